@@ -1,0 +1,235 @@
+"""The recipe: one small frozen model a table, units beside defaults, every mistake named before a process starts.
+
+Imports neither torch nor any engine; the fields of ``[objective]`` are checked against the objective's own dataclass.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from megarl.errors import UserError
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+class ModelTable(Table):
+    path: Path = Field(strict=False)  # Hugging Face directory: config.json + safetensors
+    tokenizer: Path | None = Field(None, strict=False)  # default: the model directory
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.tokenizer or self.path
+
+
+class DataTable(Table):
+    source: Literal["file", "reasoning_gym"]
+    train: str  # a .jsonl / .parquet file with columns prompt, answer; or the name of a reasoning-gym generator
+    options: dict[str, Any] = {}  # reasoning-gym: the generator's own settings, for example { min_word_len = 3 }
+    prompt_template: str = "{prompt}"
+    max_prompt_tokens: int = Field(1024, ge=1)  # tokens; longer prompts are an error that names the prompt
+
+
+class RewardTable(Table):
+    kind: Literal["reasoning_gym", "exact", "math"]
+    correct_above: float = Field(0.999, gt=0, le=1)  # a verifier's score at or above this is reward 1, else 0
+    require_stop: bool = True  # a response cut off by the token limit scores 0
+
+
+class RolloutTable(Table):
+    engine: Literal["builtin", "vllm", "sglang"] = "builtin"
+    workers: int = Field(1, ge=1)  # engine replicas on each node
+    tensor_parallel: int = Field(1, ge=1)  # GPUs per replica
+    temperature: float = Field(1.0, gt=0)
+    max_response_tokens: int = Field(1024, ge=1)  # tokens, stop token included
+    responses_per_prompt: int = Field(8, ge=1)  # G, the size of a group
+    groups_per_chunk: int = Field(128, ge=1)  # groups an engine is handed at a time: the unit of generation and of resume
+    memory_fraction: float = Field(0.92, gt=0, le=1)  # share of GPU memory an engine may take
+
+
+class ScheduleTable(Table):
+    kind: Literal["staged"] = "staged"
+    stages: int = Field(4, ge=1)
+    updates_per_stage: int = Field(1024, ge=1)  # S, also the largest staleness of a stage
+    prompts_per_update: int = Field(32, ge=1)
+
+    @property
+    def total_updates(self) -> int:
+        return self.stages * self.updates_per_stage
+
+
+class ObjectiveTable(BaseModel):
+    """``name`` and the objective's own fields, checked against its dataclass by `megarl.objectives`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str = "mu_grpo"
+    advantage: str = "group_mean_std"
+    zero_variance: Literal["keep", "drop"] = "keep"  # keep: groups without variance stay in the denominator
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class OptimizerTable(Table):
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    warmup_updates: int = Field(0, ge=0)  # linear warm-up over the whole run, then constant
+    clip_grad: float = Field(1.0, ge=0)  # global L2 norm; 0 turns clipping off
+
+    @field_validator("betas")
+    @classmethod
+    def _unit_interval(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= b < 1 for b in betas):
+            raise ValueError("each beta must lie in [0, 1)")
+        return betas
+
+
+class ActorTable(Table):
+    backend: Literal["cpu", "cuda"] = "cuda"
+    processes_per_node: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1)
+    pipeline_parallel: int = Field(1, ge=1)
+    context_parallel: int = Field(1, ge=1)
+    expert_parallel: int = Field(1, ge=1)
+    expert_tensor_parallel: int | None = Field(None, ge=1)  # default: tensor_parallel
+    tokens_per_micro_batch: int = Field(16384, ge=1)  # tokens; a longer response gets a micro-batch of its own
+    statistics_scope: Literal["exact", "lagged", "micro"] = "exact"
+    recompute: Literal["none", "full"] = "none"
+    checkpoint_every: int = Field(64, ge=1)  # updates
+    keep_checkpoints: int = Field(2, ge=1)  # inside a stage; older ones are removed
+
+
+class EvalTable(Table):
+    source: Literal["file", "reasoning_gym"] | None = None  # default: [data] source
+    suite: str | None = None  # file or generator; default: held-out prompts of [data] train
+    prompts: int = Field(1024, ge=1)
+    samples: int = Field(1, ge=1)  # k of avg@k and pass@k
+    temperature: float = Field(1.0, gt=0)
+    every: int = Field(1, ge=0)  # stages; 0 turns evaluation off
+
+
+class RunTable(Table):
+    seed: int = Field(0, ge=0)
+    max_restarts: int = Field(0, ge=0)  # times a failed phase is started again
+    tensorboard: bool = True
+    wandb: bool = False
+
+
+class Recipe(Table):
+    model: ModelTable
+    data: DataTable
+    reward: RewardTable
+    rollout: RolloutTable = RolloutTable()
+    schedule: ScheduleTable = ScheduleTable()
+    objective: ObjectiveTable = ObjectiveTable()
+    optimizer: OptimizerTable = OptimizerTable()
+    actor: ActorTable = ActorTable()
+    megatron: dict[str, Any] = {}  # passed through to megatron.core's TransformerConfig
+    eval: EvalTable = EvalTable()
+    run: RunTable = RunTable()
+
+    @model_validator(mode="after")
+    def _verifier_fits_data(self) -> Recipe:
+        if self.reward.kind == "reasoning_gym" and self.data.source != "reasoning_gym":
+            raise ValueError('reward.kind = "reasoning_gym" needs data.source = "reasoning_gym"')
+        return self
+
+    @property
+    def groups_per_stage(self) -> int:
+        return self.schedule.updates_per_stage * self.schedule.prompts_per_update
+
+
+def load_recipe(path: Path, overrides: list[str] = ()) -> Recipe:
+    """Read a TOML recipe, apply ``section.key=value`` overrides (TOML values) and check all of it.
+
+    Relative paths in ``[model]`` and ``[data] train`` are relative to the working directory, as on the command line.
+    Raises `UserError` with one line per mistake.
+    """
+    try:
+        tables = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise UserError(f"cannot read the recipe {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply_override(tables, override)
+    return parse_recipe(tables)
+
+
+def parse_recipe(tables: dict[str, Any]) -> Recipe:
+    try:
+        recipe = Recipe.model_validate(tables)
+    except ValidationError as error:
+        raise UserError("the recipe is wrong:\n" + "\n".join(_explain(e) for e in error.errors())) from error
+    from megarl.objectives import build_objective  # needs torch, so only once the rest is known to be right
+
+    build_objective(recipe.objective.name, recipe.objective.fields)
+    return recipe
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The fully resolved recipe as TOML (unset optional keys left out)."""
+    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+
+
+def recipe_diff(old: Recipe, new: Recipe) -> list[str]:
+    """Lines ``section.key: old -> new`` for every setting in which two recipes differ."""
+    a, b = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
+    return [f"{k}: {a.get(k)!r} -> {b.get(k)!r}" for k in sorted(a | b) if a.get(k) != b.get(k)]
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in tree.items():
+        flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return flat
+
+
+def _apply_override(tables: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    *sections, key = name.strip().split(".")
+    if not equals or not sections or not key:
+        raise UserError(f"--set {override!r}: expected section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string: --set objective.name=grpo
+    for section in sections:
+        tables = tables.setdefault(section, {})
+        if not isinstance(tables, dict):
+            raise UserError(f"--set {override!r}: {section!r} is a key, not a table")
+    tables[key] = value
+
+
+def _explain(error: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"  {where}: unknown {_nearest(error['loc'])}"
+    if error["type"] == "missing":
+        return f"  {where}: required, but not set"
+    return f"  {where or 'recipe'}: {error['msg'].removeprefix('Value error, ')} (got {_short(error['input'])})"
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if not isinstance(value, (dict, BaseModel)) else "this recipe"
+    return text if len(text) < 80 else text[:77] + "..."
+
+
+def _nearest(loc: tuple[Any, ...]) -> str:
+    table: type[BaseModel] = Recipe
+    for part in loc[:-1]:
+        table = table.model_fields[part].annotation
+    known = list(table.model_fields)
+    kind = "key" if len(loc) > 1 else "table"
+    close = difflib.get_close_matches(str(loc[-1]), known, 1, 0.5)
+    return f"{kind}; did you mean {close[0]!r}?" if close else f"{kind}; known are {', '.join(known)}"

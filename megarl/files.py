@@ -1,0 +1,66 @@
+"""Durable writes: a file or directory is either there in full or not there at all, also after SIGKILL or power loss."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.errors import UserError
+
+
+def fsync_path(path: Path) -> None:
+    """Flush one file or directory entry to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Replace ``path`` by ``data`` through a synced temporary file and a rename."""
+    payload = data.encode() if isinstance(data, str) else data
+    temporary = path.with_name(f".{path.name}.tmp")
+    with disk_errors(path):
+        with open(temporary, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_path(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield a temporary directory beside ``path``; on success sync all of it and rename it to ``path``.
+
+    What an earlier, killed attempt left under the temporary name is removed first. ``path`` itself must not exist.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    with disk_errors(path):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        for file in sorted(temporary.rglob("*")):
+            fsync_path(file)
+        fsync_path(temporary)
+        os.rename(temporary, path)
+        fsync_path(path.parent)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn a full disk or exceeded quota into a message that says where and that nothing sealed is lost."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"no space left while writing {path}. Everything sealed or saved so far is intact: "
+                "free some space and start the same command again"
+            ) from error
+        raise
