@@ -1,0 +1,163 @@
+"""The ledger of a rollout store: one checksummed line a shard, and every check that says whether the files agree with it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from io import FileIO
+from pathlib import Path
+
+from megarl.errors import UserError
+
+LEDGER = "ledger.jsonl"  # writer 0's, and everybody's once sealed
+SEALED = "SEALED"
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One ledger line: a shard and what is in it. ``tokens`` counts response tokens, ``bytes`` is the size of its file."""
+
+    shard: str
+    groups: tuple[int, ...]
+    responses: int
+    tokens: int
+    reward_sum: float
+    bytes: int
+    sha256: str
+    weights_hash: str
+    logprob_mode: str
+
+
+def to_line(entry: LedgerEntry) -> bytes:
+    body = json.dumps(asdict(entry))[:-1].encode()
+    return body + b', "crc": "%08x"}\n' % zlib.crc32(body)
+
+
+def from_line(line: bytes) -> LedgerEntry | None:
+    """The entry, or None where the line does not agree with its own checksum."""
+    body, separator, crc = line.rpartition(b', "crc": ')
+    if not separator or crc != b'"%08x"}' % zlib.crc32(body):
+        return None
+    fields = json.loads(body + b"}")
+    return LedgerEntry(**{**fields, "groups": tuple(fields["groups"])})
+
+
+def is_sealed(directory: Path) -> bool:
+    return (Path(directory) / SEALED).exists()
+
+
+def lock(path: Path) -> FileIO:
+    """Open a ledger for its single writer; closing it, or the death of the process, gives it up.
+
+    Raises `UserError` when a live process has it.
+    """
+    # flock belongs to the open file: unlike a POSIX record lock it is not lost when this process reads the ledger elsewhere.
+    file = FileIO(path, "r+", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o644))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file.fileno()).st_ino != os.stat(path).st_ino:
+            raise BlockingIOError  # sealing replaced the file between open and lock
+    except (BlockingIOError, FileNotFoundError) as error:
+        file.close()
+        raise UserError(f"another process is writing {path}: wait for it to end, or stop it") from error
+    return file
+
+
+def parse(path: Path) -> tuple[list[LedgerEntry], int]:
+    """Entries of one ledger and the length in bytes of its intact part: a line torn by a crash at the very end is left out."""
+    *lines, tail = path.read_bytes().split(b"\n")
+    entries, length = [], 0
+    for number, line in enumerate(lines, 1):
+        entry = from_line(line)
+        if entry is None:
+            if number == len(lines) and not tail:
+                break
+            raise UserError(
+                f"line {number} of {path} is damaged: its checksum does not match. Restore the file from a copy, or delete "
+                "that line and start again: only its groups are generated anew"
+            )
+        entries.append(entry)
+        length += len(line) + 1
+    return entries, length
+
+
+def read_ledgers(directory: Path) -> list[LedgerEntry]:
+    parts = []
+    # Sealing moves the other writers' lines into LEDGER and then removes their files: LEDGER read last misses nothing.
+    for path in [*sorted(directory.glob("ledger.?????.jsonl")), directory / LEDGER]:
+        with contextlib.suppress(FileNotFoundError):
+            parts.append(parse(path)[0])
+    return merge(parts, directory)
+
+
+def merge(parts: Iterable[list[LedgerEntry]], directory: Path) -> list[LedgerEntry]:
+    """All entries by first group id; the same line in two ledgers (sealing was killed) counts once."""
+    by_shard: dict[str, LedgerEntry] = {}
+    owner: dict[int, str] = {}
+    for entry in (entry for part in parts for entry in part):
+        if by_shard.setdefault(entry.shard, entry) != entry:
+            raise UserError(
+                f"two ledgers in {directory} disagree about {entry.shard}: delete one of its lines and start again"
+            )
+        for group in entry.groups:
+            if owner.setdefault(group, entry.shard) != entry.shard:
+                raise UserError(
+                    f"group {group} in {directory} is both in {owner[group]} and in {entry.shard}: "
+                    "delete one of the two lines from its ledger and start again"
+                )
+    return sorted(by_shard.values(), key=lambda entry: entry.groups[0])
+
+
+def check_one_policy(
+    entries: Sequence[LedgerEntry], directory: Path, weights_hash: str | None = None, logprob_mode: str | None = None
+) -> None:
+    for entry in entries:
+        weights_hash, logprob_mode = weights_hash or entry.weights_hash, logprob_mode or entry.logprob_mode
+        for name, ours, theirs in (
+            ("weights", weights_hash, entry.weights_hash),
+            ("log-prob mode", logprob_mode, entry.logprob_mode),
+        ):
+            if ours != theirs:
+                raise UserError(
+                    f"{directory / entry.shard} was sampled with {name} {theirs!r}, not {ours!r}: a stage has one behaviour "
+                    f"policy. Put the first policy back, or delete {directory} to generate the stage again"
+                )
+
+
+def check_seal(directory: Path) -> None:
+    try:
+        expected = json.loads((directory / SEALED).read_bytes())["ledger_sha256"]
+        intact = hashlib.sha256((directory / LEDGER).read_bytes()).hexdigest() == expected
+    except (ValueError, TypeError, KeyError, FileNotFoundError):
+        intact = False
+    if not intact:
+        raise UserError(
+            f"{directory / LEDGER} does not agree with {directory / SEALED}: one of the two was truncated or edited after sealing. "
+            f"Restore it from a copy, or delete {directory} to generate the stage again"
+        )
+
+
+def check_size(path: Path, entry: LedgerEntry) -> None:
+    if not path.exists() or path.stat().st_size != entry.bytes:
+        raise _damaged(path, f"has {path.stat().st_size} bytes, not {entry.bytes}" if path.exists() else "is gone")
+
+
+def verify_shard(path: Path, entry: LedgerEntry) -> None:
+    check_size(path, entry)
+    with open(path, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+            raise _damaged(path, "does not match the checksum in its ledger")
+
+
+def _damaged(path: Path, what: str) -> UserError:
+    seal_file = f"{SEALED}, " if is_sealed(path.parent) else ""
+    return UserError(
+        f"the shard {path} {what}. Restore it from a copy, or delete {seal_file}the shard and its line in the ledger and start again: "
+        "only its groups are generated anew"
+    )
