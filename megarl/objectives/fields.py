@@ -1,0 +1,65 @@
+"""Fields of objective dataclasses that know their allowed values, and the check that names a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from dataclasses import field, fields
+from typing import Any
+
+from megarl.errors import UserError
+
+
+def number(default: float, low: float, high: float = math.inf) -> Any:
+    """A float field in [low, high], both ends allowed."""
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+def choice(default: str, *others: str) -> Any:
+    """A string field with the given values; the first is the default."""
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+def flag(default: bool) -> Any:
+    """A boolean field."""
+    return field(default=default, metadata={"flag": True})
+
+
+def check_fields(settings: Any) -> None:
+    """Raise `UserError` for a field of a frozen dataclass whose type or value is wrong; whole numbers become floats."""
+    for f in fields(settings):
+        value, owner = getattr(settings, f.name), f"{type(settings).__name__}.{f.name}"
+        if "choices" in f.metadata and (not isinstance(value, str) or value not in f.metadata["choices"]):
+            raise UserError(f"{owner} is {value!r}; {describe(f)}{_suggest(value, f.metadata['choices'])}")
+        if "flag" in f.metadata and not isinstance(value, bool):
+            raise UserError(f"{owner} is {value!r}; {describe(f)}")
+        if "low" in f.metadata:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise UserError(f"{owner} is {value!r}; {describe(f)}")
+            if not f.metadata["low"] <= value <= f.metadata["high"]:
+                raise UserError(f"{owner} is {value}; {describe(f)}")
+            object.__setattr__(settings, f.name, float(value))
+
+
+def describe(f: Any) -> str:
+    """The allowed values of a field in words."""
+    if "choices" in f.metadata:
+        return f"expected one of {', '.join(f.metadata['choices'])}"
+    if "flag" in f.metadata:
+        return "expected true or false"
+    return f"expected a number in [{f.metadata['low']}, {f.metadata['high']}]"
+
+
+def build(cls: type, values: dict[str, Any], owner: str) -> Any:
+    """``cls(**values)``, with a `UserError` for an unknown key that names the nearest known one."""
+    known = [f.name for f in fields(cls)]
+    for key in values:
+        if key not in known:
+            raise UserError(f"{owner} has no field {key!r}{_suggest(key, known)}; known fields: {', '.join(known)}")
+    return cls(**values)
+
+
+def _suggest(value: Any, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(value), list(known), 1, 0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.batch import TokenBatch
+from megarl.objectives.clipping import hard_clip
+from megarl.objectives.fields import choice, number
+from megarl.objectives.ratios import log_ratio
+from megarl.objectives.terms import Objective, Terms, make_terms, mean_metric
+
+
+@dataclass(frozen=True)
+class Grpo(Objective):
+    """GRPO (DeepSeekMath, arXiv:2402.03300, Eq. 3, without its KL term).
+
+    objective_t = min(rho_t A_t, clip(rho_t, 1 - eps_low, 1 + eps_high) A_t), rho_t = pi(t) / pi_rollout(t), averaged
+    within a response and then over responses. Gradient: rho_t A_t grad log pi(t), except for tokens that already moved
+    past the bound in the direction of their advantage.
+    """
+
+    eps_low: float = number(0.2, 0, 1)
+    eps_high: float = number(0.2, 0)
+    aggregation: str = choice("sequence_mean", "token_mean")
+
+    def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
+        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
+        value, clipped = hard_clip(l.exp(), batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
+        metrics = {"clip_fraction": mean_metric(clipped.double(), batch.loss_mask)}
+        return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)

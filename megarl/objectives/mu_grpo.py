@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.batch import TokenBatch
+from megarl.objectives.clipping import hard_clip
+from megarl.objectives.fields import choice, number
+from megarl.objectives.ratios import log_ratio
+from megarl.objectives.terms import Objective, Terms, make_terms, mean_metric
+from megarl.objectives.veto import SCOPES, veto_mask
+
+
+@dataclass(frozen=True)
+class MuGrpo(Objective):
+    """mu-GRPO ("How Off-Policy Can GRPO Be?", section 4): relaxed clipping with a negative-advantage veto.
+
+    objective_t = keep_t min(rho_t A_t, clip(rho_t, ratio_min, ratio_max) A_t), rho_t = pi(t) / pi_rollout(t). keep_t is
+    0 for the tokens that `megarl.objectives.veto.veto_mask` names; only responses with A < 0 are ever vetoed. It is
+    recomputed at every update and not differentiated through. Vetoed tokens stay in the denominator.
+
+    Inferred, for the paper's inline mathematics is not in its text: ratio_min 0 (trigger tokens keep a small gradient
+    without the veto), veto_threshold 1e-4 (the third of four values swept), token_mean.
+    """
+
+    ratio_min: float = number(0.0, 0, 1)
+    ratio_max: float = number(5.0, 1)
+    veto_threshold: float = number(1e-4, 0, 1)
+    veto_scope: str = choice(*SCOPES)
+
+    def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
+        mask = batch.loss_mask
+        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, mask)
+        ratio = l.exp()
+        vetoed = veto_mask(ratio, batch, self.veto_threshold, self.veto_scope)
+        value, clipped = hard_clip(ratio, batch.advantages, self.ratio_min, self.ratio_max)
+        metrics = {
+            "clip_fraction": mean_metric((clipped & ~vetoed).double(), mask),
+            "veto_fraction": mean_metric(vetoed.double(), mask),
+        }
+        kept = ~vetoed & ~clipped & ~clamped
+        return make_terms(self, batch, -torch.where(vetoed, 0, value), kept, l, clamped, metrics)
