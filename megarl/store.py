@@ -87,6 +87,7 @@ class RolloutWriter:
     def __init__(self, directory: Path, *, weights_hash: str, logprob_mode: str, writer: int = 0) -> None:
         self.directory, self.writer = Path(directory), writer
         self.weights_hash, self.logprob_mode = weights_hash, logprob_mode
+        self._refuse_sealed()
         with disk_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
             self._ledger = lock(self.directory / (f"ledger.{writer:05d}.jsonl" if writer else LEDGER))
@@ -96,9 +97,12 @@ class RolloutWriter:
             self.close()
             raise
 
-    def _recover(self) -> None:
+    def _refuse_sealed(self) -> None:
         if is_sealed(self.directory):
             raise UserError(f"{self.directory} is sealed: a sealed stage takes no more rollouts")
+
+    def _recover(self) -> None:
+        self._refuse_sealed()  # again, now that no sealing can be under way
         _, self._length = parse(Path(self._ledger.name))
         os.ftruncate(self._ledger.fileno(), self._length)
         os.fsync(self._ledger.fileno())
@@ -247,8 +251,8 @@ def seal(directory: Path, expected: range) -> None:
     Raises `UserError` when groups are missing or foreign, a shard has another size than its line says, or a writer is live.
     """
     directory = Path(directory)
+    _check_complete(RolloutStore(directory), expected)
     if is_sealed(directory):
-        _check_complete(RolloutStore(directory), expected)
         return
     with contextlib.ExitStack() as locks:
         others = sorted(directory.glob("ledger.?????.jsonl"))

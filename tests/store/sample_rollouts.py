@@ -1,0 +1,85 @@
+"""Groups that depend on their id alone, and a stage writer that can be killed: shared by the tests of the store."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+
+from megarl.store import Group, Response, RolloutStore, RolloutWriter, is_sealed, seal
+
+POLICY = {"weights_hash": "b3" * 32, "logprob_mode": "processed"}
+
+
+def make_group(group_id: int, responses: int = 4, longest: int = 10) -> Group:
+    rng = np.random.default_rng(group_id)
+
+    def response() -> Response:
+        n = int(rng.integers(1, longest + 1))
+        tokens = rng.integers(0, 39, n).astype(np.int32)
+        logprobs = -rng.exponential(1.0, n).astype(np.float32)
+        return Response(
+            tokens, logprobs, float(rng.random()), str(rng.choice(["stop", "length"])), int(rng.integers(3))
+        )
+
+    prompt = rng.integers(0, 39, rng.integers(1, 9)).astype(np.int32)
+    return Group(group_id, prompt, tuple(response() for _ in range(responses)))
+
+
+def as_bytes(group: Group) -> tuple:
+    """Every bit of a group, comparable."""
+    return (
+        group.group_id,
+        group.prompt_tokens.dtype.str,
+        group.prompt_tokens.tobytes(),
+        [
+            (r.tokens.dtype.str, r.tokens.tobytes(), r.logprobs.dtype.str, r.logprobs.tobytes(), r.reward.hex())
+            + (r.finish_reason, r.policy_version)
+            for r in group.responses
+        ],
+    )
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def write_stage(directory: Path, groups: int, chunk: int, acknowledged: Path | None = None) -> None:
+    """What a rollout phase does: generate the missing chunks, append each, seal. Notes each chunk once append returned.
+
+    Two writers take turns, so that sealing has ledgers to merge.
+    """
+    if is_sealed(directory):
+        return
+    with RolloutWriter(directory, **POLICY) as even, RolloutWriter(directory, **POLICY, writer=1) as odd:
+        for start in RolloutStore(directory).missing(range(groups))[::chunk]:
+            writer = (even, odd)[start // chunk % 2]
+            writer.append([make_group(i) for i in range(start, start + chunk)])
+            if acknowledged:
+                with open(acknowledged, "a") as file:
+                    file.write(f"{start}\n")
+    seal(directory, range(groups))
+
+
+def write_stage_dying_at(call: int, directory: Path, groups: int, chunk: int, acknowledged: Path) -> None:
+    """As `write_stage`, but SIGKILL hits this process at its ``call``-th system call that changes or syncs a file."""
+    remaining = call
+
+    def deadly(function, half_done):
+        def wrapper(*args):
+            nonlocal remaining
+            remaining -= 1
+            if remaining < 0:
+                half_done(*args)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args)
+
+        return wrapper
+
+    pwrite = os.pwrite
+    for name in ("fsync", "replace", "ftruncate", "unlink"):
+        setattr(os, name, deadly(getattr(os, name), lambda *_: None))
+    os.pwrite = deadly(pwrite, lambda fd, data, offset: pwrite(fd, data[: len(data) // 2], offset))
+    write_stage(directory, groups, chunk, acknowledged)

@@ -1,0 +1,212 @@
+"""What is appended comes back bit for bit, at a cost that does not depend on the rest of the stage."""
+
+import dataclasses
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sample_rollouts import POLICY, as_bytes, contents, make_group
+
+from megarl.errors import UserError
+from megarl.store import OPEN_SHARDS, Group, Response, RolloutStore, RolloutWriter, is_sealed, seal
+
+
+def write(directory, *chunks, writer=0, **policy):
+    with RolloutWriter(directory, **(POLICY | policy), writer=writer) as rollouts:
+        for chunk in chunks:
+            rollouts.append([make_group(i) for i in chunk])
+
+
+finite = st.floats(min_value=-(2.0**100), max_value=0, width=32)
+responses = st.builds(
+    lambda pairs, reward, reason, version: Response(
+        np.array([t for t, _ in pairs], np.int32),
+        np.array([lp for _, lp in pairs], np.float32),
+        reward,
+        reason,
+        version,
+    ),
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), finite), min_size=1, max_size=5),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(["stop", "length"]),
+    st.integers(0, 2**40),
+)
+prompts = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4).map(lambda tokens: np.array(tokens, np.int32))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.dictionaries(
+        st.integers(0, 10**9), st.tuples(prompts, st.lists(responses, min_size=1, max_size=3)), min_size=1, max_size=4
+    )
+)
+def test_groups_come_back_bit_for_bit(tmp_path_factory, drawn):
+    directory = tmp_path_factory.mktemp("rollouts")
+    groups = [Group(i, prompt, tuple(rows)) for i, (prompt, rows) in drawn.items()]
+    with RolloutWriter(directory, **POLICY) as writer:
+        writer.append(groups)
+    back = RolloutStore(directory).read([group.group_id for group in groups])
+    assert [as_bytes(group) for group in back] == [as_bytes(group) for group in groups]
+
+
+def test_order_missing_and_entries(tmp_path):
+    write(tmp_path, [5, 4], [0, 1])
+    store = RolloutStore(tmp_path)
+    assert store.group_ids == [0, 1, 4, 5]
+    assert store.missing(range(7)) == [2, 3, 6]
+    assert [group.group_id for group in store.read([4, 0, 5])] == [4, 0, 5]
+    assert [entry.groups for entry in store.entries] == [(0, 1), (4, 5)]
+    rows = [response for i in (4, 5) for response in make_group(i).responses]
+    entry = store.entries[1]
+    assert (entry.responses, entry.tokens) == (8, sum(len(row.tokens) for row in rows))
+    assert entry.reward_sum == pytest.approx(sum(row.reward for row in rows), rel=1e-12)
+    assert entry.bytes == (tmp_path / entry.shard).stat().st_size
+    with pytest.raises(UserError, match="group 3 is not in"):
+        store.read([3])
+
+
+def test_the_file_on_disk_is_plain_arrow_with_the_documented_columns(tmp_path):
+    write(tmp_path, [0, 1])
+    table = pa.ipc.open_file(pa.memory_map(str(next(tmp_path.glob("*.arrow"))))).read_all()
+    names = "group_id sample prompt_tokens response_tokens rollout_logprobs reward finish_reason policy_version logprob_mode weights_hash"
+    assert table.column_names == names.split()
+    assert table.schema.field("rollout_logprobs").type == pa.list_(pa.float32())
+    assert table["group_id"].to_pylist() == [0] * 4 + [1] * 4
+    assert table["sample"].to_pylist() == [0, 1, 2, 3] * 2
+    assert set(table["weights_hash"].to_pylist()) == {POLICY["weights_hash"]}
+    assert table["rollout_logprobs"][5].as_py() == make_group(1).responses[1].logprobs.tolist()
+
+
+def test_reading_touches_no_other_shard_and_keeps_few_mapped(tmp_path):
+    shards = OPEN_SHARDS + 8
+    write(tmp_path, *[[i] for i in range(shards)])
+    store = RolloutStore(tmp_path)
+    for path in sorted(tmp_path.glob("*.arrow"))[1:]:
+        path.rename(path.with_suffix(".away"))
+    assert as_bytes(store.read([0])[0]) == as_bytes(make_group(0))
+    for path in tmp_path.glob("*.away"):
+        path.rename(path.with_suffix(".arrow"))
+    for i in range(shards):
+        store.read([i])
+    gc.collect()
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line}
+    assert len(mapped) == OPEN_SHARDS
+    views = store.read([0])[0]  # memory-mapped: no copies, and nobody can change a sealed stage through a view
+    with pytest.raises(ValueError, match="read-only"):
+        views.responses[0].logprobs[0] = 0.0
+
+
+def test_several_writers_become_one_ledger(tmp_path):
+    write(tmp_path, [4, 5], writer=2)
+    write(tmp_path, [0, 1])
+    write(tmp_path, [2, 3], [6, 7], writer=1)
+    assert {path.name for path in tmp_path.glob("ledger*")} == {
+        "ledger.jsonl",
+        "ledger.00001.jsonl",
+        "ledger.00002.jsonl",
+    }
+    before = RolloutStore(tmp_path)
+    assert not is_sealed(tmp_path)
+    seal(tmp_path, range(8))
+    assert is_sealed(tmp_path)
+    assert [path.name for path in tmp_path.glob("ledger*")] == ["ledger.jsonl"]
+    after = RolloutStore(tmp_path)
+    assert after.entries == before.entries
+    assert [entry.groups[0] for entry in after.entries] == [0, 2, 4, 6]
+    assert [as_bytes(group) for group in after.read(range(8))] == [as_bytes(make_group(i)) for i in range(8)]
+
+
+def test_seal_wants_exactly_the_expected_groups_and_may_be_repeated(tmp_path):
+    write(tmp_path, [0, 1], [3])
+    with pytest.raises(UserError, match=r"lacks 1 of 4 groups \(the first is 2\)"):
+        seal(tmp_path, range(4))
+    write(tmp_path, [2])
+    with pytest.raises(UserError, match="1 groups outside"):
+        seal(tmp_path, range(3))
+    assert not is_sealed(tmp_path)
+    seal(tmp_path, range(4))
+    sealed = contents(tmp_path)
+    seal(tmp_path, range(4))
+    for number in (0, 1):
+        with pytest.raises(UserError, match="sealed stage takes no more"):
+            RolloutWriter(tmp_path, **POLICY, writer=number)
+    assert contents(tmp_path) == sealed
+    with pytest.raises(UserError, match="no rollouts in"):
+        seal(tmp_path / "absent", range(4))
+
+
+def test_one_behaviour_policy_a_stage(tmp_path):
+    write(tmp_path, [0])
+    for other in ({"weights_hash": "ff"}, {"logprob_mode": "raw"}):
+        with pytest.raises(UserError, match="a stage has one behaviour policy"):
+            RolloutWriter(tmp_path, **(POLICY | other), writer=1)
+    assert RolloutStore(tmp_path).group_ids == [0]
+
+
+def test_a_group_is_written_once(tmp_path):
+    with RolloutWriter(tmp_path, **POLICY) as writer:
+        writer.append([make_group(3)])
+        with pytest.raises(UserError, match="group 3 is already in"):
+            writer.append([make_group(4), make_group(3)])
+        with pytest.raises(UserError, match="group 5 is already in"):
+            writer.append([make_group(5), make_group(5)])
+        writer.append([make_group(4)])
+    assert RolloutStore(tmp_path).group_ids == [3, 4]
+
+
+def test_two_live_writers_with_one_number_are_refused(tmp_path):
+    with RolloutWriter(tmp_path, **POLICY) as writer:
+        writer.append([make_group(0)])
+        RolloutStore(tmp_path)  # a reader closing its own handle of the ledger must not lose the lock
+        code = f"from megarl.store import *; RolloutWriter({str(tmp_path)!r}, weights_hash='x', logprob_mode='y')"
+        other = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+        assert "another process is writing" in other.stderr
+        with pytest.raises(UserError, match="another process is writing"):
+            seal(tmp_path, range(1))
+        RolloutWriter(tmp_path, **POLICY, writer=1).close()
+    RolloutWriter(tmp_path, **POLICY).close()
+
+
+GOOD = make_group(7)
+ONE = GOOD.responses[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": ONE.tokens[:0], "logprobs": ONE.logprobs[:0]}, "at least one token"),
+        ({"tokens": ONE.tokens.astype(np.int64)}, "int32"),
+        ({"tokens": ONE.tokens - 40}, "is negative"),
+        ({"logprobs": ONE.logprobs[:-1]}, "float32 .* like its tokens"),
+        ({"logprobs": ONE.logprobs.astype(np.float64)}, "float32"),
+        ({"logprobs": np.full_like(ONE.logprobs, np.nan)}, "finite and <= 0"),
+        ({"logprobs": np.full_like(ONE.logprobs, -np.inf)}, "finite and <= 0"),
+        ({"logprobs": -ONE.logprobs}, "finite and <= 0"),
+        ({"reward": float("nan")}, "reward is nan"),
+        ({"finish_reason": "eos"}, "finish_reason is 'eos'"),
+    ],
+)
+def test_a_bad_response_is_named_and_nothing_is_written(tmp_path, change, message):
+    rows = (GOOD.responses[0], dataclasses.replace(ONE, **change))
+    with RolloutWriter(tmp_path, **POLICY) as writer:
+        with pytest.raises(UserError, match=f"group 7, response 1.*{message}"):
+            writer.append([make_group(6), dataclasses.replace(GOOD, responses=rows)])
+        with pytest.raises(UserError, match="group 7 has no responses"):
+            writer.append([dataclasses.replace(GOOD, responses=())])
+        with pytest.raises(UserError, match="group 7, prompt_tokens: at least one token"):
+            writer.append([dataclasses.replace(GOOD, prompt_tokens=GOOD.prompt_tokens[:0])])
+    assert list(contents(tmp_path)) == ["ledger.jsonl"]
+
+
+def test_the_store_imports_no_model_code():
+    code = "import sys, megarl.store; print({'torch', 'megatron', 'transformers', 'vllm'} & set(sys.modules))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True).stdout.strip()
+        == "set()"
+    )

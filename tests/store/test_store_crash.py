@@ -1,0 +1,141 @@
+"""SIGKILL and full disks at every point: acknowledged groups stay, the finished stage is the undisturbed one byte for byte."""
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+from sample_rollouts import POLICY, as_bytes, contents, make_group, write_stage, write_stage_dying_at
+
+from megarl.errors import UserError
+from megarl.store import RolloutStore, RolloutWriter, is_sealed, seal
+
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["pytest", "pyarrow", "megarl.store"])
+
+
+def check_acknowledged(directory, acknowledged, chunk):
+    """Present: exactly the chunks whose append returned, or one more (killed between the line and the return)."""
+    starts = [int(line) for line in acknowledged.read_text().split()] if acknowledged.exists() else []
+    known = {i for start in starts for i in range(start, start + chunk)}
+    present = set(RolloutStore(directory).group_ids) if directory.exists() else set()
+    assert known <= present
+    assert len(present - known) in (0, chunk)
+    if present - known:  # acknowledge it, as the next run will not write it again
+        with open(acknowledged, "a") as file:
+            file.write(f"{min(present - known)}\n")
+
+
+def test_killed_at_every_system_call(tmp_path):
+    write_stage(tmp_path / "undisturbed", 6, 2)
+    undisturbed = contents(tmp_path / "undisturbed")
+    for call in range(1000):
+        directory, acknowledged = tmp_path / f"{call}", tmp_path / f"{call}.txt"
+        writer = processes.Process(target=write_stage_dying_at, args=(call, directory, 6, 2, acknowledged))
+        writer.start()
+        writer.join()
+        if writer.exitcode == 0:
+            break
+        assert writer.exitcode == -signal.SIGKILL
+        check_acknowledged(directory, acknowledged, 2)
+        write_stage(directory, 6, 2)
+        assert contents(directory) == undisturbed
+    assert call > 20  # 3 appends of 5 calls, recovery and sealing: the loop went through all of them
+    assert contents(directory) == undisturbed
+
+
+def test_killed_at_random_moments_again_and_again(tmp_path):
+    write_stage(tmp_path / "undisturbed", 120, 2)
+    undisturbed = contents(tmp_path / "undisturbed")
+    moments = random.Random(0)
+    directory, acknowledged, kills = tmp_path / "rollouts", tmp_path / "acknowledged.txt", 0
+    while not is_sealed(directory):
+        writer = processes.Process(target=write_stage, args=(directory, 120, 2, acknowledged))
+        writer.start()
+        time.sleep(moments.uniform(0.0, 0.06))
+        writer.kill()
+        writer.join()
+        check_acknowledged(directory, acknowledged, 2)
+        kills += 1
+    seal(directory, range(120))
+    assert kills > 5
+    assert contents(directory) == undisturbed
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A 1 MiB file system of its own."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], check=False, capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small tmpfs here: {mounted.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "-l", mount], check=True)
+
+
+def leave_free(disk, blocks):
+    """Fill the disk up to ``blocks`` free blocks; returns the file to delete."""
+    ballast = disk / "ballast"
+    free = os.statvfs(disk).f_bavail - blocks
+    ballast.write_bytes(bytes(free * os.statvfs(disk).f_frsize))
+    return ballast
+
+
+def test_full_disk_at_every_point_of_an_append(small_disk):
+    directory, present, refused, torn = small_disk / "rollouts", [0, 1], 0, 0
+    with RolloutWriter(directory, **POLICY) as writer:
+        writer.append([make_group(0), make_group(1)])
+        for group in range(
+            2, 62
+        ):  # enough lines that some cross a block of the ledger and are cut in two by the full disk
+            shards = len(list(directory.glob("*.arrow")))
+            ballast = leave_free(small_disk, blocks=group % 3)
+            try:
+                writer.append([make_group(group, responses=1)])
+            except UserError as error:
+                assert "no space left while writing" in str(error)
+                assert "start the same command again" in str(error)
+                refused += 1
+                torn += len(list(directory.glob("*.arrow"))) > shards
+                assert RolloutStore(directory).group_ids == present
+                ballast.unlink()
+                writer.append([make_group(group, responses=1)])  # the same writer goes on once there is room
+            ballast.unlink(missing_ok=True)
+            present.append(group)
+            assert RolloutStore(directory).group_ids == present
+            assert not list(directory.glob(".*"))
+    assert refused > 10
+    assert torn > 0  # the shard was in place and its ledger line found no room
+    assert [as_bytes(g) for g in RolloutStore(directory).read(range(2, 62))] == [
+        as_bytes(make_group(i, responses=1)) for i in range(2, 62)
+    ]
+
+
+def test_full_disk_while_sealing_or_starting(small_disk):
+    directory = small_disk / "rollouts"
+    with RolloutWriter(directory, **POLICY) as writer:
+        for group in range(30):
+            writer.append([make_group(group)])
+    for blocks in range(4):
+        ballast = leave_free(small_disk, blocks)
+        with pytest.raises(UserError, match="no space left"):
+            seal(directory, range(30))
+        assert not is_sealed(directory)
+        assert RolloutStore(directory).missing(range(30)) == []
+        ballast.unlink()
+    ballast = leave_free(small_disk, 0)
+    with pytest.raises(UserError, match="no space left"):
+        RolloutWriter(small_disk / "deep" / "rollouts", **POLICY).append([make_group(0)])
+    ballast.unlink()
+    seal(directory, range(30))
+    assert [as_bytes(g) for g in RolloutStore(directory).read(range(30))] == [
+        as_bytes(make_group(i)) for i in range(30)
+    ]

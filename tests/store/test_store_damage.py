@@ -1,0 +1,127 @@
+"""Damage on disk: what a crash can leave is repaired, everything else is named and left alone."""
+
+import shutil
+
+import pytest
+from sample_rollouts import POLICY, as_bytes, contents, make_group
+
+from megarl.errors import UserError
+from megarl.store import RolloutStore, RolloutWriter, seal
+
+
+@pytest.fixture
+def stage(tmp_path):
+    """Three shards of two groups."""
+    directory = tmp_path / "rollouts"
+    with RolloutWriter(directory, **POLICY) as writer:
+        for start in (0, 2, 4):
+            writer.append([make_group(start), make_group(start + 1)])
+    return directory
+
+
+def lines(stage):
+    return (stage / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+
+
+def test_any_torn_tail_is_dropped_and_the_shard_with_it(stage, tmp_path):
+    first, second, third = lines(stage)
+    whole = contents(stage)
+    for cut in range(len(third)):
+        (stage / "ledger.jsonl").write_bytes(first + second + third[:cut])
+        assert RolloutStore(stage).group_ids == [0, 1, 2, 3]
+    with RolloutWriter(stage, **POLICY) as writer:
+        assert (stage / "ledger.jsonl").read_bytes() == first + second
+        assert len(list(stage.glob("*.arrow"))) == 2
+        writer.append([make_group(4), make_group(5)])
+    assert contents(stage) == whole
+
+
+def test_a_bad_checksum_at_the_very_end_is_a_torn_tail(stage):
+    first, second, third = lines(stage)
+    (stage / "ledger.jsonl").write_bytes(first + second + third.replace(b"w00000", b"w00009"))
+    assert RolloutStore(stage).missing(range(6)) == [4, 5]
+    RolloutWriter(stage, **POLICY).close()
+    assert lines(stage) == [first, second]
+
+
+def test_leftovers_are_removed_by_their_own_writer_and_by_sealing(stage):
+    leftovers = ["w00000_00000009.arrow", ".w00000_00000009.arrow.tmp", "w00003_00000011.arrow"]
+    for name in leftovers:
+        (stage / name).write_bytes(b"half")
+    RolloutWriter(stage, **POLICY).close()
+    assert [name for name in leftovers if (stage / name).exists()] == leftovers[2:]  # writer 3 may be alive
+    seal(stage, range(6))
+    assert len(list(stage.iterdir())) == 3 + 2
+
+
+def test_a_bad_line_in_the_middle_is_named_and_nothing_is_deleted(stage):
+    first, second, third = lines(stage)
+    (stage / "ledger.jsonl").write_bytes(first + second.replace(b'"responses": 8', b'"responses": 9') + third)
+    before = contents(stage)
+    for attempt in (lambda: RolloutStore(stage), lambda: RolloutWriter(stage, **POLICY), lambda: seal(stage, range(6))):
+        with pytest.raises(UserError, match=r"line 2 of .*ledger.jsonl is damaged.*delete that line"):
+            attempt()
+    assert contents(stage) == before
+    (stage / "ledger.jsonl").write_bytes(first + third)  # the remedy
+    with RolloutWriter(stage, **POLICY) as writer:
+        writer.append([make_group(i) for i in RolloutStore(stage).missing(range(6))])
+    seal(stage, range(6))
+    assert [as_bytes(g) for g in RolloutStore(stage).read(range(6))] == [as_bytes(make_group(i)) for i in range(6)]
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_corrupt_shard_is_named_at_its_first_read_only(stage, sealed):
+    if sealed:
+        seal(stage, range(6))
+    path = stage / "w00000_00000002.arrow"
+    payload = bytearray(path.read_bytes())
+    payload[len(payload) // 2] ^= 1
+    path.write_bytes(payload)
+    before = contents(stage)
+    store = RolloutStore(stage)
+    assert as_bytes(store.read([5])[0]) == as_bytes(make_group(5))
+    with pytest.raises(
+        UserError, match=rf"{path.name} does not match the checksum.*delete {'SEALED, ' if sealed else 'the shard'}"
+    ):
+        store.read([5, 3])
+    path.write_bytes(payload[:-8])
+    with pytest.raises(UserError, match=f"{path.name} has {len(payload) - 8} bytes, not {len(payload)}"):
+        store.read([3])
+    path.unlink()
+    with pytest.raises(UserError, match=f"{path.name} is gone"):
+        store.read([3])
+    if not sealed:
+        with pytest.raises(UserError, match=f"{path.name} is gone"):
+            seal(stage, range(6))
+    assert contents(stage) == {name: data for name, data in before.items() if name != path.name}
+
+
+def test_a_sealed_ledger_cannot_be_truncated_or_edited(stage):
+    seal(stage, range(6))
+    first, second, third = lines(stage)
+    mark = (stage / "SEALED").read_bytes()
+    for ledger, seal_file in [
+        (first + second, mark),
+        (first + second + third[:-1], mark),
+        (first + third + second, mark),
+        (b"", mark),
+        (first + second + third, mark[:10]),
+        (first + second + third, b"[]"),
+    ]:
+        (stage / "ledger.jsonl").write_bytes(ledger)
+        (stage / "SEALED").write_bytes(seal_file)
+        with pytest.raises(UserError, match="truncated or edited after sealing"):
+            RolloutStore(stage)
+    (stage / "ledger.jsonl").unlink()
+    with pytest.raises(UserError, match="truncated or edited after sealing"):
+        seal(stage, range(6))
+
+
+def test_a_group_in_two_shards_is_named(stage, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    with RolloutWriter(elsewhere, **POLICY, writer=1) as writer:
+        writer.append([make_group(3)])
+    for path in elsewhere.iterdir():
+        shutil.move(path, stage)
+    with pytest.raises(UserError, match=r"group 3 in .* is both in w00001_00000003.arrow and in w00000_00000002.arrow"):
+        RolloutStore(stage)
