@@ -1,5 +1,7 @@
 """SIGKILL and full disks at every point: acknowledged groups stay, the finished stage is the undisturbed one byte for byte."""
 
+import contextlib
+import itertools
 import multiprocessing
 import os
 import random
@@ -67,13 +69,16 @@ def test_killed_at_random_moments_again_and_again(tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A 1 MiB file system of its own."""
+    """A file system of 1 MiB and 200 inodes."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small tmpfs needs root")
     mount = tmp_path / "disk"
     mount.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], check=False, capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=200", "tmpfs", mount],
+        check=False,
+        capture_output=True,
+        text=True,
     )
     if mounted.returncode:
         pytest.skip(f"no small tmpfs here: {mounted.stderr.strip()}")
@@ -97,6 +102,7 @@ def test_full_disk_at_every_point_of_an_append(small_disk):
             2, 62
         ):  # enough lines that some cross a block of the ledger and are cut in two by the full disk
             shards = len(list(directory.glob("*.arrow")))
+            ledger = (directory / "ledger.jsonl").read_bytes()
             ballast = leave_free(small_disk, blocks=group % 3)
             try:
                 writer.append([make_group(group, responses=1)])
@@ -105,13 +111,13 @@ def test_full_disk_at_every_point_of_an_append(small_disk):
                 assert "start the same command again" in str(error)
                 refused += 1
                 torn += len(list(directory.glob("*.arrow"))) > shards
-                assert RolloutStore(directory).group_ids == present
+                assert (directory / "ledger.jsonl").read_bytes() == ledger
+                assert not list(directory.glob(".*"))
                 ballast.unlink()
                 writer.append([make_group(group, responses=1)])  # the same writer goes on once there is room
             ballast.unlink(missing_ok=True)
             present.append(group)
             assert RolloutStore(directory).group_ids == present
-            assert not list(directory.glob(".*"))
     assert refused > 10
     assert torn > 0  # the shard was in place and its ledger line found no room
     assert [as_bytes(g) for g in RolloutStore(directory).read(range(2, 62))] == [
@@ -131,10 +137,12 @@ def test_full_disk_while_sealing_or_starting(small_disk):
         assert not is_sealed(directory)
         assert RolloutStore(directory).missing(range(30)) == []
         ballast.unlink()
-    ballast = leave_free(small_disk, 0)
+    with contextlib.suppress(OSError):
+        for number in itertools.count():
+            (small_disk / f"{number}").touch()  # use up the inodes
     with pytest.raises(UserError, match="no space left"):
-        RolloutWriter(small_disk / "deep" / "rollouts", **POLICY).append([make_group(0)])
-    ballast.unlink()
+        RolloutWriter(small_disk / "another", **POLICY)
+    (small_disk / "0").unlink()
     seal(directory, range(30))
     assert [as_bytes(g) for g in RolloutStore(directory).read(range(30))] == [
         as_bytes(make_group(i)) for i in range(30)
