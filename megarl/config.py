@@ -163,7 +163,27 @@ def load_recipe(path: Path, overrides: list[str] = ()) -> Recipe:
         raise UserError(f"{path} is not valid TOML: {error}") from error
     for override in overrides:
         _apply_override(tables, override)
-    return parse_recipe(tables)
+    return _absolute_paths(parse_recipe(tables))
+
+
+def override_recipe(recipe: Recipe, overrides: list[str]) -> Recipe:
+    """The recipe with ``section.key=value`` settings changed, checked again."""
+    tables = tomllib.loads(dump_recipe(recipe))
+    for override in overrides:
+        _apply_override(tables, override)
+    return _absolute_paths(parse_recipe(tables))
+
+
+def _absolute_paths(recipe: Recipe) -> Recipe:
+    """A run is continued from any directory, so its recipe holds no relative path."""
+    model, data, evaluation = recipe.model, recipe.data, recipe.eval
+    tokenizer = model.tokenizer and model.tokenizer.resolve()
+    model = model.model_copy(update={"path": model.path.resolve(), "tokenizer": tokenizer})
+    if data.source == "file":
+        data = data.model_copy(update={"train": str(Path(data.train).resolve())})
+    if evaluation.suite and (evaluation.source or data.source) == "file":
+        evaluation = evaluation.model_copy(update={"suite": str(Path(evaluation.suite).resolve())})
+    return recipe.model_copy(update={"model": model, "data": data, "eval": evaluation})
 
 
 def parse_recipe(tables: dict[str, Any]) -> Recipe:

@@ -1,0 +1,118 @@
+"""The quickstart's base model: supervised warm-up on a sloppy teacher, through the same Megatron actor as the RL run.
+
+The teacher spells words backwards but gets about one letter in five wrong, so that the model knows the task, is unsure
+of it, and reinforcement learning has something to do: accuracy at T = 1 lands between .15 and .5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import reasoning_gym
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from megarl.actor import parallel
+from megarl.batch import TokenBatch
+from megarl.config import load_recipe
+from megarl.data import build_prompts, load_tokenizer
+from megarl.objectives import Objective, Terms
+
+HERE = Path(__file__).parent
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+STEPS, BATCH, PEAK_LR, WRONG_LETTERS = 700, 64, 3e-3, 0.25
+
+
+def write_initial_model(path: Path) -> None:
+    """A random Qwen3-MoE of 0.2M parameters and a tokenizer with one token a character."""
+    vocabulary = {"<pad>": 0, "<eos>": 1, "=": 2, **{letter: 3 + i for i, letter in enumerate(LETTERS)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        max_position_embeddings=128,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+
+
+class Supervised(Objective):
+    """Plain cross-entropy on the teacher's tokens."""
+
+    def __call__(self, batch: TokenBatch, statistics: None = None) -> Terms:
+        loss = torch.where(batch.loss_mask, -batch.logprobs, 0)
+        total = loss.detach().sum(dtype=torch.float64), batch.loss_mask.sum(dtype=torch.float64)
+        return Terms(loss, batch.loss_mask, {"loss": total})
+
+
+def sloppy(answer: str, rng: random.Random) -> str:
+    return "".join(rng.choice(answer) if rng.random() < WRONG_LETTERS else letter for letter in answer)
+
+
+def warm_up(initial: Path, output: Path) -> None:
+    recipe = load_recipe(HERE / "recipe.toml", [f'model.path="{initial}"', "optimizer.betas=[0.9, 0.999]"])
+    device = parallel.initialize(recipe.actor, recipe.run.seed)
+    from megarl.actor import hf, packing, step
+
+    tokenizer = load_tokenizer(initial)
+    prompts = build_prompts(recipe, tokenizer)
+    actor, objective, rng = step.Actor.build(recipe, initial, device), Supervised(), random.Random(0)
+    for number in range(STEPS):
+        samples = []
+        for index in range(number * BATCH, (number + 1) * BATCH):
+            prompt = prompts.train(index)
+            target = tokenizer.encode(sloppy(prompt.answer, rng), add_special_tokens=False) + [tokenizer.eos_token_id]
+            zeros = np.zeros(len(target), np.float32)
+            samples.append(packing.Sample(np.array(prompt.tokens), np.array(target), zeros, advantage=0.0))
+        lr = PEAK_LR * min(1, (number + 1) / 40) * (1 - 0.95 * number / STEPS)
+        batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device)
+        metrics = step.train_step(actor, batches, objective, lr)
+        if (number + 1) % 100 == 0:
+            print(f"warm-up {number + 1}/{STEPS}  loss {metrics['loss']:.3f}", flush=True)
+    hf.export_hf(actor.models, output, like=initial, version=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=HERE / "base")
+    output = parser.parse_args().output
+    if output.exists():
+        print(f"{output} is there already")
+        return
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    initial = output.with_name(output.name + ".initial")
+    write_initial_model(initial)
+    warm_up(initial, output)
+    shutil.rmtree(initial)
+    print(f"base model: {output}")
+
+
+if __name__ == "__main__":
+    main()

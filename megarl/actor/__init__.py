@@ -1,0 +1,1 @@
+"""The training side: the only package that imports megatron.core."""

@@ -1,0 +1,86 @@
+"""Torch-native layer spec: RMSNorm that knows sequence parallelism, attention that takes packed sequences.
+
+Megatron-Core's own `DotProductAttention` refuses packed sequences and `WrappedTorchNorm` refuses sequence parallelism;
+Transformer Engine has both, but is not on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """What every layer needs to know about one packed micro-batch, computed once on the host.
+
+    length_runs: (count, length) of consecutive sequences of equal length; sequences are sorted by length.
+    trained: [N] int64, positions on the packed axis whose label counts; the LM head is computed for these alone.
+    """
+
+    length_runs: tuple[tuple[int, int], ...] = ()
+    trained: torch.Tensor | None = None
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention of each packed sequence over itself; [T, heads, head_dim] -> [T, heads * head_dim].
+
+    Runs of equally long sequences are one batched call, so neither a padding token nor a [T, T] mask is ever computed.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: torch.Tensor,  # [T, heads, head_dim]
+        key: torch.Tensor,  # [T, kv_heads, head_dim]
+        value: torch.Tensor,  # [T, kv_heads, head_dim]
+        attention_mask: torch.Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> torch.Tensor:
+        assert packed_seq_params is not None, "megarl packs every batch"
+        runs = packed_seq_params.length_runs
+        sizes = [count * length for count, length in runs]
+        outputs = []
+        for (count, length), q, k, v in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
+            q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            outputs.append(out.transpose(1, 2).reshape(count * length, -1))
+        return torch.cat(outputs)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # its gradient is then reduced over tensor parallelism
+
+
+def torch_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The block spec of a decoder made of plain torch modules."""
+    layer: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)

@@ -1,0 +1,130 @@
+"""Checkpoints inside a stage: everything an update depends on, complete or not there at all."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as mpu
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megarl.actor.step import Actor
+from megarl.files import atomic_directory
+
+_NAME = re.compile(r"update_(\d{6})")
+
+
+def checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """(update inside the stage, path) of every complete checkpoint, oldest first."""
+    found = ((_NAME.fullmatch(path.name), path) for path in directory.glob("update_*"))
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def save(actor: Actor, directory: Path, update: int, keep: int) -> Path:
+    """Write ``directory/update_XXXXXX`` under a temporary name and rename it; keep the newest ``keep``. Collective."""
+    target = directory / f"update_{update:06d}"
+    state = _sharded_state(actor, is_loading=False)
+    state.update(update=update, cpu_rng=torch.get_rng_state())
+    if dist.get_rank() == 0:
+        with atomic_directory(target) as temporary:
+            _broadcast_path(temporary)
+            dist_checkpointing.save(state, str(temporary))
+        for _, old in checkpoints(directory)[:-keep]:
+            shutil.rmtree(old)
+    else:
+        dist_checkpointing.save(state, str(_broadcast_path(None)))
+    dist.barrier()
+    return target
+
+
+def load(actor: Actor, path: Path) -> int:
+    """Restore model, optimizer and random state in place; returns the update inside the stage to continue after."""
+    optimizers = list(_distributed_optimizers(actor))
+    for optimizer in optimizers:
+        _create_adam_state(optimizer)
+    state = _sharded_state(actor, is_loading=True)
+    state.update(update=0, cpu_rng=torch.get_rng_state())
+    state = dist_checkpointing.load(state, str(path))
+    for index, model in enumerate(actor.models):
+        model.load_state_dict(state[_model_key(actor, index)], strict=False)  # no _extra_state without TE
+    actor.optimizer.load_state_dict(state["optimizer"])
+    for optimizer in optimizers:
+        _give_every_parameter_its_own_step(optimizer)
+    torch.set_rng_state(state["cpu_rng"])
+    return state["update"]
+
+
+def _broadcast_path(path: Path | None) -> Path:
+    box = [str(path)]
+    dist.broadcast_object_list(box, src=0)
+    return Path(box[0])
+
+
+def _model_key(actor: Actor, index: int) -> str:
+    return "model" if len(actor.models) == 1 else f"model{index}"
+
+
+def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+        # the default sharding fails in 0.16.1 and 0.19.2; this one loads into any layout
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+    }
+    state: dict[str, Any] = {
+        _model_key(actor, i): model.sharded_state_dict(metadata=metadata) for i, model in enumerate(actor.models)
+    }
+    state["optimizer"] = actor.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    return state
+
+
+def _distributed_optimizers(actor: Actor) -> Iterator[DistributedOptimizer]:
+    yield from getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
+
+
+def _is_torch_adam(optimizer: DistributedOptimizer) -> bool:
+    return isinstance(optimizer.optimizer, torch.optim.AdamW)
+
+
+def _create_adam_state(optimizer: DistributedOptimizer) -> None:
+    """torch's Adam has no state before its first step, and Megatron's initialiser leaves out ``step``."""
+    if not _is_torch_adam(optimizer):
+        return
+    for group in optimizer.optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def _give_every_parameter_its_own_step(optimizer: DistributedOptimizer) -> None:
+    """After load_state_dict all parameters share ONE step tensor, which Adam would advance once a parameter."""
+    if not _is_torch_adam(optimizer):
+        return
+    for state in optimizer.optimizer.state.values():
+        state["step"] = state["step"].clone()
+
+
+@torch.no_grad()
+def _set_main_param_and_optimizer_states(self: DistributedOptimizer, model_param: Any, tensors: dict[str, Any]) -> None:
+    """Megatron's version raises KeyError('step') with torch's Adam and records a gradient for float32 parameters."""
+    if not _is_torch_adam(self):
+        _MEGATRON_SETTER(self, model_param, tensors)
+        return
+    group, order = self.model_param_group_index_map[model_param]
+    main = self.optimizer.param_groups[group]["params"][order]
+    for key, value in {"param": main, **self.optimizer.state[main]}.items():
+        if key != "step":  # load_state_dict has set it
+            value.copy_(tensors[key])
+
+
+_MEGATRON_SETTER = DistributedOptimizer._set_main_param_and_optimizer_states
+DistributedOptimizer._set_main_param_and_optimizer_states = _set_main_param_and_optimizer_states

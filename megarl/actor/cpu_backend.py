@@ -1,0 +1,178 @@
+"""Lets unmodified Megatron-Core run on the CPU (gloo, float32).
+
+Megatron-Core asks for ``torch.cuda`` and ``device="cuda"``. `install` rebinds the *name* ``torch`` inside loaded
+``megatron.core`` modules to a proxy that answers with the CPU; the real ``torch`` is never modified. Beyond that, each
+patch below names the line of Megatron-Core 0.16.1 that it works around.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+import types
+from typing import Any
+
+import torch
+
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "empty_like", "zeros_like",
+    "ones_like", "as_tensor",
+)  # fmt: skip
+# Imported lazily by Megatron itself; they must be loaded before their name `torch` can be rebound.
+_LAZY_MODULES = (
+    "models.gpt", "optimizer", "optimizer.distrib_optimizer", "distributed", "pipeline_parallel",
+    "tensor_parallel.random", "transformer.moe.moe_utils", "models.common.embeddings.rope_utils",
+    "dist_checkpointing.strategies.torch", "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing.strategies.state_dict_saver", "dist_checkpointing.strategies.async_utils",
+    "dist_checkpointing.strategies.filesystem_async", "dist_checkpointing.exchange_utils",
+)  # fmt: skip
+
+
+def install() -> None:
+    """Make every loaded ``megatron.core`` module see the CPU. Call once, before a model is built."""
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()  # the fusers pick torch.compile at import time
+    for name in _LAZY_MODULES:
+        importlib.import_module(f"megatron.core.{name}")
+    proxy = _TorchOnCpu()
+    for module in _megatron_modules():
+        if getattr(module, "torch", None) is torch:
+            module.torch = proxy
+    _patch_random_state()
+    _patch_moe_and_rope()
+    _patch_optimizer()
+
+
+def _megatron_modules() -> list[types.ModuleType]:
+    return [m for name, m in list(sys.modules.items()) if name.startswith("megatron.core") and m is not None]
+
+
+def _replace_everywhere(old: Any, new: Any) -> None:
+    """Rebind a function in every Megatron module that imported it by name."""
+    for module in _megatron_modules():
+        for name, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, name, new)
+
+
+class _NullStream:
+    """Stands for Stream and Event: work on the CPU is already ordered."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_stream(self, *_: Any) -> None: ...
+    def wait_event(self, *_: Any) -> None: ...
+    def wait(self, *_: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *_: Any) -> _NullStream:
+        return self
+
+    def query(self) -> bool:
+        return True
+
+
+class _CudaOnCpu(types.ModuleType):
+    def __init__(self) -> None:
+        super().__init__("torch.cuda")
+        stream = _NullStream()
+        self.Stream = self.Event = _NullStream
+        self.current_device = lambda: _CPU
+        self.current_stream = self.default_stream = lambda *_, **__: stream
+        self.stream = lambda *_, **__: contextlib.nullcontext()
+        self.synchronize = self.empty_cache = self.set_device = lambda *_, **__: None
+        self.is_available = self.is_current_stream_capturing = lambda: False
+        self.manual_seed = torch.manual_seed
+        self.get_rng_state = lambda *_, **__: torch.get_rng_state()
+        self.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _TorchOnCpu(types.ModuleType):
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _CudaOnCpu()
+        for name in _FACTORIES:
+            setattr(self, name, _factory_on_cpu(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _factory_on_cpu(factory: Any) -> Any:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _patch_random_state() -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _patch_moe_and_rope() -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # NameError without Transformer Engine in 0.16.1
+        moe_utils.te_general_gemm = None
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # maybe_move_tensor_to_cpu converts CUDA tensors alone, but all_to_all_single needs lists or arrays
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    def position_embedding(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+        # the original pins memory and calls Tensor.cuda()
+        size, rank = cp_group.size(), cp_group.rank()
+        chunks = pos_emb.chunk(2 * size, dim=seq_dim)
+        return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=seq_dim)
+
+    _replace_everywhere(moe_utils.maybe_move_tensor_to_cpu, to_host)
+    _replace_everywhere(rope_utils.get_pos_emb_on_this_cp_rank, position_embedding)
+
+
+def _patch_optimizer() -> None:
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
+
+    clip = clip_grads.clip_grad_by_total_norm_fp32
+    _replace_everywhere(clip, _with_cuda_type_names(clip))
+    distributed = distrib_optimizer.DistributedOptimizer
+    distributed.get_parameter_state_dp_zero = _with_cuda_type_names(distributed.get_parameter_state_dp_zero)
+    build = distributed._build_model_and_main_param_groups.__func__
+    distributed._build_model_and_main_param_groups = classmethod(_with_cuda_type_names(build))
+
+
+class _CudaTypeNames(torch.overrides.TorchFunctionMode):
+    """``tensor.type()`` answers 'torch.cuda.FloatTensor': Megatron's optimizer compares these strings."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        out = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.type and len(args) == 1 and isinstance(out, str):
+            out = out.replace("torch.", "torch.cuda.", 1)
+        return out
+
+
+def _with_cuda_type_names(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with _CudaTypeNames():
+            return function(*args, **kwargs)
+
+    return wrapped

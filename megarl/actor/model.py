@@ -1,0 +1,184 @@
+"""From a Hugging Face config.json and the recipe to a Megatron-Core GPTModel that answers with token log-probs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.actor.attention import PackedSequences, torch_layer_spec
+from megarl.config import Recipe
+from megarl.errors import UserError
+from megarl.kernels.linear_logprob import linear_logprob
+
+FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama")
+
+
+def read_hf_config(model_dir: Path) -> dict[str, Any]:
+    """config.json of a supported family, with the names that differ between transformers' versions made one."""
+    path = Path(model_dir) / "config.json"
+    try:
+        hf = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; [model] path must be a Hugging Face model directory") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if hf.get("model_type") not in FAMILIES:
+        raise UserError(f"{path}: model_type {hf.get('model_type')!r} is not supported; known are {', '.join(FAMILIES)}")
+    if hf["model_type"] == "qwen3_moe" and (hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers")):
+        raise UserError(f"{path}: models that mix dense and sparse layers are not supported")
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise UserError(f"{path}: rope_type {kind!r} is not supported; known are default, llama3")
+    hf["rope_theta"] = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
+    hf["rope_scaling"] = rope if kind == "llama3" else None
+    hf["num_experts"] = hf.get("num_experts") or hf.get("num_local_experts")  # the name depends on transformers' version
+    hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    return hf
+
+
+def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
+    """Megatron's configuration of the model; ``[megatron]`` has the last word."""
+    actor = recipe.actor
+    cpu = actor.backend == "cpu"
+    dtype = torch.float32 if cpu else torch.bfloat16
+    settings: dict[str, Any] = dict(
+        num_layers=hf["num_hidden_layers"],
+        hidden_size=hf["hidden_size"],
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=hf["num_key_value_heads"],
+        kv_channels=hf["head_dim"],
+        ffn_hidden_size=hf["intermediate_size"],
+        layernorm_epsilon=hf["rms_norm_eps"],
+        normalization="RMSNorm",
+        qk_layernorm=hf["model_type"].startswith("qwen3"),
+        add_qkv_bias=hf["model_type"] == "qwen2",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=not cpu,
+        tensor_model_parallel_size=actor.tensor_parallel,
+        pipeline_model_parallel_size=actor.pipeline_parallel,
+        context_parallel_size=actor.context_parallel,
+        expert_model_parallel_size=actor.expert_parallel,
+        expert_tensor_parallel_size=actor.expert_tensor_parallel or actor.tensor_parallel,
+        sequence_parallel=actor.tensor_parallel > 1,
+        variable_seq_lengths=True,  # packed micro-batches differ in length
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, also for dense models
+        calculate_per_token_loss=True,  # sums now, one global denominator over the whole optimizer batch
+        batch_p2p_comm=False,  # the default lets sends of virtual stages cross silently
+        use_cpu_initialization=cpu,
+        # the fused variants need Transformer Engine, Apex or a compiler at run time
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        deterministic_mode=False,
+    )
+    if hf["model_type"] == "qwen3_moe":
+        settings.update(
+            num_moe_experts=hf["num_experts"],
+            moe_router_topk=hf["num_experts_per_tok"],
+            moe_ffn_hidden_size=hf["moe_intermediate_size"],
+            moe_router_pre_softmax=not hf.get("norm_topk_prob", True),
+            moe_router_dtype=None if cpu else "fp32",
+            # load balancing moves the policy's log-probs, which the ratios would then charge to staleness
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+            moe_grouped_gemm=False,
+        )
+    if actor.recompute == "full":
+        settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    unknown = sorted(set(recipe.megatron) - set(TransformerConfig.__dataclass_fields__))
+    if unknown:
+        raise UserError(f"[megatron] {unknown[0]}: Megatron-Core's TransformerConfig has no such field")
+    return TransformerConfig(**settings | recipe.megatron)
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage returns log-probs and entropies of the trained labels instead of logits.
+
+    With ``labels`` [1, T] and ``PackedSequences.trained`` [N] the last pipeline stage returns [2, N] float32: log-probs
+    of the labels under the distribution at ``temperature``, and its entropies (nats). No rank holds full logits.
+    """
+
+    temperature: float = 1.0
+    true_vocab_size: int  # rows beyond it only pad the vocabulary
+
+    def _postprocess(
+        self,
+        *,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if not self.post_process or labels is None:
+            return super()._postprocess(
+                hidden_states=hidden_states, labels=labels, packed_seq_params=packed_seq_params, **kwargs
+            )
+        assert isinstance(packed_seq_params, PackedSequences) and packed_seq_params.trained is not None
+        tp_group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=tp_group
+            )
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden_states, group=tp_group)
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        trained = packed_seq_params.trained
+        logprobs, entropy = linear_logprob(
+            hidden[:, 0].index_select(0, trained),
+            weight,
+            labels[0].index_select(0, trained),
+            temperature=self.temperature,
+            group=tp_group if tp_group.size() > 1 else None,
+            vocab_size=self.true_vocab_size,
+        )
+        return torch.stack([logprobs, entropy])
+
+
+def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
+    """This rank's model chunks (one, or one a virtual pipeline stage), with weights still to be loaded."""
+    config = transformer_config(hf, recipe)
+    tp = recipe.actor.tensor_parallel
+    virtual = config.virtual_pipeline_model_parallel_size
+    rope_scaling = hf["rope_scaling"] or {}
+    chunks = []
+    for stage in range(virtual) if virtual else (None,):
+        model = PolicyModel(
+            config,
+            torch_layer_spec(config, vp_stage=stage),
+            vocab_size=-(-hf["vocab_size"] // tp) * tp,
+            max_sequence_length=hf["max_position_embeddings"],
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
+            share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
+            position_embedding_type="rope",
+            rotary_base=hf["rope_theta"],
+            rope_scaling=bool(rope_scaling),
+            rope_scaling_factor=rope_scaling.get("factor", 8.0),
+            vp_stage=stage,
+        )
+        model.temperature = recipe.rollout.temperature
+        model.true_vocab_size = hf["vocab_size"]
+        chunks.append(model if recipe.actor.backend == "cpu" else model.cuda())
+    return chunks

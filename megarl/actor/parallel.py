@@ -1,0 +1,45 @@
+"""torch.distributed and Megatron's process groups for one rank of an optimize phase."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from megarl.config import ActorTable
+from megarl.distributed import join_process_group
+
+
+def initialize(actor: ActorTable, seed: int) -> torch.device:
+    """Join the process group that the launcher prepared and build Megatron's groups; returns this rank's device."""
+    device = torch.device("cpu")
+    if actor.backend == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    else:
+        from megarl.actor import cpu_backend
+
+        cpu_backend.install()
+    join_process_group("gloo" if actor.backend == "cpu" else "nccl")
+
+    from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=actor.tensor_parallel,
+        pipeline_model_parallel_size=actor.pipeline_parallel,
+        context_parallel_size=actor.context_parallel,
+        expert_model_parallel_size=actor.expert_parallel,
+        expert_tensor_parallel_size=actor.expert_tensor_parallel or actor.tensor_parallel,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return device
+
+
+def reports_metrics() -> bool:
+    """True on the one rank that knows the loss and writes metrics: last pipeline stage, first of everything else."""
+    from megatron.core import parallel_state as mpu
+
+    first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    return first and mpu.is_pipeline_last_stage()

@@ -1,0 +1,139 @@
+"""The command line: ``megarl train | rollout | optimize | eval | report | doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megarl.errors import UserError
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    try:
+        options.command(options)
+    except UserError as error:
+        sys.exit(_complain(error, 2))
+    except KeyboardInterrupt:
+        sys.exit(_complain("interrupted; start the same command again to continue", 130))
+    except Exception as error:
+        if type(error).__name__ != "PhaseFailed":
+            raise
+        sys.exit(_complain(error, 1))
+
+
+def _complain(message: object, code: int) -> int:
+    print(f"megarl: {message}", file=sys.stderr)
+    return code
+
+
+def _train(options: argparse.Namespace) -> None:
+    from megarl.commands import summarise_run
+    from megarl.config import load_recipe
+    from megarl.preflight import check
+    from megarl.run_dir import RunDir
+    from megarl.train import train
+
+    recipe = load_recipe(options.recipe, options.set)
+    check(recipe)
+    run = RunDir.create(options.run_dir, recipe)
+    with run.lock():
+        train(run)
+    print(summarise_run(run))
+
+
+def _rollout(options: argparse.Namespace) -> None:
+    from megarl.commands import rollout_stage
+
+    run = _open_stage(options)
+    with run.lock():
+        rollout_stage(run, options.stage)
+
+
+def _optimize(options: argparse.Namespace) -> None:
+    from megarl.commands import branch, optimize_stage
+    from megarl.config import override_recipe
+    from megarl.run_dir import RunDir
+
+    run = _open_stage(options)
+    if options.set and not options.output:
+        raise UserError("--set changes the recipe, so it needs --output DIR for the new run directory")
+    if options.output:
+        run = branch(run, RunDir.create(options.output, override_recipe(run.recipe, options.set)), options.stage)
+    with run.lock():
+        optimize_stage(run, options.stage)
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from megarl.commands import evaluate_model
+
+    print(evaluate_model(options.model_or_run, options.recipe, options.suite, options.set))
+
+
+def _report(options: argparse.Namespace) -> None:
+    from megarl.report import write_report
+
+    output = options.output or options.run_dirs[0] / "report.html"
+    print(write_report(options.run_dirs, output))
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from megarl.doctor import diagnose
+
+    print(diagnose())
+
+
+def _open_stage(options: argparse.Namespace):  # type: ignore[no-untyped-def]
+    from megarl.run_dir import RunDir
+
+    run = RunDir.open(options.run_dir)
+    run.check_stage(options.stage)
+    return run
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megarl", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, function, help: str) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(command=function)
+        return sub
+
+    def settings(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument(
+            "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a recipe setting"
+        )
+
+    sub = command("train", _train, "the whole run; start it again to continue it")
+    sub.add_argument("recipe", type=Path)
+    sub.add_argument("--run-dir", type=Path, required=True)
+    settings(sub)
+
+    sub = command("rollout", _rollout, "generate and seal the rollouts of one stage")
+    sub.add_argument("run_dir", type=Path)
+    sub.add_argument("--stage", type=int, required=True)
+
+    sub = command("optimize", _optimize, "all updates of one stage on its sealed rollouts")
+    sub.add_argument("run_dir", type=Path)
+    sub.add_argument("--stage", type=int, required=True)
+    sub.add_argument("--output", type=Path, help="write to a new run directory, with other settings")
+    settings(sub)
+
+    sub = command("eval", _evaluate, "avg@k and pass@k with 95 %% intervals")
+    sub.add_argument("model_or_run", type=Path)
+    sub.add_argument("--recipe", type=Path, help="data and reward settings, when the model is not part of a run")
+    sub.add_argument("--suite", help="prompt file or reasoning-gym generator; default: the recipe's")
+    settings(sub)
+
+    sub = command("report", _report, "one self-contained HTML page; several runs side by side")
+    sub.add_argument("run_dirs", type=Path, nargs="+")
+    sub.add_argument("--output", type=Path)
+
+    command("doctor", _doctor, "what this machine has, what is missing, which extra installs it")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""One phase alone, and the evaluation of any model: what the command line offers beside the whole run."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from megarl.config import load_recipe, override_recipe
+from megarl.errors import UserError
+from megarl.launcher import run_phase
+from megarl.policy import copy_policy
+from megarl.progress import Progress
+from megarl.run_dir import RunDir
+
+
+def rollout_stage(run: RunDir, stage: int) -> None:
+    """Generate and seal the rollouts of one stage."""
+    if stage == 0 and not run.policy(0).exists():
+        copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.policy(0))
+    _require_policy(run, stage)
+    if run.is_sealed(stage):
+        print(f"{run.rollouts(stage)} is sealed already")
+        return
+    with Progress(run.root, run.recipe):
+        run_phase(run, "rollout", stage, run.recipe.rollout.workers)
+    print(f"sealed {run.rollouts(stage)}")
+
+
+def optimize_stage(run: RunDir, stage: int) -> None:
+    """All updates of one stage on its sealed rollouts."""
+    _require_policy(run, stage)
+    if run.policy(stage + 1).exists():
+        print(f"{run.policy(stage + 1)} exists already")
+        return
+    with Progress(run.root, run.recipe):
+        run_phase(run, "optimize", stage, run.recipe.actor.processes_per_node)
+    print(f"wrote {run.policy(stage + 1)}")
+
+
+def branch(source: RunDir, target: RunDir, stage: int) -> RunDir:
+    """Make ``target`` start from the policy, rollouts and earlier checkpoint of ``source``, by links.
+
+    Only settings that leave the rollouts as they are may differ between the two recipes.
+    """
+    old, new = source.recipe, target.recipe
+    if (old.groups_per_stage, old.rollout, old.data, old.run.seed) != (
+        new.groups_per_stage,
+        new.rollout,
+        new.data,
+        new.run.seed,
+    ):
+        raise UserError("--set may change [objective], [optimizer], [actor] and [megatron]: the rollouts stay as they are")
+    links = [(source.policy(stage), target.policy(stage)), (source.rollouts(stage), target.rollouts(stage))]
+    if stage > 0:
+        links.append((source.checkpoints(stage - 1), target.checkpoints(stage - 1)))
+    for existing, link in links:
+        if not existing.exists():
+            raise UserError(f"{existing} does not exist: this stage cannot be optimized yet")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            os.symlink(existing, link)
+    return target
+
+
+def evaluate_model(target: Path, recipe_path: Path | None, suite: str | None, overrides: list[str]) -> str:
+    """avg@k (and pass@k) of a run's newest policy or of a Hugging Face directory, with 95 % intervals."""
+    if (target / "recipe.toml").exists():
+        run = RunDir.open(target)
+        recipe, policy = run.recipe, _newest_policy(run)
+    elif recipe_path is not None:
+        recipe, policy = load_recipe(recipe_path), target.resolve()
+    else:
+        raise UserError(f"{target} is no run directory: say with --recipe which data and reward to use")
+    if suite is not None:
+        overrides = [*overrides, f'eval.suite="{suite}"', f'eval.source="{_suite_source(suite)}"']
+    recipe = override_recipe(recipe, overrides)
+    with tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch:
+        run = RunDir.create(Path(scratch) / "run", recipe)
+        run.policy(0).parent.mkdir(parents=True)
+        os.symlink(policy, run.policy(0))
+        run_phase(run, "evaluate", 0, recipe.rollout.workers)
+        result = run.evaluation(0)
+        assert result is not None
+    return f"{policy}\n{describe(result)}"
+
+
+def describe(result: dict) -> str:
+    """One line an estimate, with its interval."""
+    lines = [_estimate(f"avg@{result['samples']}", result["accuracy"], result["ci95"], result["prompts"])]
+    if "pass_at_k" in result:
+        lines.append(
+            _estimate(f"pass@{result['samples']}", result["pass_at_k"], result["pass_at_k_ci95"], result["prompts"])
+        )
+    return "\n".join(lines)
+
+
+def _estimate(name: str, value: float, interval: list[float], prompts: int) -> str:
+    return f"{name} {value:.4f}  95 % interval [{interval[0]:.4f}, {interval[1]:.4f}]  {prompts} prompts"
+
+
+def _suite_source(suite: str) -> str:
+    return "file" if Path(suite).suffix in (".jsonl", ".parquet") else "reasoning_gym"
+
+
+def _newest_policy(run: RunDir) -> Path:
+    for stage in range(run.recipe.schedule.stages, -1, -1):
+        if run.policy(stage).exists():
+            return run.policy(stage)
+    return run.recipe.model.path
+
+
+def _require_policy(run: RunDir, stage: int) -> None:
+    if not run.policy(stage).exists():
+        raise UserError(f"{run.policy(stage)} does not exist: optimize stage {stage - 1} first")
+
+
+def summarise_run(run: RunDir) -> str:
+    """The last lines of a training run: what was gained, where the report is, what to try next."""
+    base, final = run.evaluation(0), run.evaluation(run.recipe.schedule.stages)
+    lines = []
+    if base and final:
+        gain = final["accuracy"] - base["accuracy"]
+        half = [((r["ci95"][1] - r["ci95"][0]) / 2) ** 2 for r in (base, final)]
+        lines.append(
+            f"held-out accuracy {base['accuracy']:.3f} -> {final['accuracy']:.3f}: "
+            f"{gain:+.3f} +- {sum(half) ** 0.5:.3f} (95 %, {final['prompts']} prompts)"
+        )
+    lines += [
+        f"model   {run.final}",
+        f"report  {run.root / 'report.html'}",
+        "next    --set objective.name=grpo in another --run-dir, then `megarl report` with both directories",
+    ]
+    return "\n".join(lines)
+

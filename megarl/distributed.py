@@ -1,0 +1,39 @@
+"""How the processes of a phase find each other, and how they end together."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+
+import torch.distributed as dist
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_agent() -> None:
+    """Have the kernel kill this process when its node agent dies, however it dies: no orphan ever writes."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    agent = os.environ.get("MEGARL_AGENT_PID")
+    if agent and os.getppid() != int(agent):
+        os.kill(os.getpid(), signal.SIGKILL)  # it died before the line above
+
+
+def join_process_group(backend: str) -> dist.Store:
+    """init_process_group from the launcher's environment; returns the store that all processes of the phase share.
+
+    On one machine nothing listens beyond loopback; between nodes torch's own rendezvous is used.
+    """
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        dist.init_process_group(backend)
+        return dist.PrefixStore("megarl", dist.distributed_c10d._get_default_store())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    port = int(os.environ["MASTER_PORT"])
+    # TCPStore would bind to every interface, so it is handed a socket that is bound to loopback
+    listener = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, master_listen_fd=listener)
+    dist.init_process_group(backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=world)
+    return dist.PrefixStore("megarl", store)

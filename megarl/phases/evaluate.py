@@ -1,0 +1,91 @@
+"""The evaluate phase: held-out prompts answered by the policy of a stage; avg@k and pass@k with their uncertainty."""
+
+from __future__ import annotations
+
+import math
+import time
+from statistics import NormalDist
+
+import numpy as np
+import torch.distributed as dist
+
+from megarl.distributed import join_process_group
+from megarl.phases.answers import Answerer
+from megarl.phases.process import main
+from megarl.rollout.engine import response_seed
+from megarl.run_dir import RunDir
+
+_EVALUATION_SEED = 1 << 40  # apart from the seeds of training responses, which are group ids
+
+
+def evaluate(run: RunDir, stage: int) -> None:
+    """Append one ``evaluation`` event for ``run.policy(stage)``."""
+    counter = join_process_group("gloo")
+    start = time.monotonic()
+    policy = run.policy(stage)
+    answerer = Answerer.build(run.recipe, policy)
+    mine = score_heldout(answerer, counter)
+    answerer.engine.close()
+    everyone: list[dict[int, list[float]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if dist.get_rank() == 0:
+        rewards = {index: values for part in everyone for index, values in part.items()}
+        run.log_event(
+            "evaluation",
+            stage=stage,
+            policy=str(policy.relative_to(run.root)),
+            **summarise(np.array([rewards[i] for i in sorted(rewards)])),
+            temperature=run.recipe.eval.temperature,
+            seconds=round(time.monotonic() - start, 3),
+        )
+    dist.barrier()
+
+
+def score_heldout(answerer: Answerer, counter: dist.Store) -> dict[int, list[float]]:
+    """Rewards of the held-out prompts that this replica took, by prompt number."""
+    recipe = answerer.recipe
+    prompts, samples, size = answerer.prompts.heldout(), recipe.eval.samples, recipe.rollout.groups_per_chunk
+    rewards = {}
+    while (begin := (counter.add("next_evaluation", 1) - 1) * size) < len(prompts):
+        batch = prompts[begin : begin + size]
+        numbers = range(begin, begin + len(batch))
+        seeds = [response_seed(recipe.run.seed, _EVALUATION_SEED + i, k) for i in numbers for k in range(samples)]
+        answers = answerer.answer(batch, seeds, samples, recipe.eval.temperature)
+        rewards.update({i: [r.reward for r in answer] for i, answer in zip(numbers, answers, strict=True)})
+    return rewards
+
+
+def summarise(rewards: np.ndarray) -> dict[str, object]:
+    """[prompts, samples] rewards in [0, 1] -> accuracy (avg@k), its 95 % interval and, for k > 1, pass@k."""
+    prompts, samples = rewards.shape
+    accuracy = float(rewards.mean())
+    summary: dict[str, object] = {
+        "accuracy": accuracy,
+        "ci95": interval(rewards.mean(1)),
+        "prompts": prompts,
+        "samples": samples,
+    }
+    if samples > 1:
+        passed = rewards.max(1)
+        summary |= {"pass_at_k": float(passed.mean()), "pass_at_k_ci95": interval(passed)}
+    return summary
+
+
+def interval(scores: np.ndarray) -> list[float]:
+    """95 % interval of the mean of one score in [0, 1] a prompt: Wilson's with the scores' own variance.
+
+    Samples of one prompt are correlated, so the prompt is the unit. Unlike mean +- 1.96 standard errors it keeps a
+    width at accuracy 0 and 1 and stays inside [0, 1].
+    """
+    n, mean = len(scores), float(scores.mean())
+    z = NormalDist().inv_cdf(0.975)
+    # scores between 0 and 1 vary less than a coin of the same mean: that many coins they are worth
+    coin, variance = mean * (1 - mean), float(scores.var())
+    n_effective = n * coin / variance if variance > 0 and coin > 0 else n
+    centre = (mean + z * z / (2 * n_effective)) / (1 + z * z / n_effective)
+    half = z / (1 + z * z / n_effective) * math.sqrt(coin / n_effective + z * z / (4 * n_effective**2))
+    return [max(0.0, centre - half), min(1.0, centre + half)]
+
+
+if __name__ == "__main__":
+    main(evaluate)

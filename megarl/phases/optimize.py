@@ -1,0 +1,115 @@
+"""The optimize phase: all updates of a stage on its sealed rollouts; Megatron only."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.actor import parallel
+from megarl.advantages import group_advantages, zero_variance
+from megarl.config import ObjectiveTable
+from megarl.errors import UserError
+from megarl.metrics import MetricsWriter
+from megarl.objectives import build_objective
+from megarl.phases.process import main
+from megarl.run_dir import RunDir
+from megarl.store import Group, RolloutStore
+
+if TYPE_CHECKING:
+    from megarl.actor.packing import Sample
+    from megarl.actor.step import Actor
+
+
+def optimize(run: RunDir, stage: int) -> None:
+    """Turn ``policy(stage)`` into ``policy(stage + 1)``, continuing from the newest checkpoint."""
+    recipe, schedule = run.recipe, run.recipe.schedule
+    if not run.is_sealed(stage):
+        raise UserError(f"{run.rollouts(stage)} is not sealed: run `megarl rollout {run.root} --stage {stage}` first")
+    device = parallel.initialize(recipe.actor, recipe.run.seed)
+    from megarl.actor import checkpoint, hf, packing, step  # only now does Megatron know the backend
+
+    store = RolloutStore(run.rollouts(stage))
+    objective = build_objective(recipe.objective.name, recipe.objective.fields)
+    actor = step.Actor.build(recipe, run.policy(stage), device)
+    done = resume(actor, run, stage)
+    before = stage * schedule.updates_per_stage  # updates of earlier stages
+    metrics = MetricsWriter(run.metrics, before + done, recipe.run) if parallel.reports_metrics() else None
+
+    for staleness in range(done, schedule.updates_per_stage):
+        start = time.perf_counter()
+        groups = store.read(groups_of_update(run, stage, staleness))
+        samples = to_samples(groups, recipe.objective)
+        micro_batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device)
+        values = step.train_step(actor, micro_batches, objective, actor.learning_rate(before + staleness + 1))
+        if metrics:
+            place = {"stage": stage, "update": before + staleness + 1, "staleness": staleness}
+            metrics.append(place | summary(groups) | values | throughput(samples, time.perf_counter() - start))
+        updates = staleness + 1
+        if updates % recipe.actor.checkpoint_every == 0 or updates == schedule.updates_per_stage:
+            if metrics:
+                metrics.sync()
+            checkpoint.save(actor, run.checkpoints(stage), updates, recipe.actor.keep_checkpoints)
+    start = time.perf_counter()
+    version = before + schedule.updates_per_stage
+    hf.export_hf(actor.models, run.policy(stage + 1), like=run.policy(stage), version=version)
+    if metrics:
+        run.log_event("export", stage=stage + 1, seconds=round(time.perf_counter() - start, 3))
+        metrics.close()
+
+
+def resume(actor: Actor, run: RunDir, stage: int) -> int:
+    """Updates of ``stage`` that are done. A stage that begins takes optimizer and random state from the one before."""
+    from megarl.actor import checkpoint
+
+    own = checkpoint.checkpoints(run.checkpoints(stage))
+    if own:
+        return checkpoint.load(actor, own[-1][1])
+    if stage > 0:
+        earlier = checkpoint.checkpoints(run.checkpoints(stage - 1))
+        if not earlier or earlier[-1][0] != run.recipe.schedule.updates_per_stage:
+            raise UserError(f"{run.checkpoints(stage - 1)} lacks the last checkpoint of stage {stage - 1}")
+        checkpoint.load(actor, earlier[-1][1])
+    return 0
+
+
+def groups_of_update(run: RunDir, stage: int, staleness: int) -> range:
+    size = run.recipe.schedule.prompts_per_update
+    return run.groups(stage)[staleness * size : (staleness + 1) * size]
+
+
+def to_samples(groups: list[Group], table: ObjectiveTable) -> list[Sample]:
+    """All responses of an update with their advantages; groups without variance stay or go as the recipe says."""
+    from megarl.actor.packing import Sample
+
+    rewards = np.array([[response.reward for response in group.responses] for group in groups])
+    advantages = group_advantages(rewards, table.advantage).tolist()
+    keep = ~zero_variance(rewards).numpy() if table.zero_variance == "drop" else np.ones(len(groups), bool)
+    samples = [
+        Sample(group.prompt_tokens, response.tokens, response.logprobs, advantage, bool(kept))
+        for group, row, kept in zip(groups, advantages, keep, strict=True)
+        for response, advantage in zip(group.responses, row, strict=True)
+    ]
+    # a batch with nothing to learn from still makes an update, so that the schedule keeps its length
+    return [sample for sample in samples if sample.trained] or samples[:1]
+
+
+def summary(groups: list[Group]) -> dict[str, float]:
+    rewards = np.array([[response.reward for response in group.responses] for group in groups])
+    responses = [response for group in groups for response in group.responses]
+    return {
+        "reward/mean": float(rewards.mean()),
+        "zero_variance_fraction": float((rewards.min(1) == rewards.max(1)).mean()),
+        "response_tokens/mean": float(np.mean([len(r.tokens) for r in responses])),
+        "truncated_fraction": float(np.mean([r.finish_reason == "length" for r in responses])),
+    }
+
+
+def throughput(samples: list[Sample], seconds: float) -> dict[str, Any]:
+    tokens = sum(map(len, samples))
+    return {"tokens": tokens, "seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1)}
+
+
+if __name__ == "__main__":
+    main(optimize)

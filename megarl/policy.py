@@ -1,0 +1,80 @@
+"""A policy directory: Hugging Face safetensors, tokenizer, and ``megarl.json`` with the policy's version and hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megarl.errors import UserError
+from megarl.files import atomic_directory
+
+INFO_FILE = "megarl.json"
+
+
+@dataclass(frozen=True)
+class PolicyInfo:
+    version: int  # optimizer updates behind these weights
+    weights_hash: str  # sha256 over the names and contents of all weight files
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def combine_hashes(hashes: dict[str, str]) -> str:
+    """One hash for a set of weight files, from {file name: sha256}."""
+    return hashlib.sha256("".join(f"{name} {hashes[name]}\n" for name in sorted(hashes)).encode()).hexdigest()
+
+
+def weight_files(policy_dir: Path) -> list[Path]:
+    files = sorted(Path(policy_dir).glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{policy_dir} holds no *.safetensors files; megarl reads safetensors only")
+    return files
+
+
+def write_info(policy_dir: Path, info: PolicyInfo) -> None:
+    (policy_dir / INFO_FILE).write_text(json.dumps(asdict(info), indent=1) + "\n")
+
+
+def read_info(policy_dir: Path) -> PolicyInfo:
+    """Version and hash of a policy; a model that megarl did not write has version 0."""
+    path = policy_dir / INFO_FILE
+    if not path.exists():
+        return PolicyInfo(0, combine_hashes({file.name: file_sha256(file) for file in weight_files(policy_dir)}))
+    try:
+        return PolicyInfo(**json.loads(path.read_text()))
+    except (OSError, json.JSONDecodeError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+
+
+def copy_auxiliary(source: Path, target: Path) -> None:
+    """Copy everything that is no weight file: configuration, tokenizer, chat template, licence."""
+    for file in sorted(Path(source).iterdir()):
+        weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(".index.json")
+        if file.is_file() and not weights and file.name != INFO_FILE:
+            shutil.copyfile(file, target / file.name)
+
+
+def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int = 0) -> PolicyInfo:
+    """Make ``target`` the policy of a first stage: a copy of the base model, so that a run never changes under it."""
+    with atomic_directory(target) as temporary:
+        copy_auxiliary(model_dir, temporary)
+        if tokenizer_dir != model_dir:
+            for file in sorted(Path(tokenizer_dir).iterdir()):
+                if file.is_file() and file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "chat_template")):
+                    shutil.copyfile(file, temporary / file.name)
+        hashes = {}
+        for file in weight_files(model_dir):
+            shutil.copyfile(file, temporary / file.name)
+            hashes[file.name] = file_sha256(temporary / file.name)
+        index = model_dir / "model.safetensors.index.json"
+        if index.exists():
+            shutil.copyfile(index, temporary / index.name)
+        info = PolicyInfo(version, combine_hashes(hashes))
+        write_info(temporary, info)
+    return info

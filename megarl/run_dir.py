@@ -1,0 +1,116 @@
+"""The run directory: where everything lies, and the rule that one directory holds one recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Recipe, dump_recipe, load_recipe, recipe_diff
+from megarl.errors import UserError
+from megarl.files import append_json, read_json_lines, write_atomic
+from megarl.ledger import is_sealed
+
+
+@dataclass(frozen=True)
+class RunDir:
+    root: Path
+    recipe: Recipe
+
+    @classmethod
+    def create(cls, root: Path, recipe: Recipe) -> RunDir:
+        """A new or continued run; `UserError` with the difference when the directory belongs to another recipe."""
+        root = Path(root).resolve()
+        path = root / "recipe.toml"
+        if path.exists():
+            difference = recipe_diff(load_recipe(path), recipe)
+            if difference:
+                raise UserError(
+                    f"{root} belongs to a run with another recipe (old -> new):\n  "
+                    + "\n  ".join(difference)
+                    + "\nuse another --run-dir, or the old settings to continue this one"
+                )
+        else:
+            if root.exists() and not root.is_dir():
+                raise UserError(f"{root} is a file, not a run directory")
+            root.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, dump_recipe(recipe))
+        return cls(root, recipe)
+
+    @classmethod
+    def open(cls, root: Path) -> RunDir:
+        root = Path(root).resolve()
+        if not (root / "recipe.toml").exists():
+            raise UserError(f"{root} is not a run directory: it has no recipe.toml")
+        return cls(root, load_recipe(root / "recipe.toml"))
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def final(self) -> Path:
+        return self.root / "final"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def rollouts(self, stage: int) -> Path:
+        return self.root / f"stages/{stage:03d}/rollouts"
+
+    def checkpoints(self, stage: int) -> Path:
+        return self.root / f"stages/{stage:03d}/checkpoints"
+
+    def policy(self, stage: int) -> Path:
+        """The policy that generates in ``stage``; after the last stage the result of the run."""
+        return self.final if stage == self.recipe.schedule.stages else self.root / f"stages/{stage:03d}/policy"
+
+    def groups(self, stage: int) -> range:
+        """Group ids of a stage; a group's id is the place of its prompt in the whole run's order."""
+        size = self.recipe.groups_per_stage
+        return range(stage * size, (stage + 1) * size)
+
+    def is_sealed(self, stage: int) -> bool:
+        return is_sealed(self.rollouts(stage))
+
+    def check_stage(self, stage: int) -> None:
+        if not 0 <= stage < self.recipe.schedule.stages:
+            raise UserError(f"--stage {stage}: this run has stages 0 to {self.recipe.schedule.stages - 1}")
+
+    def log_event(self, event: str, **fields: Any) -> None:
+        append_json(self.events, {"time": round(time.time(), 3), "event": event, **fields})
+
+    def evaluation(self, stage: int) -> dict[str, Any] | None:
+        """The recorded evaluation of the policy of ``stage``, if there is one."""
+        if not self.events.exists():
+            return None
+        for event in read_json_lines(self.events):
+            if event.get("event") == "evaluation" and event.get("stage") == stage:
+                return event
+        return None
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """One `megarl` at a time works on a run directory; the kernel releases the lock of a killed one."""
+        fd = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, 0)
+            os.write(fd, json.dumps({"pid": os.getpid()}).encode())
+            yield
+        except BlockingIOError as error:
+            owner = os.pread(fd, 100, 0).decode(errors="replace")
+            raise UserError(f"another megarl process works on {self.root} ({owner})") from error
+        finally:
+            os.close(fd)

@@ -1,0 +1,39 @@
+"""The whole run: a few large stages, each of which generates, then optimises on what it generated."""
+
+from __future__ import annotations
+
+from megarl.launcher import run_phase
+from megarl.policy import copy_policy
+from megarl.progress import Progress
+from megarl.report import write_report
+from megarl.run_dir import RunDir
+
+
+def train(run: RunDir) -> None:
+    """mu-GRPO: freeze the policy, answer a whole stage of prompts, then make all of the stage's updates on the answers.
+
+    Whatever is on disk already is not done again, so a killed run continues where it was.
+    """
+    recipe, stages = run.recipe, run.recipe.schedule.stages
+    rollout_processes, actor_processes = recipe.rollout.workers, recipe.actor.processes_per_node
+
+    if not run.policy(0).exists():
+        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.policy(0))
+    with Progress(run.root, recipe):
+        for stage in range(stages):
+            if evaluation_is_due(run, stage):
+                run_phase(run, "evaluate", stage, rollout_processes)
+            if not run.is_sealed(stage):
+                run_phase(run, "rollout", stage, rollout_processes)  # pi_stage answers; its engine gets all memory
+            if not run.policy(stage + 1).exists():
+                run_phase(run, "optimize", stage, actor_processes)  # S updates of stale data: pi_stage -> pi_stage+1
+        if evaluation_is_due(run, stages):
+            run_phase(run, "evaluate", stages, rollout_processes)
+    write_report([run.root], run.root / "report.html")
+
+
+def evaluation_is_due(run: RunDir, stage: int) -> bool:
+    """Every ``eval.every`` stages and at the end, once."""
+    every = run.recipe.eval.every
+    due = every > 0 and (stage % every == 0 or stage == run.recipe.schedule.stages)
+    return due and run.evaluation(stage) is None
