@@ -1,0 +1,1 @@
+"""Fused operations, one file each; `megarl.kernels.reference` defines what "correct" means."""

@@ -1,0 +1,170 @@
+"""The fused lm head against `megarl.kernels.reference` and finite differences, whole and split over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.autograd import gradcheck
+
+from megarl.kernels import linear_logprob as fused
+from megarl.kernels import reference
+from megarl.kernels.linear_logprob import linear_logprob
+
+TOKENS, WIDTH, VOCAB, PADDED = 13, 6, 17, 24
+
+
+def problem(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(PADDED, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+
+
+def gradients(outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor], uses: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    seeds = [torch.randn(TOKENS, generator=generator, dtype=torch.float64) for _ in outputs]
+    chosen = [i for i, name in enumerate(("logprobs", "entropy")) if uses in (name, "both")]
+    return list(
+        torch.autograd.grad([outputs[i] for i in chosen], inputs, [seeds[i].to(outputs[i].dtype) for i in chosen])
+    )
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 5, TOKENS])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("uses", ["logprobs", "entropy", "both"])
+def test_equals_materialised_logits(chunk_tokens: int | None, temperature: float, uses: str) -> None:
+    hidden, weight, targets = problem()
+    ours = linear_logprob(hidden, weight, targets, temperature, chunk_tokens=chunk_tokens, vocab_size=VOCAB)
+    wanted = reference.linear_logprob(hidden, weight, targets, temperature, VOCAB)
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
+    grads = gradients(ours, [hidden, weight], uses)
+    torch.testing.assert_close(grads, gradients(wanted, [hidden, weight], uses), rtol=0, atol=1e-12)
+    assert not grads[1][VOCAB:].any()
+
+
+def test_gradcheck() -> None:
+    hidden, weight, targets = problem()
+    assert gradcheck(
+        lambda h, w: linear_logprob(h, w, targets, 0.7, chunk_tokens=4, vocab_size=VOCAB), (hidden, weight)
+    )
+
+
+def test_two_tokens_by_hand() -> None:
+    hidden = torch.eye(2)
+    weight = torch.tensor([[0.0, 0.0], [2 * 1.0986123, 0.0]])  # logits at T = 2: (0, ln 3) and (0, 0)
+    logprobs, entropy = linear_logprob(hidden, weight, torch.tensor([1, 0]), temperature=2.0)
+    torch.testing.assert_close(logprobs, torch.tensor([-0.2876821, -0.6931472]))  # ln 3/4, ln 1/2
+    torch.testing.assert_close(entropy, torch.tensor([0.5623351, 0.6931472]))
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True)])
+def test_frozen_input_gets_no_gradient(needs: tuple[bool, bool]) -> None:
+    hidden, weight, targets = problem()
+    wanted = gradients(reference.linear_logprob(hidden, weight, targets), [hidden, weight], "both")
+    h, w = hidden.detach().requires_grad_(needs[0]), weight.detach().requires_grad_(needs[1])
+    outputs = linear_logprob(h, w, targets, chunk_tokens=5)
+    grads = gradients(outputs, [h if needs[0] else w], "both")
+    torch.testing.assert_close(grads[0], wanted[0 if needs[0] else 1], rtol=0, atol=1e-12)
+    gradients_left = (h.grad, w.grad)
+    assert gradients_left == (None, None)
+
+
+def test_no_tokens() -> None:
+    hidden, weight, targets = problem()
+    logprobs, entropy = linear_logprob(hidden[:0], weight, targets[:0])
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_large_logits_stay_finite_and_right() -> None:
+    hidden, weight, targets = problem(torch.float32)
+    outputs = linear_logprob(hidden * 300, weight, targets)
+    exact = reference.linear_logprob(hidden.double() * 300, weight.double(), targets)
+    torch.testing.assert_close(outputs[0].double(), exact[0], rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(outputs[1].double(), exact[1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_inputs_give_float32_logits(dtype: torch.dtype) -> None:
+    """Outputs are as exact as float32 arithmetic on the same rounded inputs; gradients have the inputs' dtype."""
+    hidden, weight, targets = problem(dtype)
+    outputs = linear_logprob(hidden, weight, targets, 0.8, chunk_tokens=4)
+    h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    exact = reference.linear_logprob(h, w, targets, 0.8)
+    for ours, wanted in zip(outputs, exact, strict=True):
+        assert ours.dtype is torch.float32
+        torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=2e-6)
+    for ours, wanted in zip(
+        gradients(outputs, [hidden, weight], "both"), gradients(exact, [h, w], "both"), strict=True
+    ):
+        assert ours.dtype is dtype
+        torch.testing.assert_close(ours.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_default_chunk_bounds_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    plain = fused._logits
+    monkeypatch.setattr(fused, "_logits", lambda *a: sizes.append((z := plain(*a)).numel() * z.element_size()) or z)
+    monkeypatch.setattr(fused, "CHUNK_BYTES", 5 * PADDED * 4)
+    hidden, weight, targets = problem(torch.float32)
+    linear_logprob(hidden, weight, targets)[0].sum().backward()
+    assert max(sizes) == 5 * PADDED * 4
+    assert len(sizes) == 6
+
+
+def test_vocabulary_size_must_fit() -> None:
+    hidden, weight, targets = problem()
+    with pytest.raises(ValueError, match="vocab_size is 25; expected 1 to 24"):
+        linear_logprob(hidden, weight, targets, vocab_size=25)
+
+
+SPLITS = (PADDED, VOCAB, 11)  # 11: the second rank holds nothing but padding
+
+
+def _rank(rank: int, ranks: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
+    group = dist.group.WORLD
+    result = {}
+    for vocab in SPLITS:
+        hidden, weight, targets = problem()
+        targets = targets % vocab
+        shard = weight.detach().chunk(ranks)[rank].clone().requires_grad_()
+        for uses in ("logprobs", "both"):
+            outputs = linear_logprob(hidden, shard, targets, 0.7, group, chunk_tokens=5, vocab_size=vocab)
+            result[vocab, uses] = [*(x.detach() for x in outputs), *gradients(outputs, [hidden, shard], uses)]
+        targets[3] = vocab
+        result[vocab] = linear_logprob(hidden, shard, targets, group=group, vocab_size=vocab)[0].detach()
+    torch.save(result, f"{directory}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    directory = tmp_path_factory.mktemp("ranks")
+    mp.spawn(_rank, (2, str(directory)), nprocs=2)  # type: ignore[no-untyped-call]
+    return [torch.load(directory / f"{r}.pt") for r in range(2)]
+
+
+@pytest.mark.parametrize("uses", ["logprobs", "both"])
+@pytest.mark.parametrize("vocab", SPLITS)
+def test_vocabulary_split_over_two_ranks(two_ranks: list[dict[Any, Any]], vocab: int, uses: str) -> None:
+    hidden, weight, targets = problem()
+    wanted = reference.linear_logprob(hidden, weight, targets % vocab, 0.7, vocab)
+    grad_hidden, grad_weight = gradients(wanted, [hidden, weight], uses)
+    first, second = (rank[vocab, uses] for rank in two_ranks)
+    for outputs in (first, second):
+        torch.testing.assert_close(tuple(outputs[:2]), wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(first[2] + second[2], grad_hidden, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([first[3], second[3]]), grad_weight, rtol=0, atol=1e-12)
+
+
+def test_target_outside_a_split_vocabulary_is_nan(two_ranks: list[dict[Any, Any]]) -> None:
+    for rank in two_ranks:
+        for vocab in SPLITS:
+            assert rank[vocab].isnan().nonzero().flatten().tolist() == [3]
