@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +46,26 @@ class TokenBatch:
     old_logprobs: torch.Tensor | None = None  # [T] float32, proximal policy, recomputed by the actor
     ref_logprobs: torch.Tensor | None = None  # [T] float32, reference policy of the KL term
     entropy: torch.Tensor | None = None  # [T] float32 nats, of the current policy, carries gradient if it is trained
+    sequence_index: torch.Tensor | None = None  # [S] int64, place in the optimizer batch, < 2^22; decides ties alone
     shard: ContextShard | None = None  # None: whole sequences
 
     def detach(self) -> TokenBatch:
         """The same batch without gradient, for statistics."""
         return replace(self, logprobs=self.logprobs.detach(), entropy=_detach(self.entropy))
+
+    @staticmethod
+    def concatenate(batches: list[TokenBatch]) -> TokenBatch:
+        """One batch from the micro-batches of a rank; all of the same shard and with the same optional fields."""
+        merged = {}
+        for f in fields(TokenBatch):
+            parts = [getattr(b, f.name) for b in batches]
+            if f.name == "shard" or parts[0] is None:
+                merged[f.name] = parts[0]
+            elif f.name == "cu_seqlens":
+                merged[f.name] = torch.cat([parts[0][:1], *(p.diff() for p in parts)]).cumsum(0, dtype=parts[0].dtype)
+            else:
+                merged[f.name] = torch.cat(parts)
+        return TokenBatch(**merged)
 
     def validate(self) -> TokenBatch:
         """Return self, or raise `UserError` naming tensor, index and value. Waits for the device: not for the hot path."""
@@ -58,6 +73,9 @@ class TokenBatch:
         for name in (*_FLOATS, "loss_mask"):
             _check_vector(name, getattr(self, name), length)
         _check_boundaries(self.cu_seqlens, length, self.shard)
+        if self.sequence_index is not None and self.sequence_index.shape != (self.cu_seqlens.numel() - 1,):
+            shape = tuple(self.sequence_index.shape)
+            raise UserError(f"TokenBatch.sequence_index has shape {shape}; expected [{self.cu_seqlens.numel() - 1}]")
         for name in _FLOATS:
             _check_finite(name, getattr(self, name), self.loss_mask)
         return self

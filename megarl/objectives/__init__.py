@@ -7,25 +7,65 @@ from typing import Any
 
 from megarl.errors import UserError
 from megarl.objectives.aggregation import denominator, token_weights
+from megarl.objectives.bapo import Bapo
+from megarl.objectives.cispo import Cispo
+from megarl.objectives.dapo import Dapo
+from megarl.objectives.decoupled_ppo import DecoupledPpo
 from megarl.objectives.fields import build
 from megarl.objectives.grpo import Grpo
+from megarl.objectives.gspo import Gspo
+from megarl.objectives.m2po import M2Po
+from megarl.objectives.minpro import MinPro
 from megarl.objectives.mu_grpo import MuGrpo
+from megarl.objectives.options import OPTIONS, WithOptions
+from megarl.objectives.prefix_ratio_grpo import PrefixRatioGrpo
 from megarl.objectives.reinforce import Reinforce
 from megarl.objectives.terms import Metric, Objective, Terms
+from megarl.objectives.topr import Topr
 
-__all__ = ["OBJECTIVES", "Metric", "Objective", "Terms", "build_objective", "denominator", "token_weights"]
+__all__ = [
+    "OBJECTIVES",
+    "OPTIONS",
+    "Metric",
+    "Objective",
+    "Terms",
+    "WithOptions",
+    "build_objective",
+    "denominator",
+    "token_weights",
+]
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "grpo": Grpo,
+    "dapo": Dapo,
+    "gspo": Gspo,
+    "cispo": Cispo,
+    "m2po": M2Po,
     "mu_grpo": MuGrpo,
+    "minpro": MinPro,
+    "prefix_ratio_grpo": PrefixRatioGrpo,
+    "bapo": Bapo,
+    "topr": Topr,
+    "decoupled_ppo": DecoupledPpo,
     "reinforce": Reinforce,
 }
 
 
-def build_objective(name: str, fields: dict[str, Any]) -> Objective:
-    """The objective of a recipe's ``[objective]`` table; `UserError` names a wrong name, field, type or value."""
+def build_objective(name: str, fields: dict[str, Any]) -> Objective | WithOptions:
+    """The objective of a recipe's ``[objective]`` table; its sub-tables (``[objective.kl]``) are `OPTIONS`.
+
+    `UserError` names a wrong name, field, type or value, the nearest known one and the allowed range.
+    """
     if name not in OBJECTIVES:
         close = difflib.get_close_matches(name, OBJECTIVES, 1, 0.4)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UserError(f"objective.name is {name!r}; {hint}known objectives: {', '.join(OBJECTIVES)}")
-    return build(OBJECTIVES[name], fields, f"objective {name!r}")
+    own = {key: value for key, value in fields.items() if key not in OPTIONS}
+    objective: Objective = build(OBJECTIVES[name], own, f"objective {name!r}", also=tuple(OPTIONS))
+    options = []
+    for key, option in OPTIONS.items():
+        if key in fields:
+            if not isinstance(fields[key], dict):
+                raise UserError(f"objective.{key} is {fields[key]!r}; expected a table, for example [objective.{key}]")
+            options.append(build(option, fields[key], f"objective.{key}"))
+    return WithOptions(objective, tuple(options)) if options else objective

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+from megarl.batch import TokenBatch
 
 
 def hard_clip(
@@ -13,17 +17,44 @@ def hard_clip(
     There the value is constant in r: no gradient. It is active for A > 0 and r > ratio_max, and A < 0 and r < ratio_min.
     """
     clipped = ((advantages > 0) & (ratio > ratio_max)) | ((advantages < 0) & (ratio < ratio_min))
-    bounded = torch.clamp(ratio.detach(), ratio_min, ratio_max)  # type: ignore[call-overload]
+    bounded = torch.clamp(ratio.detach(), ratio_min, ratio_max)  # type: ignore[arg-type, call-overload]
     return torch.where(clipped, bounded, ratio) * advantages, clipped
 
 
 def soft_clip(
-    ratio: torch.Tensor, advantages: torch.Tensor, logprobs: torch.Tensor, ratio_min: float, ratio_max: float
+    ratio: torch.Tensor, batch: TokenBatch, ratio_min: float, ratio_max: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sg(clip(r, ratio_min, ratio_max)) A log pi [T] and [T] bool where the clip changes the weight.
 
-    Every token keeps a gradient, through log pi alone.
+    Every trained token keeps a gradient, through log pi alone.
     """
     detached = ratio.detach()
     saturated = (detached < ratio_min) | (detached > ratio_max)
-    return detached.clamp(ratio_min, ratio_max) * advantages * logprobs, saturated
+    logprobs = torch.where(batch.loss_mask, batch.logprobs, 0)
+    return detached.clamp(ratio_min, ratio_max) * batch.advantages * logprobs, saturated
+
+
+def dual_clip(value: torch.Tensor, advantages: torch.Tensor, ratio_c: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """max(value, c A) for A < 0 (arXiv:1912.09729, Eq. 5) and [T] bool where the bound is strictly larger: no gradient.
+
+    value [T]: a clipped objective of the form ratio * A; it bounds what a large ratio can do to a bad token.
+    """
+    capped = (advantages < 0) & (value.detach() < ratio_c * advantages)
+    return torch.where(capped, ratio_c * advantages, value), capped
+
+
+@dataclass(frozen=True)
+class RatioBounds:
+    """Clip bounds of a whole batch, and the contributions at them where they were searched for; all 0-d tensors."""
+
+    ratio_min: torch.Tensor
+    ratio_max: torch.Tensor
+    positive: torch.Tensor | None = None
+    negative: torch.Tensor | None = None
+
+    @property
+    def positive_share(self) -> torch.Tensor:
+        """Positive contribution over the whole of it, 0 for an empty batch."""
+        assert self.positive is not None and self.negative is not None, "these bounds were not searched for"
+        whole = self.positive + self.negative
+        return self.positive / torch.where(whole > 0, whole, 1)

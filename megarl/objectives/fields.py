@@ -21,19 +21,12 @@ def choice(default: str, *others: str) -> Any:
     return field(default=default, metadata={"choices": (default, *others)})
 
 
-def flag(default: bool) -> Any:
-    """A boolean field."""
-    return field(default=default, metadata={"flag": True})
-
-
 def check_fields(settings: Any) -> None:
     """Raise `UserError` for a field of a frozen dataclass whose type or value is wrong; whole numbers become floats."""
     for f in fields(settings):
         value, owner = getattr(settings, f.name), f"{type(settings).__name__}.{f.name}"
         if "choices" in f.metadata and (not isinstance(value, str) or value not in f.metadata["choices"]):
             raise UserError(f"{owner} is {value!r}; {describe(f)}{_suggest(value, f.metadata['choices'])}")
-        if "flag" in f.metadata and not isinstance(value, bool):
-            raise UserError(f"{owner} is {value!r}; {describe(f)}")
         if "low" in f.metadata:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise UserError(f"{owner} is {value!r}; {describe(f)}")
@@ -46,14 +39,12 @@ def describe(f: Any) -> str:
     """The allowed values of a field in words."""
     if "choices" in f.metadata:
         return f"expected one of {', '.join(f.metadata['choices'])}"
-    if "flag" in f.metadata:
-        return "expected true or false"
     return f"expected a number in [{f.metadata['low']}, {f.metadata['high']}]"
 
 
-def build(cls: type, values: dict[str, Any], owner: str) -> Any:
-    """``cls(**values)``, with a `UserError` for an unknown key that names the nearest known one."""
-    known = [f.name for f in fields(cls)]
+def build(cls: type, values: dict[str, Any], owner: str, also: tuple[str, ...] = ()) -> Any:
+    """``cls(**values)``, with a `UserError` for an unknown key that names the nearest known one (or one of `also`)."""
+    known = [*(f.name for f in fields(cls)), *also]
     for key in values:
         if key not in known:
             raise UserError(f"{owner} has no field {key!r}{_suggest(key, known)}; known fields: {', '.join(known)}")

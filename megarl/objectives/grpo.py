@@ -7,7 +7,7 @@ from megarl.batch import TokenBatch
 from megarl.objectives.clipping import hard_clip
 from megarl.objectives.fields import choice, number
 from megarl.objectives.ratios import log_ratio
-from megarl.objectives.terms import Objective, Terms, make_terms, mean_metric
+from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_terms
 
 
 @dataclass(frozen=True)
@@ -26,5 +26,5 @@ class Grpo(Objective):
     def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         value, clipped = hard_clip(l.exp(), batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
-        metrics = {"clip_fraction": mean_metric(clipped.double(), batch.loss_mask)}
+        metrics = fraction_metrics("clip_fraction", clipped, batch)
         return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)

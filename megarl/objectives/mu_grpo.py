@@ -9,7 +9,7 @@ from megarl.batch import TokenBatch
 from megarl.objectives.clipping import hard_clip
 from megarl.objectives.fields import choice, number
 from megarl.objectives.ratios import log_ratio
-from megarl.objectives.terms import Objective, Terms, make_terms, mean_metric
+from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_terms
 from megarl.objectives.veto import SCOPES, veto_mask
 
 
@@ -31,14 +31,11 @@ class MuGrpo(Objective):
     veto_scope: str = choice(*SCOPES)
 
     def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
-        mask = batch.loss_mask
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, mask)
+        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         ratio = l.exp()
         vetoed = veto_mask(ratio, batch, self.veto_threshold, self.veto_scope)
         value, clipped = hard_clip(ratio, batch.advantages, self.ratio_min, self.ratio_max)
-        metrics = {
-            "clip_fraction": mean_metric((clipped & ~vetoed).double(), mask),
-            "veto_fraction": mean_metric(vetoed.double(), mask),
-        }
+        metrics = fraction_metrics("clip_fraction", clipped & ~vetoed, batch)
+        metrics |= fraction_metrics("veto_fraction", vetoed, batch)
         kept = ~vetoed & ~clipped & ~clamped
         return make_terms(self, batch, -torch.where(vetoed, 0, value), kept, l, clamped, metrics)

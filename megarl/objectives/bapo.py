@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megarl.batch import TokenBatch
+from megarl.errors import UserError
+from megarl.objectives.balance import contributions, grid, path
+from megarl.objectives.clipping import RatioBounds, dual_clip, hard_clip
+from megarl.objectives.fields import choice, number
+from megarl.objectives.ratios import log_ratio
+from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_terms, mean_metric
+
+
+@dataclass(frozen=True)
+class Bapo(Objective):
+    """BAPO (Algorithm 1 and Eq. 8).
+
+    objective_t = min(rho_t A_t, clip(rho_t, c_low, c_high) A_t). Gradient as `Grpo`; the bounds carry none. They start
+    at (low_start, high_start); while the positive contribution is below positive_target and c_low + low_step <= low_end,
+    c_high rises by high_step if that keeps it within high_end, else c_low by low_step. Positive contribution, over the
+    whole batch: sum_{A>0} pi_rollout |min(rho A, clip(rho, 0, c_high) A)| / sum pi_rollout |min(rho A, clip(rho, c_low,
+    c_high) A)|. The paper sums the loss over tokens; token_mean is that times a constant.
+
+    variant "released" is what the authors' code does: c_low rises first, then c_high; no pi_rollout weight;
+    positive_target is compared with positive / negative (.4 of the whole is .667 there); dual clip at 3 in the loss.
+    That code also searches per micro-batch (``statistics_scope = "micro"``).
+    """
+
+    needs_statistics: ClassVar[bool] = True
+    DUAL_CLIP: ClassVar[float] = 3.0  # verl's default clip_ratio_c, which the released loss applies
+
+    positive_target: float = number(0.4, 0)
+    low_start: float = number(0.6, 0, 1)
+    low_end: float = number(0.9, 0, 1)
+    low_step: float = number(0.02, 1e-6)
+    high_start: float = number(1.2, 1)
+    high_end: float = number(3.0, 1)
+    high_step: float = number(0.05, 1e-6)
+    variant: str = choice("paper", "released")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for side in ("low", "high"):
+            start, end = getattr(self, f"{side}_start"), getattr(self, f"{side}_end")
+            if not start <= end < float("inf"):
+                raise UserError(f"Bapo.{side}_end is {end}; expected a finite number, at least {side}_start = {start}")
+
+    def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None) -> RatioBounds:
+        """The bounds at which the search stops, over all ranks of `group`; one all-reduce."""
+        l, _ = log_ratio(batch.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
+        released, device = self.variant == "released", l.device
+        lows = grid(self.low_start, self.low_end, self.low_step, device, cut=released)
+        highs = grid(self.high_start, self.high_end, self.high_step, device, cut=released)
+        weights = batch.loss_mask.double()
+        if released:
+            low, high = path(lows.numel(), highs.numel(), device)
+        else:
+            weights = weights * torch.where(batch.loss_mask, batch.rollout_logprobs, 0).double().exp()
+            # the loop asks whether c_low could still rise before it moves either bound
+            high, low = path(highs.numel() if lows.numel() > 1 else 1, lows.numel(), device)
+        positive, negative = contributions(l.exp(), batch.advantages, weights, lows, highs, group)
+        positive, negative = positive[high], negative[low]  # [states]
+        whole = negative + 1e-8 if released else positive + negative
+        wanting = (positive < self.positive_target * whole) & (negative > 0)
+        stop = wanting.long().cumprod(0).sum().clamp(max=low.numel() - 1)
+        return RatioBounds(*(x.take(stop) for x in (lows[low], highs[high], positive, negative)))
+
+    def __call__(self, batch: TokenBatch, statistics: RatioBounds | None = None) -> Terms:
+        """Without statistics the batch counts as the whole optimizer batch."""
+        if statistics is None:
+            statistics = self.statistics(batch, batch.shard.group if batch.shard else None)
+        mask, low, high = batch.loss_mask, statistics.ratio_min, statistics.ratio_max
+        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, mask)
+        value, clipped = hard_clip(l.exp(), batch.advantages, low, high)
+        if self.variant == "released":
+            value, capped = dual_clip(value, batch.advantages, self.DUAL_CLIP)
+            clipped = clipped | capped
+        share = statistics.positive_share
+        metrics = fraction_metrics("clip_fraction", clipped, batch)
+        for name, scalar in (("ratio_min", low), ("ratio_max", high), ("positive_contribution", share)):
+            metrics[f"bapo/{name}"] = mean_metric(scalar.double().expand_as(l), mask)
+        return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)

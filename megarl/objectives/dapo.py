@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.objectives.fields import choice, number
+from megarl.objectives.grpo import Grpo
+
+
+@dataclass(frozen=True)
+class Dapo(Grpo):
+    """DAPO (arXiv:2503.14476, Eq. 8): `Grpo` with a higher upper bound ("clip-higher"), averaged over tokens.
+
+    DAPO also drops groups whose responses all have the same reward: ``objective.zero_variance = "drop"``.
+    """
+
+    eps_high: float = number(0.28, 0)
+    aggregation: str = choice("token_mean", "sequence_mean")

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megarl.batch import TokenBatch
+from megarl.objectives.clipping import hard_clip
+from megarl.objectives.fields import number
+from megarl.objectives.ratios import log_ratio
+from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_terms, require
+
+
+@dataclass(frozen=True)
+class DecoupledPpo(Objective):
+    """Decoupled PPO (arXiv:2110.00641, Eq. 10; AReaL, arXiv:2505.24298, Eq. 5).
+
+    objective_t = sg(w_t) min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t); r_t = pi(t) / pi_old(t) to the proximal
+    policy, which `old_logprobs` holds, w_t = pi_old(t) / pi_rollout(t) to the behaviour policy, at most
+    behaviour_weight_max. Gradient: w_t r_t A_t grad log pi(t) where not clipped.
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ("old_logprobs",)
+
+    eps_low: float = number(0.2, 0, 1)
+    eps_high: float = number(0.2, 0)
+    behaviour_weight_max: float = number(math.inf, 0)
+
+    def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
+        mask, old = batch.loss_mask, require(batch, "old_logprobs", "decoupled_ppo").detach()
+        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, mask)
+        proximal, far = log_ratio(batch.logprobs, old, mask)
+        behaviour, _ = log_ratio(old, batch.rollout_logprobs, mask)
+        weight = behaviour.exp().clamp(max=self.behaviour_weight_max)
+        value, clipped = hard_clip(proximal.exp(), batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
+        metrics = fraction_metrics("clip_fraction", clipped, batch)
+        return make_terms(self, batch, -weight * value, ~clipped & ~far, l, clamped, metrics)

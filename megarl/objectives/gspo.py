@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.batch import TokenBatch
+from megarl.objectives.clipping import hard_clip
+from megarl.objectives.fields import choice, number
+from megarl.objectives.ratios import log_ratio, sequence_log_ratio
+from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_terms
+
+
+@dataclass(frozen=True)
+class Gspo(Objective):
+    """GSPO (arXiv:2507.18071, Eq. 5-7, in the token form of Eq. 13-14).
+
+    objective_i = min(s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i), s_i = exp(mean_t log rho_t), averaged over
+    responses. Token form: s_t = sg(s_i) exp(l_t - sg(l_t)), whose mean over the tokens of a response has the value and
+    the gradient s_i A_i mean_t grad log pi(t) of objective_i, without a collective in the backward pass. A response
+    whose s_i is past the bound in the direction of its advantage has no gradient. eps: 2e-3, as the MinPRO paper uses.
+    """
+
+    eps_low: float = number(2e-3, 0, 1)
+    eps_high: float = number(2e-3, 0)
+    aggregation: str = choice("sequence_mean", "token_mean")
+
+    def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
+        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
+        ratio = sequence_log_ratio(l, batch, mean=True).exp() * (l - l.detach()).exp()
+        value, clipped = hard_clip(ratio, batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
+        metrics = fraction_metrics("clip_fraction", clipped, batch)
+        return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megarl.batch import TokenBatch
+from megarl.objectives.clipping import RatioBounds, hard_clip
+from megarl.objectives.fields import choice, number
+from megarl.objectives.ratios import log_ratio
+from megarl.objectives.second_moment import SecondMomentMask, select_second_moment, winsorising_level
+from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_terms, trust_region
+
+
+@dataclass(frozen=True)
+class M2Po(Objective):
+    """M2PO ("Prosperity before Collapse", Algorithm 1 and Eq. 5).
+
+    objective_t = M_t rho_t A_t, averaged over all trained tokens, masked ones too (footnote 2). No clip. M is 0 for the
+    trust-region tokens (A > 0, rho > 1 or A < 0, rho < 1) with the largest squared log-ratios l^2, as many as it takes
+    for the mean of l^2 over the other trust-region tokens of the batch to be at most m2_threshold. Gradient:
+    M_t rho_t A_t grad log pi(t); M is not differentiated.
+
+    variant "released" is what the authors' code does: no mask but PPO clip bounds exp(-tau), exp(tau), tau the level at
+    which the winsorised mean of min(l^2, tau^2) over the trust region reaches m2_threshold. It mutes more tokens. That
+    code takes both per micro-batch and rank (``statistics_scope = "micro"``) and measures l against log-probs that the
+    trainer recomputed (put them into ``rollout_logprobs``).
+    """
+
+    needs_statistics: ClassVar[bool] = True
+
+    m2_threshold: float = number(0.04, 0)
+    variant: str = choice("paper", "released")
+
+    def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None) -> SecondMomentMask | RatioBounds:
+        """The mask's threshold (paper) or the clip bounds (released) over all ranks of `group`."""
+        l, _ = log_ratio(batch.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
+        trust = trust_region(l, batch)
+        if self.variant == "paper":
+            return select_second_moment(l, trust, batch, self.m2_threshold, group)
+        level = winsorising_level(l, trust, self.m2_threshold, group)
+        return RatioBounds((-level).exp(), level.exp())
+
+    def __call__(self, batch: TokenBatch, statistics: SecondMomentMask | RatioBounds | None = None) -> Terms:
+        """Without statistics the batch counts as the whole optimizer batch."""
+        if statistics is None:
+            statistics = self.statistics(batch, batch.shard.group if batch.shard else None)
+        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
+        ratio = l.exp()
+        if isinstance(statistics, RatioBounds):
+            value, muted = hard_clip(ratio, batch.advantages, statistics.ratio_min, statistics.ratio_max)
+        else:
+            muted = statistics.refused(l, trust_region(l, batch), batch)
+            value = torch.where(muted, 0, ratio * batch.advantages)
+        metrics = fraction_metrics("m2_mask_fraction", muted, batch)
+        return make_terms(self, batch, -value, ~muted & ~clamped, l, clamped, metrics)

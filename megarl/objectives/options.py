@@ -1,0 +1,196 @@
+"""Terms and weights that combine with any objective: each is one small dataclass, switched on by its recipe table.
+
+An option may change the batch that the objective sees (`before`) and the terms it returns (`after`). Metrics of the
+objective itself describe what it saw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megarl.batch import TokenBatch
+from megarl.errors import UserError
+from megarl.objectives import clipping
+from megarl.objectives.fields import check_fields, choice, number
+from megarl.objectives.ratios import log_ratio, sequence_log_ratio
+from megarl.objectives.terms import Objective, Terms, fraction_metrics, loss_metric, mean_metric, require
+
+
+@dataclass(frozen=True)
+class Option:
+    """Base: changes nothing."""
+
+    requires: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def before(self, batch: TokenBatch) -> TokenBatch:
+        return batch
+
+    def after(self, batch: TokenBatch, terms: Terms) -> Terms:
+        return terms
+
+
+@dataclass(frozen=True)
+class DualClip(Option):
+    """Bound the loss of tokens with A < 0 by clip_ratio_c |A| (arXiv:1912.09729, Eq. 5): no gradient beyond.
+
+    Only for objectives of the form ratio * A.
+    """
+
+    clip_ratio_c: float = number(3.0, 1)
+
+    def after(self, batch: TokenBatch, terms: Terms) -> Terms:
+        value, capped = clipping.dual_clip(-terms.loss, batch.advantages, self.clip_ratio_c)
+        capped = capped & batch.loss_mask
+        metrics = terms.metrics | fraction_metrics("dual_clip_fraction", capped, batch)
+        return Terms(torch.where(batch.loss_mask, -value, 0), terms.kept & ~capped, metrics)
+
+
+@dataclass(frozen=True)
+class TruncatedImportance(Option):
+    """TIS: the objective is anchored at `old_logprobs` (what the trainer computes for the behaviour policy) and weighted
+    by sg(min(pi_old / pi_rollout, maximum)), the mismatch between trainer and engine."""
+
+    requires: ClassVar[tuple[str, ...]] = ("old_logprobs",)
+
+    maximum: float = number(2.0, 0)
+
+    def before(self, batch: TokenBatch) -> TokenBatch:
+        return replace(batch, rollout_logprobs=require(batch, "old_logprobs", "truncated_importance"))
+
+    def after(self, batch: TokenBatch, terms: Terms) -> Terms:
+        ratio = _mismatch(batch)
+        metrics = terms.metrics | {"mismatch/mean": mean_metric(ratio, batch.loss_mask)}
+        metrics |= fraction_metrics("truncated_fraction", ratio > self.maximum, batch)
+        return Terms(ratio.clamp(max=self.maximum) * terms.loss, terms.kept, metrics)
+
+
+@dataclass(frozen=True)
+class IcePop(Option):
+    """As `TruncatedImportance`, but a token whose mismatch lies outside [minimum, maximum] loses its gradient."""
+
+    requires: ClassVar[tuple[str, ...]] = ("old_logprobs",)
+
+    minimum: float = number(0.5, 0, 1)
+    maximum: float = number(5.0, 1)
+
+    def before(self, batch: TokenBatch) -> TokenBatch:
+        return replace(batch, rollout_logprobs=require(batch, "old_logprobs", "icepop"))
+
+    def after(self, batch: TokenBatch, terms: Terms) -> Terms:
+        ratio = _mismatch(batch)
+        outside = (ratio < self.minimum) | (ratio > self.maximum)
+        metrics = terms.metrics | {"mismatch/mean": mean_metric(ratio, batch.loss_mask)}
+        metrics |= fraction_metrics("icepop_fraction", outside, batch)
+        return Terms(torch.where(outside, 0, ratio * terms.loss), terms.kept & ~outside, metrics)
+
+
+@dataclass(frozen=True)
+class SequenceMask(Option):
+    """OPSM (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): a response with A < 0 loses its gradient when the mean of
+    log pi_rollout - log pi over its tokens exceeds `delta`. The paper gives no value; 1e-4 is slime's default."""
+
+    delta: float = number(1e-4, 0)
+
+    def after(self, batch: TokenBatch, terms: Terms) -> Terms:
+        l, _ = log_ratio(batch.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
+        masked = batch.loss_mask & (batch.advantages < 0) & (-sequence_log_ratio(l, batch, mean=True) > self.delta)
+        metrics = terms.metrics | fraction_metrics("opsm_fraction", masked, batch)
+        return Terms(torch.where(masked, 0, terms.loss), terms.kept & ~masked, metrics)
+
+
+@dataclass(frozen=True)
+class KlPenalty(Option):
+    """loss_t + coefficient * KL estimate to `ref_logprobs`; l = log pi - log pi_ref, r = exp(-l). Gradient through pi.
+
+    k1 = l (its gradient is zero in expectation: a metric more than a penalty), k2 = l^2 / 2 (on policy, its gradient is
+    that of the KL), k3 = r - 1 + l (GRPO's, DeepSeekMath Eq. 4). http://joschu.net/blog/kl-approx.html
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ("ref_logprobs",)
+
+    coefficient: float = number(0.001, 0)
+    kind: str = choice("k3", "k1", "k2")
+
+    def after(self, batch: TokenBatch, terms: Terms) -> Terms:
+        l, _ = log_ratio(batch.logprobs, require(batch, "ref_logprobs", "kl"), batch.loss_mask)
+        k3 = (-l).exp() - 1 + l
+        penalty = {"k1": l, "k2": l.square() / 2, "k3": k3}[self.kind]
+        metrics = {"kl_ref/k1": mean_metric(l, batch.loss_mask), "kl_ref/k3": mean_metric(k3, batch.loss_mask)}
+        return Terms(terms.loss + self.coefficient * penalty, terms.kept, terms.metrics | metrics)
+
+
+@dataclass(frozen=True)
+class EntropyBonus(Option):
+    """loss_t - coefficient * H_t; `entropy` holds the policy's entropy at each token, in nats, with gradient."""
+
+    requires: ClassVar[tuple[str, ...]] = ("entropy",)
+
+    coefficient: float = number(0.001, 0)
+
+    def after(self, batch: TokenBatch, terms: Terms) -> Terms:
+        entropy = torch.where(batch.loss_mask, require(batch, "entropy", "entropy_bonus"), 0)
+        return replace(terms, loss=terms.loss - self.coefficient * entropy)
+
+
+# in the order in which they apply
+OPTIONS: dict[str, type[Option]] = {
+    "dual_clip": DualClip,
+    "truncated_importance": TruncatedImportance,
+    "icepop": IcePop,
+    "opsm": SequenceMask,
+    "kl": KlPenalty,
+    "entropy_bonus": EntropyBonus,
+}
+
+
+@dataclass(frozen=True)
+class WithOptions:
+    """An objective and its options, with the interface of an objective."""
+
+    objective: Objective
+    options: tuple[Option, ...]
+
+    def __post_init__(self) -> None:
+        if any(isinstance(o, DualClip) for o in self.options) and not self.objective.ratio_form:
+            raise UserError(f"dual_clip bounds ratio * A, but {type(self.objective).__name__} weights log pi instead")
+        if sum(isinstance(o, TruncatedImportance | IcePop) for o in self.options) > 1:
+            raise UserError("truncated_importance and icepop both weight by pi_old / pi_rollout; choose one")
+
+    @property
+    def aggregation(self) -> str:
+        return self.objective.aggregation
+
+    @property
+    def needs_statistics(self) -> bool:
+        return self.objective.needs_statistics
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        return self.objective.requires + tuple(name for option in self.options for name in option.requires)
+
+    def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None) -> Any:
+        return self.objective.statistics(self._seen(batch), group)
+
+    def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
+        terms = self.objective(self._seen(batch), statistics)
+        for option in self.options:
+            terms = option.after(batch, terms)
+        return replace(terms, metrics=terms.metrics | {"loss": loss_metric(terms.loss, batch, self.aggregation)})
+
+    def _seen(self, batch: TokenBatch) -> TokenBatch:
+        for option in self.options:
+            batch = option.before(batch)
+        return batch
+
+
+def _mismatch(batch: TokenBatch) -> torch.Tensor:
+    """[T] pi_old / pi_rollout without gradient, 1 where not trained."""
+    old = require(batch, "old_logprobs", "the importance weight").detach()
+    return log_ratio(old, batch.rollout_logprobs, batch.loss_mask)[0].exp()

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from megarl.batch import TokenBatch
+from megarl.objectives.fields import number
+from megarl.objectives.ratios import log_ratio, sequence_log_ratio
+from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_terms
+
+
+@dataclass(frozen=True)
+class Topr(Objective):
+    """TOPR, tapered off-policy REINFORCE (arXiv:2503.14286, Eq. 7).
+
+    objective_t = w_i A_t log pi(t); w_i = 1 for A > 0 (a supervised step on good responses, however old), w_i =
+    sg(clip(rho_seq, ratio_min, ratio_max)) for A < 0, rho_seq = prod_t rho_t over the response. Every token keeps its
+    gradient, through log pi alone. The paper sums over the tokens of a response and averages over responses; token_mean
+    is that times a constant (responses / tokens).
+    """
+
+    ratio_form: ClassVar[bool] = False
+
+    ratio_min: float = number(0.0, 0, 1)
+    ratio_max: float = number(1.0, 0)
+
+    def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
+        mask, advantages = batch.loss_mask, batch.advantages
+        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, mask)
+        ratio = sequence_log_ratio(l, batch, mean=False).exp()
+        weight = torch.where(advantages > 0, 1, ratio.clamp(self.ratio_min, self.ratio_max))
+        saturated = (advantages < 0) & ((ratio < self.ratio_min) | (ratio > self.ratio_max))
+        loss = -weight * advantages * torch.where(mask, batch.logprobs, 0)
+        return make_terms(self, batch, loss, mask, l, clamped, fraction_metrics("clip_fraction", saturated, batch))
