@@ -1,0 +1,76 @@
+"""The scorer of the generator that made the prompt, behind a gate: some scorers of the library evaluate the response.
+
+reasoning-gym 0.1.25 hands the response to Python's ``eval`` (string_insertion, spiral_matrix, binary_matrix, n_queens) or to
+SymPy's ``parse_expr``, which evaluates too (countdown, puzzle24, polynomial_multiplication, the integrations). A response
+reaches those only when it is a plain literal or a plain formula; anything else scores 0, as it would be wrong anyway.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from megarl.data import Prompt
+
+EVAL_SCORERS = {"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"}
+FORMULA_SCORERS = {
+    "countdown",
+    "puzzle24",
+    "polynomial_multiplication",
+    "simple_integration",
+    "intermediate_integration",
+}
+
+LITERAL = re.compile(r"[\w\s\[\],'\"-]*")  # nested lists of words and numbers: no call, no attribute, no product
+FUNCTIONS = {"sqrt", "exp", "log", "ln", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "Abs"}
+FORMULA_NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name, ast.Load)
+LONGEST_FORMULA = 1000  # characters
+LARGEST_POWER = 64
+
+
+class ReasoningGym:
+    def __init__(self, scorers: dict[str, Any]) -> None:
+        self._scorers = scorers  # generator name -> data set
+
+    def score(self, prompt: Prompt, response: str) -> float:
+        source = prompt.entry["metadata"].get("source_dataset", "")  # the member of a composite generator
+        if source in EVAL_SCORERS and not LITERAL.fullmatch(response):
+            return 0.0
+        if source in FORMULA_SCORERS and not is_plain_formula(response):
+            return 0.0
+        try:
+            score = float(self._scorers[prompt.entry["generator"]].score_answer(answer=response, entry=prompt.entry))
+        except (
+            Exception
+        ):  # many scorers raise on text they cannot parse (prime_factorization, boxnet, ...): it is wrong
+            return 0.0
+        return score if 0.0 <= score <= 1.0 else 0.0  # also NaN
+
+
+def is_plain_formula(text: str) -> bool:
+    """True for sums, products, small powers and elementary functions of numbers and one-letter symbols."""
+    if len(text) > LONGEST_FORMULA:
+        return False
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return all(_plain(node) for node in ast.walk(tree))
+
+
+def _plain(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id=name), keywords=[]):
+            return name in FUNCTIONS
+        case ast.Constant(value=value):
+            return isinstance(value, (int, float)) and not isinstance(value, bool)
+        case ast.Name(id=name):
+            return len(name) == 1 or name in FUNCTIONS
+        case ast.BinOp(op=ast.Pow(), left=left, right=right):
+            nested = any(isinstance(n, ast.Pow) for side in (left, right) for n in ast.walk(side))
+            return not nested and isinstance(right, ast.Constant) and abs(right.value) <= LARGEST_POWER
+        case ast.BinOp(op=op):
+            return isinstance(op, (ast.Add, ast.Sub, ast.Mult, ast.Div))
+        case _:
+            return isinstance(node, FORMULA_NODES)

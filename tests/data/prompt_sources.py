@@ -1,0 +1,45 @@
+"""A character-level tokenizer and small recipes for the tests of prompts and rewards."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megarl.config import Recipe
+
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/.,:;?!'\"()[]{}<>_|\n%$&^@#~`\\"
+
+
+def char_tokenizer(directory: Path, **more: Any) -> PreTrainedTokenizerFast:
+    """One token a character, capitals folded, saved to and read back from ``directory``."""
+    vocabulary = {"<unk>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate(CHARACTERS)}}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    inner.normalizer = normalizers.Lowercase()
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>", **more)
+    tokenizer.save_pretrained(directory)
+    return PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+def recipe(
+    generator: str = "",
+    *,
+    file: Path | None = None,
+    heldout: int = 16,
+    seed: int = 0,
+    evaluation: dict[str, Any] | None = None,
+    kind: str | None = None,
+    **data: Any,
+) -> Recipe:
+    source = {"source": "file", "train": str(file)} if file else {"source": "reasoning_gym", "train": generator}
+    return Recipe.model_validate(
+        {
+            "model": {"path": "unused"},
+            "data": {**source, **data},
+            "reward": {"kind": kind or ("exact" if file else "reasoning_gym")},
+            "eval": {"prompts": heldout, **(evaluation or {})},
+            "run": {"seed": seed},
+        }
+    )

@@ -1,0 +1,123 @@
+"""JSONL and Parquet files as a source of prompts."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megarl.data import build_prompts
+from megarl.errors import UserError
+from tests.data.prompt_sources import char_tokenizer, recipe
+
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return char_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def numbers(path, count):
+    return write(path / "numbers.jsonl", [{"prompt": f"{i}+1", "answer": i + 1, "level": i % 3} for i in range(count)])
+
+
+def test_each_epoch_is_another_order_of_all_training_rows(tokenizer, tmp_path):
+    prompts = build_prompts(recipe(file=numbers(tmp_path, 50), heldout=10), tokenizer)
+    epochs = [[prompts.train(40 * e + i).text for i in range(40)] for e in range(3)]
+    heldout = [p.text for p in prompts.heldout()]
+    assert len(set(heldout)) == 10
+    for epoch in epochs:
+        assert sorted(epoch + heldout) == sorted(f"{i}+1" for i in range(50))
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert prompts.train(0).answer == str(int(prompts.train(0).text[:-2]) + 1)
+    assert prompts.train(3).tokens == tuple(tokenizer(prompts.train(3).text, add_special_tokens=False)["input_ids"])
+
+
+def test_order_follows_the_seed_and_heldout_does_not(tokenizer, tmp_path):
+    file = numbers(tmp_path, 50)
+    a, b, c = (build_prompts(recipe(file=file, heldout=10, seed=s), tokenizer) for s in (0, 0, 1))
+    order = [[p.train(i).text for i in (39, 3, 0, 90)] for p in (a, b, c)]
+    assert order[0] == order[1] != order[2]
+    assert a.heldout() == b.heldout() == c.heldout()
+
+
+def test_repeated_rows_are_not_both_held_out_and_trained_on(tokenizer, tmp_path):
+    rows = [{"prompt": p, "answer": "1"} for p in [f"{i}" for i in range(30)] * 3 + ["A", "a"] * 20]
+    prompts = build_prompts(recipe(file=write(tmp_path / "p.jsonl", rows), heldout=12), tokenizer)
+    heldout = {p.tokens for p in prompts.heldout()}
+    assert len(heldout) == 12
+    assert heldout.isdisjoint(prompts.train(i).tokens for i in range(300))
+
+
+def test_parquet_gives_the_same_prompts_as_jsonl(tokenizer, tmp_path):
+    jsonl = numbers(tmp_path, 20)
+    rows = [json.loads(line) for line in jsonl.read_text().splitlines()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "numbers.parquet")
+    a, b = (
+        build_prompts(recipe(file=f, heldout=4, prompt_template="{level}: {prompt}"), tokenizer)
+        for f in (jsonl, tmp_path / "numbers.parquet")
+    )
+    assert [a.train(i) for i in range(30)] == [b.train(i) for i in range(30)]
+    assert a.train(0).text.split(": ")[0] in "012"
+
+
+def test_chat_messages_go_through_the_chat_template(tmp_path):
+    chatty = char_tokenizer(tmp_path / "chat", chat_template=CHAT)
+    rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": "1"} for i in range(4)]
+    file = write(tmp_path / "p.jsonl", rows)
+    prompts = build_prompts(recipe(file=file, heldout=1), chatty)
+    assert prompts.train(0).text[:6] == "<user>" and prompts.train(0).text.endswith("?<assistant>")
+    with pytest.raises(UserError, match="no chat template"):
+        build_prompts(recipe(file=file, heldout=1), char_tokenizer(tmp_path / "plain"))
+    with pytest.raises(UserError, match="cannot be combined with chat messages"):
+        build_prompts(recipe(file=file, heldout=1, prompt_template="Q: {prompt}"), chatty)
+
+
+def test_separate_suite(tokenizer, tmp_path):
+    suite = write(tmp_path / "suite.jsonl", [{"prompt": f"{i}+1", "answer": "1"} for i in range(5)])
+    file = numbers(tmp_path, 20)
+    with pytest.warns(UserWarning, match="evaluation uses 5 distinct prompts"):
+        prompts = build_prompts(recipe(file=file, heldout=9, evaluation={"suite": str(suite)}), tokenizer)
+    assert sorted(p.text for p in prompts.heldout()) == [f"{i}+1" for i in range(5)]
+    assert {prompts.train(i).text for i in range(15)} == {f"{i}+1" for i in range(5, 20)}
+    with pytest.raises(UserError, match="nothing is left to train on"):
+        build_prompts(recipe(file=suite, heldout=20, evaluation={"suite": str(file)}), tokenizer)
+
+
+GOOD = b'{"prompt": "1", "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.jsonl", b"", "holds no prompts"),
+        ("p.jsonl", GOOD + b'{"prompt": "3"}\n', r"p.jsonl, line 2: no column 'answer'; it has prompt"),
+        ("p.jsonl", GOOD + b"\n" + b'{"prompt": "3", "ans', r"p.jsonl, line 3 is not JSON"),
+        ("p.jsonl", GOOD + b"\xff\xfe\n", r"p.jsonl, line 2 is not JSON"),
+        ("p.jsonl", b"[1, 2]\n", "line 1: expected an object with prompt and answer, got list"),
+        ("p.jsonl", b'{"prompt": 3, "answer": "2"}\n', "line 1: prompt must be a text or a list of messages"),
+        ("p.jsonl", b'{"prompt": "", "answer": "2"}\n', "line 1: prompt must be"),
+        ("p.jsonl", b'{"prompt": "3", "answer": null}\n', "line 1: answer must be a text or a number, got None"),
+        ("p.jsonl", GOOD, "too few different prompts to hold one out"),
+        ("p.parquet", b"not parquet", "cannot read .*p.parquet"),
+        ("p.csv", GOOD, "ends in .jsonl or .parquet"),
+    ],
+)
+def test_damage_is_named(tokenizer, tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        build_prompts(recipe(file=tmp_path / name), tokenizer)
+
+
+def test_missing_file_and_missing_parquet_column(tokenizer, tmp_path):
+    with pytest.raises(UserError, match=r"no prompt file .*gone\.jsonl"):
+        build_prompts(recipe(file=tmp_path / "gone.jsonl"), tokenizer)
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["1"], "answer": ["2"]}), tmp_path / "p.parquet")
+    with pytest.raises(UserError, match="no column 'prompt'; it has question, answer"):
+        build_prompts(recipe(file=tmp_path / "p.parquet"), tokenizer)

@@ -1,0 +1,122 @@
+"""reasoning-gym as a source of prompts: order, held-out prompts, mistakes."""
+
+import warnings
+
+import pytest
+
+from megarl.data import BLOCK, build_prompts
+from megarl.errors import UserError
+from tests.data.prompt_sources import char_tokenizer, recipe
+
+SPELL = {"options": {"min_word_len": 3, "max_word_len": 8}, "prompt_template": "{word}="}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return char_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_training_order_is_a_function_of_seed_and_index(tokenizer):
+    first = build_prompts(recipe("spell_backward", **SPELL), tokenizer)
+    indices = [5, 0, BLOCK + 3, 1, 5]
+    again = build_prompts(recipe("spell_backward", **SPELL), tokenizer)
+    forward = {i: again.train(i) for i in sorted(set(indices))}
+    assert [first.train(i) for i in indices] == [forward[i] for i in indices]
+    assert first.train(5).index == 5
+    assert first.train(5).text == first.train(5).entry["metadata"]["word"] + "="
+    assert first.train(5).answer == first.train(5).entry["metadata"]["word"][::-1]
+
+
+@pytest.mark.parametrize("generator", ["chain_sum", "spell_backward"])
+def test_seeds_and_blocks_do_not_overlap(tokenizer, generator):
+    """dataset(seed=1)[1] is dataset(seed=2)[0]: neighbouring run seeds must not share a shifted stream."""
+    options = {"chain_sum": {"min_digits": 5, "max_digits": 6}, "spell_backward": SPELL["options"]}[generator]
+    streams = []
+    for seed in (0, 1, 2):
+        prompts = build_prompts(recipe(generator, options=options, seed=seed), tokenizer)
+        indices = [*range(60), *range(BLOCK - 30, BLOCK + 30)]
+        streams.append([prompts.train(i).text for i in indices] + [p.text for p in prompts.heldout()])
+    assert streams[0][-16:] == streams[1][-16:], "held-out prompts are the same whatever run.seed"
+    a, b, c = (set(s[:-16]) for s in streams)
+    assert max(len(a & b), len(b & c), len(a & c)) <= 2  # chance alone
+
+
+def test_heldout_prompts_are_distinct_and_never_trained_on(tokenizer):
+    """99 one-digit pairs at most: every stream meets the held-out ones all the time and has to draw again."""
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": False}
+    prompts = build_prompts(recipe("chain_sum", options=options, heldout=40), tokenizer)
+    heldout = {p.tokens for p in prompts.heldout()}
+    assert len(heldout) == len(prompts.heldout()) == 40
+    trained = [prompts.train(i) for i in range(2000)]
+    assert heldout.isdisjoint(p.tokens for p in trained)
+    assert len({p.tokens for p in trained}) > 60
+    assert [prompts.train(i) for i in (0, 77, 1999)] == [trained[i] for i in (0, 77, 1999)]
+
+
+def test_prompts_that_differ_in_case_are_one_prompt(tokenizer):
+    """Words such as 'Aaron' and 'aaron': the tokenizer folds case, so a held-out one may not be trained on in capitals."""
+    prompts = build_prompts(recipe("spell_backward", **SPELL, heldout=1500), tokenizer)
+    heldout = {p.text.lower() for p in prompts.heldout()}
+    assert len(heldout) == 1500
+    assert not [p.text for p in map(prompts.train, range(6000)) if p.text.lower() in heldout]
+
+
+def test_a_short_list_of_prompts_is_shared_out_and_said(tokenizer):
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": False}
+    with pytest.warns(
+        UserWarning, match=r"evaluation uses \d+ distinct prompts of chain_sum; eval.prompts asks for 500"
+    ):
+        prompts = build_prompts(recipe("chain_sum", options=options, heldout=500), tokenizer)
+    heldout = {p.tokens for p in prompts.heldout()}
+    assert 60 <= len(heldout) <= 100
+    assert heldout.isdisjoint(prompts.train(i).tokens for i in range(200))
+
+
+def test_evaluation_by_another_generator(tokenizer):
+    prompts = build_prompts(recipe("spell_backward", evaluation={"suite": "letter_counting"}), tokenizer)
+    assert prompts.train(0).entry["generator"] == "spell_backward"
+    assert set(prompts.scorers) == {"spell_backward", "letter_counting"}
+
+
+def test_composite_generator(tokenizer):
+    options = {"datasets": [{"name": n, "weight": 1, "config": {}} for n in ("chain_sum", "letter_counting")]}
+    prompts = build_prompts(recipe("composite", options=options, heldout=4), tokenizer)
+    assert {prompts.train(i).entry["metadata"]["source_dataset"] for i in range(30)} == {"chain_sum", "letter_counting"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generator": "spell_backwards"}, "no generator 'spell_backwards'; did you mean 'spell_backward'"),
+        ({"options": {"min_word_length": 3}}, "min_word_length.*its options: min_word_len, max_word_len"),
+        ({"options": {"min_word_len": 9, "max_word_len": 3}}, "max_word_len must be >= min_word_len"),
+        ({"options": {"seed": 3}}, "'seed' is set by megarl; use run.seed"),
+        ({"prompt_template": "{wort}="}, r"'wort'.*known fields are .*\{prompt\}.*\{word\}"),
+        ({"prompt_template": "{}="}, "known fields are"),
+        ({"prompt_template": "{word"}, "does not fit"),
+        ({"max_prompt_tokens": 2}, r"has \d+ tokens, more than data.max_prompt_tokens = 2: '"),
+    ],
+)
+def test_mistakes_are_named(tokenizer, changes, message):
+    with pytest.raises(UserError, match=message):
+        build_prompts(recipe(**{"generator": "spell_backward", **changes}), tokenizer).train(0)
+
+
+def test_generators_that_depend_on_the_hash_seed_need_a_fixed_one(tokenizer, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(UserError, match="set PYTHONHASHSEED=0"):
+        build_prompts(recipe("ransom_note"), tokenizer)
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert build_prompts(recipe("ransom_note", heldout=2), tokenizer).train(0).text
+
+
+def test_characters_that_the_tokenizer_lacks_are_said(tokenizer):
+    with pytest.warns(UserWarning, match="does not know some characters"):
+        build_prompts(recipe("spell_backward", prompt_template="{word}§"), tokenizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_prompts(recipe("spell_backward", **SPELL), tokenizer)
+
+
+def test_no_evaluation_holds_nothing_out(tokenizer):
+    assert build_prompts(recipe("spell_backward", **SPELL, evaluation={"every": 0}), tokenizer).heldout() == []

@@ -1,0 +1,60 @@
+"""The tokenizer is read from disk alone and checked against the model."""
+
+import json
+
+import pytest
+
+from megarl.data import check_tokenizer_fits, load_tokenizer, stop_token_ids
+from megarl.errors import UserError
+from tests.data.prompt_sources import char_tokenizer
+
+
+def model_dir(path, **config):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_round_trip_and_missing_directory(tmp_path):
+    char_tokenizer(tmp_path / "t")
+    tokenizer = load_tokenizer(tmp_path / "t")
+    assert tokenizer.decode(tokenizer("Ab=1 2", add_special_tokens=False)["input_ids"]) == "ab=1 2"
+    with pytest.raises(UserError, match=r"gone is not a directory; set model\.path or model\.tokenizer"):
+        load_tokenizer(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("content", [None, "{", '{"model": {"type": "nonsense"}}'])
+def test_unreadable_tokenizer(tmp_path, content):
+    char_tokenizer(tmp_path / "t")
+    if content is None:
+        for file in (tmp_path / "t").iterdir():
+            file.unlink()
+    else:
+        (tmp_path / "t" / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match="cannot read a tokenizer from"):
+        load_tokenizer(tmp_path / "t")
+
+
+def test_largest_token_must_be_a_row_of_the_embedding(tmp_path):
+    tokenizer = char_tokenizer(tmp_path / "t")
+    largest = len(tokenizer) - 1
+    check_tokenizer_fits(tokenizer, model_dir(tmp_path / "fits", vocab_size=largest + 1))
+    with pytest.raises(UserError, match=rf"largest token id is {largest}, .* vocab_size = {largest};"):
+        check_tokenizer_fits(tokenizer, model_dir(tmp_path / "small", vocab_size=largest))
+    with pytest.raises(UserError, match="stop token id 900 is not below vocab_size = 100"):
+        check_tokenizer_fits(tokenizer, model_dir(tmp_path / "eos", vocab_size=100, eos_token_id=900))
+    with pytest.raises(UserError, match="vocab_size is None"):
+        check_tokenizer_fits(tokenizer, model_dir(tmp_path / "odd"))
+    with pytest.raises(UserError, match=r"cannot read .*config\.json"):
+        check_tokenizer_fits(tokenizer, tmp_path / "t" / "gone")
+
+
+def test_stop_tokens_of_all_files(tmp_path):
+    tokenizer = char_tokenizer(tmp_path / "t")
+    model = model_dir(tmp_path / "m", vocab_size=100, eos_token_id=7)
+    assert stop_token_ids(tokenizer, model) == (1, 7)
+    (model / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+    assert stop_token_ids(tokenizer, model) == (1, 7, 9)
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="no stop token"):
+        check_tokenizer_fits(tokenizer, model_dir(tmp_path / "none", vocab_size=100))

@@ -1,0 +1,191 @@
+"""Scores, the threshold, and what a hostile response may do (nothing)."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from megarl.config import RewardTable
+from megarl.data import Prompt, build_prompts
+from megarl.errors import UserError
+from megarl.rewards import build_verifier, reward
+from megarl.rewards.exact import Exact
+from megarl.rewards.math import Math
+from megarl.rewards.reasoning_gym import EVAL_SCORERS, FORMULA_SCORERS, is_plain_formula
+from tests.data.prompt_sources import char_tokenizer, recipe
+
+GARBAGE = [
+    "",
+    " ",
+    "x",
+    "[1,2",
+    "(" * 500,
+    '{"a": 1}',
+    "null",
+    "[]",
+    "[[1]]",
+    "1e999",
+    "nan",
+    "\x00",
+    "\ud800",
+    "9" * 5000,
+]
+
+
+def asked(answer):
+    return Prompt(0, "?", (1,), answer, {})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return char_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def math():
+    verifier = Math(seconds=2.0)
+    yield verifier
+    verifier.close()
+
+
+class Fixed:
+    def __init__(self, value):
+        self.value = value
+
+    def score(self, prompt, response):
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("score", "finish_reason", "table", "expected"),
+    [
+        (1.0, "stop", {}, 1.0),
+        (0.95, "stop", {}, 0.0),
+        (0.5, "stop", {"correct_above": 0.5}, 1.0),
+        (1.0, "length", {}, 0.0),
+        (1.0, "length", {"require_stop": False}, 1.0),
+    ],
+)
+def test_threshold_and_stop(score, finish_reason, table, expected):
+    assert reward(Fixed(score), asked("1"), "1", finish_reason, RewardTable(kind="exact", **table)) == expected
+
+
+def test_exact():
+    assert Exact().score(asked("ab c"), " ab c\n") == 1.0
+    assert Exact().score(asked("abc"), "Abc") == 0.0
+    assert Exact().score(asked("abc"), "abc abc") == 0.0
+    with pytest.raises(UserError, match="names no answer"):
+        Exact().score(asked(""), "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "right"),
+    [
+        ("42", "so the answer is 42", True),
+        ("42", "41", False),
+        ("1/2", "$\\frac{1}{2}$", True),
+        ("\\frac{1}{2}", "0.5", True),
+        ("x^2+1", "thus \\boxed{1+x^2}", True),
+        ("(1,2)", "\\boxed{(2,1)}", False),
+        ("#### $7$", "7", True),
+    ],
+)
+def test_math(math, answer, response, right):
+    assert math.score(asked(answer), response) == float(right)
+
+
+def test_math_survives_garbage(math):
+    assert [math.score(asked("42"), text) for text in GARBAGE] == [0.0] * len(GARBAGE)
+    assert math.score(asked("42"), "42") == 1.0
+
+
+@pytest.mark.parametrize("response", ["9**9**9**9**9", "\\boxed{9^{9^{9^{9}}}}"])
+def test_math_time_limit_holds_in_a_thread_and_costs_only_this_response(math, response):
+    math.score(asked("42"), "42")  # the worker is warm
+    scores, start = [], time.monotonic()
+    thread = threading.Thread(target=lambda: scores.append(math.score(asked("42"), response)))
+    thread.start()
+    thread.join(timeout=20)
+    assert scores == [0.0] and time.monotonic() - start < 6
+    assert math.score(asked("42"), "42") == 1.0
+
+
+def test_math_worker_ends_with_its_verifier():
+    verifier = Math()
+    verifier.score(asked("1"), "1")
+    pid = verifier._worker.pid
+    verifier.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_reasoning_gym_scores_by_the_generator(tokenizer):
+    settings = recipe("spell_backward", options={"min_word_len": 5, "max_word_len": 8})
+    prompts = build_prompts(settings, tokenizer)
+    verifier = build_verifier(settings, prompts)
+    for prompt in [prompts.train(0), *prompts.heldout()]:
+        assert verifier.score(prompt, prompt.answer) == 1.0
+        assert verifier.score(prompt, prompt.answer.upper()) == 1.0, "the scorer folds case, as the tokenizer may"
+        assert 0.0 < verifier.score(prompt, prompt.answer[:-1]) < 1.0, "partial credit, which the threshold takes away"
+        assert reward(verifier, prompt, prompt.answer[:-1], "stop", settings.reward) == 0.0
+
+
+@pytest.mark.parametrize(
+    "generator", ["prime_factorization", "boxnet", "coin_flip", "game_of_life", "countdown", "n_queens"]
+)
+def test_reasoning_gym_scorers_that_raise_on_garbage(tokenizer, generator):
+    settings = recipe(generator, heldout=1, max_prompt_tokens=10000)
+    prompts = build_prompts(settings, tokenizer)
+    verifier = build_verifier(settings, prompts)
+    assert max(verifier.score(prompts.train(0), text) for text in GARBAGE) < 0.999
+
+
+@pytest.mark.parametrize("generator", sorted(EVAL_SCORERS | FORMULA_SCORERS))
+def test_responses_are_not_executed(tokenizer, generator, tmp_path, monkeypatch):
+    """These scorers evaluate their input: a response with a call in it must not reach them; the right answer must."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    settings = recipe(generator, heldout=1, max_prompt_tokens=10000)
+    prompts = build_prompts(settings, tokenizer)
+    verifier, prompt = build_verifier(settings, prompts), prompts.train(0)
+    trace = tmp_path / "trace"
+    for attack in (
+        f"open({str(trace)!r}, 'w')",
+        f"[open({str(trace)!r}, 'w')]",
+        f"__import__('pathlib').Path({str(trace)!r}).touch()",
+    ):
+        assert verifier.score(prompt, attack) == 0.0
+    start = time.monotonic()
+    for bomb in ("9**9**9**9", "((9**64)**64)**64", "[1]*10**12", "1<<10**12", "9**-9**9**9"):
+        assert verifier.score(prompt, bomb) == 0.0
+    assert time.monotonic() - start < 2
+    assert not trace.exists()
+    assert verifier.score(prompt, prompt.answer) >= 0.999
+
+
+def test_plain_formulas():
+    good = ["(3 + 4)*2 - 1/5", "x**2 + 2*x*y - 7", "-4*x**3/3 + C", "exp(x)*sin(2*x) + sqrt(2)", "log(x + 1)/2 - 1.5"]
+    bad = [
+        "test()",
+        "x.y",
+        "f(x)",
+        "'a'",
+        "[1]",
+        "lambda: 1",
+        "5!",
+        "x**y",
+        "2**65",
+        "(2**9)**9",
+        "exp(x=1)",
+        "a if b else c",
+        "True",
+    ]
+    assert [t for t in good if not is_plain_formula(t)] == []
+    assert [t for t in bad if is_plain_formula(t)] == []
+
+
+def test_a_file_of_evaluation_prompts_has_no_reasoning_gym_scorer(tokenizer, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
+    settings = recipe("chain_sum", heldout=1, evaluation={"source": "file", "suite": str(tmp_path / "p.jsonl")})
+    with pytest.raises(UserError, match='cannot score eval.source = "file"'):
+        build_verifier(settings, build_prompts(settings, tokenizer))
