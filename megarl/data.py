@@ -1,7 +1,7 @@
 """Prompts: where they come from, in which order a run sees them, and which of them it never trains on.
 
-A `PromptSource` is random access: the index-th prompt of a run depends on the recipe and the index alone, so a worker that
-takes group 70000 builds that prompt and no other, and a resumed phase sees what the killed one saw.
+A `PromptSource` is random access: the index-th prompt of a run depends on the recipe and the index alone, so a worker
+that takes group 70000 builds that prompt and no other, and a resumed phase sees what the killed one saw.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 Item = dict[str, Any]  # {"question": str | chat messages, "answer": str, "metadata": dict}, as reasoning-gym has it
 
-# reasoning-gym draws item i of a data set from Random(seed + i), so seeds one apart share all but one of their items. A run
-# owns blocks of seeds instead: block b holds 4096 prompts of the run and, behind them, 4096 spare items for the prompts that
-# turn out to be held out. Seeds stay below 2**32 because one generator (pool_matrix) hands them to NumPy.
+# reasoning-gym draws item i of a data set from Random(seed + i), so seeds one apart share all but one of their items. A
+# run owns blocks of seeds instead: block b holds 4096 prompts of the run and, behind them, 4096 spare items for the
+# prompts that turn out to be held out. Seeds stay below 2**32 because one generator (pool_matrix) hands them to NumPy.
 BLOCK = 4096
 BLOCK_SEEDS = 2 * BLOCK
 HELDOUT_BLOCKS = 1024  # the first blocks are evaluation's, the same ones for every run.seed, so that runs compare
@@ -68,7 +68,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> None:
-    """Raise `UserError` unless every token id is a row of the model's embedding and the end of a response can be told."""
+    """Raise `UserError` unless every token id is a row of the model's embedding and a response can end."""
     largest = max(tokenizer.get_vocab().values())
     vocab_size = _read_config(Path(model_dir) / "config.json").get("vocab_size")
     if not isinstance(vocab_size, int):
@@ -181,7 +181,7 @@ class FileItems:
 
 
 def read_prompt_file(path: Path) -> list[Item]:
-    """Rows of a .jsonl or .parquet file with columns ``prompt`` (text or chat messages) and ``answer``; others are metadata."""
+    """Rows of a .jsonl or .parquet file: ``prompt`` (text or chat messages), ``answer``, other columns as metadata."""
     if path.suffix not in (".jsonl", ".parquet"):
         raise UserError(f"{path}: a prompt file ends in .jsonl or .parquet")
     if not path.is_file():
@@ -301,7 +301,7 @@ def _split(items: GymItems | FileItems, build: Callable[..., Prompt], count: int
     if isinstance(items, FileItems):
         heldout = _distinct(itertools.islice(items.candidates(), len(items.rows) // 2), build, count)
     else:
-        # From a finite list of 2 n words, 2 n ln 2 = 1.39 n draws show n different ones. Who needs more has a shorter list.
+        # From a finite list of 2 n words, 2 n ln 2 = 1.39 n draws show n different ones: who needs more has a shorter list.
         heldout = _distinct(itertools.islice(items.candidates(), math.ceil(1.4 * count)), build, count)
         if len(heldout) < count:
             heldout = heldout[: len(heldout) // 2]

@@ -18,8 +18,9 @@ class Verifier(Protocol):
 def reward(verifier: Verifier, prompt: Prompt, text: str, finish_reason: str, table: RewardTable) -> float:
     """1.0 for a right response, else 0.0.
 
-    Verifiers may give partial credit (reasoning-gym's often do); only a score of ``table.correct_above`` or more counts. With
-    ``table.require_stop`` a response that did not end by itself (``finish_reason`` other than "stop") is wrong unread.
+    Verifiers may give partial credit (reasoning-gym's often do); only a score of ``table.correct_above`` or more
+    counts. With ``table.require_stop`` a response that did not end by itself (``finish_reason`` other than "stop") is
+    wrong unread.
     """
     if table.require_stop and finish_reason != "stop":
         return 0.0
@@ -48,7 +49,7 @@ def build_verifier(recipe: Recipe, prompts: PromptSource) -> Verifier:
 
 
 def right_answer(prompt: Prompt) -> str:
-    """The answer to compare with. Some generators accept many answers and name none: only their own scorer can judge."""
+    """The answer to compare with. Generators that accept many answers may name none: only their own scorer can judge."""
     if not prompt.answer:
         raise UserError(f'prompt {prompt.text[:60]!r} names no answer; use reward.kind = "reasoning_gym"')
     return prompt.answer

@@ -1,7 +1,8 @@
 """Mathematical equality of the final answers, decided by math-verify in a process of its own.
 
-SymPy can take hours, or all memory, over a hostile formula, and math-verify's own time limit works in a main thread and between
-two bytecodes only. Here the kernel ends the worker when its time is up, whatever it is doing, and the response scores 0.
+SymPy can take hours, or all memory, over a hostile formula, and math-verify's own time limit works in a main thread and
+between two bytecodes only. Here the kernel ends the worker when its time is up, whatever it is doing, and the response
+scores 0.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Math:
             verdict = self._ask({"answer": answer, "response": response})
         if verdict == "unreadable":
             raise UserError(
-                f"the answer {answer[:60]!r} of prompt {prompt.text[:60]!r} is no mathematics; use reward.kind = 'exact'"
+                f"the answer {answer[:60]!r} of prompt {prompt.text[:60]!r} is no mathematics; "
+                'use reward.kind = "exact"'
             )
         return float(verdict == "right")
 

@@ -1,8 +1,9 @@
 """The scorer of the generator that made the prompt, behind a gate: some scorers of the library evaluate the response.
 
-reasoning-gym 0.1.25 hands the response to Python's ``eval`` (string_insertion, spiral_matrix, binary_matrix, n_queens) or to
-SymPy's ``parse_expr``, which evaluates too (countdown, puzzle24, polynomial_multiplication, the integrations). A response
-reaches those only when it is a plain literal or a plain formula; anything else scores 0, as it would be wrong anyway.
+reasoning-gym 0.1.25 hands the response to Python's ``eval`` (string_insertion, spiral_matrix, binary_matrix, n_queens)
+or to SymPy's ``parse_expr``, which evaluates too (countdown, puzzle24, polynomial_multiplication, the integrations). A
+response reaches those only when it is a plain literal or a plain formula; anything else scores 0, as it would be wrong
+anyway.
 """
 
 from __future__ import annotations
@@ -63,14 +64,18 @@ def _plain(node: ast.AST) -> bool:
     match node:
         case ast.Call(func=ast.Name(id=name), keywords=[]):
             return name in FUNCTIONS
-        case ast.Constant(value=value):
-            return isinstance(value, (int, float)) and not isinstance(value, bool)
+        case ast.Constant():
+            return _is_number(node)
         case ast.Name(id=name):
             return len(name) == 1 or name in FUNCTIONS
         case ast.BinOp(op=ast.Pow(), left=left, right=right):
             nested = any(isinstance(n, ast.Pow) for side in (left, right) for n in ast.walk(side))
-            return not nested and isinstance(right, ast.Constant) and abs(right.value) <= LARGEST_POWER
+            return not nested and _is_number(right) and abs(ast.literal_eval(right)) <= LARGEST_POWER
         case ast.BinOp(op=op):
             return isinstance(op, (ast.Add, ast.Sub, ast.Mult, ast.Div))
         case _:
             return isinstance(node, FORMULA_NODES)
+
+
+def _is_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)

@@ -54,7 +54,7 @@ def test_heldout_prompts_are_distinct_and_never_trained_on(tokenizer):
 
 
 def test_prompts_that_differ_in_case_are_one_prompt(tokenizer):
-    """Words such as 'Aaron' and 'aaron': the tokenizer folds case, so a held-out one may not be trained on in capitals."""
+    """'Art' and 'art': the tokenizer folds case, so a held-out word may not be trained on in capitals."""
     prompts = build_prompts(recipe("spell_backward", **SPELL, heldout=1500), tokenizer)
     heldout = {p.text.lower() for p in prompts.heldout()}
     assert len(heldout) == 1500

@@ -175,6 +175,8 @@ def test_plain_formulas():
         "5!",
         "x**y",
         "2**65",
+        "x**'a'",
+        "2**True",
         "(2**9)**9",
         "exp(x=1)",
         "a if b else c",
