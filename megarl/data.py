@@ -301,7 +301,7 @@ def _split(items: GymItems | FileItems, build: Callable[..., Prompt], count: int
     if isinstance(items, FileItems):
         heldout = _distinct(itertools.islice(items.candidates(), len(items.rows) // 2), build, count)
     else:
-        # From a finite list of 2 n words, 2 n ln 2 = 1.39 n draws show n different ones: who needs more has a shorter list.
+        # From a list of 2 n words, 2 n ln 2 = 1.39 n draws show n different ones: who needs more has a shorter list.
         heldout = _distinct(itertools.islice(items.candidates(), math.ceil(1.4 * count)), build, count)
         if len(heldout) < count:
             heldout = heldout[: len(heldout) // 2]

@@ -49,7 +49,7 @@ def build_verifier(recipe: Recipe, prompts: PromptSource) -> Verifier:
 
 
 def right_answer(prompt: Prompt) -> str:
-    """The answer to compare with. Generators that accept many answers may name none: only their own scorer can judge."""
+    """The answer to compare with. A generator that accepts many may name none: only its own scorer can judge."""
     if not prompt.answer:
         raise UserError(f'prompt {prompt.text[:60]!r} names no answer; use reward.kind = "reasoning_gym"')
     return prompt.answer
