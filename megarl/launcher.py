@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
@@ -15,6 +16,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from megarl.errors import UserError
 from megarl.run_dir import RunDir
 
+logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_explain` says it better
+
 
 class PhaseFailed(Exception):
     """A phase process failed; the message names the process, the cause and the log file."""
@@ -26,6 +29,7 @@ def run_phase(run: RunDir, phase: str, stage: int, processes: int) -> None:
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     os.environ["MEGARL_AGENT_PID"] = str(os.getpid())
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the agent's own would listen on every interface
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     config = LaunchConfig(
