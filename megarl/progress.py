@@ -1,0 +1,332 @@
+"""What a person sees while a phase runs: a live display on a terminal, plain lines elsewhere.
+
+It belongs to the process that starts the phases and only follows files of the run directory, so it cannot disturb
+training: events.jsonl, metrics.jsonl and the ledgers of the stage that is generated. Each look reads only what was
+appended since the last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from megarl.config import Recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+POLL_SECONDS = 1.0
+LINE_SECONDS = 10.0  # plain lines: at most one in so many seconds, beside those for phases and evaluations
+RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
+ANNOUNCED = ("phase_start", "phase_end", "phase_failed", "restart", "evaluation")
+
+
+class JsonTail:
+    """Follows a JSON-lines file that grows, is cut, replaced or missing, and whose last line may be half written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._offset, self._inode = path, 0, -1
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+        """(True when the file began anew, complete lines that are new), without lines that are not JSON objects."""
+        try:
+            status = os.stat(self.path)
+            anew = (status.st_ino != self._inode or status.st_size < self._offset) and self._inode != -1
+            if status.st_ino != self._inode or anew:
+                self._offset, self._inode = 0, status.st_ino
+            if status.st_size == self._offset:
+                return anew, []
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return False, []
+        data = data[: data.rfind(b"\n") + 1]
+        self._offset += len(data)
+        return anew, [record for line in data.splitlines() if (record := _parse(line)) is not None]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+class RunState:
+    """Where a run stands, told from its files."""
+
+    def __init__(self, run_dir: Path, recipe: Recipe) -> None:
+        self.run_dir, self.schedule, self.groups_per_stage = run_dir, recipe.schedule, recipe.groups_per_stage
+        self.phase, self.stage, self.phase_since = "", 0, 0.0
+        self.accuracies: dict[int, tuple[float, float]] = {}  # stage -> held-out accuracy, half a 95 % interval
+        self.seconds: dict[str, float] = {}  # phase -> duration of the last one that ended
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RATE_UPDATES)
+        self._events, self._metrics = JsonTail(run_dir / "events.jsonl"), JsonTail(run_dir / "metrics.jsonl")
+        self._ledgers: dict[Path, JsonTail] = {}
+        self._shards: dict[str, tuple[int, int, int, float]] = {}  # shard -> groups, responses, tokens, sum of rewards
+        self._shards_before: set[str] = set()  # of an earlier, killed attempt: no measure of speed
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Read what is new; return the new events that are worth a line."""
+        events = self._events.read()[1]
+        for event in events:
+            self._apply(event)
+        anew, updates = self._metrics.read()
+        if anew:
+            self.recent.clear()
+        self.recent.extend(update for update in updates if isinstance(update.get("update"), int))
+        if self.phase == "rollout":
+            self._read_ledgers()
+        return [event for event in events if event.get("event") in ANNOUNCED]
+
+    def _apply(self, event: dict[str, Any]) -> None:
+        kind, stage = event.get("event"), event.get("stage", 0)
+        if kind == "phase_start":
+            self.phase, self.stage, self.phase_since = str(event.get("phase")), stage, event.get("time", time.time())
+            self._ledgers, self._shards = {}, {}
+            if self.phase == "rollout":
+                self._read_ledgers()
+            self._shards_before = set(self._shards)
+        elif kind in ("phase_end", "phase_failed"):
+            self.phase = ""
+            if kind == "phase_end":
+                self.seconds[str(event.get("phase"))] = float(event.get("seconds", 0.0))
+        elif kind == "evaluation" and "accuracy" in event:
+            low, high = event.get("ci95") or (event["accuracy"], event["accuracy"])
+            self.accuracies[stage] = (event["accuracy"], (high - low) / 2)
+
+    def _read_ledgers(self) -> None:
+        for path in (self.run_dir / f"stages/{self.stage:03d}/rollouts").glob("ledger*.jsonl"):
+            for entry in self._ledgers.setdefault(path, JsonTail(path)).read()[1]:
+                groups, responses, tokens = (
+                    len(entry.get("groups", ())),
+                    entry.get("responses", 0),
+                    entry.get("tokens", 0),
+                )
+                self._shards[str(entry.get("shard"))] = (groups, responses, tokens, entry.get("reward_sum", 0.0))
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far in the whole run."""
+        return self.recent[-1]["update"] if self.recent else 0
+
+    @property
+    def done(self) -> tuple[int, int, str]:
+        """Of the current phase: how much is done, of how much, of what."""
+        if self.phase == "rollout":
+            return sum(shard[0] for shard in self._shards.values()), self.groups_per_stage, "groups"
+        if self.phase == "optimize":
+            size = self.schedule.updates_per_stage
+            return min(size, max(0, self.updates - self.stage * size)), size, "updates"
+        return 0, 0, ""
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward: of the stage while it is generated, else of the last updates."""
+        if self.phase == "rollout":
+            responses = sum(shard[1] for shard in self._shards.values())
+            return sum(shard[3] for shard in self._shards.values()) / responses if responses else None
+        return self._mean("reward/mean")
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        if self.phase == "rollout":
+            tokens = sum(shard[2] for name, shard in self._shards.items() if name not in self._shards_before)
+            return tokens / max(1e-3, time.time() - self.phase_since) if tokens else None
+        seconds = sum(update.get("seconds", 0.0) for update in self.recent)
+        return sum(update.get("tokens", 0) for update in self.recent) / seconds if seconds else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of the current phase; None while nothing tells."""
+        done, total, _ = self.done
+        if self.phase == "optimize":
+            pace = self._mean("seconds")
+            return None if pace is None else (total - done) * pace
+        if self.phase == "rollout":
+            mine = sum(shard[0] for name, shard in self._shards.items() if name not in self._shards_before)
+            return (total - done) * (time.time() - self.phase_since) / mine if mine else None
+        known = self.seconds.get(self.phase)
+        return None if known is None else max(0.0, self.phase_since + known - time.time())
+
+    @property
+    def run_seconds_left(self) -> float | None:
+        """Of the whole run, once a rollout and an optimize phase have shown how long they take."""
+        left = self.seconds_left if self.phase else 0.0
+        if left is None or not {"rollout", "optimize"} <= self.seconds.keys():
+            return None
+        after = {"evaluate": ("rollout", "optimize"), "rollout": ("optimize",)}.get(self.phase, ())
+        whole = sum(self.seconds.values()) * (self.schedule.stages - 1 - self.stage)
+        last = self.seconds.get("evaluate", 0.0) if self.accuracies else 0.0
+        return left + sum(self.seconds[phase] for phase in after) + whole + last
+
+    def _mean(self, name: str) -> float | None:
+        values = [update[name] for update in self.recent if isinstance(update.get(name), (int, float))]
+        return sum(values) / len(values) if values else None
+
+
+class Progress:
+    """``with Progress(run_dir, recipe): ...`` shows the run until the block ends, whichever way it ends."""
+
+    def __init__(self, run_dir: Path, recipe: Recipe, stream: TextIO | None = None) -> None:
+        self._state = RunState(Path(run_dir), recipe)
+        self._stream = stream or sys.stdout
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._state.poll()  # what stands there already is history: known, not announced
+        self._view: _Terminal | _Lines = _Terminal(self._stream) if _is_terminal(self._stream) else _Lines(self._stream)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._look()
+        self._view.close()
+
+    def _run(self) -> None:
+        while not self._stop.wait(POLL_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        for event in self._state.poll():
+            if line := describe_event(event, self._state):
+                self._view.announce(line)
+        self._view.show(self._state)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+
+
+class _Lines:
+    """No terminal: one plain line now and then."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._next = stream, time.monotonic() + LINE_SECONDS
+
+    def announce(self, line: str) -> None:
+        print(time.strftime("%H:%M:%S"), line, file=self._stream, flush=True)
+        self._next = time.monotonic() + LINE_SECONDS
+
+    def show(self, state: RunState) -> None:
+        if state.phase and time.monotonic() >= self._next:
+            self.announce(describe_state(state))
+
+    def close(self) -> None:
+        self._stream.flush()
+
+
+class _Terminal:
+    """A few lines that stay at the bottom of the terminal; what is printed meanwhile scrolls above them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console: Console = Console(file=stream, highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._live.start()
+
+    def announce(self, line: str) -> None:
+        self._console.print(line, markup=False)
+
+    def show(self, state: RunState) -> None:
+        self._live.update(_panel(state), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def _panel(state: RunState) -> RenderableType:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(width=32)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    done, total, unit = state.done
+    updates, all_updates = state.updates, state.schedule.total_updates
+    if state.phase:
+        bar = ProgressBar(total or None, done, width=32, pulse=False) if total else ""
+        amount = f"{done}/{total} {unit}  " if total else ""
+        table.add_row(
+            f"stage {state.stage + 1}/{state.schedule.stages}  {state.phase}", bar, amount + _left(state.seconds_left)
+        )
+    table.add_row(
+        "run",
+        ProgressBar(all_updates, updates, width=32),
+        f"{updates}/{all_updates} updates  {_left(state.run_seconds_left)}",
+    )
+    grid = Table.grid()
+    grid.add_row(table)
+    grid.add_row("  ".join(_facts(state)), style="dim")
+    return grid
+
+
+def describe_event(event: dict[str, Any], state: RunState) -> str:
+    """One line about an event; "" for those that only repeat another."""
+    kind, stage, phase = event["event"], event.get("stage", 0), event.get("phase", "")
+    place = f"stage {stage + 1}/{state.schedule.stages} {phase}"
+    if kind == "evaluation" and "accuracy" in event:
+        accuracy, half = state.accuracies.get(stage, (event["accuracy"], 0.0))
+        whose = "base model" if stage == 0 else f"after {stage * state.schedule.updates_per_stage} updates"
+        return f"held-out accuracy {accuracy:.3f} +- {half:.3f} ({event.get('prompts', '?')} prompts), {whose}"
+    if phase == "evaluate":
+        return f"evaluation of stage {stage} failed" if kind == "phase_failed" else ""
+    what = {
+        "phase_end": f"done in {_clock(event.get('seconds', 0.0))}",
+        "phase_failed": "failed",
+        "restart": "restarts",
+    }
+    return f"{place} {what.get(kind, 'starts')}"
+
+
+def describe_state(state: RunState) -> str:
+    done, total, unit = state.done
+    parts = [f"stage {state.stage + 1}/{state.schedule.stages} {state.phase}"]
+    if total:
+        parts.append(f"{done}/{total} {unit}")
+    parts += _facts(state)
+    if state.seconds_left is not None:
+        parts.append(_left(state.seconds_left))
+    return ", ".join(parts)
+
+
+def _facts(state: RunState) -> list[str]:
+    facts = []
+    if (reward := state.reward) is not None:
+        facts.append(f"reward {reward:.3f}")
+    if state.accuracies:
+        first, (last, half) = state.accuracies[min(state.accuracies)][0], state.accuracies[max(state.accuracies)]
+        facts.append(
+            f"held-out {first:.3f} -> {last:.3f} +- {half:.3f}" if len(state.accuracies) > 1 else f"held-out {last:.3f}"
+        )
+    if (rate := state.tokens_per_second) and state.phase in ("rollout", "optimize"):
+        facts.append(f"{rate:,.0f} tokens/s")
+    if state.recent and state.phase == "optimize":
+        facts += [
+            f"{name} {value:.3g}" for name in ("loss", "grad_norm") if (value := state.recent[-1].get(name)) is not None
+        ]
+    return facts
+
+
+def _left(seconds: float | None) -> str:
+    return "" if seconds is None else f"{_clock(seconds)} left"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

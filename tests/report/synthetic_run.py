@@ -1,0 +1,99 @@
+"""A run directory such as a real run leaves, without the run: three stages of 96 updates."""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Recipe, dump_recipe
+
+START = 1_700_000_000.0
+ACCURACY = (0.281, 0.613, 0.815, 0.902)
+
+
+def make_recipe(**objective: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"path": "base"},
+            "data": {"source": "reasoning_gym", "train": "spell_backward", "prompt_template": "{word}="},
+            "reward": {"kind": "reasoning_gym"},
+            "schedule": {"stages": 3, "updates_per_stage": 96, "prompts_per_update": 16},
+            "objective": {"name": "mu_grpo", "veto_threshold": 1e-3, **objective},
+            "optimizer": {"lr": 1e-4, "warmup_updates": 15},
+        }
+    )
+
+
+def update_record(number: int, size: int, noise: random.Random, speed: float = 1.0) -> dict[str, Any]:
+    stage, staleness = divmod(number - 1, size)
+    age, progress = staleness / size, number / (3 * size)
+    spread = 0.02 + 0.5 * age
+    reward = 0.28 + 0.62 * (1 - math.exp(-3 * stage / 3)) + noise.gauss(0, 0.03)
+    square_mean = 1 + spread**2
+    return {
+        "stage": stage,
+        "update": number,
+        "staleness": staleness,
+        "reward/mean": reward,
+        "zero_variance_fraction": 0.1 + 0.4 * progress,
+        "response_tokens/mean": 7.2 + noise.gauss(0, 0.1),
+        "truncated_fraction": 0.01,
+        "loss": noise.gauss(-0.02, 0.02),
+        **{
+            f"ratio/q{q}": math.exp(spread * z)
+            for q, z in (("01", -2.3), ("05", -1.6), ("50", 0), ("95", 1.6), ("99", 2.3))
+        },
+        "ratio/mean": 1.0,
+        "ratio/square_mean": square_mean,
+        "clip_fraction": 0.004 * age,
+        "veto_fraction": 0.05 * age**2,
+        "m2/before": spread**2,
+        "m2/after": 0.7 * spread**2,
+        "entropy": 0.9 - 0.6 * progress + noise.gauss(0, 0.01),
+        "grad_norm": 0.3 + 0.3 * noise.random(),
+        "lr": 1e-4 * min(1, number / 15),
+        "tokens": 2000,
+        "seconds": 0.1 / speed,
+        "tokens_per_second": 20000.0 * speed,
+    }
+
+
+def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def make_events(recipe: Recipe, gain: float = 1.0) -> list[dict[str, Any]]:
+    events, now = [], START
+
+    def phase(name: str, stage: int, seconds: float) -> None:
+        nonlocal now
+        events.append({"time": now, "event": "phase_start", "phase": name, "stage": stage, "processes": 1})
+        now += seconds
+        if name == "evaluate":
+            accuracy = ACCURACY[0] + gain * (ACCURACY[stage] - ACCURACY[0])
+            half = 1.96 * math.sqrt(accuracy * (1 - accuracy) / 1024)
+            interval = [accuracy - half, accuracy + half]
+            events.append(
+                {"time": now, "event": "evaluation", "stage": stage, "accuracy": accuracy, "ci95": interval}
+                | {"prompts": 1024, "samples": 1, "policy": f"stages/{stage:03d}/policy", "seconds": seconds}
+            )
+        events.append({"time": now, "event": "phase_end", "phase": name, "stage": stage, "seconds": seconds})
+
+    for stage in range(recipe.schedule.stages):
+        phase("evaluate", stage, 4.0)
+        phase("rollout", stage, 11.0 + stage)
+        phase("optimize", stage, 17.0 - stage)
+    phase("evaluate", recipe.schedule.stages, 4.0)
+    return events
+
+
+def make_run(root: Path, *, seed: int = 0, gain: float = 1.0, recipe: Recipe | None = None) -> Path:
+    recipe = recipe or make_recipe()
+    root.mkdir(parents=True)
+    noise, size = random.Random(seed), recipe.schedule.updates_per_stage
+    (root / "recipe.toml").write_text(dump_recipe(recipe))
+    updates = [update_record(n, size, noise) for n in range(1, recipe.schedule.total_updates + 1)]
+    write_lines(root / "metrics.jsonl", updates)
+    write_lines(root / "events.jsonl", make_events(recipe, gain))
+    return root

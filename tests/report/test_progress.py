@@ -1,0 +1,247 @@
+"""The progress display follows growing, cut and replaced files; it draws on a pseudo-terminal, elsewhere it prints."""
+
+import io
+import json
+import os
+import pty
+import random
+import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl import progress
+from megarl.progress import JsonTail, Progress, RunState, describe_state
+from tests.report.synthetic_run import make_events, make_recipe, make_run, update_record, write_lines
+
+
+def append(path, *records, torn=""):
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in records) + torn)
+
+
+def test_tail_reads_only_what_was_appended(tmp_path):
+    tail = JsonTail(tmp_path / "x.jsonl")
+    assert tail.read() == (False, [])
+    append(tail.path, {"a": 1}, {"a": 2}, torn='{"a": ')
+    assert tail.read() == (False, [{"a": 1}, {"a": 2}])
+    assert tail.read() == (False, [])
+    append(tail.path, torn="3}\nnot json\n[4]\n")
+    assert tail.read() == (False, [{"a": 3}])
+    before = tail._offset
+    assert before == os.path.getsize(tail.path)
+
+
+def test_tail_starts_over_when_the_file_is_cut_or_replaced(tmp_path):
+    tail = JsonTail(tmp_path / "x.jsonl")
+    append(tail.path, {"a": 1}, {"a": 2}, {"a": 3})
+    tail.read()
+    write_lines(tail.path, [{"a": 1}])
+    assert tail.read() == (True, [{"a": 1}])
+    append(tmp_path / "y", {"a": 1}, {"a": 5}, {"a": 6})
+    os.replace(tmp_path / "y", tail.path)
+    assert tail.read() == (True, [{"a": 1}, {"a": 5}, {"a": 6}])
+    assert tail.read() == (False, [])
+
+
+def test_a_torn_line_that_is_cut_off_and_written_again_counts_once(tmp_path):
+    tail = JsonTail(tmp_path / "x.jsonl")
+    append(tail.path, {"a": 1}, torn='{"a": 22222')
+    assert tail.read()[1] == [{"a": 1}]
+    os.truncate(tail.path, len('{"a": 1}\n'))
+    append(tail.path, {"a": 2})
+    assert tail.read() == (False, [{"a": 2}])
+
+
+def start(phase, stage, when=None):
+    return {"time": when or time.time(), "event": "phase_start", "phase": phase, "stage": stage}
+
+
+def test_state_of_a_rollout_phase(tmp_path):
+    recipe = make_recipe()
+    state = RunState(tmp_path, recipe)
+    assert state.poll() == [] and state.done == (0, 0, "")
+    rollouts = tmp_path / "stages/001/rollouts"
+    rollouts.mkdir(parents=True)
+    shard = {"groups": [1536, 1537], "responses": 16, "tokens": 100, "reward_sum": 4.0}
+    append(rollouts / "ledger.jsonl", {"shard": "old", **shard})  # by an attempt that was killed
+    append(tmp_path / "events.jsonl", start("rollout", 1, time.time() - 10))
+    assert [event["event"] for event in state.poll()] == ["phase_start"]
+    assert state.done == (2, 1536, "groups") and state.tokens_per_second is None and state.seconds_left is None
+    append(rollouts / "ledger.00001.jsonl", {"shard": "b", **shard, "reward_sum": 12.0}, torn='{"shard": "c"')
+    state.poll()
+    assert state.done == (4, 1536, "groups") and state.reward == 0.5
+    assert state.tokens_per_second == pytest.approx(10, rel=0.1)
+    assert state.seconds_left == pytest.approx(1532 * 5, rel=0.1)
+    append(rollouts / "x", {"shard": "old", **shard}, {"shard": "b", **shard, "reward_sum": 12.0})
+    os.replace(rollouts / "x", rollouts / "ledger.jsonl")  # sealing: one ledger
+    state.poll()
+    assert state.done == (4, 1536, "groups")
+
+
+def test_state_of_an_optimize_phase_that_is_restarted(tmp_path):
+    recipe, noise = make_recipe(), random.Random(0)
+    updates = [update_record(n, 96, noise) for n in range(1, 140)]
+    state = RunState(tmp_path, recipe)
+    append(tmp_path / "events.jsonl", start("optimize", 1))
+    append(tmp_path / "metrics.jsonl", *updates)
+    state.poll()
+    assert state.done == (43, 96, "updates") and state.updates == 139
+    assert state.tokens_per_second == pytest.approx(20000)
+    assert state.seconds_left == pytest.approx(5.3)
+    assert state.reward == pytest.approx(sum(u["reward/mean"] for u in updates[-32:]) / 32)
+    write_lines(tmp_path / "metrics.jsonl", updates[:100])  # back to the checkpoint
+    state.poll()
+    assert state.done == (4, 96, "updates")
+
+
+def test_time_left_of_the_run(tmp_path):
+    recipe = make_recipe()
+    events = make_events(recipe)
+    state = RunState(tmp_path, recipe)
+    write_lines(tmp_path / "events.jsonl", events[:7])  # stage 0 ends, evaluation of stage 1 is to come
+    state.poll()
+    assert state.seconds == {"evaluate": 4.0, "rollout": 11.0, "optimize": 17.0}
+    append(tmp_path / "events.jsonl", start("rollout", 1, time.time()))
+    state.poll()
+    assert state.run_seconds_left is None  # this rollout has shown no pace yet
+    append(tmp_path / "events.jsonl", start("optimize", 2))
+    append(tmp_path / "metrics.jsonl", *[update_record(n, 96, random.Random(0)) for n in range(1, 193)])
+    state.poll()
+    assert state.run_seconds_left == pytest.approx(96 * 0.1 + 4.0)
+    assert state.accuracies[0][0] == pytest.approx(0.281)
+
+
+def grow(root, recipe, pause):
+    """Write the files of a run bit by bit, as the phases do."""
+    numbers, noise = iter(range(1, 1000)), random.Random(0)
+    for event in make_events(recipe):
+        if event["event"] == "phase_end" and event["phase"] == "optimize":
+            for n in [next(numbers) for _ in range(96)]:
+                append(root / "metrics.jsonl", update_record(n, 96, noise))
+            time.sleep(pause)
+        append(root / "events.jsonl", {**event, "time": time.time()})
+        time.sleep(pause)
+
+
+def test_plain_lines_without_a_terminal(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.05)
+    recipe, stream = make_recipe(), io.StringIO()
+    append(tmp_path / "events.jsonl", {"event": "evaluation", "stage": 0, "accuracy": 0.123, "ci95": [0.1, 0.15]})
+    with Progress(tmp_path, recipe, stream):
+        grow(tmp_path, recipe, 0.03)
+    lines = stream.getvalue().splitlines()
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d [ -~]+", line) for line in lines), "no control characters"
+    text = stream.getvalue()
+    assert "0.123 +-" not in text, "what stood there before is not announced again"
+    for expected in (
+        "stage 1/3 rollout starts",
+        "stage 1/3 rollout done in 0:11",
+        "stage 3/3 optimize done in 0:15",
+        "held-out accuracy 0.281 +- 0.028 (1024 prompts), base model",
+        "held-out accuracy 0.902 +- 0.018 (1024 prompts), after 288 updates",
+        "96/96 updates, reward 0.",
+    ):
+        assert expected in text, expected
+    assert len(lines) < 60
+
+
+def test_lines_come_at_a_modest_rate(tmp_path):
+    recipe, stream = make_recipe(), io.StringIO()
+    view, state = progress._Lines(stream), RunState(tmp_path, recipe)
+    append(tmp_path / "events.jsonl", start("optimize", 0))
+    state.poll()
+    for _ in range(1000):
+        view.show(state)
+    assert stream.getvalue() == ""
+    view._next = 0
+    for _ in range(1000):
+        view.show(state)
+    assert len(stream.getvalue().splitlines()) == 1 and describe_state(state) in stream.getvalue()
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from megarl import progress
+from tests.report.synthetic_run import make_recipe
+from tests.report.test_progress import grow
+progress.POLL_SECONDS = 0.05
+root, recipe = Path(sys.argv[1]), make_recipe()
+with progress.Progress(root, recipe):
+    grow(root, recipe, 0.06)
+    print("said meanwhile")
+print("after")
+"""
+
+
+def run_on_terminal(tmp_path, term):
+    master, slave = pty.openpty()
+    environment = os.environ | {"TERM": term, "COLUMNS": "110", "LINES": "40"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        stdout=slave,
+        stderr=slave,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+    )
+    os.close(slave)
+    output = b""
+    while select.select([master], [], [], 60)[0]:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:  # the child closed its end
+            break
+        output += chunk
+    os.close(master)
+    assert child.wait(30) == 0, output.decode()
+    return output.decode()
+
+
+def test_terminal_shows_a_live_display_and_cleans_up(tmp_path):
+    output = run_on_terminal(tmp_path, "xterm-256color")
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output)
+    assert "\x1b[2K" in output, "redraws in place"
+    assert re.search(r"stage 2/3  optimize\s+━+.* 96/96 updates", plain)
+    assert re.search(r"run\s+━+.* 192/288 updates", plain)
+    assert "held-out 0.281 -> 0.613 +- 0.030" in plain and "20,000 tokens/s" in plain
+    assert "said meanwhile" in plain and plain.rstrip().endswith("after")
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1, "the cursor is back"
+
+
+def test_dumb_terminal_gets_plain_lines(tmp_path):
+    output = run_on_terminal(tmp_path, "dumb")
+    assert "\x1b" not in output and "held-out accuracy 0.902" in output
+
+
+def test_progress_ends_when_the_block_fails(tmp_path):
+    stream, threads = io.StringIO(), threading.active_count()
+    with pytest.raises(ZeroDivisionError), Progress(tmp_path, make_recipe(), stream):
+        append(
+            tmp_path / "events.jsonl", start("rollout", 0), {"event": "phase_failed", "phase": "rollout", "stage": 0}
+        )
+        raise ZeroDivisionError
+    assert "stage 1/3 rollout failed" in stream.getvalue() and threading.active_count() == threads
+
+
+def test_following_a_long_run_costs_next_to_nothing(tmp_path):
+    """A look at a run of 100 000 updates costs CPU for what is new, not for what stands there."""
+    root = make_run(tmp_path / "run")
+    line = (root / "metrics.jsonl").read_text().splitlines()[0] + "\n"
+    with open(root / "metrics.jsonl", "a") as file:
+        for _ in range(60):
+            file.write(line * 1000)
+    state = RunState(root, make_recipe())
+    state.poll()
+    begin = time.process_time()
+    for _ in range(100):
+        append(root / "metrics.jsonl", json.loads(line))
+        state.poll()
+        describe_state(state)
+    assert (time.process_time() - begin) / 100 < 0.002 * progress.POLL_SECONDS
