@@ -1,0 +1,206 @@
+"""What megarl costs over a plain PyTorch loop: generation and optimisation of the quickstart, in CPU-seconds of one thread.
+
+Both sides use the same model, prompts, responses and number of updates, in one process, taking turns of a few updates so
+that the load of the machine falls on both. Left out on both sides: process start, imports, loading the model. Counted on
+megarl's side: rollout store, verification, packing, Megatron's schedule, DDP and optimizer, metrics, checkpoints.
+
+    python benchmarks/quickstart_cost.py [--stages 1] [--updates 96] [--output benchmarks/results/quickstart_cost.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from megarl.actor import parallel
+from megarl.config import Recipe, load_recipe
+from megarl.metrics import MetricsWriter
+from megarl.objectives import build_objective
+from megarl.phases import optimize, rollout
+from megarl.phases.answers import Answerer
+from megarl.policy import copy_policy
+from megarl.rewards import reward
+from megarl.run_dir import RunDir
+from megarl.store import Group, RolloutStore, RolloutWriter, seal
+
+ROOT = Path(__file__).parents[1]
+TURN = 12  # updates a side makes before the other has its turn
+
+
+class PlainLoop:
+    """The same algorithm in plain PyTorch and transformers: padded batches, AdamW, nothing durable."""
+
+    def __init__(self, recipe: Recipe, answerer: Answerer) -> None:
+        self.recipe, self.answerer = recipe, answerer
+        self.model = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.float32)
+        table = recipe.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), table.lr, betas=table.betas, weight_decay=table.weight_decay
+        )
+        self.generator = torch.Generator().manual_seed(0)
+
+    @torch.no_grad()
+    def generate(self, groups: range) -> float:
+        """Sample all responses of some groups, left-padded, with a KV cache; returns the mean reward."""
+        recipe = self.recipe
+        samples, limit = recipe.rollout.responses_per_prompt, recipe.rollout.max_response_tokens
+        stop = self.answerer.stop_token_ids[0]
+        prompts = [self.answerer.prompts.train(group) for group in groups]
+        width = max(len(p.tokens) for p in prompts)
+        ids = torch.tensor([[0] * (width - len(p.tokens)) + list(p.tokens) for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p.tokens)) + [1] * len(p.tokens) for p in prompts])
+        ids, mask = ids.repeat_interleave(samples, 0), mask.repeat_interleave(samples, 0)
+        tokens = torch.zeros(len(ids), limit, dtype=torch.long)
+        logprobs = torch.zeros(len(ids), limit)
+        alive = torch.ones(len(ids), dtype=torch.bool)
+        output = self.model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1)
+        for step in range(limit):
+            log_p = F.log_softmax(output.logits[:, -1].float(), -1)
+            chosen = torch.multinomial(log_p.exp(), 1, generator=self.generator)
+            tokens[:, step] = torch.where(alive, chosen[:, 0], 0)
+            logprobs[:, step] = log_p.gather(1, chosen)[:, 0] * alive
+            alive &= chosen[:, 0] != stop
+            if not alive.any() or step == limit - 1:
+                break
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+            output = self.model(
+                input_ids=chosen, attention_mask=mask, past_key_values=output.past_key_values, use_cache=True
+            )
+        texts = self.answerer.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        finish = ["stop" if stopped else "length" for stopped in (tokens == stop).any(1).tolist()]
+        rewards = [
+            reward(self.answerer.verifier, prompts[i // samples], text, finish[i], recipe.reward)
+            for i, text in enumerate(texts)
+        ]
+        return sum(rewards) / len(rewards)
+
+    def update(self, groups: list[Group]) -> float:
+        """One mu-GRPO update on padded batches of stored responses."""
+        rewards = torch.tensor([[r.reward for r in group.responses] for group in groups])
+        advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
+        rows = [(group.prompt_tokens, r) for group in groups for r in group.responses]
+        width, limit = max(len(p) for p, _ in rows), max(len(r.tokens) for _, r in rows)
+        ids = torch.zeros(len(rows), width + limit, dtype=torch.long)
+        attend, mask = torch.zeros_like(ids), torch.zeros(len(rows), limit)
+        behaviour = torch.zeros(len(rows), limit)
+        for i, (prompt, r) in enumerate(rows):
+            ids[i, width - len(prompt) : width] = torch.from_numpy(prompt.astype("int64"))
+            ids[i, width : width + len(r.tokens)] = torch.from_numpy(r.tokens.astype("int64"))
+            attend[i, width - len(prompt) : width + len(r.tokens)] = 1
+            mask[i, : len(r.tokens)] = 1
+            behaviour[i, : len(r.tokens)] = torch.from_numpy(r.logprobs)
+        output = self.model(input_ids=ids[:, :-1], attention_mask=attend[:, :-1], use_cache=False, logits_to_keep=limit)
+        log_p = F.log_softmax(output.logits.float(), -1)
+        chosen = log_p.gather(2, ids[:, width:, None])[..., 0]
+        ratio = ((chosen - behaviour) * mask).exp()
+        advantage = advantages[:, None].expand_as(ratio)
+        objective = self.recipe.objective.fields
+        trigger = (advantage < 0) & (ratio < objective.get("veto_threshold", 1e-4)) & mask.bool()
+        keep = mask * ~trigger.any(1, keepdim=True)
+        loss = -(torch.minimum(ratio * advantage, ratio.clamp(0, 5) * advantage) * keep).sum() / mask.sum()
+        entropy = -((log_p.detach().exp() * log_p.detach()).sum(-1) * mask).sum() / mask.sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.clip_grad)
+        self.optimizer.step()
+        return loss.item() + 0 * entropy.item()
+
+
+def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
+    """CPU-seconds of both sides over the stages of ``recipe``, each stage from the base model."""
+    from megarl.actor import checkpoint, packing, step
+
+    seconds = dict.fromkeys(("plain/generate", "plain/optimize", "megarl/generate", "megarl/optimize"), 0.0)
+
+    def timed(name, function, *arguments):
+        start = time.process_time()
+        result = function(*arguments)
+        seconds[name] += time.process_time() - start
+        return result
+
+    answerer = Answerer.build(recipe, run.policy(0))
+    plain = PlainLoop(recipe, answerer)
+    objective = build_objective(recipe.objective.name, recipe.objective.fields)
+    actor = step.Actor.build(recipe, run.policy(0), torch.device("cpu"))
+    metrics = MetricsWriter(run.metrics, 0, recipe.run)
+
+    def update(store, stage, staleness):
+        groups = store.read(optimize.groups_of_update(run, stage, staleness))
+        samples = optimize.to_samples(groups, recipe.objective)
+        batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, torch.device("cpu"))
+        values = step.train_step(actor, batches, objective, actor.learning_rate(staleness + 1))
+        metrics.append({"update": staleness + 1, **optimize.summary(groups), **values})
+        if (staleness + 1) % recipe.actor.checkpoint_every == 0:
+            metrics.sync()
+            checkpoint.save(actor, run.checkpoints(stage), staleness + 1, recipe.actor.keep_checkpoints)
+
+    for stage in range(recipe.schedule.stages):
+        directory = run.rollouts(stage)
+        directory.mkdir(parents=True)
+        with RolloutWriter(directory, weights_hash=answerer.weights_hash, logprob_mode="processed") as writer:
+            for chunk in rollout.missing_chunks(run, stage):
+                timed("megarl/generate", lambda chunk=chunk: writer.append(rollout.generate(answerer, chunk)))
+                timed("plain/generate", plain.generate, chunk)
+        timed("megarl/generate", seal, directory, run.groups(stage))
+        store = RolloutStore(directory)
+        updates = range(recipe.schedule.updates_per_stage)
+        stored = {u: store.read(optimize.groups_of_update(run, stage, u)) for u in updates}
+        for begin in range(0, len(updates), TURN):
+            for staleness in updates[begin : begin + TURN]:
+                timed("megarl/optimize", update, store, stage, staleness)
+            for staleness in updates[begin : begin + TURN]:
+                timed("plain/optimize", plain.update, copy.copy(stored[staleness]))
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--updates", type=int, default=96, help="updates a stage")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--limit", type=float, help="exit with 1 when the ratio is above")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    overrides = [f"schedule.stages={options.stages}", f"schedule.updates_per_stage={options.updates}"]
+    recipe = load_recipe(ROOT / "examples/quickstart/recipe.toml", overrides)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    parallel.initialize(recipe.actor, recipe.run.seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        run = RunDir.create(Path(scratch) / "run", recipe)
+        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.policy(0))
+        seconds = measure(recipe, run)
+    total = {side: seconds[f"{side}/generate"] + seconds[f"{side}/optimize"] for side in ("plain", "megarl")}
+    print(f"{'CPU-seconds':<12}{'generate':>10}{'optimize':>10}{'total':>10}")
+    for side in ("plain", "megarl"):
+        print(f"{side:<12}{seconds[side + '/generate']:>10.2f}{seconds[side + '/optimize']:>10.2f}{total[side]:>10.2f}")
+    ratios = {
+        part: seconds[f"megarl/{part}"] / seconds[f"plain/{part}"] for part in ("generate", "optimize")
+    } | {"total": total["megarl"] / total["plain"]}
+    print(f"{'ratio':<12}{ratios['generate']:>10.2f}{ratios['optimize']:>10.2f}{ratios['total']:>10.2f}")
+    if options.output:
+        facts = {"torch": torch.__version__, "processor": platform.processor() or platform.machine()}
+        facts |= {"stages": options.stages, "updates_per_stage": options.updates}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps({"cpu_seconds": seconds, "ratio": ratios, **facts}, indent=1) + "\n")
+    if options.limit and ratios["total"] > options.limit:
+        raise SystemExit(f"megarl costs {ratios['total']:.2f}x the plain loop; the limit is {options.limit}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""An update through Megatron equals the same update written out with transformers and torch."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.batch import TokenBatch
+from megarl.objectives import build_objective
+from tests.actor.conftest import make_hf_model, make_recipe
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+CPU = torch.device("cpu")
+
+
+def make_samples(count=7, seed=0):
+    from megarl.actor.packing import Sample
+
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(count):
+        prompt, response = rng.integers(2, 67, rng.integers(1, 6)), rng.integers(2, 67, rng.integers(1, 12))
+        logprobs = -4 + rng.normal(size=len(response)).astype(np.float32)
+        samples.append(Sample(prompt, response, logprobs, float(rng.normal()), trained=i != 3))
+    return samples
+
+
+def build(path, **tables):
+    from megarl.actor.step import Actor
+
+    return Actor.build(make_recipe(path, **tables), path, CPU)
+
+
+def reference_update(model, samples, objective, recipe, lr):
+    """One sequence at a time, the objective on its response tokens, AdamW without decay of vectors."""
+    pieces, offsets = [], [0]
+    for s in samples:
+        tokens = torch.from_numpy(np.concatenate([s.prompt_tokens, s.response_tokens]))[None]
+        log_p = (model(tokens).logits[0, :-1] / recipe.rollout.temperature).log_softmax(-1)
+        pieces.append(log_p.gather(1, tokens[0, 1:, None])[-len(s.response_tokens) :, 0])
+        offsets.append(offsets[-1] + len(s.response_tokens))
+    lengths = np.diff(offsets)
+    batch = TokenBatch(
+        logprobs=torch.cat(pieces),
+        rollout_logprobs=torch.from_numpy(np.concatenate([s.rollout_logprobs for s in samples])),
+        advantages=torch.from_numpy(np.repeat(np.array([s.advantage for s in samples], np.float32), lengths)),
+        loss_mask=torch.from_numpy(np.repeat([s.trained for s in samples], lengths)),
+        cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
+    )
+    terms = objective(batch)
+    if objective.aggregation == "sequence_mean":
+        means = [terms.loss[a:b].mean() for a, b, s in zip(offsets, offsets[1:], samples, strict=False) if s.trained]
+        loss = torch.stack(means).mean()
+    else:
+        loss = terms.loss.sum() / batch.loss_mask.sum()
+    loss.backward()
+    parameters = list(model.parameters())
+    norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.optimizer.clip_grad)
+    decay = recipe.optimizer.weight_decay
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": decay},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=recipe.optimizer.betas, eps=recipe.optimizer.eps)
+    optimizer.step()
+    return float(loss), float(norm)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "llama"])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("mu_grpo", {}), ("grpo", {"aggregation": "sequence_mean"}), ("reinforce", {})],
+)
+@pytest.mark.parametrize("budget", [10_000, 24])
+def test_update_equals_plain_torch(family, name, fields, budget, tmp_path):
+    from megarl.actor.hf import export_hf
+    from megarl.actor.packing import micro_batches
+    from megarl.actor.step import train_step
+    from safetensors.torch import load_file
+
+    model = make_hf_model(family)
+    model.save_pretrained(tmp_path / "in")
+    tables = {"rollout": {"temperature": 0.8}, "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4}}
+    actor = build(tmp_path / "in", **tables)
+    samples, objective = make_samples(), build_objective(name, fields)
+    batches = micro_batches(samples, budget, CPU)
+    assert (len(batches) > 2) == (budget == 24)
+
+    metrics = train_step(actor, batches, objective, lr=1e-3)
+    loss, norm = reference_update(model, samples, objective, actor.recipe, lr=1e-3)
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    export_hf(actor.models, tmp_path / "out", tmp_path / "in", 1)
+    model.save_pretrained(tmp_path / "expected")
+    before = load_file(tmp_path / "in/model.safetensors")
+    got, expected = (load_file(tmp_path / d / "model.safetensors") for d in ("out", "expected"))
+    for key, value in expected.items():
+        assert (got[key] - value).abs().max() < 2e-6, key
+        assert not torch.equal(value, before[key]) or "expert" in key, key
+
+
+def test_weights_are_the_mean_over_tokens_not_over_micro_batches(tmp_path):
+    """Two unequal micro-batches: the metric is the mean over all tokens, and the split does not move it."""
+    from megarl.actor.packing import micro_batches
+    from megarl.actor.step import train_step
+
+    make_hf_model("qwen3").save_pretrained(tmp_path)
+    objective, results = build_objective("grpo", {}), []
+    for budget in (10_000, 30, 12):
+        actor = build(tmp_path)
+        results.append(train_step(actor, micro_batches(make_samples(), budget, CPU), objective, lr=1e-3))
+    for other in results[1:]:
+        for key in ("loss", "entropy", "ratio/mean", "grad_norm"):
+            assert other[key] == pytest.approx(results[0][key], rel=1e-5), key
+
+
+def test_non_finite_updates_are_not_applied(tmp_path):
+    from megarl.actor.hf import export_hf
+    from megarl.actor.packing import micro_batches
+    from megarl.actor.step import NonFiniteUpdate, train_step
+
+    make_hf_model("qwen3").save_pretrained(tmp_path / "in")
+    actor = build(tmp_path / "in")
+    samples = make_samples()
+    samples[0].rollout_logprobs[0] = math.nan
+    with pytest.raises(NonFiniteUpdate, match="nan"):
+        train_step(actor, micro_batches(samples, 1000, CPU), build_objective("reinforce", {}), lr=1e-3)
+    export_hf(actor.models, tmp_path / "out", tmp_path / "in", 0)
+    one, two = (tmp_path / d / "model.safetensors" for d in ("in", "out"))
+    assert one.read_bytes() == two.read_bytes()

@@ -1,0 +1,67 @@
+"""A tiny run: a random Qwen3-MoE that spells words backwards badly, seconds a phase."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+RECIPE = """
+[model]
+path = "{model}"
+[data]
+source = "reasoning_gym"
+train = "spell_backward"
+options = {{ min_word_len = 3, max_word_len = 4 }}
+prompt_template = "{{word}}="
+max_prompt_tokens = 8
+[reward]
+kind = "reasoning_gym"
+[rollout]
+max_response_tokens = 6
+responses_per_prompt = 4
+groups_per_chunk = 8
+[schedule]
+stages = 2
+updates_per_stage = 6
+prompts_per_update = 4
+[objective]
+name = "mu_grpo"
+[optimizer]
+lr = 1e-3
+[actor]
+backend = "cpu"
+checkpoint_every = 2
+[eval]
+prompts = 16
+[run]
+tensorboard = false
+"""
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """The quickstart's untrained model and tokenizer."""
+    sys.path.insert(0, str(ROOT / "examples/quickstart"))
+    try:
+        from make_base import write_initial_model
+    finally:
+        sys.path.pop(0)
+    path = tmp_path_factory.mktemp("model") / "model"
+    write_initial_model(path)
+    return path
+
+
+@pytest.fixture
+def recipe(tiny_model, tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.format(model=tiny_model))
+    return path
+
+
+def megarl(*arguments, timeout=300, **options):
+    """Run the command line in a process of its own."""
+    command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)

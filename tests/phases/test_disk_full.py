@@ -1,0 +1,52 @@
+"""A full disk at any point of a run: a clear message; with space again, the run continues to the same result."""
+
+import os
+import subprocess
+import time
+
+import pytest
+
+from tests.phases.conftest import megarl
+
+
+def mount(path, size):
+    path.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path]).returncode:
+        pytest.skip("needs root and permission to mount a tmpfs")
+
+
+def test_a_full_disk_loses_nothing_sealed(recipe, tmp_path):
+    disk = tmp_path / "disk"
+    mount(disk, "40m")
+    try:
+        run = disk / "run"
+        ballast = disk / "ballast"
+        messages = 0
+        # leave a little more room at every attempt, so that the disk fills up at later and later points
+        for room in (200, 1500, 2600, 4500, 8000, 12000, 40000):
+            free = os.statvfs(disk)
+            keep = free.f_bavail * free.f_frsize - room * 1024
+            if keep > 0:
+                ballast.write_bytes(bytes(keep))
+            sealed = snapshot(run)
+            result = megarl("train", recipe, "--run-dir", run)
+            ballast.unlink(missing_ok=True)
+            assert snapshot(run).items() >= sealed.items()
+            if result.returncode == 0:
+                break
+            assert "no space left" in result.stderr.lower(), result.stderr
+            messages += 1
+        assert result.returncode == 0
+        assert messages >= 2
+    finally:
+        time.sleep(0.2)
+        subprocess.run(["umount", disk], check=True)
+
+
+def snapshot(run):
+    return {
+        str(p): p.read_bytes()
+        for sealed in run.glob("stages/*/rollouts/SEALED")
+        for p in sealed.parent.iterdir()
+        if not p.name.startswith(".")
+    }

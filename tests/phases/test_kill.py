@@ -1,0 +1,101 @@
+"""SIGKILL at twenty moments: the run still finishes, with every update once and the same bytes as undisturbed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+from safetensors.torch import load_file
+
+from tests.phases.conftest import ROOT, megarl
+
+
+def lines(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def stage_moments(stage):
+    """Conditions on a run directory that hold in the middle of each kind of work of one stage."""
+
+    def at(pattern, count=1):
+        return lambda run: len(list(run.glob(pattern))) >= count
+
+    rollouts, checkpoints = f"stages/{stage:03d}/rollouts", f"stages/{stage:03d}/checkpoints"
+    after = "stages/001/policy" if stage == 0 else "final"
+    temporary = after.rsplit("/", 1)[0] + "/.policy.tmp" if stage == 0 else ".final.tmp"
+    return {
+        f"stage {stage}: evaluation": at(f"logs/{stage:03d}_evaluate/*/attempt_0/0/stdout.log"),
+        f"stage {stage}: first shard": at(f"{rollouts}/*.arrow"),
+        f"stage {stage}: ledger": lambda run: lines(run / rollouts / "ledger.jsonl") >= 2,
+        f"stage {stage}: last shard, sealing": at(f"{rollouts}/*.arrow", 3),
+        f"stage {stage}: sealed": at(f"{rollouts}/SEALED"),
+        f"stage {stage}: first update": lambda run: lines(run / "metrics.jsonl") >= 6 * stage + 1,
+        f"stage {stage}: first checkpoint under way": at(f"{checkpoints}/.update_000002.tmp"),
+        f"stage {stage}: between checkpoints": lambda run: lines(run / "metrics.jsonl") >= 6 * stage + 3,
+        f"stage {stage}: last checkpoint under way": at(f"{checkpoints}/.update_000006.tmp"),
+        f"stage {stage}: export": lambda run: (run / temporary).exists() or (run / after).exists(),
+    }
+
+
+def processes_of(run):
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if str(run) in (process.info["cmdline"] or []) and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+def kill_when(condition, recipe, run, rng):
+    """Start or continue the run and kill it once the condition holds; False when it ended first."""
+    command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--run-dir", str(run)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while process.poll() is None:
+            if condition(run):
+                time.sleep(rng.uniform(0, 0.05))
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                return True
+            time.sleep(0.001)
+        assert process.returncode == 0
+        return False
+    finally:
+        process.kill()
+
+
+def test_killed_runs_end_with_the_same_bytes(recipe, tmp_path):
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    result = megarl("train", recipe, "--run-dir", undisturbed)
+    assert result.returncode == 0, result.stderr
+
+    rng, kills = random.Random(0), 0
+    for stage in (0, 1):
+        for name, condition in stage_moments(stage).items():
+            assert kill_when(condition, recipe, killed, rng), f"the run ended before: {name}"
+            kills += 1
+            time.sleep(0.1)
+            assert not processes_of(killed), f"processes left behind after: {name}"
+    assert kills == 20
+    result = megarl("train", recipe, "--run-dir", killed)
+    assert result.returncode == 0, result.stderr
+
+    updates = [json.loads(line)["update"] for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert updates == list(range(1, 13))
+    for policy in ("stages/001/policy", "final"):
+        assert_same_weights(undisturbed / policy, killed / policy)
+    for path in sorted(undisturbed.glob("stages/*/rollouts/*")):
+        assert path.read_bytes() == (killed / path.relative_to(undisturbed)).read_bytes(), path.name
+    temporary = [p for p in killed.rglob(".*.tmp") if "logs" not in p.parts]
+    assert not temporary
+
+
+def assert_same_weights(one: Path, two: Path):
+    a, b = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
+    assert a.keys() == b.keys()
+    assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
+    assert json.loads((one / "megarl.json").read_text()) == json.loads((two / "megarl.json").read_text())
