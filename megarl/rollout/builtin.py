@@ -1,0 +1,198 @@
+"""The built-in engine: a decode loop with a KV cache on the exported Hugging Face model. For one CPU, and to check other engines.
+
+All rows of a batch stand at the same absolute position: a prompt joins when the loop reaches its length and its responses
+leave when they are finished. So there is no padding, hence no attention mask, and nothing that could leak from one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from megarl.errors import UserError
+from megarl.rollout.engine import Completion, Sampling, check_request
+
+DRAWS = 64  # uniforms made at a time for a response; a multiple of the 4 that one Philox counter gives
+SERVED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)  # what `_Decoder.join` knows how to concatenate
+
+
+class BuiltinEngine:
+    """A `RolloutEngine` on transformers. The same chunk of prompts and sampling gives the same bytes on one machine.
+
+    ``policy_dir`` is a local directory with config.json and safetensors. Raises `UserError` when it cannot be loaded in full.
+    """
+
+    def __init__(self, policy_dir: Path, version: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+        self._model: PreTrainedModel | None = None
+        self.load_weights(policy_dir, version)
+
+    def load_weights(self, policy_dir: Path, version: int) -> None:
+        self._model = None  # never two copies at a time
+        self.policy_dir, self.version = Path(policy_dir), version
+        self._model = _load(self.policy_dir, self.dtype)
+        self._model.to(self.device)  # type: ignore[arg-type]
+
+    def sleep(self) -> None:
+        """Free the weights; `wake` reads them from ``policy_dir`` again."""
+        self._model = None
+
+    def wake(self) -> None:
+        if self._model is None:
+            self.load_weights(self.policy_dir, self.version)
+
+    def close(self) -> None:
+        self.sleep()
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
+        if self._model is None:
+            raise RuntimeError("the engine sleeps: call wake() before generate()")
+        config = self._model.config
+        check_request(prompts, sampling, config.vocab_size, config.max_position_embeddings)
+        return self._decode(_Decoder(self._model, sampling), prompts, sampling)
+
+    def _decode(self, decoder: _Decoder, prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
+        waiting = sorted(range(len(prompts)), key=lambda index: len(prompts[index]), reverse=True)
+        lengths = np.array([len(prompt) for prompt in prompts]).repeat(sampling.samples)
+        tokens = np.empty((len(lengths), sampling.max_tokens), np.int32)
+        logprobs = np.empty((len(lengths), sampling.max_tokens), np.float32)
+        uniforms = _Uniforms(sampling.seeds)
+        while waiting or len(decoder.rows):
+            if not len(decoder.rows):
+                decoder.position = len(prompts[waiting[-1]])
+            while waiting and len(prompts[waiting[-1]]) == decoder.position:
+                joining = [i for i in waiting if len(prompts[i]) == decoder.position]
+                del waiting[-len(joining) :]
+                decoder.join(joining, [prompts[i] for i in joining])
+            rows = decoder.rows
+            steps = decoder.position - lengths[rows]  # tokens each row has sampled so far
+            sampled, sampled_logprobs, stopped = decoder.sample(uniforms.draw(rows, steps))
+            tokens[rows, steps], logprobs[rows, steps] = sampled, sampled_logprobs
+            finished = stopped | (steps + 1 == sampling.max_tokens)
+            for row, step, stop in zip(rows[finished], steps[finished], stopped[finished], strict=True):
+                yield Completion(
+                    prompt=int(row) // sampling.samples,
+                    sample=int(row) % sampling.samples,
+                    tokens=tokens[row, : step + 1].copy(),
+                    logprobs=logprobs[row, : step + 1].copy(),
+                    finish_reason="stop" if stop else "length",
+                    routed_experts=None,
+                    policy_version=self.version,
+                )
+            decoder.advance(sampled, finished)
+
+
+class _Decoder:
+    """The rows that are being decoded, all at ``position``: the logits of their next token and their KV cache."""
+
+    def __init__(self, model: PreTrainedModel, sampling: Sampling) -> None:
+        self.model, self.samples, self.temperature = model, sampling.samples, sampling.temperature
+        self.stop_token_ids = np.array(sampling.stop_token_ids, np.int64)
+        self.rows = np.empty(0, np.int64)  # [n] prompt * samples + sample
+        self.position = 0
+        self.cache = DynamicCache(config=model.config)
+        self.logits = torch.empty(0, model.config.vocab_size, device=model.device)  # [n, V] float32
+
+    @torch.inference_mode()
+    def join(self, indices: list[int], prompts: list[list[int]]) -> None:
+        """Add the prompts with these indices, all ``position`` tokens long: prefilled once, then one row a sample."""
+        cache = DynamicCache(config=self.model.config)
+        logits = self._forward(torch.tensor(prompts), cache).repeat_interleave(self.samples, 0)
+        cache.batch_repeat_interleave(self.samples)
+        if len(self.rows):
+            for mine, theirs in zip(cache.layers, self.cache.layers, strict=True):
+                for name in ("keys", "values"):
+                    setattr(mine, name, torch.cat([getattr(theirs, name), getattr(mine, name)]))
+        self.cache, self.logits = cache, torch.cat([self.logits, logits])
+        new = np.array(indices)[:, None] * self.samples + np.arange(self.samples)
+        self.rows = np.concatenate([self.rows, new.ravel()])
+
+    @torch.inference_mode()
+    def sample(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Next tokens [n] and their log-probs [n] by the inverse CDF at ``uniforms`` [n] float64, and which end the response."""
+        logprobs = (self.logits / self.temperature).log_softmax(-1)
+        cdf = logprobs.double().exp_().cumsum(-1)
+        total = cdf[:, -1:]
+        # Strictly below the total even after rounding, so that no token of probability 0 can come out.
+        target = (torch.from_numpy(uniforms)[:, None].to(cdf.device) * total).minimum(
+            total.nextafter(torch.zeros_like(total))
+        )
+        tokens = torch.searchsorted(cdf, target, right=True)
+        sampled = tokens[:, 0].cpu().numpy()
+        return sampled, logprobs.gather(1, tokens)[:, 0].cpu().numpy(), np.isin(sampled, self.stop_token_ids)
+
+    @torch.inference_mode()
+    def advance(self, sampled: np.ndarray, finished: np.ndarray) -> None:
+        """Drop the finished rows and feed the others their sampled token [n]."""
+        if finished.any():
+            keep = np.flatnonzero(~finished)
+            self.rows, sampled = self.rows[keep], sampled[keep]
+            if len(keep):
+                self.cache.batch_select_indices(torch.from_numpy(keep).to(self.model.device))
+        self.position += 1
+        self.logits = self._forward(torch.from_numpy(sampled)[:, None], self.cache) if len(sampled) else self.logits[:0]
+
+    def _forward(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        """Logits [n, V] float32 after ``tokens`` [n, t], which are added to ``cache``."""
+        output = self.model(
+            input_ids=tokens.to(self.model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        return output.logits[:, -1].float()
+
+
+class _Uniforms:
+    """Uniform numbers in [0, 1) of each response: number t depends on its seed and t alone (Philox, counter t // 4)."""
+
+    def __init__(self, seeds: tuple[int, ...]) -> None:
+        self.seeds = seeds
+        self._bits = np.random.Philox(key=0)
+        self._state = self._bits.state
+        self._generator = np.random.Generator(self._bits)
+        self._block = np.empty((len(seeds), DRAWS))
+
+    def draw(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Number ``steps[i]`` of response ``rows[i]``, [n] float64."""
+        for row, step in zip(rows[steps % DRAWS == 0], steps[steps % DRAWS == 0], strict=True):
+            # One generator moved from key to key: making one for each response costs ten times as much.
+            self._state["state"]["key"][0] = self.seeds[row]
+            self._state["state"]["counter"][0] = step // 4
+            self._bits.state = self._state
+            self._generator.random(out=self._block[row])
+        return self._block[rows, steps % DRAWS]
+
+
+def _load(policy_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
+    if not (policy_dir / "config.json").is_file():
+        raise UserError(f"{policy_dir} is no Hugging Face model directory: it has no config.json")
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            policy_dir,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            experts_implementation="grouped_mm",  # the others are up to 20 times slower on a CPU
+            ignore_mismatched_sizes=True,  # so that they stand in the report
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        raise UserError(f"cannot load the policy in {policy_dir}: {error}") from error
+    model, report = loaded
+    # transformers only warns about these and fills the gaps at random.
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if report[problem]:
+            names = ", ".join(sorted(map(str, report[problem]))[:4])
+            raise UserError(f"the weights in {policy_dir} do not fit its config.json: {problem} {names}")
+    if not all(type(layer) in SERVED_LAYERS for layer in DynamicCache(config=model.config).layers):
+        raise UserError(
+            f"{policy_dir} has layers that keep more than keys and values, which the built-in engine does not serve: use vllm"
+        )
+    return model.eval()

@@ -1,0 +1,96 @@
+"""The contract of a rollout engine: prompts in, completions with the log-probs of the sampled distribution out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megarl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. One seed a response, prompt-major: ``seeds[prompt * samples + sample]``.
+
+    A response's randomness comes from its seed alone, so it does not depend on what else is in the batch.
+    """
+
+    temperature: float  # > 0
+    max_tokens: int  # tokens of a response, stop token included
+    samples: int  # responses per prompt
+    stop_token_ids: tuple[int, ...]  # any of them ends a response and is its last token
+    seeds: tuple[int, ...]  # [prompts * samples], each in [0, 2**64)
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "max_tokens", "samples"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"sampling {name} is {getattr(self, name)}: it must be above 0")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One response. ``prompt`` is the index into the request, ``sample`` in [0, samples)."""
+
+    prompt: int
+    sample: int
+    tokens: np.ndarray  # [n] int32, stop token included
+    logprobs: np.ndarray  # [n] float32, nats, of the distribution that was sampled: temperature applied
+    finish_reason: str  # "stop" | "length"
+    routed_experts: np.ndarray | None  # [prompt + n - 1, layers, top_k] int32 where the engine records them
+    policy_version: int
+
+
+class RolloutEngine(Protocol):
+    """What a rollout phase needs. An engine is handed a fixed chunk of prompts at a time: the unit of reproducible generation."""
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
+        """Completions as they finish, in any order. Raises `UserError` for a request that cannot be served, before any work."""
+
+    def load_weights(self, policy_dir: Path, version: int) -> None:
+        """Take the Hugging Face export in ``policy_dir``; later completions carry ``version``."""
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and caches."""
+
+    def wake(self) -> None:
+        """Be ready to generate again, with the weights that were loaded last."""
+
+    def close(self) -> None:
+        """Release everything; the engine is not used again."""
+
+
+def response_seed(run_seed: int, group_id: int, sample: int) -> int:
+    """The seed of one response, in [0, 2**64): the same on every machine, Python version and batch composition."""
+    digest = hashlib.blake2b(f"{run_seed}/{group_id}/{sample}".encode(), digest_size=8, person=b"megarl")
+    return int.from_bytes(digest.digest(), "little")
+
+
+def check_request(prompts: Sequence[Sequence[int]], sampling: Sampling, vocabulary: int, context: int) -> None:
+    """Refuse what an engine cannot serve, naming the prompt: empty, out of vocabulary, too long, wrong number of seeds.
+
+    ``context`` is the largest number of positions of the model, in tokens.
+    """
+    if len(sampling.seeds) != len(prompts) * sampling.samples:
+        raise UserError(
+            f"{len(prompts)} prompts with {sampling.samples} samples each need {len(prompts) * sampling.samples} seeds, "
+            f"got {len(sampling.seeds)}"
+        )
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise UserError(f"prompt {index} is empty: at least one token is needed")
+        for token in (min(prompt), max(prompt)):
+            if not 0 <= token < vocabulary:
+                raise UserError(
+                    f"prompt {index} has token {token}, outside the model's vocabulary [0, {vocabulary}): "
+                    "does the tokenizer belong to the model?"
+                )
+        if len(prompt) + sampling.max_tokens > context:
+            raise UserError(
+                f"prompt {index} has {len(prompt)} tokens; with {sampling.max_tokens} response tokens that exceeds the model's "
+                f"{context} positions (max_position_embeddings): shorten the prompts or lower max_response_tokens"
+            )
