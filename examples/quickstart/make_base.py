@@ -27,7 +27,7 @@ from megarl.objectives import Objective, Terms
 
 HERE = Path(__file__).parent
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-STEPS, BATCH, PEAK_LR, WRONG_LETTERS = 700, 64, 3e-3, 0.2
+STEPS, BATCH, PEAK_LR, WRONG_LETTERS = 1000, 64, 3e-3, 0.2
 
 
 def write_initial_model(path: Path) -> None:

@@ -45,16 +45,13 @@ def save(actor: Actor, directory: Path, update: int, keep: int) -> Path:
 
 def load(actor: Actor, path: Path) -> int:
     """Restore model, optimizer and random state in place; returns the update inside the stage to continue after."""
-    optimizers = list(_distributed_optimizers(actor))
-    for optimizer in optimizers:
-        _create_adam_state(optimizer)
     state = _sharded_state(actor, is_loading=True)
     state.update(update=0, cpu_rng=torch.get_rng_state())
     state = dist_checkpointing.load(state, str(path))
     for index, model in enumerate(actor.models):
         model.load_state_dict(state[_model_key(actor, index)], strict=False)  # no _extra_state without TE
     actor.optimizer.load_state_dict(state["optimizer"])
-    for optimizer in optimizers:
+    for optimizer in _distributed_optimizers(actor):
         _give_every_parameter_its_own_step(optimizer)
     torch.set_rng_state(state["cpu_rng"])
     return state["update"]
@@ -71,6 +68,8 @@ def _model_key(actor: Actor, index: int) -> str:
 
 
 def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:
+    for optimizer in _distributed_optimizers(actor):
+        _create_adam_state(optimizer)
     metadata = {
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
         # the default sharding fails in 0.16.1 and 0.19.2; this one loads into any layout
