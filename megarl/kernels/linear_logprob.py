@@ -45,7 +45,7 @@ def linear_logprob(
     if chunk_tokens is None:
         chunk_tokens = max(1, CHUNK_BYTES // (4 * rows))
     shard = (rank * rows, max(0, min(rows, total - rank * rows)), total)
-    outputs: tuple[torch.Tensor, torch.Tensor] = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
+    outputs: tuple[torch.Tensor, torch.Tensor] = _LinearLogprob.apply(
         hidden, weight, targets, temperature, group, chunk_tokens, shard
     )
     return outputs
