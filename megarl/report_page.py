@@ -1,0 +1,379 @@
+"""The charts of the report and the page around them.
+
+The page loads nothing: plotly.js stands in it, and a content security policy forbids the browser any request.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.report import Run, interval, summary
+
+COLOURS = (
+    "#4c8bd6",
+    "#e0803a",
+    "#3fa37a",
+    "#b65fa8",
+    "#c9a227",
+    "#7d74d9",
+    "#d1606a",
+    "#4aa3b5",
+)  # on white and on black
+PHASE_COLOURS = {"rollout": "#4c8bd6", "optimize": "#e0803a", "evaluate": "#3fa37a"}
+POINTS = 2000  # of a curve; longer runs are averaged in bins, which a screen cannot tell from the whole
+SMOOTHING = 15  # updates of the moving average of the reward
+
+
+@dataclass
+class Chart:
+    title: str
+    hint: str  # a sentence: what to look for
+    traces: list[dict[str, Any]] = field(default_factory=list)
+    layout: dict[str, Any] = field(default_factory=dict)
+    empty: str = ""  # shown when there is nothing to draw; "" leaves the chart out
+
+
+def render(runs: list[Run]) -> str:
+    """The page as HTML text."""
+    from plotly.offline import get_plotlyjs
+
+    charts = [chart for chart in make_charts(runs) if chart.traces or chart.empty]
+    figures = [{"data": chart.traces, "layout": chart.layout} for chart in charts]
+    parts = {
+        "title": html.escape(", ".join(run.name for run in runs)),
+        "notes": "".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(n)}</li>" for r in runs for n in r.notes),
+        "summary": _summary_table(runs),
+        "charts": "\n".join(_card(number, chart) for number, chart in enumerate(charts)),
+        "settings": _settings_table(runs),
+        "recipes": "".join(
+            f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
+            f"<pre>{html.escape(run.recipe)}</pre></details>"
+            for run in runs
+        ),
+        # inside <script> only "</" and "<!--" could end the text; JSON may write < as an escape
+        "figures": json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
+        "plotly": get_plotlyjs(),
+    }
+    page = Path(__file__).with_name("report_page.html").read_text()
+    pieces = page.split("@@")  # text, name, text, name, ..., text: nothing that is filled in is searched for names
+    return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
+
+
+def _card(number: int, chart: Chart) -> str:
+    body = f'<div class="plot" id="chart-{number}"></div>'
+    if not chart.traces:
+        body = f'<div class="empty" id="chart-{number}">{html.escape(chart.empty)}</div>'
+    title, hint = html.escape(chart.title), html.escape(chart.hint)
+    return f'<section class="card"><h2>{title}</h2>{body}<p>{hint}</p></section>'
+
+
+def _summary_table(runs: list[Run]) -> str:
+    rows = [summary(run) for run in runs]
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
+    body = ""
+    for number, row in enumerate(rows):
+        swatch = f'<i style="background:{COLOURS[number % len(COLOURS)]}"></i>' if len(runs) > 1 else ""
+        cells = [html.escape(cell) for cell in row.values()]
+        body += f"<tr><th>{swatch}{cells[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in cells[1:]) + "</tr>"
+    return f'<table id="summary"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _settings_table(runs: list[Run]) -> str:
+    """The settings in which the runs differ."""
+    if len(runs) < 2:
+        return ""
+    keys = sorted({key for run in runs for key in run.settings})
+    differing = [key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1]
+    if not differing:
+        return "<p>The runs have the same recipe.</p>"
+    head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
+    body = ""
+    for key in differing:
+        values = [json.dumps(run.settings[key], default=str) if key in run.settings else "–" for run in runs]
+        body += f"<tr><th>{html.escape(key)}</th>" + "".join(f"<td>{html.escape(v)}</td>" for v in values) + "</tr>"
+    table = f'<table id="settings"><thead><tr><th>Setting</th>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div class="scroll">{table}</div>'
+
+
+# ------------------------------------------------------------------------------------------------------------ charts
+
+
+def make_charts(runs: list[Run]) -> list[Chart]:
+    curves = [
+        _accuracy(runs),
+        _reward(runs),
+        _ratios(runs),
+        _fractions(runs),
+        _lines(
+            runs,
+            "Second moment of the log-ratio (M2)",
+            "Mean squared log-ratio where clipping can bite; the wider the gap, the more of it the objective holds "
+            "back. Growth by orders of magnitude announces a collapse.",
+            {"m2/before": ("before", "solid"), "m2/after": ("after clip and veto", "dot")},
+            yaxis={"type": "log", "exponentformat": "power", "dtick": 1},
+        ),
+        _lines(
+            runs,
+            "Effective sample size",
+            "Share of the tokens that the importance weights leave in effect: 1 on fresh data, near 0 when few rule.",
+            {"ess": ("", "solid")},
+            yaxis={"rangemode": "tozero"},
+        ),
+        _lines(
+            runs,
+            "Entropy",
+            "Nats a token. A slow fall is learning; a plunge means that the policy has stopped exploring, "
+            "a rise that it falls apart.",
+            {"entropy": ("", "solid")},
+            yaxis={"rangemode": "tozero"},
+        ),
+        _lines(
+            runs,
+            "Gradient norm",
+            "Before clipping. Look for spikes, and for growth towards the end of a stage.",
+            {"grad_norm": ("", "solid")},
+            yaxis={"rangemode": "tozero"},
+        ),
+        _lines(
+            runs,
+            "Response length",
+            "Mean tokens of a response. A drift to the token limit or to nothing is more often a reward being gamed "
+            "than a gain.",
+            {"response_tokens/mean": ("", "solid")},
+            yaxis={"rangemode": "tozero"},
+        ),
+        _lines(
+            runs,
+            "Staleness",
+            "Updates since the weights that generated the data; each tooth is one stage.",
+            {"staleness": ("", "solid")},
+            yaxis={"rangemode": "tozero"},
+        ),
+    ]
+    for chart in curves:
+        total = max(run.stages * run.updates_per_stage for run in runs)
+        xaxis = {"title": {"text": "update", "standoff": 6}, "range": [-0.01 * total, 1.01 * total]}
+        chart.layout = {"xaxis": xaxis, **_stages(runs), **chart.layout}
+    charts = [*curves, _phase_times(runs)]
+    for chart in charts:
+        chart.layout["showlegend"] = sum(trace.get("showlegend", True) for trace in chart.traces) > 1
+    return charts
+
+
+def _accuracy(runs: list[Run]) -> Chart:
+    chart = Chart(
+        "Held-out accuracy",
+        "Measured at stage boundaries on prompts that are never trained on; bars are 95 % intervals. Gains inside the "
+        "bars are noise.",
+        layout={"yaxis": {"tickformat": ".0%"}},
+        empty="No evaluation has been made yet.",
+    )
+    for number, run in enumerate(runs):
+        if not run.evaluations:
+            continue
+        bounds = [interval(e) for e in run.evaluations]
+        accuracies = [e["accuracy"] for e in run.evaluations]
+        chart.traces.append(
+            _line(number, run, [e["stage"] * run.updates_per_stage for e in run.evaluations], accuracies)
+            | {
+                "name": html.escape(run.name) if len(runs) > 1 else "held-out accuracy",
+                "mode": "lines+markers",
+                "marker": {"size": 7},
+                "error_y": {
+                    "type": "data",
+                    "symmetric": False,
+                    "array": [high - a for a, (_, high) in zip(accuracies, bounds, strict=True)],
+                    "arrayminus": [a - low for a, (low, _) in zip(accuracies, bounds, strict=True)],
+                    "thickness": 1.5,
+                },
+                "customdata": [
+                    [e.get("prompts", "?"), low, high] for e, (low, high) in zip(run.evaluations, bounds, strict=True)
+                ],
+                "hovertemplate": "%{y:.3f}  [%{customdata[1]:.3f}, %{customdata[2]:.3f}], %{customdata[0]} prompts",
+            }
+        )
+    return chart
+
+
+def _reward(runs: list[Run]) -> Chart:
+    chart = Chart(
+        "Training reward",
+        f"Mean reward of an update's responses, averaged over {SMOOTHING} updates (faint: each update). All data of a "
+        "stage was generated by one policy, so look for steps between stages, not for slopes within them.",
+        layout={"yaxis": {"rangemode": "tozero"}},
+        empty="No update has been made yet.",
+    )
+    for number, run in enumerate(runs):
+        x, y = run.column("reward/mean")
+        if x:
+            faint = {
+                "opacity": 0.25,
+                "showlegend": False,
+                "hoverinfo": "skip",
+                "line": {"width": 1, "color": _colour(number)},
+            }
+            smooth = _smooth(x, y, run.updates_per_stage)
+            chart.traces += [_line(number, run, *_thin(x, y)) | faint, _line(number, run, *_thin(x, smooth))]
+            chart.traces[-1]["name"] = html.escape(run.name) if len(runs) > 1 else "reward"
+    return chart
+
+
+def _ratios(runs: list[Run]) -> Chart:
+    chart = Chart(
+        "Importance ratio quantiles",
+        "Current over generating probability of the trained tokens: median and outer quantiles, logarithmic. The fan "
+        "opens with staleness and closes at a stage boundary; a fan that opens from stage to stage is drift.",
+        layout={"yaxis": {"type": "log", "tickvals": [m * 10.0**e for e in range(-9, 10) for m in (1, 2, 5)]}},
+    )
+    for number, run in enumerate(runs):
+        names = sorted((name for record in run.updates[-1:] for name in record if _quantile(name)), key=_quantile)
+        if len(runs) > 1 and len(names) > 3:  # fans of several runs would hide each other
+            names = [names[0], names[len(names) // 2], names[-1]]
+        for low, high in zip(names[: len(names) // 2], reversed(names[(len(names) + 1) // 2 :]), strict=True):
+            fan = {"fill": "tonexty", "fillcolor": _colour(number) + "22"} if len(runs) == 1 else {}
+            for name, fill in ((low, {}), (high, fan)):
+                line = _line(number, run, *_thin(*run.column(name)))
+                line |= {"name": _label(runs, run, name.removeprefix("ratio/")), "showlegend": False, **fill}
+                chart.traces.append(
+                    line | {"line": {"width": 0.6 if len(runs) == 1 else 1.2, "color": _colour(number)}}
+                )
+        if len(names) % 2:
+            middle = _line(number, run, *_thin(*run.column(names[len(names) // 2])))
+            chart.traces.append(middle | {"name": _label(runs, run, "median" if len(runs) == 1 else "")})
+    return chart
+
+
+def _quantile(name: str) -> int:
+    """50 for "ratio/q50" and "ratio/p50"; 0 for the extremes, which a single token sets, and for other metrics."""
+    match = re.fullmatch(r"ratio/[pq](\d\d)", name)
+    return int(match[1]) if match else 0
+
+
+def _fractions(runs: list[Run]) -> Chart:
+    return _lines(
+        runs,
+        "Tokens without gradient",
+        "Share of the trained tokens that clip, veto or mask take out of an update. A share that climbs towards 1 "
+        "leaves nothing to learn from before the stage is over.",
+        {"clip_fraction": ("clip", "solid"), "veto_fraction": ("veto", "dot"), "m2_mask_fraction": ("M2 mask", "dash")},
+        yaxis={"rangemode": "tozero", "tickformat": ".1%"},
+    )
+
+
+def _lines(runs: list[Run], title: str, hint: str, metrics: dict[str, tuple[str, str]], **layout: Any) -> Chart:
+    """One curve a run and metric; ``metrics`` maps a name to its label and dash."""
+    chart = Chart(title, hint, layout=layout)
+    for number, run in enumerate(runs):
+        for order, (metric, (label, dash)) in enumerate(metrics.items()):
+            x, y = _effective_sample_size(run) if metric == "ess" else run.column(metric)
+            if x:
+                line = _line(number, run, *_thin(x, y))
+                colour = _colour(number if len(runs) > 1 else order)
+                line |= {
+                    "name": _label(runs, run, label) or title.lower(),
+                    "line": {"width": 1.6, "color": colour, "dash": dash},
+                }
+                chart.traces.append(line)
+    return chart
+
+
+def _effective_sample_size(run: Run) -> tuple[list[int], list[float]]:
+    """mean(rho)^2 / mean(rho^2), as logged or from the two means."""
+    x, y = run.column("ess")
+    if x:
+        return x, y
+    means, squares = (dict(zip(*run.column(f"ratio/{name}"), strict=True)) for name in ("mean", "square_mean"))
+    x = [update for update in means if squares.get(update)]
+    return x, [means[update] ** 2 / squares[update] for update in x]
+
+
+def _phase_times(runs: list[Run]) -> Chart:
+    chart = Chart(
+        "Time per phase",
+        "Wall time of each phase, process starts and failed attempts included. The longest part is where a faster "
+        "machine helps most.",
+        layout={"barmode": "stack", "bargap": 0.4, "yaxis": {"title": {"text": "seconds"}}, "hovermode": "closest"},
+    )
+    bars = [(run, stage, phase, s) for run in runs for (stage, phase), s in sorted(run.phase_seconds.items())]
+    for phase in sorted({bar[2] for bar in bars}, key=lambda phase: [*PHASE_COLOURS, phase].index(phase)):
+        mine = [bar for bar in bars if bar[2] == phase]
+        stages = [f"stage {stage + 1}" if stage < run.stages else "end" for run, stage, _, _ in mine]
+        x = [[html.escape(run.name) for run, *_ in mine], stages] if len(runs) > 1 else stages
+        chart.traces.append(
+            {
+                "type": "bar",
+                "name": html.escape(phase),
+                "x": x,
+                "y": [seconds for *_, seconds in mine],
+                "marker": {"color": PHASE_COLOURS.get(phase, "#888888")},
+                "hovertemplate": "%{x}: %{y:.1f} s",
+            }
+        )
+    return chart
+
+
+def _stages(runs: list[Run]) -> dict[str, Any]:
+    """Every other stage shaded and stages named, where all runs have the same ones."""
+    if len({run.updates_per_stage for run in runs}) > 1:
+        return {}
+    size, count = runs[0].updates_per_stage, max(run.stages for run in runs)
+    shade = {"type": "rect", "yref": "paper", "y0": 0, "y1": 1, "line": {"width": 0}, "layer": "below"}
+    edge = {
+        "type": "line",
+        "yref": "paper",
+        "y0": 0,
+        "y1": 1,
+        "line": {"width": 1, "dash": "dot", "color": "#88888888"},
+    }
+    shapes = [shade | {"x0": k * size, "x1": (k + 1) * size, "fillcolor": "#88888812"} for k in range(1, count, 2)]
+    shapes += [edge | {"x0": k * size, "x1": k * size, "layer": "below"} for k in range(1, count)]
+    label = {"yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False, "font": {"size": 10}, "opacity": 0.7}
+    labels = [label | {"x": (k + 0.5) * size, "text": f"stage {k + 1}"} for k in range(count)] if count <= 8 else []
+    return {"shapes": shapes, "annotations": labels}
+
+
+def _line(number: int, run: Run, x: list[Any], y: list[float]) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": x,
+        "y": y,
+        "legendgroup": str(number),
+        "line": {"width": 1.8, "color": _colour(number)},
+        "hovertemplate": "%{y:.4~g}",
+    }
+
+
+def _label(runs: list[Run], run: Run, label: str) -> str:
+    return label if len(runs) == 1 else html.escape(f"{run.name} {label}".strip())
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _smooth(x: list[int], y: list[float], stage: int) -> list[float]:
+    """Centred moving average that does not reach over a stage boundary."""
+    sums = [0.0]
+    for value in y:
+        sums.append(sums[-1] + value)
+    stages = [(update - 1) // stage for update in x]
+    first = {k: i for i, k in reversed(list(enumerate(stages)))}
+    last = {k: i for i, k in enumerate(stages)}
+    smooth = []
+    for i, k in enumerate(stages):
+        low, high = max(first[k], i - SMOOTHING // 2), min(last[k], i + SMOOTHING // 2)
+        smooth.append((sums[high + 1] - sums[low]) / (high + 1 - low))
+    return smooth
+
+
+def _thin(x: list[int], y: list[float]) -> tuple[list[int], list[float]]:
+    """At most POINTS points: means of bins of neighbours."""
+    width = -(-len(x) // POINTS) or 1
+    bins = [slice(i, i + width) for i in range(0, len(x), width)]
+    return [x[b][-1] for b in bins], [float(f"{sum(y[b]) / len(y[b]):.6g}") for b in bins]

@@ -1,0 +1,111 @@
+"""The page in a real browser: charts are drawn, the numbers stand there, and nothing leaves the page."""
+
+import http.server
+import os
+import re
+import shutil
+import subprocess
+import threading
+
+import pytest
+
+from megarl.report import write_report
+from tests.report.synthetic_run import make_recipe, make_run
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+if BROWSER is None and os.environ.get("MEGARL_REQUIRE_BROWSER") != "1":
+    pytest.skip("chromium is not installed (MEGARL_REQUIRE_BROWSER=1 makes this a failure)", allow_module_level=True)
+
+
+class Proxy(http.server.BaseHTTPRequestHandler):
+    """Every request that the browser would send into the network ends here and is written down."""
+
+    seen: list[str] = []
+
+    def do_GET(self):
+        self.seen.append(self.path)
+        self.send_error(404)
+
+    do_CONNECT = do_POST = do_GET
+
+    def log_message(self, *ignored):
+        pass
+
+
+@pytest.fixture(scope="module")
+def proxy():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def browse(page, profile, proxy):
+    """The document after its scripts ran, without the scripts; and what the browser logged."""
+    assert BROWSER, "MEGARL_REQUIRE_BROWSER=1, but there is no chromium"
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={profile}"]
+    command += [f"--proxy-server={proxy}", "--virtual-time-budget=10000", "--window-size=1400,3000"]
+    command += ["--enable-logging=stderr", "--dump-dom"]
+    result = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=180)
+    assert result.returncode == 0, result.stderr
+    dom = result.stdout
+    return dom[: dom.index("<script>")] + dom[dom.rindex("</script>") :], result.stderr  # without plotly's own text
+
+
+def drawn_curves(body, number):
+    """Of a chart, the outlines of the curves that the browser laid out."""
+    chart = body[body.index(f'id="chart-{number}"') :]
+    paths = re.findall(r"<path [^>]*>", chart[: chart.index("</section>")])
+    return [path for path in paths if 'class="js-line"' in path and re.search(r' d="M[-0-9.]+,[-0-9.]+[LHVC]', path)]
+
+
+def test_one_run(tmp_path, proxy):
+    page = write_report([make_run(tmp_path / "first_run")], tmp_path / "report.html")
+    body, errors = browse(page, tmp_path / "profile", proxy)
+    assert "CONSOLE" not in errors, errors
+    titles = re.findall(r'<section class="card"><h2>(.*?)</h2>', body)
+    assert len(titles) == body.count('class="plot js-plotly-plot"') == 11
+    for number in range(10):
+        assert drawn_curves(body, number), titles[number]
+    assert len(drawn_curves(body, 2)) == 5, "four quantiles and a median"
+    assert len(re.findall(r'class="point[ "]', body)) == 4 + 10, "four evaluations and ten phases"
+    for name in ("clip", "veto", "before", "after clip and veto", "rollout", "optimize", "evaluate", "stage 3"):
+        assert re.search(rf">{re.escape(name)}</text>", body), name
+    for number in ("0.281 ± 0.028", "0.902 ± 0.018", "+0.621 ± 0.033", "288 / 288", "576,000", "1 min 40 s"):
+        assert f"<td>{number}</td>" in body, number
+
+
+def test_two_runs_one_of_them_hostile(tmp_path, proxy):
+    image = "<img src=http://example.com/x.png onerror=alert(1)>"
+    a = make_run(tmp_path / "a", recipe=make_recipe(name=image))
+    b = make_run(tmp_path / "b <a href='http:··example.com'>", gain=0.5)
+    body, _ = browse(write_report([a, b], tmp_path / "r.html"), tmp_path / "profile", proxy)
+    assert "<img" not in body and "<a " not in body
+    assert len(re.findall(r'class="legendtext"[^>]*>a clip</text>', body)) == 1
+    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 11
+    assert "<th>objective.name</th>" in body
+
+
+def test_nothing_leaves_the_page(tmp_path, proxy):
+    """The browser is behind a proxy that notes requests; a page that does ask shows that none would be missed."""
+    page = write_report([make_run(tmp_path / "a")], tmp_path / "r.html")
+    Proxy.seen.clear()
+    browse(page, tmp_path / "profile", proxy)
+    assert [url for url in Proxy.seen if "google" not in url] == []
+    (tmp_path / "asks.html").write_text('<script></script><img src="http://example.com/seen.png">')
+    browse(tmp_path / "asks.html", tmp_path / "profile2", proxy)
+    assert "http://example.com/seen.png" in Proxy.seen
+    (tmp_path / "asks.html").write_text(
+        page.read_text().replace("<main>", '<main><img src="http://example.com/policy.png">')
+    )
+    browse(tmp_path / "asks.html", tmp_path / "profile3", proxy)
+    assert "http://example.com/policy.png" not in Proxy.seen, "the page's own policy forbids requests"
+
+
+def test_a_run_without_evaluations(tmp_path, proxy):
+    root = make_run(tmp_path / "a")
+    (root / "events.jsonl").unlink()
+    body, _ = browse(write_report([root], tmp_path / "r.html"), tmp_path / "profile", proxy)
+    assert "No evaluation has been made yet." in body and "events.jsonl is not there yet" in body
+    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 9

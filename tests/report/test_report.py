@@ -1,0 +1,179 @@
+"""What the page says: the numbers of the summary, the traces of the charts, and what happens when files are missing."""
+
+import json
+import math
+import re
+
+import pytest
+
+from megarl.errors import UserError
+from megarl.report import read_run, short_names, summary, write_report
+from megarl.report_page import POINTS, make_charts
+from tests.report.synthetic_run import make_recipe, make_run, update_record, write_lines
+
+
+def charts_of(*roots):
+    names = short_names(list(roots))
+    return {c.title: c for c in make_charts([read_run(r, n) for r, n in zip(roots, names, strict=True)])}
+
+
+def test_summary(tmp_path):
+    row = summary(read_run(make_run(tmp_path / "a"), "a"))
+    half = [1.96 * math.sqrt(p * (1 - p) / 1024) for p in (0.281, 0.902)]
+    assert row == {
+        "Run": "a",
+        "Objective": "mu_grpo",
+        "Base accuracy": f"0.281 ± {half[0]:.3f}",
+        "Final accuracy": f"0.902 ± {half[1]:.3f}",
+        "Gain (95 %)": f"+0.621 ± {math.hypot(*half):.3f}",
+        "Updates": "288 / 288",
+        "Largest staleness": "95",
+        "Time in phases": "1 min 40 s",
+        "Tokens trained on": "576,000",
+    }
+
+
+def test_accuracy_with_its_interval_stands_at_the_stage_boundaries(tmp_path):
+    (trace,) = charts_of(make_run(tmp_path / "a"))["Held-out accuracy"].traces
+    assert trace["x"] == [0, 96, 192, 288]
+    assert trace["y"] == [0.281, 0.613, 0.815, 0.902]
+    assert trace["error_y"]["array"][0] == pytest.approx(1.96 * math.sqrt(0.281 * 0.719 / 1024))
+    assert trace["error_y"]["arrayminus"][0] == pytest.approx(trace["error_y"]["array"][0])
+
+
+def test_reward_is_not_smoothed_over_a_stage_boundary(tmp_path):
+    root = make_run(tmp_path / "a")
+    updates = [json.loads(line) | {"reward/mean": 0.0} for line in (root / "metrics.jsonl").read_text().splitlines()]
+    for record in updates[96:192]:
+        record["reward/mean"] = 1.0
+    write_lines(root / "metrics.jsonl", updates)
+    _, smooth = charts_of(root)["Training reward"].traces
+    assert smooth["y"] == [0.0] * 96 + [1.0] * 96 + [0.0] * 96
+    updates[50]["reward/mean"] = 15.0
+    write_lines(root / "metrics.jsonl", updates)
+    _, smooth = charts_of(root)["Training reward"].traces
+    assert smooth["y"][43:58] == [1.0] * 15 and smooth["y"][42] == smooth["y"][58] == 0.0
+
+
+def test_traces_of_every_chart(tmp_path):
+    charts = charts_of(make_run(tmp_path / "a"))
+    names = {title: [trace["name"] for trace in chart.traces if "name" in trace] for title, chart in charts.items()}
+    assert names == {
+        "Held-out accuracy": ["held-out accuracy"],
+        "Training reward": ["reward"],
+        "Importance ratio quantiles": ["q01", "q99", "q05", "q95", "median"],
+        "Tokens without gradient": ["clip", "veto"],
+        "Second moment of the log-ratio (M2)": ["before", "after clip and veto"],
+        "Effective sample size": ["effective sample size"],
+        "Entropy": ["entropy"],
+        "Gradient norm": ["gradient norm"],
+        "Response length": ["response length"],
+        "Staleness": ["staleness"],
+        "Time per phase": ["rollout", "optimize", "evaluate"],
+    }
+    ess = charts["Effective sample size"].traces[0]["y"]
+    assert ess[95] == pytest.approx(1 / (1 + (0.02 + 0.5 * 95 / 96) ** 2), rel=1e-5)
+    assert [t["y"] for t in charts["Time per phase"].traces] == [[11, 12, 13], [17, 16, 15], [4, 4, 4, 4]]
+    assert len([s for s in charts["Entropy"].layout["shapes"] if s["type"] == "line"]) == 2
+    assert all(chart.hint.endswith(".") for chart in charts.values())
+
+
+def test_several_runs_are_overlaid_and_their_recipes_compared(tmp_path):
+    other = make_recipe(name="grpo", veto_threshold=None, eps_low=0.2)
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1, gain=0.5, recipe=other)
+    charts = charts_of(a, b)
+    assert [t["name"] for t in charts["Held-out accuracy"].traces] == ["a", "b"]
+    assert [t["name"] for t in charts["Tokens without gradient"].traces] == ["a clip", "a veto", "b clip", "b veto"]
+    assert len({t["line"]["color"] for t in charts["Entropy"].traces}) == 2
+    page = write_report([a, b], tmp_path / "r.html").read_text()
+    settings = re.search(r'<table id="settings">.*?</table>', page, re.S)[0]
+    rows = re.findall(r"<tr><th>([^<]*)</th><td>(.*?)</td><td>(.*?)</td></tr>", settings)
+    assert rows == [
+        ("objective.eps_low", "–", "0.2"),
+        ("objective.name", "&quot;mu_grpo&quot;", "&quot;grpo&quot;"),
+        ("objective.veto_threshold", "0.001", "–"),
+    ]
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path):
+    assert short_names([tmp_path / "x/run", tmp_path / "y/run"]) == ["x/run", "y/run"]
+    assert short_names([tmp_path / "x/run", tmp_path / "y/walk"]) == ["run", "walk"]
+
+
+def test_long_runs_are_thinned_by_averaging(tmp_path):
+    root = make_run(tmp_path / "a")
+    import random
+
+    noise = random.Random(0)
+    write_lines(
+        root / "metrics.jsonl", [update_record(n, 96, noise) | {"entropy": n % 2} for n in range(1, 3 * POINTS + 1)]
+    )
+    (trace,) = charts_of(root)["Entropy"].traces
+    assert len(trace["x"]) == POINTS and sum(trace["y"]) / POINTS == pytest.approx(0.5, abs=1e-3)
+
+
+def notes_of(root):
+    return read_run(root, "a").notes
+
+
+def test_a_run_that_has_just_begun_gives_a_page(tmp_path):
+    root = make_run(tmp_path / "a")
+    (root / "metrics.jsonl").unlink()
+    (root / "events.jsonl").unlink()
+    assert notes_of(root) == [
+        "metrics.jsonl is not there yet",
+        "events.jsonl is not there yet",
+        "no evaluation has been made yet",
+        "not finished: 0 of 288 updates",
+    ]
+    page = write_report([root], tmp_path / "r.html").read_text()
+    assert "No evaluation has been made yet." in page and "No update has been made yet." in page
+    assert summary(read_run(root, "a"))["Gain (95 %)"] == "–"
+
+
+def test_torn_and_damaged_lines_are_left_out_and_counted(tmp_path):
+    root = make_run(tmp_path / "a")
+    lines = (root / "metrics.jsonl").read_text().splitlines()
+    lines[10] = lines[10][:30]
+    (root / "metrics.jsonl").write_text("\n".join(lines[:200]) + '\n{"update": 201, "sta')
+    assert notes_of(root) == [
+        "metrics.jsonl: left out 2 lines that could not be read",
+        "not finished: 199 of 288 updates",
+    ]
+    assert len(charts_of(root)["Entropy"].traces[0]["x"]) == 199
+
+
+def test_values_that_are_no_numbers_leave_a_gap(tmp_path):
+    root = make_run(tmp_path / "a")
+    with open(root / "metrics.jsonl", "a") as file:
+        file.write('{"update": 289, "entropy": NaN, "grad_norm": "big", "reward/mean": null, "loss": Infinity}\n')
+    charts = charts_of(root)
+    assert charts["Entropy"].traces[0]["x"][-1] == charts["Gradient norm"].traces[0]["x"][-1] == 288
+    write_report([root], tmp_path / "r.html")
+
+
+def test_strings_from_files_are_escaped(tmp_path):
+    evil = "<script>alert(1)</script>"
+    root = make_run(tmp_path / "<b>x<b>", recipe=make_recipe(name=evil))
+    with open(root / "events.jsonl", "a") as file:
+        file.write(json.dumps({"event": "phase_end", "stage": 0, "phase": "</script>" + evil, "seconds": 1}) + "\n")
+    page = write_report([root], tmp_path / "r.html").read_text()
+    assert evil not in page and "<b>x<b>" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+
+
+def test_what_is_no_run_directory(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty is not a run directory: it has no recipe.toml"):
+        write_report([tmp_path / "empty"], tmp_path / "r.html")
+    with pytest.raises(UserError, match="gone is not a run directory"):
+        write_report([tmp_path / "gone"], tmp_path / "r.html")
+    (tmp_path / "empty/recipe.toml").write_text("[schedule]\nstages = 'many'\n")
+    with pytest.raises(UserError, match=r"no resolved recipe: schedule\.stages is 'many'"):
+        write_report([tmp_path / "empty"], tmp_path / "r.html")
+    (tmp_path / "empty/recipe.toml").write_text("[schedule")
+    with pytest.raises(UserError, match=r"cannot read .*recipe\.toml"):
+        write_report([tmp_path / "empty"], tmp_path / "r.html")
+    with pytest.raises(UserError, match="is a directory"):
+        write_report([make_run(tmp_path / "a")], tmp_path)
+    assert not (tmp_path / "r.html").exists()
