@@ -1,4 +1,4 @@
-"""Readable definitions of the fused operations. Slow, memory-hungry, and right: tests compare the kernels with these."""
+"""Readable definitions of the fused operations: slow, memory-hungry, and right. Tests compare the kernels with them."""
 
 from __future__ import annotations
 
