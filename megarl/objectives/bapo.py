@@ -44,6 +44,8 @@ class Bapo(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.variant == "paper" and self.positive_target > 1:
+            raise UserError(f"Bapo.positive_target is {self.positive_target}, a share of the whole; expected [0, 1]")
         for side in ("low", "high"):
             start, end = getattr(self, f"{side}_start"), getattr(self, f"{side}_end")
             if not start <= end < float("inf"):

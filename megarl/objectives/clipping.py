@@ -16,8 +16,9 @@ def hard_clip(
 
     There the value is constant in r: no gradient. It is active for A > 0 and r > ratio_max, and A < 0 and r < ratio_min.
     """
-    clipped = ((advantages > 0) & (ratio > ratio_max)) | ((advantages < 0) & (ratio < ratio_min))
-    bounded = torch.clamp(ratio.detach(), ratio_min, ratio_max)  # type: ignore[arg-type, call-overload]
+    ratio_value, advantages = ratio.detach(), advantages.detach()
+    clipped = ((advantages > 0) & (ratio_value > ratio_max)) | ((advantages < 0) & (ratio_value < ratio_min))
+    bounded = torch.clamp(ratio_value, ratio_min, ratio_max)  # type: ignore[arg-type, call-overload]
     return torch.where(clipped, bounded, ratio) * advantages, clipped
 
 
@@ -31,7 +32,7 @@ def soft_clip(
     detached = ratio.detach()
     saturated = (detached < ratio_min) | (detached > ratio_max)
     logprobs = torch.where(batch.loss_mask, batch.logprobs, 0)
-    return detached.clamp(ratio_min, ratio_max) * batch.advantages * logprobs, saturated
+    return detached.clamp(ratio_min, ratio_max) * batch.advantages.detach() * logprobs, saturated
 
 
 def dual_clip(value: torch.Tensor, advantages: torch.Tensor, ratio_c: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,6 +40,7 @@ def dual_clip(value: torch.Tensor, advantages: torch.Tensor, ratio_c: float) -> 
 
     value [T]: a clipped objective of the form ratio * A; it bounds what a large ratio can do to a bad token.
     """
+    advantages = advantages.detach()
     capped = (advantages < 0) & (value.detach() < ratio_c * advantages)
     return torch.where(capped, ratio_c * advantages, value), capped
 

@@ -53,6 +53,6 @@ class M2Po(Objective):
             value, muted = hard_clip(ratio, batch.advantages, statistics.ratio_min, statistics.ratio_max)
         else:
             muted = statistics.refused(l, trust_region(l, batch), batch)
-            value = torch.where(muted, 0, ratio * batch.advantages)
+            value = torch.where(muted, 0, ratio * batch.advantages.detach())
         metrics = fraction_metrics("m2_mask_fraction", muted, batch)
         return make_terms(self, batch, -value, ~muted & ~clamped, l, clamped, metrics)

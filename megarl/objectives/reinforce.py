@@ -18,4 +18,4 @@ class Reinforce(Objective):
 
     def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        return make_terms(self, batch, -l.exp() * batch.advantages, ~clamped, l, clamped, {})
+        return make_terms(self, batch, -l.exp() * batch.advantages.detach(), ~clamped, l, clamped, {})

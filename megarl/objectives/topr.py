@@ -27,7 +27,7 @@ class Topr(Objective):
     ratio_max: float = number(1.0, 0)
 
     def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
-        mask, advantages = batch.loss_mask, batch.advantages
+        mask, advantages = batch.loss_mask, batch.advantages.detach()
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, mask)
         ratio = sequence_log_ratio(l, batch, mean=False).exp()
         weight = torch.where(advantages > 0, 1, ratio.clamp(self.ratio_min, self.ratio_max))

@@ -1,0 +1,253 @@
+"""The same data gives the same gradient for every split over data-parallel ranks, context-parallel ranks and
+micro-batches: objectives on a linear policy, processes over gloo, against one process that sees one batch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megarl.batch import ContextShard, TokenBatch
+from megarl.objectives import OBJECTIVES, build_objective, denominator, token_weights
+from megarl.off_policy_metrics import log_ratio_histograms, prefix_metrics
+
+FEATURES, VOCABULARY, LONGEST = 6, 9, 40
+LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(4, 1), (2, 2), (1, 4)]}  # (data parallel, context parallel)
+REFERENCE = "reference"
+PARTITIONS = 2  # random assignments of sequences to ranks and micro-batches, a layout and objective
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in OBJECTIVES} | {
+    "m2po-released": ("m2po", {"variant": "released"}),
+    "bapo-released": ("bapo", {"variant": "released"}),
+    "gspo-token_mean": ("gspo", {"aggregation": "token_mean", "eps_low": 0.05, "eps_high": 0.05}),
+    "minpro-sequence_mean": ("minpro", {"aggregation": "sequence_mean"}),
+    **{
+        f"mu_grpo-{scope}": ("mu_grpo", {"veto_scope": scope, "veto_threshold": 0.4, "ratio_max": 1.5})
+        for scope in ("sequence", "suffix", "non_trigger_suffix", "trigger")
+    },
+    "grpo-options": (
+        "grpo",
+        {"dual_clip": {"clip_ratio_c": 1.5}, "icepop": {"minimum": 0.8, "maximum": 1.3}, "opsm": {"delta": 0.01},
+         "kl": {"coefficient": 0.1, "kind": "k2"}},
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Policy:
+    """logits = features @ weight; float64, so that sums in another order agree to 1e-15."""
+
+    weight: torch.Tensor  # [FEATURES, VOCABULARY]
+
+    def logprobs(self, data: dict[str, torch.Tensor], where: torch.Tensor) -> torch.Tensor:
+        """[len(where)] float32 log-probs of the sampled tokens; multiples of 1/64 in data with ties, in value only."""
+        scores = torch.log_softmax(data["features"][where] @ self.weight, -1)
+        exact = scores.gather(1, data["tokens"][where, None])[:, 0]
+        rounded = (exact * 64).round() / 64 if bool(data["ties"]) else exact
+        return (exact + (rounded - exact).detach()).float()
+
+
+def make_data(ties: bool) -> dict[str, torch.Tensor]:
+    """12 padded sequences, each with a prompt and gaps that do not train; two never train."""
+    g = torch.Generator().manual_seed(7)
+    sequences = 12
+    lengths = torch.randint(1, LONGEST, (sequences,), generator=g)
+    padded = (lengths + 7) // 8 * 8  # two chunks on each of up to four context-parallel ranks
+    cu = torch.cat([torch.zeros(1, dtype=torch.int64), padded.cumsum(0)])
+    total = int(cu[-1])
+    data = {
+        "features": torch.randn(total, FEATURES, dtype=torch.float64, generator=g),
+        "tokens": torch.randint(VOCABULARY, (total,), generator=g),
+        "weight": torch.randn(FEATURES, VOCABULARY, dtype=torch.float64, generator=g) * 0.5,
+        "cu": cu,
+        "ties": torch.tensor(ties),
+    }
+    ids = torch.repeat_interleave(torch.arange(sequences), padded)
+    position = torch.arange(total) - cu[ids]
+    data["mask"] = (position < lengths[ids]) & (torch.rand(total, generator=g) < 0.8) & (ids != 3) & (ids != 8)
+    data["advantages"] = torch.randn(sequences, generator=g)[ids]
+    now = Policy(data["weight"]).logprobs(data, torch.arange(total))
+    shift = torch.randn(total, generator=g) * 0.5
+    shift = (shift * 8).round() / 8 if ties else shift
+    data["rollout"], data["old"] = now - shift, now - 0.5 * shift
+    data["ref"] = now + 0.2 * torch.randn(total, generator=g)
+    if ties:
+        data["advantages"] = data["advantages"].sign()
+    return data
+
+
+def make_batch(data: dict[str, torch.Tensor], policy: Policy, sequences: list[int], shard: ContextShard | None) -> Any:
+    """(TokenBatch, the tokens' places in `data`) of some sequences, or of one rank's zigzag chunks of them."""
+    places, lengths = [torch.zeros(0, dtype=torch.int64)], []
+    for s in sequences:
+        tokens = torch.arange(int(data["cu"][s]), int(data["cu"][s + 1]))
+        if shard is not None:
+            chunks = tokens.chunk(2 * shard.size)
+            tokens = torch.cat([chunks[shard.rank], chunks[2 * shard.size - 1 - shard.rank]])
+        places.append(tokens)
+        lengths.append(len(tokens))
+    where = torch.cat(places)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    batch = TokenBatch(
+        policy.logprobs(data, where), data["rollout"][where], data["advantages"][where], data["mask"][where], cu_seqlens,
+        old_logprobs=data["old"][where], ref_logprobs=data["ref"][where],
+        sequence_index=torch.tensor(sequences, dtype=torch.int64), shard=shard,
+    )  # fmt: skip
+    return batch.validate(), where
+
+
+def update(
+    data: dict[str, torch.Tensor], case: str, micro_batches: list[list[int]], shard: ContextShard | None, world: Any
+) -> dict[str, Any]:
+    """One optimizer step's loss, gradient, kept mask and metrics, summed over all ranks of `world` (None: one)."""
+    objective = build_objective(*CASES[case])
+    policy = Policy(data["weight"].clone().requires_grad_())
+    batches = [make_batch(data, policy, sequences, shard) for sequences in micro_batches]
+    whole = TokenBatch.concatenate([batch.detach() for batch, _ in batches])
+    statistics = objective.statistics(whole, world)
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        if world is not None:
+            dist.all_reduce(x, group=world)
+        return x
+
+    def total_all(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        summed = total(torch.stack(list(tensors.values())))
+        return dict(zip(tensors, summed, strict=True))
+
+    count = total(sum(denominator(b.loss_mask, b.cu_seqlens, objective.aggregation, b.shard) for b, _ in batches))
+    kept = torch.zeros(data["mask"].shape, dtype=torch.int64)
+    metrics: dict[str, torch.Tensor] = {}
+    loss = torch.zeros((), dtype=torch.float64)
+    for batch, where in batches:
+        terms = objective(batch, statistics)
+        weights = token_weights(batch.loss_mask, batch.cu_seqlens, objective.aggregation, batch.shard)
+        loss = loss + (terms.loss.double() * weights).sum() / count
+        kept[where] += terms.kept.long()
+        pairs = {name: torch.stack(pair) for name, pair in (terms.metrics | prefix_metrics(batch)).items()}
+        pairs |= {f"histogram/{name}": counts for name, counts in log_ratio_histograms(batch).items()}
+        metrics = {name: metrics.get(name, 0) + pair for name, pair in pairs.items()}
+    (gradient,) = torch.autograd.grad(loss, policy.weight)
+    return {
+        "loss": total(loss.detach()),
+        "gradient": total(gradient),
+        "kept": total(kept),
+        "metrics": {**total_all(pairs_of(metrics, counts=False)), **total_all(pairs_of(metrics, counts=True))},
+        "statistics": [x for x in vars(statistics).values() if x is not None] if statistics is not None else [],
+    }
+
+
+def pairs_of(metrics: dict[str, torch.Tensor], counts: bool) -> dict[str, torch.Tensor]:
+    """The histograms, or the (sum, count) pairs."""
+    return {name: pair for name, pair in metrics.items() if name.startswith("histogram/") == counts}
+
+
+def deal(layout: tuple[int, int], rank: int, partition: int, sequences: int) -> list[list[int]]:
+    """This rank's micro-batches: every data-parallel rank gets its own sequences in a random order."""
+    g = torch.Generator().manual_seed(1000 * partition + 10 * layout[0] + layout[1])
+    order = torch.randperm(sequences, generator=g).tolist()
+    owner = torch.randint(layout[0], (sequences,), generator=g).tolist()
+    mine = [s for s in order if owner[s] == rank // layout[1]]
+    cuts = sorted(torch.randint(len(mine) + 1, (2,), generator=g).tolist())
+    return [mine[: cuts[0]], mine[cuts[0] : cuts[1]], mine[cuts[1] :]]
+
+
+def worker(rank: int, size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size)
+    results = {}
+    for layout in LAYOUTS[size]:
+        data_parallel, context_parallel = layout
+        shard = None
+        for d in range(data_parallel):
+            group = dist.new_group(list(range(d * context_parallel, (d + 1) * context_parallel)))
+            if d == rank // context_parallel and context_parallel > 1:
+                shard = ContextShard(group, rank % context_parallel, context_parallel)
+        for ties in (False, True):
+            data = make_data(ties)
+            for case in CASES:
+                for partition in range(PARTITIONS):
+                    micro_batches = deal(layout, rank, partition, len(data["cu"]) - 1)
+                    key = (case, ties, layout, partition)
+                    results[key] = update(data, case, micro_batches, shard, dist.group.WORLD)
+    if rank == 0:
+        torch.save(results, f"{folder}/results{size}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    folder = tmp_path_factory.mktemp("split")
+    merged: dict[Any, Any] = {}
+    for size in LAYOUTS:
+        mp.spawn(worker, args=(size, str(folder)), nprocs=size)
+        merged |= torch.load(Path(folder) / f"results{size}.pt")
+    for ties in (False, True):
+        data = make_data(ties)
+        for case in CASES:
+            merged[case, ties, REFERENCE] = update(data, case, [list(range(len(data["cu"]) - 1))], None, None)
+    return merged
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["continuous", "ties"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_data_gives_the_same_gradient_for_every_split(results: dict[Any, Any], case: str, ties: bool) -> None:
+    one = results[case, ties, REFERENCE]
+    assert float(one["gradient"].norm()) > 1e-3, "a test without a gradient shows nothing"
+    compared = 0
+    for key, split in results.items():
+        if key[:2] != (case, ties) or key[2] == REFERENCE:
+            continue
+        where = str(key)
+        assert torch.equal(split["kept"], one["kept"]), where
+        for ours, theirs in zip(split["statistics"], one["statistics"], strict=True):
+            assert torch.equal(ours, theirs), where
+        error = float((split["gradient"] - one["gradient"]).norm() / one["gradient"].norm())
+        assert error < 1e-6, f"{where}: {error}"
+        assert float(split["loss"]) == pytest.approx(float(one["loss"]), rel=1e-6, abs=1e-9), where
+        assert split["metrics"].keys() == one["metrics"].keys()
+        for name, pair in split["metrics"].items():
+            if name.startswith("histogram/"):
+                assert torch.equal(pair, one["metrics"][name]), f"{where} {name}"
+            assert pair.tolist() == pytest.approx(one["metrics"][name].tolist(), rel=1e-6, abs=1e-9), f"{where} {name}"
+        compared += 1
+    assert compared == PARTITIONS * sum(len(layouts) for layouts in LAYOUTS.values())
+
+
+def test_ties_reach_the_threshold_of_the_second_moment_mask(results: dict[Any, Any]) -> None:
+    """In the data with ties the mask splits equal log-ratios, so that their order matters."""
+    data, one = make_data(ties=True), results["m2po", True, REFERENCE]
+    threshold = one["statistics"][0]
+    l = Policy(data["weight"]).logprobs(data, torch.arange(len(data["mask"]))) - data["rollout"]
+    trust = data["mask"] & (data["advantages"] * l > 0) & (l.abs() == threshold)
+    kept = one["kept"].bool()
+    assert (trust & kept).any() and (trust & ~kept).any()
+
+
+def test_without_an_order_ties_leave_together(tmp_path: Path) -> None:
+    """No sequence_index over a group: every split must agree, so the threshold alone decides; the budget still holds."""
+    data = make_data(ties=True)
+    batch, _ = make_batch(data, Policy(data["weight"]), list(range(12)), None)
+    objective = build_objective("m2po", {})
+    bare = replace(batch.detach(), sequence_index=None)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        grouped = objective.statistics(bare, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+    alone = objective.statistics(bare)
+    assert torch.equal(alone.threshold, grouped.threshold)
+    l = bare.logprobs - bare.rollout_logprobs
+    trust = bare.loss_mask & (bare.advantages * l > 0)
+    kept = objective(bare, grouped).kept & trust
+    assert torch.equal(kept, trust & (l.abs() < alone.threshold))
+    assert int(kept.sum()) < int((objective(bare, alone).kept & trust).sum())

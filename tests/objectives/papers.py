@@ -1,0 +1,273 @@
+"""The papers' formulas, read literally: float64, one Python loop a sum, one scalar a token.
+
+Every function maps a batch to {token: objective value (0-d, differentiable)} and {token: does its gradient survive}.
+Untrained tokens are simply not there.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megarl.batch import TokenBatch
+
+LIMIT = 20.0
+
+
+class Token:
+    def __init__(self, index: int, logprob: torch.Tensor, rollout: float, old: float, a: float) -> None:
+        self.index, self.logprob, self.rollout, self.old, self.a = index, logprob, rollout, old, a
+        raw = logprob - rollout
+        self.clamped = abs(raw.item()) > LIMIT
+        self.l = clip(raw, -LIMIT, LIMIT)
+        self.rho = torch.exp(self.l)
+        self.l_value, self.rho_value = self.l.item(), self.rho.item()
+
+
+def responses(batch: TokenBatch, logprobs: torch.Tensor) -> list[list[Token]]:
+    """Trained tokens by response; logprobs [T] float64 with gradient."""
+    bounds, mask = batch.cu_seqlens.tolist(), batch.loss_mask.tolist()
+    columns = zip(
+        logprobs.unbind(),
+        batch.rollout_logprobs.tolist(),
+        batch.old_logprobs.tolist(),
+        batch.advantages.tolist(),
+        strict=True,
+    )
+    tokens = [Token(i, *column) if mask[i] else None for i, column in enumerate(columns)]
+    return [[t for t in tokens[a:b] if t is not None] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def clip(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return torch.clamp(x, low, high)
+
+
+def sg(x: torch.Tensor) -> torch.Tensor:
+    return x.detach()
+
+
+def ppo(ratio: torch.Tensor, a: float, low: float, high: float) -> torch.Tensor:
+    return torch.minimum(ratio * a, clip(ratio, low, high) * a)
+
+
+def past_bound(ratio: torch.Tensor, a: float, low: float, high: float) -> bool:
+    return (a > 0 and ratio.item() > high) or (a < 0 and ratio.item() < low)
+
+
+def grpo(rs, eps_low=0.2, eps_high=0.2):
+    value, kept = {}, {}
+    for o in rs:
+        for t in o:
+            value[t.index] = ppo(t.rho, t.a, 1 - eps_low, 1 + eps_high)
+            kept[t.index] = not past_bound(t.rho, t.a, 1 - eps_low, 1 + eps_high) and not t.clamped
+    return value, kept
+
+
+def dapo(rs):
+    return grpo(rs, 0.2, 0.28)
+
+
+def gspo(rs, eps=2e-3):
+    """Its own form: one objective a response. Here each token carries it, so that the mean over tokens is the value."""
+    value, kept = {}, {}
+    for o in rs:
+        if not o:
+            continue
+        s = torch.exp(sum(t.l for t in o) / len(o))
+        for t in o:
+            # the token form: value of s_i, gradient through this token alone
+            s_t = sg(s) * torch.exp(t.l - sg(t.l))
+            value[t.index] = ppo(s_t, t.a, 1 - eps, 1 + eps)
+            kept[t.index] = not past_bound(s, t.a, 1 - eps, 1 + eps) and not t.clamped
+    return value, kept
+
+
+def gspo_sequence(rs, eps=2e-3):
+    """Eq. 5: one value a response with tokens."""
+    values = []
+    for o in rs:
+        if o:
+            s = torch.exp(sum(t.l for t in o) / len(o))
+            values.append(ppo(s, o[0].a, 1 - eps, 1 + eps))
+    return values
+
+
+def cispo(rs, eps_low=1.0, eps_high=4.0):
+    value, kept = {}, {}
+    for o in rs:
+        for t in o:
+            value[t.index] = sg(clip(t.rho, 1 - eps_low, 1 + eps_high)) * t.a * t.logprob
+            kept[t.index] = True
+    return value, kept
+
+
+def prefix_min(o, position) -> float:
+    m = None
+    for t in o[:position]:
+        m = t.rho_value if m is None else min(m, t.rho_value)
+    return 1.0 if m is None else m
+
+
+def minpro(rs, eps_low=1.0, eps_high=4.0):
+    value, kept = {}, {}
+    for o in rs:
+        for i, t in enumerate(o):
+            weight = sg(clip(prefix_min(o, i) * t.rho, 1 - eps_low, 1 + eps_high))
+            value[t.index] = weight * t.a * t.logprob
+            kept[t.index] = True
+    return value, kept
+
+
+def prefix_ratio_grpo(rs, eps=0.2):
+    value, kept = {}, {}
+    for o in rs:
+        for i, t in enumerate(o):
+            r = prefix_min(o, i) * t.rho
+            value[t.index] = ppo(r, t.a, 1 - eps, 1 + eps)
+            kept[t.index] = not past_bound(r, t.a, 1 - eps, 1 + eps) and not t.clamped
+    return value, kept
+
+
+def mu_grpo(rs, scope="sequence", threshold=1e-4, ratio_min=0.0, ratio_max=5.0):
+    value, kept = {}, {}
+    for o in rs:
+        triggers = [i for i, t in enumerate(o) if t.a < 0 and t.rho_value < threshold]
+        if not triggers:
+            vetoed = set()
+        elif scope == "trigger":
+            vetoed = set(triggers)
+        elif scope == "suffix":
+            vetoed = set(range(triggers[0] + 1, len(o)))
+        elif scope == "non_trigger_suffix":
+            vetoed = set(range(triggers[0] + 1, len(o))) - set(triggers)
+        else:
+            vetoed = set(range(len(o)))
+        for i, t in enumerate(o):
+            keep = 0.0 if i in vetoed else 1.0
+            value[t.index] = keep * ppo(t.rho, t.a, ratio_min, ratio_max)
+            kept[t.index] = keep == 1 and not past_bound(t.rho, t.a, ratio_min, ratio_max) and not t.clamped
+    return value, kept
+
+
+def trust_region(rs) -> list[Token]:
+    return [t for o in rs for t in o if (t.a > 0 and t.rho_value > 1) or (t.a < 0 and t.rho_value < 1)]
+
+
+def m2po(rs, threshold=0.04):
+    """Algorithm 1: drop the arg max of l^2 (the first of equals) until the mean is at most the threshold."""
+    m = {t.index: True for o in rs for t in o}
+    region = trust_region(rs)
+    while region and sum(t.l_value**2 for t in region) / len(region) > threshold:
+        j = max(range(len(region)), key=lambda i: region[i].l_value ** 2)
+        m[region[j].index] = False
+        del region[j]
+    value = {t.index: float(m[t.index]) * t.rho * t.a for o in rs for t in o}
+    return value, {t.index: m[t.index] and not t.clamped for o in rs for t in o}
+
+
+def m2po_released(rs, threshold=0.04):
+    """The authors' `_solve_tau_from_sorted_delta2` and PPO clip, without its 1e-12 guards."""
+    squares = sorted(t.l_value**2 for t in trust_region(rs))
+    low, high = 0.0, math.inf
+    if squares and sum(squares) / len(squares) > threshold:
+        tau = 0.0
+        for k, v in enumerate(squares):
+            if v * (len(squares) - k - 1) + sum(squares[: k + 1]) >= threshold * len(squares):
+                tau = 0.0 if k == 0 else squares[k - 1] ** 0.5
+                break
+        # a token at the level itself stays; exp(l) and exp(tau) may differ in their last bit
+        low, high = math.exp(-tau) * (1 - 1e-12), math.exp(tau) * (1 + 1e-12)
+    value, kept = {}, {}
+    for o in rs:
+        for t in o:
+            value[t.index] = ppo(t.rho, t.a, low, high)
+            kept[t.index] = not past_bound(t.rho, t.a, low, high) and not t.clamped
+    return value, kept
+
+
+def bapo_bounds(rs, rho0=0.4, low=0.6, low_end=0.9, low_step=0.02, high=1.2, high_end=3.0, high_step=0.05):
+    tokens = [t for o in rs for t in o]
+
+    def contribution() -> float:
+        above = below = 0.0
+        for t in tokens:
+            pi, rho = math.exp(t.rollout), t.rho_value
+            if t.a > 0:
+                above += pi * abs(min(rho * t.a, min(max(rho, 0), high) * t.a))
+            below += pi * abs(min(rho * t.a, min(max(rho, low), high) * t.a))
+        return above / below if below else math.nan
+
+    tiny = 1e-9  # .6 + 15 * .02 must count as .9
+    while contribution() < rho0 and low + low_step <= low_end + tiny:
+        if high + high_step <= high_end + tiny:
+            high += high_step
+        else:
+            low += low_step
+    return low, high
+
+
+def bapo_released_bounds(rs, target=0.4, low=0.6, low_end=0.9, low_step=0.02, high=1.2, high_end=3.0, high_step=0.05):
+    tokens = [t for o in rs for t in o]
+
+    def ratio() -> float:
+        effective = [(min(t.rho_value, high) if t.a >= 0 else max(t.rho_value, low)) * t.a for t in tokens]
+        positive, negative = sum(max(e, 0.0) for e in effective), -sum(min(e, 0.0) for e in effective)
+        return math.inf if negative <= 0 else positive / (negative + 1e-8)
+
+    tiny = 1e-9
+    while ratio() < target and low < low_end - tiny:
+        low = min(low + low_step, low_end)
+    while ratio() < target and high < high_end - tiny:
+        high = min(high + high_step, high_end)
+    return low, high
+
+
+def bapo(rs, **settings):
+    low, high = bapo_bounds(rs, **settings)
+    value, kept = {}, {}
+    for o in rs:
+        for t in o:
+            value[t.index] = ppo(t.rho, t.a, low, high)
+            kept[t.index] = not past_bound(t.rho, t.a, low, high) and not t.clamped
+    return value, kept
+
+
+def bapo_released(rs, **settings):
+    low, high = bapo_released_bounds(rs, **settings)
+    value, kept = {}, {}
+    for o in rs:
+        for t in o:
+            inner = ppo(t.rho, t.a, low, high)
+            capped = t.a < 0 and inner.item() < 3 * t.a
+            value[t.index] = torch.maximum(inner, torch.tensor(3 * t.a, dtype=torch.float64)) if t.a < 0 else inner
+            kept[t.index] = not past_bound(t.rho, t.a, low, high) and not capped and not t.clamped
+    return value, kept
+
+
+def topr(rs):
+    value, kept = {}, {}
+    for o in rs:
+        sequence = math.prod(t.rho_value for t in o)
+        for t in o:
+            weight = 1.0 if t.a > 0 else min(max(sequence, 0.0), 1.0)
+            value[t.index] = weight * t.a * t.logprob
+            kept[t.index] = True
+    return value, kept
+
+
+def decoupled_ppo(rs, eps=0.2):
+    value, kept = {}, {}
+    for o in rs:
+        for t in o:
+            weight = math.exp(min(max(t.old - t.rollout, -LIMIT), LIMIT))
+            raw = t.logprob - t.old
+            r = torch.exp(clip(raw, -LIMIT, LIMIT))
+            value[t.index] = weight * ppo(r, t.a, 1 - eps, 1 + eps)
+            kept[t.index] = not past_bound(r, t.a, 1 - eps, 1 + eps) and abs(raw.item()) <= LIMIT
+    return value, kept
+
+
+def reinforce(rs):
+    value = {t.index: t.rho * t.a for o in rs for t in o}
+    return value, {t.index: not t.clamped for o in rs for t in o}

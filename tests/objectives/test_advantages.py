@@ -1,0 +1,77 @@
+"""Advantages, worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.advantages import KINDS, group_advantages, zero_variance
+from megarl.errors import UserError
+
+REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0], [0.1, 0.1, 0.1, 0.1]])
+
+
+def test_group_mean_std_uses_the_unbiased_deviation() -> None:
+    got = group_advantages(REWARDS, "group_mean_std")
+    first, second = math.sqrt(1 / 3), 0.5  # standard deviations with G - 1
+    expected = [
+        [0.5 / (first + 1e-6), -0.5 / (first + 1e-6), -0.5 / (first + 1e-6), 0.5 / (first + 1e-6)],
+        [0.75 / (second + 1e-6), *[-0.25 / (second + 1e-6)] * 3],
+        [0.0] * 4,
+    ]
+    torch.testing.assert_close(got, torch.tensor(expected))
+
+
+def test_group_mean() -> None:
+    expected = torch.tensor([[0.5, -0.5, -0.5, 0.5], [0.75, -0.25, -0.25, -0.25], [0.0] * 4])
+    torch.testing.assert_close(group_advantages(REWARDS, "group_mean"), expected)
+
+
+def test_leave_one_out() -> None:
+    expected = torch.tensor([[2 / 3, -2 / 3, -2 / 3, 2 / 3], [1.0, -1 / 3, -1 / 3, -1 / 3], [0.0] * 4])
+    torch.testing.assert_close(group_advantages(REWARDS, "leave_one_out"), expected)
+
+
+def test_batch_normalised_has_mean_zero_and_deviation_one_over_the_batch() -> None:
+    got = group_advantages(REWARDS, "batch_normalised")
+    assert float(got.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(got.std()) == pytest.approx(1, abs=1e-5)
+    assert (got[2] != 0).all(), "a group without variance still stands out from the batch"
+
+
+def test_groups_without_variance_get_exactly_zero() -> None:
+    """.1 has a rounding error: (r - mean) / 1e-6 would not be 0."""
+    rewards = torch.full((1, 3), 0.1)
+    for kind in ("group_mean_std", "group_mean", "leave_one_out"):
+        assert (group_advantages(rewards, kind) == 0).all()
+    assert zero_variance(REWARDS).tolist() == [False, False, True]
+
+
+def test_numpy_rewards_and_result_type() -> None:
+    got = group_advantages(np.asarray(REWARDS), "group_mean")
+    assert got.dtype == torch.float32 and got.shape == (3, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_advantages_do_not_change_when_every_reward_moves_alike(kind: str) -> None:
+    torch.testing.assert_close(
+        group_advantages(REWARDS + 5, kind), group_advantages(REWARDS, kind), atol=1e-5, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kind", "words"),
+    [
+        (REWARDS, "mean", ["'mean'", "group_mean_std"]),
+        (REWARDS[:, :1], "group_mean_std", ["group_mean_std", "responses_per_prompt", "2"]),
+        (REWARDS[0], "group_mean", ["(4,)"]),
+        (torch.tensor([[0.0, math.nan]]), "group_mean", ["rewards[0, 1]", "nan"]),
+    ],
+)
+def test_wrong_rewards_are_named(rewards: torch.Tensor, kind: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        group_advantages(rewards, kind)
+    assert all(word in str(error.value) for word in words), str(error.value)

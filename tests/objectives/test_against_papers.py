@@ -1,0 +1,150 @@
+"""Every objective equals its paper, read literally in float64, on 500 and more random batches: value, mask, gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import papers
+import pytest
+import torch
+from random_batches import KINDS, random_batch
+
+from megarl.objectives import OBJECTIVES
+
+CASES = {
+    "grpo": (OBJECTIVES["grpo"](), papers.grpo),
+    "dapo": (OBJECTIVES["dapo"](), papers.dapo),
+    "gspo": (OBJECTIVES["gspo"](), papers.gspo),
+    "cispo": (OBJECTIVES["cispo"](), papers.cispo),
+    "m2po": (OBJECTIVES["m2po"](), papers.m2po),
+    "m2po-released": (OBJECTIVES["m2po"](variant="released"), papers.m2po_released),
+    "minpro": (OBJECTIVES["minpro"](), papers.minpro),
+    "prefix_ratio_grpo": (OBJECTIVES["prefix_ratio_grpo"](), papers.prefix_ratio_grpo),
+    "bapo": (OBJECTIVES["bapo"](), papers.bapo),
+    "bapo-released": (OBJECTIVES["bapo"](variant="released"), papers.bapo_released),
+    "topr": (OBJECTIVES["topr"](), papers.topr),
+    "decoupled_ppo": (OBJECTIVES["decoupled_ppo"](), papers.decoupled_ppo),
+    "reinforce": (OBJECTIVES["reinforce"](), papers.reinforce),
+    **{
+        f"mu_grpo-{scope}": (
+            OBJECTIVES["mu_grpo"](veto_scope=scope, veto_threshold=0.3, ratio_min=0.1, ratio_max=1.5),
+            lambda rs, scope=scope: papers.mu_grpo(rs, scope, 0.3, 0.1, 1.5),
+        )
+        for scope in ("sequence", "suffix", "non_trigger_suffix", "trigger")
+    },
+    "mu_grpo-defaults": (OBJECTIVES["mu_grpo"](), papers.mu_grpo),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
+    objective, literal = CASES[name]
+    kept_count = dropped_count = 0
+    for seed in range(504):
+        batch = random_batch(seed)
+        tokens = batch.logprobs.numel()
+        precise = batch.logprobs.detach().double().requires_grad_()
+        value, kept = literal(papers.responses(batch, precise))
+        expected = [-value[i] if i in value else precise.new_zeros(()) for i in range(tokens)]
+        expected = torch.stack(expected) if tokens else precise.new_zeros(0)
+        expected_kept = torch.tensor([kept.get(i, False) for i in range(tokens)], dtype=torch.bool)
+
+        terms = objective(batch)
+        where = f"{name}, seed {seed} ({KINDS[seed % len(KINDS)]})"
+        assert terms.loss.dtype == torch.float32
+        assert torch.equal(terms.kept, expected_kept), where
+        assert (terms.loss[~batch.loss_mask] == 0).all(), where
+        torch.testing.assert_close(terms.loss.double(), expected, rtol=2e-5, atol=1e-6, msg=lambda m: f"{where}: {m}")  # noqa: B023
+
+        weights = torch.linspace(0.5, 1.5, tokens)
+        (ours,) = torch.autograd.grad((terms.loss * weights).sum(), batch.logprobs)
+        if expected.requires_grad:
+            (theirs,) = torch.autograd.grad((expected * weights.double()).sum(), precise, allow_unused=True)
+        else:
+            theirs = torch.zeros_like(precise)
+        torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=1e-6, msg=lambda m: f"{where}: {m}")  # noqa: B023
+        kept_count += int(terms.kept.sum())
+        dropped_count += int((batch.loss_mask & ~terms.kept).sum())
+    assert kept_count > 1000
+    assert dropped_count > 20 or name in ("cispo", "minpro", "topr")
+
+
+def test_gspo_tokens_average_to_the_sequence_objective() -> None:
+    """Eq. 5 of GSPO: weighting tokens by 1 / length gives value and gradient of one clipped ratio a response."""
+    for seed in range(100):
+        batch = random_batch(seed, "continuous")
+        precise = batch.logprobs.detach().double().requires_grad_()
+        rs = papers.responses(batch, precise)
+        values = papers.gspo_sequence(rs)
+        if not values:
+            continue
+        (theirs,) = torch.autograd.grad(-sum(values), precise, allow_unused=True)
+        terms = OBJECTIVES["gspo"]()(batch)
+        weights = torch.zeros(precise.numel())
+        for o in rs:
+            for t in o:
+                weights[t.index] = 1 / len(o)
+        (ours,) = torch.autograd.grad((terms.loss * weights).sum(), batch.logprobs)
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(float((terms.loss * weights).sum()), float(-sum(values)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"low_start": 0.8, "low_end": 0.95, "high_end": 2.0, "positive_target": 0.5},
+        {"positive_target": 1.0},
+        {"positive_target": 0.0},
+        {"low_start": 0.9, "low_end": 0.9},
+        {"high_start": 1.5, "high_end": 1.5, "positive_target": 0.7},
+        {"low_start": 0.6, "low_end": 0.65, "high_start": 1.2, "high_end": 1.29, "positive_target": 0.9},
+    ],
+)
+@pytest.mark.parametrize("variant", ["paper", "released"])
+def test_bapo_stops_at_the_state_where_its_loop_stops(variant: str, settings: dict[str, float]) -> None:
+    names = {"positive_target": "target" if variant == "released" else "rho0", "low_start": "low", "high_start": "high"}
+    literal = papers.bapo_released_bounds if variant == "released" else papers.bapo_bounds
+    objective = OBJECTIVES["bapo"](variant=variant, **settings)
+    states = set()
+    for seed in range(200):
+        batch = random_batch(seed)
+        expected = literal(
+            papers.responses(batch, batch.logprobs.detach().double()),
+            **{names.get(k, k): v for k, v in settings.items()},
+        )
+        bounds = objective.statistics(batch)
+        assert (float(bounds.ratio_min), float(bounds.ratio_max)) == pytest.approx(expected, abs=1e-9), seed
+        states.add((round(expected[0], 6), round(expected[1], 6)))
+    moves = settings.get("positive_target", 1) > 0 and not (variant == "paper" and settings.get("low_start") == 0.9)
+    assert len(states) > 1 if moves else len(states) == 1
+
+
+def test_bapo_walks_52_states_with_the_defaults() -> None:
+    """Adding floats would stop at .88 and 2.9999."""
+    batch = random_batch(3, "continuous")
+    batch = replace(batch, advantages=-torch.ones_like(batch.advantages), loss_mask=torch.ones_like(batch.loss_mask))
+    bounds = OBJECTIVES["bapo"]().statistics(replace(batch, rollout_logprobs=torch.zeros_like(batch.advantages)))
+    assert float(bounds.ratio_min) == pytest.approx(0.9, abs=1e-12)
+    assert float(bounds.ratio_max) == pytest.approx(3.0, abs=1e-12)
+    assert math.isclose(float(bounds.positive_share), 0.0)
+
+
+def test_released_m2po_mutes_more_than_the_paper() -> None:
+    g = torch.Generator().manual_seed(0)
+    batch = random_batch(0)
+    tokens = 4096
+    logprobs = -torch.rand(tokens, generator=g)
+    shift = torch.distributions.StudentT(2.0).sample((tokens,)) * 0.1
+    batch = replace(
+        batch,
+        logprobs=logprobs,
+        rollout_logprobs=logprobs - shift,
+        advantages=torch.randn(tokens, generator=g),
+        loss_mask=torch.ones(tokens, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, tokens]),
+    )
+    paper, released = OBJECTIVES["m2po"]()(batch), OBJECTIVES["m2po"](variant="released")(batch)
+    muted = [int((~terms.kept).sum()) for terms in (paper, released)]
+    assert 0 < muted[0] < muted[1]

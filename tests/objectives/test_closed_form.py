@@ -1,0 +1,130 @@
+"""Every objective on four tokens, worked out by hand, and which tensors receive a gradient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.batch import TokenBatch
+from megarl.objectives import OBJECTIVES, build_objective
+
+A, B = math.log(0.6), math.log(0.1)  # log-probs of the four tokens: A, B, A, B
+
+
+def four_tokens() -> TokenBatch:
+    """Two responses of two tokens, advantages 2 and -1, ratios 1.5, .5, 1.5, .5."""
+    return TokenBatch(
+        logprobs=torch.tensor([0.6, 0.1, 0.6, 0.1]).log().requires_grad_(),
+        rollout_logprobs=torch.tensor([0.4, 0.2, 0.4, 0.2]).log(),
+        advantages=torch.tensor([2.0, 2.0, -1.0, -1.0]),
+        loss_mask=torch.ones(4, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, 2, 4], dtype=torch.int32),
+        old_logprobs=torch.tensor([0.4, 0.1, 0.6, 0.2]).log(),
+    ).validate()
+
+
+S = math.sqrt(0.75)  # geometric mean of 1.5 and .5
+# name, fields, loss, gradient of the summed loss; a token is kept exactly where its gradient is not 0
+CASES: list[tuple[str, dict[str, Any], list[float], list[float]]] = [
+    ("reinforce", {}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
+    ("grpo", {}, [-2.4, -1, 1.5, 0.8], [0, -1, 1.5, 0]),
+    ("grpo", {"eps_low": 0.6, "eps_high": 0.6}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
+    ("dapo", {}, [-2.56, -1, 1.5, 0.8], [0, -1, 1.5, 0]),
+    ("gspo", {}, [-2 * S, -2 * S, 0.998, 0.998], [-2 * S, -2 * S, 0, 0]),
+    ("cispo", {}, [-3 * A, -1 * B, 1.5 * A, 0.5 * B], [-3, -1, 1.5, 0.5]),
+    ("cispo", {"eps_low": 0.2, "eps_high": 0.2}, [-2.4 * A, -1.6 * B, 1.2 * A, 0.8 * B], [-2.4, -1.6, 1.2, 0.8]),
+    ("minpro", {}, [-3 * A, -1.5 * B, 1.5 * A, 0.75 * B], [-3, -1.5, 1.5, 0.75]),
+    ("prefix_ratio_grpo", {}, [-2.4, -1.5, 1.5, 0.8], [0, -1.5, 1.5, 0]),
+    ("m2po", {}, [0, -1, 1.5, 0], [0, -1, 1.5, 0]),
+    # trust region: l = log 1.5 and log .5, squares .164 and .480; .2 keeps the first alone
+    ("m2po", {"m2_threshold": 0.2}, [-3, -1, 1.5, 0], [-3, -1, 1.5, 0]),
+    ("m2po", {"m2_threshold": 0.4}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
+    ("m2po", {"m2_threshold": 0.2, "variant": "released"}, [-3, -1, 1.5, 2 / 3], [-3, -1, 1.5, 0]),
+    ("mu_grpo", {}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
+    ("mu_grpo", {"veto_threshold": 0.6}, [-3, -1, 0, 0], [-3, -1, 0, 0]),
+    ("mu_grpo", {"ratio_min": 0.7, "ratio_max": 1.4}, [-2.8, -1, 1.5, 0.7], [0, -1, 1.5, 0]),
+    # contribution at (.6, 1.2): 1.16 / 1.88 = .617; with c_high 1.45 it is 1.36 / 2.08 = .654
+    ("bapo", {}, [-2.4, -1, 1.5, 0.6], [0, -1, 1.5, 0]),
+    ("bapo", {"positive_target": 0.65}, [-2.9, -1, 1.5, 0.6], [0, -1, 1.5, 0]),
+    # unweighted, positive / negative: 3.4 / 2.1 = 1.619 at (.6, 1.2); c_low then walks to .9, where 3.9 / 2.4 = 1.625
+    ("bapo", {"positive_target": 1.6, "variant": "released"}, [-2.4, -1, 1.5, 0.6], [0, -1, 1.5, 0]),
+    ("bapo", {"positive_target": 1.62, "variant": "released"}, [-2.9, -1, 1.5, 0.9], [0, -1, 1.5, 0]),
+    ("topr", {}, [-2 * A, -2 * B, 0.75 * A, 0.75 * B], [-2, -2, 0.75, 0.75]),
+    ("topr", {"ratio_max": 0.5}, [-2 * A, -2 * B, 0.5 * A, 0.5 * B], [-2, -2, 0.5, 0.5]),
+    # weights 1, .5, 1.5, 1 and proximal ratios 1.5, 1, 1, .5
+    ("decoupled_ppo", {}, [-2.4, -1, 1.5, 0.8], [0, -1, 1.5, 0]),
+    ("decoupled_ppo", {"behaviour_weight_max": 1.25}, [-2.4, -1, 1.25, 0.8], [0, -1, 1.25, 0]),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "loss", "gradient"), CASES)
+def test_four_tokens(name: str, fields: dict[str, Any], loss: list[float], gradient: list[float]) -> None:
+    batch = four_tokens()
+    terms = build_objective(name, fields)(batch)
+    assert terms.loss.tolist() == pytest.approx(loss, abs=2e-6)
+    (ours,) = torch.autograd.grad(terms.loss.sum(), batch.logprobs)
+    assert ours.tolist() == pytest.approx(gradient, abs=2e-6)
+    assert terms.kept.tolist() == [g != 0 for g in gradient]
+
+
+def test_every_objective_has_a_closed_form() -> None:
+    assert {case[0] for case in CASES} == set(OBJECTIVES)
+
+
+@pytest.mark.parametrize(
+    ("scope", "loss"),
+    [
+        ("sequence", [0, 0, 0, 0]),
+        ("suffix", [1.5, 0.5, 0, 0]),
+        ("non_trigger_suffix", [1.5, 0.5, 0.25, 0]),
+        ("trigger", [1.5, 0, 0, 1.5]),
+    ],
+)
+def test_veto_scopes(scope: str, loss: list[float]) -> None:
+    """One response with A = -1 whose second and third tokens are triggers."""
+    ratio = torch.tensor([1.5, 0.5, 0.25, 1.5])
+    batch = TokenBatch(
+        logprobs=(ratio / 10).log(),
+        rollout_logprobs=torch.full((4,), 0.1).log(),
+        advantages=-torch.ones(4),
+        loss_mask=torch.ones(4, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, 4], dtype=torch.int32),
+    )
+    objective = build_objective("mu_grpo", {"veto_threshold": 0.6, "veto_scope": scope})
+    terms = objective(batch)
+    assert terms.loss.tolist() == pytest.approx(loss, abs=1e-6)
+    vetoed, tokens = (float(x) for x in terms.metrics["veto_fraction"])
+    assert (vetoed, tokens) == (sum(x == 0 for x in loss), 4)
+    positive = objective(replace(batch, advantages=torch.ones(4)))
+    assert positive.kept.all(), "responses with A > 0 are never vetoed"
+
+
+def test_prefix_of_untrained_tokens_is_one() -> None:
+    """The prompt is no prefix: the first trained token's m_t is 1, and gaps do not enter the minimum."""
+    batch = TokenBatch(
+        logprobs=torch.tensor([-9.0, -2.0, -9.0, -1.0]),
+        rollout_logprobs=torch.tensor([-1.0, -1.0, -1.0, -1.0]),
+        advantages=torch.ones(4),
+        loss_mask=torch.tensor([False, True, False, True]),
+        cu_seqlens=torch.tensor([0, 4]),
+    )
+    loss = build_objective("minpro", {})(batch).loss
+    assert loss.tolist() == pytest.approx([0, 2 * math.exp(-1), 0, math.exp(-1)], rel=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_only_the_policy_receives_a_gradient(name: str, variant: str) -> None:
+    batch = four_tokens()
+    others = ("rollout_logprobs", "advantages", "old_logprobs")
+    batch = replace(batch, **{field: getattr(batch, field).clone().requires_grad_() for field in others})
+    terms = build_objective(name, {"variant": variant} if name in ("m2po", "bapo") else {})(batch)
+    terms.loss.sum().backward()
+    assert batch.logprobs.grad is not None and float(batch.logprobs.grad.abs().sum()) > 0
+    for field in others:
+        assert getattr(batch, field).grad is None, field
+    assert not any(value.requires_grad for pair in terms.metrics.values() for value in pair)

@@ -1,0 +1,153 @@
+"""Wrong input: one message that names tensor, index and value, or field, value and range."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from random_batches import random_batch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megarl.batch import ContextShard, TokenBatch
+from megarl.errors import UserError
+from megarl.objectives import OBJECTIVES, build_objective
+from megarl.off_policy_metrics import log_ratio_histograms, prefix_metrics
+
+
+def good() -> TokenBatch:
+    return TokenBatch(
+        logprobs=torch.full((5,), -1.0),
+        rollout_logprobs=torch.full((5,), -1.5),
+        advantages=torch.ones(5),
+        loss_mask=torch.tensor([False, True, True, True, True]),
+        cu_seqlens=torch.tensor([0, 2, 5], dtype=torch.int32),
+    )
+
+
+def with_value(tensor: torch.Tensor, index: int, value: float) -> torch.Tensor:
+    changed = tensor.clone()
+    changed[index] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"logprobs": with_value(torch.zeros(5), 3, -math.inf)}, ["logprobs[3]", "-inf"]),
+        ({"rollout_logprobs": with_value(torch.zeros(5), 2, math.nan)}, ["rollout_logprobs[2]", "nan"]),
+        ({"advantages": with_value(torch.zeros(5), 4, math.inf)}, ["advantages[4]", "inf"]),
+        ({"old_logprobs": with_value(torch.zeros(5), 1, math.nan)}, ["old_logprobs[1]", "nan"]),
+        ({"rollout_logprobs": torch.zeros(4)}, ["rollout_logprobs", "4", "5"]),
+        ({"loss_mask": torch.ones(6, dtype=torch.bool)}, ["loss_mask", "6", "5"]),
+        ({"loss_mask": torch.ones(5)}, ["loss_mask", "float32", "bool"]),
+        ({"advantages": torch.ones(5, dtype=torch.float16)}, ["advantages", "float16", "float32"]),
+        ({"logprobs": torch.zeros(5, 1)}, ["logprobs", "(5, 1)"]),
+        ({"advantages": None}, ["advantages", "None"]),
+        ({"cu_seqlens": torch.tensor([0, 2, 4])}, ["cu_seqlens[2]", "4", "5"]),
+        ({"cu_seqlens": torch.tensor([1, 2, 5])}, ["cu_seqlens[0]", "1"]),
+        ({"cu_seqlens": torch.tensor([0, 3, 2, 5])}, ["cu_seqlens[2]", "2", "cu_seqlens[1] = 3"]),
+        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, ["cu_seqlens", "float32", "int32"]),
+        ({"sequence_index": torch.tensor([0])}, ["sequence_index", "(1,)", "[2]"]),
+        ({"shard": ContextShard(None, 0, 2)}, ["cu_seqlens[2]", "sequence 1", "3", "multiple of 4"]),
+    ],
+)
+def test_a_wrong_batch_is_named(changes: dict[str, Any], words: list[str]) -> None:
+    good().validate()
+    with pytest.raises(UserError) as error:
+        replace(good(), **changes).validate()
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_untrained_tokens_may_hold_anything() -> None:
+    """Token 0 is a prompt token."""
+    batch = replace(good(), logprobs=with_value(torch.zeros(5), 0, math.nan)).validate()
+    for name in OBJECTIVES:
+        logprobs = batch.logprobs.clone().requires_grad_()
+        terms = build_objective(name, {})(replace(batch, logprobs=logprobs, old_logprobs=batch.rollout_logprobs))
+        (gradient,) = torch.autograd.grad(terms.loss.sum(), logprobs)
+        assert torch.isfinite(gradient).all() and torch.isfinite(terms.loss).all(), name
+        assert all(math.isfinite(float(x)) for pair in terms.metrics.values() for x in pair), name
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("grop", {}, ["'grop'", "'grpo'", "known objectives"]),
+        ("grpo", {"eps_lo": 0.1}, ["'grpo'", "'eps_lo'", "'eps_low'"]),
+        ("grpo", {"eps_low": 1.5}, ["eps_low", "1.5", "[0, 1]"]),
+        ("grpo", {"eps_high": math.nan}, ["eps_high", "nan"]),
+        ("grpo", {"eps_low": "0.2"}, ["eps_low", "'0.2'", "number"]),
+        ("grpo", {"eps_low": True}, ["eps_low", "True", "number"]),
+        ("grpo", {"aggregation": "mean"}, ["aggregation", "'mean'", "sequence_mean", "token_mean"]),
+        ("m2po", {"m2_threshold": -0.04}, ["m2_threshold", "-0.04", "[0, inf]"]),
+        ("m2po", {"variant": "release"}, ["variant", "'release'", "'released'"]),
+        ("mu_grpo", {"veto_threshold": 2}, ["veto_threshold", "2", "[0, 1]"]),
+        ("mu_grpo", {"veto_scope": "sufix"}, ["veto_scope", "'sufix'", "'suffix'"]),
+        ("mu_grpo", {"ratio_max": 0.5}, ["ratio_max", "0.5", "[1, inf]"]),
+        ("bapo", {"low_start": 0.95}, ["low_end", "0.9", "low_start", "0.95"]),
+        ("bapo", {"high_end": math.inf}, ["high_end", "inf", "finite"]),
+        ("bapo", {"low_step": 0}, ["low_step", "0"]),
+        ("bapo", {"positive_target": 1.2}, ["positive_target", "1.2", "[0, 1]"]),
+        ("topr", {"ratio_max": -1}, ["ratio_max", "-1"]),
+    ],
+)
+def test_a_wrong_field_is_named(name: str, fields: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        build_objective(name, fields)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_fields_are_checked_without_a_recipe_too() -> None:
+    with pytest.raises(UserError, match="m2_threshold"):
+        OBJECTIVES["m2po"](m2_threshold=-1)
+
+
+def test_whole_numbers_are_numbers() -> None:
+    assert build_objective("mu_grpo", {"ratio_max": 5}) == build_objective("mu_grpo", {"ratio_max": 5.0})
+
+
+def test_decoupled_ppo_asks_for_the_proximal_policy() -> None:
+    with pytest.raises(UserError, match="old_logprobs"):
+        OBJECTIVES["decoupled_ppo"]()(good())
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_empty_batch_is_no_special_case(name: str) -> None:
+    """A rank without tokens still takes part: no loss, no counts, no NaN."""
+    empty = TokenBatch(
+        torch.zeros(0, requires_grad=True), torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool),
+        torch.zeros(1, dtype=torch.int32), old_logprobs=torch.zeros(0),
+    ).validate()  # fmt: skip
+    for variant in ("paper", "released"):
+        terms = build_objective(name, {"variant": variant} if name in ("m2po", "bapo") else {})(empty)
+        assert terms.loss.shape == terms.kept.shape == (0,)
+        assert all(pair[0].tolist() == 0 and pair[1].tolist() == 0 for pair in terms.metrics.values())
+    assert int(log_ratio_histograms(empty)["ratio"].sum()) == 0
+
+
+@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_no_objective_waits_for_the_device(name: str, variant: str) -> None:
+    """On tensors without data every read of a value on the host is an error."""
+    objective = build_objective(name, {"variant": variant} if name in ("m2po", "bapo") else {})
+    batch = random_batch(0, "continuous")
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fake = {k: mode.from_tensor(v) for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}
+        batch = TokenBatch(**fake)
+        terms = objective(batch, objective.statistics(batch.detach()))
+        log_ratio_histograms(batch)
+        prefix_metrics(batch)
+    assert terms.loss.shape == batch.logprobs.shape
+
+
+def test_importing_objectives_pulls_in_no_engine() -> None:
+    modules = "megarl.objectives, megarl.batch, megarl.advantages, megarl.off_policy_metrics"
+    forbidden = {"megatron", "vllm", "sglang", "transformers", "nemo_run"}
+    code = f"import sys, {modules}; print(*({forbidden!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

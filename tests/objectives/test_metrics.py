@@ -1,0 +1,139 @@
+"""Health metrics: each against its definition on the trained tokens, and quantiles against sorting."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from random_batches import random_batch
+
+from megarl.batch import TokenBatch
+from megarl.objectives import build_objective
+from megarl.off_policy_metrics import (
+    QUANTILES,
+    histogram,
+    log_ratio_histograms,
+    prefix_metrics,
+    quantiles,
+    summarise,
+)
+
+BATCHES = [random_batch(seed, kind) for kind in ("continuous", "ties", "heavy_tails") for seed in range(20)]
+
+
+def log_ratios(batch: TokenBatch) -> torch.Tensor:
+    return (batch.logprobs.detach().double() - batch.rollout_logprobs.double()).clamp(-20, 20)
+
+
+def mean(values: torch.Tensor, where: torch.Tensor) -> tuple[float, float]:
+    return float(values[where].sum()), float(where.sum())
+
+
+def test_every_metric_is_its_definition() -> None:
+    objective = build_objective("mu_grpo", {"veto_threshold": 0.5, "ratio_max": 1.3, "veto_scope": "trigger"})
+    for batch in BATCHES:
+        mask, a, l = batch.loss_mask, batch.advantages, log_ratios(batch)
+        rho = l.exp()
+        terms = objective(batch)
+        trust = mask & (((a > 0) & (l > 0)) | ((a < 0) & (l < 0)))
+        veto, clip = (a < 0) & (rho < 0.5), (a > 0) & (rho > 1.3)
+        expected = {
+            "ratio/mean": mean(rho, mask),
+            "ratio/square_mean": mean(rho**2, mask),
+            "chi2": mean((rho - 1) ** 2, mask),
+            "kl/k1": mean(-l, mask),
+            "kl/k3": mean(rho - 1 - l, mask),
+            "m2/all": mean(l**2, mask),
+            "m2/before": mean(l**2, trust),
+            "m2/after": mean(l**2, trust & terms.kept),
+            "veto_fraction": mean(veto.double(), mask),
+            "veto_fraction/negative": mean(veto.double(), mask & (a < 0)),
+            "clip_fraction": mean(clip.double(), mask),
+            "clip_fraction/positive": mean(clip.double(), mask & (a > 0)),
+            "clip_fraction/negative": mean(clip.double(), mask & (a < 0)),
+            "kept_fraction": mean(terms.kept.double(), mask),
+            "kept_fraction/negative": mean(terms.kept.double(), mask & (a < 0)),
+            "loss": (float(terms.loss.detach().double().sum()), float(mask.sum())),
+        }
+        for name, pair in expected.items():
+            got = terms.metrics[name]
+            assert got[0].dtype == got[1].dtype == torch.float64 and got[0].dim() == 0
+            assert (float(got[0]), float(got[1])) == pytest.approx(pair, rel=1e-5, abs=1e-5), name
+
+
+def test_the_clamp_is_counted() -> None:
+    batch = random_batch(2, "extreme")
+    raw = (batch.logprobs.detach() - batch.rollout_logprobs)[batch.loss_mask]
+    total, count = build_objective("reinforce", {})(batch).metrics["log_ratio_clamp_fraction"]
+    assert float(total) == int((raw.abs() > 20).sum()) > 0
+    assert float(count) == raw.numel()
+
+
+def test_dampen_rates_after_good_and_bad_prefixes() -> None:
+    """Ratios .5, 1, 2 | 1, .9, .7 | .9: the second and third tokens of the first response follow a bad prefix."""
+    rho = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.7, 0.9])
+    batch = TokenBatch(
+        rho.log(), torch.zeros(7), torch.ones(7), torch.ones(7, dtype=torch.bool), torch.tensor([0, 3, 6, 7])
+    )
+    rates = {name: [float(x) for x in pair] for name, pair in prefix_metrics(batch).items()}
+    # m = 1, .5, .5 | 1, 1, .9 | 1; m rho = .5, .5, 1 | 1, .9, .63 | .9
+    assert rates == {
+        "dampen/token/good_prefix": [2, 5],
+        "dampen/token/bad_prefix": [0, 2],
+        "dampen/prefix/good_prefix": [2, 5],
+        "dampen/prefix/bad_prefix": [1, 2],
+    }
+    summary = summarise(prefix_metrics(batch))
+    assert summary["dampen/prefix/selectivity"] == pytest.approx(0.5 / 0.4)
+    for name in ("minpro", "prefix_ratio_grpo"):
+        metrics = build_objective(name, {})(batch).metrics
+        assert [float(x) for x in metrics["dampen/bad_prefix"]] == [1, 2]
+
+
+@pytest.mark.parametrize("spread", [1e-5, 0.01, 0.5, 5.0, 30.0])
+def test_quantiles_lie_within_half_a_bin_of_sorting(spread: float) -> None:
+    g = torch.Generator().manual_seed(int(spread * 1e5))
+    for n in (1, 2, 7, 1000):
+        values = (torch.randn(n, generator=g, dtype=torch.float64) * spread).clamp(-20, 20)
+        exact = values.sort().values
+        got = quantiles(histogram(values, torch.ones(n, dtype=torch.bool)))
+        for level, q in zip(QUANTILES, got, strict=True):
+            rank = max(math.ceil(level * n - 1e-9), 1) - 1
+            assert q == pytest.approx(float(exact[rank]), rel=0.025, abs=1e-4), (n, level)
+
+
+def test_histograms_add_over_micro_batches() -> None:
+    values = torch.linspace(-25, 25, 999)
+    mask = torch.rand(999, generator=torch.Generator().manual_seed(0)) < 0.7
+    whole = histogram(values, mask)
+    parts = [histogram(v, m) for v, m in zip(values.split(100), mask.split(100), strict=True)]
+    assert torch.equal(whole, sum(parts)) and int(whole.sum()) == int(mask.sum())
+
+
+def test_summary_of_several_micro_batches() -> None:
+    """Sums over micro-batches, then ess, quantiles and the bound of Theorem 5.1."""
+    metrics: dict = {}
+    histograms: dict = {}
+    for batch in BATCHES:
+        for name, pair in build_objective("dapo", {})(batch).metrics.items():
+            total, count = metrics.get(name, (0, 0))
+            metrics[name] = (total + pair[0], count + pair[1])
+        for name, counts in log_ratio_histograms(batch).items():
+            histograms[name] = histograms.get(name, 0) + counts
+    out = summarise(metrics, histograms)
+    l = torch.cat([log_ratios(b)[b.loss_mask] for b in BATCHES])
+    rho = l.exp()
+    assert out["ess"] == pytest.approx(float(rho.mean() ** 2 / (rho**2).mean()), rel=1e-5)
+    assert out["ratio/mean"] == pytest.approx(float(rho.mean()), rel=1e-5)
+    assert math.log(out["ratio/q50"]) == pytest.approx(float(l.median()), rel=0.05, abs=1e-3)
+    assert math.log(out["ratio/q100"]) == pytest.approx(float(l.max()), rel=0.025)
+    largest = float(l.abs().max())
+    assert out["chi2"] <= math.exp(2 * largest) * out["m2/all"] <= out["chi2/bound"] * (1 + 1e-6)
+    assert all(math.isfinite(x) for x in out.values())
+
+
+def test_an_empty_update_has_no_numbers() -> None:
+    batch = random_batch(0, "empty_masks")
+    assert int(batch.loss_mask.sum()) == 0
+    assert summarise(build_objective("grpo", {})(batch).metrics, log_ratio_histograms(batch)) == {}

@@ -1,0 +1,165 @@
+"""What must hold for every batch: hypothesis looks for one where it does not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from random_batches import random_batch
+
+from megarl.batch import TokenBatch
+from megarl.objectives import OBJECTIVES, build_objective
+from megarl.objectives.ratios import prefix_min_log_ratio
+
+SEVENTHS = st.integers(-40, 40).map(lambda k: k / 7)
+SMALL = st.floats(-2, 2, width=32)
+quick = settings(max_examples=150, deadline=None)
+
+
+@st.composite
+def batches(draw: st.DrawFn, log_ratios: st.SearchStrategy[float] = st.one_of(SEVENTHS, SMALL)) -> TokenBatch:
+    """Responses as lists of (log-ratio, trained), with an advantage each."""
+    responses = draw(
+        st.lists(st.tuples(st.lists(st.tuples(log_ratios, st.booleans()), max_size=8), st.integers(-2, 2)), max_size=5)
+    )
+    tokens = [(l, t, a) for response, a in responses for l, t in response]
+    l, trained, advantages = (torch.tensor([token[i] for token in tokens]) for i in range(3))
+    lengths = torch.tensor([0, *(len(response) for response, _ in responses)])
+    return TokenBatch(
+        logprobs=l.float().requires_grad_(),
+        rollout_logprobs=torch.zeros(len(tokens)),
+        advantages=advantages.float(),
+        loss_mask=trained.bool(),
+        cu_seqlens=lengths.cumsum(0).int(),
+        old_logprobs=torch.zeros(len(tokens)),
+    ).validate()
+
+
+@quick
+@given(batches(), st.sampled_from([0.001, 0.04, 0.3, 1.0]))
+def test_m2po_keeps_as_much_as_the_budget_allows(batch: TokenBatch, threshold: float) -> None:
+    """Mean l^2 of the kept trust region <= threshold, and the smallest masked token would break it."""
+    kept = build_objective("m2po", {"m2_threshold": threshold})(batch).kept
+    l = batch.logprobs.detach().double()
+    trust = batch.loss_mask & (batch.advantages * l > 0)
+    assert torch.equal(kept & ~trust, batch.loss_mask & ~trust), "tokens outside the trust region are never masked"
+    squares, dropped = l[kept & trust].square(), l[trust & ~kept].square()
+    if len(squares):
+        assert float(squares.mean()) <= threshold + 1e-8
+    if len(dropped):
+        with_one_more = torch.cat([squares, dropped.min()[None]])
+        assert float(with_one_more.mean()) > threshold - 1e-8
+        assert not len(squares) or squares.max() <= dropped.min()
+
+
+@quick
+@given(batches())
+def test_chi_square_is_bounded_by_the_second_moment(batch: TokenBatch) -> None:
+    """Theorem 5.1 of M2PO: chi^2 <= R^2 M2 where 1/R <= rho <= R."""
+    assume(bool(batch.loss_mask.any()))
+    metrics = build_objective("reinforce", {})(batch).metrics
+    chi2, m2 = (float(metrics[name][0] / metrics[name][1]) for name in ("chi2", "m2/all"))
+    largest = math.exp(float(batch.logprobs.detach()[batch.loss_mask].abs().max()))
+    assert chi2 <= largest**2 * m2 * (1 + 1e-9) + 1e-12
+
+
+@quick
+@given(batches(), st.sampled_from([1e-4, 0.1, 0.5, 1.0]))
+def test_veto_scopes_are_nested(batch: TokenBatch, threshold: float) -> None:
+    def vetoed(scope: str) -> torch.Tensor:
+        fields = {"veto_scope": scope, "veto_threshold": threshold, "ratio_max": math.inf}
+        return batch.loss_mask & ~build_objective("mu_grpo", fields)(batch).kept
+
+    sequence, suffix, trigger, h = (vetoed(s) for s in ("sequence", "suffix", "trigger", "non_trigger_suffix"))
+    assert not (trigger & h).any(), "trigger and H are disjoint"
+    assert not (h & ~suffix).any(), "H lies in the suffix"
+    assert torch.equal(trigger | suffix, trigger | h), "suffix and triggers together are H and triggers"
+    assert not ((suffix | trigger) & ~sequence).any(), "all lie in the sequence"
+    assert not (sequence & (batch.advantages >= 0)).any(), "only A < 0 is vetoed"
+    assert bool(sequence.any()) == bool(trigger.any())
+
+
+@quick
+@given(batches(), st.data())
+def test_a_lower_earlier_ratio_never_raises_a_later_weight(batch: TokenBatch, data: st.DataObject) -> None:
+    """m_t rho_t of the prefix methods is monotone in every earlier ratio, and no later or foreign token matters."""
+    tokens = batch.logprobs.numel()
+    assume(tokens > 0)
+    index = data.draw(st.integers(0, tokens - 1))
+    lower = batch.logprobs.detach().clone()
+    lower[index] -= data.draw(st.sampled_from([2**-6, 0.5, 3.0]))
+    before = prefix_min_log_ratio(batch.logprobs.detach(), batch)
+    after = prefix_min_log_ratio(lower, batch)
+    # the first trained token of a response has no prefix: m = 1 by convention, whatever came before it
+    first_trained = [
+        next((i for i in range(a, b) if batch.loss_mask[i]), b)
+        for a, b in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)
+    ]
+    start = torch.searchsorted(batch.cu_seqlens[1:].long(), torch.arange(tokens), right=True)
+    assert (after <= before).all()
+    same_response = start == start[index]
+    later = torch.arange(tokens) > index
+    untouched = ~(same_response & later) | ~batch.loss_mask[index]
+    assert torch.equal(after[untouched], before[untouched])
+    assert all(float(before[i]) == 0 for i in first_trained if i < tokens)
+
+
+@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+@settings(max_examples=40, deadline=None)
+@given(batch=batches())
+def test_on_policy_every_objective_has_the_reinforce_gradient(name: str, variant: str, batch: TokenBatch) -> None:
+    """rho = 1 everywhere: grad = -A grad log pi for every trained token, and all of them are kept."""
+    same = batch.logprobs.detach().clone()
+    batch = replace(batch, rollout_logprobs=same, old_logprobs=same)
+    terms = build_objective(name, {"variant": variant} if name in ("m2po", "bapo") else {})(batch)
+    assert torch.equal(terms.kept, batch.loss_mask)
+    (gradient,) = torch.autograd.grad(terms.loss.sum(), batch.logprobs)
+    torch.testing.assert_close(gradient, torch.where(batch.loss_mask, -batch.advantages, 0))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_untrained_tokens_neither_count_nor_influence(name: str) -> None:
+    """Cutting them out of the batch changes no loss, mask or metric of the others."""
+    for seed in range(60):
+        batch = random_batch(seed)
+        mask = batch.loss_mask
+        lengths = [int(mask[a:b].sum()) for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
+        dense = TokenBatch(
+            *(x.detach()[mask] for x in (batch.logprobs, batch.rollout_logprobs, batch.advantages, mask)),
+            cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
+            old_logprobs=batch.old_logprobs[mask],
+        )
+        ours, theirs = build_objective(name, {})(batch), build_objective(name, {})(dense)
+        torch.testing.assert_close(ours.loss.detach()[mask], theirs.loss)
+        assert torch.equal(ours.kept[mask], theirs.kept)
+        for key, (total, count) in ours.metrics.items():
+            other: Any = theirs.metrics[key]
+            assert (float(total), float(count)) == pytest.approx(
+                (float(other[0]), float(other[1])), rel=1e-6, abs=1e-9
+            ), key
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches(), st.randoms(use_true_random=False))
+def test_the_order_of_sequences_does_not_matter(batch: TokenBatch, random: Any) -> None:
+    bounds = batch.cu_seqlens.tolist()
+    sequences = list(range(len(bounds) - 1))
+    random.shuffle(sequences)
+    where = torch.cat([torch.zeros(0).long(), *(torch.arange(bounds[s], bounds[s + 1]) for s in sequences)])
+    lengths = [bounds[s + 1] - bounds[s] for s in sequences]
+    shuffled = TokenBatch(
+        batch.logprobs.detach()[where], batch.rollout_logprobs[where], batch.advantages[where], batch.loss_mask[where],
+        torch.tensor([0, *lengths]).cumsum(0).int(), old_logprobs=batch.old_logprobs[where],
+        sequence_index=torch.tensor(sequences, dtype=torch.int64),
+    )  # fmt: skip
+    batch = replace(batch, sequence_index=torch.arange(len(sequences)))
+    for name in OBJECTIVES:
+        ours, theirs = build_objective(name, {})(batch), build_objective(name, {})(shuffled)
+        assert torch.equal(ours.kept[where], theirs.kept), name
+        torch.testing.assert_close(ours.loss.detach()[where], theirs.loss)
