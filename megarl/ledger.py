@@ -1,4 +1,4 @@
-"""The ledger of a rollout store: one checksummed line a shard, and every check that says whether the files agree with it."""
+"""The ledger of a rollout store: one checksummed line a shard, and the checks that the files agree with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEALED = "SEALED"
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One ledger line: a shard and what is in it. ``tokens`` counts response tokens, ``bytes`` is the size of its file."""
+    """One ledger line: a shard and what is in it. ``tokens`` are response tokens, ``bytes`` is the size of its file."""
 
     shard: str
     groups: tuple[int, ...]
@@ -57,7 +57,7 @@ def lock(path: Path) -> FileIO:
 
     Raises `UserError` when a live process has it.
     """
-    # flock belongs to the open file: unlike a POSIX record lock it is not lost when this process reads the ledger elsewhere.
+    # flock belongs to the open file: a POSIX record lock would be lost when this process closes a reader of the ledger.
     file = FileIO(path, "r+", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o644))
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,7 +70,7 @@ def lock(path: Path) -> FileIO:
 
 
 def parse(path: Path) -> tuple[list[LedgerEntry], int]:
-    """Entries of one ledger and the length in bytes of its intact part: a line torn by a crash at the very end is left out."""
+    """Entries of one ledger and the bytes of its intact part: a line torn by a crash at the very end is left out."""
     *lines, tail = path.read_bytes().split(b"\n")
     entries, length = [], 0
     for number, line in enumerate(lines, 1):
@@ -79,8 +79,8 @@ def parse(path: Path) -> tuple[list[LedgerEntry], int]:
             if number == len(lines) and not tail:
                 break
             raise UserError(
-                f"line {number} of {path} is damaged: its checksum does not match. Restore the file from a copy, or delete "
-                "that line and start again: only its groups are generated anew"
+                f"line {number} of {path} is damaged: its checksum does not match. Restore the file from a copy, or "
+                "delete that line and start again: only its groups are generated anew"
             )
         entries.append(entry)
         length += len(line) + 1
@@ -125,8 +125,8 @@ def check_one_policy(
         ):
             if ours != theirs:
                 raise UserError(
-                    f"{directory / entry.shard} was sampled with {name} {theirs!r}, not {ours!r}: a stage has one behaviour "
-                    f"policy. Put the first policy back, or delete {directory} to generate the stage again"
+                    f"{directory / entry.shard} was sampled with {name} {theirs!r}, not {ours!r}: a stage has one "
+                    f"behaviour policy. Put the first policy back, or delete {directory} to generate the stage again"
                 )
 
 
@@ -138,8 +138,8 @@ def check_seal(directory: Path) -> None:
         intact = False
     if not intact:
         raise UserError(
-            f"{directory / LEDGER} does not agree with {directory / SEALED}: one of the two was truncated or edited after sealing. "
-            f"Restore it from a copy, or delete {directory} to generate the stage again"
+            f"{directory / LEDGER} does not agree with {directory / SEALED}: one of the two was truncated or edited "
+            f"after sealing. Restore it from a copy, or delete {directory} to generate the stage again"
         )
 
 
@@ -158,6 +158,6 @@ def verify_shard(path: Path, entry: LedgerEntry) -> None:
 def _damaged(path: Path, what: str) -> UserError:
     seal_file = f"{SEALED}, " if is_sealed(path.parent) else ""
     return UserError(
-        f"the shard {path} {what}. Restore it from a copy, or delete {seal_file}the shard and its line in the ledger and start again: "
-        "only its groups are generated anew"
+        f"the shard {path} {what}. Restore it from a copy, or delete {seal_file}the shard and its line in the ledger "
+        "and start again: only its groups are generated anew"
     )

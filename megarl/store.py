@@ -1,8 +1,8 @@
 """The rollout store: memory-mapped Arrow shards and a checksummed ledger that says which of them count.
 
-A group (all responses of a prompt) is there whole or not at all. A shard is synced and renamed into place, then one synced
-ledger line names it; a group is present when such a line is. Killed anywhere, the writer drops what no intact line names
-and the phase generates only the missing groups again. `seal` freezes the stage.
+A group (all responses of a prompt) is there whole or not at all. A shard is synced and renamed into place, then one
+synced ledger line names it; a group is present when such a line is. Killed anywhere, the writer drops what no intact
+line names and the phase generates only the missing groups again. `seal` freezes the stage.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RolloutWriter:
         _remove_orphans(self.directory, f"w{self.writer:05d}_*.arrow", everything)
 
     def append(self, groups: Sequence[Group]) -> None:
-        """Write ``groups`` as one shard and one ledger line. On return they survive a power loss; on an error none is present."""
+        """Write ``groups`` as one shard and one ledger line: durable on return, none of them present on an error."""
         if not groups:
             return
         groups = sorted(groups, key=lambda group: group.group_id)
@@ -179,7 +179,8 @@ class RolloutWriter:
 class RolloutStore:
     """What is present in one directory at this moment; sealed or still being written.
 
-    ``entries`` are the ledger lines by first group id; ``group_ids`` the sorted ids present. Raises `UserError` for a damaged ledger.
+    ``entries`` are the ledger lines by first group id; ``group_ids`` the sorted ids present.
+    Raises `UserError` for a damaged ledger.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -246,9 +247,9 @@ class _Shard:
 
 
 def seal(directory: Path, expected: range) -> None:
-    """Freeze a directory that holds exactly the groups ``expected``: one ledger, then SEALED. Safe to repeat after a kill.
+    """Freeze a directory that holds exactly the groups ``expected``: one ledger, then SEALED. Repeat it after a kill.
 
-    Raises `UserError` when groups are missing or foreign, a shard has another size than its line says, or a writer is live.
+    Raises `UserError` when groups are missing or foreign, a shard's size is not its line's, or a writer is live.
     """
     directory = Path(directory)
     _check_complete(RolloutStore(directory), expected)
@@ -282,12 +283,14 @@ def _check_complete(store: RolloutStore, expected: range) -> None:
     missing = store.missing(expected)
     if missing:
         raise UserError(
-            f"{store.directory} lacks {len(missing)} of {len(expected)} groups (the first is {missing[0]}): run the rollout phase again"
+            f"{store.directory} lacks {len(missing)} of {len(expected)} groups (the first is {missing[0]}): "
+            "run the rollout phase again"
         )
     foreign = [group for group in store.group_ids if group not in expected]
     if foreign:
         raise UserError(
-            f"{store.directory} has {len(foreign)} groups outside {expected}, the first is {foreign[0]}: another recipe wrote it"
+            f"{store.directory} has {len(foreign)} groups outside {expected}, the first is {foreign[0]}: "
+            "another recipe wrote it"
         )
 
 
@@ -310,7 +313,8 @@ def _validate(groups: Sequence[Group]) -> None:
             logprobs = response.logprobs
             if logprobs.dtype != np.float32 or logprobs.shape != response.tokens.shape:
                 raise UserError(
-                    f"{here}: logprobs must be float32 [{len(response.tokens)}] like its tokens, got {logprobs.dtype} {list(logprobs.shape)}"
+                    f"{here}: logprobs must be float32 [{len(response.tokens)}] like its tokens, "
+                    f"got {logprobs.dtype} {list(logprobs.shape)}"
                 )
             if not logprobs.max() <= LOGPROB_TOLERANCE or not np.isfinite(logprobs.min()):  # a NaN fails the first
                 raise UserError(f"{here}: log-probs must be finite and <= 0, got {logprobs.min()} to {logprobs.max()}")

@@ -1,7 +1,7 @@
-"""The built-in engine: a decode loop with a KV cache on the exported Hugging Face model. For one CPU, and to check other engines.
+"""The built-in engine: a decode loop with a KV cache on the exported Hugging Face model, for one CPU.
 
-All rows of a batch stand at the same absolute position: a prompt joins when the loop reaches its length and its responses
-leave when they are finished. So there is no padding, hence no attention mask, and nothing that could leak from one.
+All rows of a batch stand at the same absolute position: a prompt joins when the loop reaches its length and its
+responses leave when they are finished. So there is no padding, no attention mask, and nothing that could leak from one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SERVED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)  # what `_Decoder.join
 class BuiltinEngine:
     """A `RolloutEngine` on transformers. The same chunk of prompts and sampling gives the same bytes on one machine.
 
-    ``policy_dir`` is a local directory with config.json and safetensors. Raises `UserError` when it cannot be loaded in full.
+    ``policy_dir`` is a local directory with config.json and safetensors; what is not there in full is a `UserError`.
     """
 
     def __init__(self, policy_dir: Path, version: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
@@ -117,7 +117,7 @@ class _Decoder:
 
     @torch.inference_mode()
     def sample(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Next tokens [n] and their log-probs [n] by the inverse CDF at ``uniforms`` [n] float64, and which end the response."""
+        """Next tokens [n] by the inverse CDF at ``uniforms`` [n] float64, their log-probs [n], which are stops [n]."""
         logprobs = (self.logits / self.temperature).log_softmax(-1)
         cdf = logprobs.double().exp_().cumsum(-1)
         total = cdf[:, -1:]
@@ -179,7 +179,6 @@ def _load(policy_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-            experts_implementation="grouped_mm",  # the others are up to 20 times slower on a CPU
             ignore_mismatched_sizes=True,  # so that they stand in the report
             output_loading_info=True,
         )
@@ -193,6 +192,7 @@ def _load(policy_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
             raise UserError(f"the weights in {policy_dir} do not fit its config.json: {problem} {names}")
     if not all(type(layer) in SERVED_LAYERS for layer in DynamicCache(config=model.config).layers):
         raise UserError(
-            f"{policy_dir} has layers that keep more than keys and values, which the built-in engine does not serve: use vllm"
+            f"{policy_dir} has layers that keep more than keys and values: the built-in engine does not serve them, "
+            "use another [rollout] engine"
         )
     return model.eval()

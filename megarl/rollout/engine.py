@@ -46,10 +46,10 @@ class Completion:
 
 
 class RolloutEngine(Protocol):
-    """What a rollout phase needs. An engine is handed a fixed chunk of prompts at a time: the unit of reproducible generation."""
+    """What a rollout phase needs. It gets a fixed chunk of prompts at a time: the unit that can be reproduced."""
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
-        """Completions as they finish, in any order. Raises `UserError` for a request that cannot be served, before any work."""
+        """Completions as they finish, in any order. A request that cannot be served is a `UserError` at once."""
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
         """Take the Hugging Face export in ``policy_dir``; later completions carry ``version``."""
@@ -77,8 +77,8 @@ def check_request(prompts: Sequence[Sequence[int]], sampling: Sampling, vocabula
     """
     if len(sampling.seeds) != len(prompts) * sampling.samples:
         raise UserError(
-            f"{len(prompts)} prompts with {sampling.samples} samples each need {len(prompts) * sampling.samples} seeds, "
-            f"got {len(sampling.seeds)}"
+            f"{len(prompts)} prompts with {sampling.samples} samples each need "
+            f"{len(prompts) * sampling.samples} seeds, got {len(sampling.seeds)}"
         )
     for index, prompt in enumerate(prompts):
         if not prompt:
@@ -91,6 +91,7 @@ def check_request(prompts: Sequence[Sequence[int]], sampling: Sampling, vocabula
                 )
         if len(prompt) + sampling.max_tokens > context:
             raise UserError(
-                f"prompt {index} has {len(prompt)} tokens; with {sampling.max_tokens} response tokens that exceeds the model's "
-                f"{context} positions (max_position_embeddings): shorten the prompts or lower max_response_tokens"
+                f"prompt {index} has {len(prompt)} tokens; with {sampling.max_tokens} response tokens that exceeds the "
+                f"model's {context} positions (max_position_embeddings): shorten the prompts or lower "
+                "max_response_tokens"
             )

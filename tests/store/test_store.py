@@ -74,8 +74,9 @@ def test_order_missing_and_entries(tmp_path):
 def test_the_file_on_disk_is_plain_arrow_with_the_documented_columns(tmp_path):
     write(tmp_path, [0, 1])
     table = pa.ipc.open_file(pa.memory_map(str(next(tmp_path.glob("*.arrow"))))).read_all()
-    names = "group_id sample prompt_tokens response_tokens rollout_logprobs reward finish_reason policy_version logprob_mode weights_hash"
-    assert table.column_names == names.split()
+    tokens = ["prompt_tokens", "response_tokens", "rollout_logprobs"]
+    policy = ["policy_version", "logprob_mode", "weights_hash"]
+    assert table.column_names == ["group_id", "sample", *tokens, "reward", "finish_reason", *policy]
     assert table.schema.field("rollout_logprobs").type == pa.list_(pa.float32())
     assert table["group_id"].to_pylist() == [0] * 4 + [1] * 4
     assert table["sample"].to_pylist() == [0, 1, 2, 3] * 2

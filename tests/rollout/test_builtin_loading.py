@@ -1,0 +1,61 @@
+"""A policy directory that is not whole is refused: transformers alone would fill the gaps with random weights."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.errors import UserError
+from megarl.rollout.builtin import BuiltinEngine
+
+
+def tensors(change):
+    def damage(path):
+        state = load_file(path / "model.safetensors")
+        change(state)
+        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def config(**settings):
+    def damage(path):
+        file = path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+    return damage
+
+
+def truncate(path):
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "config.json").unlink(), "has no config.json"),
+        (lambda path: (path / "config.json").write_text("{"), "cannot load the policy"),
+        (lambda path: (path / "model.safetensors").unlink(), "cannot load the policy.*model.safetensors"),
+        (truncate, "cannot load the policy.*not fully covered"),
+        (tensors(lambda state: state.pop("lm_head.weight")), "missing_keys lm_head.weight"),
+        (tensors(lambda state: state.pop(EXPERT)), "cannot load the policy.*conversion"),
+        (tensors(lambda state: state.update(stray=torch.zeros(3))), "unexpected_keys stray"),
+        (tensors(lambda state: state.update({"lm_head.weight": torch.zeros(40, 64)})), "mismatched_keys .*lm_head"),
+        (config(num_hidden_layers=3), "missing_keys model.layers.2"),
+        (config(num_hidden_layers="two"), "cannot load the policy.*num_hidden_layers"),
+        (config(model_type="nonesuch"), "cannot load the policy.*nonesuch"),
+        (config(model_type="x", auto_map={"AutoConfig": "code.C"}), "cannot load the policy.*custom code"),
+    ],
+)
+def test_a_damaged_policy_directory_is_named(moe_dir, tmp_path, damage, message):
+    path = tmp_path / "policy"
+    shutil.copytree(moe_dir, path)
+    damage(path)
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        BuiltinEngine(path, 0)

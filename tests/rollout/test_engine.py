@@ -1,0 +1,25 @@
+"""Seeds and sampling settings every engine shares."""
+
+import pytest
+
+from megarl.errors import UserError
+from megarl.rollout.engine import Sampling, response_seed
+
+
+def test_response_seeds_are_stable_and_distinct():
+    assert response_seed(0, 0, 0) == 664118356692649983
+    assert response_seed(1234, 98304, 7) == 7816023222799394686
+    seeds = {response_seed(run, group, k) for run in range(3) for group in range(1000) for k in range(8)}
+    assert len(seeds) == 3 * 1000 * 8
+    assert response_seed(1, 23, 4) != response_seed(12, 3, 4)  # the parts are not run together
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    "change", [{"temperature": 0.0}, {"temperature": float("nan")}, {"max_tokens": 0}, {"samples": 0}]
+)
+def test_sampling_refuses_what_means_nothing(change):
+    good = {"temperature": 1.0, "max_tokens": 4, "samples": 1, "stop_token_ids": (), "seeds": (1,)}
+    Sampling(**good)
+    with pytest.raises(UserError, match=f"{next(iter(change))} is .* must be above 0"):
+        Sampling(**(good | change))

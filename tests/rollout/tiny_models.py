@@ -1,0 +1,35 @@
+"""Tiny models with peaked distributions, saved as a Hugging Face directory."""
+
+import torch
+from transformers import (
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
+
+def save(path, kind="qwen3_moe", vocabulary=39, seed=0, spread=0.2):
+    torch.manual_seed(seed)
+    sizes = SIZES | {"vocab_size": vocabulary, "intermediate_size": 128, "initializer_range": spread}
+    if kind == "qwen3_moe":
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **EXPERTS))
+    elif kind == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    else:
+        model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=6))
+    model.save_pretrained(path)
+    return path
