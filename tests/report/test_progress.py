@@ -98,6 +98,9 @@ def test_state_of_an_optimize_phase_that_is_restarted(tmp_path):
     write_lines(tmp_path / "metrics.jsonl", updates[:100])  # back to the checkpoint
     state.poll()
     assert state.done == (4, 96, "updates")
+    write_lines(tmp_path / "metrics.jsonl", updates[:10])
+    state.poll()
+    assert [u["update"] for u in state.recent] == [*range(1, 11)], "what was undone is no measure of speed"
 
 
 def test_time_left_of_the_run(tmp_path):

@@ -157,6 +157,7 @@ def test_strings_from_files_are_escaped(tmp_path):
     root = make_run(tmp_path / "<b>x<b>", recipe=make_recipe(name=evil))
     with open(root / "events.jsonl", "a") as file:
         file.write(json.dumps({"event": "phase_end", "stage": 0, "phase": "</script>" + evil, "seconds": 1}) + "\n")
+        file.write(json.dumps({"event": "evaluation", "stage": 3, "accuracy": 1, "prompts": "</script>" + evil}) + "\n")
     page = write_report([root], tmp_path / "r.html").read_text()
     assert evil not in page and "<b>x<b>" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
