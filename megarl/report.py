@@ -163,7 +163,7 @@ def summary(run: Run) -> dict[str, str]:
     evaluations = run.evaluations
     base = evaluations[0] if evaluations and evaluations[0]["stage"] == 0 else None
     final = evaluations[-1] if len(evaluations) > 1 else None
-    gain = "–"
+    gain = "-"
     if base and final:
         # the two estimates as if independent; on the same prompts they are not, and the true interval is narrower
         half = math.hypot(half_width(base), half_width(final))
@@ -173,19 +173,19 @@ def summary(run: Run) -> dict[str, str]:
     seconds = sum(run.phase_seconds.values())
     return {
         "Run": run.name,
-        "Objective": str(run.settings.get("objective.name", "–")),
+        "Objective": str(run.settings.get("objective.name", "-")),
         "Base accuracy": _estimate(base),
         "Final accuracy": _estimate(final),
         "Gain (95 %)": gain,
         "Updates": f"{len(run.updates):,} / {run.stages * run.updates_per_stage:,}",
-        "Largest staleness": f"{max(ages):,.0f}" if ages else "–",
-        "Time in phases": clock(seconds) if seconds else "–",
-        "Tokens trained on": f"{tokens:,.0f}" if tokens else "–",
+        "Largest staleness": f"{max(ages):,.0f}" if ages else "-",
+        "Time in phases": clock(seconds) if seconds else "-",
+        "Tokens trained on": f"{tokens:,.0f}" if tokens else "-",
     }
 
 
 def _estimate(event: Record | None) -> str:
-    return f"{event['accuracy']:.3f} ± {half_width(event):.3f}" if event else "–"
+    return f"{event['accuracy']:.3f} ± {half_width(event):.3f}" if event else "-"
 
 
 def clock(seconds: float) -> str:

@@ -94,7 +94,7 @@ def _settings_table(runs: list[Run]) -> str:
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
     body = ""
     for key in differing:
-        values = [json.dumps(run.settings[key], default=str) if key in run.settings else "–" for run in runs]
+        values = [json.dumps(run.settings[key], default=str) if key in run.settings else "-" for run in runs]
         body += f"<tr><th>{html.escape(key)}</th>" + "".join(f"<td>{html.escape(v)}</td>" for v in values) + "</tr>"
     table = f'<table id="settings"><thead><tr><th>Setting</th>{head}</tr></thead><tbody>{body}</tbody></table>'
     return f'<div class="scroll">{table}</div>'

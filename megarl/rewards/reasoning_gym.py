@@ -43,9 +43,7 @@ class ReasoningGym:
         try:
             score = float(self._scorers[prompt.entry["generator"]].score_answer(answer=response, entry=prompt.entry))
         except Exception:
-            return (
-                0.0  # many scorers raise on text that they cannot parse (prime_factorization, boxnet, ...): it is wrong
-            )
+            return 0.0  # scorers such as prime_factorization's raise on text that they cannot parse: it is wrong
         return score if 0.0 <= score <= 1.0 else 0.0  # also NaN
 
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import threading
+from typing import ClassVar
 
 import pytest
 
@@ -20,7 +21,7 @@ if BROWSER is None and os.environ.get("MEGARL_REQUIRE_BROWSER") != "1":
 class Proxy(http.server.BaseHTTPRequestHandler):
     """Every request that the browser would send into the network ends here and is written down."""
 
-    seen: list[str] = []
+    seen: ClassVar[list[str]] = []
 
     def do_GET(self):
         self.seen.append(self.path)

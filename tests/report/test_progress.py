@@ -225,11 +225,15 @@ def test_dumb_terminal_gets_plain_lines(tmp_path):
 
 def test_progress_ends_when_the_block_fails(tmp_path):
     stream, threads = io.StringIO(), threading.active_count()
-    with pytest.raises(ZeroDivisionError), Progress(tmp_path, make_recipe(), stream):
-        append(
-            tmp_path / "events.jsonl", start("rollout", 0), {"event": "phase_failed", "phase": "rollout", "stage": 0}
-        )
-        raise ZeroDivisionError
+    failure = {"event": "phase_failed", "phase": "rollout", "stage": 0}
+
+    def fail():
+        with Progress(tmp_path, make_recipe(), stream):
+            append(tmp_path / "events.jsonl", start("rollout", 0), failure)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert "stage 1/3 rollout failed" in stream.getvalue() and threading.active_count() == threads
 
 

@@ -89,9 +89,9 @@ def test_several_runs_are_overlaid_and_their_recipes_compared(tmp_path):
     settings = re.search(r'<table id="settings">.*?</table>', page, re.S)[0]
     rows = re.findall(r"<tr><th>([^<]*)</th><td>(.*?)</td><td>(.*?)</td></tr>", settings)
     assert rows == [
-        ("objective.eps_low", "–", "0.2"),
+        ("objective.eps_low", "-", "0.2"),
         ("objective.name", "&quot;mu_grpo&quot;", "&quot;grpo&quot;"),
-        ("objective.veto_threshold", "0.001", "–"),
+        ("objective.veto_threshold", "0.001", "-"),
     ]
 
 
@@ -128,7 +128,7 @@ def test_a_run_that_has_just_begun_gives_a_page(tmp_path):
     ]
     page = write_report([root], tmp_path / "r.html").read_text()
     assert "No evaluation has been made yet." in page and "No update has been made yet." in page
-    assert summary(read_run(root, "a"))["Gain (95 %)"] == "–"
+    assert summary(read_run(root, "a"))["Gain (95 %)"] == "-"
 
 
 def test_torn_and_damaged_lines_are_left_out_and_counted(tmp_path):
