@@ -1,4 +1,4 @@
-"""Group-relative advantages of verifiable rewards: [N prompts, G responses] in, the same shape out. CPU, float64 inside."""
+"""Group-relative advantages of verifiable rewards: [N prompts, G responses] in, the same shape out; float64 inside."""
 
 from __future__ import annotations
 

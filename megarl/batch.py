@@ -68,7 +68,7 @@ class TokenBatch:
         return TokenBatch(**merged)
 
     def validate(self) -> TokenBatch:
-        """Return self, or raise `UserError` naming tensor, index and value. Waits for the device: not for the hot path."""
+        """Return self, or raise `UserError` naming tensor, index and value. Waits for the device."""
         length = self.logprobs.numel()
         for name in (*_FLOATS, "loss_mask"):
             _check_vector(name, getattr(self, name), length)

@@ -19,11 +19,12 @@ from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_ter
 class Bapo(Objective):
     """BAPO (Algorithm 1 and Eq. 8).
 
-    objective_t = min(rho_t A_t, clip(rho_t, c_low, c_high) A_t). Gradient as `Grpo`; the bounds carry none. They start
-    at (low_start, high_start); while the positive contribution is below positive_target and c_low + low_step <= low_end,
-    c_high rises by high_step if that keeps it within high_end, else c_low by low_step. Positive contribution, over the
-    whole batch: sum_{A>0} pi_rollout |min(rho A, clip(rho, 0, c_high) A)| / sum pi_rollout |min(rho A, clip(rho, c_low,
-    c_high) A)|. The paper sums the loss over tokens; token_mean is that times a constant.
+    objective_t = min(rho_t A_t, clip(rho_t, c_low, c_high) A_t). Gradient as `Grpo`; none through the bounds. They
+    start at (low_start, high_start); while the positive contribution is below positive_target and c_low + low_step <=
+    low_end, c_high rises by high_step if that keeps it within high_end, else c_low by low_step. Positive contribution,
+    over the whole batch: sum_{A>0} pi_rollout |min(rho A, clip(rho, 0, c_high) A)| divided by the sum over all A of
+    pi_rollout |min(rho A, clip(rho, c_low, c_high) A)|. The paper sums the loss over tokens; token_mean is that times a
+    constant.
 
     variant "released" is what the authors' code does: c_low rises first, then c_high; no pi_rollout weight;
     positive_target is compared with positive / negative (.4 of the whole is .667 there); dual clip at 3 in the loss.

@@ -14,11 +14,11 @@ def hard_clip(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """min(r A, clip(r, ratio_min, ratio_max) A) [T] and [T] bool where the clipped branch is strictly smaller.
 
-    There the value is constant in r: no gradient. It is active for A > 0 and r > ratio_max, and A < 0 and r < ratio_min.
+    There the value is constant in r: no gradient. That is A > 0 and r > ratio_max, or A < 0 and r < ratio_min.
     """
     ratio_value, advantages = ratio.detach(), advantages.detach()
     clipped = ((advantages > 0) & (ratio_value > ratio_max)) | ((advantages < 0) & (ratio_value < ratio_min))
-    bounded = torch.clamp(ratio_value, ratio_min, ratio_max)  # type: ignore[arg-type, call-overload]
+    bounded = torch.clamp(ratio_value, ratio_min, ratio_max)  # type: ignore[arg-type]
     return torch.where(clipped, bounded, ratio) * advantages, clipped
 
 

@@ -28,7 +28,7 @@ class MinPro(Objective):
     def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         prefix = prefix_min_log_ratio(l, batch)
-        ratio = (prefix + l.detach()).exp()
+        ratio = (prefix + l).exp()
         value, saturated = soft_clip(ratio, batch, 1 - self.eps_low, 1 + self.eps_high)
         metrics = fraction_metrics("clip_fraction", saturated, batch) | dampen_metrics(ratio, prefix, batch)
         return make_terms(self, batch, -value, batch.loss_mask, l, clamped, metrics)

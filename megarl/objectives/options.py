@@ -54,8 +54,8 @@ class DualClip(Option):
 
 @dataclass(frozen=True)
 class TruncatedImportance(Option):
-    """TIS: the objective is anchored at `old_logprobs` (what the trainer computes for the behaviour policy) and weighted
-    by sg(min(pi_old / pi_rollout, maximum)), the mismatch between trainer and engine."""
+    """TIS: the objective is anchored at `old_logprobs` (what the trainer computes for the behaviour policy) and
+    weighted by sg(min(pi_old / pi_rollout, maximum)), the mismatch between trainer and engine."""
 
     requires: ClassVar[tuple[str, ...]] = ("old_logprobs",)
 

@@ -15,8 +15,8 @@ from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_ter
 class PrefixRatioGrpo(Objective):
     """Prefix-Ratio GRPO (Eq. 3-5, without its KL term).
 
-    objective_t = min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t), r_t = m_t rho_t, m_t = min_{i<t} rho_i over the
-    earlier trained tokens of the response, 1 for the first; averaged within a response and then over responses.
+    objective_t = min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t), r_t = m_t rho_t, m_t = min_{i<t} rho_i over
+    the earlier trained tokens of the response, 1 for the first; averaged within a response and then over responses.
     Gradient: r_t A_t grad log pi(t) where not clipped. m_t carries none: the text does not say, but with a gradient a
     token would be pushed once for every token after it, against the selectivity that the paper argues for.
     """

@@ -87,7 +87,7 @@ def select_second_moment(
 def winsorising_level(
     l: torch.Tensor, trust: torch.Tensor, threshold: float, group: ProcessGroup | None
 ) -> torch.Tensor:
-    """0-d float32 |l| at which the released code caps: the largest |l| in T such that the mean over T of min(l^2, cap^2)
+    """0-d float32 |l| at which the released code caps: the largest |l| in T such that mean_T min(l^2, cap^2)
     stays below `threshold`; 0 if there is none, inf if the plain mean is not above it. Three all-reduces of 32 KiB and
     one of a scalar."""
     magnitude = l.detach().abs().float()

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in OBJ
     "gspo-token_mean": ("gspo", {"aggregation": "token_mean", "eps_low": 0.05, "eps_high": 0.05}),
     "minpro-sequence_mean": ("minpro", {"aggregation": "sequence_mean"}),
     **{
-        f"mu_grpo-{scope}": ("mu_grpo", {"veto_scope": scope, "veto_threshold": 0.4, "ratio_max": 1.5})
+        f"mu_grpo-{scope}": ("mu_grpo", {"veto_scope": scope, "veto_threshold": 0.6, "ratio_max": 1.5})
         for scope in ("sequence", "suffix", "non_trigger_suffix", "trigger")
     },
     "grpo-options": (
@@ -37,6 +37,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in OBJ
          "kl": {"coefficient": 0.1, "kind": "k2"}},
     ),
 }  # fmt: skip
+
+
+KEEPS_ALL = ("cispo", "minpro", "topr", "reinforce")
 
 
 @dataclass
@@ -71,10 +74,13 @@ def make_data(ties: bool) -> dict[str, torch.Tensor]:
     ids = torch.repeat_interleave(torch.arange(sequences), padded)
     position = torch.arange(total) - cu[ids]
     data["mask"] = (position < lengths[ids]) & (torch.rand(total, generator=g) < 0.8) & (ids != 3) & (ids != 8)
-    data["advantages"] = torch.randn(sequences, generator=g)[ids]
+    sign = torch.tensor([1.0, -1.0]).repeat(sequences // 2)
+    data["advantages"] = (sign * (0.2 + torch.rand(sequences, generator=g)))[ids]
     now = Policy(data["weight"]).logprobs(data, torch.arange(total))
     shift = torch.randn(total, generator=g) * 0.5
     shift = (shift * 8).round() / 8 if ties else shift
+    negative = data["mask"] & (data["advantages"] < 0)
+    shift[negative.nonzero()[20::40]] = -12.0  # a few triggers of the veto at its default threshold
     data["rollout"], data["old"] = now - shift, now - 0.5 * shift
     data["ref"] = now + 0.2 * torch.randn(total, generator=g)
     if ties:
@@ -95,7 +101,8 @@ def make_batch(data: dict[str, torch.Tensor], policy: Policy, sequences: list[in
     where = torch.cat(places)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     batch = TokenBatch(
-        policy.logprobs(data, where), data["rollout"][where], data["advantages"][where], data["mask"][where], cu_seqlens,
+        policy.logprobs(data, where), data["rollout"][where], data["advantages"][where], data["mask"][where],
+        cu_seqlens,
         old_logprobs=data["old"][where], ref_logprobs=data["ref"][where],
         sequence_index=torch.tensor(sequences, dtype=torch.int64), shard=shard,
     )  # fmt: skip
@@ -202,6 +209,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
 def test_the_same_data_gives_the_same_gradient_for_every_split(results: dict[Any, Any], case: str, ties: bool) -> None:
     one = results[case, ties, REFERENCE]
     assert float(one["gradient"].norm()) > 1e-3, "a test without a gradient shows nothing"
+    share = int(one["kept"].sum()) / int(make_data(ties)["mask"].sum())
+    assert share == 1 if case.split("-")[0] in KEEPS_ALL else 0.1 < share < 1, "a mask that masks nothing shows nothing"
     compared = 0
     for key, split in results.items():
         if key[:2] != (case, ties) or key[2] == REFERENCE:
@@ -233,7 +242,7 @@ def test_ties_reach_the_threshold_of_the_second_moment_mask(results: dict[Any, A
 
 
 def test_without_an_order_ties_leave_together(tmp_path: Path) -> None:
-    """No sequence_index over a group: every split must agree, so the threshold alone decides; the budget still holds."""
+    """No sequence_index over a group: every split must agree, so the threshold alone decides, within the budget."""
     data = make_data(ties=True)
     batch, _ = make_batch(data, Policy(data["weight"]), list(range(12)), None)
     objective = build_objective("m2po", {})

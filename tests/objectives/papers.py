@@ -7,6 +7,7 @@ Untrained tokens are simply not there.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -36,7 +37,7 @@ def responses(batch: TokenBatch, logprobs: torch.Tensor) -> list[list[Token]]:
         strict=True,
     )
     tokens = [Token(i, *column) if mask[i] else None for i, column in enumerate(columns)]
-    return [[t for t in tokens[a:b] if t is not None] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [[t for t in tokens[a:b] if t is not None] for a, b in pairwise(bounds)]
 
 
 def clip(x: torch.Tensor, low: float, high: float) -> torch.Tensor:

@@ -43,8 +43,9 @@ def test_batch_normalised_has_mean_zero_and_deviation_one_over_the_batch() -> No
 
 
 def test_groups_without_variance_get_exactly_zero() -> None:
-    """.1 has a rounding error: (r - mean) / 1e-6 would not be 0."""
-    rewards = torch.full((1, 3), 0.1)
+    """.7 differs from the mean of three of it by a rounding error, and the error over 1e-6 is not 0."""
+    rewards = torch.full((1, 3), 0.7, dtype=torch.float64)
+    assert (rewards - rewards.mean()).abs().max() > 0
     for kind in ("group_mean_std", "group_mean", "leave_one_out"):
         assert (group_advantages(rewards, kind) == 0).all()
     assert zero_variance(REWARDS).tolist() == [False, False, True]

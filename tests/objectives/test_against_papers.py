@@ -1,4 +1,4 @@
-"""Every objective equals its paper, read literally in float64, on 500 and more random batches: value, mask, gradient."""
+"""Every objective equals its paper, read literally in float64, on 504 random batches: value, mask, gradient."""
 
 from __future__ import annotations
 
@@ -96,6 +96,7 @@ def test_gspo_tokens_average_to_the_sequence_objective() -> None:
         {},
         {"low_start": 0.8, "low_end": 0.95, "high_end": 2.0, "positive_target": 0.5},
         {"positive_target": 1.0},
+        {"low_start": 0.8, "low_end": 0.95, "low_step": 0.05, "positive_target": 0.9},  # .15 / .05 rounds to 2.99...
         {"positive_target": 0.0},
         {"low_start": 0.9, "low_end": 0.9},
         {"high_start": 1.5, "high_end": 1.5, "positive_target": 0.7},

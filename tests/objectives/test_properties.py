@@ -17,15 +17,15 @@ from megarl.objectives import OBJECTIVES, build_objective
 from megarl.objectives.ratios import prefix_min_log_ratio
 
 SEVENTHS = st.integers(-40, 40).map(lambda k: k / 7)
-SMALL = st.floats(-2, 2, width=32)
+LOG_RATIOS = st.one_of(SEVENTHS, st.floats(-2, 2, width=32))
 quick = settings(max_examples=150, deadline=None)
 
 
 @st.composite
-def batches(draw: st.DrawFn, log_ratios: st.SearchStrategy[float] = st.one_of(SEVENTHS, SMALL)) -> TokenBatch:
+def batches(draw: st.DrawFn) -> TokenBatch:
     """Responses as lists of (log-ratio, trained), with an advantage each."""
     responses = draw(
-        st.lists(st.tuples(st.lists(st.tuples(log_ratios, st.booleans()), max_size=8), st.integers(-2, 2)), max_size=5)
+        st.lists(st.tuples(st.lists(st.tuples(LOG_RATIOS, st.booleans()), max_size=8), st.integers(-2, 2)), max_size=5)
     )
     tokens = [(l, t, a) for response, a in responses for l, t in response]
     l, trained, advantages = (torch.tensor([token[i] for token in tokens]) for i in range(3))
