@@ -36,7 +36,7 @@ def soft_clip(
 
 
 def dual_clip(value: torch.Tensor, advantages: torch.Tensor, ratio_c: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """max(value, c A) for A < 0 (arXiv:1912.09729, Eq. 5) and [T] bool where the bound is strictly larger: no gradient.
+    """max(value, c A) for A < 0 (arXiv:1912.09729) and [T] bool where the bound is strictly larger: no gradient.
 
     value [T]: a clipped objective of the form ratio * A; it bounds what a large ratio can do to a bad token.
     """

@@ -13,7 +13,7 @@ from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_ter
 
 @dataclass(frozen=True)
 class DecoupledPpo(Objective):
-    """Decoupled PPO (arXiv:2110.00641, Eq. 10; AReaL, arXiv:2505.24298, Eq. 5).
+    """Decoupled PPO (arXiv:2110.00641; with stale rollouts AReaL, arXiv:2505.24298).
 
     objective_t = sg(w_t) min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t); r_t = pi(t) / pi_old(t) to the
     proximal policy, which `old_logprobs` holds, w_t = pi_old(t) / pi_rollout(t) to the behaviour policy, at most

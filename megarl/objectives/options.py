@@ -38,7 +38,7 @@ class Option:
 
 @dataclass(frozen=True)
 class DualClip(Option):
-    """Bound the loss of tokens with A < 0 by clip_ratio_c |A| (arXiv:1912.09729, Eq. 5): no gradient beyond.
+    """Bound the loss of tokens with A < 0 by clip_ratio_c |A| (arXiv:1912.09729): no gradient beyond.
 
     Only for objectives of the form ratio * A.
     """

@@ -13,7 +13,7 @@ from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_ter
 
 @dataclass(frozen=True)
 class Topr(Objective):
-    """TOPR, tapered off-policy REINFORCE (arXiv:2503.14286, Eq. 7).
+    """TOPR, tapered off-policy REINFORCE (arXiv:2503.14286).
 
     objective_t = w_i A_t log pi(t); w_i = 1 for A > 0 (a supervised step on good responses, however old), w_i =
     sg(clip(rho_seq, ratio_min, ratio_max)) for A < 0, rho_seq = prod_t rho_t over the response. Every token keeps its
