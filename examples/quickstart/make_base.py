@@ -11,12 +11,13 @@ import os
 import random
 import shutil
 import socket
+import string
 from pathlib import Path
 
 import numpy as np
 import reasoning_gym
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megarl.actor import parallel
@@ -26,14 +27,14 @@ from megarl.data import build_prompts, load_tokenizer
 from megarl.objectives import Objective, Terms
 
 HERE = Path(__file__).parent
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-STEPS, BATCH, PEAK_LR, WRONG_LETTERS = 1000, 64, 3e-3, 0.2
+STEPS, BATCH, PEAK_LR, WRONG_LETTERS = 800, 64, 3e-3, 0.2
 
 
 def write_initial_model(path: Path) -> None:
     """A random Qwen3-MoE of 0.2M parameters and a tokenizer with one token a character."""
-    vocabulary = {"<pad>": 0, "<eos>": 1, "=": 2, **{letter: 3 + i for i, letter in enumerate(LETTERS)}}
+    vocabulary = {"<pad>": 0, "<eos>": 1, "=": 2, **{letter: 3 + i for i, letter in enumerate(string.ascii_lowercase)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def save(actor: Actor, directory: Path, update: int, keep: int) -> Path:
     """Write ``directory/update_XXXXXX`` under a temporary name and rename it; keep the newest ``keep``. Collective."""
     target = directory / f"update_{update:06d}"
     state = _sharded_state(actor, is_loading=False)
-    state.update(update=update, cpu_rng=torch.get_rng_state())
+    state.update(update=update, cpu_rng=torch.get_rng_state(), lagged=_shared_statistics(actor))
     if dist.get_rank() == 0:
         with atomic_directory(target) as temporary:
             _broadcast_path(temporary)
@@ -46,7 +47,7 @@ def save(actor: Actor, directory: Path, update: int, keep: int) -> Path:
 def load(actor: Actor, path: Path) -> int:
     """Restore model, optimizer and random state in place; returns the update inside the stage to continue after."""
     state = _sharded_state(actor, is_loading=True)
-    state.update(update=0, cpu_rng=torch.get_rng_state())
+    state.update(update=0, cpu_rng=torch.get_rng_state(), lagged=None)
     state = dist_checkpointing.load(state, str(path))
     for index, model in enumerate(actor.models):
         model.load_state_dict(state[_model_key(actor, index)], strict=False)  # no _extra_state without TE
@@ -54,6 +55,7 @@ def load(actor: Actor, path: Path) -> int:
     for optimizer in _distributed_optimizers(actor):
         _give_every_parameter_its_own_step(optimizer)
     torch.set_rng_state(state["cpu_rng"])
+    actor.lagged = _to_device(state["lagged"], actor.device)
     return state["update"]
 
 
@@ -61,6 +63,20 @@ def _broadcast_path(path: Path | None) -> Path:
     box = [str(path)]
     dist.broadcast_object_list(box, src=0)
     return Path(box[0])
+
+
+def _shared_statistics(actor: Actor) -> Any:
+    """The lagged statistics, which only the last pipeline stage has, for rank 0 that writes them."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, _to_device(actor.lagged, torch.device("cpu")))
+    return next((statistics for statistics in everyone if statistics is not None), None)
+
+
+def _to_device(statistics: Any, device: torch.device) -> Any:
+    if statistics is None:
+        return None
+    moved = {f.name: getattr(statistics, f.name) for f in fields(statistics)}
+    return replace(statistics, **{k: v.to(device) for k, v in moved.items() if torch.is_tensor(v)})
 
 
 def _model_key(actor: Actor, index: int) -> str:

@@ -43,6 +43,7 @@ class MicroBatch:
     advantages: torch.Tensor  # [N] float32
     loss_mask: torch.Tensor  # [N] bool
     cu_seqlens: torch.Tensor  # [S + 1] int32, over the N labels
+    sequence_index: torch.Tensor  # [S] int64, place of each sequence in the optimizer batch
     token_count: int  # labels under loss_mask
     sequence_count: int  # sequences with at least one of them
 
@@ -67,9 +68,10 @@ def assign(lengths: Sequence[int], replicas: int, budget: int) -> list[list[list
         per_replica += 1
 
 
-def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
-    """Concatenate samples, sorted by length, without any padding."""
-    samples = sorted(samples, key=len)
+def pack(samples: Sequence[Sample], indices: Sequence[int], device: torch.device) -> MicroBatch:
+    """Concatenate samples, sorted by length, without any padding; ``indices`` are their places in the optimizer batch."""
+    order = sorted(range(len(samples)), key=lambda i: len(samples[i]))
+    samples = [samples[i] for i in order]
     lengths = np.array([len(s) for s in samples])
     responses = np.array([len(s.response_tokens) for s in samples])
     inputs, labels, positions, trained = [], [], [], []
@@ -106,6 +108,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
         advantages=tensor(np.repeat(np.array([s.advantage for s in samples], np.float32), responses)),
         loss_mask=tensor(mask),
         cu_seqlens=offsets(responses),
+        sequence_index=tensor(np.array([indices[i] for i in order], np.int64)),
         token_count=int(mask.sum()),
         sequence_count=sum(s.trained for s in samples),
     )
@@ -116,4 +119,4 @@ def micro_batches(samples: Sequence[Sample], budget: int, device: torch.device) 
     replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     bins = assign([len(s) for s in samples], replicas, budget)[replica]
     filler = replace(min(samples, key=len), trained=False)  # an empty bin still takes part in every collective
-    return [pack([samples[i] for i in bin] or [filler], device) for bin in bins]
+    return [pack([samples[i] for i in bin] or [filler], bin or [len(samples)], device) for bin in bins]

@@ -23,9 +23,20 @@ from megarl.actor.packing import MicroBatch
 from megarl.batch import TokenBatch
 from megarl.config import Recipe
 from megarl.objectives import Objective, token_weights
-from megarl.objectives.terms import mean_metric
+from megarl.objectives.terms import Metric, mean_metric
+from megarl.off_policy_metrics import log_ratio_histograms, prefix_metrics, summarise
 
-Loss = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+@dataclass(frozen=True)
+class MicroBatchLog:
+    """What a micro-batch leaves behind on the last pipeline stage."""
+
+    batch: TokenBatch  # detached
+    metrics: dict[str, Metric]
+    histograms: dict[str, torch.Tensor]
+
+
+Loss = tuple[torch.Tensor, torch.Tensor, MicroBatchLog]
 
 
 class NonFiniteUpdate(RuntimeError):
@@ -39,6 +50,7 @@ class Actor:
     models: list[PolicyModel]  # this rank's chunks; more than one with virtual pipeline stages
     replicas: list[DistributedDataParallel]  # the same chunks, wrapped
     optimizer: MegatronOptimizer
+    lagged: Any = None  # statistics of the previous update, where ``statistics_scope = "lagged"`` wants them
 
     @classmethod
     def build(cls, recipe: Recipe, policy_dir: Path, device: torch.device) -> Actor:
@@ -79,29 +91,56 @@ def train_step(actor: Actor, micro_batches: list[MicroBatch], objective: Objecti
     ``micro_batches`` are this data-parallel rank's own. Raises `NonFiniteUpdate`, before anything is applied, when the
     loss or the gradient is not finite. On ranks outside the last pipeline stage only ``grad_norm`` and ``lr`` come back.
     """
-    names: list[str] = []
-    sums = _forward_backward(actor, micro_batches, partial(_loss, objective=objective, names=names))
-    metrics = _reduce(sums, names)
+    statistics = _statistics(actor, micro_batches, objective)
+    logs = _forward_backward(actor, micro_batches, partial(_loss, objective=objective, statistics=statistics))
+    metrics = _reduce(logs)
     if not math.isfinite(metrics.get("loss", 0.0)):
         raise NonFiniteUpdate(f"loss is {metrics['loss']}; the update was not applied")
     metrics["grad_norm"] = _apply_gradients(actor.optimizer, lr)
     metrics["lr"] = lr
+    if objective.needs_statistics and actor.recipe.actor.statistics_scope == "lagged" and logs:
+        actor.lagged = objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group())
     return metrics
 
 
+def _statistics(
+    actor: Actor, micro_batches: list[MicroBatch], objective: Objective
+) -> Callable[[TokenBatch], Any]:
+    """Where a micro-batch finds what a batch-level objective needs, by ``actor.statistics_scope``."""
+    scope = actor.recipe.actor.statistics_scope
+    if not objective.needs_statistics or scope == "micro":
+        return lambda batch: None  # without statistics a micro-batch stands for the whole batch
+    if scope == "lagged" and actor.lagged is not None:
+        return lambda batch: actor.lagged
+    if len(micro_batches) == 1 and mpu.get_pipeline_model_parallel_world_size() == 1:
+        return lambda batch: objective.statistics(batch.detach(), _batch_group())  # it is all there: no extra pass
+    logs = _forward_backward(actor, micro_batches, _collect, forward_only=True)
+    exact = logs and objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group())
+    return lambda batch: exact
+
+
+def _batch_group() -> dist.ProcessGroup:
+    """The ranks that together hold the optimizer batch."""
+    return mpu.get_data_parallel_group(with_context_parallel=True)
+
+
 def _forward_backward(
-    actor: Actor, micro_batches: list[MicroBatch], loss: Callable[[MicroBatch, torch.Tensor], Loss]
-) -> list[torch.Tensor]:
-    """Gradients of all micro-batches through Megatron's schedule; the third loss output of each comes back."""
+    actor: Actor,
+    micro_batches: list[MicroBatch],
+    loss: Callable[[MicroBatch, torch.Tensor], Loss],
+    forward_only: bool = False,
+) -> list[MicroBatchLog]:
+    """All micro-batches through Megatron's schedule; the log of each comes back on the last pipeline stage."""
 
     def forward_step(micro_batch: Iterator[MicroBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
         batch = next(micro_batch)
         output = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed)
         return output, partial(loss, batch)
 
-    for replica in actor.replicas:
-        replica.zero_grad_buffer()
-    actor.optimizer.zero_grad()
+    if not forward_only:
+        for replica in actor.replicas:
+            replica.zero_grad_buffer()
+        actor.optimizer.zero_grad()
     iterators = [iter(micro_batches) for _ in actor.replicas]
     several = len(actor.replicas) > 1
     return get_forward_backward_func()(
@@ -111,37 +150,55 @@ def _forward_backward(
         num_microbatches=len(micro_batches),
         seq_length=micro_batches[0].tokens.size(1),
         micro_batch_size=1,
-        forward_only=False,
+        forward_only=forward_only,
     )
 
 
-def _loss(micro_batch: MicroBatch, output: torch.Tensor, objective: Objective, names: list[str]) -> Loss:
-    """Megatron's contract: (sum, count, logged); it divides the gradient once by the global sum of counts."""
+def _token_batch(micro_batch: MicroBatch, output: torch.Tensor) -> TokenBatch:
     logprobs, entropy = output  # [N], [N]
-    batch = TokenBatch(
+    return TokenBatch(
         logprobs=logprobs,
         rollout_logprobs=micro_batch.rollout_logprobs,
         advantages=micro_batch.advantages,
         loss_mask=micro_batch.loss_mask,
         cu_seqlens=micro_batch.cu_seqlens,
+        old_logprobs=logprobs.detach(),  # one update a batch: the proximal policy is the one the update starts from
+        entropy=entropy,
+        sequence_index=micro_batch.sequence_index,
     )
-    terms = objective(batch)
+
+
+def _loss(
+    micro_batch: MicroBatch, output: torch.Tensor, objective: Objective, statistics: Callable[[TokenBatch], Any]
+) -> Loss:
+    """Megarl's terms in Megatron's contract: (sum, count, log); it divides the gradient once by the global count."""
+    batch = _token_batch(micro_batch, output)
+    terms = objective(batch, statistics(batch))
     weights = token_weights(batch.loss_mask, batch.cu_seqlens, objective.aggregation)
     loss = (terms.loss * weights).sum()
     count = micro_batch.sequence_count if objective.aggregation == "sequence_mean" else micro_batch.token_count
-    pairs = terms.metrics | {"entropy": mean_metric(entropy, batch.loss_mask)}
-    names[:] = pairs
-    logged = torch.stack([x for pair in pairs.values() for x in pair]).view(-1, 2)
-    return loss, torch.tensor(count, dtype=torch.int, device=loss.device), logged
+    batch = batch.detach()
+    metrics = terms.metrics | prefix_metrics(batch) | {"entropy": mean_metric(batch.entropy, batch.loss_mask)}
+    log = MicroBatchLog(batch, metrics, log_ratio_histograms(batch))
+    return loss, torch.tensor(count, dtype=torch.int, device=loss.device), log
 
 
-def _reduce(logged: list[torch.Tensor], names: list[str]) -> dict[str, float]:
-    """(sum, count) pairs of all micro-batches and data-parallel ranks to means; the one host sync of an update."""
-    if not logged:
+def _collect(micro_batch: MicroBatch, output: torch.Tensor) -> Loss:
+    """The loss of a forward-only pass that is after the log-probs alone."""
+    zero = torch.zeros((), device=output.device)
+    return zero, zero.int(), MicroBatchLog(_token_batch(micro_batch, output).detach(), {}, {})
+
+
+def _reduce(logs: list[MicroBatchLog]) -> dict[str, float]:
+    """Sums over all micro-batches and data-parallel ranks, then means; the one host sync of an update."""
+    if not logs:
         return {}  # not the last pipeline stage
-    pairs = torch.stack(logged).sum(0)  # [M, 2] float64
-    dist.all_reduce(pairs, group=mpu.get_data_parallel_group(with_context_parallel=True))
-    return {name: s / n if n else 0.0 for name, (s, n) in zip(names, pairs.tolist(), strict=True)}
+    pairs = torch.stack([torch.stack([x for p in log.metrics.values() for x in p]) for log in logs]).sum(0)
+    counts = torch.stack([torch.stack(list(log.histograms.values())) for log in logs]).sum(0)
+    dist.all_reduce(pairs, group=_batch_group())
+    dist.all_reduce(counts, group=_batch_group())
+    metrics = {name: tuple(p) for name, p in zip(logs[0].metrics, pairs.cpu().view(-1, 2), strict=True)}
+    return summarise(metrics, dict(zip(logs[0].histograms, counts.cpu(), strict=True)))
 
 
 def _apply_gradients(optimizer: MegatronOptimizer, lr: float) -> float:

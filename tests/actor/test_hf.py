@@ -25,7 +25,7 @@ def packed_logits(model, sequences):
     from megarl.actor.packing import Sample, pack
 
     samples = [Sample(s[:1], s[1:], np.zeros(len(s) - 1, np.float32), 0.0) for s in sequences]
-    batch = pack(samples, torch.device("cpu"))
+    batch = pack(samples, range(len(samples)), torch.device("cpu"))
     with torch.no_grad():
         logits = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)[0]
     order = sorted(range(len(samples)), key=lambda i: len(samples[i]))

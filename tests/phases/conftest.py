@@ -1,5 +1,7 @@
-"""A tiny run: a random Qwen3-MoE that spells words backwards badly, seconds a phase."""
+"""A tiny run: a random Qwen3-MoE that should answer with the first letter of a word, seconds a phase."""
 
+import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +14,12 @@ RECIPE = """
 [model]
 path = "{model}"
 [data]
-source = "reasoning_gym"
-train = "spell_backward"
-options = {{ min_word_len = 3, max_word_len = 4 }}
-prompt_template = "{{word}}="
+source = "file"
+train = "{prompts}"
+prompt_template = "{{prompt}}="
 max_prompt_tokens = 8
 [reward]
-kind = "reasoning_gym"
+kind = "exact"
 [rollout]
 max_response_tokens = 6
 responses_per_prompt = 4
@@ -56,8 +57,10 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture
 def recipe(tiny_model, tmp_path):
-    path = tmp_path / "recipe.toml"
-    path.write_text(RECIPE.format(model=tiny_model))
+    path, prompts = tmp_path / "recipe.toml", tmp_path / "prompts.jsonl"
+    words = ["".join(letters) for letters in itertools.product("abcde", repeat=3)]
+    prompts.write_text("".join(json.dumps({"prompt": word, "answer": word[0]}) + "\n" for word in words))
+    path.write_text(RECIPE.format(model=tiny_model, prompts=prompts))
     return path
 
 

@@ -5,15 +5,25 @@ import shutil
 
 import pytest
 
+from megarl import cli
 from tests.phases.conftest import megarl
 
 
-def fails(result, *words):
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr, result.stderr
-    message = result.stderr[result.stderr.index("megarl: ") :]
-    for word in words:
-        assert word in message, f"{word!r} not in: {message}"
+@pytest.fixture
+def fails(capfd):
+    """Run the command line in this process; it must end with exit code 2 and one message that has all the words."""
+
+    def run(*arguments, words):
+        with pytest.raises(SystemExit) as exit:
+            cli.main([str(a) for a in arguments])
+        error = capfd.readouterr().err
+        assert exit.value.code == 2, error
+        assert "Traceback" not in error
+        message = error[error.index("megarl: ") :]
+        for word in words:
+            assert word in message, f"{word!r} not in: {message}"
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -28,8 +38,9 @@ def fails(result, *words):
         ("objective.ratio_mx=5.0", ["ratio_mx", "ratio_max"]),
         ("objective.veto_scope=prefix", ["veto_scope", "prefix", "suffix"]),
         ("objective.veto_threshold=2.0", ["veto_threshold", "2.0"]),
-        ("data.train=spell_backwards", ["spell_backwards", "spell_backward"]),
-        ("data.prompt_template={wrd}=", ["wrd", "word"]),
+        ("data.prompt_template={wrd}=", ["wrd", "prompt"]),
+        ("data.train=prompts.txt", ["prompts.txt", ".jsonl"]),
+        ("reward.kind=reasoning_gym", ["reward.kind", "data.source"]),
         ("data.max_prompt_tokens=1", ["max_prompt_tokens"]),
         ("model.path=/nowhere", ["/nowhere"]),
         ("actor.tensor_parallel=2", ["processes_per_node", "tensor_parallel"]),
@@ -37,43 +48,54 @@ def fails(result, *words):
         ("rollout", ["section.key=value"]),
     ],
 )
-def test_a_wrong_setting_is_named(recipe, tmp_path, setting, words):
-    fails(megarl("train", recipe, "--run-dir", tmp_path / "run", "--set", setting), *words)
+def test_a_wrong_setting_is_named(fails, recipe, tmp_path, setting, words):
+    fails("train", recipe, "--run-dir", tmp_path / "run", "--set", setting, words=words)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_recipe_that_is_missing_or_no_toml(tmp_path):
-    fails(megarl("train", tmp_path / "none.toml", "--run-dir", tmp_path / "run"), "none.toml")
+def test_a_recipe_that_is_missing_or_no_toml(fails, tmp_path):
+    fails("train", tmp_path / "none.toml", "--run-dir", tmp_path / "run", words=["none.toml"])
     (tmp_path / "bad.toml").write_text("[model\npath=")
-    fails(megarl("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run"), "bad.toml", "line 1")
+    fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", "line 1"])
 
 
-def test_a_tokenizer_that_does_not_fit(recipe, tiny_model, tmp_path):
+def test_a_mistake_ends_the_process_with_code_2_before_anything_starts(recipe, tmp_path):
+    result = megarl("train", recipe, "--run-dir", tmp_path / "run", "--set", "rollout.temperatur=1.0")
+    assert result.returncode == 2
+    assert result.stderr.startswith("megarl: ")
+
+
+def test_a_generator_that_does_not_exist(fails, recipe, tmp_path):
+    settings = ["data.source=reasoning_gym", "reward.kind=reasoning_gym", "data.train=spell_backwards"]
+    settings = [part for setting in settings for part in ("--set", setting)]
+    fails("train", recipe, "--run-dir", tmp_path / "run", *settings, words=["spell_backwards", "spell_backward"])
+
+
+def test_a_tokenizer_that_does_not_fit(fails, recipe, tiny_model, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     config = json.loads((model / "config.json").read_text())
     config["vocab_size"] = 20
     (model / "config.json").write_text(json.dumps(config))
-    fails(megarl("train", recipe, "--run-dir", tmp_path / "run", "--set", f"model.path={model}"), "54", "20")
+    setting = f"model.path={model}"
+    fails("train", recipe, "--run-dir", tmp_path / "run", "--set", setting, words=["28", "20"])
 
 
-def test_prompt_files_with_mistakes(recipe, tmp_path):
+def test_prompt_files_with_mistakes(fails, recipe, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    settings = ["--set", "data.source=file", "--set", f"data.train={prompts}", "--set", "reward.kind=exact"]
-    settings += ["--set", "data.prompt_template={prompt}="]
-    command = ["train", recipe, "--run-dir", tmp_path / "run", *settings]
-    fails(megarl(*command), "prompts.jsonl")
+    command = ["train", recipe, "--run-dir", tmp_path / "run"]
+    prompts.unlink()
+    fails(*command, words=["prompts.jsonl"])
     prompts.write_text('{"prompt": "ab"}\n')
-    fails(megarl(*command), "prompts.jsonl", "answer")
+    fails(*command, words=["prompts.jsonl", "answer"])
     prompts.write_text('{"prompt": "ab", "answer": "ba"}\n{"prompt": "a')
-    fails(megarl(*command), "prompts.jsonl", "line 2")
+    fails(*command, words=["prompts.jsonl", "line 2"])
 
 
-def test_damage_to_a_run_directory(recipe, tmp_path):
+def test_damage_to_a_run_directory(fails, recipe, tmp_path):
     run = tmp_path / "run"
     command = ["train", recipe, "--run-dir", run]
-    result = megarl("rollout", run, "--stage", "0")
-    fails(result, "recipe.toml")
+    fails("rollout", run, "--stage", "0", words=["recipe.toml"])
 
     from megarl.config import load_recipe
     from megarl.run_dir import RunDir
@@ -82,20 +104,19 @@ def test_damage_to_a_run_directory(recipe, tmp_path):
     assert megarl("rollout", run, "--stage", "0").returncode == 0
     sealed = {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()}
 
-    fails(megarl(*command, "--set", "optimizer.lr=0.5"), "optimizer.lr", "0.001", "0.5")
-    fails(megarl("rollout", run, "--stage", "7"), "7")
-    fails(megarl("optimize", run, "--stage", "1"), "stages/001/policy")
+    fails(*command, "--set", "optimizer.lr=0.5", words=["optimizer.lr", "0.001", "0.5"])
+    fails("rollout", run, "--stage", "7", words=["7"])
+    fails("optimize", run, "--stage", "1", words=["stages/001/policy"])
 
     shard = next((run / "stages/000/rollouts").glob("*.arrow"))
     shard.write_bytes(shard.read_bytes()[:-200] + bytes(200))
-    fails(megarl("optimize", run, "--stage", "0"), shard.name)
+    fails("optimize", run, "--stage", "0", words=[shard.name])
     shard.write_bytes(sealed[shard.name])
 
     ledger = run / "stages/000/rollouts/ledger.jsonl"
     ledger.write_bytes(sealed["ledger.jsonl"][:-50])
-    fails(megarl("optimize", run, "--stage", "0"), "ledger.jsonl")
+    fails("optimize", run, "--stage", "0", words=["ledger.jsonl"])
     ledger.write_bytes(sealed["ledger.jsonl"])
 
-    result = megarl(*command)
-    assert result.returncode == 0, result.stderr
+    assert megarl("optimize", run, "--stage", "0").returncode == 0
     assert {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()} == sealed
