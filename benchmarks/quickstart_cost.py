@@ -1,8 +1,9 @@
-"""What megarl costs over a plain PyTorch loop: generation and optimisation of the quickstart, in CPU-seconds of one thread.
+"""What megarl costs over a plain PyTorch loop: generation and optimisation of the quickstart, in CPU-seconds.
 
-Both sides use the same model, prompts, responses and number of updates, in one process, taking turns of a few updates so
-that the load of the machine falls on both. Left out on both sides: process start, imports, loading the model. Counted on
-megarl's side: rollout store, verification, packing, Megatron's schedule, DDP and optimizer, metrics, checkpoints.
+Both sides use the same model, prompts, responses and number of updates, in one process and thread, taking turns of a
+few updates so that the load of the machine falls on both. Left out on both sides: process start, imports, loading the
+model. Counted on megarl's side: rollout store, verification, packing, Megatron's schedule, DDP and optimizer, metrics,
+checkpoints.
 
     python benchmarks/quickstart_cost.py [--stages 1] [--updates 96] [--output benchmarks/results/quickstart_cost.json]
 """
@@ -189,9 +190,9 @@ def main() -> None:
     print(f"{'CPU-seconds':<12}{'generate':>10}{'optimize':>10}{'total':>10}")
     for side in ("plain", "megarl"):
         print(f"{side:<12}{seconds[side + '/generate']:>10.2f}{seconds[side + '/optimize']:>10.2f}{total[side]:>10.2f}")
-    ratios = {
-        part: seconds[f"megarl/{part}"] / seconds[f"plain/{part}"] for part in ("generate", "optimize")
-    } | {"total": total["megarl"] / total["plain"]}
+    ratios = {part: seconds[f"megarl/{part}"] / seconds[f"plain/{part}"] for part in ("generate", "optimize")} | {
+        "total": total["megarl"] / total["plain"]
+    }
     print(f"{'ratio':<12}{ratios['generate']:>10.2f}{ratios['optimize']:>10.2f}{ratios['total']:>10.2f}")
     if options.output:
         facts = {"torch": torch.__version__, "processor": platform.processor() or platform.machine()}

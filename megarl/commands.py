@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from megarl.config import load_recipe, override_recipe
 from megarl.errors import UserError
@@ -50,7 +51,9 @@ def branch(source: RunDir, target: RunDir, stage: int) -> RunDir:
         new.data,
         new.run.seed,
     ):
-        raise UserError("--set may change [objective], [optimizer], [actor] and [megatron]: the rollouts stay as they are")
+        raise UserError(
+            "--set may change [objective], [optimizer], [actor] and [megatron]: the rollouts stay as they are"
+        )
     links = [(source.policy(stage), target.policy(stage)), (source.rollouts(stage), target.rollouts(stage))]
     if stage > 0:
         links.append((source.checkpoints(stage - 1), target.checkpoints(stage - 1)))
@@ -85,7 +88,7 @@ def evaluate_model(target: Path, recipe_path: Path | None, suite: str | None, ov
     return f"{policy}\n{describe(result)}"
 
 
-def describe(result: dict) -> str:
+def describe(result: dict[str, Any]) -> str:
     """One line an estimate, with its interval."""
     lines = [_estimate(f"avg@{result['samples']}", result["accuracy"], result["ci95"], result["prompts"])]
     if "pass_at_k" in result:
@@ -132,4 +135,3 @@ def summarise_run(run: RunDir) -> str:
         "next    --set objective.name=grpo in another --run-dir, then `megarl report` with both directories",
     ]
     return "\n".join(lines)
-

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +51,9 @@ class RolloutTable(Table):
     temperature: float = Field(1.0, gt=0)
     max_response_tokens: int = Field(1024, ge=1)  # tokens, stop token included
     responses_per_prompt: int = Field(8, ge=1)  # G, the size of a group
-    groups_per_chunk: int = Field(128, ge=1)  # groups an engine is handed at a time: the unit of generation and of resume
+    groups_per_chunk: int = Field(
+        128, ge=1
+    )  # groups an engine is handed at a time: the unit of generation and of resume
     memory_fraction: float = Field(0.92, gt=0, le=1)  # share of GPU memory an engine may take
 
 
@@ -149,7 +152,7 @@ class Recipe(Table):
         return self.schedule.updates_per_stage * self.schedule.prompts_per_update
 
 
-def load_recipe(path: Path, overrides: list[str] = ()) -> Recipe:
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a TOML recipe, apply ``section.key=value`` overrides (TOML values) and check all of it.
 
     Relative paths in ``[model]`` and ``[data] train`` are relative to the working directory, as on the command line.
@@ -166,7 +169,7 @@ def load_recipe(path: Path, overrides: list[str] = ()) -> Recipe:
     return _absolute_paths(parse_recipe(tables))
 
 
-def override_recipe(recipe: Recipe, overrides: list[str]) -> Recipe:
+def override_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """The recipe with ``section.key=value`` settings changed, checked again."""
     tables = tomllib.loads(dump_recipe(recipe))
     for override in overrides:
@@ -190,7 +193,7 @@ def parse_recipe(tables: dict[str, Any]) -> Recipe:
     try:
         recipe = Recipe.model_validate(tables)
     except ValidationError as error:
-        raise UserError("the recipe is wrong:\n" + "\n".join(_explain(e) for e in error.errors())) from error
+        raise UserError("the recipe is wrong:\n" + "\n".join(_explain(dict(e)) for e in error.errors())) from error
     from megarl.objectives import build_objective  # needs torch, so only once the rest is known to be right
 
     build_objective(recipe.objective.name, recipe.objective.fields)
@@ -246,7 +249,7 @@ def _short(value: Any) -> str:
 
 
 def _nearest(loc: tuple[Any, ...]) -> str:
-    table: type[BaseModel] = Recipe
+    table: Any = Recipe
     for part in loc[:-1]:
         table = table.model_fields[part].annotation
     known = list(table.model_fields)

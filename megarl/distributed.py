@@ -1,23 +1,11 @@
-"""How the processes of a phase find each other, and how they end together."""
+"""How the processes of a phase find each other."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import socket
 
 import torch.distributed as dist
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_agent() -> None:
-    """Have the kernel kill this process when its node agent dies, however it dies: no orphan ever writes."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    agent = os.environ.get("MEGARL_AGENT_PID")
-    if agent and os.getppid() != int(agent):
-        os.kill(os.getpid(), signal.SIGKILL)  # it died before the line above
 
 
 def join_process_group(backend: str) -> dist.Store:

@@ -32,7 +32,8 @@ def diagnose() -> str:
     memory = psutil.virtual_memory()
     lines = [
         f"python          {platform.python_version()} on {platform.system()} {platform.machine()}",
-        f"processor       {os.cpu_count()} cores, {memory.total / 2**30:.0f} GiB memory ({memory.available / 2**30:.0f} free)",
+        f"processor       {os.cpu_count()} cores",
+        f"memory          {memory.total / 2**30:.0f} GiB, {memory.available / 2**30:.0f} free",
         f"disk            {shutil.disk_usage('.').free / 2**30:.0f} GiB free here",
     ]
     if torch.cuda.is_available():

@@ -48,7 +48,7 @@ def run_phase(run: RunDir, phase: str, stage: int, processes: int) -> None:
     run.log_event("phase_start", phase=phase, stage=stage, processes=processes)
     start = time.monotonic()
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", f"megarl.phases.{phase}", str(run.root), str(stage))
+        elastic_launch(config, sys.executable)("-u", "-m", "megarl.phases", phase, str(run.root), str(stage))
     except ChildFailedError as error:
         run.log_event("phase_failed", phase=phase, stage=stage, seconds=round(time.monotonic() - start, 3))
         raise _explain(error, phase, stage) from None

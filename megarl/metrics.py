@@ -1,4 +1,4 @@
-"""metrics.jsonl, one object an update and every update exactly once, also after a kill; TensorBoard and W&B beside it."""
+"""metrics.jsonl: one object an update, every update exactly once, also after a kill. TensorBoard and W&B beside it."""
 
 from __future__ import annotations
 

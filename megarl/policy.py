@@ -66,7 +66,9 @@ def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int
         copy_auxiliary(model_dir, temporary)
         if tokenizer_dir != model_dir:
             for file in sorted(Path(tokenizer_dir).iterdir()):
-                if file.is_file() and file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "chat_template")):
+                if file.is_file() and file.name.startswith(
+                    ("tokenizer", "special_tokens", "vocab", "merges", "chat_template")
+                ):
                     shutil.copyfile(file, temporary / file.name)
         hashes = {}
         for file in weight_files(model_dir):

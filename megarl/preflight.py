@@ -13,7 +13,7 @@ _ENGINE_MODULES = {"builtin": "transformers", "vllm": "vllm", "sglang": "sglang"
 
 
 def check(recipe: Recipe) -> None:
-    """Raise `UserError` for a missing model, an unfit tokenizer, unreadable prompts, an absent engine or a wrong layout."""
+    """`UserError` for a missing model, an unfit tokenizer, unreadable prompts, an absent engine or a wrong layout."""
     if not recipe.model.path.is_dir():
         raise UserError(f"[model] path: {recipe.model.path} is not a directory")
     weight_files(recipe.model.path)

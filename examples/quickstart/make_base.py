@@ -15,7 +15,6 @@ import string
 from pathlib import Path
 
 import numpy as np
-import reasoning_gym
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM

@@ -56,7 +56,9 @@ class PackedAttention(MegatronModule):
         runs = packed_seq_params.length_runs
         sizes = [count * length for count, length in runs]
         outputs = []
-        for (count, length), q, k, v in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
+        for (count, length), q, k, v in zip(
+            runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
+        ):
             q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
             outputs.append(out.transpose(1, 2).reshape(count * length, -1))
@@ -66,7 +68,8 @@ class PackedAttention(MegatronModule):
 class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # its gradient is then reduced over tensor parallelism
+        # the attribute makes Megatron reduce the gradient over tensor parallelism
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def torch_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:

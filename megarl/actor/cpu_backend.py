@@ -41,7 +41,7 @@ def install() -> None:
     proxy = _TorchOnCpu()
     for module in _megatron_modules():
         if getattr(module, "torch", None) is torch:
-            module.torch = proxy
+            module.__dict__["torch"] = proxy
     _patch_random_state()
     _patch_moe_and_rope()
     _patch_optimizer()

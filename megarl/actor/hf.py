@@ -112,7 +112,7 @@ class _Reader:
             self.files.update(dict.fromkeys(handle.keys(), handle))
 
     def slice(self, source: Source, rank: int, size: int) -> torch.Tensor:
-        """Part ``rank`` of ``size`` along ``source.split``; a vocabulary is padded with zero rows to a multiple of size."""
+        """Part ``rank`` of ``size`` along ``source.split``; zero rows pad a vocabulary to a multiple of size."""
         view = self._view(source.name)
         if source.split is None or size == 1:
             return view[:]
@@ -129,7 +129,7 @@ class _Reader:
             return self.files[name].get_slice(name)
         fused = re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
         stacked = f"{fused[1]}.{'down_proj' if fused[3] == 'down' else 'gate_up_proj'}" if fused else ""
-        if stacked not in self.files:
+        if fused is None or stacked not in self.files:
             raise UserError(f"{self.directory} has no tensor {name!r}: its config.json does not fit its weights")
         one = self.files[stacked].get_slice(stacked)[int(fused[2])]
         return one if fused[3] == "down" else one.chunk(2)[("gate", "up").index(fused[3])]
@@ -137,7 +137,7 @@ class _Reader:
 
 @torch.no_grad()
 def load_hf(models: list[PolicyModel], model_dir: Path) -> None:
-    """Fill the model chunks of this rank from a Hugging Face directory. Raises `UserError` on a missing or misshapen tensor."""
+    """Fill this rank's model chunks from a Hugging Face directory; `UserError` on a missing or misshapen tensor."""
     reader = _Reader(Path(model_dir))
     for model in models:
         for name, parameter in model.named_parameters():
@@ -178,7 +178,7 @@ def export_hf(models: list[PolicyModel], target: Path, like: Path, version: int)
 
     Configuration and tokenizer come from ``like``. Every rank that holds parameters writes shards of its own.
     """
-    info = [None]
+    info: list[Any] = [None]
     if dist.get_rank() == 0:
         with atomic_directory(target) as temporary:
             dist.broadcast_object_list([str(temporary)], src=0)
@@ -188,12 +188,15 @@ def export_hf(models: list[PolicyModel], target: Path, like: Path, version: int)
         dist.broadcast_object_list(box, src=0)
         _write_shards(models, Path(box[0]))
     dist.broadcast_object_list(info, src=0)  # nobody goes on before the rename
-    return info[0]
+    result: PolicyInfo = info[0]
+    return result
 
 
 def _write_shards(models: list[PolicyModel], directory: Path) -> list[dict[str, Any]]:
     """Write this rank's tensors; returns, on every rank, one entry a shard of all ranks: file, names, bytes, sha256."""
-    shards, pending, size = [], {}, 0
+    shards: list[dict[str, Any]] = []
+    pending: dict[str, torch.Tensor] = {}
+    size = 0
 
     def flush() -> None:
         nonlocal pending, size

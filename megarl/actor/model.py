@@ -30,11 +30,15 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     try:
         hf = json.loads(path.read_text())
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; [model] path must be a Hugging Face model directory") from error
+        raise UserError(
+            f"cannot read {path}: {error.strerror}; [model] path must be a Hugging Face model directory"
+        ) from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if hf.get("model_type") not in FAMILIES:
-        raise UserError(f"{path}: model_type {hf.get('model_type')!r} is not supported; known are {', '.join(FAMILIES)}")
+        raise UserError(
+            f"{path}: model_type {hf.get('model_type')!r} is not supported; known are {', '.join(FAMILIES)}"
+        )
     if hf["model_type"] == "qwen3_moe" and (hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers")):
         raise UserError(f"{path}: models that mix dense and sparse layers are not supported")
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
@@ -43,7 +47,9 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
         raise UserError(f"{path}: rope_type {kind!r} is not supported; known are default, llama3")
     hf["rope_theta"] = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
     hf["rope_scaling"] = rope if kind == "llama3" else None
-    hf["num_experts"] = hf.get("num_experts") or hf.get("num_local_experts")  # the name depends on transformers' version
+    hf["num_experts"] = hf.get("num_experts") or hf.get(
+        "num_local_experts"
+    )  # the name depends on transformers' version
     hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     return hf
 

@@ -51,8 +51,8 @@ class MicroBatch:
 def assign(lengths: Sequence[int], replicas: int, budget: int) -> list[list[list[int]]]:
     """Sample indices as [replica][micro-batch][...], every replica with the same number of micro-batches.
 
-    Longest first onto the emptiest bin; as few micro-batches as keep every bin within ``budget`` tokens. A sample longer
-    than the budget gets a bin of its own. Bins may stay empty when there are fewer samples than replicas.
+    Longest first onto the emptiest bin; as few micro-batches as keep every bin within ``budget`` tokens. A sample
+    longer than the budget gets a bin of its own. Bins may stay empty when there are fewer samples than replicas.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     per_replica = max(1, -(-sum(lengths) // (budget * replicas)))
@@ -69,7 +69,7 @@ def assign(lengths: Sequence[int], replicas: int, budget: int) -> list[list[list
 
 
 def pack(samples: Sequence[Sample], indices: Sequence[int], device: torch.device) -> MicroBatch:
-    """Concatenate samples, sorted by length, without any padding; ``indices`` are their places in the optimizer batch."""
+    """Concatenate samples, sorted by length, without padding; ``indices``: their places in the optimizer batch."""
     order = sorted(range(len(samples)), key=lambda i: len(samples[i]))
     samples = [samples[i] for i in order]
     lengths = np.array([len(s) for s in samples])

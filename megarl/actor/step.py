@@ -22,7 +22,7 @@ from megarl.actor.model import PolicyModel, build_model, read_hf_config
 from megarl.actor.packing import MicroBatch
 from megarl.batch import TokenBatch
 from megarl.config import Recipe
-from megarl.objectives import Objective, token_weights
+from megarl.objectives import Objective, WithOptions, token_weights
 from megarl.objectives.terms import Metric, mean_metric
 from megarl.off_policy_metrics import log_ratio_histograms, prefix_metrics, summarise
 
@@ -85,11 +85,13 @@ class Actor:
         return table.lr * min(1.0, update / max(1, table.warmup_updates))
 
 
-def train_step(actor: Actor, micro_batches: list[MicroBatch], objective: Objective, lr: float) -> dict[str, float]:
+def train_step(
+    actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions, lr: float
+) -> dict[str, float]:
     """One optimizer update; returns metrics averaged over the whole optimizer batch of all ranks.
 
-    ``micro_batches`` are this data-parallel rank's own. Raises `NonFiniteUpdate`, before anything is applied, when the
-    loss or the gradient is not finite. On ranks outside the last pipeline stage only ``grad_norm`` and ``lr`` come back.
+    ``micro_batches`` are this data-parallel rank's own. Raises `NonFiniteUpdate`, before anything is applied, when
+    the loss or the gradient is not finite. Outside the last pipeline stage only ``grad_norm`` and ``lr`` come back.
     """
     statistics = _statistics(actor, micro_batches, objective)
     logs = _forward_backward(actor, micro_batches, partial(_loss, objective=objective, statistics=statistics))
@@ -104,7 +106,7 @@ def train_step(actor: Actor, micro_batches: list[MicroBatch], objective: Objecti
 
 
 def _statistics(
-    actor: Actor, micro_batches: list[MicroBatch], objective: Objective
+    actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions
 ) -> Callable[[TokenBatch], Any]:
     """Where a micro-batch finds what a batch-level objective needs, by ``actor.statistics_scope``."""
     scope = actor.recipe.actor.statistics_scope
@@ -169,16 +171,20 @@ def _token_batch(micro_batch: MicroBatch, output: torch.Tensor) -> TokenBatch:
 
 
 def _loss(
-    micro_batch: MicroBatch, output: torch.Tensor, objective: Objective, statistics: Callable[[TokenBatch], Any]
+    micro_batch: MicroBatch,
+    output: torch.Tensor,
+    objective: Objective | WithOptions,
+    statistics: Callable[[TokenBatch], Any],
 ) -> Loss:
-    """Megarl's terms in Megatron's contract: (sum, count, log); it divides the gradient once by the global count."""
+    """The objective in Megatron's contract, (sum, count, log); the gradient is divided once by the global count."""
     batch = _token_batch(micro_batch, output)
     terms = objective(batch, statistics(batch))
     weights = token_weights(batch.loss_mask, batch.cu_seqlens, objective.aggregation)
     loss = (terms.loss * weights).sum()
     count = micro_batch.sequence_count if objective.aggregation == "sequence_mean" else micro_batch.token_count
     batch = batch.detach()
-    metrics = terms.metrics | prefix_metrics(batch) | {"entropy": mean_metric(batch.entropy, batch.loss_mask)}
+    entropy = {"entropy": mean_metric(output[1], batch.loss_mask)}
+    metrics = terms.metrics | prefix_metrics(batch) | entropy
     log = MicroBatchLog(batch, metrics, log_ratio_histograms(batch))
     return loss, torch.tensor(count, dtype=torch.int, device=loss.device), log
 

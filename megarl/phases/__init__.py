@@ -1,1 +1,1 @@
-"""What the processes of a phase run: ``python -m megarl.phases.<phase> RUN_DIR STAGE`` under the launcher."""
+"""What the processes of a phase run: one module a phase, each with a function of its name."""

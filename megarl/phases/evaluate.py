@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megarl.distributed import join_process_group
 from megarl.phases.answers import Answerer
-from megarl.phases.process import main
 from megarl.rollout.engine import response_seed
 from megarl.run_dir import RunDir
 
@@ -85,7 +84,3 @@ def interval(scores: np.ndarray) -> list[float]:
     centre = (mean + z * z / (2 * n_effective)) / (1 + z * z / n_effective)
     half = z / (1 + z * z / n_effective) * math.sqrt(coin / n_effective + z * z / (4 * n_effective**2))
     return [max(0.0, centre - half), min(1.0, centre + half)]
-
-
-if __name__ == "__main__":
-    main(evaluate)

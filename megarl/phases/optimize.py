@@ -13,7 +13,6 @@ from megarl.config import ObjectiveTable
 from megarl.errors import UserError
 from megarl.metrics import MetricsWriter
 from megarl.objectives import build_objective
-from megarl.phases.process import main
 from megarl.run_dir import RunDir
 from megarl.store import Group, RolloutStore
 
@@ -109,7 +108,3 @@ def summary(groups: list[Group]) -> dict[str, float]:
 def throughput(samples: list[Sample], seconds: float) -> dict[str, Any]:
     tokens = sum(map(len, samples))
     return {"tokens": tokens, "seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1)}
-
-
-if __name__ == "__main__":
-    main(optimize)

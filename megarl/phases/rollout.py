@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from megarl.distributed import join_process_group
 from megarl.phases.answers import Answerer
-from megarl.phases.process import main
 from megarl.rollout.engine import response_seed
 from megarl.run_dir import RunDir
 from megarl.store import Group, RolloutStore, RolloutWriter, seal
@@ -58,7 +57,3 @@ def generate(answerer: Answerer, groups: Sequence[int]) -> list[Group]:
         Group(group, np.asarray(prompt.tokens, np.int32), responses)
         for group, prompt, responses in zip(groups, prompts, answers, strict=True)
     ]
-
-
-if __name__ == "__main__":
-    main(rollout)

@@ -120,11 +120,8 @@ class _Decoder:
         """Next tokens [n] by the inverse CDF at ``uniforms`` [n] float64, their log-probs [n], which are stops [n]."""
         logprobs = (self.logits / self.temperature).log_softmax(-1)
         cdf = logprobs.double().exp_().cumsum(-1)
-        total = cdf[:, -1:]
-        # Strictly below the total even after rounding, so that no token of probability 0 can come out.
-        target = (torch.from_numpy(uniforms)[:, None].to(cdf.device) * total).minimum(
-            total.nextafter(torch.zeros_like(total))
-        )
+        # u <= 1 - 2**-53, so u * total rounds to less than the total: no token of probability 0 can come out.
+        target = torch.from_numpy(uniforms)[:, None].to(cdf.device) * cdf[:, -1:]
         tokens = torch.searchsorted(cdf, target, right=True)
         sampled = tokens[:, 0].cpu().numpy()
         return sampled, logprobs.gather(1, tokens)[:, 0].cpu().numpy(), np.isin(sampled, self.stop_token_ids)

@@ -34,7 +34,9 @@ LLAMA3_ROPE = dict(
 )
 FAMILIES = {
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
-    "qwen3_moe_unnormalised": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=False),
+    "qwen3_moe_unnormalised": dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=False
+    ),
     "qwen3": {},
     "qwen3_tied": dict(tie_word_embeddings=True),
     "qwen2": dict(head_dim=8),

@@ -30,7 +30,7 @@ def packed_logits(model, sequences):
         logits = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)[0]
     order = sorted(range(len(samples)), key=lambda i: len(samples[i]))
     lengths = [len(samples[i]) for i in order]
-    return {i: part for i, part in zip(order, logits.split(lengths), strict=True)}
+    return dict(zip(order, logits.split(lengths), strict=True))
 
 
 def random_sequences(lengths, vocab=67):

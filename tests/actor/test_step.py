@@ -74,10 +74,11 @@ def reference_update(model, samples, objective, recipe, lr):
 )
 @pytest.mark.parametrize("budget", [10_000, 24])
 def test_update_equals_plain_torch(family, name, fields, budget, tmp_path):
+    from safetensors.torch import load_file
+
     from megarl.actor.hf import export_hf
     from megarl.actor.packing import micro_batches
     from megarl.actor.step import train_step
-    from safetensors.torch import load_file
 
     model = make_hf_model(family)
     model.save_pretrained(tmp_path / "in")

@@ -43,11 +43,8 @@ def stage_moments(stage):
 
 
 def processes_of(run):
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if str(run) in (process.info["cmdline"] or []) and process.pid != os.getpid():
-            found.append(process)
-    return found
+    others = (p for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid())
+    return [process for process in others if str(run) in (process.info["cmdline"] or [])]
 
 
 def kill_when(condition, recipe, run, rng):
@@ -78,7 +75,7 @@ def test_killed_runs_end_with_the_same_bytes(recipe, tmp_path):
         for name, condition in stage_moments(stage).items():
             assert kill_when(condition, recipe, killed, rng), f"the run ended before: {name}"
             kills += 1
-            time.sleep(0.1)
+            time.sleep(0.3)
             assert not processes_of(killed), f"processes left behind after: {name}"
     assert kills == 20
     result = megarl("train", recipe, "--run-dir", killed)

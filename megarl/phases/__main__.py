@@ -1,0 +1,58 @@
+"""``python -m megarl.phases PHASE RUN_DIR STAGE``: one process of a phase, started by the launcher."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_agent() -> None:
+    """Have the kernel kill this process when its node agent dies, however it dies: no orphan ever writes."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ["MEGARL_AGENT_PID"]):
+        os.kill(os.getpid(), signal.SIGKILL)  # it died before the line above
+
+
+def main() -> None:
+    """Run ``megarl.phases.<phase>.<phase>(run, stage)``; errors reach the launcher through torch's error file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("phase", choices=["rollout", "optimize", "evaluate"])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("stage", type=int)
+    arguments = parser.parse_args()
+
+    import torch
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    if not torch.cuda.is_available():
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    phase = getattr(importlib.import_module(f"megarl.phases.{arguments.phase}"), arguments.phase)
+    record(_run)(phase, arguments.run_dir, arguments.stage)
+
+
+def _run(phase: Callable[[Any, int], None], run_dir: Path, stage: int) -> None:
+    import torch.distributed as dist
+
+    from megarl.errors import UserError
+    from megarl.run_dir import RunDir
+
+    try:
+        phase(RunDir.open(run_dir), stage)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        raise
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    die_with_agent()  # before the seconds that imports take
+    main()
