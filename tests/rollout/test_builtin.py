@@ -130,7 +130,7 @@ def test_a_token_of_probability_zero_is_never_sampled(moe_dir):
     assert tokens.tolist() == [5, 7, 5, 7]
     expected = torch.tensor([1.0, 2.0, 3.0]).log_softmax(0)
     np.testing.assert_allclose(logprobs, expected[[0, 2, 0, 2]], atol=1e-6)
-    # with the largest uniform below 1 the product u * total rounds up to the total in some of these rows
+    # the largest uniform below 1, at totals on both sides of 1
     decoder.logits = torch.randn(2000, 39, generator=torch.Generator().manual_seed(0))
     decoder.logits[:, 35:] = float("-inf")
     tokens, _, _ = decoder.sample(np.full(2000, np.nextafter(1.0, 0.0)))

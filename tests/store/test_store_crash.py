@@ -10,7 +10,15 @@ import subprocess
 import time
 
 import pytest
-from sample_rollouts import POLICY, as_bytes, contents, make_group, write_stage, write_stage_dying_at
+from sample_rollouts import (
+    POLICY,
+    as_bytes,
+    contents,
+    make_group,
+    write_stage,
+    write_stage_dying_at,
+    write_stage_saying_when,
+)
 
 from megarl.errors import UserError
 from megarl.store import RolloutStore, RolloutWriter, is_sealed, seal
@@ -53,17 +61,23 @@ def test_killed_at_random_moments_again_and_again(tmp_path):
     write_stage(tmp_path / "undisturbed", 120, 2)
     undisturbed = contents(tmp_path / "undisturbed")
     moments = random.Random(0)
-    directory, acknowledged, kills = tmp_path / "rollouts", tmp_path / "acknowledged.txt", 0
-    while not is_sealed(directory):
+    directory, acknowledged, sizes = tmp_path / "rollouts", tmp_path / "acknowledged.txt", []
+    acknowledged.touch()
+    for attempt in range(24):
         writer = processes.Process(target=write_stage, args=(directory, 120, 2, acknowledged))
+        before = acknowledged.stat().st_size
         writer.start()
-        time.sleep(moments.uniform(0.0, 0.06))
+        if attempt % 2:  # every other one gets as far as its first append, however busy the machine is
+            while acknowledged.stat().st_size == before and writer.is_alive():
+                time.sleep(0.001)
+        time.sleep(moments.uniform(0.0, 0.02))
         writer.kill()
         writer.join()
         check_acknowledged(directory, acknowledged, 2)
-        kills += 1
-    seal(directory, range(120))
-    assert kills > 5
+        sizes.append(len(RolloutStore(directory).group_ids) if directory.exists() else 0)
+    write_stage(directory, 120, 2)
+    assert sizes == sorted(sizes)
+    assert len(set(sizes)) > 3  # kills did fall between appends
     assert contents(directory) == undisturbed
 
 
