@@ -17,7 +17,6 @@ from sample_rollouts import (
     make_group,
     write_stage,
     write_stage_dying_at,
-    write_stage_saying_when,
 )
 
 from megarl.errors import UserError
