@@ -17,6 +17,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.actor.step import Actor
 from megarl.files import atomic_directory
+from megarl.objectives.clipping import RatioBounds
+from megarl.objectives.second_moment import SecondMomentMask
 
 _NAME = re.compile(r"update_(\d{6})")
 
@@ -48,7 +50,8 @@ def load(actor: Actor, path: Path) -> int:
     """Restore model, optimizer and random state in place; returns the update inside the stage to continue after."""
     state = _sharded_state(actor, is_loading=True)
     state.update(update=0, cpu_rng=torch.get_rng_state(), lagged=None)
-    state = dist_checkpointing.load(state, str(path))
+    with torch.serialization.safe_globals([RatioBounds, SecondMomentMask]):
+        state = dist_checkpointing.load(state, str(path))
     for index, model in enumerate(actor.models):
         model.load_state_dict(state[_model_key(actor, index)], strict=False)  # no _extra_state without TE
     actor.optimizer.load_state_dict(state["optimizer"])

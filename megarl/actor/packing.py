@@ -46,6 +46,8 @@ class MicroBatch:
     sequence_index: torch.Tensor  # [S] int64, place of each sequence in the optimizer batch
     token_count: int  # labels under loss_mask
     sequence_count: int  # sequences with at least one of them
+    old_logprobs: torch.Tensor | None = None  # [N] float32, behaviour policy recomputed by the actor
+    ref_logprobs: torch.Tensor | None = None  # [N] float32, reference policy
 
 
 def assign(lengths: Sequence[int], replicas: int, budget: int) -> list[list[list[int]]]:

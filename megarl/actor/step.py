@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,28 +15,17 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megarl.actor.frozen import FrozenPolicy
 from megarl.actor.hf import load_hf
 from megarl.actor.model import PolicyModel, build_model, read_hf_config
 from megarl.actor.packing import MicroBatch
+from megarl.actor.schedule import Loss, MicroBatchLog, collect, run_micro_batches, token_batch
 from megarl.batch import TokenBatch
 from megarl.config import Recipe
 from megarl.objectives import Objective, WithOptions, token_weights
-from megarl.objectives.terms import Metric, mean_metric
+from megarl.objectives.terms import mean_metric
 from megarl.off_policy_metrics import log_ratio_histograms, prefix_metrics, summarise
-
-
-@dataclass(frozen=True)
-class MicroBatchLog:
-    """What a micro-batch leaves behind on the last pipeline stage."""
-
-    batch: TokenBatch  # detached
-    metrics: dict[str, Metric]
-    histograms: dict[str, torch.Tensor]
-
-
-Loss = tuple[torch.Tensor, torch.Tensor, MicroBatchLog]
 
 
 class NonFiniteUpdate(RuntimeError):
@@ -50,6 +39,7 @@ class Actor:
     models: list[PolicyModel]  # this rank's chunks; more than one with virtual pipeline stages
     replicas: list[DistributedDataParallel]  # the same chunks, wrapped
     optimizer: MegatronOptimizer
+    frozen: list[FrozenPolicy] = field(default_factory=list)  # what some objectives compare the policy with
     lagged: Any = None  # statistics of the previous update, where ``statistics_scope = "lagged"`` wants them
 
     @classmethod
@@ -93,8 +83,14 @@ def train_step(
     ``micro_batches`` are this data-parallel rank's own. Raises `NonFiniteUpdate`, before anything is applied, when
     the loss or the gradient is not finite. Outside the last pipeline stage only ``grad_norm`` and ``lr`` come back.
     """
+    for policy in actor.frozen:
+        micro_batches = policy.annotate(micro_batches)
     statistics = _statistics(actor, micro_batches, objective)
-    logs = _forward_backward(actor, micro_batches, partial(_loss, objective=objective, statistics=statistics))
+    for replica in actor.replicas:
+        replica.zero_grad_buffer()
+    actor.optimizer.zero_grad()
+    loss = partial(_loss, objective=objective, statistics=statistics)
+    logs = run_micro_batches(actor.replicas, micro_batches, loss)
     metrics = _reduce(logs)
     if not math.isfinite(metrics.get("loss", 0.0)):
         raise NonFiniteUpdate(f"loss is {metrics['loss']}; the update was not applied")
@@ -116,7 +112,7 @@ def _statistics(
         return lambda batch: actor.lagged
     if len(micro_batches) == 1 and mpu.get_pipeline_model_parallel_world_size() == 1:
         return lambda batch: objective.statistics(batch.detach(), _batch_group())  # it is all there: no extra pass
-    logs = _forward_backward(actor, micro_batches, _collect, forward_only=True)
+    logs = run_micro_batches(actor.replicas, micro_batches, collect, forward_only=True)
     exact = logs and objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group())
     return lambda batch: exact
 
@@ -126,50 +122,6 @@ def _batch_group() -> dist.ProcessGroup:
     return mpu.get_data_parallel_group(with_context_parallel=True)
 
 
-def _forward_backward(
-    actor: Actor,
-    micro_batches: list[MicroBatch],
-    loss: Callable[[MicroBatch, torch.Tensor], Loss],
-    forward_only: bool = False,
-) -> list[MicroBatchLog]:
-    """All micro-batches through Megatron's schedule; the log of each comes back on the last pipeline stage."""
-
-    def forward_step(micro_batch: Iterator[MicroBatch], model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-        batch = next(micro_batch)
-        output = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed)
-        return output, partial(loss, batch)
-
-    if not forward_only:
-        for replica in actor.replicas:
-            replica.zero_grad_buffer()
-        actor.optimizer.zero_grad()
-    iterators = [iter(micro_batches) for _ in actor.replicas]
-    several = len(actor.replicas) > 1
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if several else iterators[0],
-        model=actor.replicas if several else actor.replicas[0],
-        num_microbatches=len(micro_batches),
-        seq_length=micro_batches[0].tokens.size(1),
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
-
-
-def _token_batch(micro_batch: MicroBatch, output: torch.Tensor) -> TokenBatch:
-    logprobs, entropy = output  # [N], [N]
-    return TokenBatch(
-        logprobs=logprobs,
-        rollout_logprobs=micro_batch.rollout_logprobs,
-        advantages=micro_batch.advantages,
-        loss_mask=micro_batch.loss_mask,
-        cu_seqlens=micro_batch.cu_seqlens,
-        old_logprobs=logprobs.detach(),  # one update a batch: the proximal policy is the one the update starts from
-        entropy=entropy,
-        sequence_index=micro_batch.sequence_index,
-    )
-
-
 def _loss(
     micro_batch: MicroBatch,
     output: torch.Tensor,
@@ -177,7 +129,7 @@ def _loss(
     statistics: Callable[[TokenBatch], Any],
 ) -> Loss:
     """The objective in Megatron's contract, (sum, count, log); the gradient is divided once by the global count."""
-    batch = _token_batch(micro_batch, output)
+    batch = token_batch(micro_batch, output)
     terms = objective(batch, statistics(batch))
     weights = token_weights(batch.loss_mask, batch.cu_seqlens, objective.aggregation)
     loss = (terms.loss * weights).sum()
@@ -187,12 +139,6 @@ def _loss(
     metrics = terms.metrics | prefix_metrics(batch) | entropy
     log = MicroBatchLog(batch, metrics, log_ratio_histograms(batch))
     return loss, torch.tensor(count, dtype=torch.int, device=loss.device), log
-
-
-def _collect(micro_batch: MicroBatch, output: torch.Tensor) -> Loss:
-    """The loss of a forward-only pass that is after the log-probs alone."""
-    zero = torch.zeros((), device=output.device)
-    return zero, zero.int(), MicroBatchLog(_token_batch(micro_batch, output).detach(), {}, {})
 
 
 def _reduce(logs: list[MicroBatchLog]) -> dict[str, float]:

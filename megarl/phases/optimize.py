@@ -12,11 +12,12 @@ from megarl.advantages import group_advantages, zero_variance
 from megarl.config import ObjectiveTable
 from megarl.errors import UserError
 from megarl.metrics import MetricsWriter
-from megarl.objectives import build_objective
+from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.run_dir import RunDir
 from megarl.store import Group, RolloutStore
 
 if TYPE_CHECKING:
+    from megarl.actor.frozen import FrozenPolicy
     from megarl.actor.packing import Sample
     from megarl.actor.step import Actor
 
@@ -32,6 +33,7 @@ def optimize(run: RunDir, stage: int) -> None:
     store = RolloutStore(run.rollouts(stage))
     objective = build_objective(recipe.objective.name, recipe.objective.fields)
     actor = step.Actor.build(recipe, run.policy(stage), device)
+    actor.frozen = frozen_policies(objective, run, stage)
     done = resume(actor, run, stage)
     before = stage * schedule.updates_per_stage  # updates of earlier stages
     metrics = MetricsWriter(run.metrics, before + done, recipe.run) if parallel.reports_metrics() else None
@@ -56,6 +58,20 @@ def optimize(run: RunDir, stage: int) -> None:
     if metrics:
         run.log_event("export", stage=stage + 1, seconds=round(time.perf_counter() - start, 3))
         metrics.close()
+
+
+def frozen_policies(objective: Objective | WithOptions, run: RunDir, stage: int) -> list[FrozenPolicy]:
+    """The policies an objective's options compare with: the run's first as KL reference, the stage's own recomputed."""
+    from megarl.actor.frozen import FrozenPolicy
+
+    options = objective.options if isinstance(objective, WithOptions) else ()
+    wanted = {name for option in options for name in option.requires}
+    frozen = []
+    if "ref_logprobs" in wanted:
+        frozen.append(FrozenPolicy.build("ref_logprobs", run.recipe, run.policy(0)))
+    if "old_logprobs" in wanted:
+        frozen.append(FrozenPolicy.build("old_logprobs", run.recipe, run.policy(stage)))
+    return frozen
 
 
 def resume(actor: Actor, run: RunDir, stage: int) -> int:

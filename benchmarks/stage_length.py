@@ -1,0 +1,116 @@
+"""Does an update cost more in a longer stage? CPU-seconds an update and memory, for stages of different lengths.
+
+Random responses fill sealed stages of --lengths updates; each length runs in a process of its own, which makes the same
+number of updates at the end of its stage and reports CPU time and peak memory beyond what it had after the first.
+
+    python benchmarks/stage_length.py [--lengths 32 2048] [--updates 32]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+
+from megarl.actor import parallel
+from megarl.config import load_recipe
+from megarl.metrics import MetricsWriter
+from megarl.objectives import build_objective
+from megarl.phases import optimize
+from megarl.run_dir import RunDir
+from megarl.store import Group, Response, RolloutStore, RolloutWriter, seal
+
+ROOT = Path(__file__).parents[1]
+
+
+def fill(run: RunDir, vocabulary: int = 28) -> None:
+    rng = np.random.default_rng(0)
+    size = run.recipe.rollout.groups_per_chunk
+
+    def response() -> Response:
+        tokens = rng.integers(3, vocabulary, rng.integers(4, 10)).astype(np.int32)
+        return Response(tokens, rng.uniform(-4, -2, len(tokens)).astype(np.float32), float(rng.integers(2)), "stop", 0)
+
+    directory, groups = run.rollouts(0), run.groups(0)
+    directory.mkdir(parents=True)
+    with RolloutWriter(directory, weights_hash="0" * 64, logprob_mode="processed") as writer:
+        for begin in range(0, len(groups), size):
+            chunk = groups[begin : begin + size]
+            prompts = [rng.integers(3, vocabulary, rng.integers(4, 10)).astype(np.int32) for _ in chunk]
+            answers = [tuple(response() for _ in range(run.recipe.rollout.responses_per_prompt)) for _ in chunk]
+            writer.append([Group(g, p, a) for g, p, a in zip(chunk, prompts, answers, strict=True)])
+    seal(directory, groups)
+
+
+def measure(length: int, updates: int) -> dict[str, float]:
+    """CPU-seconds an update over the last updates of a stage, and growth of peak memory in MiB."""
+    torch.set_num_threads(1)
+    recipe = load_recipe(ROOT / "examples/quickstart/recipe.toml", [f"schedule.updates_per_stage={length}"])
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    device = parallel.initialize(recipe.actor, recipe.run.seed)
+    from megarl.actor import packing, step
+
+    with tempfile.TemporaryDirectory() as scratch:
+        run = RunDir.create(Path(scratch) / "run", recipe)
+        fill(run)
+        store = RolloutStore(run.rollouts(0))
+        actor = step.Actor.build(recipe, recipe.model.path, device)
+        objective = build_objective("mu_grpo", {})
+        metrics = MetricsWriter(run.metrics, 0, recipe.run)
+        for _ in range(length):  # as long a history as the stage has
+            metrics.append({"update": 0, "loss": 0.0})
+
+        def update(staleness: int) -> None:
+            samples = optimize.to_samples(store.read(optimize.groups_of_update(run, 0, staleness)), recipe.objective)
+            batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device)
+            metrics.append({"update": staleness, **step.train_step(actor, batches, objective, 1e-5)})
+
+        for staleness in range(8):
+            update(staleness)
+        memory, start = peak_mebibytes(), time.process_time()
+        for staleness in range(length - updates, length):
+            update(staleness)
+        return {
+            "updates_per_stage": length,
+            "cpu_seconds_per_update": (time.process_time() - start) / updates,
+            "memory_growth_mib": peak_mebibytes() - memory,
+        }
+
+
+def peak_mebibytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 2048])
+    parser.add_argument("--updates", type=int, default=32)
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    if options.one:
+        print(json.dumps(measure(options.one, options.updates)))
+        return
+    print(f"{'updates a stage':>16}{'CPU-s an update':>18}{'memory growth MiB':>20}")
+    for length in options.lengths:
+        command = [sys.executable, "-W", "ignore", __file__, "--one", str(length), "--updates", str(options.updates)]
+        result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        print(f"{length:>16}{result['cpu_seconds_per_update']:>18.4f}{result['memory_growth_mib']:>20.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Packed micro-batches through Megatron's forward-backward schedule, with or without a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megarl.actor.packing import MicroBatch
+from megarl.batch import TokenBatch
+from megarl.objectives.terms import Metric
+
+
+@dataclass(frozen=True)
+class MicroBatchLog:
+    """What a micro-batch leaves behind on the last pipeline stage."""
+
+    batch: TokenBatch  # detached
+    metrics: dict[str, Metric]
+    histograms: dict[str, torch.Tensor]
+
+
+Loss = tuple[torch.Tensor, torch.Tensor, MicroBatchLog]
+
+
+def run_micro_batches(
+    models: Sequence[torch.nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    loss: Callable[[MicroBatch, torch.Tensor], Loss],
+    forward_only: bool = False,
+) -> list[MicroBatchLog]:
+    """All micro-batches through Megatron's schedule; the log of each comes back on the last pipeline stage."""
+
+    def forward_step(micro_batch: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        batch = next(micro_batch)
+        output = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed)
+        return output, partial(loss, batch)
+
+    iterators = [iter(micro_batches) for _ in models]
+    several = len(models) > 1
+    logs: list[MicroBatchLog] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iterators if several else iterators[0],
+        model=list(models) if several else models[0],
+        num_microbatches=len(micro_batches),
+        seq_length=micro_batches[0].tokens.size(1),
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    return logs
+
+
+def token_batch(micro_batch: MicroBatch, output: torch.Tensor) -> TokenBatch:
+    logprobs, entropy = output  # [N], [N]
+    return TokenBatch(
+        logprobs=logprobs,
+        rollout_logprobs=micro_batch.rollout_logprobs,
+        advantages=micro_batch.advantages,
+        loss_mask=micro_batch.loss_mask,
+        cu_seqlens=micro_batch.cu_seqlens,
+        # one update a batch: without a frozen policy the proximal one is where the update starts
+        old_logprobs=logprobs.detach() if micro_batch.old_logprobs is None else micro_batch.old_logprobs,
+        ref_logprobs=micro_batch.ref_logprobs,
+        entropy=entropy,
+        sequence_index=micro_batch.sequence_index,
+    )
+
+
+def collect(micro_batch: MicroBatch, output: torch.Tensor) -> Loss:
+    """The loss of a forward-only pass that is after the log-probs alone."""
+    zero = torch.zeros((), device=output.device)
+    return zero, zero.int(), MicroBatchLog(token_batch(micro_batch, output).detach(), {}, {})
