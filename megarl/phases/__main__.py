@@ -50,7 +50,8 @@ def _run(phase: Callable[[Any, int], None], run_dir: Path, stage: int) -> None:
     except UserError as error:
         print(error, file=sys.stderr)
         raise
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

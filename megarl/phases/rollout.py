@@ -16,6 +16,8 @@ from megarl.store import Group, RolloutStore, RolloutWriter, seal
 
 def rollout(run: RunDir, stage: int) -> None:
     """Fill and seal the store of ``stage``. What an earlier, killed attempt stored is not generated again."""
+    if run.is_sealed(stage):
+        return  # a restart after a process that died between sealing and its end
     counter = join_process_group("gloo")
     directory = run.rollouts(stage)
     directory.mkdir(parents=True, exist_ok=True)
