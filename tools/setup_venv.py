@@ -46,15 +46,16 @@ def make_dependencies(project: dict[str, Any]) -> Path:
             shutil.rmtree(environment, ignore_errors=True)
             venv.create(environment, with_pip=True)
             # torch first and alone: the small CPU build is taken where pip finds one, and then nothing replaces it.
-            install(environment, ["torch"])
-            install(environment, requirements)
+            install(environment, ["torch"], lock.fileno())
+            install(environment, requirements, lock.fileno())
             (environment / ".complete").touch()
     return environment
 
 
-def install(environment: Path, requirements: list[str]) -> None:
+def install(environment: Path, requirements: list[str], lock: int) -> None:
+    """pip holds the lock too: it may outlive a killed parent, and must not write beside the next attempt."""
     command = [str(environment / "bin/python"), "-m", "pip", "install", "-qq", "-c", str(CONSTRAINTS), *requirements]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, pass_fds=[lock])
 
 
 def make_venv(dependencies: Path) -> None:

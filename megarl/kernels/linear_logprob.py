@@ -31,7 +31,7 @@ def linear_logprob(
     chunk_tokens: int | None = None,  # None: as many as CHUNK_BYTES of logits hold
     vocab_size: int | None = None,  # true size of the whole vocabulary; rows beyond it are padding and get no gradient
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(hidden weight^T / temperature)[target] and the entropy in nats, both [N] float32 (float64 for float64).
+    """log softmax(hidden weight^T / temperature)[target] and the entropy in nats, both [N] float32 (or float64).
 
     Both outputs carry exact gradients to hidden and weight. Logits are never rounded below float32. Under `group` the
     gradient of hidden is this rank's part: the caller sums it over the group. A target outside the vocabulary is an
