@@ -55,8 +55,9 @@ def tiny_model(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def recipe(tiny_model, tmp_path):
+@pytest.fixture(scope="module")
+def recipe(tiny_model, tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("recipe")
     path, prompts = tmp_path / "recipe.toml", tmp_path / "prompts.jsonl"
     words = ["".join(letters) for letters in itertools.product("abcde", repeat=3)]
     prompts.write_text("".join(json.dumps({"prompt": word, "answer": word[0]}) + "\n" for word in words))

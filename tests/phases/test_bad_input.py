@@ -83,8 +83,7 @@ def test_a_tokenizer_that_does_not_fit(fails, recipe, tiny_model, tmp_path):
 
 def test_prompt_files_with_mistakes(fails, recipe, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    command = ["train", recipe, "--run-dir", tmp_path / "run"]
-    prompts.unlink()
+    command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", f"data.train={prompts}"]
     fails(*command, words=["prompts.jsonl"])
     prompts.write_text('{"prompt": "ab"}\n')
     fails(*command, words=["prompts.jsonl", "answer"])

@@ -1,0 +1,68 @@
+"""The arithmetic inside the phases, by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from megarl.config import ObjectiveTable
+from megarl.phases.evaluate import interval, summarise
+from megarl.phases.optimize import summary, to_samples
+from megarl.store import Group, Response
+
+
+def group(number, rewards):
+    def response(reward, length):
+        finish = "stop" if reward else "length"
+        return Response(np.arange(length, dtype=np.int32), np.full(length, -1, np.float32), reward, finish, 0)
+
+    return Group(number, np.array([5], np.int32), tuple(response(r, i + 1) for i, r in enumerate(rewards)))
+
+
+def test_advantages_are_relative_to_the_group():
+    samples = to_samples([group(0, [1.0, 0.0]), group(1, [1.0, 1.0])], ObjectiveTable(advantage="group_mean"))
+    assert [s.advantage for s in samples] == [0.5, -0.5, 0.0, 0.0]
+    assert [len(s.response_tokens) for s in samples] == [1, 2, 1, 2]
+    assert all(s.trained for s in samples)
+
+
+def test_groups_without_variance_are_dropped_on_request():
+    groups = [group(0, [1.0, 0.0]), group(1, [1.0, 1.0])]
+    samples = to_samples(groups, ObjectiveTable(advantage="group_mean", zero_variance="drop"))
+    assert [s.advantage for s in samples] == [0.5, -0.5]
+    (filler,) = to_samples(groups[1:], ObjectiveTable(advantage="group_mean", zero_variance="drop"))
+    assert not filler.trained
+
+
+def test_summary_of_an_update():
+    values = summary([group(0, [1.0, 0.0]), group(1, [1.0, 1.0])])
+    assert values["reward/mean"] == 0.75
+    assert values["zero_variance_fraction"] == 0.5
+    assert values["response_tokens/mean"] == 1.5
+    assert values["truncated_fraction"] == 0.25
+
+
+def test_interval_is_wilsons_for_one_sample_a_prompt():
+    scores = np.array([1.0] * 8 + [0.0] * 2)
+    z, n, p = 1.959964, 10, 0.8
+    centre, half = (p + z * z / (2 * n)), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    expected = [(centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)]
+    assert interval(scores) == pytest.approx(expected, rel=1e-5)
+    assert interval(np.zeros(100))[0] == 0.0 < interval(np.zeros(100))[1] < 0.05
+
+
+def test_interval_covers_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    for samples in (1, 4):
+        hits = 0
+        for _ in range(400):
+            difficulty = rng.beta(2, 3, 200)  # prompts differ, so samples of a prompt are correlated
+            low, high = interval((rng.random((200, samples)) < difficulty[:, None]).mean(1))
+            hits += low <= 0.4 <= high
+        assert 0.91 < hits / 400 < 0.985
+
+
+def test_pass_at_k_counts_prompts_with_a_right_answer():
+    result = summarise(np.array([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]))
+    assert (result["accuracy"], result["pass_at_k"]) == (0.5, 0.75)
+    assert (result["prompts"], result["samples"]) == (4, 2)
