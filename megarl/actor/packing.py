@@ -57,7 +57,9 @@ def assign(lengths: Sequence[int], replicas: int, budget: int) -> list[list[list
     longer than the budget gets a bin of its own. Bins may stay empty when there are fewer samples than replicas.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    per_replica = max(1, -(-sum(lengths) // (budget * replicas)))
+    alone = sum(length > budget for length in lengths)
+    shared = -(-sum(length for length in lengths if length <= budget) // budget)
+    per_replica = -(-(alone + shared) // replicas)
     while True:
         bins: list[list[int]] = [[] for _ in range(replicas * per_replica)]
         load = [0] * len(bins)
