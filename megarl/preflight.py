@@ -9,8 +9,6 @@ from megarl.data import build_prompts, check_tokenizer_fits, load_tokenizer
 from megarl.errors import UserError
 from megarl.policy import weight_files
 
-_ENGINE_MODULES = {"builtin": "transformers", "vllm": "vllm", "sglang": "sglang"}
-
 
 def check(recipe: Recipe) -> None:
     """`UserError` for a missing model, an unfit tokenizer, unreadable prompts, an absent engine or a wrong layout."""
@@ -23,9 +21,10 @@ def check(recipe: Recipe) -> None:
     prompts.train(0)
     if recipe.eval.every:
         prompts.heldout()
-    engine = recipe.rollout.engine
-    if importlib.util.find_spec(_ENGINE_MODULES[engine]) is None:
-        raise UserError(f"[rollout] engine = {engine!r} is not installed: pip install 'megarl[{engine}]'")
+    if recipe.rollout.engine != "builtin":
+        raise UserError(f"[rollout] engine = {recipe.rollout.engine!r} is not available yet; use 'builtin'")
+    if recipe.rollout.tensor_parallel > 1:
+        raise UserError("[rollout] tensor_parallel > 1: the built-in engine runs a replica in one process")
     if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("[run] wandb = true, but wandb is not installed: pip install wandb")
     check_layout(recipe)

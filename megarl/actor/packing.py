@@ -72,8 +72,12 @@ def assign(lengths: Sequence[int], replicas: int, budget: int) -> list[list[list
         per_replica += 1
 
 
-def pack(samples: Sequence[Sample], indices: Sequence[int], device: torch.device) -> MicroBatch:
-    """Concatenate samples, sorted by length, without padding; ``indices``: their places in the optimizer batch."""
+def pack(samples: Sequence[Sample], indices: Sequence[int], device: torch.device, multiple: int = 1) -> MicroBatch:
+    """Concatenate samples, sorted by length, without padding; ``indices``: their places in the optimizer batch.
+
+    Sequence parallelism wants T to be a ``multiple`` of its ranks: fewer than that many tokens then follow as a
+    sequence that nothing is computed from.
+    """
     order = sorted(range(len(samples)), key=lambda i: len(samples[i]))
     samples = [samples[i] for i in order]
     lengths = np.array([len(s) for s in samples])
@@ -85,6 +89,10 @@ def pack(samples: Sequence[Sample], indices: Sequence[int], device: torch.device
         labels.append(sequence[1:])
         positions.append(np.arange(len(sample)))
         trained.append(offset + np.arange(len(sample) - len(sample.response_tokens), len(sample)))
+    filler = -int(lengths.sum()) % multiple
+    lengths = np.append(lengths, [filler] if filler else []).astype(np.int64)
+    for part in (inputs, labels, positions):
+        part.append(np.zeros(filler, np.int64))
     mask = np.repeat([s.trained for s in samples], responses)
 
     def tensor(parts: list[np.ndarray] | np.ndarray) -> torch.Tensor:
@@ -122,5 +130,6 @@ def micro_batches(samples: Sequence[Sample], budget: int, device: torch.device) 
     """This data-parallel rank's micro-batches of an update; every rank gets equally many."""
     replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     bins = assign([len(s) for s in samples], replicas, budget)[replica]
+    multiple = mpu.get_tensor_model_parallel_world_size()
     filler = replace(min(samples, key=len), trained=False)  # an empty bin still takes part in every collective
-    return [pack([samples[i] for i in bin] or [filler], bin or [len(samples)], device) for bin in bins]
+    return [pack([samples[i] for i in bin] or [filler], bin or [len(samples)], device, multiple) for bin in bins]

@@ -1,4 +1,4 @@
-"""One gloo rank with Megatron's groups for the whole test session, and tiny Hugging Face models."""
+"""One gloo rank with Megatron's groups for all tests of the actor, and tiny Hugging Face models."""
 
 import os
 
@@ -72,7 +72,7 @@ def make_recipe(model_path="model", **tables):
     return parse_recipe(defaults)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def one_rank(tmp_path_factory):
     """A process group of one, through a file: nothing listens. Returns the device."""
     from megarl.actor import cpu_backend

@@ -55,3 +55,15 @@ def test_pack_has_every_token_once_in_order():
     assert batch.cu_seqlens.tolist() == [0, 1, 4]
     assert batch.sequence_index.tolist() == [3, 7]
     assert (batch.token_count, batch.sequence_count) == (3, 1)
+
+
+def test_a_multiple_is_reached_with_tokens_that_no_label_comes_from():
+    from megarl.actor.packing import Sample, pack
+
+    samples = [Sample(np.array([10, 11]), np.array([20, 21]), np.zeros(2, np.float32), 1.0)]
+    batch = pack(samples, [0], torch.device("cpu"), multiple=4)
+    assert batch.tokens.tolist() == [[10, 11, 20, 0]]
+    assert batch.packed.length_runs == ((1, 3), (1, 1))
+    assert batch.packed.cu_seqlens_q.tolist() == [0, 3, 4]
+    assert batch.packed.trained.tolist() == [1, 2]
+    assert batch.cu_seqlens.tolist() == [0, 2]

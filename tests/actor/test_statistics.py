@@ -1,4 +1,4 @@
-"""Batch-level objectives see the whole optimizer batch, whatever the micro-batches; frozen policies are what they say."""
+"""Batch-level objectives see the whole optimizer batch, whatever the micro-batches; frozen policies stay frozen."""
 
 import numpy as np
 import pytest

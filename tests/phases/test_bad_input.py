@@ -44,6 +44,7 @@ def fails(capfd):
         ("data.max_prompt_tokens=1", ["max_prompt_tokens"]),
         ("model.path=/nowhere", ["/nowhere"]),
         ("actor.tensor_parallel=2", ["processes_per_node", "tensor_parallel"]),
+        ("rollout.engine=vllm", ["vllm", "builtin"]),
         ("actor.backend=cuda", ["no GPU"]),
         ("rollout", ["section.key=value"]),
     ],
