@@ -61,11 +61,15 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"no space left while writing {path}. Everything sealed or saved so far is intact: "
-                "free some space and start the same command again"
-            ) from error
+            raise no_space_left(path) from error
         raise
+
+
+def no_space_left(path: Path) -> UserError:
+    return UserError(
+        f"no space left while writing {path}. Everything sealed or saved so far is intact: "
+        "free some space and start the same command again"
+    )
 
 
 def append_json(path: Path, record: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -14,9 +15,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megarl.errors import UserError
+from megarl.files import no_space_left
 from megarl.run_dir import RunDir
 
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_explain` says it better
+NEARLY_FULL = 1 << 20  # bytes
 
 
 class PhaseFailed(Exception):
@@ -51,11 +54,11 @@ def run_phase(run: RunDir, phase: str, stage: int, processes: int) -> None:
         elastic_launch(config, sys.executable)("-u", "-m", "megarl.phases", phase, str(run.root), str(stage))
     except ChildFailedError as error:
         run.log_event("phase_failed", phase=phase, stage=stage, seconds=round(time.monotonic() - start, 3))
-        raise _explain(error, phase, stage) from None
+        raise _explain(error, run, phase, stage) from None
     run.log_event("phase_end", phase=phase, stage=stage, seconds=round(time.monotonic() - start, 3))
 
 
-def _explain(error: ChildFailedError, phase: str, stage: int) -> Exception:
+def _explain(error: ChildFailedError, run: RunDir, phase: str, stage: int) -> Exception:
     """What a person needs of the first failure: a `UserError`'s own words, or cause, traceback and log."""
     rank, failure = error.get_first_failure()
     message = failure.message["message"] if isinstance(failure.message, dict) else failure.message
@@ -65,6 +68,9 @@ def _explain(error: ChildFailedError, phase: str, stage: int) -> Exception:
         return UserError(message.removeprefix("UserError: "))
     log = _log_of(failure, rank)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:]) if log and log.exists() else ""
+    # libraries wrap the error of a full disk, and on one not even the error file may fit
+    if os.strerror(errno.ENOSPC) in message + tail or shutil.disk_usage(run.root).free < NEARLY_FULL:
+        return no_space_left(run.root)
     cause = f"killed by signal {-failure.exitcode}" if failure.exitcode < 0 else message
     return PhaseFailed(f"{phase} of stage {stage}, rank {rank}: {cause}\n{tail}\nfull log: {log}")
 
