@@ -11,11 +11,9 @@ checkpoints.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import platform
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -28,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.actor import parallel
 from megarl.config import Recipe, load_recipe
+from megarl.distributed import become_single_process
 from megarl.metrics import MetricsWriter
 from megarl.objectives import build_objective
 from megarl.phases import optimize, rollout
@@ -88,8 +87,8 @@ class PlainLoop:
         ]
         return sum(rewards) / len(rewards)
 
-    def update(self, groups: list[Group]) -> float:
-        """One mu-GRPO update on padded batches of stored responses."""
+    def update(self, groups: list[Group]) -> tuple[float, float]:
+        """One mu-GRPO update on padded batches of stored responses; returns loss and entropy."""
         rewards = torch.tensor([[r.reward for r in group.responses] for group in groups])
         advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
         rows = [(group.prompt_tokens, r) for group in groups for r in group.responses]
@@ -117,7 +116,7 @@ class PlainLoop:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optimizer.clip_grad)
         self.optimizer.step()
-        return loss.item() + 0 * entropy.item()
+        return loss.item(), entropy.item()
 
 
 def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
@@ -163,7 +162,7 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
             for staleness in updates[begin : begin + TURN]:
                 timed("megarl/optimize", update, store, stage, staleness)
             for staleness in updates[begin : begin + TURN]:
-                timed("plain/optimize", plain.update, copy.copy(stored[staleness]))
+                timed("plain/optimize", plain.update, stored[staleness])
     return seconds
 
 
@@ -178,9 +177,7 @@ def main() -> None:
     torch.set_num_threads(1)
     overrides = [f"schedule.stages={options.stages}", f"schedule.updates_per_stage={options.updates}"]
     recipe = load_recipe(ROOT / "examples/quickstart/recipe.toml", overrides)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    become_single_process()
     parallel.initialize(recipe.actor, recipe.run.seed)
     with tempfile.TemporaryDirectory() as scratch:
         run = RunDir.create(Path(scratch) / "run", recipe)

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import torch
 
 from megarl.actor import parallel
 from megarl.config import load_recipe
+from megarl.distributed import become_single_process
 from megarl.metrics import MetricsWriter
 from megarl.objectives import build_objective
 from megarl.phases import optimize
@@ -58,9 +58,7 @@ def measure(length: int, updates: int) -> dict[str, float]:
     """CPU-seconds an update over the last updates of a stage, and growth of peak memory in MiB."""
     torch.set_num_threads(1)
     recipe = load_recipe(ROOT / "examples/quickstart/recipe.toml", [f"schedule.updates_per_stage={length}"])
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    become_single_process()
     device = parallel.initialize(recipe.actor, recipe.run.seed)
     from megarl.actor import packing, step
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megarl.errors import UserError
+from megarl.errors import PhaseFailed, UserError
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -17,9 +17,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(_complain(error, 2))
     except KeyboardInterrupt:
         sys.exit(_complain("interrupted; start the same command again to continue", 130))
-    except Exception as error:
-        if type(error).__name__ != "PhaseFailed":
-            raise
+    except PhaseFailed as error:
         sys.exit(_complain(error, 1))
 
 
@@ -52,15 +50,14 @@ def _rollout(options: argparse.Namespace) -> None:
 
 
 def _optimize(options: argparse.Namespace) -> None:
-    from megarl.commands import branch, optimize_stage
-    from megarl.config import override_recipe
-    from megarl.run_dir import RunDir
+    from megarl.commands import optimize_branch, optimize_stage
 
     run = _open_stage(options)
-    if options.set and not options.output:
-        raise UserError("--set changes the recipe, so it needs --output DIR for the new run directory")
     if options.output:
-        run = branch(run, RunDir.create(options.output, override_recipe(run.recipe, options.set)), options.stage)
+        optimize_branch(run, options.output, options.stage, options.set)
+        return
+    if options.set:
+        raise UserError("--set changes the recipe, so it needs --output DIR for the new run directory")
     with run.lock():
         optimize_stage(run, options.stage)
 
@@ -74,6 +71,8 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _report(options: argparse.Namespace) -> None:
     from megarl.report import write_report
 
+    if len(options.run_dirs) > 1 and not options.output:
+        raise UserError("--output FILE says where the page about several runs goes")
     output = options.output or options.run_dirs[0] / "report.html"
     print(write_report(options.run_dirs, output))
 

@@ -7,16 +7,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megarl.config import load_recipe, override_recipe
+from megarl.config import load_recipe, override_recipe, recipe_diff
 from megarl.errors import UserError
+from megarl.files import make_directory
 from megarl.launcher import run_phase
 from megarl.policy import copy_policy
+from megarl.preflight import check
 from megarl.progress import Progress
+from megarl.report import write_report
 from megarl.run_dir import RunDir
+
+_BRANCH_TABLES = ("objective.", "optimizer.", "actor.", "megatron.")
 
 
 def rollout_stage(run: RunDir, stage: int) -> None:
     """Generate and seal the rollouts of one stage."""
+    check(run.recipe)
     if stage == 0 and not run.policy(0).exists():
         copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.policy(0))
     _require_policy(run, stage)
@@ -30,6 +36,7 @@ def rollout_stage(run: RunDir, stage: int) -> None:
 
 def optimize_stage(run: RunDir, stage: int) -> None:
     """All updates of one stage on its sealed rollouts."""
+    check(run.recipe)
     _require_policy(run, stage)
     if run.policy(stage + 1).exists():
         print(f"{run.policy(stage + 1)} exists already")
@@ -39,31 +46,42 @@ def optimize_stage(run: RunDir, stage: int) -> None:
     print(f"wrote {run.policy(stage + 1)}")
 
 
-def branch(source: RunDir, target: RunDir, stage: int) -> RunDir:
-    """Make ``target`` start from the policy, rollouts and earlier checkpoint of ``source``, by links.
+def optimize_branch(source: RunDir, target: Path, stage: int, overrides: list[str]) -> None:
+    """One stage with other settings in a run directory of its own, evaluated before and after."""
+    run = branch(source, target, stage, overrides)
+    with run.lock():
+        optimize_stage(run, stage)
+        if run.recipe.eval.every and run.evaluation(stage + 1) is None:
+            run_phase(run, "evaluate", stage + 1, run.recipe.rollout.workers)
+    write_report([run.root], run.root / "report.html")
 
-    Only settings that leave the rollouts as they are may differ between the two recipes.
+
+def branch(source: RunDir, target: Path, stage: int, overrides: list[str]) -> RunDir:
+    """A new run directory that starts from the policy, rollouts and earlier checkpoint of ``source``, by links.
+
+    ``overrides`` may change only tables that leave the rollouts as they are.
     """
-    old, new = source.recipe, target.recipe
-    if (old.groups_per_stage, old.rollout, old.data, old.run.seed) != (
-        new.groups_per_stage,
-        new.rollout,
-        new.data,
-        new.run.seed,
-    ):
-        raise UserError(
-            "--set may change [objective], [optimizer], [actor] and [megatron]: the rollouts stay as they are"
-        )
-    links = [(source.policy(stage), target.policy(stage)), (source.rollouts(stage), target.rollouts(stage))]
-    if stage > 0:
-        links.append((source.checkpoints(stage - 1), target.checkpoints(stage - 1)))
-    for existing, link in links:
-        if not existing.exists():
-            raise UserError(f"{existing} does not exist: this stage cannot be optimized yet")
-        link.parent.mkdir(parents=True, exist_ok=True)
+    recipe = override_recipe(source.recipe, overrides)
+    fixed = [line for line in recipe_diff(source.recipe, recipe) if not line.startswith(_BRANCH_TABLES)]
+    if fixed:
+        raise UserError(f"--set may change {', '.join(_BRANCH_TABLES)} alone, for the rollouts stay: {fixed[0]}")
+    links = [0, stage] if stage else [0]
+    existing = [source.policy(s) for s in links] + [source.rollouts(stage)]
+    existing += [source.checkpoints(stage - 1)] if stage else []
+    for path in existing:
+        if not path.exists():
+            raise UserError(f"{path} does not exist: this stage cannot be optimized yet")
+    check(recipe)
+    run = RunDir.create(target, recipe)
+    for path in existing:
+        link = run.root / path.relative_to(source.root)
+        make_directory(link.parent)
         if not link.exists():
-            os.symlink(existing, link)
-    return target
+            os.symlink(path, link)
+    base = source.evaluation(stage)
+    if base and run.evaluation(stage) is None:
+        run.log_event(**{key: value for key, value in base.items() if key != "time"})
+    return run
 
 
 def evaluate_model(target: Path, recipe_path: Path | None, suite: str | None, overrides: list[str]) -> str:
@@ -76,8 +94,14 @@ def evaluate_model(target: Path, recipe_path: Path | None, suite: str | None, ov
     else:
         raise UserError(f"{target} is no run directory: say with --recipe which data and reward to use")
     if suite is not None:
-        overrides = [*overrides, f'eval.suite="{suite}"', f'eval.source="{_suite_source(suite)}"']
-    recipe = override_recipe(recipe, overrides)
+        overrides = ["eval.every=1", f'eval.suite="{suite}"', f'eval.source="{_suite_source(suite)}"', *overrides]
+    before, recipe = recipe, override_recipe(recipe, overrides)
+    if suite is None and (before.eval.prompts < recipe.eval.prompts or not recipe.eval.every):
+        raise UserError(
+            f"{before.eval.prompts if before.eval.every else 'no'} prompts were held out from training; "
+            "--suite evaluates on others"
+        )
+    check(recipe)
     with tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch:
         run = RunDir.create(Path(scratch) / "run", recipe)
         run.policy(0).parent.mkdir(parents=True)

@@ -73,7 +73,7 @@ class ObjectiveTable(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
     name: str = "mu_grpo"
-    advantage: str = "group_mean_std"
+    advantage: Literal["group_mean_std", "group_mean", "leave_one_out", "batch_normalised"] = "group_mean_std"
     zero_variance: Literal["keep", "drop"] = "keep"  # keep: groups without variance stay in the denominator
 
     @property
@@ -142,9 +142,24 @@ class Recipe(Table):
     run: RunTable = RunTable()
 
     @model_validator(mode="after")
+    def _options_are_a_generators(self) -> Recipe:
+        if self.data.options and self.data.source == "file":
+            raise ValueError('data.options are settings of a reasoning-gym generator, but data.source = "file"')
+        return self
+
+    @model_validator(mode="after")
     def _verifier_fits_data(self) -> Recipe:
         if self.reward.kind == "reasoning_gym" and self.data.source != "reasoning_gym":
             raise ValueError('reward.kind = "reasoning_gym" needs data.source = "reasoning_gym"')
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> Recipe:
+        if self.rollout.responses_per_prompt == 1 and self.objective.advantage != "batch_normalised":
+            raise ValueError(
+                f"objective.advantage = {self.objective.advantage!r} compares the responses of a prompt: "
+                "rollout.responses_per_prompt must be at least 2"
+            )
         return self
 
     @property
@@ -164,17 +179,24 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise UserError(f"cannot read the recipe {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
-    for override in overrides:
-        _apply_override(tables, override)
+    _apply_overrides(tables, overrides)
     return _absolute_paths(parse_recipe(tables))
 
 
 def override_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """The recipe with ``section.key=value`` settings changed, checked again."""
     tables = tomllib.loads(dump_recipe(recipe))
-    for override in overrides:
-        _apply_override(tables, override)
+    _apply_overrides(tables, overrides)
     return _absolute_paths(parse_recipe(tables))
+
+
+def _drop_foreign_fields(table: dict[str, Any]) -> None:
+    """Another objective has fields of its own; what all objectives share stays."""
+    from megarl.objectives import OPTIONS
+
+    shared = {*ObjectiveTable.model_fields, *OPTIONS}
+    for key in set(table) - shared:
+        del table[key]
 
 
 def _absolute_paths(recipe: Recipe) -> Recipe:
@@ -194,10 +216,11 @@ def parse_recipe(tables: dict[str, Any]) -> Recipe:
         recipe = Recipe.model_validate(tables)
     except ValidationError as error:
         raise UserError("the recipe is wrong:\n" + "\n".join(_explain(dict(e)) for e in error.errors())) from error
-    from megarl.objectives import build_objective  # needs torch, so only once the rest is known to be right
+    from megarl.objectives import build_objective, resolved_fields  # needs torch: once the rest is known to be right
 
-    build_objective(recipe.objective.name, recipe.objective.fields)
-    return recipe
+    fields = resolved_fields(build_objective(recipe.objective.name, recipe.objective.fields))
+    kept = recipe.objective.model_dump(exclude=set(recipe.objective.fields))
+    return recipe.model_copy(update={"objective": ObjectiveTable.model_validate(kept | fields)})
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -216,6 +239,15 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
     return flat
+
+
+def _apply_overrides(tables: dict[str, Any], overrides: Sequence[str]) -> None:
+    before = tables.get("objective", {}).get("name")
+    for override in overrides:
+        _apply_override(tables, override)
+        if tables.get("objective", {}).get("name") != before:
+            before = tables["objective"]["name"]
+            _drop_foreign_fields(tables["objective"])
 
 
 def _apply_override(tables: dict[str, Any], override: str) -> None:

@@ -260,6 +260,12 @@ class PromptSource:
                 return prompt
         raise UserError(f"no training prompt {index}: {REDRAWS} draws all gave held-out prompts; lower eval.prompts")
 
+    def check(self, count: int) -> None:
+        """Build the first ``count`` prompts of a file, or one of a generator; an unfit one is a `UserError`."""
+        rows = len(self._items.rows) if isinstance(self._items, FileItems) else 1
+        for index in range(min(count, rows)):
+            self.train(index)
+
     def heldout(self) -> list[Prompt]:
         return list(self._heldout)
 

@@ -1,5 +1,9 @@
-"""The one exception type whose message is written for the person who runs megarl."""
+"""The exceptions whose messages are written for the person who runs megarl."""
 
 
 class UserError(Exception):
     """A wrong recipe, missing file, unfit run directory: the command line prints the message alone and exits with 2."""
+
+
+class PhaseFailed(Exception):
+    """A phase process failed; the message names the process, the cause and the log file. Exit code 1."""

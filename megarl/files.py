@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -36,16 +37,26 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         fsync_path(path.parent)
 
 
+def make_directory(path: Path) -> None:
+    """mkdir -p whose new entries survive a power loss."""
+    missing = [parent for parent in (path, *path.parents) if not parent.exists()]
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        fsync_path(directory.parent)
+
+
 @contextlib.contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary directory beside ``path``; on success sync all of it and rename it to ``path``.
 
-    What an earlier, killed attempt left under the temporary name is removed first. ``path`` itself must not exist.
+    What earlier, killed attempts left is removed first. The temporary name is new each time, so that a writer that
+    such an attempt left running cannot reach this one. ``path`` itself must not exist.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}.tmp")
     with disk_errors(path):
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        make_directory(temporary)
         yield temporary
         for file in sorted(temporary.rglob("*")):
             fsync_path(file)
@@ -74,7 +85,10 @@ def no_space_left(path: Path) -> UserError:
 
 def append_json(path: Path, record: dict[str, Any]) -> None:
     """Append one JSON line; a torn line that a killed writer left at the end is cut off first."""
+    created = not path.exists()
     with disk_errors(path), open(path, "ab+") as file:
+        if created:
+            fsync_path(path.parent)
         end = file.seek(0, os.SEEK_END)
         if end and _last_byte(file, end) != b"\n":
             file.seek(0)

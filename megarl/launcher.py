@@ -8,22 +8,17 @@ import os
 import shutil
 import sys
 import time
-from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from megarl.errors import UserError
+from megarl.errors import PhaseFailed, UserError
 from megarl.files import no_space_left
 from megarl.run_dir import RunDir
 
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_explain` says it better
 NEARLY_FULL = 1 << 20  # bytes
-
-
-class PhaseFailed(Exception):
-    """A phase process failed; the message names the process, the cause and the log file."""
 
 
 def run_phase(run: RunDir, phase: str, stage: int, processes: int) -> None:
@@ -55,6 +50,9 @@ def run_phase(run: RunDir, phase: str, stage: int, processes: int) -> None:
     except ChildFailedError as error:
         run.log_event("phase_failed", phase=phase, stage=stage, seconds=round(time.monotonic() - start, 3))
         raise _explain(error, run, phase, stage) from None
+    except SignalException as error:
+        run.log_event("phase_stopped", phase=phase, stage=stage, seconds=round(time.monotonic() - start, 3))
+        raise KeyboardInterrupt from error
     run.log_event("phase_end", phase=phase, stage=stage, seconds=round(time.monotonic() - start, 3))
 
 
@@ -66,14 +64,13 @@ def _explain(error: ChildFailedError, run: RunDir, phase: str, stage: int) -> Ex
         message = message.get("message", str(message))
     if message.startswith("UserError: "):
         return UserError(message.removeprefix("UserError: "))
-    log = _log_of(failure, rank)
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:]) if log and log.exists() else ""
+    logs = sorted((run.logs / f"{stage:03d}_{phase}").glob(f"*/*/{failure.local_rank}/stderr.log"))
+    text = logs[-1].read_text(errors="replace") if logs else ""
     # libraries wrap the error of a full disk, and on one not even the error file may fit
-    if os.strerror(errno.ENOSPC) in message + tail or shutil.disk_usage(run.root).free < NEARLY_FULL:
+    known = failure.error_file not in ("", "<N/A>")
+    full = shutil.disk_usage(run.root).free < NEARLY_FULL
+    if os.strerror(errno.ENOSPC) in message + text or (full and not known):
         return no_space_left(run.root)
-    cause = f"killed by signal {-failure.exitcode}" if failure.exitcode < 0 else message
-    return PhaseFailed(f"{phase} of stage {stage}, rank {rank}: {cause}\n{tail}\nfull log: {log}")
-
-
-def _log_of(failure: ProcessFailure, rank: int) -> Path | None:
-    return Path(failure.error_file).parent / "stderr.log" if failure.error_file not in ("", "<N/A>") else None
+    cause = f"killed by signal {-failure.exitcode}" if failure.exitcode < 0 else message if known else "died"
+    tail = "\n".join(text.splitlines()[-15:])
+    return PhaseFailed(f"{phase} of stage {stage}, rank {rank}: {cause}\n{tail}\nfull log: {logs and logs[-1]}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 from megarl.config import Recipe
 from megarl.data import build_prompts, check_tokenizer_fits, load_tokenizer
 from megarl.errors import UserError
+from megarl.hf_config import read_hf_config
 from megarl.policy import weight_files
 
 
@@ -15,23 +17,47 @@ def check(recipe: Recipe) -> None:
     if not recipe.model.path.is_dir():
         raise UserError(f"[model] path: {recipe.model.path} is not a directory")
     weight_files(recipe.model.path)
+    hf = read_hf_config(recipe.model.path)
     tokenizer = load_tokenizer(recipe.model.tokenizer_path)
     check_tokenizer_fits(tokenizer, recipe.model.path)
     prompts = build_prompts(recipe, tokenizer)
-    prompts.train(0)
-    if recipe.eval.every:
-        prompts.heldout()
+    prompts.check(recipe.schedule.stages * recipe.groups_per_stage)
+    longest, context = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens, hf["max_position_embeddings"]
+    if longest > context:
+        raise UserError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}, "
+            f"but {recipe.model.path} has max_position_embeddings = {context}"
+        )
     if recipe.rollout.engine != "builtin":
         raise UserError(f"[rollout] engine = {recipe.rollout.engine!r} is not available yet; use 'builtin'")
     if recipe.rollout.tensor_parallel > 1:
         raise UserError("[rollout] tensor_parallel > 1: the built-in engine runs a replica in one process")
     if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("[run] wandb = true, but wandb is not installed: pip install wandb")
-    check_layout(recipe)
+    check_layout(recipe, hf)
 
 
-def check_layout(recipe: Recipe) -> None:
+def check_layout(recipe: Recipe, hf: dict[str, Any]) -> None:
     actor = recipe.actor
+    for key, parts in {"num_attention_heads": "tensor_parallel", "num_key_value_heads": "tensor_parallel"}.items():
+        if hf[key] % getattr(actor, parts):
+            raise UserError(f"[actor] {parts} = {getattr(actor, parts)} does not divide the model's {key} = {hf[key]}")
+    if hf["num_hidden_layers"] % actor.pipeline_parallel:
+        raise UserError(
+            f"[actor] pipeline_parallel = {actor.pipeline_parallel} does not divide the model's "
+            f"num_hidden_layers = {hf['num_hidden_layers']}"
+        )
+    if (hf["num_experts"] or 1) % actor.expert_parallel:
+        raise UserError(
+            f"[actor] expert_parallel = {actor.expert_parallel} does not divide the model's "
+            f"{hf['num_experts'] or 'no'} experts"
+        )
+    other = (actor.expert_tensor_parallel or actor.tensor_parallel) != actor.tensor_parallel
+    if hf["num_experts"] and actor.expert_parallel == 1 and other:
+        # Megatron would leave expert gradients unreduced, without a word
+        raise UserError("[actor] with expert_parallel = 1, expert_tensor_parallel must equal tensor_parallel")
+    if "virtual_pipeline_model_parallel_size" in recipe.megatron:
+        raise UserError("[megatron] virtual_pipeline_model_parallel_size is not supported yet")
     model_ranks = actor.tensor_parallel * actor.pipeline_parallel * actor.context_parallel
     if actor.processes_per_node % model_ranks:
         raise UserError(
@@ -43,5 +69,9 @@ def check_layout(recipe: Recipe) -> None:
     if actor.backend == "cuda":
         import torch
 
-        if not torch.cuda.is_available():
-            raise UserError('[actor] backend = "cuda", but torch sees no GPU here; backend = "cpu" runs without one')
+        needed = max(actor.processes_per_node, recipe.rollout.workers)
+        if torch.cuda.device_count() < needed:
+            raise UserError(
+                f'[actor] backend = "cuda" needs {needed} GPUs, but torch sees {torch.cuda.device_count()} here; '
+                'backend = "cpu" runs without'
+            )

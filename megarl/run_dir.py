@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.config import Recipe, dump_recipe, load_recipe, recipe_diff
 from megarl.errors import UserError
-from megarl.files import append_json, read_json_lines, write_atomic
+from megarl.files import append_json, make_directory, read_json_lines, write_atomic
 from megarl.ledger import is_sealed
 
 
@@ -39,7 +39,7 @@ class RunDir:
         else:
             if root.exists() and not root.is_dir():
                 raise UserError(f"{root} is a file, not a run directory")
-            root.mkdir(parents=True, exist_ok=True)
+            make_directory(root)
             write_atomic(path, dump_recipe(recipe))
         return cls(root, recipe)
 
@@ -105,12 +105,13 @@ class RunDir:
         """One `megarl` at a time works on a run directory; the kernel releases the lock of a killed one."""
         fd = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.pread(fd, 100, 0).decode(errors="replace")
+                raise UserError(f"another megarl process works on {self.root} ({owner})") from None
             os.ftruncate(fd, 0)
             os.write(fd, json.dumps({"pid": os.getpid()}).encode())
             yield
-        except BlockingIOError as error:
-            owner = os.pread(fd, 100, 0).decode(errors="replace")
-            raise UserError(f"another megarl process works on {self.root} ({owner})") from error
         finally:
             os.close(fd)

@@ -7,10 +7,8 @@ of it, and reinforcement learning has something to do: accuracy at T = 1 lands b
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import shutil
-import socket
 import string
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from megarl.actor import parallel
 from megarl.batch import TokenBatch
 from megarl.config import load_recipe
 from megarl.data import build_prompts, load_tokenizer
+from megarl.distributed import become_single_process
 from megarl.objectives import Objective, Terms
 
 HERE = Path(__file__).parent
@@ -103,9 +102,7 @@ def main() -> None:
     if output.exists():
         print(f"{output} is there already")
         return
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    become_single_process()
     torch.set_num_threads(1)
     initial = output.with_name(output.name + ".initial")
     write_initial_model(initial)

@@ -15,13 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 def main() -> None:
     os.chdir(ROOT)
-    arguments = sys.argv[1:]
-    if "--run-dir" not in arguments:
-        arguments += ["--run-dir", "runs/quickstart"]
     if not (ROOT / "examples/quickstart/base").exists():
         print("Making the base model: a tiny Mixture-of-Experts that spells words backwards, badly (about a minute).")
         subprocess.run([sys.executable, "-W", "ignore", "examples/quickstart/make_base.py"], check=True)
-    command = [sys.executable, "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml", *arguments]
+    command = [sys.executable, "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
+    command += ["--run-dir", "runs/quickstart", *sys.argv[1:]]  # the last one given counts
     sys.exit(subprocess.run(command).returncode)
 
 

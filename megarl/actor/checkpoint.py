@@ -16,7 +16,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.actor.step import Actor
-from megarl.files import atomic_directory
+from megarl.errors import UserError
+from megarl.files import atomic_directory, make_directory
 from megarl.objectives.clipping import RatioBounds
 from megarl.objectives.second_moment import SecondMomentMask
 
@@ -35,6 +36,7 @@ def save(actor: Actor, directory: Path, update: int, keep: int) -> Path:
     state = _sharded_state(actor, is_loading=False)
     state.update(update=update, cpu_rng=torch.get_rng_state(), lagged=_shared_statistics(actor))
     if dist.get_rank() == 0:
+        make_directory(directory)
         with atomic_directory(target) as temporary:
             _broadcast_path(temporary)
             dist_checkpointing.save(state, str(temporary))
@@ -53,7 +55,10 @@ def load(actor: Actor, path: Path) -> int:
     with torch.serialization.safe_globals([RatioBounds, SecondMomentMask]):
         state = dist_checkpointing.load(state, str(path))
     for index, model in enumerate(actor.models):
-        model.load_state_dict(state[_model_key(actor, index)], strict=False)  # no _extra_state without TE
+        result = model.load_state_dict(state[_model_key(actor, index)], strict=False)
+        lost = [key for key in result.missing_keys if not key.endswith("_extra_state")]  # which only TE has
+        if lost or result.unexpected_keys:
+            raise UserError(f"{path} does not fit the model: {[*lost, *result.unexpected_keys][0]}")
     actor.optimizer.load_state_dict(state["optimizer"])
     for optimizer in _distributed_optimizers(actor):
         _give_every_parameter_its_own_step(optimizer)
@@ -76,7 +81,7 @@ def _shared_statistics(actor: Actor) -> Any:
 
 
 def _to_device(statistics: Any, device: torch.device) -> Any:
-    if statistics is None:
+    if not statistics:
         return None
     moved = {f.name: getattr(statistics, f.name) for f in fields(statistics)}
     return replace(statistics, **{k: v.to(device) for k, v in moved.items() if torch.is_tensor(v)})

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.actor.hf import load_hf
-from megarl.actor.model import PolicyModel, build_model, read_hf_config
+from megarl.actor.model import PolicyModel, build_model
 from megarl.actor.packing import MicroBatch
 from megarl.actor.schedule import collect, run_micro_batches
 from megarl.config import Recipe
+from megarl.hf_config import read_hf_config
 
 
 @dataclass

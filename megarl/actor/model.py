@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,38 +18,6 @@ from megarl.actor.attention import PackedSequences, torch_layer_spec
 from megarl.config import Recipe
 from megarl.errors import UserError
 from megarl.kernels.linear_logprob import linear_logprob
-
-FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama")
-
-
-def read_hf_config(model_dir: Path) -> dict[str, Any]:
-    """config.json of a supported family, with the names that differ between transformers' versions made one."""
-    path = Path(model_dir) / "config.json"
-    try:
-        hf = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror}; [model] path must be a Hugging Face model directory"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if hf.get("model_type") not in FAMILIES:
-        raise UserError(
-            f"{path}: model_type {hf.get('model_type')!r} is not supported; known are {', '.join(FAMILIES)}"
-        )
-    if hf["model_type"] == "qwen3_moe" and (hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers")):
-        raise UserError(f"{path}: models that mix dense and sparse layers are not supported")
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "llama3"):
-        raise UserError(f"{path}: rope_type {kind!r} is not supported; known are default, llama3")
-    hf["rope_theta"] = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
-    hf["rope_scaling"] = rope if kind == "llama3" else None
-    hf["num_experts"] = hf.get("num_experts") or hf.get(
-        "num_local_experts"
-    )  # the name depends on transformers' version
-    hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    return hf
 
 
 def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
@@ -99,17 +65,7 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         deterministic_mode=False,
     )
     if hf["model_type"] == "qwen3_moe":
-        settings.update(
-            num_moe_experts=hf["num_experts"],
-            moe_router_topk=hf["num_experts_per_tok"],
-            moe_ffn_hidden_size=hf["moe_intermediate_size"],
-            moe_router_pre_softmax=not hf.get("norm_topk_prob", True),
-            moe_router_dtype=None if cpu else "fp32",
-            # load balancing moves the policy's log-probs, which the ratios would then charge to staleness
-            moe_router_load_balancing_type="none",
-            moe_aux_loss_coeff=0.0,
-            moe_grouped_gemm=False,
-        )
+        settings |= _moe_settings(hf, cpu)
     if actor.recompute == "full":
         settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     unknown = sorted(set(recipe.megatron) - set(TransformerConfig.__dataclass_fields__))
@@ -118,11 +74,26 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     return TransformerConfig(**settings | recipe.megatron)
 
 
+def _moe_settings(hf: dict[str, Any], cpu: bool) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=hf["num_experts"],
+        moe_router_topk=hf["num_experts_per_tok"],
+        moe_ffn_hidden_size=hf["moe_intermediate_size"],
+        moe_router_pre_softmax=not hf.get("norm_topk_prob", True),
+        moe_router_dtype=None if cpu else "fp32",
+        # load balancing moves the policy's log-probs, which the ratios would then charge to staleness
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_grouped_gemm=False,
+    )
+
+
 class PolicyModel(GPTModel):
     """GPTModel whose last stage returns log-probs and entropies of the trained labels instead of logits.
 
-    With ``labels`` [1, T] and ``PackedSequences.trained`` [N] the last pipeline stage returns [2, N] float32: log-probs
-    of the labels under the distribution at ``temperature``, and its entropies (nats). No rank holds full logits.
+    With ``labels`` [1, T] and ``PackedSequences.trained`` [N] the last pipeline stage returns two [N] float32:
+    log-probs of the labels under the distribution at ``temperature``, and its entropies (nats). No rank holds full
+    logits.
     """
 
     temperature: float = 1.0
@@ -135,7 +106,7 @@ class PolicyModel(GPTModel):
         labels: torch.Tensor | None,
         packed_seq_params: PackedSequences | None = None,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if not self.post_process or labels is None:
             return super()._postprocess(
                 hidden_states=hidden_states, labels=labels, packed_seq_params=packed_seq_params, **kwargs
@@ -159,7 +130,7 @@ class PolicyModel(GPTModel):
             group=tp_group if tp_group.size() > 1 else None,
             vocab_size=self.true_vocab_size,
         )
-        return torch.stack([logprobs, entropy])
+        return logprobs, entropy
 
 
 def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
@@ -167,7 +138,6 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
     config = transformer_config(hf, recipe)
     tp = recipe.actor.tensor_parallel
     virtual = config.virtual_pipeline_model_parallel_size
-    rope_scaling = hf["rope_scaling"] or {}
     chunks = []
     for stage in range(virtual) if virtual else (None,):
         model = PolicyModel(
@@ -180,8 +150,8 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
             share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
             position_embedding_type="rope",
             rotary_base=hf["rope_theta"],
-            rope_scaling=bool(rope_scaling),
-            rope_scaling_factor=rope_scaling.get("factor", 8.0),
+            rope_scaling=hf["rope_scaling_factor"] is not None,
+            rope_scaling_factor=hf["rope_scaling_factor"] or 1.0,
             vp_stage=stage,
         )
         model.temperature = recipe.rollout.temperature

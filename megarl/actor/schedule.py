@@ -24,13 +24,14 @@ class MicroBatchLog:
     histograms: dict[str, torch.Tensor]
 
 
+LogprobsAndEntropy = tuple[torch.Tensor, torch.Tensor]  # [N], [N]
 Loss = tuple[torch.Tensor, torch.Tensor, MicroBatchLog]
 
 
 def run_micro_batches(
     models: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
-    loss: Callable[[MicroBatch, torch.Tensor], Loss],
+    loss: Callable[[MicroBatch, LogprobsAndEntropy], Loss],
     forward_only: bool = False,
 ) -> list[MicroBatchLog]:
     """All micro-batches through Megatron's schedule; the log of each comes back on the last pipeline stage."""
@@ -42,20 +43,21 @@ def run_micro_batches(
 
     iterators = [iter(micro_batches) for _ in models]
     several = len(models) > 1
-    logs: list[MicroBatchLog] = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if several else iterators[0],
-        model=list(models) if several else models[0],
-        num_microbatches=len(micro_batches),
-        seq_length=micro_batches[0].tokens.size(1),
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    with torch.set_grad_enabled(not forward_only):  # the schedule alone would build the graph of a forward pass
+        logs: list[MicroBatchLog] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if several else iterators[0],
+            model=list(models) if several else models[0],
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0].tokens.size(1),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
     return logs
 
 
-def token_batch(micro_batch: MicroBatch, output: torch.Tensor) -> TokenBatch:
-    logprobs, entropy = output  # [N], [N]
+def token_batch(micro_batch: MicroBatch, output: LogprobsAndEntropy) -> TokenBatch:
+    logprobs, entropy = output
     return TokenBatch(
         logprobs=logprobs,
         rollout_logprobs=micro_batch.rollout_logprobs,
@@ -70,7 +72,7 @@ def token_batch(micro_batch: MicroBatch, output: torch.Tensor) -> TokenBatch:
     )
 
 
-def collect(micro_batch: MicroBatch, output: torch.Tensor) -> Loss:
+def collect(micro_batch: MicroBatch, output: LogprobsAndEntropy) -> Loss:
     """The loss of a forward-only pass that is after the log-probs alone."""
-    zero = torch.zeros((), device=output.device)
+    zero = torch.zeros((), device=output[0].device)
     return zero, zero.int(), MicroBatchLog(token_batch(micro_batch, output).detach(), {}, {})

@@ -18,13 +18,13 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megarl.actor.frozen import FrozenPolicy
 from megarl.actor.hf import load_hf
-from megarl.actor.model import PolicyModel, build_model, read_hf_config
+from megarl.actor.model import PolicyModel, build_model
 from megarl.actor.packing import MicroBatch
-from megarl.actor.schedule import Loss, MicroBatchLog, collect, run_micro_batches, token_batch
+from megarl.actor.schedule import LogprobsAndEntropy, Loss, MicroBatchLog, collect, run_micro_batches, token_batch
 from megarl.batch import TokenBatch
 from megarl.config import Recipe
+from megarl.hf_config import read_hf_config
 from megarl.objectives import Objective, WithOptions, token_weights
-from megarl.objectives.terms import mean_metric
 from megarl.off_policy_metrics import log_ratio_histograms, prefix_metrics, summarise
 
 
@@ -93,11 +93,13 @@ def train_step(
     logs = run_micro_batches(actor.replicas, micro_batches, loss)
     metrics = _reduce(logs)
     if not math.isfinite(metrics.get("loss", 0.0)):
+        for log in logs:
+            log.batch.validate()  # names the tensor and the token, where the objective's inputs are to blame
         raise NonFiniteUpdate(f"loss is {metrics['loss']}; the update was not applied")
     metrics["grad_norm"] = _apply_gradients(actor.optimizer, lr)
     metrics["lr"] = lr
-    if objective.needs_statistics and actor.recipe.actor.statistics_scope == "lagged" and logs:
-        actor.lagged = objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group())
+    if objective.needs_statistics and actor.recipe.actor.statistics_scope == "lagged":
+        actor.lagged = _whole_batch_statistics(objective, logs)
     return metrics
 
 
@@ -113,8 +115,15 @@ def _statistics(
     if len(micro_batches) == 1 and mpu.get_pipeline_model_parallel_world_size() == 1:
         return lambda batch: objective.statistics(batch.detach(), _batch_group())  # it is all there: no extra pass
     logs = run_micro_batches(actor.replicas, micro_batches, collect, forward_only=True)
-    exact = logs and objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group())
+    exact = _whole_batch_statistics(objective, logs)
     return lambda batch: exact
+
+
+def _whole_batch_statistics(objective: Objective | WithOptions, logs: list[MicroBatchLog]) -> Any:
+    """Exact statistics on the last pipeline stage; elsewhere something that is not None, so that all ranks agree."""
+    if not logs:
+        return ()
+    return objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group())
 
 
 def _batch_group() -> dist.ProcessGroup:
@@ -124,7 +133,7 @@ def _batch_group() -> dist.ProcessGroup:
 
 def _loss(
     micro_batch: MicroBatch,
-    output: torch.Tensor,
+    output: LogprobsAndEntropy,
     objective: Objective | WithOptions,
     statistics: Callable[[TokenBatch], Any],
 ) -> Loss:
@@ -135,9 +144,7 @@ def _loss(
     loss = (terms.loss * weights).sum()
     count = micro_batch.sequence_count if objective.aggregation == "sequence_mean" else micro_batch.token_count
     batch = batch.detach()
-    entropy = {"entropy": mean_metric(output[1], batch.loss_mask)}
-    metrics = terms.metrics | prefix_metrics(batch) | entropy
-    log = MicroBatchLog(batch, metrics, log_ratio_histograms(batch))
+    log = MicroBatchLog(batch, terms.metrics | prefix_metrics(batch), log_ratio_histograms(batch))
     return loss, torch.tensor(count, dtype=torch.int, device=loss.device), log
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import asdict
 from typing import Any
 
 from megarl.errors import UserError
@@ -32,6 +33,7 @@ __all__ = [
     "WithOptions",
     "build_objective",
     "denominator",
+    "resolved_fields",
     "token_weights",
 ]
 
@@ -69,3 +71,11 @@ def build_objective(name: str, fields: dict[str, Any]) -> Objective | WithOption
                 raise UserError(f"objective.{key} is {fields[key]!r}; expected a table, for example [objective.{key}]")
             options.append(build(option, fields[key], f"objective.{key}"))
     return WithOptions(objective, tuple(options)) if options else objective
+
+
+def resolved_fields(objective: Objective | WithOptions) -> dict[str, Any]:
+    """Every field of an objective and its options, defaults too, as `build_objective` takes them."""
+    if isinstance(objective, WithOptions):
+        names = {option: name for name, option in OPTIONS.items()}
+        return asdict(objective.objective) | {names[type(o)]: asdict(o) for o in objective.options}
+    return asdict(objective)

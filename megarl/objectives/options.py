@@ -160,6 +160,8 @@ class WithOptions:
     def __post_init__(self) -> None:
         if any(isinstance(o, DualClip) for o in self.options) and not self.objective.ratio_form:
             raise UserError(f"dual_clip bounds ratio * A, but {type(self.objective).__name__} weights log pi instead")
+        if "old_logprobs" in self.objective.requires and any("old_logprobs" in o.requires for o in self.options):
+            raise UserError(f"{type(self.objective).__name__} weights by pi_old / pi_rollout itself")
         if sum(isinstance(o, TruncatedImportance | IcePop) for o in self.options) > 1:
             raise UserError("truncated_importance and icepop both weight by pi_old / pi_rollout; choose one")
 

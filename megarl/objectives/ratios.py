@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import ContextShard, TokenBatch
+from megarl.kernels.prefix_min import prefix_min
 from megarl.objectives.sequences import sequence_ids, sequence_sum
 
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8 still squares within float32
@@ -36,15 +37,14 @@ def sequence_log_ratio(l: torch.Tensor, batch: TokenBatch, mean: bool) -> torch.
 def prefix_min_log_ratio(l: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """[T] without gradient: log m_t, m_t = min over earlier trained tokens of the response; 0 (m = 1) for the first.
 
-    Exact: float32 bit patterns are mapped to integers of the same order, minus sequence * 2^32, so that one running
-    minimum over the packed axis starts afresh in every sequence.
+    Without a shard it is `megarl.kernels.prefix_min`; with one, each chunk continues the minimum of those before it.
     """
-    values = torch.where(batch.loss_mask, l.detach().float(), math.inf)
-    ids = sequence_ids(batch.cu_seqlens, values.numel())
+    values = l.detach().float()
     if batch.shard is None:
-        least = _exclusive_running_min(values, ids)
-    else:
-        least = _sharded_running_min(values, ids, batch.cu_seqlens, batch.shard)
+        return prefix_min(values, batch.loss_mask, batch.cu_seqlens.int()).to(l.dtype)
+    values = torch.where(batch.loss_mask, values, math.inf)
+    ids = sequence_ids(batch.cu_seqlens, values.numel())
+    least = _sharded_running_min(values, ids, batch.cu_seqlens, batch.shard)
     return torch.where(least == math.inf, 0, least).to(l.dtype)
 
 

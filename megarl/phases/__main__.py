@@ -8,9 +8,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 PR_SET_PDEATHSIG = 1
 
@@ -35,16 +33,16 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    phase = getattr(importlib.import_module(f"megarl.phases.{arguments.phase}"), arguments.phase)
-    record(_run)(phase, arguments.run_dir, arguments.stage)
+    record(_run)(arguments.phase, arguments.run_dir, arguments.stage)
 
 
-def _run(phase: Callable[[Any, int], None], run_dir: Path, stage: int) -> None:
+def _run(name: str, run_dir: Path, stage: int) -> None:
     import torch.distributed as dist
 
     from megarl.errors import UserError
     from megarl.run_dir import RunDir
 
+    phase = getattr(importlib.import_module(f"megarl.phases.{name}"), name)
     try:
         phase(RunDir.open(run_dir), stage)
     except UserError as error:

@@ -8,6 +8,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megarl.distributed import join_process_group
+from megarl.files import make_directory
 from megarl.phases.answers import Answerer
 from megarl.rollout.engine import response_seed
 from megarl.run_dir import RunDir
@@ -20,7 +21,7 @@ def rollout(run: RunDir, stage: int) -> None:
         return  # a restart after a process that died between sealing and its end
     counter = join_process_group("gloo")
     directory = run.rollouts(stage)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     chunks = missing_chunks(run, stage)
     dist.barrier()  # everybody has looked before anybody writes
     answerer = Answerer.build(run.recipe, run.policy(stage))

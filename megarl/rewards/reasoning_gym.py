@@ -35,7 +35,9 @@ class ReasoningGym:
         self._scorers = scorers  # generator name -> data set
 
     def score(self, prompt: Prompt, response: str) -> float:
-        source = prompt.entry["metadata"].get("source_dataset", "")  # the member of a composite generator
+        source = prompt.entry["metadata"].get(
+            "source_dataset", prompt.entry["generator"]
+        )  # the member of a composite generator
         if source in EVAL_SCORERS and not LITERAL.fullmatch(response):
             return 0.0
         if source in FORMULA_SCORERS and not is_plain_formula(response):

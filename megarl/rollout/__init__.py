@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,4 +16,5 @@ def build_engine(recipe: Recipe, policy_dir: Path, version: int) -> RolloutEngin
     from megarl.rollout.builtin import BuiltinEngine
 
     assert recipe.rollout.engine == "builtin", "preflight lets no other pass"
-    return BuiltinEngine(policy_dir, version, device="cuda" if recipe.actor.backend == "cuda" else "cpu")
+    device = "cpu" if recipe.actor.backend == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}"
+    return BuiltinEngine(policy_dir, version, device)

@@ -44,8 +44,8 @@ def test_only_complete_and_newest_checkpoints_stay(tmp_path):
 
     make_hf_model("qwen3").save_pretrained(tmp_path / "model")
     actor, directory = build(tmp_path / "model"), tmp_path / "checkpoints"
-    (directory / ".update_000004.tmp").mkdir(parents=True)  # a killed save
-    (directory / ".update_000004.tmp/rest").write_text("torn")
+    (directory / ".update_000004.9-9.tmp").mkdir(parents=True)  # a killed save
+    (directory / ".update_000004.9-9.tmp/rest").write_text("torn")
     for update in (2, 4, 6):
         checkpoint.save(actor, directory, update, keep=2)
     assert [u for u, _ in checkpoint.checkpoints(directory)] == [4, 6]

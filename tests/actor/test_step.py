@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megarl.batch import TokenBatch
+from megarl.errors import UserError
 from megarl.objectives import build_objective
 from tests.actor.conftest import make_hf_model, make_recipe
 
@@ -119,13 +120,13 @@ def test_weights_are_the_mean_over_tokens_not_over_micro_batches(tmp_path):
 def test_non_finite_updates_are_not_applied(tmp_path):
     from megarl.actor.hf import export_hf
     from megarl.actor.packing import micro_batches
-    from megarl.actor.step import NonFiniteUpdate, train_step
+    from megarl.actor.step import train_step
 
     make_hf_model("qwen3").save_pretrained(tmp_path / "in")
     actor = build(tmp_path / "in")
     samples = make_samples()
     samples[0].rollout_logprobs[0] = math.nan
-    with pytest.raises(NonFiniteUpdate, match="nan"):
+    with pytest.raises(UserError, match=r"rollout_logprobs\[\d+\] is nan"):
         train_step(actor, micro_batches(samples, 1000, CPU), build_objective("reinforce", {}), lr=1e-3)
     export_hf(actor.models, tmp_path / "out", tmp_path / "in", 0)
     one, two = (tmp_path / d / "model.safetensors" for d in ("in", "out"))

@@ -27,7 +27,7 @@ def stage_moments(stage):
 
     rollouts, checkpoints = f"stages/{stage:03d}/rollouts", f"stages/{stage:03d}/checkpoints"
     after = "stages/001/policy" if stage == 0 else "final"
-    temporary = after.rsplit("/", 1)[0] + "/.policy.tmp" if stage == 0 else ".final.tmp"
+    temporary = "stages/001/.policy.*.tmp" if stage == 0 else ".final.*.tmp"
     return {
         f"stage {stage}: evaluation": at(f"logs/{stage:03d}_evaluate/*/attempt_0/0/stdout.log"),
         f"stage {stage}: first shard": at(f"{rollouts}/*.arrow"),
@@ -35,10 +35,10 @@ def stage_moments(stage):
         f"stage {stage}: last shard, sealing": at(f"{rollouts}/*.arrow", 3),
         f"stage {stage}: sealed": at(f"{rollouts}/SEALED"),
         f"stage {stage}: first update": lambda run: lines(run / "metrics.jsonl") >= 6 * stage + 1,
-        f"stage {stage}: first checkpoint under way": at(f"{checkpoints}/.update_000002.tmp"),
+        f"stage {stage}: first checkpoint under way": at(f"{checkpoints}/.update_000002.*.tmp"),
         f"stage {stage}: between checkpoints": lambda run: lines(run / "metrics.jsonl") >= 6 * stage + 3,
-        f"stage {stage}: last checkpoint under way": at(f"{checkpoints}/.update_000006.tmp"),
-        f"stage {stage}: export": lambda run: (run / temporary).exists() or (run / after).exists(),
+        f"stage {stage}: last checkpoint under way": at(f"{checkpoints}/.update_000006.*.tmp"),
+        f"stage {stage}: export": lambda run: bool(list(run.glob(temporary))) or (run / after).exists(),
     }
 
 
