@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import shutil
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.actor.step import Actor
@@ -20,6 +22,9 @@ from megarl.errors import UserError
 from megarl.files import atomic_directory, make_directory
 from megarl.objectives.clipping import RatioBounds
 from megarl.objectives.second_moment import SecondMomentMask
+
+# Saves are synchronous, so their results need no queue in a process of its own, which would outlive a killed rank.
+filesystem_async._results_queue = queue.Queue()
 
 _NAME = re.compile(r"update_(\d{6})")
 

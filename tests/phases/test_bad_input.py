@@ -44,8 +44,11 @@ def fails(capfd):
         ("data.max_prompt_tokens=1", ["max_prompt_tokens"]),
         ("model.path=/nowhere", ["/nowhere"]),
         ("actor.tensor_parallel=2", ["processes_per_node", "tensor_parallel"]),
+        ("objective.advantage=group_men", ["objective.advantage", "group_mean"]),
+        ("rollout.responses_per_prompt=1", ["responses_per_prompt", "at least 2"]),
+        ("rollout.max_response_tokens=125", ["133", "max_position_embeddings = 128"]),
         ("rollout.engine=vllm", ["vllm", "builtin"]),
-        ("actor.backend=cuda", ["no GPU"]),
+        ("actor.backend=cuda", ["needs 1 GPUs, but torch sees 0"]),
         ("rollout", ["section.key=value"]),
     ],
 )
@@ -64,6 +67,34 @@ def test_a_mistake_ends_the_process_with_code_2_before_anything_starts(recipe, t
     result = megarl("train", recipe, "--run-dir", tmp_path / "run", "--set", "rollout.temperatur=1.0")
     assert result.returncode == 2
     assert result.stderr.startswith("megarl: ")
+
+
+def test_settings_that_megatron_would_get_wrong_are_refused(fails, recipe, tmp_path):
+    command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", "actor.processes_per_node=3"]
+    fails(*command, "--set", "actor.expert_parallel=3", words=["expert_parallel = 3", "8"])
+    fails(*command, "--set", "actor.pipeline_parallel=3", words=["pipeline_parallel = 3", "num_hidden_layers = 2"])
+    fails(*command, "--set", "actor.expert_tensor_parallel=2", words=["expert_tensor_parallel"])
+
+
+def test_a_model_that_would_be_computed_wrongly(fails, recipe, tiny_model, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    config = json.loads((model / "config.json").read_text())
+    for key, value in {"attention_bias": True, "hidden_act": "gelu", "model_type": "gpt2"}.items():
+        (model / "config.json").write_text(json.dumps(config | {key: value}))
+        command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", f"model.path={model}"]
+        fails(*command, words=["config.json", key])
+
+
+def test_another_objective_leaves_the_fields_of_the_first(recipe):
+    from megarl.config import dump_recipe, load_recipe, override_recipe, recipe_diff
+
+    first = load_recipe(recipe, ["objective.veto_threshold=1e-3"])
+    assert "veto_scope" in dump_recipe(first)  # resolved: defaults stand there too
+    second = override_recipe(first, ["objective.name=grpo", "objective.eps_high=0.3"])
+    assert second.objective.fields["eps_high"] == 0.3
+    assert "veto_threshold" not in second.objective.fields
+    assert any(line.startswith("objective.name: 'mu_grpo' -> 'grpo'") for line in recipe_diff(first, second))
 
 
 def test_a_generator_that_does_not_exist(fails, recipe, tmp_path):

@@ -43,8 +43,9 @@ def stage_moments(stage):
 
 
 def processes_of(run):
-    others = (p for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid())
-    return [process for process in others if str(run) in (process.info["cmdline"] or [])]
+    """Everything started by the run, also what a library started under another command line."""
+    others = (p for p in psutil.process_iter(["cmdline", "environ"]) if p.pid != os.getpid())
+    return [p for p in others if str(run) in str([p.info["cmdline"], (p.info["environ"] or {}).values()])]
 
 
 def kill_when(condition, recipe, run, rng):
