@@ -52,7 +52,7 @@ def write_initial_model(path: Path) -> None:
         max_position_embeddings=128,
         initializer_range=0.08,
         tie_word_embeddings=False,
-        pad_token_id=0,
+        pad_token_id=None,  # transformers would start its row at zero, where RMSNorm multiplies gradients by 1000
         bos_token_id=None,
         eos_token_id=1,
     )

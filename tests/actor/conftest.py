@@ -73,8 +73,8 @@ def make_recipe(model_path="model", **tables):
 
 
 @pytest.fixture(scope="package")
-def one_rank(tmp_path_factory):
-    """A process group of one, through a file: nothing listens. Returns the device."""
+def one_rank():
+    """A process group of one: nothing listens. Returns the device."""
     from megarl.actor import cpu_backend
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -82,8 +82,7 @@ def one_rank(tmp_path_factory):
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mpu.initialize_model_parallel(1, 1)
     model_parallel_cuda_manual_seed(0)
     yield torch.device("cpu")

@@ -241,14 +241,14 @@ def test_ties_reach_the_threshold_of_the_second_moment_mask(results: dict[Any, A
     assert (trust & kept).any() and (trust & ~kept).any()
 
 
-def test_without_an_order_ties_leave_together(tmp_path: Path) -> None:
+def test_without_an_order_ties_leave_together() -> None:
     """No sequence_index over a group: every split must agree, so the threshold alone decides, within the budget."""
     data = make_data(ties=True)
     batch, _ = make_batch(data, Policy(data["weight"]), list(range(12)), None)
     objective = build_objective("m2po", {})
     bare = replace(batch.detach(), sequence_index=None)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         grouped = objective.statistics(bare, dist.group.WORLD)
     finally:
