@@ -3,7 +3,7 @@
 Random responses fill sealed stages of --lengths updates; each length runs in a process of its own, which makes the same
 number of updates at the end of its stage and reports CPU time and peak memory beyond what it had after the first.
 
-    python benchmarks/stage_length.py [--lengths 32 2048] [--updates 32]
+    python benchmarks/stage_length.py [--lengths 32 1024] [--updates 32]
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def peak_mebibytes() -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 2048])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[32, 1024])
     parser.add_argument("--updates", type=int, default=32)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

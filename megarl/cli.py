@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megarl.errors import PhaseFailed, UserError
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interruption like any other
     try:
         options.command(options)
     except UserError as error:

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import signal
 import sys
 import time
 
@@ -19,6 +20,7 @@ from megarl.run_dir import RunDir
 
 logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_explain` says it better
 NEARLY_FULL = 1 << 20  # bytes
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_phase(run: RunDir, phase: str, stage: int, processes: int) -> None:
@@ -45,6 +47,7 @@ def run_phase(run: RunDir, phase: str, stage: int, processes: int) -> None:
     )
     run.log_event("phase_start", phase=phase, stage=stage, processes=processes)
     start = time.monotonic()
+    ours = {number: signal.getsignal(number) for number in STOP_SIGNALS}  # elastic installs its own and leaves them
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "megarl.phases", phase, str(run.root), str(stage))
     except ChildFailedError as error:
@@ -53,6 +56,9 @@ def run_phase(run: RunDir, phase: str, stage: int, processes: int) -> None:
     except SignalException as error:
         run.log_event("phase_stopped", phase=phase, stage=stage, seconds=round(time.monotonic() - start, 3))
         raise KeyboardInterrupt from error
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
     run.log_event("phase_end", phase=phase, stage=stage, seconds=round(time.monotonic() - start, 3))
 
 
