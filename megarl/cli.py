@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--output", type=Path, help="write to a new run directory, with other settings")
     settings(sub)
 
-    sub = command("eval", _evaluate, "avg@k and pass@k with 95 %% intervals")
+    sub = command("eval", _evaluate, "avg@k and pass@k with 95%% intervals")
     sub.add_argument("model_or_run", type=Path)
     sub.add_argument("--recipe", type=Path, help="data and reward settings, when the model is not part of a run")
     sub.add_argument("--suite", help="prompt file or reasoning-gym generator; default: the recipe's")

@@ -86,6 +86,8 @@ def branch(source: RunDir, target: Path, stage: int, overrides: list[str]) -> Ru
 
 def evaluate_model(target: Path, recipe_path: Path | None, suite: str | None, overrides: list[str]) -> str:
     """avg@k (and pass@k) of a run's newest policy or of a Hugging Face directory, with 95 % intervals."""
+    if not target.is_dir():
+        raise UserError(f"{target} is not a directory")
     if (target / "recipe.toml").exists():
         run = RunDir.open(target)
         recipe, policy = run.recipe, _newest_policy(run)
@@ -156,6 +158,6 @@ def summarise_run(run: RunDir) -> str:
     lines += [
         f"model   {run.final}",
         f"report  {run.root / 'report.html'}",
-        "next    --set objective.name=grpo in another --run-dir, then `megarl report` with both directories",
+        f"next    megarl optimize {run.root} --stage 0 --output {run.root}-grpo --set objective.name=grpo",
     ]
     return "\n".join(lines)

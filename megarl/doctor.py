@@ -31,22 +31,22 @@ def diagnose() -> str:
 
     memory = psutil.virtual_memory()
     lines = [
-        f"python          {platform.python_version()} on {platform.system()} {platform.machine()}",
-        f"processor       {os.cpu_count()} cores",
-        f"memory          {memory.total / 2**30:.0f} GiB, {memory.available / 2**30:.0f} free",
-        f"disk            {shutil.disk_usage('.').free / 2**30:.0f} GiB free here",
+        f"python              {platform.python_version()} on {platform.system()} {platform.machine()}",
+        f"processor           {os.cpu_count()} cores",
+        f"memory              {memory.total / 2**30:.0f} GiB, {memory.available / 2**30:.0f} free",
+        f"disk                {shutil.disk_usage('.').free / 2**30:.0f} GiB free here",
     ]
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
-            lines.append(f"gpu {index}           {device.name}, {device.total_memory / 2**30:.0f} GiB")
+            lines.append(f"gpu {index:<16}{device.name}, {device.total_memory / 2**30:.0f} GiB")
     else:
-        lines.append('gpu             none that torch sees: use [actor] backend = "cpu"')
+        lines.append('gpu                 none that torch sees: use [actor] backend = "cpu"')
     library = find_library("cpu")
-    lines.append(f"cpu kernels     {library or 'missing: pip install megarl builds them (needs a C++ compiler)'}")
+    lines.append(f"cpu kernels         {library or 'missing: pip install megarl builds them (needs a C++ compiler)'}")
     for package, remedy in _PACKAGES.items():
         try:
-            lines.append(f"{package:<16}{importlib.metadata.version(package)}")
+            lines.append(f"{package:<20}{importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
-            lines.append(f"{package:<16}missing: {remedy}")
+            lines.append(f"{package:<20}missing: {remedy}")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -134,7 +135,8 @@ class RunState:
         if self.phase == "rollout":
             responses = sum(shard[1] for shard in self._shards.values())
             return sum(shard[3] for shard in self._shards.values()) / responses if responses else None
-        return self._mean("reward/mean")
+        # another stage's updates were rewarded for another policy's answers
+        return _mean("reward/mean", [u for u in self.recent if u.get("stage", self.stage) == self.stage])
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -149,7 +151,7 @@ class RunState:
         """Of the current phase; None while nothing tells."""
         done, total, _ = self.done
         if self.phase == "optimize":
-            pace = self._mean("seconds")
+            pace = _mean("seconds", self.recent)
             return None if pace is None else (total - done) * pace
         if self.phase == "rollout":
             mine = sum(shard[0] for name, shard in self._shards.items() if name not in self._shards_before)
@@ -161,6 +163,8 @@ class RunState:
     def run_seconds_left(self) -> float | None:
         """Of the whole run, once a rollout and an optimize phase have shown how long they take."""
         left = self.seconds_left if self.phase else 0.0
+        if self.stage == self.schedule.stages:
+            return left  # the final evaluation
         if left is None or not {"rollout", "optimize"} <= self.seconds.keys():
             return None
         after = {"evaluate": ("rollout", "optimize"), "rollout": ("optimize",)}.get(self.phase, ())
@@ -168,9 +172,10 @@ class RunState:
         last = self.seconds.get("evaluate", 0.0) if self.accuracies else 0.0
         return left + sum(self.seconds[phase] for phase in after) + whole + last
 
-    def _mean(self, name: str) -> float | None:
-        values = [update[name] for update in self.recent if isinstance(update.get(name), (int, float))]
-        return sum(values) / len(values) if values else None
+
+def _mean(name: str, updates: Iterable[dict[str, Any]]) -> float | None:
+    values = [update[name] for update in updates if isinstance(update.get(name), (int, float))]
+    return sum(values) / len(values) if values else None
 
 
 class Progress:
@@ -261,9 +266,7 @@ def _panel(state: RunState) -> RenderableType:
     if state.phase:
         bar = ProgressBar(total or None, done, width=32, pulse=False) if total else ""
         amount = f"{done}/{total} {unit}  " if total else ""
-        table.add_row(
-            f"stage {state.stage + 1}/{state.schedule.stages}  {state.phase}", bar, amount + _left(state.seconds_left)
-        )
+        table.add_row(_place(state.stage, state.phase, state), bar, amount + _left(state.seconds_left))
     table.add_row(
         "run",
         ProgressBar(all_updates, updates, width=32),
@@ -278,7 +281,7 @@ def _panel(state: RunState) -> RenderableType:
 def describe_event(event: dict[str, Any], state: RunState) -> str:
     """One line about an event; "" for those that only repeat another."""
     kind, stage, phase = event["event"], event.get("stage", 0), event.get("phase", "")
-    place = f"stage {stage + 1}/{state.schedule.stages} {phase}"
+    place = _place(stage, phase, state)
     if kind == "evaluation" and "accuracy" in event:
         accuracy, half = state.accuracies.get(stage, (event["accuracy"], 0.0))
         whose = "base model" if stage == 0 else f"after {stage * state.schedule.updates_per_stage} updates"
@@ -293,9 +296,14 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
     return f"{place} {what.get(kind, 'starts')}"
 
 
+def _place(stage: int, phase: str, state: RunState) -> str:
+    stages = state.schedule.stages
+    return "final evaluation" if stage == stages else f"stage {stage + 1}/{stages} {phase}"
+
+
 def describe_state(state: RunState) -> str:
     done, total, unit = state.done
-    parts = [f"stage {state.stage + 1}/{state.schedule.stages} {state.phase}"]
+    parts = [_place(state.stage, state.phase, state)]
     if total:
         parts.append(f"{done}/{total} {unit}")
     parts += _facts(state)
@@ -315,7 +323,7 @@ def _facts(state: RunState) -> list[str]:
         )
     if (rate := state.tokens_per_second) and state.phase in ("rollout", "optimize"):
         facts.append(f"{rate:,.0f} tokens/s")
-    if state.recent and state.phase == "optimize":
+    if state.recent and state.phase == "optimize" and state.recent[-1].get("stage", state.stage) == state.stage:
         facts += [
             f"{name} {value:.3g}" for name in ("loss", "grad_norm") if (value := state.recent[-1].get(name)) is not None
         ]

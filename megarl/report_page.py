@@ -115,7 +115,7 @@ def make_charts(runs: list[Run]) -> list[Chart]:
             "Mean squared log-ratio where clipping can bite; the wider the gap, the more of it the objective holds "
             "back. Growth by orders of magnitude announces a collapse.",
             {"m2/before": ("before", "solid"), "m2/after": ("after clip and veto", "dot")},
-            yaxis={"type": "log", "exponentformat": "power", "dtick": 1},
+            yaxis={"type": "log", "exponentformat": "power", "dtick": 1, "autorangeoptions": {"minallowed": -6}},
         ),
         _lines(
             runs,
@@ -135,9 +135,9 @@ def make_charts(runs: list[Run]) -> list[Chart]:
         _lines(
             runs,
             "Gradient norm",
-            "Before clipping. Look for spikes, and for growth towards the end of a stage.",
+            "Before clipping, logarithmic. Look for spikes, and for growth towards the end of a stage.",
             {"grad_norm": ("", "solid")},
-            yaxis={"rangemode": "tozero"},
+            yaxis={"type": "log", "exponentformat": "none"},
         ),
         _lines(
             runs,

@@ -10,12 +10,14 @@ import argparse
 import random
 import shutil
 import string
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from megarl.actor import parallel
 from megarl.batch import TokenBatch
@@ -104,9 +106,13 @@ def main() -> None:
         return
     become_single_process()
     torch.set_num_threads(1)
+    disable_progress_bar()
     initial = output.with_name(output.name + ".initial")
     write_initial_model(initial)
-    warm_up(initial, output)
+    try:
+        warm_up(initial, output)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; making the base model starts over next time")
     shutil.rmtree(initial)
     print(f"base model: {output}")
 

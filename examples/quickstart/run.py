@@ -17,10 +17,12 @@ def main() -> None:
     os.chdir(ROOT)
     if not (ROOT / "examples/quickstart/base").exists():
         print("Making the base model: a tiny Mixture-of-Experts that spells words backwards, badly (about a minute).")
-        subprocess.run([sys.executable, "-W", "ignore", "examples/quickstart/make_base.py"], check=True)
+        made = subprocess.run([sys.executable, "-W", "ignore", "examples/quickstart/make_base.py"])
+        if made.returncode:
+            sys.exit(made.returncode)
     command = [sys.executable, "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
     command += ["--run-dir", "runs/quickstart", *sys.argv[1:]]  # the last one given counts
-    sys.exit(subprocess.run(command).returncode)
+    os.execv(command[0], command)  # so that Ctrl-C and SIGTERM reach the run itself
 
 
 if __name__ == "__main__":

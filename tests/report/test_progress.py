@@ -211,7 +211,7 @@ def test_terminal_shows_a_live_display_and_cleans_up(tmp_path):
     output = run_on_terminal(tmp_path, "xterm-256color")
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output)
     assert "\x1b[2K" in output, "redraws in place"
-    assert re.search(r"stage 2/3  optimize\s+━+.* 96/96 updates", plain)
+    assert re.search(r"stage 2/3 optimize\s+━+.* 96/96 updates", plain)
     assert re.search(r"run\s+━+.* 192/288 updates", plain)
     assert "held-out 0.281 -> 0.613 +- 0.030" in plain and "20,000 tokens/s" in plain
     assert "said meanwhile" in plain and plain.rstrip().endswith("after")
