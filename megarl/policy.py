@@ -67,7 +67,7 @@ def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int
         if tokenizer_dir != model_dir:
             for file in sorted(Path(tokenizer_dir).iterdir()):
                 if file.is_file() and file.name.startswith(
-                    ("tokenizer", "special_tokens", "vocab", "merges", "chat_template")
+                    ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template")
                 ):
                     shutil.copyfile(file, temporary / file.name)
         hashes = {}

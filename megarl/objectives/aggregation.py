@@ -26,7 +26,7 @@ def token_weights(
 def denominator(
     loss_mask: torch.Tensor, cu_seqlens: torch.Tensor, aggregation: str, shard: ContextShard | None = None
 ) -> torch.Tensor:
-    """0-d int64, this rank's share of the count; sum it over all ranks and micro-batches before any backward."""
+    """0-d int64, this rank's share of the count; sum it over all ranks and micro-batches, then divide once."""
     return loss_mask.sum() if aggregation == "token_mean" else sequence_count(loss_mask, cu_seqlens, shard)
 
 

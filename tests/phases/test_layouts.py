@@ -25,6 +25,20 @@ def sealed(recipe, tmp_path_factory):
     return run
 
 
+def test_lagged_statistics_keep_pipeline_stages_in_step(sealed, tmp_path):
+    """Only the last stage has statistics, but all must agree whether an extra forward pass is due."""
+    results = {}
+    for name, processes in (("one", 1), ("two", 2)):
+        settings = {"objective.name": "m2po", "actor.statistics_scope": "lagged", "actor.tokens_per_micro_batch": 40}
+        settings |= {"actor.processes_per_node": processes, "actor.pipeline_parallel": processes}
+        arguments = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+        result = megarl("optimize", sealed, "--stage", "0", "--output", tmp_path / name, *arguments, timeout=120)
+        assert result.returncode == 0, result.stderr
+        results[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    for a, b in zip(results["one"], results["two"], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3, abs=1e-6)
+
+
 def load_weights(policy):
     return {name: tensor for file in policy.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
