@@ -20,6 +20,13 @@ def die_with_agent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)  # it died before the line above
 
 
+def die_with_parent() -> None:
+    """The same for what a library forks, such as the writers of a checkpoint: the request is not inherited."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     """Run ``megarl.phases.<phase>.<phase>(run, stage)``; errors reach the launcher through torch's error file."""
     parser = argparse.ArgumentParser()
@@ -54,4 +61,5 @@ def _run(name: str, run_dir: Path, stage: int) -> None:
 
 if __name__ == "__main__":
     die_with_agent()  # before the seconds that imports take
+    os.register_at_fork(after_in_child=die_with_parent)
     main()
