@@ -18,7 +18,7 @@ lint: .venv/.stamp
 	$(RUN) -m mypy
 
 bench: .venv/.stamp
-	for benchmark in benchmarks/*.py; do $(RUN) $$benchmark || exit; done
+	for benchmark in $(filter-out benchmarks/common.py,$(wildcard benchmarks/*.py)); do $(RUN) $$benchmark || exit; done
 
 .venv/.stamp: tools/setup_venv.py pyproject.toml constraints.txt $(KERNELS)
 	$(PYTHON) tools/setup_venv.py

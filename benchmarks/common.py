@@ -1,0 +1,92 @@
+"""What every benchmark shares: one printed table, also as CSV with hardware, versions and commit; child processes."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+NOT_MEASURED = "not measured"  # what a cell says where the hardware or the peer is missing; never an estimate
+
+
+def write_table(name: str, rows: list[dict[str, Any]], directory: Path = RESULTS) -> Path:
+    """Print ``rows`` as one table and write them to ``directory/name.csv``; every line of it names its origin.
+
+    The columns are the keys in order of first appearance; a row without a key has an empty cell. Floats get four
+    significant digits. The CSV has the columns of `origin` too. Returns its path.
+    """
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [[_cell(row.get(column, "")) for column in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    for line in (columns, *cells):
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.csv"
+    facts = origin()
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*columns, *facts])
+        writer.writerows([*line, *facts.values()] for line in cells)
+    print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}", flush=True)
+    return path
+
+
+def origin() -> dict[str, str]:
+    """Hardware, versions and commit of this process; ``+`` marks a commit with local changes."""
+    versions = {name: _version(name) for name in ("torch", "triton")}
+    return {"cpu": _processor(), "gpu": _gpu()} | versions | {"commit": _commit()}
+
+
+def in_own_process(script: str, arguments: list[str], threads: int = 1) -> dict[str, Any]:
+    """Run ``script arguments`` alone; the JSON object in the last line of its output.
+
+    A process of its own is the only way to a peak of memory, and an OpenMP that starts with the number of threads
+    asked for. What the child says on stderr is this process's.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-W", "ignore", script, *arguments]
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _gpu() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+    head = git("rev-parse", "--short=12", "HEAD")
+    if head.returncode:  # an unpacked archive
+        return "unknown"
+    # The results a benchmark writes are no change of what it measured.
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results").stdout.strip()
+    return head.stdout.strip() + ("+" if changed else "")
