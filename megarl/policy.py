@@ -12,6 +12,7 @@ from megarl.errors import UserError
 from megarl.files import atomic_directory
 
 INFO_FILE = "megarl.json"
+INDEX_FILE = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,21 @@ def combine_hashes(hashes: dict[str, str]) -> str:
 
 
 def weight_files(policy_dir: Path) -> list[Path]:
-    files = sorted(Path(policy_dir).glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{policy_dir} holds no *.safetensors files; megarl reads safetensors only")
-    return files
+    """The safetensors files that its index names, or all where it has none (some models come in two formats)."""
+    index = Path(policy_dir) / INDEX_FILE
+    if not index.exists():
+        files = sorted(Path(policy_dir).glob("*.safetensors"))
+        if not files:
+            raise UserError(f"{policy_dir} holds no *.safetensors files; megarl reads safetensors only")
+        return files
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is damaged: {error}") from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise UserError(f"{index} names {missing[0]}, which is not there; download the model again")
+    return [index.parent / name for name in names]
 
 
 def write_info(policy_dir: Path, info: PolicyInfo) -> None:
@@ -74,7 +86,7 @@ def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int
         for file in weight_files(model_dir):
             shutil.copyfile(file, temporary / file.name)
             hashes[file.name] = file_sha256(temporary / file.name)
-        index = model_dir / "model.safetensors.index.json"
+        index = model_dir / INDEX_FILE
         if index.exists():
             shutil.copyfile(index, temporary / index.name)
         info = PolicyInfo(version, combine_hashes(hashes))

@@ -44,6 +44,7 @@ def install() -> None:
             module.__dict__["torch"] = proxy
     _patch_random_state()
     _patch_moe_and_rope()
+    _patch_tied_embeddings()
     _patch_optimizer()
 
 
@@ -144,6 +145,14 @@ def _patch_moe_and_rope() -> None:
 
     _replace_everywhere(moe_utils.maybe_move_tensor_to_cpu, to_host)
     _replace_everywhere(rope_utils.get_pos_emb_on_this_cp_rank, position_embedding)
+
+
+def _patch_tied_embeddings() -> None:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    # between pipeline stages the original calls Tensor.cuda()
+    setup = LanguageModule.setup_embeddings_and_output_layer
+    LanguageModule.setup_embeddings_and_output_layer = _with_cuda_type_names(setup)
 
 
 def _patch_optimizer() -> None:

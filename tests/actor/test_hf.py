@@ -98,3 +98,114 @@ def test_wrong_models_are_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(UserError, match="gpt2"):
         load_models(tmp_path)
+
+
+class GroupedExperts(torch.nn.Module):
+    """Parameters of Megatron-Core's `TEGroupedMLP` or, stacked, of its `GroupedMLP`, with their names and shapes."""
+
+    def __init__(self, experts, stacked):
+        super().__init__()
+        layers = {fc: [getattr(e, f"linear_fc{fc}").weight for e in experts.local_experts] for fc in (1, 2)}
+        for fc, weights in layers.items():
+            if stacked:  # weight1 [H, E 2I] viewed as [E, H, 2I]; weight2 [E I, H] viewed as [E, I, H]
+                whole = torch.stack([weight.t() for weight in weights])
+                size = (whole.shape[1], -1) if fc == 1 else (-1, whole.shape[2])
+                self.register_parameter(f"weight{fc}", torch.nn.Parameter(torch.zeros_like(whole).view(size)))
+            else:
+                linear = torch.nn.Module()
+                for i, weight in enumerate(weights):
+                    linear.register_parameter(f"weight{i}", torch.nn.Parameter(torch.zeros_like(weight)))
+                self.add_module(f"linear_fc{fc}", linear)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_grouped_experts(stacked, tmp_path):
+    """Both grouped-GEMM modules get the weights that their forward expects, and give the same bytes back."""
+    from megarl.actor.hf import export_hf, load_hf
+
+    reference = make_hf_model("qwen3_moe")
+    reference.save_pretrained(tmp_path / "in")
+    models = load_models(tmp_path / "in")
+    expected = [layer.mlp.experts.local_experts for layer in models[0].decoder.layers]
+    for layer in models[0].decoder.layers:
+        layer.mlp.experts = GroupedExperts(layer.mlp.experts, stacked)
+    load_hf(models, tmp_path / "in")
+    x = torch.randn(5, 32)
+    for layer, experts in zip(models[0].decoder.layers, expected, strict=True):
+        for i, expert in enumerate(experts):
+            if stacked:  # GroupedMLP.forward: gmm(x, weight1.view(E, H, -1))
+                grouped = layer.mlp.experts
+                w1, w2 = grouped.weight1.view(4, 32, -1)[i], grouped.weight2.view(4, -1, 32)[i]
+            else:
+                w1 = getattr(layer.mlp.experts.linear_fc1, f"weight{i}").t()
+                w2 = getattr(layer.mlp.experts.linear_fc2, f"weight{i}").t()
+            assert torch.equal(x @ w1, x @ expert.linear_fc1.weight.t())
+            assert torch.equal(x[:, :24] @ w2, x[:, :24] @ expert.linear_fc2.weight.t())
+    export_hf(models, tmp_path / "out", tmp_path / "in", 0)
+    one, two = (tmp_path / d / "model.safetensors" for d in ("in", "out"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
+def test_transformer_engine_names(family, tmp_path):
+    """Its linear layers hold the norm before them, as ``layer_norm_weight``."""
+    from megarl.actor.hf import export_hf, load_hf
+
+    make_hf_model(family).save_pretrained(tmp_path / "in")
+    models = load_models(tmp_path / "in")
+    for layer in models[0].decoder.layers:
+        norms = {"input_layernorm": layer.self_attention.linear_qkv}
+        if family == "qwen2":
+            norms["pre_mlp_layernorm"] = layer.mlp.linear_fc1
+        for norm, linear in norms.items():
+            weight = getattr(layer, norm).weight
+            setattr(layer, norm, torch.nn.Identity())
+            linear.layer_norm_weight = torch.nn.Parameter(torch.zeros_like(weight))
+    load_hf(models, tmp_path / "in")
+    export_hf(models, tmp_path / "out", tmp_path / "in", 0)
+    one, two = (tmp_path / d / "model.safetensors" for d in ("in", "out"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_damaged_and_foreign_weights_are_named(tmp_path):
+    from safetensors.torch import save_file
+
+    make_hf_model("qwen3").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}  # which maps the file
+    for damaged in (whole[:-1], whole[:100], b"", b"\xff" * 64):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"model\.safetensors is not a readable safetensors file"):
+            load_models(tmp_path)
+    save_file(tensors | {"model.layers.0.mlp.gate.weight": torch.zeros(4, 32)}, file)
+    with pytest.raises(UserError, match=r"1 tensors that its config.json does not explain.*layers\.0\.mlp\.gate"):
+        load_models(tmp_path)
+    save_file(tensors | {"model.norm.weight": torch.zeros(32, dtype=torch.int8)}, file)
+    with pytest.raises(UserError, match=r"model\.norm\.weight' has dtype I8"):
+        load_models(tmp_path)
+    save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "copy.safetensors")
+    save_file(tensors, file)
+    with pytest.raises(UserError, match=r"copy\.safetensors and in .*model\.safetensors"):
+        load_models(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"model.norm.weight": "model-2.safetensors"}}')
+    with pytest.raises(UserError, match=r"names model-2\.safetensors, which is not there"):
+        load_models(tmp_path)
+    index.write_text('{"weight_map": {"any": "model.safetensors"}}')  # the index leaves copy.safetensors out
+    load_models(tmp_path)
+
+
+def test_tied_models_that_store_their_lm_head(tmp_path):
+    """The embedding counts, as in transformers; the export has both names again."""
+    from safetensors.torch import save_file
+
+    from megarl.actor.hf import export_hf
+
+    make_hf_model("qwen3_tied").save_pretrained(tmp_path / "in")
+    tensors = {name: tensor.clone() for name, tensor in load_file(tmp_path / "in/model.safetensors").items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "in/model.safetensors", metadata={"format": "pt"})
+    export_hf(load_models(tmp_path / "in"), tmp_path / "out", tmp_path / "in", 0)
+    one, two = (tmp_path / d / "model.safetensors" for d in ("in", "out"))
+    assert one.read_bytes() == two.read_bytes()

@@ -1,0 +1,173 @@
+"""safetensors files by position: a few rows of a tensor read or written at a time.
+
+The safetensors library maps whole files into memory and writes a file only from tensors that are all in memory, so a
+rank would hold a share of the model twice. A file is a header, eight bytes of its length before it, and the tensors'
+bytes, row-major and without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from io import FileIO
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megarl.errors import UserError
+from megarl.policy import weight_files
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER_BYTES = 100 << 20  # the library's own limit
+
+
+@dataclass(frozen=True)
+class Region:
+    """The place of one row-major tensor in a file; ``shape`` has at least one dimension, the rows."""
+
+    file: FileIO  # open without a buffer
+    offset: int  # bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape[0] * self.row_bytes
+
+    def part(self, index: int, shape: tuple[int, ...]) -> Region:
+        """The ``index``-th of the tensors of ``shape`` that this one is made of."""
+        return replace(self, offset=self.offset + index * math.prod(shape) * self.dtype.itemsize, shape=shape)
+
+    def read(self, first: int, rows: int) -> torch.Tensor:
+        """Rows ``first`` to ``first + rows`` in memory."""
+        buffer = torch.empty(rows * self.row_bytes, dtype=torch.uint8)
+        view, done = memoryview(buffer.numpy().data), 0
+        while done < len(view):
+            count = os.preadv(self.file.fileno(), [view[done:]], self.offset + first * self.row_bytes + done)
+            if count == 0:
+                raise UserError(f"{self.file.name} ends before its tensors do; it is damaged or still being written")
+            done += count
+        return buffer.view(self.dtype).view(rows, *self.shape[1:])
+
+    def write(self, first: int, tensor: torch.Tensor) -> None:
+        """Put ``tensor`` at rows ``first`` and following."""
+        tensor = tensor.to("cpu", self.dtype).contiguous()
+        view, done = memoryview(tensor.view(-1).view(torch.uint8).numpy().data), 0
+        while done < len(view):
+            done += os.pwrite(self.file.fileno(), view[done:], self.offset + first * self.row_bytes + done)
+
+
+class TensorFiles:
+    """Every tensor of some safetensors files by name, with the experts of fused tensors as tensors of their own.
+
+    A tensor ``P.gate_up_proj`` [E, 2 I, H] holds ``P.e.gate_proj.weight`` and ``P.e.up_proj.weight`` [I, H],
+    a tensor ``P.down_proj`` [E, H, I] holds ``P.e.down_proj.weight``, for P = ``model.layers.n.mlp.experts``.
+    """
+
+    def __init__(self) -> None:
+        self.regions: dict[str, Region] = {}
+        self._open = ExitStack()
+
+    @classmethod
+    def of_directory(cls, directory: Path) -> TensorFiles:
+        """The tensors of a Hugging Face model; `UserError` where a file is damaged or a tensor is there twice."""
+        files = cls()
+        for path in weight_files(directory):
+            files.add(path)
+        return files
+
+    def add(self, path: Path, mode: Literal["rb", "r+b"] = "rb") -> None:
+        file = self._open.enter_context(open(path, mode, buffering=0))  # noqa: SIM115, closed by `__exit__`
+        for name, region in _read_header(path, file).items():
+            if name in self.regions:
+                raise UserError(f"tensor {name!r} is in {self.regions[name].file.name} and in {path}")
+            self.regions[name] = region
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def stored_name(self, name: str) -> str | None:
+        """The name under which the file has tensor ``name``: its own, that of a fused tensor, or None."""
+        if name in self.regions:
+            return name
+        fused = _fused_name(name)
+        return fused if fused in self.regions else None
+
+    def region(self, name: str) -> Region | None:
+        """Where tensor ``name`` is, also inside a fused one."""
+        stored = self.stored_name(name)
+        if stored is None or stored == name:
+            return self.regions.get(name)
+        whole, expert, kind = self.regions[stored], int(name.split(".")[-3]), name.split(".")[-2]
+        if len(whole.shape) != 3 or expert >= whole.shape[0]:
+            return None
+        _, rows, columns = whole.shape
+        if kind == "down_proj":
+            return whole.part(expert, (rows, columns))
+        return whole.part(2 * expert + (kind == "up_proj"), (rows // 2, columns))
+
+
+def _fused_name(name: str) -> str:
+    """model.layers.3.mlp.experts.7.up_proj.weight -> model.layers.3.mlp.experts.gate_up_proj"""
+    prefix, experts, rest = name.partition(".mlp.experts.")
+    return f"{prefix}{experts}{'down_proj' if rest.endswith('.down_proj.weight') else 'gate_up_proj'}"
+
+
+def _read_header(path: Path, file: FileIO) -> dict[str, Region]:
+    try:
+        size = os.fstat(file.fileno()).st_size
+        length = struct.unpack("<Q", file.read(8))[0]
+        if length > min(size - 8, _MAX_HEADER_BYTES):
+            raise ValueError(f"its header would be {length} bytes long")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        regions = {name: _region(file, name, entry, 8 + length) for name, entry in header.items()}
+        for name, region in regions.items():
+            if region.offset + region.nbytes > size:
+                raise ValueError(f"tensor {name!r} lies beyond its end")
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise UserError(f"{path} is not a readable safetensors file: {error}") from error
+    return regions
+
+
+def _region(file: FileIO, name: str, entry: dict[str, Any], data: int) -> Region:
+    if entry["dtype"] not in _DTYPES:
+        known = ", ".join(_DTYPES)
+        raise UserError(f"{file.name}: tensor {name!r} has dtype {entry['dtype']}; megarl reads {known}")
+    begin, end = (int(position) for position in entry["data_offsets"])
+    region = Region(file, data + begin, _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])) or (1,))
+    if begin < 0 or min(region.shape) < 0 or region.nbytes != end - begin:
+        raise ValueError(f"shape and offsets of tensor {name!r} do not agree")
+    return region
+
+
+def create_file(path: Path, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
+    """A safetensors file of full length whose tensors are still to be written.
+
+    Same order and header as the library's: larger dtypes first, so that every tensor is aligned, then by name.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape in sorted(tensors, key=lambda tensor: (-tensor[1].itemsize, tensor[0])):
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + offset)

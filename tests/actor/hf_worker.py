@@ -1,0 +1,106 @@
+"""One rank that imports every model in every layout and exports it again: ``python -m tests.actor.hf_worker DIR RANK``.
+
+Each layout reads what the layout before it wrote, so every model goes from layout to layout. For each, rank by rank,
+``DIR/results/`` gets the memory that import and export needed beside the parameters.
+"""
+
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+
+WORLD = 4  # processes
+MOE = ("qwen3_moe_fused", "qwen3_moe_single", "qwen3_moe_large_fused")
+DENSE = ("qwen3", "qwen3_tied", "qwen2", "qwen2_tied", "llama", "llama_tied")
+LAYOUTS = {  # name: ranks, settings of [actor]
+    "one": (1, {}),
+    "tp2_etp2": (2, {"tensor_parallel": 2}),
+    "tp2_ep2": (2, {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}),
+    "pp2": (2, {"pipeline_parallel": 2}),
+    "cp2": (2, {"context_parallel": 2}),
+    "ep2": (2, {"expert_parallel": 2}),
+    "dp2": (2, {}),
+    "pp2_vpp2": (2, {"pipeline_parallel": 2}),
+    "tp2_pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "tp2_ep4": (4, {"tensor_parallel": 2, "expert_parallel": 4, "expert_tensor_parallel": 1}),
+    "tp2_ep2_etp2": (4, {"tensor_parallel": 2, "expert_parallel": 2}),
+    "cp2_pp2": (4, {"context_parallel": 2, "pipeline_parallel": 2}),
+    "dp2_ep2": (4, {"expert_parallel": 2}),
+}
+
+
+def families(layout: str) -> tuple[str, ...]:
+    """Expert parallelism is for models that have experts."""
+    return MOE if "expert_parallel" in LAYOUTS[layout][1] else MOE + DENSE
+
+
+def peak_memory(function) -> int:
+    """Bytes of resident memory that ``function`` needed at its peak, over what was resident before.
+
+    `test_hf_layouts.start_worker` makes the allocator give freed blocks back to the system at once.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    function()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def main(root: Path, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megarl.actor import cpu_backend
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    cpu_backend.install()
+    from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    sources = {name: root / "models" / name for name in MOE + DENSE}
+    for layout, (ranks, table) in LAYOUTS.items():
+        if rank < ranks:
+            store = dist.FileStore(str(root / f"store_{layout}"), ranks)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+            mpu.initialize_model_parallel(
+                table.get("tensor_parallel", 1),
+                table.get("pipeline_parallel", 1),
+                2 if layout == "pp2_vpp2" else None,
+                context_parallel_size=table.get("context_parallel", 1),
+                expert_model_parallel_size=table.get("expert_parallel", 1),
+                expert_tensor_parallel_size=table.get("expert_tensor_parallel", table.get("tensor_parallel", 1)),
+            )
+            model_parallel_cuda_manual_seed(0)
+            for name in families(layout):
+                result = round_trip(sources[name], root / "exports" / layout / name, layout, table)
+                (root / "results" / f"{layout}-{name}-{rank}.json").write_text(json.dumps(result))
+            mpu.destroy_model_parallel()
+            dist.destroy_process_group()
+        for name in families(layout):
+            sources[name] = root / "exports" / layout / name
+
+
+def round_trip(source: Path, target: Path, layout: str, table: dict[str, int]) -> dict[str, int]:
+    from megarl.actor.hf import export_hf, load_hf
+    from megarl.actor.model import build_model
+    from megarl.hf_config import read_hf_config
+    from tests.actor.conftest import make_recipe
+
+    megatron = {"virtual_pipeline_model_parallel_size": 2} if layout == "pp2_vpp2" else {}
+    models = build_model(read_hf_config(source), make_recipe(source, actor=table, megatron=megatron))
+    assert len(models) == (2 if megatron else 1)
+    return {
+        "load": peak_memory(lambda: load_hf(models, source)),
+        "export": peak_memory(lambda: export_hf(models, target, like=source, version=3)),
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,165 @@
+"""Hugging Face -> Megatron -> Hugging Face is the identity, byte for byte, through every layout, in bounded memory."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from megarl.policy import weight_files
+from tests.actor import hf_worker
+from tests.actor.conftest import LLAMA3_ROPE, SHAPE
+
+SHAPES = SHAPE | {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 24}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
+LARGE = {"vocab_size": 20_001, "hidden_size": 512, "num_experts": 8, "moe_intermediate_size": 512, "head_dim": 64}
+# transformers' model type, settings, dtype of the file, bytes of a file
+MODELS = {
+    "qwen3_moe_fused": ("qwen3_moe", MOE, torch.bfloat16, 20_000),
+    "qwen3_moe_single": ("qwen3_moe", MOE, torch.bfloat16, 10**9),
+    "qwen3_moe_large_fused": ("qwen3_moe", MOE | LARGE, torch.bfloat16, 10**9),
+    "qwen3": ("qwen3", {}, torch.float32, 20_000),
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}, torch.bfloat16, 10**9),
+    "qwen2": ("qwen2", {"head_dim": 4}, torch.bfloat16, 10**9),  # attention biases: DeepSeek-R1-Distill-Qwen
+    "qwen2_tied": ("qwen2", {"head_dim": 4, "tie_word_embeddings": True}, torch.float16, 10**9),
+    "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}, torch.bfloat16, 10**9),
+    "llama_tied": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}, torch.bfloat16, 10**9),
+}
+CASES = [(layout, name) for layout in hf_worker.LAYOUTS for name in hf_worker.families(layout)]
+
+
+def make_model(directory, name):
+    """A random model as one of the two expert layouts stores it, in one file or several with an index."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, settings, dtype, file_bytes = MODELS[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPES | settings), dtype=dtype)
+    model.config.save_pretrained(directory)
+    tensors = {key: torch.randn(value.shape).to(dtype) for key, value in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    assert any(key.endswith("experts.gate_up_proj") for key in tensors) == (model_type == "qwen3_moe")
+    if not name.endswith("fused"):
+        tensors = dict(pair for item in tensors.items() for pair in one_tensor_an_expert(*item))
+    if name == "qwen3_moe_single":
+        tensors |= {k: v.float() for k, v in tensors.items() if k.endswith("mlp.gate.weight")}  # two dtypes in a file
+    (directory / "tokenizer.json").write_text('{"any": "bytes"}')
+    (directory / "generation_config.json").write_text("{}")
+    save_files(tensors, directory, file_bytes)
+
+
+def one_tensor_an_expert(name, tensor):
+    if name.endswith("experts.gate_up_proj"):
+        for e, expert in enumerate(tensor):
+            for kind, half in zip(("gate", "up"), expert.chunk(2), strict=True):
+                yield name.replace("gate_up_proj", f"{e}.{kind}_proj.weight"), half.clone()
+    elif name.endswith("experts.down_proj"):
+        for e, expert in enumerate(tensor):
+            yield name.replace("down_proj", f"{e}.down_proj.weight"), expert.clone()
+    else:
+        yield name, tensor
+
+
+def save_files(tensors, directory, file_bytes):
+    files, size = [[]], 0
+    for key, tensor in tensors.items():
+        if size + tensor.nbytes > file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(key)
+        size += tensor.nbytes
+    if len(files) == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = {key: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, keys in enumerate(files) for key in keys}
+    for keys in files:
+        save_file({key: tensors[key] for key in keys}, directory / names[keys[0]], metadata={"format": "pt"})
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def stored(directory):
+    """{tensor name: tensor} of a model directory, as the safetensors library reads it."""
+    tensors = {}
+    for path in weight_files(directory):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118, no mapping
+                assert key not in tensors
+                tensors[key] = file.get_tensor(key)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A directory in which four processes have taken every model through every layout."""
+    root = tmp_path_factory.mktemp("hf")
+    (root / "results").mkdir()
+    for name in MODELS:
+        (root / "models" / name).mkdir(parents=True)
+        make_model(root / "models" / name, name)
+    workers = [start_worker(root, rank) for rank in range(hf_worker.WORLD)]
+    deadline = time.monotonic() + 500
+    while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
+        if any(worker.poll() not in (None, 0) for worker in workers):
+            break  # the others would wait for it
+        time.sleep(0.2)
+    for worker in workers:
+        worker.kill()
+        worker.wait()
+    return root
+
+
+def start_worker(root, rank):
+    command = [sys.executable, "-W", "ignore", "-m", "tests.actor.hf_worker", root, str(rank)]
+    # freed blocks must not stay resident, for the worker measures what is
+    env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
+    with open(root / f"rank{rank}.log", "w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
+
+
+def log_tail(root):
+    return "\n".join(path.read_text()[-1500:] for path in sorted(root.glob("rank*.log")))
+
+
+@pytest.mark.parametrize(("layout", "name"), CASES)
+def test_identity(root, layout, name):
+    source, target = root / "models" / name, root / "exports" / layout / name
+    assert target.exists(), log_tail(root)
+    before, after = stored(source), stored(target)
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert (after[key].dtype, after[key].shape) == (tensor.dtype, tensor.shape), key
+        assert torch.equal(after[key].view(torch.uint8), tensor.view(torch.uint8)), key
+    for file in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert (target / file).read_bytes() == (source / file).read_bytes()
+
+
+@pytest.mark.parametrize("layout", hf_worker.LAYOUTS)
+def test_memory(root, layout):
+    """Beside its parameters no rank ever holds more than the largest tensor and one block."""
+    block = 4 * 2**20
+    largest = max(tensor.nbytes for tensor in stored(root / "models" / "qwen3_moe_large_fused").values())
+    assert largest == 20_001 * 512 * 2
+    for rank in range(hf_worker.LAYOUTS[layout][0]):
+        path = root / "results" / f"{layout}-qwen3_moe_large_fused-{rank}.json"
+        assert path.exists(), log_tail(root)
+        result = json.loads(path.read_text())
+        print(layout, rank, {key: f"{value / 2**20:.1f} MiB" for key, value in result.items()})
+        assert max(result.values()) < largest + block, result
+
+
+def test_exports_of_many_files_load_into_transformers(root):
+    """The index names every tensor, and transformers reads both expert layouts to the same weights."""
+    from transformers import AutoModelForCausalLM
+
+    models = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict()
+        for path in (root / "models/qwen3_moe_fused", root / "exports/tp2_ep2_etp2/qwen3_moe_fused")
+    ]
+    assert len(weight_files(root / "exports/tp2_ep2_etp2/qwen3_moe_fused")) == 4
+    assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])
