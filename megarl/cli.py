@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.errors import PhaseFailed, UserError
+
+if TYPE_CHECKING:
+    from megarl.nodes import Nodes
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -28,40 +33,60 @@ def _complain(message: object, code: int) -> int:
     return code
 
 
-def _train(options: argparse.Namespace) -> None:
+def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable[[argparse.Namespace], None]:
+    """The first node runs ``lead``, the others what it orders."""
+
+    def command(options: argparse.Namespace) -> None:
+        from megarl.launcher import follow
+        from megarl.nodes import Nodes
+
+        with Nodes.join() as nodes:
+            if nodes.rank:
+                follow(nodes)
+            else:
+                lead(options, nodes)
+
+    return command
+
+
+def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands import summarise_run
     from megarl.config import load_recipe
     from megarl.preflight import check
     from megarl.run_dir import RunDir
-    from megarl.train import train
+    from megarl.train import optimizes, train
 
     recipe = load_recipe(options.recipe, options.set)
-    check(recipe)
-    run = RunDir.create(options.run_dir, recipe)
+    run = RunDir(options.run_dir.resolve(), recipe)
+    if options.until:
+        run.check_stage(options.until[1])
+    check(recipe, nodes.count, optimizes(run, options.until))
+    run = RunDir.create(run.root, recipe)
     with run.lock():
-        train(run)
-    print(summarise_run(run))
+        train(nodes, run, options.until)
+    if not options.until:
+        print(summarise_run(run))
 
 
-def _rollout(options: argparse.Namespace) -> None:
+def _rollout(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands import rollout_stage
 
     run = _open_stage(options)
     with run.lock():
-        rollout_stage(run, options.stage)
+        rollout_stage(nodes, run, options.stage)
 
 
-def _optimize(options: argparse.Namespace) -> None:
+def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands import optimize_branch, optimize_stage
 
     run = _open_stage(options)
     if options.output:
-        optimize_branch(run, options.output, options.stage, options.set)
+        optimize_branch(nodes, run, options.output, options.stage, options.set)
         return
     if options.set:
         raise UserError("--set changes the recipe, so it needs --output DIR for the new run directory")
     with run.lock():
-        optimize_stage(run, options.stage)
+        optimize_stage(nodes, run, options.stage)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -93,6 +118,13 @@ def _open_stage(options: argparse.Namespace):  # type: ignore[no-untyped-def]
     return run
 
 
+def _phase_and_stage(text: str) -> tuple[str, int]:
+    phase, _, stage = text.partition(":")
+    if phase not in ("rollout", "optimize") or not stage.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither rollout:STAGE nor optimize:STAGE")
+    return phase, int(stage)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -107,16 +139,19 @@ def _parser() -> argparse.ArgumentParser:
             "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a recipe setting"
         )
 
-    sub = command("train", _train, "the whole run; start it again to continue it")
+    sub = command("train", _on_all_nodes(_train), "the whole run; start it again to continue it")
     sub.add_argument("recipe", type=Path)
     sub.add_argument("--run-dir", type=Path, required=True)
+    sub.add_argument(
+        "--until", type=_phase_and_stage, metavar="PHASE:STAGE", help="stop after it, for example rollout:0"
+    )
     settings(sub)
 
-    sub = command("rollout", _rollout, "generate and seal the rollouts of one stage")
+    sub = command("rollout", _on_all_nodes(_rollout), "generate and seal the rollouts of one stage")
     sub.add_argument("run_dir", type=Path)
     sub.add_argument("--stage", type=int, required=True)
 
-    sub = command("optimize", _optimize, "all updates of one stage on its sealed rollouts")
+    sub = command("optimize", _on_all_nodes(_optimize), "all updates of one stage on its sealed rollouts")
     sub.add_argument("run_dir", type=Path)
     sub.add_argument("--stage", type=int, required=True)
     sub.add_argument("--output", type=Path, help="write to a new run directory, with other settings")

@@ -11,6 +11,7 @@ from megarl.config import load_recipe, override_recipe, recipe_diff
 from megarl.errors import UserError
 from megarl.files import make_directory
 from megarl.launcher import run_phase
+from megarl.nodes import Nodes, Place
 from megarl.policy import copy_policy
 from megarl.preflight import check
 from megarl.progress import Progress
@@ -20,9 +21,9 @@ from megarl.run_dir import RunDir
 _BRANCH_TABLES = ("objective.", "optimizer.", "actor.", "megatron.")
 
 
-def rollout_stage(run: RunDir, stage: int) -> None:
+def rollout_stage(nodes: Nodes, run: RunDir, stage: int) -> None:
     """Generate and seal the rollouts of one stage."""
-    check(run.recipe)
+    check(run.recipe, nodes.count, optimizes=False)
     if stage == 0 and not run.policy(0).exists():
         copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.policy(0))
     _require_policy(run, stage)
@@ -30,33 +31,33 @@ def rollout_stage(run: RunDir, stage: int) -> None:
         print(f"{run.rollouts(stage)} is sealed already")
         return
     with Progress(run.root, run.recipe):
-        run_phase(run, "rollout", stage, run.recipe.rollout.workers)
+        run_phase(nodes, run, "rollout", stage, run.recipe.rollout.workers)
     print(f"sealed {run.rollouts(stage)}")
 
 
-def optimize_stage(run: RunDir, stage: int) -> None:
+def optimize_stage(nodes: Nodes, run: RunDir, stage: int) -> None:
     """All updates of one stage on its sealed rollouts."""
-    check(run.recipe)
+    check(run.recipe, nodes.count)
     _require_policy(run, stage)
     if run.policy(stage + 1).exists():
         print(f"{run.policy(stage + 1)} exists already")
         return
     with Progress(run.root, run.recipe):
-        run_phase(run, "optimize", stage, run.recipe.actor.processes_per_node)
+        run_phase(nodes, run, "optimize", stage, run.recipe.actor.processes_per_node)
     print(f"wrote {run.policy(stage + 1)}")
 
 
-def optimize_branch(source: RunDir, target: Path, stage: int, overrides: list[str]) -> None:
+def optimize_branch(nodes: Nodes, source: RunDir, target: Path, stage: int, overrides: list[str]) -> None:
     """One stage with other settings in a run directory of its own, evaluated before and after."""
-    run = branch(source, target, stage, overrides)
+    run = branch(source, target, stage, overrides, nodes.count)
     with run.lock():
-        optimize_stage(run, stage)
+        optimize_stage(nodes, run, stage)
         if run.recipe.eval.every and run.evaluation(stage + 1) is None:
-            run_phase(run, "evaluate", stage + 1, run.recipe.rollout.workers)
+            run_phase(nodes, run, "evaluate", stage + 1, run.recipe.rollout.workers)
     write_report([run.root], run.root / "report.html")
 
 
-def branch(source: RunDir, target: Path, stage: int, overrides: list[str]) -> RunDir:
+def branch(source: RunDir, target: Path, stage: int, overrides: list[str], nodes: int) -> RunDir:
     """A new run directory that starts from the policy, rollouts and earlier checkpoint of ``source``, by links.
 
     ``overrides`` may change only tables that leave the rollouts as they are.
@@ -71,7 +72,7 @@ def branch(source: RunDir, target: Path, stage: int, overrides: list[str]) -> Ru
     for path in existing:
         if not path.exists():
             raise UserError(f"{path} does not exist: this stage cannot be optimized yet")
-    check(recipe)
+    check(recipe, nodes)
     run = RunDir.create(target, recipe)
     for path in existing:
         link = run.root / path.relative_to(source.root)
@@ -108,7 +109,7 @@ def evaluate_model(target: Path, recipe_path: Path | None, suite: str | None, ov
         run = RunDir.create(Path(scratch) / "run", recipe)
         run.policy(0).parent.mkdir(parents=True)
         os.symlink(policy, run.policy(0))
-        run_phase(run, "evaluate", 0, recipe.rollout.workers)
+        run_phase(Nodes(Place()), run, "evaluate", 0, recipe.rollout.workers)
         result = run.evaluation(0)
         assert result is not None
     return f"{policy}\n{describe(result)}"

@@ -173,14 +173,25 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     Relative paths in ``[model]`` and ``[data] train`` are relative to the working directory, as on the command line.
     Raises `UserError` with one line per mistake.
     """
+    tables = _read_tables(path)
+    _apply_overrides(tables, overrides)
+    return _absolute_paths(parse_recipe(tables))
+
+
+def load_without_objective(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The same where torch is not installed: all but ``[objective]`` is read and checked."""
+    tables = {name: table for name, table in _read_tables(path).items() if name != "objective"}
+    _apply_overrides(tables, [override for override in overrides if not override.startswith("objective.")])
+    return _absolute_paths(_validate(tables))
+
+
+def _read_tables(path: Path) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(Path(path).read_text())
+        return tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise UserError(f"cannot read the recipe {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
-    _apply_overrides(tables, overrides)
-    return _absolute_paths(parse_recipe(tables))
 
 
 def override_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
@@ -211,11 +222,15 @@ def _absolute_paths(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": model, "data": data, "eval": evaluation})
 
 
-def parse_recipe(tables: dict[str, Any]) -> Recipe:
+def _validate(tables: dict[str, Any]) -> Recipe:
     try:
-        recipe = Recipe.model_validate(tables)
+        return Recipe.model_validate(tables)
     except ValidationError as error:
         raise UserError("the recipe is wrong:\n" + "\n".join(_explain(dict(e)) for e in error.errors())) from error
+
+
+def parse_recipe(tables: dict[str, Any]) -> Recipe:
+    recipe = _validate(tables)
     from megarl.objectives import build_objective, resolved_fields  # needs torch: once the rest is known to be right
 
     fields = resolved_fields(build_objective(recipe.objective.name, recipe.objective.fields))

@@ -13,24 +13,26 @@ PATIENCE = timedelta(days=7)
 
 
 def join_process_group(backend: str) -> dist.Store:
-    """init_process_group from the launcher's environment; returns the store that all processes of the phase share.
+    """init_process_group from the launcher's environment; returns a store that all processes of the phase share.
 
-    On one machine nothing listens beyond loopback; between nodes torch's own rendezvous is used.
+    The launcher's agent hosts it; a process that is a whole phase by itself hosts its own.
     """
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-        dist.init_process_group(backend, timeout=PATIENCE)
-        return dist.PrefixStore("megarl", dist.distributed_c10d._get_default_store())
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    port = int(os.environ["MASTER_PORT"])
-    # TCPStore would bind to every interface, so it is handed a socket that is bound to loopback
-    listener = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None
-    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=PATIENCE, master_listen_fd=listener)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.TCPStore(address, port, is_master=False, timeout=PATIENCE, wait_for_workers=False)
+    else:
+        # TCPStore would bind to every interface, so it is handed a socket that is bound to loopback
+        listener = socket.create_server((address, port)).detach()
+        store = dist.TCPStore(address, port, is_master=True, timeout=PATIENCE, master_listen_fd=listener)
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    phase = dist.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", "alone"), store)
     dist.init_process_group(
-        backend, store=dist.PrefixStore("torch", store), rank=rank, world_size=world, timeout=PATIENCE
+        backend, store=dist.PrefixStore("torch", phase), rank=rank, world_size=world, timeout=PATIENCE
     )
-    return dist.PrefixStore("megarl", store)
+    return dist.PrefixStore("megarl", phase)
 
 
 def become_single_process() -> None:

@@ -12,8 +12,11 @@ from megarl.hf_config import read_hf_config
 from megarl.policy import weight_files
 
 
-def check(recipe: Recipe) -> None:
-    """`UserError` for a missing model, an unfit tokenizer, unreadable prompts, an absent engine or a wrong layout."""
+def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
+    """`UserError` for a missing model, an unfit tokenizer, unreadable prompts, an absent engine or a wrong layout.
+
+    ``optimizes`` is False where only engines will run: then ``nodes`` need not suit the actor.
+    """
     if not recipe.model.path.is_dir():
         raise UserError(f"[model] path: {recipe.model.path} is not a directory")
     weight_files(recipe.model.path)
@@ -35,6 +38,8 @@ def check(recipe: Recipe) -> None:
     if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("[run] wandb = true, but wandb is not installed: pip install wandb")
     check_layout(recipe, hf)
+    if optimizes:
+        check_ranks(recipe, nodes)
 
 
 def check_layout(recipe: Recipe, hf: dict[str, Any]) -> None:
@@ -58,12 +63,6 @@ def check_layout(recipe: Recipe, hf: dict[str, Any]) -> None:
         raise UserError("[actor] with expert_parallel = 1, expert_tensor_parallel must equal tensor_parallel")
     if "virtual_pipeline_model_parallel_size" in recipe.megatron:
         raise UserError("[megatron] virtual_pipeline_model_parallel_size is not supported yet")
-    model_ranks = actor.tensor_parallel * actor.pipeline_parallel * actor.context_parallel
-    if actor.processes_per_node % model_ranks:
-        raise UserError(
-            f"[actor] processes_per_node = {actor.processes_per_node} is no multiple of tensor_parallel * "
-            f"pipeline_parallel * context_parallel = {model_ranks}"
-        )
     if actor.context_parallel > 1:
         raise UserError("[actor] context_parallel > 1 is not supported yet; use tensor or pipeline parallelism")
     if actor.backend == "cuda":
@@ -75,3 +74,15 @@ def check_layout(recipe: Recipe, hf: dict[str, Any]) -> None:
                 f'[actor] backend = "cuda" needs {needed} GPUs, but torch sees {torch.cuda.device_count()} here; '
                 'backend = "cpu" runs without'
             )
+
+
+def check_ranks(recipe: Recipe, nodes: int) -> None:
+    """The actor's processes on all nodes together hold a whole number of models."""
+    actor = recipe.actor
+    model_ranks = actor.tensor_parallel * actor.pipeline_parallel * actor.context_parallel
+    if nodes * actor.processes_per_node % model_ranks:
+        on_nodes = f" on {nodes} nodes" if nodes > 1 else ""
+        raise UserError(
+            f"[actor] processes_per_node = {actor.processes_per_node}{on_nodes} is no multiple of tensor_parallel * "
+            f"pipeline_parallel * context_parallel = {model_ranks}"
+        )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 1.0
 LINE_SECONDS = 10.0  # plain lines: at most one in so many seconds, beside those for phases and evaluations
 RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
-ANNOUNCED = ("phase_start", "phase_end", "phase_failed", "restart", "evaluation")
+ANNOUNCED = ("phase_start", "phase_end", "phase_failed", "phase_stopped", "restart", "resume", "evaluation")
 
 
 class JsonTail:
@@ -96,7 +96,7 @@ class RunState:
             if self.phase == "rollout":
                 self._read_ledgers()
             self._shards_before = set(self._shards)
-        elif kind in ("phase_end", "phase_failed"):
+        elif kind in ("phase_end", "phase_failed", "phase_stopped"):
             self.phase = ""
             if kind == "phase_end":
                 self.seconds[str(event.get("phase"))] = float(event.get("seconds", 0.0))
@@ -286,12 +286,16 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
         accuracy, half = state.accuracies.get(stage, (event["accuracy"], 0.0))
         whose = "base model" if stage == 0 else f"after {stage * state.schedule.updates_per_stage} updates"
         return f"held-out accuracy {accuracy:.3f} +- {half:.3f} ({event.get('prompts', '?')} prompts), {whose}"
+    if kind == "resume" and phase == "train":
+        return f"continues after {event['skipped']} of {event['total']} stages"
     if phase == "evaluate":
         return f"evaluation of stage {stage} failed" if kind == "phase_failed" else ""
     what = {
         "phase_end": f"done in {_clock(event.get('seconds', 0.0))}",
         "phase_failed": "failed",
-        "restart": "restarts",
+        "phase_stopped": "stopped",
+        "restart": f"restarts: {event.get('cause', 'a process failed')}",
+        "resume": f"continues, skips {event.get('skipped')} of {event.get('total')} {event.get('unit')} made earlier",
     }
     return f"{place} {what.get(kind, 'starts')}"
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from megarl.launcher import run_phase
+from megarl.nodes import Nodes
 from megarl.policy import copy_policy
 from megarl.progress import Progress
 from megarl.report import write_report
 from megarl.run_dir import RunDir
 
 
-def train(run: RunDir) -> None:
+def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> None:
     """mu-GRPO: freeze the policy, answer a whole stage of prompts, then make all of the stage's updates on the answers.
 
-    Whatever is on disk already is not done again, so a killed run continues where it was.
+    Whatever is on disk already is not done again, so a killed run continues where it was. ``until`` names the phase
+    and stage after which to stop.
     """
     recipe, stages = run.recipe, run.recipe.schedule.stages
     rollout_processes, actor_processes = recipe.rollout.workers, recipe.actor.processes_per_node
@@ -20,16 +22,28 @@ def train(run: RunDir) -> None:
     if not run.policy(0).exists():
         copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.policy(0))
     with Progress(run.root, recipe):
+        if finished := sum(run.policy(stage + 1).exists() for stage in range(stages)):
+            run.log_event("resume", phase="train", stage=finished, skipped=finished, total=stages, unit="stages")
         for stage in range(stages):
             if evaluation_is_due(run, stage):
-                run_phase(run, "evaluate", stage, rollout_processes)
+                run_phase(nodes, run, "evaluate", stage, rollout_processes)
             if not run.is_sealed(stage):
-                run_phase(run, "rollout", stage, rollout_processes)  # pi_stage answers; its engine gets all memory
+                run_phase(nodes, run, "rollout", stage, rollout_processes)  # pi_stage answers; engines get all memory
+            if until == ("rollout", stage):
+                return
             if not run.policy(stage + 1).exists():
-                run_phase(run, "optimize", stage, actor_processes)  # S updates of stale data: pi_stage -> pi_stage+1
+                run_phase(nodes, run, "optimize", stage, actor_processes)  # S updates: pi_stage -> pi_stage+1
+            if until == ("optimize", stage):
+                return
         if evaluation_is_due(run, stages):
-            run_phase(run, "evaluate", stages, rollout_processes)
+            run_phase(nodes, run, "evaluate", stages, rollout_processes)
     write_report([run.root], run.root / "report.html")
+
+
+def optimizes(run: RunDir, until: tuple[str, int] | None) -> bool:
+    """Whether `train` has an optimize phase ahead of it."""
+    stages = run.recipe.schedule.stages if until is None else until[1] + (until[0] == "optimize")
+    return any(not run.policy(stage + 1).exists() for stage in range(stages))
 
 
 def evaluation_is_due(run: RunDir, stage: int) -> bool:

@@ -60,6 +60,7 @@ def _run(name: str, run_dir: Path, stage: int) -> None:
 
 
 if __name__ == "__main__":
+    os.dup2(2, 1)  # one log
     die_with_agent()  # before the seconds that imports take
     os.register_at_fork(after_in_child=die_with_parent)
     main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +11,10 @@ import numpy as np
 from megarl.actor import parallel
 from megarl.advantages import group_advantages, zero_variance
 from megarl.config import ObjectiveTable
-from megarl.errors import UserError
+from megarl.errors import STOPPED, UserError
 from megarl.metrics import MetricsWriter
 from megarl.objectives import Objective, WithOptions, build_objective
+from megarl.phases.stop import StopRequest
 from megarl.run_dir import RunDir
 from megarl.store import Group, RolloutStore
 
@@ -29,6 +31,7 @@ def optimize(run: RunDir, stage: int) -> None:
         return  # a restart after a process that died between export and its end
     if not run.is_sealed(stage):
         raise UserError(f"{run.rollouts(stage)} is not sealed: run `megarl rollout {run.root} --stage {stage}` first")
+    stop = StopRequest()
     device = parallel.initialize(recipe.actor, recipe.run.seed)
     from megarl.actor import checkpoint, hf, packing, step  # only now does Megatron know the backend
 
@@ -39,6 +42,9 @@ def optimize(run: RunDir, stage: int) -> None:
     done = resume(actor, run, stage)
     before = stage * schedule.updates_per_stage  # updates of earlier stages
     metrics = MetricsWriter(run.metrics, before + done, recipe.run) if parallel.reports_metrics() else None
+    if metrics and done:
+        total = schedule.updates_per_stage
+        run.log_event("resume", phase="optimize", stage=stage, skipped=done, total=total, unit="updates")
 
     for staleness in range(done, schedule.updates_per_stage):
         start = time.perf_counter()
@@ -50,10 +56,14 @@ def optimize(run: RunDir, stage: int) -> None:
             place = {"stage": stage, "update": before + staleness + 1, "staleness": staleness}
             metrics.append(place | summary(groups) | values | throughput(samples, time.perf_counter() - start))
         updates = staleness + 1
-        if updates % recipe.actor.checkpoint_every == 0 or updates == schedule.updates_per_stage:
+        last = updates == schedule.updates_per_stage
+        stopping = not last and stop.agreed(device)
+        if updates % recipe.actor.checkpoint_every == 0 or last or stopping:
             if metrics:
                 metrics.sync()
             checkpoint.save(actor, run.checkpoints(stage), updates, recipe.actor.keep_checkpoints)
+        if stopping:
+            sys.exit(STOPPED)
     start = time.perf_counter()
     version = before + schedule.updates_per_stage
     hf.export_hf(actor.models, run.policy(stage + 1), like=run.policy(stage), version=version)

@@ -22,8 +22,10 @@ def rollout(run: RunDir, stage: int) -> None:
     counter = join_process_group("gloo")
     directory = run.rollouts(stage)
     make_directory(directory)
-    chunks = missing_chunks(run, stage)
-    dist.barrier()  # everybody has looked before anybody writes
+    chunks = _agreed(missing_chunks(run, stage) if dist.get_rank() == 0 else [])
+    if dist.get_rank() == 0 and (there := len(run.groups(stage)) - sum(map(len, chunks))):
+        total = len(run.groups(stage))
+        run.log_event("resume", phase="rollout", stage=stage, skipped=there, total=total, unit="groups")
     answerer = Answerer.build(run.recipe, run.policy(stage))
     with RolloutWriter(
         directory, weights_hash=answerer.weights_hash, logprob_mode="processed", writer=dist.get_rank()
@@ -36,6 +38,13 @@ def rollout(run: RunDir, stage: int) -> None:
     if dist.get_rank() == 0:
         seal(directory, run.groups(stage))
     dist.barrier()
+
+
+def _agreed(chunks: list[range]) -> list[range]:
+    """Rank 0's, for everybody: others may see a shared file system as it was a moment ago."""
+    box = [chunks]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def missing_chunks(run: RunDir, stage: int) -> list[range]:

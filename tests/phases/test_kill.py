@@ -29,7 +29,7 @@ def stage_moments(stage):
     after = "stages/001/policy" if stage == 0 else "final"
     temporary = "stages/001/.policy.*.tmp" if stage == 0 else ".final.*.tmp"
     return {
-        f"stage {stage}: evaluation": at(f"logs/{stage:03d}_evaluate/*/attempt_0/0/stdout.log"),
+        f"stage {stage}: evaluation": at(f"logs/{stage:03d}_evaluate/attempt_0/rank_0000.log"),
         f"stage {stage}: first shard": at(f"{rollouts}/*.arrow"),
         f"stage {stage}: ledger": lambda run: lines(run / rollouts / "ledger.jsonl") >= 2,
         f"stage {stage}: last shard, sealing": at(f"{rollouts}/*.arrow", 3),

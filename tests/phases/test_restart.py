@@ -32,7 +32,7 @@ def test_a_stopped_run_says_how_to_continue(recipe, tmp_path):
     run = tmp_path / "run"
     command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--run-dir", str(run)]
     parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(parent, lambda: list(run.glob("logs/*/*/attempt_0/0/stdout.log")))
+    wait_for(parent, lambda: list(run.glob("logs/*/attempt_0/rank_0000.log")))
     parent.send_signal(signal.SIGTERM)
     _, errors = parent.communicate(timeout=60)
     assert parent.returncode == 130

@@ -1,0 +1,67 @@
+"""Which jobs a run becomes, and whether the recipe's layout fills the nodes they ask for. Needs no nemo-run."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from megarl.config import Recipe
+from megarl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Link:
+    """One job: a name, how far it takes the run, and what it asks for."""
+
+    name: str
+    until: str | None
+    optimizes: bool
+    nodes: int
+    partition: str | None
+
+
+def plan_links(recipe: Recipe, options: argparse.Namespace) -> list[Link]:
+    """The jobs of a run, each after the one before it: one, or with ``--chain`` one a phase and one for the end."""
+    name = "".join(c if c.isalnum() else "-" for c in options.recipe.stem)
+    if not options.chain:
+        return [Link(name, None, True, options.nodes, options.partition)]
+    optimize = options.optimize_nodes or options.nodes, options.optimize_partition or options.partition
+    links = []
+    for stage in range(recipe.schedule.stages):
+        links.append(Link(f"{name}-rollout-{stage}", f"rollout:{stage}", False, options.nodes, options.partition))
+        links.append(Link(f"{name}-optimize-{stage}", f"optimize:{stage}", True, *optimize))
+    return [*links, Link(f"{name}-end", None, False, options.nodes, options.partition)]  # last evaluation, report
+
+
+def check_layout(recipe: Recipe, link: Link, gpus: int | None) -> None:
+    """`UserError` for a layout that leaves GPUs of a node idle, asks for more than it has, or does not divide."""
+    actor, rollout = recipe.actor, recipe.rollout
+    if link.nodes < 1:
+        raise UserError(f"--nodes {link.nodes}: at least one")
+    if actor.backend == "cpu":
+        if gpus:
+            raise UserError(f'--gpus-per-node {gpus}, but the recipe has [actor] backend = "cpu"')
+    else:
+        gpus = actor.processes_per_node if gpus is None else gpus
+        used = {
+            "[actor] processes_per_node": actor.processes_per_node,
+            "[rollout] workers * tensor_parallel": rollout.workers * rollout.tensor_parallel,
+        }
+        for setting, value in used.items():
+            if value != gpus:
+                raise UserError(f"{setting} = {value} does not fill the {gpus} GPUs of a node")
+    world = link.nodes * actor.processes_per_node
+    parts = {
+        "tensor_parallel * pipeline_parallel * context_parallel": actor.tensor_parallel
+        * actor.pipeline_parallel
+        * actor.context_parallel,
+        "expert_parallel * expert_tensor_parallel * pipeline_parallel": actor.expert_parallel
+        * (actor.expert_tensor_parallel or actor.tensor_parallel)
+        * actor.pipeline_parallel,
+    }
+    for name, ranks in parts.items():
+        if link.optimizes and world % ranks:
+            raise UserError(
+                f"[actor] {name} = {ranks} does not fill {link.nodes} nodes * {actor.processes_per_node} processes "
+                f"= {world} ranks: their number must be a multiple of it"
+            )

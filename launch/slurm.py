@@ -1,0 +1,174 @@
+"""Submit a run to Slurm with nemo-run: one task a node, each the node agent of `megarl train`.
+
+python launch/slurm.py RECIPE.toml --run-dir DIR --nodes N --account A --partition P --time 04:00:00
+
+Runs in an environment of its own (`pip install` what the extra ``launch`` of pyproject.toml lists); the job uses
+``--python`` or a container. launch/README.md is the operator's guide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import nemo_run as run
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)  # megarl is not installed here, and only its recipes are read
+
+from launch.layout import Link, check_layout, plan_links  # noqa: E402
+from megarl.config import Recipe, load_without_objective  # noqa: E402
+from megarl.errors import UserError  # noqa: E402
+
+
+def main() -> None:
+    options = parse_options()
+    try:
+        recipe = load_without_objective(options.recipe, options.set)
+        links = plan_links(recipe, options)
+        for link in links:
+            check_layout(recipe, link, options.gpus_per_node)
+        submit(recipe, links, options)
+    except UserError as error:
+        sys.exit(f"launch/slurm.py: {error}")
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("recipe", type=Path)
+    add("--run-dir", type=Path, required=True, help="on a file system that all nodes share")
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a recipe setting")
+    add("--local", action="store_true", help="run on this machine, without Slurm")
+    add("--nodes", type=int, default=1)
+    add("--gpus-per-node", type=int, help="default: what the recipe uses")
+    add("--account", help="Slurm account; required except with --local")
+    add("--partition")
+    add("--time", default="04:00:00", help="limit of one allocation; a longer run continues in the next")
+    add("--retries", type=int, default=10, help="how often a job is queued again: preempted, out of time, or failed")
+    add("--margin", type=int, default=300, help="seconds before the limit at which the run is told to save and stop")
+    add("--after", metavar="JOB", help="start when this Slurm job has ended well")
+    add("--chain", action="store_true", help="every phase a job of its own, cancelled when the one before it fails")
+    add("--optimize-nodes", type=int, help="with --chain: nodes of the optimize jobs, default --nodes")
+    add("--optimize-partition", help="with --chain: partition of the optimize jobs, default --partition")
+    add("--container-image", help="image with megarl's dependencies (needs pyxis); default: no container")
+    add("--container-mounts", action="append", default=[], metavar="SRC:DST")
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help="environment of the job")
+    add("--python", default="python", help="interpreter that has megarl and its dependencies, as the nodes see it")
+    add("--packager", choices=["none", "git"], default="none", help="git: ship this repository's HEAD with the job")
+    add("--dry-run", action="store_true", help="print the sbatch scripts, submit nothing")
+    add("--detach", action="store_true", help="return once submitted")
+    add("--tail-logs", action="store_true", help="show the job's output meanwhile (needs sacct)")
+    options = parser.parse_args()
+    if not options.local and not options.account:
+        parser.error("--account is required (or --local, to run on this machine)")
+    if (options.optimize_nodes or options.optimize_partition) and not options.chain:
+        parser.error("--optimize-nodes and --optimize-partition need --chain: otherwise one job runs all phases")
+    if options.local and (options.chain or options.nodes > 1):
+        parser.error("--local is one machine and one process after another: no --chain, no --nodes")
+    for variable in options.env:
+        if "=" not in variable or not variable.partition("=")[0].isupper():
+            parser.error(f"--env {variable}: expected NAME=VALUE with NAME in capitals, as nemo-run exports it")
+    return options
+
+
+def agent_arguments(recipe: Recipe, link: Link, options: argparse.Namespace) -> list[str]:
+    """``megarl train`` with paths that hold on every node, whatever its working directory."""
+    arguments = ["train", str(options.recipe.resolve()), "--run-dir", str(options.run_dir.resolve())]
+    settings = [f'model.path="{recipe.model.path}"']
+    if recipe.model.tokenizer:
+        settings.append(f'model.tokenizer="{recipe.model.tokenizer}"')
+    settings.append(f'data.train="{recipe.data.train}"')
+    if recipe.eval.suite:
+        settings.append(f'eval.suite="{recipe.eval.suite}"')
+    for setting in [*options.set, *settings]:
+        arguments += ["--set", setting]
+    return arguments + (["--until", link.until] if link.until else [])
+
+
+def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Namespace) -> run.SlurmExecutor:
+    # what processes get to finish their update and save; Slurm itself ends the job `margin` seconds after the signal
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(options.margin), **environment(options)}
+    extra: dict[str, object] = {"kill_on_invalid_dep": "yes"}
+    if options.after and first:
+        extra["dependency"] = f"afterok:{options.after}"
+    executor = run.SlurmExecutor(
+        account=options.account,
+        partition=link.partition,
+        time=options.time,
+        nodes=link.nodes,
+        ntasks_per_node=1,
+        signal=f"TERM@{options.margin}",
+        container_image=options.container_image,
+        container_mounts=options.container_mounts,
+        env_vars={name: shlex.quote(value) for name, value in variables.items()},
+        packager=packager(options),
+        tunnel=run.LocalTunnel(job_dir=""),  # any other directory fails with a local tunnel
+        additional_parameters=extra,
+        poll_estimated_start_time=False,
+    )
+    executor.retries = options.retries
+    if recipe.actor.backend == "cuda":
+        executor.gpus_per_node = recipe.actor.processes_per_node
+        executor.exclusive = True
+        executor.srun_args = ["--cpu-bind=none"]  # one task starts all of a node's processes
+    else:
+        executor.cpus_per_task = max(recipe.actor.processes_per_node, recipe.rollout.workers)
+        executor.srun_args = [f"--cpus-per-task={executor.cpus_per_task}"]  # srun does not take it from sbatch
+    return executor
+
+
+def environment(options: argparse.Namespace) -> dict[str, str]:
+    return dict(variable.split("=", 1) for variable in options.env)
+
+
+def packager(options: argparse.Namespace) -> run.Packager:
+    return run.GitArchivePackager() if options.packager == "git" else run.Packager()
+
+
+def submit(recipe: Recipe, links: list[Link], options: argparse.Namespace) -> None:
+    """Through one nemo-run experiment; returns when the jobs are done, or submitted with ``--detach``."""
+    with run.Experiment(links[0].name if len(links) == 1 else f"{options.recipe.stem}-chain") as experiment:
+        previous: list[str] = []
+        for link in links:
+            arguments = agent_arguments(recipe, link, options)
+            if options.local:
+                executor = run.LocalExecutor(packager=packager(options), env_vars=environment(options))
+            else:
+                executor = slurm_executor(recipe, link, link is links[0], options)
+                arguments = [shlex.quote(argument) for argument in arguments]
+            script = run.Script("megarl.cli", m=True, entrypoint=options.python, args=arguments)
+            previous = [experiment.add(script, executor=executor, name=link.name, dependencies=previous or None)]
+        if options.dry_run:
+            print_scripts(experiment)
+        else:
+            experiment.run(detach=options.detach, tail_logs=options.tail_logs)
+            report(experiment, options)
+
+
+def print_scripts(experiment: run.Experiment) -> None:
+    experiment.dryrun(log=False, delete_exp_dir=False)
+    directories = {Path(job.executor.experiment_dir) for job in experiment.jobs}
+    for directory in directories:
+        for job in experiment.jobs:
+            print((directory / f"{job.executor.job_name}_sbatch.sh").read_text())
+        shutil.rmtree(directory)
+
+
+def report(experiment: run.Experiment, options: argparse.Namespace) -> None:
+    """One line a job; non-zero exit when one that was waited for did not succeed."""
+    for job in experiment.jobs:
+        identity = job.handle.partition("://")[2].split("/")[1]
+        print(f"{job.id}: {'process' if options.local else 'Slurm job'} {identity}, output in {job.executor.job_dir}")
+    print(f"run directory: {options.run_dir.resolve()}")
+    if not options.detach:
+        states = [str(status["status"]) for status in experiment.status(return_dict=True).values()]
+        if any(not state.endswith("SUCCEEDED") for state in states):
+            sys.exit(f"launch/slurm.py: {', '.join(states)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""The node agents of a run: one a node, of which the first leads and alone writes; they meet in torch's TCP store.
+
+The leader orders phases one after another; every agent starts its own processes of a phase and reports how they ended.
+An agent that dies is noticed by its missing heartbeat, a failed phase by its report, and the others end theirs at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Literal, Self
+
+import torch.distributed as dist
+
+from megarl.errors import PhaseFailed, UserError
+
+HEARTBEAT_SECONDS = 0.5
+DEAD_AFTER_SECONDS = 15.0  # below Slurm's KillWait: the cause is known before the job is killed
+JOIN_TIMEOUT = timedelta(minutes=10)  # nodes of one job start seconds apart, but may first pull a container
+POLL_SECONDS = 0.05
+LOST = (RuntimeError, ConnectionError)  # what a TCPStore raises once its server is gone
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this agent stands: ``rank`` of ``count`` nodes; ``address``, ``port`` of the store on the first one."""
+
+    rank: int = 0
+    count: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a phase ended on one node. ``aborted``: its processes were ended because of another node."""
+
+    outcome: Literal["done", "failed", "stopped", "aborted"]
+    cause: str = ""  # for a person, log included
+    mistake: bool = False  # the cause is a `UserError`: trying again would not help
+    primary: bool = False  # killed by a signal that no peer causes
+    time: float = 0.0  # of the first failure, seconds since the epoch
+
+
+def find_place(environ: Mapping[str, str]) -> Place:
+    """From a Slurm step, or from ``NNODES NODE_RANK MASTER_ADDR MASTER_PORT``; one node where neither is set."""
+    if "NNODES" in environ:
+        missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        if missing:
+            raise UserError(f"NNODES is set, but {missing[0]} is not: a run on several nodes needs both")
+        rank, count = int(environ["NODE_RANK"]), int(environ["NNODES"])
+        if not 0 <= rank < count:
+            raise UserError(f"NODE_RANK = {rank}, but NNODES = {count}")
+        place = Place(rank, count, environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+    elif "SLURM_STEP_NODELIST" in environ:
+        count, tasks = int(environ["SLURM_STEP_NUM_NODES"]), int(environ["SLURM_STEP_NUM_TASKS"])
+        if tasks != count:
+            raise UserError(f"{tasks} tasks on {count} nodes: start one a node (srun --ntasks-per-node=1)")
+        address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
+        port = int(environ.get("MASTER_PORT") or job_port(int(environ["SLURM_JOB_ID"])))
+        place = Place(int(environ["SLURM_NODEID"]), count, address, port)
+    else:
+        return Place()
+    return place if place.count > 1 else Place()
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm list: ``gpu[07-09,12],login1`` -> ``gpu07``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    if not first:
+        raise UserError(f"no host in the Slurm node list {nodelist!r}")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def job_port(job: int) -> int:
+    """A port below the ephemeral ones, the same on all nodes, another for the next jobs of a shared node."""
+    return 10000 + job % 20000
+
+
+class Nodes:
+    """All agents of a run. On rank 0 `order` and `reports`, on the others `next_order`, on all of them `report`."""
+
+    def __init__(self, place: Place) -> None:
+        self.rank, self.count, self.address = place.rank, place.count, place.address
+        self._store, self.port = _open_store(place)
+        self._names: list[str] = []
+        self._orders = 0
+        self._kill: Callable[[], None] | None = None
+        self._lock = threading.Lock()  # between the end of a phase and an order to end it
+        self._last_sign: dict[int, tuple[bytes, float]] = {}  # rank -> heartbeat, when it changed (monotonic)
+        self.dead: dict[int, str] = {}  # rank -> what is known
+        self.leader_lost = False
+        self._closing = threading.Event()
+        if self.count > 1:
+            self._meet()
+            self._watch = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+            self._watch.start()
+
+    @classmethod
+    def join(cls) -> Self:
+        return cls(find_place(os.environ))
+
+    def _meet(self) -> None:
+        """Everybody has come, or a `UserError` that says who has not."""
+        self._store.set(f"host/{self.rank}", socket.gethostname())
+        deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
+        for rank in range(self.count):
+            while not self._store.check([f"host/{rank}"]):
+                if time.monotonic() > deadline:
+                    raise UserError(f"node {rank} of {self.count} did not join within {JOIN_TIMEOUT}: see its own log")
+                time.sleep(POLL_SECONDS)
+            self._names.append(f"node {rank} ({self._store.get(f'host/{rank}').decode()})")
+
+    def name(self, rank: int | None = None) -> str:
+        """A node, by default this one, as messages call it."""
+        return self._names[self.rank if rank is None else rank]
+
+    def phase_store(self) -> dist.Store:
+        """What torch elastic and the processes of the current phase have in common."""
+        return dist.PrefixStore(self.phase_id, self._store)
+
+    @property
+    def phase_id(self) -> str:
+        return f"phase{self._orders}"
+
+    # --- the leader ---
+
+    def order(self, **fields: Any) -> int:
+        """Publish the next order; returns its number."""
+        self._orders += 1
+        self._store.set(f"order/{self._orders}", json.dumps(fields))
+        return self._orders
+
+    def reports(self, number: int) -> dict[int, Report]:
+        """The report of every node on an order; of a dead one a failure that says so."""
+        found: dict[int, Report] = {}
+        while len(found) < self.count:
+            for rank in range(self.count):
+                if rank in found:
+                    continue
+                if self._store.check([f"report/{number}/{rank}"]):
+                    found[rank] = Report(**json.loads(self._store.get(f"report/{number}/{rank}")))
+                elif rank in self.dead:
+                    found[rank] = Report("failed", self.dead[rank], primary=True)
+            time.sleep(POLL_SECONDS)
+        return found
+
+    # --- the others ---
+
+    def next_order(self) -> dict[str, Any]:
+        """Wait for the leader's next order. Raises `PhaseFailed` once the leader is gone."""
+        self._orders += 1
+        key = f"order/{self._orders}"
+        try:
+            while not self._store.check([key]):
+                time.sleep(POLL_SECONDS)  # in Python, so that a signal is handled meanwhile
+            return {"number": self._orders, **json.loads(self._store.get(key))}
+        except LOST as error:
+            raise self.lost_leader() from error
+
+    def lost_leader(self) -> PhaseFailed:
+        return PhaseFailed(
+            f"{self.name()} lost the agent of node 0 ({self.address}:{self.port}): "
+            "it died or was stopped, its output has the cause"
+        )
+
+    # --- all ---
+
+    def report(self, report: Report) -> None:
+        """Tell the leader how the current order ended here, and have everybody end it unless it is done."""
+        try:
+            self._store.set(f"report/{self._orders}/{self.rank}", json.dumps(asdict(report)))
+            if report.outcome != "done":
+                self._store.set(f"abort/{self._orders}", "1")
+        except LOST as error:
+            raise self.lost_leader() from error
+
+    @contextlib.contextmanager
+    def killable(self, kill: Callable[[], None]) -> Iterator[None]:
+        """Within, ``kill`` is called (from a thread, perhaps repeatedly) once the phase ended badly on another node."""
+        self._kill = kill
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._kill = None
+
+    def aborted(self) -> bool:
+        """Whether another node ended the current order, or is gone."""
+        return self.leader_lost or bool(self.dead) or self._store.check([f"abort/{self._orders}"])
+
+    def _beat(self) -> None:
+        store = _client(self.address, self.port)  # a connection of its own: the other may be waiting
+        beats = 0
+        while not self._closing.wait(HEARTBEAT_SECONDS):
+            beats += 1
+            try:
+                store.set(f"alive/{self.rank}", str(beats))
+                if self.rank == 0:
+                    self._look_for_dead(store)
+                end = bool(self.dead) or store.check([f"abort/{self._orders}"])
+            except LOST:
+                self.leader_lost = end = True
+            with self._lock:
+                if end and self._kill:
+                    self._kill()
+            if self.leader_lost:
+                return
+
+    def _look_for_dead(self, store: dist.Store) -> None:
+        now = time.monotonic()
+        for rank in range(1, self.count):
+            key = f"alive/{rank}"
+            sign = store.get(key) if store.check([key]) else b""
+            last, since = self._last_sign.get(rank, (None, now))
+            if sign != last:
+                self._last_sign[rank] = sign, now
+            elif now - since > DEAD_AFTER_SECONDS and rank not in self.dead and not store.check([f"left/{rank}"]):
+                self.dead[rank] = f"the agent of {self.name(rank)} died: no sign of life for {now - since:.0f} s"
+                store.set(f"abort/{self._orders}", "1")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        """The leader dismisses the others and waits for them, since the store ends with it."""
+        with contextlib.suppress(*LOST):
+            if self.rank == 0:
+                self.order(end=True)
+                deadline = time.monotonic() + DEAD_AFTER_SECONDS
+                while not all(self._left(rank) for rank in range(1, self.count)) and time.monotonic() < deadline:
+                    time.sleep(POLL_SECONDS)
+            else:
+                self._store.set(f"left/{self.rank}", "1")
+        self._closing.set()
+
+    def _left(self, rank: int) -> bool:
+        return rank in self.dead or self._store.check([f"left/{rank}"])
+
+
+def _open_store(place: Place) -> tuple[dist.TCPStore, int]:
+    if place.count == 1:
+        # TCPStore would bind to every interface, so it is handed a socket that is bound to loopback
+        listener = socket.create_server((place.address, 0))
+        port = listener.getsockname()[1]
+        return dist.TCPStore(place.address, port, is_master=True, master_listen_fd=listener.detach()), port
+    if place.rank:
+        return _client(place.address, place.port), place.port
+    try:
+        return dist.TCPStore(place.address, place.port, is_master=True, wait_for_workers=False), place.port
+    except LOST as error:
+        raise UserError(
+            f"cannot listen on port {place.port} of {place.address} for the other nodes: {str(error).splitlines()[0]}; "
+            "set MASTER_PORT to a free one"
+        ) from error
+
+
+def _client(address: str, port: int) -> dist.TCPStore:
+    try:
+        return dist.TCPStore(address, port, is_master=False, timeout=JOIN_TIMEOUT, wait_for_workers=False)
+    except LOST as error:
+        raise UserError(
+            f"cannot reach node 0 at {address}:{port}: {str(error).splitlines()[0]}; "
+            "MASTER_ADDR and MASTER_PORT name another address"
+        ) from error

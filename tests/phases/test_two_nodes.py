@@ -1,0 +1,261 @@
+"""Two node agents as two processes of one machine: one run, whatever the number of nodes it is spread over."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from megarl.errors import UserError
+from megarl.nodes import Place, find_place, first_host
+from megarl.store import RolloutStore
+from tests.phases.conftest import ROOT, megarl
+from tests.phases.test_kill import lines, processes_of
+
+SETTINGS = ("schedule.stages=1", "actor.tokens_per_micro_batch=40", "eval.every=0", "run.max_restarts=1")
+SETTINGS += ("actor.checkpoint_every=6",)  # only a signal makes a checkpoint before the end
+
+
+def settings(*others):
+    return [part for setting in (*SETTINGS, *others) for part in ("--set", setting)]
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+class TwoNodes:
+    """The agents of ``megarl train`` on two nodes, one process of each phase on each."""
+
+    def __init__(self, recipe, run, *options):
+        command = [
+            sys.executable,
+            "-m",
+            "megarl.cli",
+            "train",
+            str(recipe),
+            "--run-dir",
+            str(run),
+            *settings(),
+            *options,
+        ]
+        shared = {**os.environ, "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self.run = run
+        self.agents = [
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**shared, "NODE_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in (0, 1)
+        ]
+
+    def wait(self, timeout=200):
+        """(exit code, output) of each agent."""
+        outputs = [agent.communicate(timeout=timeout)[0] for agent in self.agents]
+        return [(agent.returncode, output) for agent, output in zip(self.agents, outputs, strict=True)]
+
+    def wait_for(self, condition):
+        while not condition(self.run):
+            for agent in self.agents:
+                assert agent.poll() is None, agent.stdout.read()
+            time.sleep(0.005)
+
+    def children(self, rank, phase):
+        return [p for p in psutil.Process(self.agents[rank].pid).children() if phase in p.cmdline()]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+
+
+def updates(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(run, name):
+    found = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [event for event in found if event["event"] == name]
+
+
+def last_lines(output, number=20):
+    return "\n".join(output.rstrip().splitlines()[-number:])
+
+
+def assert_nothing_left(run):
+    deadline = time.monotonic() + 2
+    while (left := processes_of(run)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+@pytest.fixture(scope="module")
+def one_node(recipe, tmp_path_factory):
+    run = tmp_path_factory.mktemp("one") / "run"
+    result = megarl("train", recipe, "--run-dir", run, *settings("rollout.workers=2", "actor.processes_per_node=2"))
+    assert result.returncode == 0, result.stderr
+    return run
+
+
+@pytest.fixture(scope="module")
+def two_nodes(recipe, tmp_path_factory):
+    run = tmp_path_factory.mktemp("two") / "run"
+    with TwoNodes(recipe, run) as two:
+        for code, output in two.wait():
+            assert code == 0, output
+    return run
+
+
+@pytest.fixture
+def sealed(two_nodes, tmp_path):
+    """A run of two nodes before its optimize phase."""
+    run = tmp_path / "run"
+    shutil.copytree(two_nodes, run, ignore=shutil.ignore_patterns("final", "checkpoints", "*.jsonl", "report.html"))
+    shutil.copy(two_nodes / "stages/000/rollouts/ledger.jsonl", run / "stages/000/rollouts")
+    return run
+
+
+def assert_same_rollouts(one, other):
+    stores = [RolloutStore(run / "stages/000/rollouts") for run in (one, other)]
+    assert stores[0].group_ids == stores[1].group_ids
+    for one, other in zip(*(store.read(store.group_ids) for store in stores), strict=True):
+        for a, b in zip(one.responses, other.responses, strict=True):
+            assert a.tokens.tolist() == b.tokens.tolist() and a.logprobs.tobytes() == b.logprobs.tobytes()
+
+
+def assert_same_result(one, other):
+    for a, b in zip(updates(one), updates(other), strict=True):
+        for key in ("update", "loss", "reward/mean", "grad_norm", "entropy", "ess", "tokens"):
+            assert a[key] == b[key], (a["update"], key)
+    assert (one / "final/model.safetensors").read_bytes() == (other / "final/model.safetensors").read_bytes()
+
+
+def test_two_nodes_make_the_run_of_one(one_node, two_nodes):
+    assert_same_rollouts(one_node, two_nodes)
+    assert_same_result(one_node, two_nodes)
+    logs = sorted(str(path.relative_to(two_nodes / "logs")) for path in (two_nodes / "logs").rglob("*.log"))
+    assert logs == [f"000_{phase}/attempt_0/rank_000{rank}.log" for phase in ("optimize", "rollout") for rank in (0, 1)]
+
+
+def test_killed_follower_fails_the_run_with_the_cause(recipe, sealed):
+    with TwoNodes(recipe, sealed) as two:
+        two.wait_for(lambda run: lines(run / "metrics.jsonl") >= 1)
+        two.agents[1].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        (code, output), _ = two.wait(60)
+        assert time.monotonic() - killed < 30
+    assert code == 1
+    assert "the agent of node 1" in last_lines(output, 1) and "died" in last_lines(output, 1)
+    assert_nothing_left(sealed)
+    assert len(events(sealed, "phase_failed")) == 1
+
+
+def test_killed_leader_ends_the_others(recipe, tmp_path):
+    with TwoNodes(recipe, tmp_path / "run") as two:
+        two.wait_for(lambda run: list(run.glob("stages/000/rollouts/*.arrow")))
+        two.agents[0].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        _, (code, output) = two.wait(60)
+        assert time.monotonic() - killed < 15
+    assert code == 1
+    assert "lost the agent of node 0" in last_lines(output, 1)
+    assert_nothing_left(tmp_path / "run")
+
+
+def test_sigterm_to_one_agent_saves_between_checkpoints_and_the_run_continues(recipe, two_nodes, sealed):
+    with TwoNodes(recipe, sealed) as two:
+        two.wait_for(lambda run: lines(run / "metrics.jsonl") >= 1)
+        two.agents[1].send_signal(signal.SIGTERM)
+        (code, output), _ = two.wait(60)
+    assert code == 130 and "start the same command again" in last_lines(output, 1), output
+    (saved,) = (sealed / "stages/000/checkpoints").glob("update_*")
+    done = int(saved.name.removeprefix("update_"))
+    assert 0 < done < 6
+    assert_nothing_left(sealed)
+    with TwoNodes(recipe, sealed) as two:
+        (code, output), _ = two.wait()
+    assert code == 0, output
+    assert f"skips {done} of 6 updates" in output
+    assert [event["skipped"] for event in events(sealed, "resume")] == [done]
+    assert_same_result(two_nodes, sealed)
+
+
+def test_dead_process_of_one_node_restarts_the_phase_on_both(recipe, two_nodes, tmp_path):
+    run = tmp_path / "run"
+    with TwoNodes(recipe, run, "--until", "rollout:0") as two:
+        two.wait_for(lambda run: list(run.glob("stages/000/rollouts/*.arrow")))
+        (worker,) = two.children(1, "rollout")
+        worker.send_signal(signal.SIGKILL)
+        for code, output in two.wait():
+            assert code == 0, output
+    (restart,) = events(run, "restart")
+    assert restart["phase"] == "rollout" and restart["attempt"] == 1
+    assert "rank 1, node 1" in restart["cause"] and "killed by signal 9" in restart["cause"]
+    assert_same_rollouts(two_nodes, run)
+    assert not (run / "stages/000/checkpoints").exists()
+
+
+def test_mistake_ends_all_agents_at_once(recipe, tmp_path):
+    with TwoNodes(recipe, tmp_path / "run", "--set", "actor.pipeline_parallel=3") as two:
+        (code, output), (other, _) = two.wait(60)
+    assert (code, other) == (2, 0)
+    assert "pipeline_parallel = 3" in last_lines(output, 1)
+
+
+SLURM = {"SLURM_JOB_ID": "20007", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, Place()),
+        ({"SLURM_JOB_ID": "5", "SLURM_NNODES": "2"}, Place()),  # a batch script outside of any step
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07-09],x"}, Place(1, 2, "gpu07", 10007)),
+        ({**SLURM, "SLURM_STEP_NODELIST": "a,b", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"},
+         Place(1, 2, "10.0.0.1", 99)),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "7"}, Place(0, 2, "h", 7)),
+    ],
+)  # fmt: skip
+def test_place(environment, place):
+    assert find_place(environment) == place
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({**SLURM, "SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_NUM_TASKS": "16"}, "16 tasks on 2 nodes"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h"}, "MASTER_PORT"),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"}, "NODE_RANK = 2"),
+    ],
+)
+def test_wrong_place(environment, message):
+    with pytest.raises(UserError, match=message):
+        find_place(environment)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("n1", "n1"),
+        ("gpu[001-004,009],b", "gpu001"),
+        ("r[2-3]n[4,5]", "r2n4"),
+        ("a,b", "a"),
+        ("10.0.0.[1-2]", "10.0.0.1"),
+    ],
+)
+def test_first_host(nodelist, host):
+    assert first_host(nodelist) == host

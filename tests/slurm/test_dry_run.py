@@ -1,0 +1,135 @@
+"""What launch/slurm.py would submit, and the layouts it refuses. Needs nemo-run, but no Slurm."""
+
+import re
+import subprocess
+
+import pytest
+
+from launch.layout import Link, check_layout
+from megarl.config import load_without_objective
+from megarl.errors import UserError
+from tests.phases.conftest import ROOT
+
+# the layout keys of a Qwen3-30B-A3B run on nodes of 8 GPUs
+RECIPE = """
+[model]
+path = "models/Qwen3-30B-A3B"
+[data]
+source = "file"
+train = "prompts.jsonl"
+[reward]
+kind = "math"
+[rollout]
+engine = "vllm"
+workers = 4
+tensor_parallel = 2
+[schedule]
+stages = 2
+[objective]
+name = "mu_grpo"
+veto_threshold = 1e-4
+[actor]
+backend = "cuda"
+processes_per_node = 8
+tensor_parallel = 4
+pipeline_parallel = 2
+expert_parallel = 8
+expert_tensor_parallel = 1
+"""
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    path = tmp_path / "qwen3.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+SUBMIT = ("--run-dir", "runs/x", "--account", "lab", "--partition", "gpu", "--time", "08:00:00", "--dry-run")
+
+
+def directives(script):
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --")]
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def scripts(output):
+    return ["#!/bin/bash" + part for part in output.split("#!/bin/bash")[1:]]
+
+
+def test_four_nodes(launch, qwen):
+    result = launch(
+        *(qwen, *SUBMIT, "--nodes", 4, "--margin", 120, "--retries", 7, "--after", 77),
+        *("--env", "NCCL_IB_HCA=mlx5_0 mlx5_1", "--set", "schedule.stages=3", "--set", "objective.name=grpo"),
+    )
+    assert result.returncode == 0, result.stderr
+    (script,) = scripts(result.stdout)
+    lines = directives(script)
+    expected = {"nodes": "4", "ntasks-per-node": "1", "gpus-per-node": "8", "exclusive": "", "account": "lab"}
+    expected |= {"partition": "gpu", "time": "08:00:00", "signal": "TERM@120", "dependency": "afterok:77"}
+    expected |= {"open-mode": "append", "kill-on-invalid-dep": "yes"}
+    assert expected.items() <= lines.items()
+    assert "cpus-per-task" not in lines
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert "export TORCHX_MAX_RETRIES=7\n" in script
+    assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120\n" in script
+    assert "export NCCL_IB_HCA='mlx5_0 mlx5_1'\n" in script
+    (srun,) = [line for line in script.splitlines() if line.startswith("srun ")]
+    agent = (
+        f"python -m megarl.cli train {qwen} --run-dir {ROOT}/runs/x --set schedule.stages=3 --set objective.name=grpo"
+    )
+    assert f"--cpu-bind=none {agent} --set 'model.path=\"{ROOT}/models/Qwen3-30B-A3B\"'" in srun
+    assert "requeue" in script
+
+
+def test_container(launch, qwen):
+    image = ("--container-image", "nvcr.io/nvidia/pytorch:25.09-py3", "--container-mounts", "/fast:/fast")
+    result = launch(qwen, *SUBMIT, "--nodes", 2, *image, "--python", "/fast/venv/bin/python")
+    (srun,) = [line for line in result.stdout.splitlines() if line.startswith("srun ")]
+    assert "--container-image nvcr.io/nvidia/pytorch:25.09-py3 --container-mounts /fast:/fast," in srun
+    assert " /fast/venv/bin/python -m megarl.cli train " in srun
+
+
+def test_chain(launch, qwen):
+    result = launch(qwen, *SUBMIT, "--nodes", 3, "--chain", "--optimize-nodes", 2, "--optimize-partition", "big")
+    assert result.returncode == 0, result.stderr
+    found = scripts(result.stdout)
+    asked = [(directives(script)["nodes"], directives(script)["partition"]) for script in found]
+    assert asked == [("3", "gpu"), ("2", "big"), ("3", "gpu"), ("2", "big"), ("3", "gpu")]
+    until = [script.partition(" --until ")[2].split("\n")[0] for script in found]
+    assert until == ["rollout:0", "optimize:0", "rollout:1", "optimize:1", ""]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "settings", "message"),
+    [
+        (4, 4, [], "processes_per_node = 8 does not fill the 4 GPUs of a node"),
+        (4, 8, ["rollout.workers=3"], "workers * tensor_parallel = 6 does not fill the 8 GPUs"),
+        (3, 8, [], "expert_parallel * expert_tensor_parallel * pipeline_parallel = 16 does not fill 3 nodes"),
+        (3, None, ["actor.expert_parallel=1", "actor.context_parallel=2"], "= 16 does not fill 3 nodes"),
+        (0, 8, [], "--nodes 0: at least one"),
+        (2, 8, ['actor.backend="cpu"'], 'backend = "cpu"'),
+    ],
+)  # fmt: skip
+def test_layouts_that_do_not_fill_the_nodes(qwen, nodes, gpus, settings, message):
+    recipe = load_without_objective(qwen, settings)
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_layout(recipe, Link("run", None, True, nodes, None), gpus)
+    check_layout(load_without_objective(qwen), Link("run", None, True, 4, None), 8)
+
+
+def test_a_refused_layout_prints_no_script(launch, qwen):
+    result = launch(qwen, *SUBMIT, "--nodes", 4, "--gpus-per-node", 4)
+    assert result.returncode == 1 and "does not fill the 4 GPUs" in result.stderr
+    assert "#SBATCH" not in result.stdout
+
+
+def test_cpu_recipe_asks_for_cores(launch, recipe):
+    result = launch(
+        *(recipe, *SUBMIT, "--nodes", 2, "--set", "rollout.workers=3", "--set", "actor.processes_per_node=2")
+    )
+    assert result.returncode == 0, result.stderr
+    lines = directives(result.stdout)
+    assert (lines["cpus-per-task"], lines["nodes"]) == ("3", "2")
+    assert not {"gpus-per-node", "exclusive"} & lines.keys()
+    assert "--cpus-per-task=3" in result.stdout
