@@ -107,9 +107,15 @@ class ActorTable(Table):
     expert_tensor_parallel: int | None = Field(None, ge=1)  # default: tensor_parallel
     tokens_per_micro_batch: int = Field(16384, ge=1)  # tokens; a longer response gets a micro-batch of its own
     statistics_scope: Literal["exact", "lagged", "micro"] = "exact"
+    kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
     recompute: Literal["none", "full"] = "none"
     checkpoint_every: int = Field(64, ge=1)  # updates
     keep_checkpoints: int = Field(2, ge=1)  # inside a stage; older ones are removed
+
+    @property
+    def kernel_backend(self) -> str:
+        """Backend of the fused kernels; where it has no kernel for something, that runs in torch (docs/kernels.md)."""
+        return self.kernels or {"cpu": "cpp", "cuda": "triton"}[self.backend]
 
 
 class EvalTable(Table):

@@ -65,6 +65,7 @@ def check_layout(recipe: Recipe, hf: dict[str, Any]) -> None:
         raise UserError("[megatron] virtual_pipeline_model_parallel_size is not supported yet")
     if actor.context_parallel > 1:
         raise UserError("[actor] context_parallel > 1 is not supported yet; use tensor or pipeline parallelism")
+    _check_kernels(actor.backend, actor.kernel_backend)
     if actor.backend == "cuda":
         import torch
 
@@ -86,3 +87,16 @@ def check_ranks(recipe: Recipe, nodes: int) -> None:
             f"[actor] processes_per_node = {actor.processes_per_node}{on_nodes} is no multiple of tensor_parallel * "
             f"pipeline_parallel * context_parallel = {model_ranks}"
         )
+
+
+def _check_kernels(device: str, kernels: str) -> None:
+    from megarl.kernels.library import load_library
+
+    runs_on = {"cpp": "cpu", "cuda": "cuda", "triton": "cuda"}
+    if runs_on.get(kernels, device) != device:
+        usable = [name for name in ("torch", *runs_on) if runs_on.get(name, device) == device]
+        raise UserError(f"[actor] kernels = {kernels!r} do not run on backend = {device!r}; use {' or '.join(usable)}")
+    if kernels in ("cpp", "cuda"):
+        load_library(device)
+    if kernels == "triton" and importlib.util.find_spec("triton") is None:
+        raise UserError("[actor] kernels = 'triton', but triton is not installed: pip install triton")

@@ -1,16 +1,6 @@
-#include "megarl_kernels.h"
+#include "segments.h"
 
 namespace {
-
-constexpr int64_t kParallelTokens = 16384;  // below it, waking the threads costs more than the pass
-
-bool boundaries_are_valid(const int32_t* cu_seqlens, int64_t num_sequences) {
-  if (cu_seqlens[0] != 0) return false;
-  for (int64_t s = 0; s < num_sequences; ++s) {
-    if (cu_seqlens[s + 1] < cu_seqlens[s]) return false;
-  }
-  return true;
-}
 
 void sequence_prefix_min(const float* log_ratio, const uint8_t* mask, int64_t start, int64_t end, float* out) {
   int64_t t = start;
@@ -30,8 +20,8 @@ void sequence_prefix_min(const float* log_ratio, const uint8_t* mask, int64_t st
 
 extern "C" int megarl_prefix_min_cpu(const float* log_ratio, const uint8_t* mask, const int32_t* cu_seqlens,
                                      int64_t num_sequences, float* out) {
-  if (!boundaries_are_valid(cu_seqlens, num_sequences)) return MEGARL_BAD_BOUNDARIES;
-#pragma omp parallel for schedule(dynamic) if (cu_seqlens[num_sequences] >= kParallelTokens)
+  if (!megarl::boundaries_are_valid(cu_seqlens, num_sequences)) return MEGARL_BAD_BOUNDARIES;
+#pragma omp parallel for schedule(dynamic) if (cu_seqlens[num_sequences] >= megarl::kBlockTokens)
   for (int64_t s = 0; s < num_sequences; ++s) {
     sequence_prefix_min(log_ratio, mask, cu_seqlens[s], cu_seqlens[s + 1], out);
   }

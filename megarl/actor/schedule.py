@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.actor.packing import MicroBatch
 from megarl.batch import TokenBatch
-from megarl.objectives.terms import Metric
+from megarl.objectives import Metric
 
 
 @dataclass(frozen=True)

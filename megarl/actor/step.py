@@ -25,7 +25,7 @@ from megarl.batch import TokenBatch
 from megarl.config import Recipe
 from megarl.hf_config import read_hf_config
 from megarl.objectives import Objective, WithOptions, token_weights
-from megarl.off_policy_metrics import log_ratio_histograms, prefix_metrics, summarise
+from megarl.off_policy_metrics import summarise
 
 
 class NonFiniteUpdate(RuntimeError):
@@ -89,7 +89,8 @@ def train_step(
     for replica in actor.replicas:
         replica.zero_grad_buffer()
     actor.optimizer.zero_grad()
-    loss = partial(_loss, objective=objective, statistics=statistics)
+    backend = actor.recipe.actor.kernel_backend
+    loss = partial(_loss, objective=objective, statistics=statistics, backend=backend)
     logs = run_micro_batches(actor.replicas, micro_batches, loss)
     metrics = _reduce(logs)
     if not math.isfinite(metrics.get("loss", 0.0)):
@@ -99,7 +100,7 @@ def train_step(
     metrics["grad_norm"] = _apply_gradients(actor.optimizer, lr)
     metrics["lr"] = lr
     if objective.needs_statistics and actor.recipe.actor.statistics_scope == "lagged":
-        actor.lagged = _whole_batch_statistics(objective, logs)
+        actor.lagged = _whole_batch_statistics(objective, logs, backend)
     return metrics
 
 
@@ -107,23 +108,25 @@ def _statistics(
     actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions
 ) -> Callable[[TokenBatch], Any]:
     """Where a micro-batch finds what a batch-level objective needs, by ``actor.statistics_scope``."""
-    scope = actor.recipe.actor.statistics_scope
+    scope, backend = actor.recipe.actor.statistics_scope, actor.recipe.actor.kernel_backend
     if not objective.needs_statistics or scope == "micro":
         return lambda batch: None  # without statistics a micro-batch stands for the whole batch
     if scope == "lagged" and actor.lagged is not None:
         return lambda batch: actor.lagged
     if len(micro_batches) == 1 and mpu.get_pipeline_model_parallel_world_size() == 1:
-        return lambda batch: objective.statistics(batch.detach(), _batch_group())  # it is all there: no extra pass
+        return lambda batch: objective.statistics(
+            batch.detach(), _batch_group(), backend
+        )  # it is all there: no extra pass
     logs = run_micro_batches(actor.replicas, micro_batches, collect, forward_only=True)
-    exact = _whole_batch_statistics(objective, logs)
+    exact = _whole_batch_statistics(objective, logs, backend)
     return lambda batch: exact
 
 
-def _whole_batch_statistics(objective: Objective | WithOptions, logs: list[MicroBatchLog]) -> Any:
+def _whole_batch_statistics(objective: Objective | WithOptions, logs: list[MicroBatchLog], backend: str) -> Any:
     """Exact statistics on the last pipeline stage; elsewhere something that is not None, so that all ranks agree."""
     if not logs:
         return ()
-    return objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group())
+    return objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group(), backend)
 
 
 def _batch_group() -> dist.ProcessGroup:
@@ -136,15 +139,16 @@ def _loss(
     output: LogprobsAndEntropy,
     objective: Objective | WithOptions,
     statistics: Callable[[TokenBatch], Any],
+    backend: str,
 ) -> Loss:
     """The objective in Megatron's contract, (sum, count, log); the gradient is divided once by the global count."""
     batch = token_batch(micro_batch, output)
-    terms = objective(batch, statistics(batch))
+    terms = objective(batch, statistics(batch), backend)
     weights = token_weights(batch.loss_mask, batch.cu_seqlens, objective.aggregation)
     loss = (terms.loss * weights).sum()
     count = micro_batch.sequence_count if objective.aggregation == "sequence_mean" else micro_batch.token_count
     batch = batch.detach()
-    log = MicroBatchLog(batch, terms.metrics | prefix_metrics(batch), log_ratio_histograms(batch))
+    log = MicroBatchLog(batch, terms.metrics, terms.histograms)
     return loss, torch.tensor(count, dtype=torch.int, device=loss.device), log
 
 

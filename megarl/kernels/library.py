@@ -6,16 +6,19 @@ import ctypes
 import functools
 import importlib.metadata
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from megarl.errors import UserError
 
-ABI_VERSION = 1  # MEGARL_ABI_VERSION of csrc/include/megarl_kernels.h
+ABI_VERSION = 2  # MEGARL_ABI_VERSION of csrc/include/megarl_kernels.h
 
 _REMEDY = {
     "cpu": "install megarl where a C++ compiler is at hand: pip install .",
     "cuda": "install megarl where nvcc is on PATH: pip install . -C cmake.define.MEGARL_CUDA=ON",
 }
-_CODES = {1: "cu_seqlens must start at 0 and never decrease"}
+_CODES = {1: "cu_seqlens must start at 0 and never decrease", 2: "unknown rule"}
 _CUDA_ERROR = 100
 
 
@@ -52,3 +55,42 @@ def check(code: int, function: str) -> None:
         raise ValueError(f"{function}: {_CODES[code]}")
     if code:
         raise RuntimeError(f"{function} failed with CUDA error {code - _CUDA_ERROR}")
+
+
+class TokenPointers(ctypes.Structure):
+    """``megarl_tokens``. Keep the tensors alive while a kernel may read them."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("logprobs", "rollout", "old", "advantages", "mask", "cu_seqlens")),
+        ("num_segments", ctypes.c_int64),
+    ]
+
+
+class InheritedPointers(ctypes.Structure):
+    """``megarl_inherited``."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("prefix_min", "log_ratio", "first_trigger")]
+
+
+def call(name: str, device: torch.device, *arguments: Any) -> None:
+    """Run ``megarl_<name>_<device>``: tensors become pointers, structures are passed by reference, None is NULL, an int
+    is int64_t. CUDA functions get the current stream as last argument."""
+    converted: list[Any] = [_convert(a) for a in arguments]
+    function = getattr(load_library(device.type), f"megarl_{name}_{device.type}")
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            return check(function(*converted, stream), name)
+    return check(function(*converted), name)
+
+
+def _convert(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        if not argument.is_contiguous():
+            raise ValueError(f"a kernel got a tensor of shape {tuple(argument.shape)} that is not contiguous")
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, ctypes.Structure):
+        return ctypes.byref(argument)
+    if argument is None:
+        return ctypes.c_void_p(None)
+    return ctypes.c_int64(argument) if isinstance(argument, int) else argument

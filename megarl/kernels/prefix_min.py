@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from typing import Any
-
 import torch
 
 from megarl.errors import UserError
@@ -65,32 +61,15 @@ def _prefix_min_torch(log_ratio: torch.Tensor, mask: torch.Tensor, cu_seqlens: t
     return torch.where(least == _NONE, 0.0, values)
 
 
-@functools.cache
-def _function(device: str) -> Any:
-    pointer = ctypes.c_void_p
-    function = getattr(library.load_library(device), f"megarl_prefix_min_{device}")
-    function.argtypes = [pointer, pointer, pointer, ctypes.c_int64, pointer]
-    if device == "cuda":
-        function.argtypes.append(pointer)
-    function.restype = ctypes.c_int
-    return function
-
-
 @torch.library.custom_op("megarl::prefix_min", mutates_args=(), device_types=("cpu", "cuda"))
 def _prefix_min_cpp(log_ratio: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     log_ratio, mask, cu_seqlens = log_ratio.contiguous(), mask.contiguous(), cu_seqlens.contiguous()
     out = torch.empty_like(log_ratio)
-    arrays = (log_ratio.data_ptr(), mask.data_ptr(), cu_seqlens.data_ptr(), cu_seqlens.numel() - 1, out.data_ptr())
-    if log_ratio.is_cuda:
-        with torch.cuda.device(log_ratio.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            library.check(_function("cuda")(*arrays, stream), "prefix_min")
-        return out
-    if int(cu_seqlens[-1]) != log_ratio.numel():
+    if log_ratio.device.type == "cpu" and int(cu_seqlens[-1]) != log_ratio.numel():
         raise ValueError(
             f"prefix_min: cu_seqlens ends at {int(cu_seqlens[-1])}, but there are {log_ratio.numel()} tokens"
         )
-    library.check(_function("cpu")(*arrays), "prefix_min")
+    library.call("prefix_min", log_ratio.device, log_ratio, mask, cu_seqlens, cu_seqlens.numel() - 1, out)
     return out
 
 

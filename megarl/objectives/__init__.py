@@ -16,12 +16,14 @@ from megarl.objectives.fields import build
 from megarl.objectives.grpo import Grpo
 from megarl.objectives.gspo import Gspo
 from megarl.objectives.m2po import M2Po
+from megarl.objectives.metrics import Metric
 from megarl.objectives.minpro import MinPro
 from megarl.objectives.mu_grpo import MuGrpo
+from megarl.objectives.objective import Objective
 from megarl.objectives.options import OPTIONS, WithOptions
 from megarl.objectives.prefix_ratio_grpo import PrefixRatioGrpo
 from megarl.objectives.reinforce import Reinforce
-from megarl.objectives.terms import Metric, Objective, Terms
+from megarl.objectives.terms import Terms
 from megarl.objectives.topr import Topr
 
 __all__ = [

@@ -12,6 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megarl.batch import TokenBatch
+from megarl.kernels.contributions import binned_contributions
+from megarl.objectives.fused import tokens_of
+from megarl.objectives.ratios import log_ratio
+
 _LIMB_BITS = 24  # a float64 contribution is cut into three integers, each of which sums exactly
 _LARGEST = 2.0**38  # a contribution beyond is counted as this; 2^24 of them fit into an int64
 
@@ -32,24 +37,21 @@ def path(first: int, second: int, device: torch.device) -> tuple[torch.Tensor, t
 
 
 def contributions(
-    ratio: torch.Tensor,  # [T]
-    advantages: torch.Tensor,  # [T]
-    weights: torch.Tensor,  # [T], 0 where not trained
+    batch: TokenBatch,
     low: torch.Tensor,  # [L] float64, ascending
     high: torch.Tensor,  # [H] float64, ascending
+    weighted: bool,  # w = pi_rollout, else 1
     group: ProcessGroup | None,
+    backend: str = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of w A min(rho, c_high) over A > 0 for every high [H], and of w |A| max(rho, c_low) over A < 0 for every low
-    [L], float64, over all ranks: one all-reduce of 6 (H + L + 2) int64."""
-    lows, highs = low.numel(), high.numel()
-    r, mass = ratio.detach().double(), weights.double() * advantages.double().abs()
-    positive = (advantages > 0) & (weights > 0)
-    negative = (advantages < 0) & (weights > 0)
-    bins_high = torch.where(positive, torch.bucketize(r, high), highs + 1)  # bin i: high[i-1] < r <= high[i]
-    bins_low = torch.where(negative, torch.bucketize(r, low), lows + 1) + highs + 2
-    where = torch.where(positive, bins_high, bins_low)
-    limbs = torch.cat([_limbs(mass), _limbs(mass * r)])  # [6, T]
-    table = limbs.new_zeros(6, highs + lows + 4).index_add_(1, where, limbs)
+    [L], float64, over all ranks: one all-reduce of 6 (H + L + 4) int64. triton, which has no kernel for it, takes the
+    torch version."""
+    highs = high.numel()
+    if backend in ("torch", "triton"):
+        table = _binned(batch, low, high, weighted)
+    else:
+        table = binned_contributions(tokens_of(batch), low, high, weighted, backend)
     if group is not None:
         dist.all_reduce(table, group=group)
     m, mr = (sum(part[i].double() * 2.0 ** (-i * _LIMB_BITS) for i in range(3)) for part in table.split(3))
@@ -59,6 +61,21 @@ def contributions(
     at_high = mr_high.cumsum(0)[:-1] + high * above
     at_low = low * m_low.cumsum(0)[:-1] + (mr_low.sum() - mr_low.cumsum(0)[:-1])
     return at_high, at_low
+
+
+def _binned(batch: TokenBatch, low: torch.Tensor, high: torch.Tensor, weighted: bool) -> torch.Tensor:
+    """[6, H + L + 4] int64, see `megarl.kernels.contributions`."""
+    lows, highs, mask, advantages = low.numel(), high.numel(), batch.loss_mask, batch.advantages
+    l, _ = log_ratio(batch.logprobs.detach(), batch.rollout_logprobs, mask)
+    r, mass = l.exp().double(), torch.where(mask, advantages, 0).double().abs()
+    if weighted:
+        mass = mass * torch.where(mask, batch.rollout_logprobs, 0).double().exp()
+    positive, negative = (advantages > 0) & mask, (advantages < 0) & mask
+    bins_high = torch.where(positive, torch.bucketize(r, high), highs + 1)  # bin i: high[i-1] < r <= high[i]
+    bins_low = torch.where(negative, torch.bucketize(r, low), lows + 1) + highs + 2
+    where = torch.where(positive, bins_high, bins_low)
+    limbs = torch.cat([_limbs(mass), _limbs(mass * r)])  # [6, T]
+    return limbs.new_zeros(6, highs + lows + 4).index_add_(1, where, limbs)
 
 
 def _limbs(values: torch.Tensor) -> torch.Tensor:

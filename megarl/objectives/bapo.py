@@ -8,11 +8,15 @@ from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
+from megarl.kernels.token_pass import Rule
 from megarl.objectives.balance import contributions, grid, path
 from megarl.objectives.clipping import RatioBounds, dual_clip, hard_clip
 from megarl.objectives.fields import choice, number
+from megarl.objectives.fused import constants
+from megarl.objectives.metrics import fraction_metrics, mean_metric
+from megarl.objectives.objective import Objective
 from megarl.objectives.ratios import log_ratio
-from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_terms, mean_metric
+from megarl.objectives.terms import Terms, make_terms
 
 
 @dataclass(frozen=True)
@@ -52,30 +56,24 @@ class Bapo(Objective):
             if not start <= end < float("inf"):
                 raise UserError(f"Bapo.{side}_end is {end}; expected a finite number, at least {side}_start = {start}")
 
-    def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None) -> RatioBounds:
+    def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> RatioBounds:
         """The bounds at which the search stops, over all ranks of `group`; one all-reduce."""
-        l, _ = log_ratio(batch.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
-        released, device = self.variant == "released", l.device
+        released, device = self.variant == "released", batch.loss_mask.device
         lows = grid(self.low_start, self.low_end, self.low_step, device, cut=released)
         highs = grid(self.high_start, self.high_end, self.high_step, device, cut=released)
-        weights = batch.loss_mask.double()
         if released:
             low, high = path(lows.numel(), highs.numel(), device)
         else:
-            weights = weights * torch.where(batch.loss_mask, batch.rollout_logprobs, 0).double().exp()
             # the loop asks whether c_low could still rise before it moves either bound
             high, low = path(highs.numel() if lows.numel() > 1 else 1, lows.numel(), device)
-        positive, negative = contributions(l.exp(), batch.advantages, weights, lows, highs, group)
+        positive, negative = contributions(batch, lows, highs, not released, group, backend)
         positive, negative = positive[high], negative[low]  # [states]
         whole = negative + 1e-8 if released else positive + negative
         wanting = (positive < self.positive_target * whole) & (negative > 0)
         stop = wanting.long().cumprod(0).sum().clamp(max=low.numel() - 1)
         return RatioBounds(*(x.take(stop) for x in (lows[low], highs[high], positive, negative)))
 
-    def __call__(self, batch: TokenBatch, statistics: RatioBounds | None = None) -> Terms:
-        """Without statistics the batch counts as the whole optimizer batch."""
-        if statistics is None:
-            statistics = self.statistics(batch, batch.shard.group if batch.shard else None)
+    def terms(self, batch: TokenBatch, statistics: RatioBounds) -> Terms:
         mask, low, high = batch.loss_mask, statistics.ratio_min, statistics.ratio_max
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, mask)
         value, clipped = hard_clip(l.exp(), batch.advantages, low, high)
@@ -86,4 +84,12 @@ class Bapo(Objective):
         metrics = fraction_metrics("clip_fraction", clipped, batch)
         for name, scalar in (("ratio_min", low), ("ratio_max", high), ("positive_contribution", share)):
             metrics[f"bapo/{name}"] = mean_metric(scalar.double().expand_as(l), mask)
-        return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
+        return make_terms(self.aggregation, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
+
+    def rule(self, batch: TokenBatch, statistics: RatioBounds) -> Rule:
+        low, high, share = statistics.ratio_min, statistics.ratio_max, statistics.positive_share
+        scalars = {"bapo/ratio_min": low, "bapo/ratio_max": high, "bapo/positive_contribution": share}
+        if self.variant == "paper":
+            return Rule("clip_token", torch.stack([low, high]).double(), first="clip_fraction", scalars=scalars)
+        bound = constants((self.DUAL_CLIP,), batch.loss_mask.device)[0]
+        return Rule("clip_dual", torch.stack([low.double(), high.double(), bound]), "clip_fraction", scalars=scalars)

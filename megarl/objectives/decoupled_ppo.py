@@ -5,10 +5,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megarl.batch import TokenBatch
+from megarl.kernels.token_pass import Rule
 from megarl.objectives.clipping import hard_clip
 from megarl.objectives.fields import number
+from megarl.objectives.fused import constants
+from megarl.objectives.metrics import fraction_metrics
+from megarl.objectives.objective import Objective
 from megarl.objectives.ratios import log_ratio
-from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_terms, require
+from megarl.objectives.terms import Terms, make_terms, require
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class DecoupledPpo(Objective):
     eps_high: float = number(0.2, 0)
     behaviour_weight_max: float = number(math.inf, 0)
 
-    def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
+    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
         mask, old = batch.loss_mask, require(batch, "old_logprobs", "decoupled_ppo").detach()
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, mask)
         proximal, far = log_ratio(batch.logprobs, old, mask)
@@ -34,4 +38,9 @@ class DecoupledPpo(Objective):
         weight = behaviour.exp().clamp(max=self.behaviour_weight_max)
         value, clipped = hard_clip(proximal.exp(), batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
         metrics = fraction_metrics("clip_fraction", clipped, batch)
-        return make_terms(self, batch, -weight * value, ~clipped & ~far, l, clamped, metrics)
+        return make_terms(self.aggregation, batch, -weight * value, ~clipped & ~far, l, clamped, metrics)
+
+    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
+        require(batch, "old_logprobs", "decoupled_ppo")
+        bounds = (1 - self.eps_low, 1 + self.eps_high, self.behaviour_weight_max)
+        return Rule("decoupled", constants(bounds, batch.loss_mask.device), first="clip_fraction")

@@ -4,10 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.batch import TokenBatch
+from megarl.kernels.token_pass import Rule
 from megarl.objectives.clipping import hard_clip
 from megarl.objectives.fields import choice, number
+from megarl.objectives.fused import constants
+from megarl.objectives.metrics import fraction_metrics
+from megarl.objectives.objective import Objective
 from megarl.objectives.ratios import log_ratio
-from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_terms
+from megarl.objectives.terms import Terms, make_terms
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,12 @@ class Grpo(Objective):
     eps_high: float = number(0.2, 0)
     aggregation: str = choice("sequence_mean", "token_mean")
 
-    def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
+    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         value, clipped = hard_clip(l.exp(), batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
         metrics = fraction_metrics("clip_fraction", clipped, batch)
-        return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
+        return make_terms(self.aggregation, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
+
+    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
+        bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)
+        return Rule("clip_token", bounds, first="clip_fraction")

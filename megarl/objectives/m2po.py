@@ -7,11 +7,23 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
-from megarl.objectives.clipping import RatioBounds, hard_clip
+from megarl.kernels.token_pass import Rule
 from megarl.objectives.fields import choice, number
+from megarl.objectives.metrics import fraction_metrics
+from megarl.objectives.objective import Objective
 from megarl.objectives.ratios import log_ratio
-from megarl.objectives.second_moment import SecondMomentMask, select_second_moment, winsorising_level
-from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_terms, trust_region
+from megarl.objectives.second_moment import (
+    SecondMomentMask,
+    moment_histograms,
+    select_second_moment,
+    winsorising_level,
+)
+from megarl.objectives.terms import Terms, make_terms, trust_region
+
+
+@dataclass(frozen=True)
+class LogRatioBound:
+    level: torch.Tensor  # 0-d float32, largest |l| that keeps its gradient
 
 
 @dataclass(frozen=True)
@@ -34,25 +46,32 @@ class M2Po(Objective):
     m2_threshold: float = number(0.04, 0)
     variant: str = choice("paper", "released")
 
-    def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None) -> SecondMomentMask | RatioBounds:
+    def statistics(
+        self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch"
+    ) -> SecondMomentMask | LogRatioBound:
         """The mask's threshold (paper) or the clip bounds (released) over all ranks of `group`."""
-        l, _ = log_ratio(batch.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
-        trust = trust_region(l, batch)
+        histograms = moment_histograms(batch, backend)
         if self.variant == "paper":
-            return select_second_moment(l, trust, batch, self.m2_threshold, group)
-        level = winsorising_level(l, trust, self.m2_threshold, group)
-        return RatioBounds((-level).exp(), level.exp())
+            ordered = group is None or batch.sequence_index is not None
+            return select_second_moment(histograms, self.m2_threshold, ordered, group)
+        level = winsorising_level(histograms, self.m2_threshold, group)
+        return LogRatioBound(level)
 
-    def __call__(self, batch: TokenBatch, statistics: SecondMomentMask | RatioBounds | None = None) -> Terms:
-        """Without statistics the batch counts as the whole optimizer batch."""
-        if statistics is None:
-            statistics = self.statistics(batch, batch.shard.group if batch.shard else None)
+    def terms(self, batch: TokenBatch, statistics: SecondMomentMask | LogRatioBound) -> Terms:
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         ratio = l.exp()
-        if isinstance(statistics, RatioBounds):
-            value, muted = hard_clip(ratio, batch.advantages, statistics.ratio_min, statistics.ratio_max)
+        if isinstance(statistics, LogRatioBound):
+            muted = trust_region(l, batch) & (l.detach().abs() > statistics.level)
+            bounded = l.detach().clamp(-statistics.level, statistics.level).exp()
+            value = torch.where(muted, bounded, ratio) * batch.advantages.detach()
         else:
             muted = statistics.refused(l, trust_region(l, batch), batch)
             value = torch.where(muted, 0, ratio * batch.advantages.detach())
         metrics = fraction_metrics("m2_mask_fraction", muted, batch)
-        return make_terms(self, batch, -value, ~muted & ~clamped, l, clamped, metrics)
+        return make_terms(self.aggregation, batch, -value, ~muted & ~clamped, l, clamped, metrics)
+
+    def rule(self, batch: TokenBatch, statistics: SecondMomentMask | LogRatioBound) -> Rule:
+        if isinstance(statistics, LogRatioBound):
+            return Rule("clip_log_ratio", statistics.level.double().view(1), first="m2_mask_fraction")
+        parameters = torch.stack([statistics.threshold.double(), statistics.order.double()])
+        return Rule("second_moment", parameters, first="m2_mask_fraction")

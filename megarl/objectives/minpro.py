@@ -4,11 +4,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megarl.batch import TokenBatch
+from megarl.kernels.token_pass import Rule
 from megarl.objectives.clipping import soft_clip
 from megarl.objectives.fields import number
-from megarl.objectives.prefix import dampen_metrics
+from megarl.objectives.fused import constants
+from megarl.objectives.metrics import fraction_metrics
+from megarl.objectives.objective import Objective
 from megarl.objectives.ratios import log_ratio, prefix_min_log_ratio
-from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_terms
+from megarl.objectives.terms import Terms, make_terms
 
 
 @dataclass(frozen=True)
@@ -25,10 +28,14 @@ class MinPro(Objective):
     eps_low: float = number(1.0, 0, 1)
     eps_high: float = number(4.0, 0)
 
-    def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
+    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         prefix = prefix_min_log_ratio(l, batch)
         ratio = (prefix + l).exp()
         value, saturated = soft_clip(ratio, batch, 1 - self.eps_low, 1 + self.eps_high)
-        metrics = fraction_metrics("clip_fraction", saturated, batch) | dampen_metrics(ratio, prefix, batch)
-        return make_terms(self, batch, -value, batch.loss_mask, l, clamped, metrics)
+        metrics = fraction_metrics("clip_fraction", saturated, batch)
+        return make_terms(self.aggregation, batch, -value, batch.loss_mask, l, clamped, metrics)
+
+    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
+        bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)
+        return Rule("soft_clip_prefix", bounds, first="clip_fraction")

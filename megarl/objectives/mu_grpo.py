@@ -6,10 +6,14 @@ from typing import Any
 import torch
 
 from megarl.batch import TokenBatch
+from megarl.kernels.token_pass import Rule
 from megarl.objectives.clipping import hard_clip
 from megarl.objectives.fields import choice, number
+from megarl.objectives.fused import constants
+from megarl.objectives.metrics import fraction_metrics
+from megarl.objectives.objective import Objective
 from megarl.objectives.ratios import log_ratio
-from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_terms
+from megarl.objectives.terms import Terms, make_terms
 from megarl.objectives.veto import SCOPES, veto_mask
 
 
@@ -30,7 +34,7 @@ class MuGrpo(Objective):
     veto_threshold: float = number(1e-4, 0, 1)
     veto_scope: str = choice(*SCOPES)
 
-    def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
+    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         ratio = l.exp()
         vetoed = veto_mask(ratio, batch, self.veto_threshold, self.veto_scope)
@@ -38,4 +42,8 @@ class MuGrpo(Objective):
         metrics = fraction_metrics("clip_fraction", clipped & ~vetoed, batch)
         metrics |= fraction_metrics("veto_fraction", vetoed, batch)
         kept = ~vetoed & ~clipped & ~clamped
-        return make_terms(self, batch, -torch.where(vetoed, 0, value), kept, l, clamped, metrics)
+        return make_terms(self.aggregation, batch, -torch.where(vetoed, 0, value), kept, l, clamped, metrics)
+
+    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
+        parameters = constants((self.ratio_min, self.ratio_max, self.veto_threshold), batch.loss_mask.device)
+        return Rule(f"veto_{self.veto_scope}", parameters, first="clip_fraction", second="veto_fraction")

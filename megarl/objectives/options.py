@@ -16,8 +16,10 @@ from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.objectives import clipping
 from megarl.objectives.fields import check_fields, choice, number
+from megarl.objectives.metrics import fraction_metrics, loss_metric, mean_metric
+from megarl.objectives.objective import Objective
 from megarl.objectives.ratios import log_ratio, sequence_log_ratio
-from megarl.objectives.terms import Objective, Terms, fraction_metrics, loss_metric, mean_metric, require
+from megarl.objectives.terms import Terms, require
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class DualClip(Option):
         value, capped = clipping.dual_clip(-terms.loss, batch.advantages, self.clip_ratio_c)
         capped = capped & batch.loss_mask
         metrics = terms.metrics | fraction_metrics("dual_clip_fraction", capped, batch)
-        return Terms(torch.where(batch.loss_mask, -value, 0), terms.kept & ~capped, metrics)
+        return replace(terms, loss=torch.where(batch.loss_mask, -value, 0), kept=terms.kept & ~capped, metrics=metrics)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class TruncatedImportance(Option):
         ratio = _mismatch(batch)
         metrics = terms.metrics | {"mismatch/mean": mean_metric(ratio, batch.loss_mask)}
         metrics |= fraction_metrics("truncated_fraction", ratio > self.maximum, batch)
-        return Terms(ratio.clamp(max=self.maximum) * terms.loss, terms.kept, metrics)
+        return replace(terms, loss=ratio.clamp(max=self.maximum) * terms.loss, metrics=metrics)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,9 @@ class IcePop(Option):
         outside = (ratio < self.minimum) | (ratio > self.maximum)
         metrics = terms.metrics | {"mismatch/mean": mean_metric(ratio, batch.loss_mask)}
         metrics |= fraction_metrics("icepop_fraction", outside, batch)
-        return Terms(torch.where(outside, 0, ratio * terms.loss), terms.kept & ~outside, metrics)
+        return replace(
+            terms, loss=torch.where(outside, 0, ratio * terms.loss), kept=terms.kept & ~outside, metrics=metrics
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class SequenceMask(Option):
         l, _ = log_ratio(batch.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
         masked = batch.loss_mask & (batch.advantages < 0) & (-sequence_log_ratio(l, batch, mean=True) > self.delta)
         metrics = terms.metrics | fraction_metrics("opsm_fraction", masked, batch)
-        return Terms(torch.where(masked, 0, terms.loss), terms.kept & ~masked, metrics)
+        return replace(terms, loss=torch.where(masked, 0, terms.loss), kept=terms.kept & ~masked, metrics=metrics)
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ class KlPenalty(Option):
         k3 = (-l).exp() - 1 + l
         penalty = {"k1": l, "k2": l.square() / 2, "k3": k3}[self.kind]
         metrics = {"kl_ref/k1": mean_metric(l, batch.loss_mask), "kl_ref/k3": mean_metric(k3, batch.loss_mask)}
-        return Terms(terms.loss + self.coefficient * penalty, terms.kept, terms.metrics | metrics)
+        return replace(terms, loss=terms.loss + self.coefficient * penalty, metrics=terms.metrics | metrics)
 
 
 @dataclass(frozen=True)
@@ -177,11 +181,11 @@ class WithOptions:
     def requires(self) -> tuple[str, ...]:
         return self.objective.requires + tuple(name for option in self.options for name in option.requires)
 
-    def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None) -> Any:
-        return self.objective.statistics(self._seen(batch), group)
+    def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> Any:
+        return self.objective.statistics(self._seen(batch), group, backend)
 
-    def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
-        terms = self.objective(self._seen(batch), statistics)
+    def __call__(self, batch: TokenBatch, statistics: Any = None, backend: str = "torch") -> Terms:
+        terms = self.objective(self._seen(batch), statistics, backend)
         for option in self.options:
             terms = option.after(batch, terms)
         return replace(terms, metrics=terms.metrics | {"loss": loss_metric(terms.loss, batch, self.aggregation)})

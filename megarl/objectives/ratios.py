@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 from megarl.batch import ContextShard, TokenBatch
 from megarl.kernels.prefix_min import prefix_min
+from megarl.kernels.tokens import LOG_RATIO_LIMIT
 from megarl.objectives.sequences import sequence_ids, sequence_sum
-
-LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8 still squares within float32
 
 
 def log_ratio(
@@ -79,11 +78,16 @@ def _sharded_running_min(
     half = (local >= cu_seqlens.diff().long()[ids] // 2).long()
     chunk = 2 * ids + half  # [T], non-decreasing
     minima = values.new_full((2 * sequences,), math.inf).scatter_reduce_(0, chunk, values, "amin").view(sequences, 2)
+    return torch.minimum(_exclusive_running_min(values, chunk), chunk_carry(minima, shard).flatten()[chunk])
+
+
+def chunk_carry(minima: torch.Tensor, shard: ContextShard) -> torch.Tensor:
+    """Minima [S, 2] of this rank's two chunks of each sequence -> [S, 2], minimum of all chunks before each; inf for
+    none. One all-gather."""
     gathered = [torch.empty_like(minima) for _ in range(shard.size)]
-    dist.all_gather(gathered, minima, group=shard.group)
+    dist.all_gather(gathered, minima.contiguous(), group=shard.group)
     table = torch.cat(
         [torch.stack([g[:, 0] for g in gathered], 1), torch.stack([g[:, 1] for g in gathered], 1).flip(1)], 1
-    )
-    carry = torch.cat([table.new_full((sequences, 1), math.inf), table.cummin(1).values[:, :-1]], 1)  # [S, 2 * size]
-    mine = torch.where(half == 0, shard.rank, 2 * shard.size - 1 - shard.rank)
-    return torch.minimum(_exclusive_running_min(values, chunk), carry[ids, mine])
+    )  # [S, 2 * size], in the order of the sequence
+    before = torch.cat([torch.full_like(table[:, :1], math.inf), table.cummin(1).values[:, :-1]], 1)
+    return torch.stack([before[:, shard.rank], before[:, 2 * shard.size - 1 - shard.rank]], 1)

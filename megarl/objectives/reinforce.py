@@ -4,8 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.batch import TokenBatch
+from megarl.kernels.token_pass import Rule
+from megarl.objectives.fused import constants
+from megarl.objectives.objective import Objective
 from megarl.objectives.ratios import log_ratio
-from megarl.objectives.terms import Objective, Terms, make_terms
+from megarl.objectives.terms import Terms, make_terms
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,9 @@ class Reinforce(Objective):
     for every trained token whose log-ratio is not clamped.
     """
 
-    def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
+    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        return make_terms(self, batch, -l.exp() * batch.advantages.detach(), ~clamped, l, clamped, {})
+        return make_terms(self.aggregation, batch, -l.exp() * batch.advantages.detach(), ~clamped, l, clamped, {})
+
+    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
+        return Rule("reinforce", constants((), batch.loss_mask.device))

@@ -14,7 +14,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
+from megarl.kernels.second_moment import moment_histogram, moment_keys, moment_ties
+from megarl.objectives.fused import places_of, tokens_of
+from megarl.objectives.ratios import log_ratio
 from megarl.objectives.sequences import positions, sequence_ids
+from megarl.objectives.terms import trust_region
 
 _SCALE = 2.0**30  # l^2 <= 400, so 2^24 tokens fit into an int64 sum
 _VALUE_DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the 31 value bits of |l|
@@ -48,88 +52,125 @@ def tie_order(batch: TokenBatch) -> torch.Tensor:
     return (1 << 2 * _POSITION_BITS) - 1 - place
 
 
+class TorchHistograms:
+    """The tables of `megarl.kernels.second_moment` in plain torch: their definition."""
+
+    def __init__(self, batch: TokenBatch) -> None:
+        l, _ = log_ratio(batch.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
+        magnitude = l.abs().float().contiguous()
+        self.squares = fixed_point(l)
+        self.keys = torch.where(trust_region(l, batch), magnitude.view(torch.int32), -1).long()
+        self.batch = batch
+
+    def values(self, prefix: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
+        candidate = (self.keys >= 0) & (self.keys >> (shift + bits) == prefix >> (shift + bits))
+        return self._table(self.keys >> shift, candidate, bits)
+
+    def ties(self, key: torch.Tensor, prefix: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
+        order = tie_order(self.batch)
+        candidate = (self.keys == key) & (order >> (shift + bits) == prefix >> (shift + bits))
+        return self._table(order >> shift, candidate, bits)
+
+    def _table(self, shifted: torch.Tensor, candidate: torch.Tensor, bits: int) -> torch.Tensor:
+        bins = 1 << bits
+        where = torch.where(candidate, shifted & (bins - 1), bins)
+        table = self.squares.new_zeros(2, bins + 1)
+        table[0].index_add_(0, where, torch.ones_like(where))
+        table[1].index_add_(0, where, self.squares)
+        return table[:, :bins].contiguous()
+
+
+class KernelHistograms:
+    """The same tables by the compiled kernels."""
+
+    def __init__(self, batch: TokenBatch, backend: str) -> None:
+        tokens = tokens_of(batch.detach())
+        self.keys = moment_keys(tokens, backend)
+        self.cu_seqlens, self.places, self.backend = tokens.cu_seqlens, places_of(batch), backend
+
+    def values(self, prefix: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
+        return moment_histogram(self.keys, prefix, shift, bits, self.backend)
+
+    def ties(self, key: torch.Tensor, prefix: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
+        return moment_ties(self.keys, key, self.places, self.cu_seqlens, prefix, shift, bits, self.backend)
+
+
+def moment_histograms(batch: TokenBatch, backend: str) -> TorchHistograms | KernelHistograms:
+    """triton, which has no kernel for them, takes the torch version."""
+    return TorchHistograms(batch) if backend in ("torch", "triton") else KernelHistograms(batch, backend)
+
+
 def select_second_moment(
-    l: torch.Tensor, trust: torch.Tensor, batch: TokenBatch, threshold: float, group: ProcessGroup | None
+    histograms: TorchHistograms | KernelHistograms, threshold: float, ordered: bool, group: ProcessGroup | None
 ) -> SecondMomentMask:
     """Algorithm 1 of M2PO: the largest l^2 leave until the mean over the others is at most `threshold`.
 
-    l [T], trust [T] bool: the set T. Three all-reduces of 32 KiB, four more to order ties. Over a group, without
-    ``sequence_index`` there is no order of ties that every split shares: they leave together.
+    Three all-reduces of 32 KiB, four more to order ties. Over a group, without ``sequence_index`` there is no order of
+    ties that every split shares (not `ordered`): they leave together.
     """
-    magnitude = l.detach().abs().float()
-    squares = fixed_point(l)
-    bits = magnitude.contiguous().view(torch.int32).long()
-    digits = [(bits, digit) for digit in _VALUE_DIGITS]
-    ordered = group is None or batch.sequence_index is not None
-    if ordered:
-        order = tie_order(batch)
-        digits += [(order, digit) for digit in _ORDER_DIGITS]
-    candidate, count, total = trust, squares.new_zeros(()), squares.new_zeros(())
-    found, whole = [], []
-    for key, (shift, width) in digits:
-        digit = (key >> shift) & ((1 << width) - 1)
-        counts, sums = _histogram(digit, squares, candidate, 1 << width, group)
-        counts, sums = count + counts.cumsum(0), total + sums.cumsum(0)  # of all tokens up to and with each bin
-        fits = sums.double() <= threshold * _SCALE * counts.double()
-        bin_ = fits.long().cumprod(0).sum()  # the first bin that cannot stay whole
-        whole.append(bin_ == counts.numel())
-        bin_ = bin_.clamp(max=counts.numel() - 1)
-        below = (bin_ - 1).clamp(min=0)
-        count = torch.where(bin_ > 0, counts.take(below), count)
-        total = torch.where(bin_ > 0, sums.take(below), total)
-        candidate = candidate & (digit == bin_)
-        found.append(bin_ << shift)
-    value = (found[0] + found[1] + found[2]).int().view(torch.float32)
-    boundary = found[3] + found[4] + found[5] + found[6] if ordered else squares.new_zeros(())
-    return SecondMomentMask(torch.where(whole[0], torch.inf, value), boundary)
+    count = total = value = boundary = histograms.keys.new_zeros((), dtype=torch.int64)
+    whole = []
+    for shift, bits in _VALUE_DIGITS:
+        table = _reduced(histograms.values(value, shift, bits), group)
+        bin_, all_fit, count, total = _first_that_cannot_stay(table, count, total, threshold)
+        value = value + (bin_ << shift)
+        whole.append(all_fit)
+    for shift, bits in _ORDER_DIGITS if ordered else ():
+        table = _reduced(histograms.ties(value, boundary, shift, bits), group)
+        bin_, _, count, total = _first_that_cannot_stay(table, count, total, threshold)
+        boundary = boundary + (bin_ << shift)
+    return SecondMomentMask(torch.where(whole[0], torch.inf, value.int().view(torch.float32)), boundary)
+
+
+def _first_that_cannot_stay(
+    table: torch.Tensor, count: torch.Tensor, total: torch.Tensor, threshold: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first bin that cannot stay whole, whether all can, and count and sum of all tokens below that bin."""
+    counts, sums = count + table[0].cumsum(0), total + table[1].cumsum(0)
+    fits = sums.double() <= threshold * _SCALE * counts.double()
+    bin_ = fits.long().cumprod(0).sum()
+    all_fit = bin_ == counts.numel()
+    bin_ = bin_.clamp(max=counts.numel() - 1)
+    below = (bin_ - 1).clamp(min=0)
+    count = torch.where(bin_ > 0, counts.take(below), count)
+    total = torch.where(bin_ > 0, sums.take(below), total)
+    return bin_, all_fit, count, total
 
 
 def winsorising_level(
-    l: torch.Tensor, trust: torch.Tensor, threshold: float, group: ProcessGroup | None
+    histograms: TorchHistograms | KernelHistograms, threshold: float, group: ProcessGroup | None
 ) -> torch.Tensor:
     """0-d float32 |l| at which the released code caps: the largest |l| in T such that mean_T min(l^2, cap^2)
     stays below `threshold`; 0 if there is none, inf if the plain mean is not above it. Three all-reduces of 32 KiB and
     one of a scalar."""
-    magnitude = l.detach().abs().float()
-    squares = fixed_point(l)
-    bits = magnitude.contiguous().view(torch.int32).long()
-    candidate, count, total = trust, squares.new_zeros(()), squares.new_zeros(())
-    prefix = squares.new_zeros(())
-    for level, (shift, width) in enumerate(_VALUE_DIGITS):
-        digit = (bits >> shift) & ((1 << width) - 1)
-        counts, sums = _histogram(digit, squares, candidate, 1 << width, group)
+    keys = histograms.keys
+    count = total = prefix = keys.new_zeros((), dtype=torch.int64)
+    for level, (shift, bits) in enumerate(_VALUE_DIGITS):
+        counts, sums = _reduced(histograms.values(prefix, shift, bits), group)
         if level == 0:
             number, budget = counts.sum(), threshold * _SCALE * counts.sum().double()
             within = sums.sum().double() <= budget
         below_count, below_sum = count + counts.cumsum(0) - counts, total + sums.cumsum(0) - sums
-        edges = (prefix + (torch.arange(1 << width, device=l.device) << shift)).int().view(torch.float32)
+        edges = (prefix + (torch.arange(1 << bits, device=keys.device) << shift)).int().view(torch.float32)
         capped = below_sum.double() + (number - below_count).double() * fixed_point(edges).double()
         bin_ = ((capped < budget).long().cumprod(0).sum() - 1).clamp(min=0)  # the last edge that is below the budget
         count, total = below_count.take(bin_), below_sum.take(bin_)
-        candidate = candidate & (digit == bin_)
         prefix = prefix + (bin_ << shift)
     # `prefix` is the largest float32 that would do; the released code takes the largest of the data
-    cap = torch.where(trust & (bits <= prefix), magnitude, 0).amax() if l.numel() else magnitude.new_zeros(())
+    found = torch.where((keys >= 0) & (keys <= prefix), keys, 0)
+    cap = (found.amax() if found.numel() else prefix.new_zeros(())).int().view(torch.float32)
     cap = torch.where(budget > 0, cap, 0)
     if group is not None:
         dist.all_reduce(cap, dist.ReduceOp.MAX, group=group)
     return torch.where(within, torch.inf, cap)
 
 
+def _reduced(table: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    if group is not None:
+        dist.all_reduce(table, group=group)
+    return table
+
+
 def fixed_point(l: torch.Tensor) -> torch.Tensor:
     """l^2 as int64 multiples of 2^-30; larger than any clamped log-ratio counts as 2^10."""
     return (l.detach().double().square().clamp(max=2.0**10) * _SCALE).round().long()
-
-
-def _histogram(
-    digit: torch.Tensor, squares: torch.Tensor, candidate: torch.Tensor, bins: int, group: ProcessGroup | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Counts and sums [bins] int64 of the candidate tokens over all ranks."""
-    table = squares.new_zeros(2, bins + 1)
-    where = torch.where(candidate, digit, bins)
-    table[0].index_add_(0, where, torch.ones_like(where))
-    table[1].index_add_(0, where, squares)
-    table = table[:, :bins].contiguous()
-    if group is not None:
-        dist.all_reduce(table, group=group)
-    return table[0], table[1]

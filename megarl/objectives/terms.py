@@ -1,60 +1,28 @@
-"""What an objective is, what it returns, and the metrics that all of them share."""
+"""What an objective returns, and the metrics that all of them share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
-from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
-from megarl.objectives.aggregation import denominator, token_weights
-from megarl.objectives.fields import check_fields, choice
-
-Metric = tuple[
-    torch.Tensor, torch.Tensor
-]  # (sum, count), float64 0-d: add both over ranks and micro-batches, then divide
+from megarl.objectives.histograms import histogram
+from megarl.objectives.metrics import Metric, dampen_metrics, fraction_metrics, loss_metric, mean_metric
+from megarl.objectives.ratios import prefix_min_log_ratio
 
 
 @dataclass(frozen=True)
 class Terms:
     """loss [T] float32, not reduced, exactly 0 where ``loss_mask`` is False; kept [T] bool, tokens whose policy
-    gradient survives mask, veto and clip; metrics {name: (sum, count)} that add over ranks and micro-batches."""
+    gradient survives mask, veto and clip; metrics {name: (sum, count)} and histograms {name: counts [BINS] int64} of
+    the log-ratio (``ratio``) and of log m_t (``prefix_min``), which add over ranks and micro-batches."""
 
     loss: torch.Tensor
     kept: torch.Tensor
     metrics: dict[str, Metric]
-
-
-@dataclass(frozen=True)
-class Objective:
-    """Settings of a per-token objective. Calling it maps a `TokenBatch` to `Terms`; it never reduces.
-
-    aggregation: how the caller turns ``terms.loss`` into one number over the whole optimizer batch, see
-    `megarl.objectives.aggregation`.
-    """
-
-    needs_statistics: ClassVar[bool] = False  # True: has `statistics(batch, group)`, whose result goes into the call
-    requires: ClassVar[tuple[str, ...]] = ()  # optional fields of TokenBatch that must be there
-    ratio_form: ClassVar[bool] = True  # objective_t = ratio * A; False: weight * A * log pi
-
-    aggregation: str = choice("token_mean", "sequence_mean")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
-        raise NotImplementedError
-
-    def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None) -> Any:
-        """What the call needs to know about the whole optimizer batch: None unless `needs_statistics`.
-
-        batch: all tokens of this rank (`TokenBatch.concatenate` of its micro-batches), detached. group: every rank that
-        holds other tokens of the optimizer batch (data x context parallel). No host sync.
-        """
-        return None
+    histograms: dict[str, torch.Tensor]
 
 
 def require(batch: TokenBatch, name: str, who: str) -> torch.Tensor:
@@ -65,28 +33,6 @@ def require(batch: TokenBatch, name: str, who: str) -> torch.Tensor:
     return tensor
 
 
-def mean_metric(values: torch.Tensor, where: torch.Tensor) -> Metric:
-    """(sum of values [T] where True, number of True): the mean over tokens, in float64."""
-    return torch.where(where, values.detach(), 0).sum(dtype=torch.float64), where.sum(dtype=torch.float64)
-
-
-def fraction_metrics(name: str, where: torch.Tensor, batch: TokenBatch) -> dict[str, Metric]:
-    """Share of trained tokens where [T] bool is True: of all, of those with A > 0 and of those with A < 0."""
-    mask, values = batch.loss_mask, where.double()
-    return {
-        name: mean_metric(values, mask),
-        f"{name}/positive": mean_metric(values, mask & (batch.advantages > 0)),
-        f"{name}/negative": mean_metric(values, mask & (batch.advantages < 0)),
-    }
-
-
-def loss_metric(loss: torch.Tensor, batch: TokenBatch, aggregation: str) -> Metric:
-    """(sum of weight * loss, denominator): sum / count over all ranks is the loss that is minimised."""
-    weights = token_weights(batch.loss_mask, batch.cu_seqlens, aggregation, batch.shard)
-    count = denominator(batch.loss_mask, batch.cu_seqlens, aggregation, batch.shard)
-    return (loss.detach().double() * weights).sum(), count.double()
-
-
 def trust_region(log_ratio: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """[T] bool, trained tokens that already moved along their advantage (A > 0, rho > 1 or A < 0, rho < 1), where a
     clip can bite: M2PO's set T."""
@@ -95,7 +41,7 @@ def trust_region(log_ratio: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 
 
 def make_terms(
-    objective: Objective,
+    aggregation: str,
     batch: TokenBatch,
     loss: torch.Tensor,  # [T], any value where loss_mask is False
     kept: torch.Tensor,  # [T] bool
@@ -107,15 +53,18 @@ def make_terms(
 
     ``ratio/mean`` and ``ratio/square_mean`` give the effective sample size mean^2 / square_mean; ``kl/k1`` and
     ``kl/k3`` estimate KL(behaviour || current) from behaviour samples (http://joschu.net/blog/kl-approx.html);
-    ``m2/before`` is the mean squared log-ratio of trust-region tokens, ``m2/after`` that of those that are kept.
+    ``m2/before`` is the mean squared log-ratio of trust-region tokens, ``m2/after`` that of those that are kept;
+    ``dampen/token`` and ``dampen/prefix`` are the dampen rates of rho_t and of m_t rho_t (Prefix-Ratio GRPO, Table 2),
+    whichever objective trains.
     """
     mask = batch.loss_mask
     loss, kept = torch.where(mask, loss, 0), kept & mask
     l = log_ratio.detach().double()
     ratio, square = l.exp(), l.square()
     trust = trust_region(log_ratio, batch)
+    prefix = prefix_min_log_ratio(log_ratio, batch)
     common = {
-        "loss": loss_metric(loss, batch, objective.aggregation),
+        "loss": loss_metric(loss, batch, aggregation),
         "ratio/mean": mean_metric(ratio, mask),
         "ratio/square_mean": mean_metric(ratio.square(), mask),
         "chi2": mean_metric((ratio - 1).square(), mask),
@@ -126,7 +75,10 @@ def make_terms(
         "m2/after": mean_metric(square, trust & kept),
         "log_ratio_clamp_fraction": mean_metric(clamped.double(), mask),
         **fraction_metrics("kept_fraction", kept, batch),
+        **dampen_metrics(log_ratio.exp(), prefix, batch, "dampen/token"),
+        **dampen_metrics((prefix + log_ratio).exp(), prefix, batch, "dampen/prefix"),
     }
     if batch.entropy is not None:
         common["entropy"] = mean_metric(batch.entropy, mask)
-    return Terms(loss, kept, common | metrics)
+    histograms = {"ratio": histogram(log_ratio, mask), "prefix_min": histogram(prefix, mask)}
+    return Terms(loss, kept, common | metrics, histograms)

@@ -6,9 +6,13 @@ from typing import Any, ClassVar
 import torch
 
 from megarl.batch import TokenBatch
+from megarl.kernels.token_pass import Rule
 from megarl.objectives.fields import number
+from megarl.objectives.fused import constants
+from megarl.objectives.metrics import fraction_metrics
+from megarl.objectives.objective import Objective
 from megarl.objectives.ratios import log_ratio, sequence_log_ratio
-from megarl.objectives.terms import Objective, Terms, fraction_metrics, make_terms
+from megarl.objectives.terms import Terms, make_terms
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,17 @@ class Topr(Objective):
     ratio_min: float = number(0.0, 0, 1)
     ratio_max: float = number(1.0, 0)
 
-    def __call__(self, batch: TokenBatch, statistics: Any = None) -> Terms:
+    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
         mask, advantages = batch.loss_mask, batch.advantages.detach()
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, mask)
         ratio = sequence_log_ratio(l, batch, mean=False).exp()
         weight = torch.where(advantages > 0, 1, ratio.clamp(self.ratio_min, self.ratio_max))
         saturated = (advantages < 0) & ((ratio < self.ratio_min) | (ratio > self.ratio_max))
         loss = -weight * advantages * torch.where(mask, batch.logprobs, 0)
-        return make_terms(self, batch, loss, mask, l, clamped, fraction_metrics("clip_fraction", saturated, batch))
+        return make_terms(
+            self.aggregation, batch, loss, mask, l, clamped, fraction_metrics("clip_fraction", saturated, batch)
+        )
+
+    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
+        bounds = constants((self.ratio_min, self.ratio_max), batch.loss_mask.device)
+        return Rule("tapered_sequence", bounds, first="clip_fraction")

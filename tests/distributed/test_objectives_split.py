@@ -15,12 +15,12 @@ import torch.multiprocessing as mp
 
 from megarl.batch import ContextShard, TokenBatch
 from megarl.objectives import OBJECTIVES, build_objective, denominator, token_weights
-from megarl.off_policy_metrics import log_ratio_histograms, prefix_metrics
 
 FEATURES, VOCABULARY, LONGEST = 6, 9, 40
 LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(4, 1), (2, 2), (1, 4)]}  # (data parallel, context parallel)
 REFERENCE = "reference"
-PARTITIONS = 2  # random assignments of sequences to ranks and micro-batches, a layout and objective
+# a random assignment of sequences to ranks and micro-batches for each, a layout and objective
+BACKENDS = ("torch", "cpp")
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in OBJECTIVES} | {
     "m2po-released": ("m2po", {"variant": "released"}),
@@ -110,14 +110,19 @@ def make_batch(data: dict[str, torch.Tensor], policy: Policy, sequences: list[in
 
 
 def update(
-    data: dict[str, torch.Tensor], case: str, micro_batches: list[list[int]], shard: ContextShard | None, world: Any
+    data: dict[str, torch.Tensor],
+    case: str,
+    micro_batches: list[list[int]],
+    shard: ContextShard | None,
+    world: Any,
+    backend: str,
 ) -> dict[str, Any]:
     """One optimizer step's loss, gradient, kept mask and metrics, summed over all ranks of `world` (None: one)."""
     objective = build_objective(*CASES[case])
     policy = Policy(data["weight"].clone().requires_grad_())
     batches = [make_batch(data, policy, sequences, shard) for sequences in micro_batches]
     whole = TokenBatch.concatenate([batch.detach() for batch, _ in batches])
-    statistics = objective.statistics(whole, world)
+    statistics = objective.statistics(whole, world, backend)
 
     def total(x: torch.Tensor) -> torch.Tensor:
         if world is not None:
@@ -133,12 +138,12 @@ def update(
     metrics: dict[str, torch.Tensor] = {}
     loss = torch.zeros((), dtype=torch.float64)
     for batch, where in batches:
-        terms = objective(batch, statistics)
+        terms = objective(batch, statistics, backend)
         weights = token_weights(batch.loss_mask, batch.cu_seqlens, objective.aggregation, batch.shard)
         loss = loss + (terms.loss.double() * weights).sum() / count
         kept[where] += terms.kept.long()
-        pairs = {name: torch.stack(pair) for name, pair in (terms.metrics | prefix_metrics(batch)).items()}
-        pairs |= {f"histogram/{name}": counts for name, counts in log_ratio_histograms(batch).items()}
+        pairs = {name: torch.stack(pair) for name, pair in terms.metrics.items()}
+        pairs |= {f"histogram/{name}": counts for name, counts in terms.histograms.items()}
         metrics = {name: metrics.get(name, 0) + pair for name, pair in pairs.items()}
     (gradient,) = torch.autograd.grad(loss, policy.weight)
     return {
@@ -180,10 +185,10 @@ def worker(rank: int, size: int, folder: str) -> None:
         for ties in (False, True):
             data = make_data(ties)
             for case in CASES:
-                for partition in range(PARTITIONS):
+                for partition, backend in enumerate(BACKENDS):
                     micro_batches = deal(layout, rank, partition, len(data["cu"]) - 1)
-                    key = (case, ties, layout, partition)
-                    results[key] = update(data, case, micro_batches, shard, dist.group.WORLD)
+                    key = (case, ties, layout, backend)
+                    results[key] = update(data, case, micro_batches, shard, dist.group.WORLD, backend)
     if rank == 0:
         torch.save(results, f"{folder}/results{size}.pt")
     dist.barrier()
@@ -200,20 +205,25 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     for ties in (False, True):
         data = make_data(ties)
         for case in CASES:
-            merged[case, ties, REFERENCE] = update(data, case, [list(range(len(data["cu"]) - 1))], None, None)
+            for backend in BACKENDS:
+                whole = [list(range(len(data["cu"]) - 1))]
+                merged[case, ties, REFERENCE, backend] = update(data, case, whole, None, None, backend)
     return merged
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("ties", [False, True], ids=["continuous", "ties"])
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_data_gives_the_same_gradient_for_every_split(results: dict[Any, Any], case: str, ties: bool) -> None:
-    one = results[case, ties, REFERENCE]
+def test_the_same_data_gives_the_same_gradient_for_every_split(
+    results: dict[Any, Any], case: str, ties: bool, backend: str
+) -> None:
+    one = results[case, ties, REFERENCE, backend]
     assert float(one["gradient"].norm()) > 1e-3, "a test without a gradient shows nothing"
     share = int(one["kept"].sum()) / int(make_data(ties)["mask"].sum())
     assert share == 1 if case.split("-")[0] in KEEPS_ALL else 0.1 < share < 1, "a mask that masks nothing shows nothing"
     compared = 0
     for key, split in results.items():
-        if key[:2] != (case, ties) or key[2] == REFERENCE:
+        if key[:2] != (case, ties) or key[2] == REFERENCE or key[3] != backend:
             continue
         where = str(key)
         assert torch.equal(split["kept"], one["kept"]), where
@@ -228,12 +238,12 @@ def test_the_same_data_gives_the_same_gradient_for_every_split(results: dict[Any
                 assert torch.equal(pair, one["metrics"][name]), f"{where} {name}"
             assert pair.tolist() == pytest.approx(one["metrics"][name].tolist(), rel=1e-6, abs=1e-9), f"{where} {name}"
         compared += 1
-    assert compared == PARTITIONS * sum(len(layouts) for layouts in LAYOUTS.values())
+    assert compared == sum(len(layouts) for layouts in LAYOUTS.values())
 
 
 def test_ties_reach_the_threshold_of_the_second_moment_mask(results: dict[Any, Any]) -> None:
     """In the data with ties the mask splits equal log-ratios, so that their order matters."""
-    data, one = make_data(ties=True), results["m2po", True, REFERENCE]
+    data, one = make_data(ties=True), results["m2po", True, REFERENCE, "torch"]
     threshold = one["statistics"][0]
     l = Policy(data["weight"]).logprobs(data, torch.arange(len(data["mask"]))) - data["rollout"]
     trust = data["mask"] & (data["advantages"] * l > 0) & (l.abs() == threshold)

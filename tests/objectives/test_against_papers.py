@@ -14,6 +14,7 @@ from random_batches import KINDS, random_batch
 from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES
 
+BACKENDS = ("torch", "cpp")
 CASES = {
     "grpo": (OBJECTIVES["grpo"](), papers.grpo),
     "dapo": (OBJECTIVES["dapo"](), papers.dapo),
@@ -47,6 +48,10 @@ def batch_and_tokens(seed: int) -> tuple[TokenBatch, torch.Tensor, list[list[pap
     return batch, precise, papers.responses(batch, precise)
 
 
+def close(ours: torch.Tensor, theirs: torch.Tensor, where: str) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6, msg=lambda m: f"{where}: {m}")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
     objective, literal = CASES[name]
@@ -59,20 +64,19 @@ def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
         expected = torch.stack(expected) if tokens else precise.new_zeros(0)
         expected_kept = torch.tensor([kept.get(i, False) for i in range(tokens)], dtype=torch.bool)
 
-        terms = objective(batch)
-        where = f"{name}, seed {seed} ({KINDS[seed % len(KINDS)]})"
-        assert terms.loss.dtype == torch.float32
-        assert torch.equal(terms.kept, expected_kept), where
-        assert (terms.loss[~batch.loss_mask] == 0).all(), where
-        torch.testing.assert_close(terms.loss.double(), expected, rtol=2e-5, atol=1e-6, msg=lambda m: f"{where}: {m}")  # noqa: B023
-
         weights = torch.linspace(0.5, 1.5, tokens)
-        (ours,) = torch.autograd.grad((terms.loss * weights).sum(), batch.logprobs)
+        theirs = torch.zeros_like(precise)
         if expected.requires_grad:
             (theirs,) = torch.autograd.grad((expected * weights.double()).sum(), precise, retain_graph=True)
-        else:
-            theirs = torch.zeros_like(precise)
-        torch.testing.assert_close(ours.double(), theirs, rtol=2e-5, atol=1e-6, msg=lambda m: f"{where}: {m}")  # noqa: B023
+        for backend in BACKENDS:
+            terms = objective(batch, backend=backend)
+            where = f"{name}, {backend}, seed {seed} ({KINDS[seed % len(KINDS)]})"
+            assert terms.loss.dtype == torch.float32
+            assert torch.equal(terms.kept, expected_kept), where
+            assert (terms.loss[~batch.loss_mask] == 0).all(), where
+            close(terms.loss.double(), expected.detach(), where)
+            (ours,) = torch.autograd.grad((terms.loss * weights).sum(), batch.logprobs)
+            close(ours.double(), theirs, where)
         kept_count += int(terms.kept.sum())
         dropped_count += int((batch.loss_mask & ~terms.kept).sum())
     assert kept_count > 1000
@@ -158,3 +162,21 @@ def test_released_m2po_mutes_more_than_the_paper() -> None:
     paper, released = OBJECTIVES["m2po"]()(batch), OBJECTIVES["m2po"](variant="released")(batch)
     muted = [int((~terms.kept).sum()) for terms in (paper, released)]
     assert 0 < muted[0] < muted[1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_fused_pass_reports_the_metrics_of_the_definition(name: str) -> None:
+    """Names, sums, counts and histograms; a sum may lose what its largest terms cannot hold."""
+    objective, _ = CASES[name]
+    for seed in range(160):
+        batch = random_batch(seed)
+        definition, fused = (objective(batch, backend=backend) for backend in BACKENDS)
+        where = f"{name}, seed {seed} ({KINDS[seed % len(KINDS)]})"
+        assert fused.metrics.keys() == definition.metrics.keys(), where
+        for key, (total, count) in definition.metrics.items():
+            ours, our_count = fused.metrics[key]
+            assert ours.dtype == our_count.dtype == torch.float64 and ours.dim() == our_count.dim() == 0
+            assert float(our_count) == float(count), (where, key)
+            assert float(ours) == pytest.approx(float(total), rel=1e-5, abs=2e-6), (where, key)
+        for key, counts in definition.histograms.items():
+            assert torch.equal(fused.histograms[key], counts), (where, key)

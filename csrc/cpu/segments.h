@@ -1,0 +1,41 @@
+// What the CPU kernels share: threads, vector variants, and the checks and cuts of the packed axis.
+#ifndef MEGARL_CPU_SEGMENTS_H
+#define MEGARL_CPU_SEGMENTS_H
+
+#include <vector>
+
+#include "megarl_kernels.h"
+
+// One machine-code variant per x86-64 level, chosen when the library is loaded. What such a function calls must be
+// inlined into it to be compiled for the same level.
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
+#define MEGARL_VARIANTS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define MEGARL_VARIANTS
+#endif
+
+namespace megarl {
+
+constexpr int64_t kBlockTokens = 16384;  // work of a thread at a time; with less, waking the others costs more
+
+inline bool boundaries_are_valid(const int32_t* cu_seqlens, int64_t num_segments) {
+  if (cu_seqlens[0] != 0) return false;
+  for (int64_t s = 0; s < num_segments; ++s) {
+    if (cu_seqlens[s + 1] < cu_seqlens[s]) return false;
+  }
+  return true;
+}
+
+// Segments [cuts[b], cuts[b + 1]) make up block b, at least kBlockTokens except in the last. The cut depends on the
+// lengths alone, and so do sums that are taken block by block.
+inline std::vector<int64_t> cut_into_blocks(const int32_t* cu_seqlens, int64_t num_segments) {
+  std::vector<int64_t> cuts{0};
+  for (int64_t s = 0; s < num_segments; ++s) {
+    if (cu_seqlens[s + 1] - cu_seqlens[cuts.back()] >= kBlockTokens || s + 1 == num_segments) cuts.push_back(s + 1);
+  }
+  return cuts;
+}
+
+}  // namespace megarl
+
+#endif

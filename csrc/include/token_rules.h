@@ -1,0 +1,340 @@
+// One small function an objective: what a trained token adds to it, with which gradient. Shared by the CPU and the CUDA
+// token pass. The definitions are those of megarl/objectives; a rule's parameters come in the order of its fields.
+#ifndef MEGARL_TOKEN_RULES_H
+#define MEGARL_TOKEN_RULES_H
+
+#include <math.h>
+
+#include "megarl_kernels.h"
+
+#ifdef __CUDACC__
+#define MEGARL_INLINE __host__ __device__ __forceinline__
+#else
+#define MEGARL_INLINE inline __attribute__((always_inline))
+#endif
+
+namespace megarl {
+
+constexpr float kLogRatioLimit = 20.0f;
+constexpr float kDampened = 0.8f;
+constexpr float kLogDampened = -0.22314355131420976f;  // log .8
+
+// exp(x) for |x| <= 88 in plain arithmetic, so that loops over it vectorise; 1 ulp. NaN stays NaN.
+MEGARL_INLINE float exponential(float x) {
+#ifdef __CUDA_ARCH__
+  return expf(x);
+#else
+  const float scaled = x * 1.44269504f;
+  const float n = (scaled + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
+  const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = (p * r) * r + r + 1.0f;
+  union {
+    int32_t bits;
+    float value;
+  } power;
+  power.bits = (static_cast<int32_t>(n) + 127) << 23;
+  return p * power.value;
+#endif
+}
+
+MEGARL_INLINE float clamp(float x, float low, float high) { return x < low ? low : (x > high ? high : x); }
+
+struct Token {
+  float logprob, rollout_logprob, old_logprob;
+  float advantage;
+  float log_ratio;     // l = logprob - rollout_logprob, clamped to +-kLogRatioLimit
+  float ratio;         // exp(l)
+  float prefix_ratio;  // exp(log m + l)
+  int clamped;         // the clamp bites
+  int index;           // from the start of the segment
+};
+
+struct Sequence {
+  float log_ratio;  // mean or sum over the whole sequence, see Rule::kQuantity
+  int index;        // first trigger, or the last tied token that is refused
+};
+
+struct Outcome {
+  float value;        // objective_t: the loss is its negative
+  float coefficient;  // its derivative with respect to the log-prob
+  int kept;           // the gradient survives
+  int first, second;  // what the rule counts: clipped, vetoed, masked tokens
+};
+
+enum class Quantity { kNone, kMean, kSum, kFirstTrigger, kTies };
+
+MEGARL_INLINE Outcome hard_clip(float ratio, float advantage, float low, float high, int clamped) {
+  const int clipped = ((advantage > 0.0f) & (ratio > high)) | ((advantage < 0.0f) & (ratio < low));
+  const float value = (clipped ? clamp(ratio, low, high) : ratio) * advantage;
+  const int kept = !clipped & !clamped;
+  return {value, kept ? value : 0.0f, kept, clipped, 0};
+}
+
+MEGARL_INLINE Outcome soft_clip(float ratio, const Token& t, float low, float high) {
+  const float weight = clamp(ratio, low, high) * t.advantage;
+  return {weight * t.logprob, weight, 1, (ratio < low) | (ratio > high), 0};
+}
+
+struct Reinforce {
+  static constexpr Quantity kQuantity = Quantity::kNone;
+  MEGARL_INLINE explicit Reinforce(const double*) {}
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence&) const {
+    const float value = t.ratio * t.advantage;
+    return {value, t.clamped ? 0.0f : value, !t.clamped, 0, 0};
+  }
+};
+
+// ratio_min, ratio_max
+struct Bounded {
+  float low, high;
+  MEGARL_INLINE explicit Bounded(const double* p) : low(static_cast<float>(p[0])), high(static_cast<float>(p[1])) {}
+};
+
+struct ClipToken : Bounded {
+  static constexpr Quantity kQuantity = Quantity::kNone;
+  using Bounded::Bounded;
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence&) const {
+    return hard_clip(t.ratio, t.advantage, low, high, t.clamped);
+  }
+};
+
+// largest |l|: the comparison is exact where the bound is the log-ratio of a token
+struct ClipLogRatio {
+  static constexpr Quantity kQuantity = Quantity::kNone;
+  float level;
+  MEGARL_INLINE explicit ClipLogRatio(const double* p) : level(static_cast<float>(p[0])) {}
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence&) const {
+    const float l = t.log_ratio;
+    const int clipped = ((t.advantage > 0.0f) & (l > level)) | ((t.advantage < 0.0f) & (l < -level));
+    const float value = (clipped ? exponential(clamp(l, -level, level)) : t.ratio) * t.advantage;
+    const int kept = !clipped & !t.clamped;
+    return {value, kept ? value : 0.0f, kept, clipped, 0};
+  }
+};
+
+struct ClipPrefix : Bounded {
+  static constexpr Quantity kQuantity = Quantity::kNone;
+  using Bounded::Bounded;
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence&) const {
+    return hard_clip(t.prefix_ratio, t.advantage, low, high, t.clamped);
+  }
+};
+
+struct ClipSequenceMean : Bounded {
+  static constexpr Quantity kQuantity = Quantity::kMean;
+  using Bounded::Bounded;
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence& s) const {
+    return hard_clip(exponential(s.log_ratio), t.advantage, low, high, t.clamped);
+  }
+};
+
+// ratio_min, ratio_max, clip_ratio_c
+struct ClipDual : Bounded {
+  static constexpr Quantity kQuantity = Quantity::kNone;
+  float bound;
+  MEGARL_INLINE explicit ClipDual(const double* p) : Bounded(p), bound(static_cast<float>(p[2])) {}
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence&) const {
+    Outcome o = hard_clip(t.ratio, t.advantage, low, high, t.clamped);
+    const int capped = (t.advantage < 0.0f) & (o.value < bound * t.advantage);
+    o.value = capped ? bound * t.advantage : o.value;
+    o.coefficient = capped ? 0.0f : o.coefficient;
+    o.kept &= !capped;
+    o.first |= capped;
+    return o;
+  }
+};
+
+struct SoftClipToken : Bounded {
+  static constexpr Quantity kQuantity = Quantity::kNone;
+  using Bounded::Bounded;
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence&) const { return soft_clip(t.ratio, t, low, high); }
+};
+
+struct SoftClipPrefix : Bounded {
+  static constexpr Quantity kQuantity = Quantity::kNone;
+  using Bounded::Bounded;
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence&) const {
+    return soft_clip(t.prefix_ratio, t, low, high);
+  }
+};
+
+struct TaperedSequence : Bounded {
+  static constexpr Quantity kQuantity = Quantity::kSum;
+  using Bounded::Bounded;
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence& s) const {
+    // beyond +-80 the weight is far outside any bound, and the exponential would leave its range
+    const float ratio = exponential(clamp(s.log_ratio, -80.0f, 80.0f));
+    const int negative = t.advantage < 0.0f;
+    const float weight = (t.advantage > 0.0f ? 1.0f : clamp(ratio, low, high)) * t.advantage;
+    return {weight * t.logprob, weight, 1, negative & ((ratio < low) | (ratio > high)), 0};
+  }
+};
+
+enum class Scope { kSequence, kSuffix, kNonTriggerSuffix, kTrigger };
+
+// ratio_min, ratio_max, veto_threshold
+template <Scope scope>
+struct Veto : Bounded {
+  static constexpr Quantity kQuantity = scope == Scope::kTrigger ? Quantity::kNone : Quantity::kFirstTrigger;
+  float threshold;
+  MEGARL_INLINE explicit Veto(const double* p) : Bounded(p), threshold(static_cast<float>(p[2])) {}
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence& s) const {
+    const int negative = t.advantage < 0.0f;
+    const int trigger = negative & (t.ratio < threshold);
+    int vetoed = trigger;
+    if (scope == Scope::kSequence) vetoed = negative & (s.index < INT32_MAX);
+    if (scope == Scope::kSuffix) vetoed = negative & (t.index > s.index);
+    if (scope == Scope::kNonTriggerSuffix) vetoed = negative & (t.index > s.index) & !trigger;
+    Outcome o = hard_clip(t.ratio, t.advantage, low, high, t.clamped);
+    o.value = vetoed ? 0.0f : o.value;
+    o.coefficient = vetoed ? 0.0f : o.coefficient;
+    o.kept &= !vetoed;
+    o.first &= !vetoed;
+    o.second = vetoed;
+    return o;
+  }
+};
+
+// threshold of |l|, tie order from which tokens at the threshold are refused
+struct SecondMoment {
+  static constexpr Quantity kQuantity = Quantity::kTies;
+  float threshold;
+  MEGARL_INLINE explicit SecondMoment(const double* p) : threshold(static_cast<float>(p[0])) {}
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence& s) const {
+    const int trust = ((t.advantage > 0.0f) & (t.log_ratio > 0.0f)) | ((t.advantage < 0.0f) & (t.log_ratio < 0.0f));
+    const float magnitude = fabsf(t.log_ratio);
+    const int muted = trust & ((magnitude > threshold) | ((magnitude == threshold) & (t.index <= s.index)));
+    const float value = muted ? 0.0f : t.ratio * t.advantage;
+    const int kept = !muted & !t.clamped;
+    return {value, kept ? value : 0.0f, kept, muted, 0};
+  }
+};
+
+// ratio_min, ratio_max, behaviour_weight_max
+struct Decoupled : Bounded {
+  static constexpr Quantity kQuantity = Quantity::kNone;
+  float weight_max;
+  MEGARL_INLINE explicit Decoupled(const double* p) : Bounded(p), weight_max(static_cast<float>(p[2])) {}
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence&) const {
+    const float proximal = t.logprob - t.old_logprob;
+    const int far = fabsf(proximal) > kLogRatioLimit;
+    const float behaviour = clamp(t.old_logprob - t.rollout_logprob, -kLogRatioLimit, kLogRatioLimit);
+    const float ratio = exponential(clamp(proximal, -kLogRatioLimit, kLogRatioLimit));
+    const float full = exponential(behaviour);
+    const float weight = full > weight_max ? weight_max : full;
+    Outcome o = hard_clip(ratio, t.advantage, low, high, far);
+    o.value *= weight;
+    o.coefficient *= weight;
+    return o;
+  }
+};
+
+// ratio - 1 - l without cancellation, for ratio = exp(l); 2 ulp.
+MEGARL_INLINE float excess(float l, float ratio) {
+  float p = 1.9875691500e-4f;
+  p = p * l + 1.3981999507e-3f;
+  p = p * l + 8.3334519073e-3f;
+  p = p * l + 4.1665795894e-2f;
+  p = p * l + 1.6666665459e-1f;
+  p = p * l + 5.0000001201e-1f;
+  return fabsf(l) < 0.34f ? p * l * l : ratio - 1.0f - l;
+}
+
+// Algorithm 1 of M2PO removes the first of equals in (sequence, position) order: later ones have lower tie orders.
+constexpr int kPositionBits = 22;
+MEGARL_INLINE int64_t tie_order(int64_t place) { return (int64_t{1} << 2 * kPositionBits) - 1 - place; }
+
+// Last index of a segment that is refused among tokens at the threshold; -1 for none.
+MEGARL_INLINE int last_refused_tie(double order, int64_t place) {
+  const int64_t last = tie_order(static_cast<int64_t>(order)) - place;
+  return last < -1 ? -1 : (last > INT32_MAX ? INT32_MAX : static_cast<int>(last));
+}
+
+constexpr uint32_t kOutside = 0xFFFFFFFFu;  // key of a token outside the trust region
+
+// l^2 in units of 2^-30 from the bit pattern of |l|; exact in every order of addition.
+MEGARL_INLINE int64_t fixed_point_square(uint32_t key) {
+  union {
+    uint32_t bits;
+    float value;
+  } magnitude;
+  magnitude.bits = key;
+  const double l = magnitude.value;
+  const double square = l * l;
+  return static_cast<int64_t>(rint((square > 1024.0 ? 1024.0 : square) * 1073741824.0));
+}
+
+// Number of edges below x: bin i holds edges[i-1] < x <= edges[i].
+MEGARL_INLINE int bin_below(double x, const double* edges, int num_edges) {
+  int begin = 0, end = num_edges;
+  while (begin < end) {
+    const int middle = (begin + end) / 2;
+    if (edges[middle] < x) {
+      begin = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return begin;
+}
+
+// Limbs of a contribution, multiples of 1, 2^-24 and 2^-48, which add exactly in any order.
+MEGARL_INLINE void limbs_of(double x, int64_t out[3]) {
+  double rest = x > 274877906944.0 ? 274877906944.0 : (x >= 0.0 ? x : 0.0);  // 2^38; NaN counts as 0
+  for (int i = 0; i < 2; ++i) {
+    const double whole = floor(rest);
+    out[i] = static_cast<int64_t>(whole);
+    rest = (rest - whole) * 16777216.0;
+  }
+  out[2] = static_cast<int64_t>(rint(rest));
+}
+
+// Bin of a log-ratio: 0 to MEGARL_BINS - 1, MEGARL_BINS_PER_SIGN around zero. NaN counts as a large value.
+MEGARL_INLINE int bin_of(float l) {
+  union {
+    float value;
+    int32_t bits;
+  } x;
+  x.value = l;
+  const int step = ((x.bits & 0x7FFFFFFF) >> 19) - 1807;  // 1808: 2^-14
+  const int magnitude = step < 0 ? 0 : (step > MEGARL_BINS_PER_SIGN ? MEGARL_BINS_PER_SIGN : step);
+  return x.bits < 0 ? MEGARL_BINS_PER_SIGN - magnitude : MEGARL_BINS_PER_SIGN + magnitude;
+}
+
+template <class R>
+struct Tag {
+  using Rule = R;
+};
+
+// Calls visit with the tag of the rule of that number; false if there is none.
+template <class Visit>
+MEGARL_INLINE bool with_rule(int rule, Visit&& visit) {
+  switch (rule) {
+    case MEGARL_REINFORCE: visit(Tag<Reinforce>()); return true;
+    case MEGARL_CLIP_TOKEN: visit(Tag<ClipToken>()); return true;
+    case MEGARL_CLIP_PREFIX: visit(Tag<ClipPrefix>()); return true;
+    case MEGARL_CLIP_SEQUENCE_MEAN: visit(Tag<ClipSequenceMean>()); return true;
+    case MEGARL_CLIP_DUAL: visit(Tag<ClipDual>()); return true;
+    case MEGARL_SOFT_CLIP_TOKEN: visit(Tag<SoftClipToken>()); return true;
+    case MEGARL_SOFT_CLIP_PREFIX: visit(Tag<SoftClipPrefix>()); return true;
+    case MEGARL_TAPERED_SEQUENCE: visit(Tag<TaperedSequence>()); return true;
+    case MEGARL_VETO_SEQUENCE: visit(Tag<Veto<Scope::kSequence>>()); return true;
+    case MEGARL_VETO_SUFFIX: visit(Tag<Veto<Scope::kSuffix>>()); return true;
+    case MEGARL_VETO_NON_TRIGGER_SUFFIX: visit(Tag<Veto<Scope::kNonTriggerSuffix>>()); return true;
+    case MEGARL_VETO_TRIGGER: visit(Tag<Veto<Scope::kTrigger>>()); return true;
+    case MEGARL_SECOND_MOMENT: visit(Tag<SecondMoment>()); return true;
+    case MEGARL_DECOUPLED: visit(Tag<Decoupled>()); return true;
+    case MEGARL_CLIP_LOG_RATIO: visit(Tag<ClipLogRatio>()); return true;
+  }
+  return false;
+}
+
+}  // namespace megarl
+
+#endif

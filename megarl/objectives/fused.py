@@ -1,0 +1,141 @@
+"""An objective by the fused token pass: the same `Terms` as its definition, from one kernel."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+from megarl.batch import TokenBatch
+from megarl.kernels.segment_summary import NEVER, segment_summary
+from megarl.kernels.token_pass import SUMS, Inherited, Rule, token_pass
+from megarl.kernels.tokens import Tokens
+from megarl.objectives.aggregation import sequence_count
+from megarl.objectives.metrics import Metric, mean_metric
+from megarl.objectives.ratios import chunk_carry
+from megarl.objectives.terms import Terms
+
+_POSITION_BITS = 22  # of csrc/include/token_rules.h
+
+
+@functools.lru_cache(maxsize=64)
+def constants(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Rule parameters [P] float64 on the device, made once: a copy to a GPU in every call would be a host sync."""
+    return torch.tensor(values or (0.0,), dtype=torch.float64, device=device)
+
+
+def tokens_of(batch: TokenBatch) -> Tokens:
+    """The batch as the kernels take it. Under context parallelism the two chunks of a sequence are two segments."""
+    cu_seqlens = batch.cu_seqlens.int()
+    if batch.shard is not None:
+        middle = cu_seqlens[:-1] + cu_seqlens.diff() // 2
+        cu_seqlens = torch.cat([torch.stack([cu_seqlens[:-1], middle], 1).flatten(), cu_seqlens[-1:]])
+    old = None if batch.old_logprobs is None else batch.old_logprobs.detach().float().contiguous()
+    return Tokens(
+        batch.logprobs.float().contiguous(),
+        batch.rollout_logprobs.detach().float().contiguous(),
+        batch.advantages.detach().float().contiguous(),
+        batch.loss_mask.contiguous(),
+        cu_seqlens.contiguous(),
+        old,
+    )
+
+
+def places_of(batch: TokenBatch) -> torch.Tensor:
+    """[segments] int64: where the first token of each segment stands in the order of ties, see
+    `megarl.objectives.second_moment.tie_order`."""
+    sequences = batch.cu_seqlens.numel() - 1
+    index = batch.sequence_index
+    if index is None:
+        index = torch.arange(sequences, device=batch.cu_seqlens.device)
+    places = index.long() << _POSITION_BITS
+    return places if batch.shard is None else (places[:, None] + _chunk_starts(batch)).flatten()
+
+
+def fused_terms(rule: Rule, batch: TokenBatch, aggregation: str, backend: str) -> Terms:
+    """`Terms` of the objective that `rule` stands for; loss and metrics agree with its definition to rounding."""
+    tokens = tokens_of(batch)
+    places = places_of(batch) if rule.name == "second_moment" else None
+    inherited, counts = None, None
+    if batch.shard is not None:
+        inherited, counts = _inherit(rule, tokens, batch, backend)
+    result = token_pass(rule, tokens, inherited, places, backend)
+    sums = dict(zip(SUMS, result.sums, strict=True))
+    metrics = _metrics(sums, rule)
+    metrics["loss"] = _loss_metric(result.segment_sums, counts, batch, aggregation)
+    if batch.entropy is not None:
+        metrics["entropy"] = mean_metric(batch.entropy, batch.loss_mask)
+    histograms = {"ratio": result.histograms[0], "prefix_min": result.histograms[1]}
+    return Terms(result.loss, result.kept, metrics, histograms)
+
+
+def _metrics(s: dict[str, torch.Tensor], rule: Rule) -> dict[str, Metric]:
+    tokens, good_prefix = s["tokens"], s["tokens"] - s["bad_prefix"]
+    metrics = {
+        "ratio/mean": (s["ratio"], tokens),
+        "ratio/square_mean": (s["ratio_square"], tokens),
+        "chi2": (s["chi2"], tokens),
+        "kl/k1": (-s["log_ratio"], tokens),
+        "kl/k3": (s["k3"], tokens),
+        "m2/all": (s["square"], tokens),
+        "m2/before": (s["trust_square"], s["trust"]),
+        "m2/after": (s["trust_kept_square"], s["trust_kept"]),
+        "log_ratio_clamp_fraction": (s["clamped"], tokens),
+    }
+    for flag, name in (("kept", "kept_fraction"), ("first", rule.first), ("second", rule.second)):
+        if name is not None:
+            metrics[name] = (s[flag], tokens)
+            metrics[f"{name}/positive"] = (s[f"{flag}_positive"], s["positive"])
+            metrics[f"{name}/negative"] = (s[f"{flag}_negative"], s["negative"])
+    for kind in ("token", "prefix"):
+        dampened, bad = s[f"dampened_{kind}"], s[f"dampened_{kind}_bad"]
+        metrics[f"dampen/{kind}/good_prefix"] = (dampened - bad, good_prefix)
+        metrics[f"dampen/{kind}/bad_prefix"] = (bad, s["bad_prefix"])
+    return metrics | {name: (value.double() * tokens, tokens) for name, value in rule.scalars.items()}
+
+
+def _loss_metric(
+    segment_sums: torch.Tensor, counts: torch.Tensor | None, batch: TokenBatch, aggregation: str
+) -> Metric:
+    """As `megarl.objectives.metrics.loss_metric`, from the sums of the segments; counts [segments]: trained tokens of
+    each segment's whole sequence, None if it is the segment itself."""
+    trained, loss = segment_sums.unbind(1)
+    if aggregation == "token_mean":
+        return loss.sum(), trained.sum()
+    if counts is None:
+        return (loss / trained.clamp(min=1)).sum(), (trained > 0).sum().double()
+    responses = sequence_count(batch.loss_mask, batch.cu_seqlens, batch.shard)
+    return (loss / counts.clamp(min=1)).sum(), responses.double()
+
+
+def _inherit(rule: Rule, tokens: Tokens, batch: TokenBatch, backend: str) -> tuple[Inherited, torch.Tensor]:
+    """What the chunks of this rank take over from those of the others, and [segments] the trained tokens of the chunk's
+    whole sequence: one all-gather and two all-reduces of a few numbers a sequence."""
+    shard = batch.shard
+    assert shard is not None
+    threshold = rule.parameters[2] if rule.name.startswith("veto") else rule.parameters[0] * 0  # 0: nothing triggers
+    summary = segment_summary(tokens, threshold.float(), backend)
+    carry = chunk_carry(summary.least.view(-1, 2), shard).flatten()
+    pair = torch.stack([summary.sum.view(-1, 2).sum(1), summary.count.view(-1, 2).sum(1).double()])  # [2, S]
+    dist.all_reduce(pair, group=shard.group)
+    total, count = pair
+    mean = total / count.clamp(min=1) if rule.name.endswith("mean") else total
+    starts = _chunk_starts(batch)
+    local = summary.first_trigger.view(-1, 2).long()
+    first = torch.where(local == NEVER, NEVER, local + starts).amin(1)  # [S], in the whole sequence
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=shard.group)
+    relative = torch.where(first[:, None] == NEVER, NEVER, first[:, None] - starts)
+
+    def twice(values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(2, output_size=2 * values.numel())
+
+    return Inherited(carry, twice(mean).float(), relative.flatten().int()), twice(count)
+
+
+def _chunk_starts(batch: TokenBatch) -> torch.Tensor:
+    """[S, 2] int64: position of the first token of this rank's two chunks in their whole sequence."""
+    shard = batch.shard
+    assert shard is not None
+    chunk = batch.cu_seqlens.diff().long() // 2
+    return torch.stack([shard.rank * chunk, (2 * shard.size - 1 - shard.rank) * chunk], 1)

@@ -1,0 +1,52 @@
+"""Metrics as pairs of sums, which add over ranks and micro-batches."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megarl.batch import TokenBatch
+from megarl.objectives.aggregation import denominator, token_weights
+
+Metric = tuple[
+    torch.Tensor, torch.Tensor
+]  # (sum, count), float64 0-d: add both over ranks and micro-batches, then divide
+DAMPEN_THRESHOLD = 0.8  # 1 - eps of the paper; the text names no number for either "dampened" or "bad prefix"
+
+
+def mean_metric(values: torch.Tensor, where: torch.Tensor) -> Metric:
+    """(sum of values [T] where True, number of True): the mean over tokens, in float64."""
+    return torch.where(where, values.detach(), 0).sum(dtype=torch.float64), where.sum(dtype=torch.float64)
+
+
+def fraction_metrics(name: str, where: torch.Tensor, batch: TokenBatch) -> dict[str, Metric]:
+    """Share of trained tokens where [T] bool is True: of all, of those with A > 0 and of those with A < 0."""
+    mask, values = batch.loss_mask, where.double()
+    return {
+        name: mean_metric(values, mask),
+        f"{name}/positive": mean_metric(values, mask & (batch.advantages > 0)),
+        f"{name}/negative": mean_metric(values, mask & (batch.advantages < 0)),
+    }
+
+
+def loss_metric(loss: torch.Tensor, batch: TokenBatch, aggregation: str) -> Metric:
+    """(sum of weight * loss, denominator): sum / count over all ranks is the loss that is minimised."""
+    weights = token_weights(batch.loss_mask, batch.cu_seqlens, aggregation, batch.shard)
+    count = denominator(batch.loss_mask, batch.cu_seqlens, aggregation, batch.shard)
+    return (loss.detach().double() * weights).sum(), count.double()
+
+
+def dampen_metrics(ratio: torch.Tensor, prefix: torch.Tensor, batch: TokenBatch, name: str) -> dict[str, Metric]:
+    """How selectively an effective ratio dampens tokens behind an unlikely prefix (Prefix-Ratio GRPO, Table 2).
+
+    Share of tokens whose effective ratio [T] is below .8, after good prefixes (m_t >= .8) and after bad ones.
+
+    prefix: log m_t [T]. Selectivity is the share after bad prefixes over that after good ones.
+    """
+    dampened = (ratio.detach() < DAMPEN_THRESHOLD).double()
+    bad = prefix < math.log(DAMPEN_THRESHOLD)
+    return {
+        f"{name}/good_prefix": mean_metric(dampened, batch.loss_mask & ~bad),
+        f"{name}/bad_prefix": mean_metric(dampened, batch.loss_mask & bad),
+    }
