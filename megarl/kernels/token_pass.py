@@ -122,7 +122,8 @@ def token_pass(
         *carried,
         places,
     )
-    return PassResult(loss, kept, segment_sums, sums, histograms)
+    # an operation's float outputs all carry gradient; that of the sums would be nothing
+    return PassResult(loss, kept, segment_sums.detach(), sums.detach(), histograms)
 
 
 def _triton_op() -> Any:

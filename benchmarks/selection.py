@@ -1,0 +1,125 @@
+"""Batch-level statistics: M2PO's mask and BAPO's bounds by integer histograms, against sorting and the released loops.
+
+    python benchmarks/selection.py [--device cpu|cuda] [--tokens 65536 1048576 16777216] [--threads 1] [--repeats 5]
+
+In one process, taking turns; the least time counts: on a CPU, CPU time of all threads. The loops are the released
+codes' way: M2PO walks over the sorted squares, one ``.item()`` a step; BAPO evaluates both contributions over all
+tokens for every state of its bounds. They run up to --loop-tokens tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+from token_pass import make_batch, take_turns
+
+from megarl.batch import TokenBatch
+from megarl.objectives import OBJECTIVES
+from megarl.objectives.ratios import log_ratio
+from megarl.objectives.terms import trust_region
+
+
+def m2_ways(batch: TokenBatch, backends: list[str], loop: bool) -> dict[str, Callable[[], torch.Tensor]]:
+    """Each returns the largest |l| that keeps its gradient under M2PO's Algorithm 1, threshold .04; only the released
+    loop solves the released code's own equation, which takes as many steps."""
+
+    def squares() -> torch.Tensor:
+        l, _ = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
+        return l[trust_region(l, batch)].double().square().sort().values
+
+    def sort_and_cumsum() -> torch.Tensor:
+        ordered = squares()
+        means = ordered.cumsum(0) / torch.arange(1, ordered.numel() + 1, device=ordered.device)
+        return ordered[(means <= 0.04).sum()].sqrt()
+
+    def released_loop() -> torch.Tensor:
+        ordered = squares()
+        below, total = ordered.cumsum(0), ordered.numel()
+        for k in range(total):
+            if (below[k] + ordered[k] * (total - k - 1)).item() >= 0.04 * total:
+                return ordered[max(k - 1, 0)].sqrt()
+        return ordered[-1].sqrt()
+
+    objective = OBJECTIVES["m2po"]()
+    ways: dict[str, Callable[[], torch.Tensor]] = {"sort + cumsum": sort_and_cumsum}
+    for backend in ("torch", *backends):
+        ways[backend] = lambda backend=backend: objective.statistics(batch, None, backend).threshold
+    return ways | ({"released loop": released_loop} if loop else {})
+
+
+def bapo_ways(batch: TokenBatch, backends: list[str], loop: bool) -> dict[str, Callable[[], torch.Tensor]]:
+    """Each returns c_low for a target that no bounds reach: the search visits every state, as it does on old data. The
+    loop is that of the paper's Algorithm 1."""
+    target = 1.0
+
+    def loop_over_states() -> torch.Tensor:
+        l, _ = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
+        ratio, a = l.exp(), batch.advantages
+        weight = torch.where(batch.loss_mask, batch.rollout_logprobs.exp(), 0)
+        low, high = 0.6, 1.2
+        while True:
+            above = (weight * torch.minimum(ratio * a, ratio.clamp(0, high) * a).abs())[a > 0].sum()
+            whole = (weight * torch.minimum(ratio * a, ratio.clamp(low, high) * a).abs()).sum()
+            if (above / whole).item() >= target or low + 0.02 > 0.9 + 1e-9:
+                return torch.tensor(low, dtype=torch.float64)
+            if high + 0.05 <= 3.0 + 1e-9:
+                high += 0.05
+            else:
+                low += 0.02
+
+    objective = OBJECTIVES["bapo"](positive_target=target)
+    ways: dict[str, Callable[[], torch.Tensor]] = {}
+    for backend in ("torch", *backends):
+        ways[backend] = lambda backend=backend: objective.statistics(batch, None, backend).ratio_min
+    return ways | ({"released loop": loop_over_states} if loop else {})
+
+
+def measure(
+    name: str, tokens: int, device: torch.device, backends: list[str], repeats: int, loop: bool
+) -> dict[str, Any]:
+    batch = make_batch(tokens, device).detach()
+    ways = {"m2po": m2_ways, "bapo": bapo_ways}[name](batch, backends, loop)
+    expected = float(ways["torch"]())
+    for way, run in ways.items():
+        if (name, way) != ("m2po", "released loop"):  # another equation
+            assert math.isclose(float(run()), expected, rel_tol=1e-6), f"{name} {way}: {float(run())}, not {expected}"
+    seconds = take_turns(ways, repeats, device)
+    row: dict[str, Any] = {"statistics": name, "tokens": tokens, "device": device.type}
+    row |= {f"{way} ms": 1e3 * s for way, s in seconds.items()}
+    for way in ("sort + cumsum", "released loop"):
+        if way in seconds:
+            row |= {f"{way}/{backend}": seconds[way] / seconds[backend] for backend in backends}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 16, 1 << 20, 1 << 24])
+    parser.add_argument("--loop-tokens", type=int, default=1 << 16)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    if os.environ.get("OMP_NUM_THREADS") != str(arguments.threads):  # the kernels' OpenMP reads it when it starts
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    backends = ["cpp"] if device.type == "cpu" else ["cuda"]
+    rows = [
+        measure(name, tokens, device, backends, arguments.repeats, tokens <= arguments.loop_tokens)
+        for name in ("m2po", "bapo")
+        for tokens in arguments.tokens
+    ]
+    common.write_table(f"selection_{device.type}", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The fused token pass against eager torch and torch.compile: loss, gradient, kept tokens, every metric, histograms.
+
+    python benchmarks/token_pass.py [--device cpu|cuda] [--tokens 1048576 16777216] [--threads 1] [--repeats 5]
+
+All ways compute the same on the same tokens, in one process, taking turns; the least time counts: on a CPU, CPU time
+of all threads, which a busy machine changes least. "loss alone" is eager torch without metrics and histograms, the
+least that training needs. Bytes are those a single pass must move: 13 read, 9 written, 4 read and 4 written by the
+multiplication with the incoming gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+
+from megarl.batch import TokenBatch
+from megarl.objectives import OBJECTIVES
+from megarl.objectives.clipping import hard_clip
+from megarl.objectives.ratios import log_ratio, prefix_min_log_ratio
+from megarl.objectives.veto import veto_mask
+
+BYTES = 4 + 4 + 4 + 1 + 4 + 4 + 1 + 8
+CASES = ("mu_grpo", "minpro", "prefix_ratio_grpo", "m2po", "grpo")
+
+
+def make_batch(tokens: int, device: torch.device) -> TokenBatch:
+    """Responses of 64 to 8192 tokens, log-ratios with a heavy tail, 10 % untrained."""
+    g = torch.Generator().manual_seed(tokens)
+    lengths = (64 * 128 ** torch.rand(tokens // 512, generator=g)).long()
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    cu_seqlens = torch.cat([cu_seqlens[cu_seqlens < tokens], torch.tensor([tokens])]).int()
+    logprobs = -torch.rand(tokens, generator=g) * 3
+    spread = torch.where(torch.rand(tokens, generator=g) < 0.01, 3.0, 0.15)
+    rollout = (logprobs - spread * torch.randn(tokens, generator=g)).clamp(max=0)
+    advantages = torch.randn(len(cu_seqlens) - 1, generator=g).repeat_interleave(cu_seqlens.diff().long())
+    mask = torch.rand(tokens, generator=g) < 0.9
+    tensors = [x.to(device) for x in (logprobs, rollout, advantages, mask, cu_seqlens)]
+    return TokenBatch(tensors[0].requires_grad_(), *tensors[1:])
+
+
+def everything(name: str, backend: str, statistics: Any) -> Callable[[TokenBatch], torch.Tensor]:
+    objective = OBJECTIVES[name]()
+
+    def run(batch: TokenBatch) -> torch.Tensor:
+        terms = objective(batch, statistics, backend)
+        return torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0]
+
+    return run
+
+
+def compiled(name: str, statistics: Any) -> Callable[[TokenBatch], torch.Tensor]:
+    objective = OBJECTIVES[name]()
+
+    @torch.compile(dynamic=False)
+    def forward(*tensors: torch.Tensor) -> Any:
+        terms = objective(TokenBatch(*tensors), statistics)
+        return terms.loss, terms.kept, list(terms.metrics.values()), list(terms.histograms.values())
+
+    def run(batch: TokenBatch) -> torch.Tensor:
+        inputs = (batch.logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens)
+        return torch.autograd.grad(forward(*inputs)[0].sum(), batch.logprobs)[0]
+
+    return run
+
+
+def loss_alone(name: str) -> Callable[[TokenBatch], torch.Tensor] | None:
+    if name not in ("mu_grpo", "prefix_ratio_grpo", "grpo"):
+        return None
+
+    def run(batch: TokenBatch) -> torch.Tensor:
+        l, _ = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
+        ratio = (l + prefix_min_log_ratio(l, batch) if name == "prefix_ratio_grpo" else l).exp()
+        low, high = (0.0, 5.0) if name == "mu_grpo" else (0.8, 1.2)
+        value, _ = hard_clip(ratio, batch.advantages, low, high)
+        if name == "mu_grpo":
+            value = torch.where(veto_mask(ratio, batch, 1e-4, "sequence"), 0, value)
+        loss = torch.where(batch.loss_mask, -value, 0)
+        return torch.autograd.grad(loss.sum(), batch.logprobs)[0]
+
+    return run
+
+
+def clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def take_turns(ways: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, float]:
+    """Least seconds of each way, after one call that does not count."""
+    best = dict.fromkeys(ways, float("inf"))
+    for turn in range(repeats + 1):
+        for name, way in ways.items():
+            start = clock(device)
+            way()
+            if turn:
+                best[name] = min(best[name], clock(device) - start)
+    return best
+
+
+def measure(name: str, tokens: int, device: torch.device, backends: list[str], repeats: int) -> dict[str, Any]:
+    batch = make_batch(tokens, device)
+    statistics = OBJECTIVES[name]().statistics(batch.detach())
+    functions = {backend: everything(name, backend, statistics) for backend in ("torch", *backends)}
+    functions["compile"] = compiled(name, statistics)
+    if (alone := loss_alone(name)) is not None:
+        functions["loss alone"] = alone
+    expected = functions["torch"](batch)
+    for way, function in functions.items():  # what is fast and wrong shows nothing
+        torch.testing.assert_close(
+            function(batch), expected, rtol=1e-4, atol=1e-5, msg=lambda m, way=way: f"{way}: {m}"
+        )
+    copy = torch.empty(tokens, device=device)
+    ways = {way: lambda f=function: f(batch) for way, function in functions.items()}
+    ways["copy"] = lambda: copy.copy_(batch.rollout_logprobs)
+    seconds = take_turns(ways, repeats, device)
+    row: dict[str, Any] = {"objective": name, "tokens": tokens, "device": device.type}
+    row |= {f"{way} ms": 1e3 * seconds[way] for way in functions}
+    for backend in backends:
+        row[f"eager/{backend}"] = seconds["torch"] / seconds[backend]
+        row[f"compile/{backend}"] = seconds["compile"] / seconds[backend]
+        if alone is not None:
+            row[f"loss alone/{backend}"] = seconds["loss alone"] / seconds[backend]
+        bandwidth = BYTES * tokens / seconds[backend] / (8 * tokens / seconds["copy"])
+        row[f"{backend} share of copy bandwidth"] = bandwidth
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 20, 1 << 24])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--objectives", nargs="+", default=list(CASES), choices=list(OBJECTIVES))
+    arguments = parser.parse_args()
+    if os.environ.get("OMP_NUM_THREADS") != str(arguments.threads):  # the kernels' OpenMP reads it when it starts
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    backends = ["cpp"] if device.type == "cpu" else ["cuda", "triton"]
+    rows = [
+        measure(name, tokens, device, backends, arguments.repeats)
+        for tokens in arguments.tokens
+        for name in arguments.objectives
+    ]
+    common.write_table(f"token_pass_{device.type}", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The compiled token pass as an operation: threads, blocks, registration, errors.
+
+Its values are tested against the papers in tests/objectives, its segments under context parallelism in
+tests/distributed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megarl.batch import TokenBatch
+from megarl.errors import UserError
+from megarl.kernels import token_pass as op
+from megarl.kernels.segment_summary import segment_summary
+from megarl.kernels.token_pass import RULES, SUMS, Rule, token_pass
+from megarl.kernels.tokens import Tokens
+from megarl.objectives import OBJECTIVES, build_objective
+from megarl.objectives.fused import constants
+
+HEADER = Path(__file__).parents[2] / "csrc/include/megarl_kernels.h"
+
+
+def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
+    g = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+    logprobs = -torch.rand(tokens, generator=g) * 3
+    rollout = (logprobs - 0.4 * torch.randn(tokens, generator=g)).clamp(max=0)
+    advantages = torch.randn(len(lengths), generator=g).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    mask = torch.rand(tokens, generator=g) < 0.8
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    old = rollout + 0.1 * torch.randn(tokens, generator=g)
+    return TokenBatch(logprobs.requires_grad_(), rollout, advantages, mask, cu_seqlens, old_logprobs=old)
+
+
+BORDERS = [255, 256, 257, 0, 0, 1, 511, 1, 0, 513, 16383, 1, 16385, 3, 40000, 0]
+
+
+@pytest.mark.parametrize("name", ["mu_grpo", "gspo", "minpro", "m2po", "topr"])
+def test_tiles_and_blocks_have_no_borders(name: str) -> None:
+    """Lengths around the tile (256) and the block (16384), empty ones among them, against the definition."""
+    batch = make_batch(BORDERS)
+    objective = OBJECTIVES[name]()
+    definition, fused = objective(batch), objective(batch, backend="cpp")
+    assert torch.equal(fused.kept, definition.kept)
+    torch.testing.assert_close(fused.loss, definition.loss, rtol=2e-6, atol=1e-6)
+    for key, (total, count) in definition.metrics.items():
+        assert float(fused.metrics[key][1]) == pytest.approx(float(count), abs=1e-9), key
+        assert float(fused.metrics[key][0]) == pytest.approx(float(total), rel=1e-5, abs=1e-4), key
+    assert all(torch.equal(fused.histograms[k], counts) for k, counts in definition.histograms.items())
+
+
+THREADS = """
+import hashlib, json, sys
+sys.path.insert(0, {here!r})
+import torch
+from test_token_pass import BORDERS, make_batch
+from megarl.objectives import OBJECTIVES
+digest = hashlib.sha256()
+for name in OBJECTIVES:
+    batch = make_batch(BORDERS * 3)
+    objective = OBJECTIVES[name]()
+    terms = objective(batch, backend="cpp")
+    gradient = torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0]
+    numbers = [x for pair in terms.metrics.values() for x in pair] + list(terms.histograms.values())
+    statistics = objective.statistics(batch.detach(), None, "cpp")
+    numbers += [] if statistics is None else [x for x in vars(statistics).values() if x is not None]
+    for tensor in (terms.loss, terms.kept, gradient, *numbers):
+        digest.update(tensor.detach().numpy().tobytes())
+print(json.dumps(digest.hexdigest()))
+"""
+
+
+def test_every_number_of_threads_gives_the_same_bytes() -> None:
+    digests = set()
+    for threads in (1, 2, 3, 7):
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        command = [sys.executable, "-c", THREADS.format(here=str(Path(__file__).parent))]
+        out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        digests.add(json.loads(out.splitlines()[-1]))
+    assert len(digests) == 1
+
+
+def as_tokens(batch: TokenBatch) -> Tokens:
+    return Tokens(batch.logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens)
+
+
+def test_the_operation_is_registered_correctly() -> None:
+    """Schema, fake, autograd and tracing: torch's own checks."""
+    batch = make_batch([5, 0, 9])
+    tokens = as_tokens(batch)
+    arguments = (
+        RULES.index("clip_token"), constants((0.8, 1.2), torch.device("cpu")), tokens.logprobs, tokens.rollout_logprobs,
+        None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None, None,
+    )  # fmt: skip
+    torch.library.opcheck(op._token_pass, arguments)
+
+
+def test_names_stand_in_the_order_of_the_header() -> None:
+    """An enumerator out of place would report one metric under the name of another."""
+    text = HEADER.read_text()
+    rules = [line.split("=")[0].strip() for line in text.split("enum megarl_rule {")[1].split("}")[0].split(",\n")]
+    assert [r.removeprefix("MEGARL_").lower() for r in rules if r] == list(RULES)
+    body = text.split("enum megarl_sum {")[1].split("}")[0]
+    sums = [
+        word for line in body.splitlines() for word in line.split("/*")[0].replace(",", " ").split() if "MEGARL" in word
+    ]
+    assert [s.removeprefix("MEGARL_").lower() for s in sums] == [*SUMS, "num_sums"]
+
+
+def test_wrong_input_is_named() -> None:
+    batch = make_batch([5, 9])
+    rule = Rule("reinforce", constants((), torch.device("cpu")))
+    with pytest.raises(UserError, match=r"kernel backend is 'numpy'; expected one of torch, cpp"):
+        token_pass(rule, as_tokens(batch), backend="numpy")
+    with pytest.raises(UserError, match="'cuda' runs on cuda, but the tensors are on cpu"):
+        token_pass(rule, as_tokens(batch), backend="cuda")
+    with pytest.raises(ValueError, match=r"rollout_logprobs is torch.float16 \(14,\) on cpu; expected contiguous"):
+        Tokens(batch.logprobs, batch.rollout_logprobs.half(), batch.advantages, batch.loss_mask, batch.cu_seqlens)
+    shorter = Tokens(
+        batch.logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens[:2].clone()
+    )
+    with pytest.raises(ValueError, match="cu_seqlens ends at 5, but there are 14 tokens"):
+        token_pass(rule, shorter)
+    backwards = torch.tensor([0, 16, 14], dtype=torch.int32)
+    with pytest.raises(ValueError, match="must start at 0 and never decrease"):
+        token_pass(rule, Tokens(batch.logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, backwards))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.7])
+def test_segment_summary_equals_its_torch_version(threshold: float) -> None:
+    batch = make_batch(BORDERS[:10])
+    batch.rollout_logprobs[~batch.loss_mask] = torch.nan
+    bound = torch.tensor(threshold)
+    ours, definition = (segment_summary(as_tokens(batch.detach()), bound, b) for b in ("cpp", "torch"))
+    assert torch.equal(ours.least, definition.least)
+    assert torch.equal(ours.count, definition.count)
+    assert torch.equal(ours.first_trigger, definition.first_trigger)
+    torch.testing.assert_close(ours.sum, definition.sum, rtol=1e-12, atol=1e-12)
+    assert (ours.first_trigger < 1000).any() == (threshold > 0)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations, each at least one launch on a GPU, and refuses those that wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        assert not any(word in name for word in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero")), name
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_launches_are_constant_and_nothing_waits(name: str, backend: str) -> None:
+    """Statistics, loss, gradient: as many operations for 20 tokens as for 2000, none of which reads a value."""
+    objective = build_objective(name, {})
+    counts = []
+    for lengths in ([9, 11], [500] * 4, [40] * 50):
+        batch = make_batch(lengths)
+        objective(batch, objective.statistics(batch.detach(), None, backend), backend)  # constants are made once
+        with Launches() as launches:
+            terms = objective(batch, objective.statistics(batch.detach(), None, backend), backend)
+            torch.autograd.grad(terms.loss.sum(), batch.logprobs)
+        counts.append(launches.count)
+    assert len(set(counts)) == 1, counts
+    if backend == "cpp" and not objective.needs_statistics:
+        assert counts[0] < 90, counts
