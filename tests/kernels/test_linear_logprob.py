@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.autograd import gradcheck
 
+from megarl.errors import UserError
 from megarl.kernels import linear_logprob as fused
 from megarl.kernels import reference
+from megarl.kernels import torch_linear_logprob as plain_torch
 from megarl.kernels.linear_logprob import linear_logprob
 
 TOKENS, WIDTH, VOCAB, PADDED = 13, 6, 17, 24
@@ -108,13 +112,110 @@ def test_half_precision_inputs_give_float32_logits(dtype: torch.dtype) -> None:
 
 def test_default_chunk_bounds_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    plain = fused._logits
-    monkeypatch.setattr(fused, "_logits", lambda *a: sizes.append((z := plain(*a)).numel() * z.element_size()) or z)
-    monkeypatch.setattr(fused, "CHUNK_BYTES", 5 * PADDED * 4)
+    plain = plain_torch._logits
+    monkeypatch.setattr(plain_torch, "_logits", lambda *a: sizes.append((z := plain(*a)).numel() * z.itemsize) or z)
+    monkeypatch.setattr(fused, "CPU_BUFFER_BYTES", 5 * PADDED * 4)
     hidden, weight, targets = problem(torch.float32)
     linear_logprob(hidden, weight, targets)[0].sum().backward()
     assert max(sizes) == 5 * PADDED * 4
     assert len(sizes) == 6
+
+
+def test_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows a product goes by blocks of its rows; their size changes nothing."""
+    hidden, weight, targets = problem()
+    whole = linear_logprob(hidden, weight, targets, 0.7)
+    grads = gradients(whole, [hidden, weight], "both")
+    monkeypatch.setattr(plain_torch, "CPU_BLOCK_BYTES", 3 * PADDED * 8)
+    blocks = linear_logprob(hidden, weight, targets, 0.7)
+    torch.testing.assert_close(blocks, whole, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(blocks, [hidden, weight], "both"), grads, rtol=0, atol=0)
+
+
+def test_saved_state_is_two_numbers_a_token() -> None:
+    hidden, weight, targets = problem(torch.float32)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        linear_logprob(hidden, weight, targets)
+    beside_the_inputs = [x for x in saved if x.data_ptr() not in (hidden.data_ptr(), weight.data_ptr())]
+    floats = [x for x in beside_the_inputs if x.is_floating_point()]
+    assert sum(x.numel() for x in floats) == 2 * TOKENS
+    assert all(x.shape == (TOKENS,) for x in beside_the_inputs)
+
+
+def test_unlikely_tokens_cost_no_more() -> None:
+    """torch's exp takes a hundred times as long where its result is subnormal, as for a logit 95 below the top."""
+    hidden, weight = torch.eye(64), torch.zeros(20000, 64)
+    targets = torch.zeros(64, dtype=torch.long)
+
+    def seconds(spread: float) -> float:
+        weight[1:] = -spread
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            linear_logprob(hidden, weight, targets)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert seconds(95.0) < 5 * seconds(1.0)
+
+
+def test_backend_must_exist() -> None:
+    hidden, weight, targets = problem()
+    with pytest.raises(UserError, match="'cuda'; expected one of torch, triton, liger"):
+        linear_logprob(hidden, weight, targets, backend="cuda")
+
+
+@pytest.mark.parametrize(("backend", "package"), [("triton", "triton"), ("liger", "liger_kernel")])
+def test_missing_package_is_named_with_the_remedy(backend: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"megarl.kernels.{backend}_linear_logprob", raising=False)
+    monkeypatch.delitem(sys.modules, "megarl.kernels.aot", raising=False)
+    hidden, weight, targets = problem()
+    with pytest.raises(UserError, match=f"'{backend}' needs the package {package}.*pip install"):
+        linear_logprob(hidden, weight, targets, backend=backend)
+
+
+def test_triton_needs_a_gpu() -> None:
+    hidden, weight, targets = problem(torch.float32)
+    with pytest.raises(UserError, match='needs a GPU, but hidden is on cpu; there use "torch"'):
+        linear_logprob(hidden, weight, targets, backend="triton")
+
+
+def test_liger_equals_the_reference() -> None:
+    hidden, weight, targets = problem(torch.float32)
+    outputs = linear_logprob(hidden, weight, targets, 0.7, vocab_size=VOCAB, backend="liger")
+    wanted = reference.linear_logprob(hidden, weight, targets, 0.7, VOCAB)
+    torch.testing.assert_close(outputs, wanted, rtol=0, atol=5e-6)
+    grads = gradients(outputs, [hidden, weight], "both")
+    torch.testing.assert_close(grads, gradients(wanted, [hidden, weight], "both"), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "liger"])
+def test_target_outside_the_vocabulary_is_nan_and_has_no_gradient(backend: str) -> None:
+    hidden, weight, targets = problem(torch.float32)
+    targets[3], targets[5] = VOCAB, -1
+    logprobs, entropy = linear_logprob(hidden, weight, targets, vocab_size=VOCAB, backend=backend)
+    assert logprobs.isnan().nonzero().flatten().tolist() == [3, 5]
+    torch.testing.assert_close(entropy, reference.linear_logprob(hidden, weight, targets * 0, 1.0, VOCAB)[1])
+    (grad,) = torch.autograd.grad(logprobs.sum(), hidden)
+    assert grad.isfinite().all() and grad.any(1).logical_not().nonzero().flatten().tolist() == [3, 5]
+
+
+def test_liger_without_tokens() -> None:
+    hidden, weight, targets = problem(torch.float32)
+    logprobs, entropy = linear_logprob(hidden[:0], weight, targets[:0], backend="liger")
+    assert logprobs.shape == entropy.shape == (0,)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_liger_is_refused_where_it_rounds() -> None:
+    hidden, weight, targets = problem(torch.bfloat16)
+    with pytest.raises(UserError, match="got torch.bfloat16, which Liger rounds"):
+        linear_logprob(hidden, weight, targets, backend="liger")
 
 
 def test_vocabulary_size_must_fit() -> None:
