@@ -21,7 +21,13 @@ PACKAGE = Path(megarl.__file__).parent
 MODULES = ["megarl", *(module.name for module in pkgutil.walk_packages([str(PACKAGE)], "megarl."))]
 HEAVY = {  # package: the modules (and everything below them) that may bring it in by being imported
     "megatron": ("megarl.actor", "megarl.phases"),
-    "transformers": ("megarl.actor", "megarl.data", "megarl.phases", "megarl.rollout"),
+    "transformers": (
+        "megarl.actor",
+        "megarl.data",
+        "megarl.kernels.liger_linear_logprob",
+        "megarl.phases",
+        "megarl.rollout",
+    ),
     "vllm": ("megarl.rollout.vllm",),
     "sglang": ("megarl.rollout.sglang",),
     "nemo_run": (),
