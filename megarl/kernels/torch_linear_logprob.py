@@ -10,7 +10,7 @@ import torch
 
 from megarl.kernels.linear_logprob import buffer_bytes, chunks
 
-CPU_BLOCK_BYTES = 4 * 2**20
+CPU_BLOCK_BYTES = 16 * 2**20
 
 
 def chunk_tokens(hidden: torch.Tensor, rows: int) -> int:

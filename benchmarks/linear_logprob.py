@@ -1,0 +1,242 @@
+"""The lm head: log-probability and entropy of a token, forward and backward, fused and with materialised logits.
+
+On the CPU the fused op runs beside log_softmax over materialised logits, each in processes of its own, for its peak of
+memory and its time; on a GPU, beside these, Liger and CCE where installed, for shards of Qwen3's vocabulary.
+
+    python benchmarks/linear_logprob.py [--device cpu gpu] [--tokens 4096 --width 512 --vocabulary 151936] [--repeats 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import NOT_MEASURED, in_own_process, write_table
+
+from megarl.errors import UserError
+from megarl.kernels.linear_logprob import linear_logprob
+
+Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, weight, targets -> log-probs
+
+QWEN3 = dict(tokens=32768, width=2048, vocabulary=151936)
+
+
+def materialised(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (hidden @ weight.t()).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def fused(backend: str, chunk_tokens: int | None = None) -> Head:
+    return lambda *inputs: linear_logprob(*inputs, chunk_tokens=chunk_tokens, backend=backend)[0]
+
+
+def liger(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Its log-probs; its entropy comes out in bfloat16."""
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+
+    return -LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, targets, 1.0, -100, 1, True)[0]
+
+
+def cut_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """No entropy and no temperature; its gradient filter is off, to be exact."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    return -linear_cross_entropy(hidden, weight, targets, reduction="none", filter_eps=None)
+
+
+HEADS: dict[str, Head] = {
+    "megarl torch": fused("torch"),
+    "megarl triton": fused("triton"),
+    "materialised": materialised,
+    "liger": liger,
+    "cut_cross_entropy": cut_cross_entropy,
+}
+
+
+def problem(
+    tokens: int, width: int, vocabulary: int, device: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=generator, device=device, dtype=dtype)
+    weight = torch.randn(vocabulary, width, generator=generator, device=device, dtype=dtype).mul_(width**-0.5)
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator, device=device)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def operations(tokens: int, width: int, vocabulary: int) -> tuple[int, int]:
+    """Floating-point operations of the matrix products: forward; forward and backward that recomputes the logits."""
+    product = 2 * tokens * width * vocabulary
+    return product, 4 * product
+
+
+def traffic(tokens: int, width: int, vocabulary: int, size: int) -> tuple[int, int]:
+    """Bytes that a fused op must read and write, elements of ``size`` bytes: forward; forward and backward."""
+    inputs = (tokens + vocabulary) * width * size + tokens * 8
+    outputs = tokens * 2 * 4
+    return inputs + outputs, 2 * (inputs + outputs) + (tokens + vocabulary) * width * size
+
+
+# CPU
+
+
+def cpu_child(
+    head: str, tokens: int, width: int, vocabulary: int, repeats: int, chunk_tokens: int | None
+) -> dict[str, float]:
+    """Best seconds (wall and CPU) of forward + backward, and the growth of peak memory, in MiB; runs alone."""
+    run = fused("torch", chunk_tokens) if head == "megarl torch" else HEADS[head]
+    hidden, weight, targets = problem(tokens, width, vocabulary, "cpu", torch.float32)
+    run(hidden[:1], weight[:64], targets[:1] % 64).sum().backward()  # loads the libraries
+    hidden.grad = weight.grad = None
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    wall, cpu = [], []
+    for _ in range(repeats):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        run(hidden, weight, targets).sum().backward()
+        wall.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - cpu_start)
+        hidden.grad = weight.grad = None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"seconds": min(wall), "cpu_seconds": min(cpu), "peak_mib": (peak - before) / 1024}
+
+
+def cpu_rows(
+    tokens: int, width: int, vocabulary: int, repeats: int, chunk_tokens: int | None, threads: int
+) -> list[dict[str, Any]]:
+    """Fused and materialised, and their ratios."""
+    size = {"tokens": tokens, "width": width, "vocabulary": vocabulary}
+    rows = []
+    for head in ("megarl torch", "materialised"):
+        child = json.dumps(dict(head=head, repeats=repeats, chunk_tokens=chunk_tokens, **size))
+        measured = in_own_process(__file__, ["--child", child], threads)
+        floats = operations(tokens, width, vocabulary)[1] if head != "materialised" else 6 * tokens * width * vocabulary
+        rows.append(
+            {"op": head, **size, "threads": threads, **measured, "gflop_per_s": floats / measured["seconds"] / 1e9}
+        )
+    ratios = {key: rows[0][key] / rows[1][key] for key in ("seconds", "cpu_seconds", "peak_mib")}
+    return [*rows, {"op": "megarl / materialised", **size, "threads": threads, **ratios, "gflop_per_s": ""}]
+
+
+# GPU
+
+
+def milliseconds(run: Callable[[], Any], repeats: int = 10) -> float:
+    """Median over ``repeats``, each between two events of its own, after three runs to warm up."""
+    for _ in range(3):
+        run()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in events:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
+
+
+def matmul_ceiling() -> float:
+    """Floating-point operations a second of cuBLAS on square bfloat16 matrices."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / milliseconds(lambda: a @ b, 20) * 1e3
+
+
+def copy_ceiling() -> float:
+    """Bytes a second, read and written, of a copy of 4 GiB."""
+    source = torch.empty(2**30, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * 4 * 2**30 / milliseconds(lambda: target.copy_(source), 20) * 1e3
+
+
+def launches_and_syncs(run: Callable[[], Any]) -> tuple[int, int]:
+    """Kernels (and copies) on the device, and waits of the host for it, of one run."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    launches = sum(event.device_type is torch.autograd.DeviceType.CUDA for event in profile.events())
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    torch.cuda.set_sync_debug_mode("default")
+    return launches, sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def gpu_row(head: str, shape: dict[str, int], flops: float, bytes_per_second: float) -> dict[str, Any]:
+    hidden, weight, targets = problem(**shape, device="cuda", dtype=torch.bfloat16)
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return HEADS[head](hidden, weight, targets)
+
+    def both() -> None:
+        HEADS[head](hidden, weight, targets).sum().backward()
+        hidden.grad = weight.grad = None
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    both()
+    torch.cuda.synchronize()
+    row: dict[str, Any] = {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
+    for name, run, floats, moved in zip(
+        ("forward", "both"), (forward, both), operations(**shape), traffic(**shape, size=2), strict=True
+    ):
+        time_ms = milliseconds(run)
+        roofline = max(floats / flops, moved / bytes_per_second) * 1e3
+        row |= {f"{name}_ms": time_ms, f"{name}_tflops": floats / time_ms / 1e9, f"{name}_of_roof": roofline / time_ms}
+    row["launches"], row["host_syncs"] = launches_and_syncs(both)
+    return row
+
+
+MEASURED = ("peak_mib", "forward_ms", "forward_tflops", "forward_of_roof", "both_ms", "both_tflops", "both_of_roof")
+
+
+def gpu_rows() -> list[dict[str, Any]]:
+    """Every head on a shard of the vocabulary of each tensor-parallel size, without the two all-reduces."""
+    available = torch.cuda.is_available()
+    flops, copied = (matmul_ceiling(), copy_ceiling()) if available else (0.0, 0.0)
+    rows = []
+    for tp in (1, 2, 4, 8):
+        shape = QWEN3 | {"vocabulary": QWEN3["vocabulary"] // tp}
+        for head in HEADS:
+            row = {"op": head, **shape, "tp": tp, "gflop": operations(**shape)[1] // 10**9}
+            row |= {"megabytes": traffic(**shape, size=2)[1] // 10**6}
+            row |= {"matmul_tflops": flops / 1e12, "copy_gb_s": copied / 1e9} if available else {}
+            row |= dict.fromkeys((*MEASURED, "launches", "host_syncs"), NOT_MEASURED)
+            row["note"] = "" if available else "no GPU"
+            if available:
+                try:
+                    row |= gpu_row(head, shape, flops, copied)
+                except (UserError, ModuleNotFoundError, torch.OutOfMemoryError) as error:
+                    row["note"] = type(error).__name__
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "gpu"), nargs="+", default=["cpu", "gpu"])
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--vocabulary", type=int, default=151936)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--chunk-tokens", type=int, help="default: what the op chooses")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(cpu_child(**options.child)))
+        return
+    if "cpu" in options.device:
+        shape = (options.tokens, options.width, options.vocabulary, options.repeats, options.chunk_tokens)
+        write_table("linear_logprob_cpu", [row for threads in options.threads for row in cpu_rows(*shape, threads)])
+    if "gpu" in options.device:
+        write_table("linear_logprob_gpu", gpu_rows())
+
+
+if __name__ == "__main__":
+    main()
