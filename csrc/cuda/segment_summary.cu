@@ -23,10 +23,10 @@ __global__ void __launch_bounds__(kThreads)
               int32_t* first_trigger) {
   __shared__ Summary of_warp[kWarps];
   const int64_t s = blockIdx.x;
-  const int64_t start = tokens.cu_seqlens[s], end = tokens.cu_seqlens[s + 1];
+  const uint32_t start = tokens.cu_seqlens[s], end = tokens.cu_seqlens[s + 1];
   Summary mine{kNone, 0.0, 0, INT32_MAX};
-  for (int64_t tile = start & ~3; tile < end; tile += kThreads * kItems) {
-    const int64_t first = tile + threadIdx.x * kItems;
+  for (uint32_t tile = start & ~3u; tile < end; tile += kThreads * kItems) {
+    const uint32_t first = tile + threadIdx.x * kItems;
     const Quad q = load(tokens, wide, first, start, end);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {

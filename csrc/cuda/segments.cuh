@@ -57,7 +57,7 @@ __device__ inline void unpack(const float* from, float (&to)[kItems]) {
 
 // Tokens first to first + 3, those of them that lie in [start, end); first is a multiple of 4. wide: the arrays are
 // aligned for 128-bit loads.
-__device__ inline Quad load(const megarl_tokens& x, bool wide, int64_t first, int64_t start, int64_t end) {
+__device__ inline Quad load(const megarl_tokens& x, bool wide, uint32_t first, uint32_t start, uint32_t end) {
   Quad q = {};
   if (wide && first >= start && first + kItems <= end) {
     const uchar4 mask = *reinterpret_cast<const uchar4*>(x.mask + first);
@@ -69,7 +69,7 @@ __device__ inline Quad load(const megarl_tokens& x, bool wide, int64_t first, in
   } else {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      const int64_t t = first + i;
+      const uint32_t t = first + i;
       if (t < start || t >= end) continue;
       q.on[i] = x.mask[t] != 0;
       q.logprob[i] = x.logprobs[t];

@@ -8,8 +8,8 @@
 namespace megarl {
 namespace {
 
-constexpr int kShort = 512;           // longest segment, in tokens, of a group that shares a block
-constexpr int kRow = MEGARL_NUM_SUMS + 1;  // the sums and the loss
+constexpr int kShort = 512;  // longest segment, in tokens, of a group that shares a block
+constexpr int kLoss = MEGARL_NUM_SUMS, kRow = kLoss + 1;  // the sums, and that of the loss
 static_assert(kRow <= kWarp, "one lane writes one sum");
 
 struct Pass {
@@ -42,6 +42,7 @@ struct Shared {
 // The threads that share a segment.
 template <int warps>
 struct Team {
+  static constexpr int kWarps = warps;
   static constexpr int kTile = warps * kWarp * kItems;
 
   static __device__ int rank() { return threadIdx.x % (warps * kWarp); }
@@ -83,7 +84,7 @@ __device__ float mean_or_sum(double sum, double trained, bool mean) {
 
 // What the rule must know of the whole sequence.
 template <class Rule, class Team>
-__device__ Sequence whole_sequence(const Pass& pass, Shared& shared, int64_t s, int64_t start, int64_t end) {
+__device__ Sequence whole_sequence(const Pass& pass, Shared& shared, int64_t s, uint32_t start, uint32_t end) {
   constexpr Quantity quantity = Rule::kQuantity;
   if constexpr (quantity == Quantity::kTies) {
     return {0.0f, last_refused_tie(pass.parameters[1], pass.places[s])};
@@ -91,7 +92,7 @@ __device__ Sequence whole_sequence(const Pass& pass, Shared& shared, int64_t s, 
     if (pass.has_inherited) return {pass.inherited.log_ratio[s], 0};
     double sum = 0.0;
     int trained = 0;
-    for (int64_t tile = start & ~3; tile < end; tile += Team::kTile) {
+    for (uint32_t tile = start & ~3u; tile < end; tile += Team::kTile) {
       const Quad q = load(pass.tokens, pass.wide, tile + Team::rank() * kItems, start, end);
       for (int i = 0; i < kItems; ++i) {
         sum += clamped_log_ratio(q, i);
@@ -106,12 +107,12 @@ __device__ Sequence whole_sequence(const Pass& pass, Shared& shared, int64_t s, 
     if (pass.has_inherited) return {0.0f, pass.inherited.first_trigger[s]};
     const float threshold = static_cast<float>(pass.parameters[2]);
     int first = INT32_MAX;
-    for (int64_t tile = start & ~3; tile < end; tile += Team::kTile) {
-      const int64_t t = tile + Team::rank() * kItems;
+    for (uint32_t tile = start & ~3u; tile < end; tile += Team::kTile) {
+      const uint32_t t = tile + Team::rank() * kItems;
       const Quad q = load(pass.tokens, pass.wide, t, start, end);
       for (int i = kItems - 1; i >= 0; --i) {
         const bool fires = q.advantage[i] < 0.0f && exponential(clamped_log_ratio(q, i)) < threshold;
-        if (fires && first > t + i - start) first = static_cast<int>(t + i - start);
+        if (fires) first = min(first, static_cast<int>(t + i - start));
       }
     }
     return {0.0f, static_cast<int>(Team::combine(shared, warp_min(first), [](double a, double b) { return min(a, b); }))};
@@ -119,59 +120,76 @@ __device__ Sequence whole_sequence(const Pass& pass, Shared& shared, int64_t s, 
   return {0.0f, 0};
 }
 
-__device__ constexpr bool is_count(int sum) {
+__host__ __device__ constexpr bool is_count(int sum) {
   return !(sum == MEGARL_RATIO || sum == MEGARL_RATIO_SQUARE || sum == MEGARL_CHI2 || sum == MEGARL_LOG_RATIO ||
            sum == MEGARL_K3 || sum == MEGARL_SQUARE || sum == MEGARL_TRUST_SQUARE || sum == MEGARL_TRUST_KEPT_SQUARE ||
-           sum == MEGARL_NUM_SUMS);
+           sum == kLoss);
 }
 
-// A thread's sums; of each pair of arrays the compiler keeps the entries that are used.
-struct Totals {
-  int counts[kRow] = {};
-  float few[kRow] = {};  // of one tile: four tokens
-  double reals[kRow] = {};
+__host__ __device__ constexpr int counts_below(int sum) {
+  return sum == 0 ? 0 : counts_below(sum - 1) + is_count(sum - 1);
+}
 
-  __device__ void end_tile() {
-#pragma unroll
-    for (int i = 0; i < kRow; ++i) {
-      if (is_count(i)) continue;
-      reals[i] += few[i];
-      few[i] = 0.0f;
+// A thread's sums of a stretch of tiles, four counts to a register.
+struct Totals {
+  float reals[kRow] = {};  // the compiler keeps the entries that are used
+  uint32_t counts[(counts_below(kRow) + 3) / 4] = {};
+
+  template <int sum>
+  __device__ void count(int flag) {
+    constexpr int place = counts_below(sum);
+    counts[place / 4] += static_cast<uint32_t>(flag) << place % 4 * 8;
+  }
+
+  // Adds the warp's totals to its row: float64 sums of stretches.
+  template <int sum = 0>
+  __device__ void flush(double (&row)[kRow]) const {
+    if constexpr (sum < kRow) {
+      constexpr int place = counts_below(sum);
+      double total;
+      if constexpr (is_count(sum)) {
+        total = warp_sum(static_cast<int>(counts[place / 4] >> place % 4 * 8 & 255));
+      } else {
+        total = warp_sum(static_cast<double>(reals[sum]));
+      }
+      if (threadIdx.x % kWarp == sum) row[sum] += total;
+      flush<sum + 1>(row);
     }
   }
 };
+constexpr int kStretch = 32;  // tiles; 128 tokens of a thread fit into its counts, and cost float32 sums little
+static_assert(kStretch * kItems < 256, "a count has 8 bits");
 
 __device__ void count(const Token& t, float log_m, int on, const Outcome& o, Totals& totals) {
-  int* n = totals.counts;
   const int above = t.advantage > 0.0f, below = t.advantage < 0.0f;
   const int kept = on & o.kept, first = on & o.first, second = on & o.second;
   const int bad = on & (log_m < kLogDampened);
   const int by_token = on & (t.ratio < kDampened), by_prefix = on & (t.prefix_ratio < kDampened);
-  n[MEGARL_TOKENS] += on;
-  n[MEGARL_POSITIVE] += above;
-  n[MEGARL_NEGATIVE] += below;
-  n[MEGARL_CLAMPED] += t.clamped;
-  n[MEGARL_KEPT] += kept;
-  n[MEGARL_KEPT_POSITIVE] += kept & above;
-  n[MEGARL_KEPT_NEGATIVE] += kept & below;
-  n[MEGARL_FIRST] += first;
-  n[MEGARL_FIRST_POSITIVE] += first & above;
-  n[MEGARL_FIRST_NEGATIVE] += first & below;
-  n[MEGARL_SECOND] += second;
-  n[MEGARL_SECOND_POSITIVE] += second & above;
-  n[MEGARL_SECOND_NEGATIVE] += second & below;
-  n[MEGARL_BAD_PREFIX] += bad;
-  n[MEGARL_DAMPENED_TOKEN] += by_token;
-  n[MEGARL_DAMPENED_TOKEN_BAD] += by_token & bad;
-  n[MEGARL_DAMPENED_PREFIX] += by_prefix;
-  n[MEGARL_DAMPENED_PREFIX_BAD] += by_prefix & bad;
+  totals.count<MEGARL_TOKENS>(on);
+  totals.count<MEGARL_POSITIVE>(above);
+  totals.count<MEGARL_NEGATIVE>(below);
+  totals.count<MEGARL_CLAMPED>(t.clamped);
+  totals.count<MEGARL_KEPT>(kept);
+  totals.count<MEGARL_KEPT_POSITIVE>(kept & above);
+  totals.count<MEGARL_KEPT_NEGATIVE>(kept & below);
+  totals.count<MEGARL_FIRST>(first);
+  totals.count<MEGARL_FIRST_POSITIVE>(first & above);
+  totals.count<MEGARL_FIRST_NEGATIVE>(first & below);
+  totals.count<MEGARL_SECOND>(second);
+  totals.count<MEGARL_SECOND_POSITIVE>(second & above);
+  totals.count<MEGARL_SECOND_NEGATIVE>(second & below);
+  totals.count<MEGARL_BAD_PREFIX>(bad);
+  totals.count<MEGARL_DAMPENED_TOKEN>(by_token);
+  totals.count<MEGARL_DAMPENED_TOKEN_BAD>(by_token & bad);
+  totals.count<MEGARL_DAMPENED_PREFIX>(by_prefix);
+  totals.count<MEGARL_DAMPENED_PREFIX_BAD>(by_prefix & bad);
   const int trust = in_trust_region(t.advantage, t.log_ratio);
-  n[MEGARL_TRUST] += trust;
-  n[MEGARL_TRUST_KEPT] += trust & kept;
+  totals.count<MEGARL_TRUST>(trust);
+  totals.count<MEGARL_TRUST_KEPT>(trust & kept);
 }
 
 __device__ void measure(const Token& t, int on, const Outcome& o, Totals& totals) {
-  float* x = totals.few;
+  float* x = totals.reals;
   const float l = t.log_ratio;  // 0 where not trained
   const float e = excess(l, t.ratio);
   const int trust = in_trust_region(t.advantage, l);
@@ -183,7 +201,7 @@ __device__ void measure(const Token& t, int on, const Outcome& o, Totals& totals
   x[MEGARL_SQUARE] += l * l;
   x[MEGARL_TRUST_SQUARE] += trust ? l * l : 0.0f;
   x[MEGARL_TRUST_KEPT_SQUARE] += trust & on & o.kept ? l * l : 0.0f;
-  x[MEGARL_NUM_SUMS] -= on ? o.value : 0.0f;
+  x[kLoss] -= on ? o.value : 0.0f;
 }
 
 // Counts a bin when the next one differs: a running minimum rarely moves.
@@ -210,7 +228,7 @@ struct Results {
   uint8_t kept[kItems];
 };
 
-__device__ void store(const Pass& pass, const Results& r, int64_t first, int64_t start, int64_t end) {
+__device__ void store(const Pass& pass, const Results& r, uint32_t first, uint32_t start, uint32_t end) {
   if (pass.wide && first >= start && first + kItems <= end) {
     *reinterpret_cast<float4*>(pass.loss + first) = make_float4(r.loss[0], r.loss[1], r.loss[2], r.loss[3]);
     *reinterpret_cast<float4*>(pass.coefficient + first) =
@@ -251,50 +269,49 @@ __device__ Results weigh(const Rule& rule, const Sequence& sequence, const Quad&
       least = Least()(least, to_key(l));
     }
   }
-  totals.end_tile();
   return results;
 }
 
 template <class Team>
-__device__ void write_row(const Pass& pass, Shared& shared, int64_t s, const Totals& totals) {
-  const int warp = threadIdx.x / kWarp;
-#pragma unroll
-  for (int i = 0; i < kRow; ++i) {
-    const double total = is_count(i) ? warp_sum(totals.counts[i]) : warp_sum(totals.reals[i]);
-    if (threadIdx.x % kWarp == 0) shared.rows[warp][i] = total;
-  }
+__device__ void write_row(const Pass& pass, const Shared& shared, int64_t s) {
   Team::sync();
   const int i = Team::rank();
   if (i >= kRow) return;
   double total = 0.0;
-  for (int w = 0; w < Team::kTile / (kWarp * kItems); ++w) total += shared.rows[Team::first_warp() + w][i];
+  for (int w = 0; w < Team::kWarps; ++w) total += shared.rows[Team::first_warp() + w][i];
   if (i < MEGARL_NUM_SUMS) pass.scratch[s * MEGARL_NUM_SUMS + i] = total;
   if (i == MEGARL_TOKENS) pass.segment_sums[2 * s] = total;
-  if (i == MEGARL_NUM_SUMS) pass.segment_sums[2 * s + 1] = total;
+  if (i == kLoss) pass.segment_sums[2 * s + 1] = total;
 }
 
 template <class Rule, class Team>
 __device__ void run_segment(const Pass& pass, Shared& shared, int64_t s) {
-  const int64_t start = pass.tokens.cu_seqlens[s], end = pass.tokens.cu_seqlens[s + 1];
+  const uint32_t start = pass.tokens.cu_seqlens[s], end = pass.tokens.cu_seqlens[s + 1];
   const Rule rule(pass.parameters);
   const Sequence sequence = whole_sequence<Rule, Team>(pass, shared, s, start, end);
   int carry = pass.has_inherited ? to_key(pass.inherited.prefix_min[s]) : kNone;  // minimum of the earlier tiles
   int turn = 0;
   Run minima;
-  Totals totals;
-  for (int64_t tile = start & ~3; tile < end; tile += Team::kTile, turn ^= 1) {
-    const int64_t first = tile + Team::rank() * kItems;
-    const Quad q = load(pass.tokens, pass.wide, first, start, end);
-    int key = kNone, before, tile_least;
+  double(&row)[kRow] = shared.rows[threadIdx.x / kWarp];
+  if (threadIdx.x % kWarp < kRow) row[threadIdx.x % kWarp] = 0.0;
+  for (uint32_t tile = start & ~3u; tile < end;) {
+    Totals totals;
+    const uint32_t stretch_end = min(end, tile + kStretch * Team::kTile);
+    for (; tile < stretch_end; tile += Team::kTile, turn ^= 1) {
+      const uint32_t first = tile + Team::rank() * kItems;
+      const Quad q = load(pass.tokens, pass.wide, first, start, end);
+      int key = kNone, before, tile_least;
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) key = q.on[i] ? Least()(key, to_key(clamped_log_ratio(q, i))) : key;
-    Team::exclusive_min(shared, turn, key, before, tile_least);
-    const int index = static_cast<int>(first - start);
-    store(pass, weigh(rule, sequence, q, index, Least()(carry, before), shared, minima, totals), first, start, end);
-    carry = Least()(carry, tile_least);
+      for (int i = 0; i < kItems; ++i) key = q.on[i] ? Least()(key, to_key(clamped_log_ratio(q, i))) : key;
+      Team::exclusive_min(shared, turn, key, before, tile_least);
+      const int index = static_cast<int>(first - start);
+      store(pass, weigh(rule, sequence, q, index, Least()(carry, before), shared, minima, totals), first, start, end);
+      carry = Least()(carry, tile_least);
+    }
+    totals.flush(row);
   }
   minima.flush(shared.histograms[1]);
-  write_row<Team>(pass, shared, s, totals);
+  write_row<Team>(pass, shared, s);
 }
 
 // Whether the group of segments from `first` on shares one block.
