@@ -133,11 +133,11 @@ class Plan:
     @cached_property
     def optimize(self) -> dict[str, float]:
         """Bytes on a GPU of the pipeline stage that needs most."""
-        items = [
-            sizes.optimize_memory(self.hf, self.recipe, self.layout, stage, census, self.frozen, ASSUME)
-            for stage, census in enumerate(self.stages)
-        ]
-        return max(items, key=lambda stage: sum(stage.values()))
+        return max(map(self.optimize_stage, range(len(self.stages))), key=lambda items: sum(items.values()))
+
+    def optimize_stage(self, stage: int) -> dict[str, float]:
+        census, gpu = self.stages[stage], GPUS[self.gpu]
+        return sizes.optimize_memory(self.hf, self.recipe, self.layout, stage, census, self.frozen, gpu, ASSUME)
 
     @property
     def usable(self) -> float:
@@ -286,9 +286,9 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
                 found.append(layout)
     found.sort(key=lambda x: (x.tensor_parallel * x.pipeline_parallel, x.pipeline_parallel, x.expert_tensor_parallel))
     budget, least = table.tokens_per_micro_batch, sizes.longest_sequence(plan.recipe)
-    for settings in dict.fromkeys([(), ("actor.recompute=full",), ("actor.recompute=full", _budget(least))]):
-        if _budget(least) in settings and least >= budget:
-            return
+    full = [] if table.recompute == "full" else ["actor.recompute=full"]
+    steps = [[], *([full] if full else []), *([[*full, _budget(least)]] if least < budget else [])]
+    for settings in steps:
         for layout in found:
             changes = [f"actor.{name}_parallel={getattr(layout, f'{name}_parallel')}" for name in names]
             yield [*changes, *settings], layout

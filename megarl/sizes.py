@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.kernels.linear_logprob import CHUNK_BYTES
 from megarl.layout import Layout
 
 GIB = 2**30
@@ -118,6 +117,7 @@ def optimize_memory(
     stage: int,
     census: StageCensus,
     frozen: int,
+    gpu: Gpu,
     assume: Assumptions,
 ) -> dict[str, float]:
     """Bytes on one GPU of a pipeline stage at the peak of an update, by what holds them."""
@@ -125,6 +125,7 @@ def optimize_memory(
     parameters = census.dense + census.expert
     layer = layer_activation_bytes(hf, layout, tokens, assume.expert_imbalance)
     in_flight = micro_batches_in_flight(layout, stage, micro_batches_per_rank(recipe, layout, assume))
+    head = head_bytes(hf, layout, tokens, gpu) if stage == layout.pipeline_parallel - 1 else 0.0
     kept = layer
     if recipe.actor.recompute == "full":
         kept = 2 * tokens / (layout.context_parallel * layout.tensor_parallel) * hf["hidden_size"]
@@ -139,18 +140,21 @@ def optimize_memory(
         "frozen policies, bf16": 2.0 * parameters * frozen,
         # the layer that is going backward holds gradients of what it kept, and under recompute that itself
         "activations": in_flight * census.layers * kept + (2 if kept != layer else 1) * layer,
-        "log-probs, chunked, and the head's gradient": head_bytes(hf, layout, tokens),
+        "log-probs, chunked, and the head's gradient": head,
     }
     return {"CUDA, NCCL and workspaces": assume.runtime_bytes} | items
 
 
-def head_bytes(hf: dict[str, Any], layout: Layout, tokens: int) -> float:
-    """`kernels.linear_logprob`: logits of a chunk and their gradient, the head's gradient twice, hidden states."""
+def head_bytes(hf: dict[str, Any], layout: Layout, tokens: int, gpu: Gpu) -> float:
+    """`kernels.linear_logprob` with backend torch, in its backward pass on the last pipeline stage.
+
+    Logits of a chunk in float32, as many again for their exponentials and half for their gradient in bf16; the head's
+    gradient in float32 and bf16; hidden states, gathered, of the trained tokens, and their gradient.
+    """
     rows = math.ceil(hf["vocab_size"] / layout.tensor_parallel)
-    hidden = (
-        3 * 2 * tokens / layout.context_parallel * hf["hidden_size"]
-    )  # gathered, of the trained tokens, and its gradient
-    return 2.5 * CHUNK_BYTES + 2 * 4 * rows * hf["hidden_size"] + hidden
+    tokens //= layout.context_parallel
+    chunk = min(gpu.memory / 64, 4 * tokens * rows)  # kernels.linear_logprob.buffer_bytes
+    return 2.5 * chunk + (4 + 2) * rows * hf["hidden_size"] + 3 * 2 * tokens * hf["hidden_size"]
 
 
 def micro_batch_tokens(recipe: Recipe) -> int:

@@ -20,11 +20,12 @@ LAYOUT = Layout.of(RECIPE, 32)
 DENSE = 2 * 37_984 * 2048 + 48 * (1280 * 2048 + 1024 * 2048 + 128 * 2048 + 2 * 2048 + 2 * 128) + 2048
 EXPERT = 48 * 16 * 3 * 2048 * 768
 CENSUS = StageCensus(48, DENSE, EXPERT)
+H200 = sizes.GPUS["h200"]
 
 
 def test_weights_gradients_and_optimizer():
     assert (DENSE, EXPERT) == (394_868_736, 3_623_878_656)
-    items = sizes.optimize_memory(HF, RECIPE, LAYOUT, 0, CENSUS, frozen=1, assume=Assumptions())
+    items = sizes.optimize_memory(HF, RECIPE, LAYOUT, 0, CENSUS, 1, H200, Assumptions())
     assert items["weights, bf16"] == 2 * 4_018_747_392
     assert items["gradients, fp32"] == 4 * 4_018_747_392
     # 32 ranks: 8 replicas of the dense weights, 4 of the experts
@@ -39,10 +40,10 @@ def test_activations_by_hand():
     layer = 2 * (attention + experts) + 4 * (24576 * 8 + 6144 * 128)
     assert sizes.layer_activation_bytes(HF, LAYOUT, 24576) == layer
     assume = Assumptions(expert_imbalance=1.0)
-    full = sizes.optimize_memory(HF, RECIPE, LAYOUT, 0, CENSUS, 0, assume)["activations"]
+    full = sizes.optimize_memory(HF, RECIPE, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"]
     assert full == 48 * 6144 * 2048 * 2 + 2 * layer
     recipe = RECIPE.model_copy(update={"actor": RECIPE.actor.model_copy(update={"recompute": "none"})})
-    assert sizes.optimize_memory(HF, recipe, LAYOUT, 0, CENSUS, 0, assume)["activations"] == 49 * layer
+    assert sizes.optimize_memory(HF, recipe, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"] == 49 * layer
 
 
 def test_micro_batches_in_flight():
@@ -55,17 +56,18 @@ def test_micro_batches_in_flight():
 
 
 def test_head_buffer():
-    """Chunked logits do not grow with the micro-batch; the head's gradient is there twice, in float32."""
-    one, two = (sizes.head_bytes(HF, LAYOUT, tokens) for tokens in (16_384, 32_768))
-    assert two - one == 3 * 2 * 16_384 * 2048
-    assert one == 2.5 * 64 * 2**20 + 2 * 4 * 37_984 * 2048 + 3 * 2 * 16_384 * 2048
+    """Chunked logits do not grow with the micro-batch; a short one does not fill them."""
+    head, hidden = 6 * 37_984 * 2048, 3 * 2 * 2048
+    for tokens in (16_384, 32_768):
+        assert sizes.head_bytes(HF, LAYOUT, tokens, H200) == 2.5 * H200.memory / 64 + head + hidden * tokens
+    assert sizes.head_bytes(HF, LAYOUT, 100, H200) == 2.5 * 4 * 100 * 37_984 + head + hidden * 100
 
 
 def test_rollout():
     assert sizes.kv_bytes_per_token(HF, 1) == 2 * 48 * 4 * 128 * 2 == 98_304
     assert sizes.kv_bytes_per_token(HF, 2) == 49_152
     assert sizes.kv_bytes_per_token(HF, 8) == 24_576  # a head is never split
-    items = sizes.rollout_memory(HF, RECIPE, 30_532_122_624, sizes.GPUS["h200"], Assumptions())
+    items = sizes.rollout_memory(HF, RECIPE, 30_532_122_624, H200, Assumptions())
     assert items["weights, bf16"] == 30_532_122_624  # two bytes, two GPUs
     assert sum(items.values()) == pytest.approx(0.92 * 139.8 * GIB)
 
@@ -84,6 +86,6 @@ def test_operations():
     assert active == 30_532_122_624 - embedding - idle
     assert sizes.forward_flops(HF, active, 1000) == 2 * active * 1000 + 2 * 48 * 4096 * 1000**2
     assert sizes.touched_parameters(HF, 30_532_122_624, 1) == pytest.approx(active + embedding)
-    one = sizes.optimize_seconds(HF, RECIPE, LAYOUT, 30_532_122_624, 0, sizes.GPUS["h200"], Assumptions())
-    two = sizes.optimize_seconds(HF, RECIPE, LAYOUT, 30_532_122_624, 4, sizes.GPUS["h200"], Assumptions())
+    one = sizes.optimize_seconds(HF, RECIPE, LAYOUT, 30_532_122_624, 0, H200, Assumptions())
+    two = sizes.optimize_seconds(HF, RECIPE, LAYOUT, 30_532_122_624, 4, H200, Assumptions())
     assert two == pytest.approx(2 * one)  # forward, backward twice, recompute: four passes, and four more
