@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | rollout | optimize | eval | report | doctor``."""
+"""The command line: ``megarl train | rollout | optimize | eval | report | plan | doctor``."""
 
 from __future__ import annotations
 
@@ -104,6 +104,12 @@ def _report(options: argparse.Namespace) -> None:
     print(write_report(options.run_dirs, output))
 
 
+def _plan(options: argparse.Namespace) -> None:
+    from megarl.plan import make_plan
+
+    print(make_plan(options.recipe, options.nodes, options.gpu, options.set))
+
+
 def _doctor(options: argparse.Namespace) -> None:
     from megarl.doctor import diagnose
 
@@ -166,6 +172,12 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("report", _report, "one self-contained HTML page; several runs side by side")
     sub.add_argument("run_dirs", type=Path, nargs="+")
     sub.add_argument("--output", type=Path)
+
+    sub = command("plan", _plan, "memory and time of every phase on GPUs, or what does not fit and what would")
+    sub.add_argument("recipe", type=Path)
+    sub.add_argument("--nodes", type=int, default=1)
+    sub.add_argument("--gpu", default="h200", help="a100, h100, h200 or b200; default: h200")
+    settings(sub)
 
     command("doctor", _doctor, "what this machine has, what is missing, which extra installs it")
     return parser

@@ -169,6 +169,11 @@ class Recipe(Table):
         return self
 
     @property
+    def virtual_pipeline_stages(self) -> int | None:
+        """Model chunks of each pipeline rank; None: one, without the interleaved schedule."""
+        return self.megatron.get("virtual_pipeline_model_parallel_size")
+
+    @property
     def groups_per_stage(self) -> int:
         return self.schedule.updates_per_stage * self.schedule.prompts_per_update
 

@@ -31,14 +31,17 @@ _LAZY_MODULES = (
 )  # fmt: skip
 
 
-def install() -> None:
-    """Make every loaded ``megatron.core`` module see the CPU. Call once, before a model is built."""
+def install(device: torch.device = _CPU) -> None:
+    """Make every loaded ``megatron.core`` module see ``device``. Call once, before a model is built.
+
+    The meta device is for counting: models get shapes without memory.
+    """
     from megatron.core import jit
 
     jit.disable_jit_fuser()  # the fusers pick torch.compile at import time
     for name in _LAZY_MODULES:
         importlib.import_module(f"megatron.core.{name}")
-    proxy = _TorchOnCpu()
+    proxy = _TorchOnCpu(device)
     for module in _megatron_modules():
         if getattr(module, "torch", None) is torch:
             module.__dict__["torch"] = proxy
@@ -78,11 +81,11 @@ class _NullStream:
 
 
 class _CudaOnCpu(types.ModuleType):
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__("torch.cuda")
         stream = _NullStream()
         self.Stream = self.Event = _NullStream
-        self.current_device = lambda: _CPU
+        self.current_device = lambda: device
         self.current_stream = self.default_stream = lambda *_, **__: stream
         self.stream = lambda *_, **__: contextlib.nullcontext()
         self.synchronize = self.empty_cache = self.set_device = lambda *_, **__: None
@@ -96,22 +99,22 @@ class _CudaOnCpu(types.ModuleType):
 
 
 class _TorchOnCpu(types.ModuleType):
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__("torch")
-        self.cuda = _CudaOnCpu()
+        self.cuda = _CudaOnCpu(device)
         for name in _FACTORIES:
-            setattr(self, name, _factory_on_cpu(getattr(torch, name)))
+            setattr(self, name, _factory_on(device, getattr(torch, name)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
 
-def _factory_on_cpu(factory: Any) -> Any:
+def _factory_on(target: torch.device, factory: Any) -> Any:
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
-            kwargs["device"] = _CPU
+            kwargs["device"] = target
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return factory(*args, **kwargs)

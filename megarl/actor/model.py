@@ -156,5 +156,6 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
         )
         model.temperature = recipe.rollout.temperature
         model.true_vocab_size = hf["vocab_size"]
-        chunks.append(model if recipe.actor.backend == "cpu" else model.cuda())
+        stays = recipe.actor.backend == "cpu" or config.init_model_with_meta_device
+        chunks.append(model if stays else model.cuda())
     return chunks

@@ -1,0 +1,324 @@
+"""``megarl plan``: memory and time of every phase of a recipe on N nodes, or the first thing that cannot fit."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+from megarl import sizes
+from megarl.config import Recipe, dump_recipe, load_recipe, override_recipe
+from megarl.errors import UserError
+from megarl.hf_config import read_hf_config
+from megarl.layout import Layout, check_layout
+from megarl.objectives import WithOptions, build_objective
+from megarl.sizes import GIB, GPUS, Assumptions, StageCensus
+
+ASSUME = Assumptions()
+
+
+def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] = ()) -> str:
+    """The plan as text; `UserError` with the plan, what does not fit and two layouts that do, where it does not."""
+    recipe = load_recipe(recipe_path, overrides)
+    if gpu not in GPUS:
+        raise UserError(f"--gpu {gpu}: known are {', '.join(GPUS)}")
+    if nodes < 1:
+        raise UserError(f"--nodes {nodes}: at least 1")
+    if recipe.actor.backend != "cuda":
+        raise UserError('[actor] backend = "cpu": megarl plan sizes runs on GPUs; add --set actor.backend=cuda')
+    config = recipe.model.path if (recipe.model.path / "config.json").exists() else Path(recipe_path).parent
+    if not (config / "config.json").exists():
+        raise UserError(f"neither {recipe.model.path} nor {config} has the config.json of the model")
+    hf = read_hf_config(config)
+    check_layout(recipe, hf, nodes)
+    with Census() as census:
+        plan = Plan.of(recipe, hf, nodes, gpu, census)
+        text = f"{recipe_path}, model of {config / 'config.json'}\n\n{plan.table()}"
+        misfit = plan.misfit()
+        if misfit is None:
+            return text
+        layouts = list(itertools.islice(alternatives(plan, census), 2))
+    hints = [f"this fits: {' '.join(f'--set {change}' for change in changes)}" for changes in layouts]
+    hints = hints or ["no layout of these GPUs does: add nodes or shorten responses"]
+    raise UserError("\n  ".join([f"{text}\n\ndoes not fit: {misfit}", *hints]))
+
+
+class Census:
+    """`megarl.actor.census` in a process of its own."""
+
+    def __enter__(self) -> Census:
+        self._errors = tempfile.TemporaryFile("w+")
+        command = [sys.executable, "-W", "ignore", "-m", "megarl.actor.census"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
+        """Parameters of each pipeline stage."""
+        question, answer = self._process.stdin, self._process.stdout
+        assert question is not None and answer is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and stderr says why
+            question.write(json.dumps({"hf": hf, "recipe": dump_recipe(recipe), "ranks": ranks}) + "\n")
+            question.flush()
+        line = answer.readline()
+        if not line:
+            raise UserError(f"Megatron-Core cannot build this layout: {_last_line(self._errors)}")
+        return [StageCensus(**stage) for stage in json.loads(line)]
+
+    def whole(self, hf: dict[str, Any], recipe: Recipe) -> StageCensus:
+        """All parameters of the model, in one piece."""
+        one = [f"actor.{kind}_parallel=1" for kind in ("tensor", "pipeline", "context", "expert", "expert_tensor")]
+        plain = recipe.model_copy(update={"megatron": {}})
+        return self.count(hf, override_recipe(plain, one), 1)[0]
+
+
+def _last_line(errors: IO[str]) -> str:
+    errors.seek(0)
+    return ([line for line in errors.read().splitlines() if line.strip()] or ["its process ended"])[-1]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes and times of one recipe; bytes and seconds."""
+
+    recipe: Recipe
+    hf: dict[str, Any]
+    nodes: int
+    gpu: str
+    layout: Layout
+    whole: StageCensus
+    stages: list[StageCensus]
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, hf: dict[str, Any], nodes: int, gpu: str, census: Census, whole: StageCensus | None = None
+    ) -> Plan:
+        layout = Layout.of(recipe, nodes * recipe.actor.processes_per_node)
+        stages = census.count(hf, recipe, layout.ranks)
+        return cls(recipe, hf, nodes, gpu, layout, whole or census.whole(hf, recipe), stages)
+
+    @property
+    def parameters(self) -> int:
+        return self.whole.dense + self.whole.expert
+
+    @cached_property
+    def frozen(self) -> int:
+        """Policies that the objective compares with, each a second model on the same ranks."""
+        objective = build_objective(self.recipe.objective.name, self.recipe.objective.fields)
+        options = objective.options if isinstance(objective, WithOptions) else ()
+        return len({name for option in options for name in option.requires} & {"ref_logprobs", "old_logprobs"})
+
+    @cached_property
+    def extra_passes(self) -> int:
+        """Forward passes of an update beside the one that is differentiated."""
+        objective = build_objective(self.recipe.objective.name, self.recipe.objective.fields)
+        exact = objective.needs_statistics and self.recipe.actor.statistics_scope == "exact"
+        return self.frozen + int(exact)
+
+    @cached_property
+    def optimize(self) -> dict[str, float]:
+        """Bytes on a GPU of the pipeline stage that needs most."""
+        return max(map(self.optimize_stage, range(len(self.stages))), key=lambda items: sum(items.values()))
+
+    def optimize_stage(self, stage: int) -> dict[str, float]:
+        census, gpu = self.stages[stage], GPUS[self.gpu]
+        return sizes.optimize_memory(self.hf, self.recipe, self.layout, stage, census, self.frozen, gpu, ASSUME)
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a GPU that the optimize phase can fill."""
+        return GPUS[self.gpu].memory * (1 - ASSUME.fragmentation)
+
+    @cached_property
+    def rollout(self) -> dict[str, float]:
+        return sizes.rollout_memory(self.hf, self.recipe, self.parameters, GPUS[self.gpu], ASSUME)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that fit in the KV cache of a replica."""
+        per_token = sizes.kv_bytes_per_token(self.hf, self.recipe.rollout.tensor_parallel)
+        return int(self.rollout["KV cache"] / per_token)
+
+    def misfit(self) -> str | None:
+        """The first thing that does not fit, in the order of the phases and of what a phase allocates."""
+        return self.rollout_misfit() or self.optimize_misfit()
+
+    def rollout_misfit(self) -> str | None:
+        table, available = self.recipe.rollout, self.recipe.actor.processes_per_node
+        wanted = table.workers * table.tensor_parallel
+        if wanted > available:
+            return (
+                f"rollout.workers * rollout.tensor_parallel = {wanted} GPUs a node, "
+                f"but actor.processes_per_node = {available}"
+            )
+        memory = GPUS[self.gpu].memory * table.memory_fraction
+        used = sum(self.rollout.values()) - self.rollout["KV cache"]
+        if used > memory:
+            share = f"{table.memory_fraction:.0%} of a GPU are {_gib(memory)}"
+            return f"weights of a rollout engine: {_gib(used)} with its activations, but {share}"
+        longest = sizes.longest_sequence(self.recipe)
+        if self.kv_tokens < longest:
+            return (
+                f"KV cache of a rollout engine: room for {self.kv_tokens} tokens, but one response of full length "
+                f"with its prompt is {longest}"
+            )
+        return None
+
+    def optimize_misfit(self) -> str | None:
+        total, memory = 0.0, self.usable
+        for name, size in self.optimize.items():
+            if total + size > memory:
+                left = f"only {_gib(memory - total)} of {_gib(memory)} are left"
+                return f"optimize phase, {name}: {_gib(size)} on a GPU, but {left}"
+            total += size
+        return None
+
+    def table(self) -> str:
+        """All of it for a person."""
+        return "\n".join([*self._heading(), "", *self._memory(), "", *self._disk(), "", *self._time(), "", *_assumed()])
+
+    def _heading(self) -> Iterator[str]:
+        active = sizes.active_parameters(self.hf, self.parameters)
+        routed = f", {active / 1e9:.1f} B active" if self.hf["num_experts"] else ""
+        ranks, actor = f"{self.nodes} x {self.recipe.actor.processes_per_node} {self.gpu}", self.layout
+        yield f"{self.hf['model_type']}, {self.parameters / 1e9:.2f} B parameters{routed}; {ranks}"
+        yield (
+            f"layout: tensor {actor.tensor_parallel}, pipeline {actor.pipeline_parallel}, "
+            f"context {actor.context_parallel}, expert {actor.expert_parallel} x {actor.expert_tensor_parallel}, "
+            f"data {sizes.data_parallel(actor)} (experts {sizes.expert_data_parallel(actor)}); "
+            f"recompute {self.recipe.actor.recompute}"
+        )
+        for number, stage in enumerate(self.stages):
+            count = f"{(stage.dense + stage.expert) / 1e6:.1f} M parameters a rank"
+            experts = f", {stage.expert / 1e6:.1f} M of them experts" if stage.expert else ""
+            yield f"  pipeline stage {number}: {stage.layers} layers, {count}{experts}"
+
+    def _memory(self) -> Iterator[str]:
+        memory, table = GPUS[self.gpu].memory, self.recipe.rollout
+        yield f"rollout, GiB on each GPU ({self.nodes * table.workers} replicas of {table.tensor_parallel})"
+        yield from _rows(self.rollout, "share of the engine", memory * table.memory_fraction)
+        longest = sizes.longest_sequence(self.recipe)
+        yield f"  room for {self.kv_tokens:,} tokens, {self.kv_tokens / longest:.1f} responses of full length"
+        yield ""
+        yield f"optimize, GiB on each GPU ({sizes.micro_batch_tokens(self.recipe):,} tokens in the largest micro-batch)"
+        yield from _rows(self.optimize, f"of this GPU, {1 - ASSUME.fragmentation:.0%}", self.usable)
+
+    def _disk(self) -> Iterator[str]:
+        yield "disk, GiB"
+        for name, size in sizes.disk_bytes(self.recipe, self.parameters, ASSUME).items():
+            yield _row(name, size)
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Estimated seconds of each part of a stage."""
+        recipe, gpu = self.recipe, GPUS[self.gpu]
+        update = sizes.optimize_seconds(self.hf, recipe, self.layout, self.parameters, self.extra_passes, gpu, ASSUME)
+        updates, disk = recipe.schedule.updates_per_stage, sizes.disk_bytes(recipe, self.parameters, ASSUME)
+        checkpoints = math.ceil(updates / recipe.actor.checkpoint_every)
+        return {
+            "rollouts": sizes.rollout_seconds(self.hf, recipe, self.parameters, self.nodes, gpu, ASSUME),
+            f"{updates} updates of {update:.1f} s": update * updates,
+            f"{checkpoints} checkpoints": checkpoints * disk["one checkpoint"] / ASSUME.storage,
+            "export": disk["one export"] / ASSUME.storage,
+        }
+
+    def _time(self) -> Iterator[str]:
+        stages = self.recipe.schedule.stages
+        yield "time of a stage, hours (an estimate)"
+        yield from (f"  {name:<48}{seconds / 3600:9.2f}" for name, seconds in self.seconds.items())
+        total = sum(self.seconds.values()) * stages
+        yield f"  {f'the run of {stages} stages, without evaluations':<48}{total / 3600:9.2f}"
+
+
+def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
+    """Settings under which the recipe fits these GPUs, least split first."""
+    rollout = _rollout_that_fits(plan) if plan.rollout_misfit() else []
+    if rollout is None:
+        return
+    if plan.optimize_misfit() is None:
+        yield rollout
+        return
+    for changes, layout in _layouts(plan):
+        recipe = override_recipe(plan.recipe, rollout + changes)
+        # an even share is what Megatron's ranks hold at least, so most layouts need no counting
+        pipeline, split = layout.pipeline_parallel, layout.expert_parallel * layout.expert_tensor_parallel
+        dense, expert = plan.whole.dense // layout.tensor_parallel, plan.whole.expert // split
+        least = StageCensus(plan.whole.layers // pipeline, dense // pipeline, expert // pipeline)
+        if replace(plan, recipe=recipe, layout=layout, stages=[least] * pipeline).optimize_misfit():
+            continue
+        if Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, census, plan.whole).misfit() is None:
+            yield rollout + changes
+
+
+def _rollout_that_fits(plan: Plan) -> list[str] | None:
+    available = plan.recipe.actor.processes_per_node
+    for tensor in _divisors(available):
+        changes = [f"rollout.tensor_parallel={tensor}", f"rollout.workers={available // tensor}"]
+        recipe = override_recipe(plan.recipe, changes)
+        if replace(plan, recipe=recipe).rollout_misfit() is None:
+            return changes
+    return None
+
+
+def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
+    """Changes of ``[actor]`` to every valid layout, least split first; then with recompute, then smaller batches."""
+    ranks, table, names = plan.layout.ranks, plan.recipe.actor, ("tensor", "pipeline", "expert", "expert_tensor")
+    found = []
+    for tensor, pipeline, expert in itertools.product(_divisors(table.processes_per_node), *[_divisors(ranks)] * 2):
+        for expert_tensor in {1, tensor} if plan.hf["num_experts"] else {tensor}:
+            layout = Layout(ranks, tensor, pipeline, table.context_parallel, expert, expert_tensor)
+            if not any(layout.problems(plan.hf)):
+                found.append(layout)
+    found.sort(key=lambda x: (x.tensor_parallel * x.pipeline_parallel, x.pipeline_parallel, x.expert_tensor_parallel))
+    budget, least = table.tokens_per_micro_batch, sizes.longest_sequence(plan.recipe)
+    full = [] if table.recompute == "full" else ["actor.recompute=full"]
+    steps = [[], *([full] if full else []), *([[*full, _budget(least)]] if least < budget else [])]
+    for settings in steps:
+        for layout in found:
+            changes = [f"actor.{name}_parallel={getattr(layout, f'{name}_parallel')}" for name in names]
+            yield [*changes, *settings], layout
+
+
+def _budget(tokens: int) -> str:
+    return f"actor.tokens_per_micro_batch={tokens}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _rows(items: dict[str, float], limit_name: str, limit: float) -> Iterator[str]:
+    yield from (_row(name, size) for name, size in items.items() if size)
+    yield _row("sum", sum(items.values()))
+    yield _row(limit_name, limit)
+
+
+def _row(name: str, size: float) -> str:
+    return f"  {name:<48}{size / GIB:9.2f}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def _assumed() -> Iterator[str]:
+    yield "assumed"
+    for field in fields(ASSUME):
+        value = getattr(ASSUME, field.name)
+        shown = _gib(value) if field.name.endswith("_bytes") else f"{value:g}"
+        yield f"  {field.name.replace('_', ' '):<30}{shown:>12}  {field.metadata['of']}"

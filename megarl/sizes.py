@@ -1,0 +1,271 @@
+"""Bytes and floating-point operations of a run, by formulas that the tests check by hand and against real models.
+
+Sizes of the optimize phase are those of the torch-native modules in bfloat16 with float32 gradients, Megatron's
+distributed optimizer, and `kernels.linear_logprob`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.layout import Layout
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    memory: float  # bytes that a process can allocate
+    flops: float  # bfloat16 a second, dense, as the vendor states it
+    bandwidth: float  # bytes a second of its memory
+
+
+GPUS = {
+    "a100": Gpu(79.1 * GIB, 312e12, 2.04e12),
+    "h100": Gpu(79.1 * GIB, 989e12, 3.35e12),
+    "h200": Gpu(139.8 * GIB, 989e12, 4.8e12),
+    "b200": Gpu(178.3 * GIB, 2250e12, 8.0e12),
+}
+
+
+def _assumed(value: float, of: str) -> Any:
+    return field(default=value, metadata={"of": of})
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no recipe says, with its meaning. Whatever rests on them is an estimate."""
+
+    mean_prompt: float = _assumed(0.25, "of data.max_prompt_tokens")
+    mean_response: float = _assumed(0.5, "of rollout.max_response_tokens")
+    expert_imbalance: float = _assumed(1.25, "tokens of the fullest expert rank over the mean")
+    runtime_bytes: float = _assumed(4 * GIB, "CUDA context, NCCL and kernel workspaces")
+    fragmentation: float = _assumed(0.05, "of a GPU that the allocator cannot use")
+    engine_bytes: float = _assumed(6 * GIB, "activations and CUDA graphs of a rollout engine")
+    engine_sequences: float = _assumed(256, "responses that an engine decodes at a time at most")
+    mfu_dense: float = _assumed(0.35, "of the GPU's bf16 peak, in an update of a dense model")
+    mfu_experts: float = _assumed(0.15, "the same with experts, one after another")
+    decode_efficiency: float = _assumed(0.5, "of memory bandwidth or of the peak, in decoding")
+    storage: float = _assumed(2e9, "bytes a second to shared storage, all nodes together")
+
+
+@dataclass(frozen=True)
+class StageCensus:
+    """Parameters on the fullest rank of a pipeline stage, as Megatron builds it (`megarl.actor.census`)."""
+
+    layers: int
+    dense: int
+    expert: int
+
+
+def data_parallel(layout: Layout) -> int:
+    """Replicas of the weights that are no expert's."""
+    return layout.ranks // (layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel)
+
+
+def expert_data_parallel(layout: Layout) -> int:
+    return layout.ranks // (layout.expert_parallel * layout.expert_tensor_parallel * layout.pipeline_parallel)
+
+
+def layer_activation_bytes(
+    hf: dict[str, Any], layout: Layout, tokens: int, imbalance: float = 1.0, width: int = 2
+) -> float:
+    """What one layer keeps for the backward pass of a micro-batch of ``tokens``, on one rank, without recompute.
+
+    width: bytes of an activation.
+    """
+    whole = tokens / layout.context_parallel  # inside attention and MLP
+    shard = whole / layout.tensor_parallel  # between them, under sequence parallelism
+    hidden = hf["hidden_size"]
+    heads, groups = (
+        hf["num_attention_heads"] / layout.tensor_parallel,
+        hf["num_key_value_heads"] / layout.tensor_parallel,
+    )
+    query, key = heads * hf["head_dim"], groups * hf["head_dim"]
+    # input and output of both norms; the fused projection; query and key with RoPE; the output of attention, twice
+    elements = 4 * shard * hidden + whole * ((query + 2 * key) + (query + key) + 2 * query)
+    if hf["model_type"].startswith("qwen3"):
+        elements += whole * query  # the norm of the queries wants them contiguous
+    if layout.context_parallel > 1:
+        elements += 2 * tokens * key  # keys and values of all ranks
+    elements += 4 * whole * hf["head_dim"]  # cosine and sine, for queries and for keys
+    float32 = whole * heads  # log-sum-exp of attention
+    if hf["num_experts"]:
+        routed = shard * hf["num_experts_per_tok"] * layout.expert_tensor_parallel * imbalance
+        elements += routed * (hidden + 6 * hf["moe_intermediate_size"] / layout.expert_tensor_parallel)
+        float32 += shard * hf["num_experts"]
+    else:
+        elements += whole * 5 * hf["intermediate_size"] / layout.tensor_parallel
+    return width * elements + 4 * float32
+
+
+def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
+    """Forward passes of a pipeline stage whose backward pass is still to come, in whole models of the stage."""
+    if layout.virtual_stages == 1:
+        return min(micro_batches, layout.pipeline_parallel - stage)
+    chunks = 2 * (layout.pipeline_parallel - stage - 1) + (layout.virtual_stages - 1) * layout.pipeline_parallel + 1
+    return min(micro_batches * layout.virtual_stages, chunks) / layout.virtual_stages
+
+
+def optimize_memory(
+    hf: dict[str, Any],
+    recipe: Recipe,
+    layout: Layout,
+    stage: int,
+    census: StageCensus,
+    frozen: int,
+    gpu: Gpu,
+    assume: Assumptions,
+) -> dict[str, float]:
+    """Bytes on one GPU of a pipeline stage at the peak of an update, by what holds them."""
+    tokens = micro_batch_tokens(recipe)
+    parameters = census.dense + census.expert
+    layer = layer_activation_bytes(hf, layout, tokens, assume.expert_imbalance)
+    in_flight = micro_batches_in_flight(layout, stage, micro_batches_per_rank(recipe, layout, assume))
+    head = head_bytes(hf, layout, tokens, gpu) if stage == layout.pipeline_parallel - 1 else 0.0
+    kept = layer
+    if recipe.actor.recompute == "full":
+        kept = 2 * tokens / (layout.context_parallel * layout.tensor_parallel) * hf["hidden_size"]
+    items = {
+        "weights, bf16": 2.0 * parameters,
+        "gradients, fp32": 4.0 * parameters,
+        "optimizer, fp32 master and two moments": 12
+        * (
+            census.dense / (data_parallel(layout) * layout.context_parallel)
+            + census.expert / expert_data_parallel(layout)
+        ),
+        "frozen policies, bf16": 2.0 * parameters * frozen,
+        # the layer that is going backward holds gradients of what it kept, and under recompute that itself
+        "activations": in_flight * census.layers * kept + (2 if kept != layer else 1) * layer,
+        "log-probs, chunked, and the head's gradient": head,
+    }
+    return {"CUDA, NCCL and workspaces": assume.runtime_bytes} | items
+
+
+def head_bytes(hf: dict[str, Any], layout: Layout, tokens: int, gpu: Gpu) -> float:
+    """`kernels.linear_logprob` with backend torch, in its backward pass on the last pipeline stage.
+
+    Logits of a chunk in float32, as many again for their exponentials and half for their gradient in bf16; the head's
+    gradient in float32 and bf16; hidden states, gathered, of the trained tokens, and their gradient.
+    """
+    rows = math.ceil(hf["vocab_size"] / layout.tensor_parallel)
+    tokens //= layout.context_parallel
+    chunk = min(gpu.memory / 64, 4 * tokens * rows)  # kernels.linear_logprob.buffer_bytes
+    return 2.5 * chunk + (4 + 2) * rows * hf["hidden_size"] + 3 * 2 * tokens * hf["hidden_size"]
+
+
+def micro_batch_tokens(recipe: Recipe) -> int:
+    """Of the largest micro-batch: a response longer than the budget is one of its own."""
+    return max(recipe.actor.tokens_per_micro_batch, longest_sequence(recipe))
+
+
+def longest_sequence(recipe: Recipe) -> int:
+    return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+
+
+def mean_sequence(recipe: Recipe, assume: Assumptions) -> float:
+    prompt = assume.mean_prompt * recipe.data.max_prompt_tokens
+    return prompt + assume.mean_response * recipe.rollout.max_response_tokens
+
+
+def responses_per_update(recipe: Recipe) -> int:
+    return recipe.schedule.prompts_per_update * recipe.rollout.responses_per_prompt
+
+
+def micro_batches_per_rank(recipe: Recipe, layout: Layout, assume: Assumptions) -> int:
+    tokens = responses_per_update(recipe) * mean_sequence(recipe, assume) / data_parallel(layout)
+    return max(1, math.ceil(tokens / recipe.actor.tokens_per_micro_batch))
+
+
+def kv_bytes_per_token(hf: dict[str, Any], tensor_parallel: int) -> int:
+    """bf16 keys and values of all layers on one GPU; a key-value head is never split."""
+    heads = max(1, hf["num_key_value_heads"] // tensor_parallel)
+    return 2 * 2 * int(hf["num_hidden_layers"]) * heads * int(hf["head_dim"])
+
+
+def rollout_memory(
+    hf: dict[str, Any], recipe: Recipe, parameters: int, gpu: Gpu, assume: Assumptions
+) -> dict[str, float]:
+    """Bytes on one GPU of an engine replica; the KV cache has what is left of its share, at least 0."""
+    tensor = recipe.rollout.tensor_parallel
+    items = {"weights, bf16": 2.0 * parameters / tensor, "activations and CUDA graphs": assume.engine_bytes}
+    items["KV cache"] = max(0.0, recipe.rollout.memory_fraction * gpu.memory - sum(items.values()))
+    return items
+
+
+def active_parameters(hf: dict[str, Any], parameters: int) -> int:
+    """Those that a token meets: all but the input embedding and the experts that it is not routed to."""
+    embedding = 0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * hf["hidden_size"]
+    if not hf["num_experts"]:
+        return int(parameters - embedding)
+    expert = 3 * hf["hidden_size"] * hf["moe_intermediate_size"] * hf["num_hidden_layers"]
+    return int(parameters - embedding - expert * (hf["num_experts"] - hf["num_experts_per_tok"]))
+
+
+def forward_flops(hf: dict[str, Any], active: int, length: float) -> float:
+    """Of one sequence: two a weight and token, and causal attention."""
+    width = hf["num_attention_heads"] * hf["head_dim"]
+    attention: float = 2 * hf["num_hidden_layers"] * width * length**2
+    return 2 * active * length + attention
+
+
+def optimize_seconds(
+    hf: dict[str, Any],
+    recipe: Recipe,
+    layout: Layout,
+    parameters: int,
+    extra_passes: int,
+    gpu: Gpu,
+    assume: Assumptions,
+) -> float:
+    """One update: forward, backward, recompute and forward-only passes, with the pipeline's bubble."""
+    passes = 3 + (recipe.actor.recompute == "full") + extra_passes
+    one = forward_flops(hf, active_parameters(hf, parameters), mean_sequence(recipe, assume))
+    micro = micro_batches_per_rank(recipe, layout, assume)
+    bubble = 1 + (layout.pipeline_parallel - 1) / layout.virtual_stages / micro
+    mfu = assume.mfu_experts if hf["num_experts"] else assume.mfu_dense
+    return responses_per_update(recipe) * one * passes * bubble / (layout.ranks * gpu.flops * mfu)
+
+
+def rollout_seconds(
+    hf: dict[str, Any], recipe: Recipe, parameters: int, nodes: int, gpu: Gpu, assume: Assumptions
+) -> float:
+    """All responses of a stage: decoding is bound by weights and KV cache read a step, or by arithmetic."""
+    tensor, replicas = recipe.rollout.tensor_parallel, nodes * recipe.rollout.workers
+    response = assume.mean_response * recipe.rollout.max_response_tokens
+    held = mean_sequence(recipe, assume) - response / 2  # tokens that a running response has cached
+    per_token = kv_bytes_per_token(hf, tensor)
+    fit = rollout_memory(hf, recipe, parameters, gpu, assume)["KV cache"] / (held * per_token)
+    running = max(1.0, min(fit, assume.engine_sequences))
+    read = 2 * touched_parameters(hf, parameters, running) / tensor + running * held * per_token
+    work = 2 * active_parameters(hf, parameters) * running / tensor
+    step = max(read / gpu.bandwidth, work / gpu.flops) / assume.decode_efficiency
+    responses = recipe.groups_per_stage * recipe.rollout.responses_per_prompt / replicas
+    return responses / running * response * step
+
+
+def touched_parameters(hf: dict[str, Any], parameters: int, tokens: float) -> float:
+    """Expected number of parameters that a step of ``tokens`` tokens reads, with uniform routing."""
+    if not hf["num_experts"]:
+        return parameters
+    experts = 3 * hf["hidden_size"] * hf["moe_intermediate_size"] * hf["num_hidden_layers"] * hf["num_experts"]
+    idle: float = (1 - hf["num_experts_per_tok"] / hf["num_experts"]) ** tokens
+    return parameters - experts * idle
+
+
+def disk_bytes(recipe: Recipe, parameters: int, assume: Assumptions) -> dict[str, float]:
+    """What a run keeps, by kind. A rollout row has int32 tokens and float32 log-probs."""
+    schedule, rollout = recipe.schedule, recipe.rollout
+    responses = recipe.groups_per_stage * rollout.responses_per_prompt
+    mean = mean_sequence(recipe, assume) * 4 + assume.mean_response * rollout.max_response_tokens * 4
+    return {
+        "rollout store of a stage": responses * mean,
+        "rollout store of all stages": responses * mean * schedule.stages,
+        "one checkpoint": 14.0 * parameters,
+        "checkpoints at most": 14.0 * parameters * (recipe.actor.keep_checkpoints * schedule.stages + 1),
+        "one export": 2.0 * parameters,
+        "policies of all stages": 2.0 * parameters * (schedule.stages + 1),
+    }

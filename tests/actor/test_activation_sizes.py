@@ -1,0 +1,56 @@
+"""What `megarl plan` says a layer keeps for its backward pass, against the tensors that autograd really saves."""
+
+import numpy as np
+import pytest
+import torch
+
+from megarl import sizes
+from megarl.layout import Layout
+from tests.actor.conftest import SHAPE, make_recipe
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+HF = SHAPE | dict(
+    hidden_size=128, intermediate_size=320, num_attention_heads=8, head_dim=16, moe_intermediate_size=96,
+    num_experts_per_tok=2, norm_topk_prob=True, rope_theta=1e4, rope_scaling_factor=None, max_position_embeddings=1024,
+)  # fmt: skip
+TOKENS = 1000
+
+
+def saved_bytes(family, layers, recompute):
+    """Distinct storages that autograd keeps after a forward pass, parameters left out."""
+    from megarl.actor.model import build_model
+    from megarl.actor.packing import Sample, micro_batches
+
+    hf = HF | {"model_type": family, "num_hidden_layers": layers, "num_experts": 8 if "moe" in family else None}
+    (model,) = build_model(hf, make_recipe(actor={"recompute": recompute}))
+    length = TOKENS // 4
+    samples = [Sample(np.zeros(1, np.int32), np.arange(length - 1) % 67, np.zeros(length - 1), 1.0) for _ in range(4)]
+    (batch,) = micro_batches(samples, 10**6, torch.device("cpu"))
+    known, saved, alive = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}, []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed)
+    assert output[0].requires_grad
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_one_layer(family):
+    hf = HF | {"model_type": family, "num_experts": 8 if "moe" in family else None}
+    measured = saved_bytes(family, 2, "none") - saved_bytes(family, 1, "none")
+    # on the CPU an RMSNorm is not fused and keeps its normalised input too
+    norms = 2 * 128 + (128 + 32 if family.startswith("qwen3") else 0)
+    expected = sizes.layer_activation_bytes(hf, Layout(1), TOKENS, width=4) + 4 * norms * TOKENS
+    assert expected == pytest.approx(measured, rel=0.02)
+
+
+def test_one_layer_with_full_recompute():
+    measured = saved_bytes("qwen3_moe", 3, "full") - saved_bytes("qwen3_moe", 2, "full")
+    assert measured == pytest.approx(4 * TOKENS * 128, rel=0.02)

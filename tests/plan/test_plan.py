@@ -1,0 +1,189 @@
+"""`megarl plan`: Megatron's own parameter counts, every example recipe, and what it says when one does not fit."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from megarl import sizes
+from megarl.cli import main
+from megarl.config import load_recipe, override_recipe
+from megarl.errors import UserError
+from megarl.hf_config import read_hf_config
+from megarl.plan import Census, Plan, alternatives, make_plan
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = sorted(EXAMPLES.glob("*_*/*.toml"))
+MOE = EXAMPLES / "qwen3_30b_a3b/minpro.toml"
+PUBLISHED = {  # parameters of the models' safetensors files
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen2_5_math_7b": 7_615_616_512,
+    "deepseek_7b": 7_615_616_512,
+    "llama3_2_3b": 3_212_749_824,
+}
+
+
+@pytest.fixture(scope="module")
+def census():
+    with Census() as census:
+        yield census
+
+
+@pytest.fixture(scope="module")
+def whole(census):
+    """{model: its parameters on one rank}"""
+    return {
+        name: census.whole(read_hf_config(EXAMPLES / name), load_recipe(next((EXAMPLES / name).glob("*.toml"))))
+        for name in PUBLISHED
+    }
+
+
+def plan_of(path, census, whole, nodes=1, gpu="h200", changes=()):
+    recipe, hf = load_recipe(path, changes), read_hf_config(path.parent)
+    return Plan.of(recipe, hf, nodes, gpu, census, whole[path.parent.name])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configurations_are_those_of_the_published_models(whole, name):
+    assert whole[name].dense + whole[name].expert == PUBLISHED[name]
+
+
+def test_parameters_of_a_rank_are_megatrons(census):
+    hf, recipe = read_hf_config(MOE.parent), load_recipe(MOE)
+    (stage,) = census.count(hf, recipe, 32)
+    assert (stage.layers, stage.dense, stage.expert) == (48, 394_868_736, 3_623_878_656)
+    changed = override_recipe(recipe, ["actor.expert_parallel=4", "actor.pipeline_parallel=2"])
+    first, last = census.count(hf, changed, 32)
+    assert (first.layers, first.dense + first.expert) == (24, 3_821_312_000)
+    assert last.dense - first.dense == 2048  # the final norm
+
+
+def test_all_examples_are_here():
+    names = {str(path.relative_to(EXAMPLES)) for path in RECIPES}
+    objectives = ("mu_grpo", "m2po", "minpro", "bapo", "prefix_ratio_grpo", "grpo")
+    assert {f"qwen3_30b_a3b/{name}.toml" for name in objectives} <= names
+    assert {path.parent.name for path in RECIPES} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_examples_fit(census, whole, path):
+    for nodes in (1, 4) if path.parent == MOE.parent else (1,):
+        plan = plan_of(path, census, whole, nodes)
+        assert plan.misfit() is None
+        assert (
+            plan.recipe.data.max_prompt_tokens + plan.recipe.rollout.max_response_tokens
+            <= plan.hf["max_position_embeddings"]
+        )
+        assert plan.kv_tokens > 8 * sizes.longest_sequence(plan.recipe)
+
+
+def test_the_same_objective_as_its_name():
+    assert all(load_recipe(path).objective.name == path.stem for path in RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpu", "first"),
+    [
+        (["actor.expert_parallel=4"], "h100", "log-probs, chunked, and the head's gradient: 3.8 GiB"),
+        (["actor.expert_parallel=2"], "h100", "gradients, fp32: 55.5 GiB"),
+        (["actor.recompute=none"], "h100", "activations: 55.6 GiB on a GPU, but only 27.3 GiB of 75.1 GiB are left"),
+        (["actor.recompute=none", "actor.tokens_per_micro_batch=1000000"], "h200", "activations"),
+        (["rollout.memory_fraction=0.15"], "h200", "weights of a rollout engine"),
+        (["rollout.memory_fraction=0.2475"], "h200", "KV cache of a rollout engine"),
+        (["rollout.workers=8"], "h200", "rollout.workers * rollout.tensor_parallel = 16 GPUs a node"),
+    ],
+)
+def test_first_misfit(census, whole, changes, gpu, first):
+    plan = plan_of(MOE, census, whole, 2, gpu, changes)
+    assert first in plan.misfit()
+    others = list(itertools.islice(alternatives(plan, census), 2))
+    assert others
+    for other in others:
+        again = plan_of(MOE, census, whole, 2, gpu, [*changes, *other])
+        assert again.misfit() is None
+
+
+def test_two_layouts_that_fit(census, whole):
+    """The least split first."""
+    plan = plan_of(MOE, census, whole, changes=["actor.expert_parallel=2"])
+    assert plan.misfit() == "optimize phase, activations: 3.4 GiB on a GPU, but only 2.9 GiB of 132.8 GiB are left"
+    plain = ["actor.tensor_parallel=1", "actor.pipeline_parallel=1"]
+    assert list(itertools.islice(alternatives(plan, census), 2)) == [
+        [*plain, "actor.expert_parallel=4", "actor.expert_tensor_parallel=1"],
+        [*plain, "actor.expert_parallel=8", "actor.expert_tensor_parallel=1"],
+    ]
+
+
+def test_no_layout_fits(census, whole):
+    """30 B parameters and their optimizer on four GPUs of 80 GB."""
+    few = ["actor.processes_per_node=4", "rollout.workers=2", "actor.expert_parallel=4"]
+    plan = plan_of(MOE, census, whole, gpu="a100", changes=few)
+    assert "optimizer, fp32 master and two moments: 85.4 GiB" in plan.misfit()
+    assert list(alternatives(plan, census)) == []
+
+
+def test_memory_follows_the_recipe(census, whole):
+    """A KL reference is a second model; more nodes share the optimizer; exact statistics cost a forward pass."""
+    plain = plan_of(MOE, census, whole)
+    reference = plan_of(MOE, census, whole, changes=["objective.kl.coefficient=0.1"])
+    assert (plain.frozen, reference.frozen) == (0, 1)
+    assert reference.optimize["frozen policies, bf16"] == plain.optimize["weights, bf16"]
+    assert plan_of(MOE.with_name("m2po.toml"), census, whole).extra_passes == plain.extra_passes + 1
+    four = plan_of(MOE, census, whole, nodes=4)
+    name = "optimizer, fp32 master and two moments"
+    assert four.optimize[name] == plain.optimize[name] / 4
+
+
+def test_table(census, whole):
+    text = plan_of(MOE, census, whole, nodes=4).table()
+    for expected in (
+        "qwen3_moe, 30.53 B parameters, 3.0 B active; 4 x 8 h200",
+        "tensor 4, pipeline 1, context 1, expert 8 x 1, data 8 (experts 4); recompute full",
+        "48 layers, 4018.7 M parameters a rank, 3623.9 M of them experts",
+    ):
+        assert expected in text
+    assert re.search(r"gradients, fp32 +14\.97\n", text)
+    assert re.search(r"one export +56\.87\n", text)
+    assert re.search(r"mfu experts +0\.15  the same with experts", text)
+
+
+def test_command_line(capsys):
+    command = ["plan", str(EXAMPLES / "llama3_2_3b/mu_grpo.toml")]
+    main([*command, "--nodes", "2", "--gpu", "h100"])
+    assert "llama, 3.21 B parameters; 2 x 8 h100" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--set", "actor.recompute=none", "--set", "actor.tokens_per_micro_batch=65536"])
+    assert end.value.code == 2
+    *_, problem, one, two = capsys.readouterr().err.splitlines()
+    assert problem.startswith("does not fit: optimize phase, activations: ")
+    assert one.startswith("  this fits: --set actor.tensor_parallel=") and two.startswith("  this fits: --set ")
+
+
+def test_wrong_questions(tmp_path):
+    with pytest.raises(UserError, match="--gpu h900: known are a100, h100, h200, b200"):
+        make_plan(MOE, 1, "h900")
+    with pytest.raises(UserError, match="--nodes 0: at least 1"):
+        make_plan(MOE, 0, "h200")
+    with pytest.raises(UserError, match="cannot build this layout: .*no such field"):
+        make_plan(EXAMPLES / "llama3_2_3b/m2po.toml", 1, "h200", ["megatron.no_such_field=1"])
+    with pytest.raises(UserError, match="backend=cuda"):
+        make_plan(EXAMPLES / "quickstart/recipe.toml", 1, "h200")
+    with pytest.raises(UserError, match="tensor_parallel = 3"):
+        make_plan(MOE, 1, "h200", ["actor.tensor_parallel=3"])
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(MOE.read_text())
+    with pytest.raises(UserError, match=r"has the config\.json of the model"):
+        make_plan(recipe, 1, "h200")
+
+
+def test_pipeline_stage_that_needs_most_counts(census, whole):
+    """The first stage has two micro-batches in flight, the last the head's buffers."""
+    plan = plan_of(MOE, census, whole, changes=["actor.pipeline_parallel=2", "actor.expert_parallel=4"])
+    first, last = (plan.optimize_stage(stage) for stage in (0, 1))
+    assert first["activations"] > last["activations"]
+    head = "log-probs, chunked, and the head's gradient"
+    assert first[head] == 0 and last[head] > 6 * 2**30
+    assert plan.optimize == last

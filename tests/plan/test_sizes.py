@@ -1,0 +1,91 @@
+"""Sizes by hand for Qwen3-30B-A3B, and activations against what a real model keeps for its backward pass."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl import sizes
+from megarl.config import load_recipe
+from megarl.hf_config import read_hf_config
+from megarl.layout import Layout
+from megarl.sizes import GIB, Assumptions, StageCensus
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+HF = read_hf_config(EXAMPLES / "qwen3_30b_a3b")
+RECIPE = load_recipe(EXAMPLES / "qwen3_30b_a3b/minpro.toml")  # tensor 4, expert 8, full recompute
+LAYOUT = Layout.of(RECIPE, 32)
+# per rank: a quarter of embedding and head; 48 layers of fused projection (4096 + 2 x 512) / 4, output 4096 / 4,
+# router and norms; final norm. 16 experts of three 2048 x 768 matrices in each layer.
+DENSE = 2 * 37_984 * 2048 + 48 * (1280 * 2048 + 1024 * 2048 + 128 * 2048 + 2 * 2048 + 2 * 128) + 2048
+EXPERT = 48 * 16 * 3 * 2048 * 768
+CENSUS = StageCensus(48, DENSE, EXPERT)
+H200 = sizes.GPUS["h200"]
+
+
+def test_weights_gradients_and_optimizer():
+    assert (DENSE, EXPERT) == (394_868_736, 3_623_878_656)
+    items = sizes.optimize_memory(HF, RECIPE, LAYOUT, 0, CENSUS, 1, H200, Assumptions())
+    assert items["weights, bf16"] == 2 * 4_018_747_392
+    assert items["gradients, fp32"] == 4 * 4_018_747_392
+    # 32 ranks: 8 replicas of the dense weights, 4 of the experts
+    assert items["optimizer, fp32 master and two moments"] == 12 * (394_868_736 / 8 + 3_623_878_656 / 4)
+    assert items["frozen policies, bf16"] == 2 * 4_018_747_392
+
+
+def test_activations_by_hand():
+    """24576 tokens: 6144 on a rank between attention and MLP, 8 of 32 heads and 1 of 4 key-value heads in attention."""
+    attention = 4 * 6144 * 2048 + 24576 * (1024 + 2 * 128 + 1024 + 128 + 2 * 1024 + 1024 + 4 * 128)
+    experts = 6144 * 8 * (2048 + 6 * 768)
+    layer = 2 * (attention + experts) + 4 * (24576 * 8 + 6144 * 128)
+    assert sizes.layer_activation_bytes(HF, LAYOUT, 24576) == layer
+    assume = Assumptions(expert_imbalance=1.0)
+    full = sizes.optimize_memory(HF, RECIPE, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"]
+    assert full == 48 * 6144 * 2048 * 2 + 2 * layer
+    recipe = RECIPE.model_copy(update={"actor": RECIPE.actor.model_copy(update={"recompute": "none"})})
+    assert sizes.optimize_memory(HF, recipe, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"] == 49 * layer
+
+
+def test_micro_batches_in_flight():
+    two = replace(LAYOUT, pipeline_parallel=2)
+    four = replace(LAYOUT, pipeline_parallel=4)
+    assert [sizes.micro_batches_in_flight(four, stage, 100) for stage in range(4)] == [4, 3, 2, 1]
+    assert [sizes.micro_batches_in_flight(four, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    # two chunks a rank: Megatron warms up 2 (p - stage - 1) + (v - 1) p chunks and starts one more
+    assert sizes.micro_batches_in_flight(replace(two, virtual_stages=2), 0, 100) == 5 / 2
+
+
+def test_head_buffer():
+    """Chunked logits do not grow with the micro-batch; a short one does not fill them."""
+    head, hidden = 6 * 37_984 * 2048, 3 * 2 * 2048
+    for tokens in (16_384, 32_768):
+        assert sizes.head_bytes(HF, LAYOUT, tokens, H200) == 2.5 * H200.memory / 64 + head + hidden * tokens
+    assert sizes.head_bytes(HF, LAYOUT, 100, H200) == 2.5 * 4 * 100 * 37_984 + head + hidden * 100
+
+
+def test_rollout():
+    assert sizes.kv_bytes_per_token(HF, 1) == 2 * 48 * 4 * 128 * 2 == 98_304
+    assert sizes.kv_bytes_per_token(HF, 2) == 49_152
+    assert sizes.kv_bytes_per_token(HF, 8) == 24_576  # a head is never split
+    items = sizes.rollout_memory(HF, RECIPE, 30_532_122_624, H200, Assumptions())
+    assert items["weights, bf16"] == 30_532_122_624  # two bytes, two GPUs
+    assert sum(items.values()) == pytest.approx(0.92 * 139.8 * GIB)
+
+
+def test_disk():
+    parts = sizes.disk_bytes(RECIPE, 30_532_122_624, Assumptions(mean_prompt=1.0, mean_response=1.0))
+    assert parts["rollout store of a stage"] == 48 * 32 * 8 * ((2048 + 20480) * 4 + 20480 * 4)
+    assert parts["one checkpoint"] == 30_532_122_624 * (2 + 4 + 4 + 4)
+    assert parts["one export"] == 30_532_122_624 * 2
+
+
+def test_operations():
+    """Two a weight and token; attention adds 2 x layers x width x length^2 with a causal mask."""
+    active = sizes.active_parameters(HF, 30_532_122_624)
+    embedding, idle = 151_936 * 2048, 48 * 120 * 3 * 2048 * 768
+    assert active == 30_532_122_624 - embedding - idle
+    assert sizes.forward_flops(HF, active, 1000) == 2 * active * 1000 + 2 * 48 * 4096 * 1000**2
+    assert sizes.touched_parameters(HF, 30_532_122_624, 1) == pytest.approx(active + embedding)
+    one = sizes.optimize_seconds(HF, RECIPE, LAYOUT, 30_532_122_624, 0, H200, Assumptions())
+    two = sizes.optimize_seconds(HF, RECIPE, LAYOUT, 30_532_122_624, 4, H200, Assumptions())
+    assert two == pytest.approx(2 * one)  # forward, backward twice, recompute: four passes, and four more
