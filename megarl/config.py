@@ -109,7 +109,10 @@ class ActorTable(Table):
     statistics_scope: Literal["exact", "lagged", "micro"] = "exact"
     kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
     recompute: Literal["none", "full"] = "none"
+    # experts of a token: chosen by the current policy; by the policy that began the stage; or as the engine recorded
+    routing_replay: Literal["none", "actor", "engine"] = "none"
     checkpoint_every: int = Field(64, ge=1)  # updates
+    max_skipped_updates: int = Field(0, ge=0)  # updates that may be left out, in the whole run, for not being finite
     keep_checkpoints: int = Field(2, ge=1)  # inside a stage; older ones are removed
 
     @property
@@ -167,6 +170,11 @@ class Recipe(Table):
                 "rollout.responses_per_prompt must be at least 2"
             )
         return self
+
+    @property
+    def virtual_pipeline_stages(self) -> int | None:
+        """Model chunks of each pipeline rank; None: one, without the interleaved schedule."""
+        return self.megatron.get("virtual_pipeline_model_parallel_size")
 
     @property
     def groups_per_stage(self) -> int:

@@ -50,7 +50,9 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         expert_model_parallel_size=actor.expert_parallel,
         expert_tensor_parallel_size=actor.expert_tensor_parallel or actor.tensor_parallel,
         sequence_parallel=actor.tensor_parallel > 1,
-        variable_seq_lengths=True,  # packed micro-batches differ in length
+        # packed micro-batches differ in length; between virtual stages of two pipeline ranks Megatron would take the
+        # shape of one message for another's, so there all micro-batches of an update are made equally long
+        variable_seq_lengths=recipe.virtual_pipeline_stages is None,
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, also for dense models
         calculate_per_token_loss=True,  # sums now, one global denominator over the whole optimizer batch
         batch_p2p_comm=False,  # the default lets sends of virtual stages cross silently

@@ -1,0 +1,169 @@
+"""Which parallel layouts a model can have, and the nearest one that works where the asked one does not.
+
+Megatron checks some of these rules after all processes have started, and others not at all: it then trains wrongly
+without a word. Here they are plain arithmetic, before any process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.errors import UserError
+
+# settings of TransformerConfig that [actor] owns, or without which megarl's loss would be wrong
+_OWNED = {
+    "tensor_model_parallel_size": "[actor] tensor_parallel",
+    "pipeline_model_parallel_size": "[actor] pipeline_parallel",
+    "context_parallel_size": "[actor] context_parallel",
+    "expert_model_parallel_size": "[actor] expert_parallel",
+    "expert_tensor_parallel_size": "[actor] expert_tensor_parallel",
+    "sequence_parallel": "[actor] tensor_parallel, which implies it",
+    "variable_seq_lengths": "neither value, it follows from the pipeline schedule",
+}
+_REQUIRED = {
+    "calculate_per_token_loss": (True, "micro-batches and ranks would be averaged with wrong weights"),
+    "batch_p2p_comm": (False, "messages between virtual pipeline stages would cross without a word"),
+}
+
+# settings that decide where things are computed, not what: a run may be continued with others
+LAYOUT_SETTINGS = (
+    "actor.processes_per_node",
+    "actor.tensor_parallel",
+    "actor.pipeline_parallel",
+    "actor.context_parallel",
+    "actor.expert_parallel",
+    "actor.expert_tensor_parallel",
+    "megatron.virtual_pipeline_model_parallel_size",
+)
+# how much a change of a factor moves: the first three cut every layer, the others experts alone
+_WEIGHT = {"tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": 2}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks and how the model is cut over them; names as in ``[actor]``."""
+
+    ranks: int
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    expert_tensor_parallel: int = 1
+    virtual_stages: int = 1  # of each pipeline rank
+
+    @classmethod
+    def of(cls, recipe: Recipe, ranks: int) -> Layout:
+        actor = recipe.actor
+        return cls(
+            ranks,
+            actor.tensor_parallel,
+            actor.pipeline_parallel,
+            actor.context_parallel,
+            actor.expert_parallel,
+            actor.expert_tensor_parallel or actor.tensor_parallel,
+            recipe.virtual_pipeline_stages or 1,
+        )
+
+    def problems(self, hf: dict[str, Any]) -> Iterator[str]:
+        """Every rule that the layout breaks for a model (`megarl.hf_config.read_hf_config`)."""
+        for key in ("num_attention_heads", "num_key_value_heads"):
+            if hf[key] % self.tensor_parallel:
+                yield f"tensor_parallel = {self.tensor_parallel} does not divide the model's {key} = {hf[key]}"
+        stages = self.pipeline_parallel * self.virtual_stages
+        if hf["num_hidden_layers"] % stages:
+            times = " * virtual_pipeline_model_parallel_size" if self.virtual_stages > 1 else ""
+            yield (
+                f"pipeline_parallel{times} = {stages} does not divide the model's "
+                f"num_hidden_layers = {hf['num_hidden_layers']}"
+            )
+        if self.virtual_stages > 1 and self.pipeline_parallel == 1:
+            yield f"virtual_pipeline_model_parallel_size = {self.virtual_stages} needs pipeline_parallel > 1"
+        experts = hf["num_experts"]
+        if (experts or 1) % self.expert_parallel:
+            yield f"expert_parallel = {self.expert_parallel} does not divide the model's {experts or 'no'} experts"
+        width, name = (hf["moe_intermediate_size"], "moe_intermediate_size") if experts else (0, "")
+        if width % self.expert_tensor_parallel:
+            yield f"expert_tensor_parallel = {self.expert_tensor_parallel} does not divide the model's {name} = {width}"
+        if not experts and hf["intermediate_size"] % self.tensor_parallel:
+            yield (
+                f"tensor_parallel = {self.tensor_parallel} does not divide the model's "
+                f"intermediate_size = {hf['intermediate_size']}"
+            )
+        if experts and self.expert_parallel == 1 and self.expert_tensor_parallel != self.tensor_parallel:
+            yield (
+                f"expert_parallel = 1 with expert_tensor_parallel = {self.expert_tensor_parallel} and "
+                f"tensor_parallel = {self.tensor_parallel}: Megatron-Core would leave the gradients of experts "
+                "unreduced; the two must be equal"
+            )
+        for names in (
+            ("tensor_parallel", "pipeline_parallel", "context_parallel"),
+            ("expert_tensor_parallel", "expert_parallel", "pipeline_parallel"),
+        ):
+            product = math.prod(getattr(self, n) for n in names)
+            if self.ranks % product and (experts or "expert_parallel" not in names):
+                yield f"processes_per_node * nodes = {self.ranks} is no multiple of {' * '.join(names)} = {product}"
+
+    def nearest(self, hf: dict[str, Any]) -> Layout | None:
+        """The valid layout on the same ranks that changes the asked factors least."""
+        sizes = [n for n in range(1, self.ranks + 1) if self.ranks % n == 0]
+        best: tuple[float, Layout] | None = None
+        for tensor, pipeline, context in itertools.product(sizes, repeat=3):
+            if self.ranks % (tensor * pipeline * context):
+                continue
+            for expert, expert_tensor in itertools.product(sizes, repeat=2) if hf["num_experts"] else [(1, tensor)]:
+                for virtual in {1, self.virtual_stages}:
+                    layout = Layout(self.ranks, tensor, pipeline, context, expert, expert_tensor, virtual)
+                    distance = self._distance(layout)
+                    if (best is None or distance < best[0]) and not any(layout.problems(hf)):
+                        best = distance, layout
+        return best[1] if best else None
+
+    def _distance(self, other: Layout) -> float:
+        mine, theirs = asdict(self), asdict(other)
+        return sum(_WEIGHT.get(key, 1) * abs(math.log2(theirs[key] / size)) for key, size in mine.items())
+
+    def changes(self, other: Layout) -> str:
+        """``other``'s factors that differ, as a recipe would say them."""
+        mine, theirs = asdict(self), asdict(other)
+        return ", ".join(f"{key} = {theirs[key]}" for key, size in mine.items() if theirs[key] != size)
+
+
+def check_layout(recipe: Recipe, hf: dict[str, Any], nodes: int | None = 1) -> None:
+    """`UserError` for a layout that Megatron would refuse or silently get wrong, with the nearest that works.
+
+    nodes: None where the number of ranks is not to be judged.
+    """
+    for key, owner in _OWNED.items():
+        if key in recipe.megatron:
+            raise UserError(f"[megatron] {key} = {recipe.megatron[key]!r}: use {owner}")
+    for key, (only, reason) in _REQUIRED.items():
+        if recipe.megatron.get(key, only) != only:
+            raise UserError(f"[megatron] {key} = {recipe.megatron[key]!r}: {reason}")
+    _check_routing(recipe, hf)
+    layout = Layout.of(recipe, (nodes or 1) * recipe.actor.processes_per_node)
+    if nodes is None:
+        factors = {**asdict(layout), "ranks": 1, "virtual_stages": 1}
+        layout = replace(layout, ranks=math.prod(factors.values()))
+    problem = next(layout.problems(hf), None)
+    if problem is None:
+        return
+    nearest = layout.nearest(hf)
+    hint = f"; the nearest layout that works has {layout.changes(nearest)}" if nearest else ""
+    raise UserError(f"[actor] {problem}{hint}")
+
+
+def _check_routing(recipe: Recipe, hf: dict[str, Any]) -> None:
+    replay = recipe.actor.routing_replay
+    if replay == "none":
+        return
+    if not hf["num_experts"]:
+        raise UserError(f"[actor] routing_replay = {replay!r}: this model has no experts")
+    if recipe.megatron.get("moe_router_fusion"):
+        raise UserError(f"[megatron] moe_router_fusion = true decides before [actor] routing_replay = {replay!r} can")
+    if replay == "engine" and recipe.rollout.engine == "builtin":
+        raise UserError('[actor] routing_replay = "engine": the built-in engine records no experts; use "actor"')

@@ -1,0 +1,91 @@
+"""Layouts that cannot work are refused by arithmetic, with the reason and the nearest layout that does."""
+
+import pytest
+
+from megarl.errors import UserError
+from megarl.layout import Layout, check_layout
+from tests.actor.conftest import make_recipe
+
+MOE = dict(
+    num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=48, num_experts=128,
+    moe_intermediate_size=768, intermediate_size=6144,
+)  # fmt: skip
+DENSE = MOE | {"num_experts": None}
+
+
+def check(hf, megatron=None, **actor):
+    check_layout(make_recipe(actor=actor, megatron=megatron or {}), hf)
+
+
+@pytest.mark.parametrize(
+    "actor",
+    [
+        {},
+        {"processes_per_node": 8, "tensor_parallel": 4, "expert_parallel": 8, "expert_tensor_parallel": 1},
+        {"processes_per_node": 8, "tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": 2},
+        {"processes_per_node": 8, "tensor_parallel": 2},
+        {"processes_per_node": 4, "expert_parallel": 2},
+    ],
+)
+def test_sensible_layouts_pass(actor):
+    check(MOE, **actor)
+
+
+@pytest.mark.parametrize(
+    ("actor", "megatron", "words"),
+    [
+        # Megatron runs this one and leaves expert gradients unreduced
+        (
+            {"processes_per_node": 2, "tensor_parallel": 2, "expert_tensor_parallel": 1},
+            {},
+            ["unreduced", "nearest", "expert_tensor_parallel = 2"],
+        ),
+        ({"processes_per_node": 8, "tensor_parallel": 8}, {}, ["num_key_value_heads = 4", "tensor_parallel = 4"]),
+        (
+            {"processes_per_node": 8, "tensor_parallel": 4, "context_parallel": 4},
+            {},
+            ["no multiple", "= 16", "nearest"],
+        ),
+        ({"processes_per_node": 5, "pipeline_parallel": 5}, {}, ["num_hidden_layers = 48", "pipeline_parallel = 1"]),
+        ({"processes_per_node": 3, "expert_parallel": 3}, {}, ["128 experts", "expert_parallel = 1"]),
+        (
+            {"processes_per_node": 4, "pipeline_parallel": 4},
+            {"virtual_pipeline_model_parallel_size": 5},
+            ["= 20", "num_hidden_layers = 48"],
+        ),
+        ({"processes_per_node": 2}, {"virtual_pipeline_model_parallel_size": 2}, ["needs pipeline_parallel > 1"]),
+        ({}, {"tensor_model_parallel_size": 2}, ["tensor_model_parallel_size", "[actor] tensor_parallel"]),
+        ({}, {"calculate_per_token_loss": False}, ["calculate_per_token_loss", "wrong weights"]),
+        ({}, {"batch_p2p_comm": True}, ["batch_p2p_comm", "cross"]),
+    ],
+)
+def test_others_are_refused_with_the_reason(actor, megatron, words):
+    with pytest.raises(UserError) as error:
+        check(MOE, megatron, **actor)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_dense_model_has_no_experts_to_cut():
+    check(DENSE, processes_per_node=8, tensor_parallel=4)
+    with pytest.raises(UserError, match="no experts"):
+        check(DENSE, processes_per_node=2, expert_parallel=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 6, 8, 16])
+def test_the_nearest_layout_is_valid_and_closest(ranks):
+    asked = Layout(ranks, tensor_parallel=ranks, pipeline_parallel=2, expert_tensor_parallel=1)
+    nearest = asked.nearest(MOE)
+    assert nearest is not None
+    assert nearest.ranks == ranks
+    assert not list(nearest.problems(MOE))
+    valid = Layout(8, 4, 2, 1, 4, 1)
+    assert valid.nearest(MOE) == valid
+
+
+def test_nodes_add_ranks_and_engines_alone_need_none():
+    recipe = make_recipe(actor={"processes_per_node": 8, "tensor_parallel": 4, "pipeline_parallel": 4})
+    check_layout(recipe, MOE, nodes=2)
+    check_layout(recipe, MOE, nodes=None)
+    with pytest.raises(UserError, match=r"processes_per_node \* nodes = 24"):
+        check_layout(recipe, MOE, nodes=3)
