@@ -43,6 +43,14 @@ def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
 
 def check_devices(recipe: Recipe) -> None:
     actor = recipe.actor
+    if actor.layers == "transformer_engine":
+        if actor.backend == "cpu":
+            raise UserError('[actor] layers = "transformer_engine" runs on GPUs alone; use "torch" on backend = "cpu"')
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise UserError(
+                '[actor] layers = "transformer_engine", but it is not installed: '
+                "pip install transformer-engine[pytorch]"
+            )
     _check_kernels(actor.backend, actor.kernel_backend)
     if actor.backend == "cuda":
         import torch
