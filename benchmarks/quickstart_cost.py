@@ -178,7 +178,7 @@ def main() -> None:
     overrides = [f"schedule.stages={options.stages}", f"schedule.updates_per_stage={options.updates}"]
     recipe = load_recipe(ROOT / "examples/quickstart/recipe.toml", overrides)
     become_single_process()
-    parallel.initialize(recipe.actor, recipe.run.seed)
+    parallel.initialize(recipe)
     with tempfile.TemporaryDirectory() as scratch:
         run = RunDir.create(Path(scratch) / "run", recipe)
         copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.policy(0))

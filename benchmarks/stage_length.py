@@ -59,7 +59,7 @@ def measure(length: int, updates: int) -> dict[str, float]:
     torch.set_num_threads(1)
     recipe = load_recipe(ROOT / "examples/quickstart/recipe.toml", [f"schedule.updates_per_stage={length}"])
     become_single_process()
-    device = parallel.initialize(recipe.actor, recipe.run.seed)
+    device = parallel.initialize(recipe)
     from megarl.actor import packing, step
 
     with tempfile.TemporaryDirectory() as scratch:

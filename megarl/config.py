@@ -109,7 +109,11 @@ class ActorTable(Table):
     statistics_scope: Literal["exact", "lagged", "micro"] = "exact"
     kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
     recompute: Literal["none", "full"] = "none"
+    layers: Literal["torch", "transformer_engine"] = "torch"  # what the model's modules are made of
+    # experts of a token: chosen by the current policy; by the policy that began the stage; or as the engine recorded
+    routing_replay: Literal["none", "actor", "engine"] = "none"
     checkpoint_every: int = Field(64, ge=1)  # updates
+    max_skipped_updates: int = Field(0, ge=0)  # updates that may be left out, in the whole run, for not being finite
     keep_checkpoints: int = Field(2, ge=1)  # inside a stage; older ones are removed
 
     @property

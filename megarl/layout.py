@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megarl.config import Recipe
@@ -30,6 +30,16 @@ _REQUIRED = {
     "batch_p2p_comm": (False, "messages between virtual pipeline stages would cross without a word"),
 }
 
+# settings that decide where things are computed, not what: a run may be continued with others
+LAYOUT_SETTINGS = (
+    "actor.processes_per_node",
+    "actor.tensor_parallel",
+    "actor.pipeline_parallel",
+    "actor.context_parallel",
+    "actor.expert_parallel",
+    "actor.expert_tensor_parallel",
+    "megatron.virtual_pipeline_model_parallel_size",
+)
 # how much a change of a factor moves: the first three cut every layer, the others experts alone
 _WEIGHT = {"tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": 2}
 
@@ -96,7 +106,7 @@ class Layout:
         ):
             product = math.prod(getattr(self, n) for n in names)
             if self.ranks % product and (experts or "expert_parallel" not in names):
-                yield f"processes_per_node = {self.ranks} is no multiple of {' * '.join(names)} = {product}"
+                yield f"processes_per_node * nodes = {self.ranks} is no multiple of {' * '.join(names)} = {product}"
 
     def nearest(self, hf: dict[str, Any]) -> Layout | None:
         """The valid layout on the same ranks that changes the asked factors least."""
@@ -123,18 +133,37 @@ class Layout:
         return ", ".join(f"{key} = {theirs[key]}" for key, size in mine.items() if theirs[key] != size)
 
 
-def check_layout(recipe: Recipe, hf: dict[str, Any], nodes: int = 1) -> None:
-    """`UserError` for a layout that Megatron would refuse or silently get wrong, with the nearest that works."""
+def check_layout(recipe: Recipe, hf: dict[str, Any], nodes: int | None = 1) -> None:
+    """`UserError` for a layout that Megatron would refuse or silently get wrong, with the nearest that works.
+
+    nodes: None where the number of ranks is not to be judged.
+    """
     for key, owner in _OWNED.items():
         if key in recipe.megatron:
             raise UserError(f"[megatron] {key} = {recipe.megatron[key]!r}: use {owner}")
     for key, (only, reason) in _REQUIRED.items():
         if recipe.megatron.get(key, only) != only:
             raise UserError(f"[megatron] {key} = {recipe.megatron[key]!r}: {reason}")
-    layout = Layout.of(recipe, nodes * recipe.actor.processes_per_node)
+    _check_routing(recipe, hf)
+    layout = Layout.of(recipe, (nodes or 1) * recipe.actor.processes_per_node)
+    if nodes is None:
+        factors = {**asdict(layout), "ranks": 1, "virtual_stages": 1}
+        layout = replace(layout, ranks=math.prod(factors.values()))
     problem = next(layout.problems(hf), None)
     if problem is None:
         return
     nearest = layout.nearest(hf)
     hint = f"; the nearest layout that works has {layout.changes(nearest)}" if nearest else ""
     raise UserError(f"[actor] {problem}{hint}")
+
+
+def _check_routing(recipe: Recipe, hf: dict[str, Any]) -> None:
+    replay = recipe.actor.routing_replay
+    if replay == "none":
+        return
+    if not hf["num_experts"]:
+        raise UserError(f"[actor] routing_replay = {replay!r}: this model has no experts")
+    if recipe.megatron.get("moe_router_fusion"):
+        raise UserError(f"[megatron] moe_router_fusion = true decides before [actor] routing_replay = {replay!r} can")
+    if replay == "engine" and recipe.rollout.engine == "builtin":
+        raise UserError('[actor] routing_replay = "engine": the built-in engine records no experts; use "actor"')

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 from megarl.config import Recipe
 from megarl.data import build_prompts, check_tokenizer_fits, load_tokenizer
 from megarl.errors import UserError
 from megarl.hf_config import read_hf_config
+from megarl.layout import check_layout
 from megarl.policy import weight_files
 
 
@@ -37,34 +37,20 @@ def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
         raise UserError("[rollout] tensor_parallel > 1: the built-in engine runs a replica in one process")
     if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("[run] wandb = true, but wandb is not installed: pip install wandb")
-    check_layout(recipe, hf)
-    if optimizes:
-        check_ranks(recipe, nodes)
+    check_layout(recipe, hf, nodes if optimizes else None)
+    check_devices(recipe)
 
 
-def check_layout(recipe: Recipe, hf: dict[str, Any]) -> None:
+def check_devices(recipe: Recipe) -> None:
     actor = recipe.actor
-    for key, parts in {"num_attention_heads": "tensor_parallel", "num_key_value_heads": "tensor_parallel"}.items():
-        if hf[key] % getattr(actor, parts):
-            raise UserError(f"[actor] {parts} = {getattr(actor, parts)} does not divide the model's {key} = {hf[key]}")
-    if hf["num_hidden_layers"] % actor.pipeline_parallel:
-        raise UserError(
-            f"[actor] pipeline_parallel = {actor.pipeline_parallel} does not divide the model's "
-            f"num_hidden_layers = {hf['num_hidden_layers']}"
-        )
-    if (hf["num_experts"] or 1) % actor.expert_parallel:
-        raise UserError(
-            f"[actor] expert_parallel = {actor.expert_parallel} does not divide the model's "
-            f"{hf['num_experts'] or 'no'} experts"
-        )
-    other = (actor.expert_tensor_parallel or actor.tensor_parallel) != actor.tensor_parallel
-    if hf["num_experts"] and actor.expert_parallel == 1 and other:
-        # Megatron would leave expert gradients unreduced, without a word
-        raise UserError("[actor] with expert_parallel = 1, expert_tensor_parallel must equal tensor_parallel")
-    if "virtual_pipeline_model_parallel_size" in recipe.megatron:
-        raise UserError("[megatron] virtual_pipeline_model_parallel_size is not supported yet")
-    if actor.context_parallel > 1:
-        raise UserError("[actor] context_parallel > 1 is not supported yet; use tensor or pipeline parallelism")
+    if actor.layers == "transformer_engine":
+        if actor.backend == "cpu":
+            raise UserError('[actor] layers = "transformer_engine" runs on GPUs alone; use "torch" on backend = "cpu"')
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise UserError(
+                '[actor] layers = "transformer_engine", but it is not installed: '
+                "pip install transformer-engine[pytorch]"
+            )
     _check_kernels(actor.backend, actor.kernel_backend)
     if actor.backend == "cuda":
         import torch
@@ -75,18 +61,6 @@ def check_layout(recipe: Recipe, hf: dict[str, Any]) -> None:
                 f'[actor] backend = "cuda" needs {needed} GPUs, but torch sees {torch.cuda.device_count()} here; '
                 'backend = "cpu" runs without'
             )
-
-
-def check_ranks(recipe: Recipe, nodes: int) -> None:
-    """The actor's processes on all nodes together hold a whole number of models."""
-    actor = recipe.actor
-    model_ranks = actor.tensor_parallel * actor.pipeline_parallel * actor.context_parallel
-    if nodes * actor.processes_per_node % model_ranks:
-        on_nodes = f" on {nodes} nodes" if nodes > 1 else ""
-        raise UserError(
-            f"[actor] processes_per_node = {actor.processes_per_node}{on_nodes} is no multiple of tensor_parallel * "
-            f"pipeline_parallel * context_parallel = {model_ranks}"
-        )
 
 
 def _check_kernels(device: str, kernels: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from megarl.config import Recipe, dump_recipe, load_recipe, recipe_diff
 from megarl.errors import UserError
 from megarl.files import append_json, make_directory, read_json_lines, write_atomic
+from megarl.layout import LAYOUT_SETTINGS
 from megarl.ledger import is_sealed
 
 
@@ -25,17 +26,23 @@ class RunDir:
 
     @classmethod
     def create(cls, root: Path, recipe: Recipe) -> RunDir:
-        """A new or continued run; `UserError` with the difference when the directory belongs to another recipe."""
+        """A new or continued run; `UserError` with the difference when the directory belongs to another recipe.
+
+        A run may be continued in another parallel layout, which then is the recipe's.
+        """
         root = Path(root).resolve()
         path = root / "recipe.toml"
         if path.exists():
-            difference = recipe_diff(load_recipe(path), recipe)
+            everything = recipe_diff(load_recipe(path), recipe)
+            difference = [line for line in everything if line.partition(":")[0] not in LAYOUT_SETTINGS]
             if difference:
                 raise UserError(
                     f"{root} belongs to a run with another recipe (old -> new):\n  "
                     + "\n  ".join(difference)
                     + "\nuse another --run-dir, or the old settings to continue this one"
                 )
+            if everything:
+                write_atomic(path, dump_recipe(recipe))  # from here on in another layout
         else:
             if root.exists() and not root.is_dir():
                 raise UserError(f"{root} is a file, not a run directory")
@@ -57,6 +64,11 @@ class RunDir:
     @property
     def events(self) -> Path:
         return self.root / "events.jsonl"
+
+    @property
+    def non_finite(self) -> Path:
+        """One object for each sequence that made an update not finite."""
+        return self.root / "non_finite.jsonl"
 
     @property
     def final(self) -> Path:

@@ -81,3 +81,11 @@ def test_the_nearest_layout_is_valid_and_closest(ranks):
     assert not list(nearest.problems(MOE))
     valid = Layout(8, 4, 2, 1, 4, 1)
     assert valid.nearest(MOE) == valid
+
+
+def test_nodes_add_ranks_and_engines_alone_need_none():
+    recipe = make_recipe(actor={"processes_per_node": 8, "tensor_parallel": 4, "pipeline_parallel": 4})
+    check_layout(recipe, MOE, nodes=2)
+    check_layout(recipe, MOE, nodes=None)
+    with pytest.raises(UserError, match=r"processes_per_node \* nodes = 24"):
+        check_layout(recipe, MOE, nodes=3)

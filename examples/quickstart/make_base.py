@@ -76,7 +76,7 @@ def sloppy(answer: str, rng: random.Random) -> str:
 
 def warm_up(initial: Path, output: Path) -> None:
     recipe = load_recipe(HERE / "recipe.toml", [f'model.path="{initial}"', "optimizer.betas=[0.9, 0.999]"])
-    device = parallel.initialize(recipe.actor, recipe.run.seed)
+    device = parallel.initialize(recipe)
     from megarl.actor import hf, packing, step
 
     tokenizer = load_tokenizer(initial)

@@ -14,10 +14,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention.bias import causal_lower_right
+
+from megarl.batch import ContextShard
 
 
 @dataclass
@@ -25,11 +29,12 @@ class PackedSequences(PackedSeqParams):
     """What every layer needs to know about one packed micro-batch, computed once on the host.
 
     length_runs: (count, length) of consecutive sequences of equal length; sequences are sorted by length.
-    trained: [N] int64, positions on the packed axis whose label counts; the LM head is computed for these alone.
+    trained: [N] int64, positions on this rank's axis whose label counts; the LM head is computed for these alone.
     """
 
     length_runs: tuple[tuple[int, int], ...] = ()
     trained: torch.Tensor | None = None
+    shard: ContextShard | None = None  # under context parallelism; lengths are those of the whole, padded sequences
 
 
 class PackedAttention(MegatronModule):
@@ -53,7 +58,9 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
     ) -> torch.Tensor:
         assert packed_seq_params is not None, "megarl packs every batch"
-        runs = packed_seq_params.length_runs
+        runs, shard = packed_seq_params.length_runs, packed_seq_params.shard
+        if shard is not None:
+            return self._sharded(query, key, value, runs, shard)
         sizes = [count * length for count, length in runs]
         outputs = []
         for (count, length), q, k, v in zip(
@@ -63,6 +70,52 @@ class PackedAttention(MegatronModule):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
             outputs.append(out.transpose(1, 2).reshape(count * length, -1))
         return torch.cat(outputs)
+
+    def _sharded(
+        self,
+        query: torch.Tensor,  # [T / cp, heads, head_dim], zigzag chunks
+        key: torch.Tensor,
+        value: torch.Tensor,
+        runs: tuple[tuple[int, int], ...],
+        shard: ContextShard,
+    ) -> torch.Tensor:
+        """As `forward`, for this rank's queries and everyone's keys and values.
+
+        A chunk attends to itself and all chunks before it, so each of the two chunks is one call with a causal mask
+        that ends in the lower right corner.
+        """
+        gathered = (gather_from_sequence_parallel_region(x, group=shard.group) for x in (key, value))
+        keys, values = (x.view(shard.size, -1, *x.shape[1:]) for x in gathered)
+        sizes = [count * length // shard.size for count, length in runs]
+        outputs = []
+        for (count, length), q, k, v in zip(
+            runs, query.split(sizes), keys.split(sizes, 1), values.split(sizes, 1), strict=True
+        ):
+            chunk = length // (2 * shard.size)
+            k, v = (_in_order(x, count, chunk) for x in (k, v))
+            q = q.view(count, 2, chunk, *q.shape[1:])
+            halves = []
+            for half, place in enumerate((shard.rank, 2 * shard.size - 1 - shard.rank)):
+                end = (place + 1) * chunk
+                out = F.scaled_dot_product_attention(
+                    q[:, half].transpose(1, 2),
+                    k[:, :, :end],
+                    v[:, :, :end],
+                    attn_mask=causal_lower_right(chunk, end),
+                    scale=self.scale,
+                    enable_gqa=True,
+                )
+                halves.append(out.transpose(1, 2))
+            outputs.append(torch.stack(halves, 1).reshape(2 * count * chunk, -1))
+        return torch.cat(outputs)
+
+
+def _in_order(gathered: torch.Tensor, count: int, chunk: int) -> torch.Tensor:
+    """[cp, count * 2 * chunk, heads, head_dim] zigzag chunks of every rank -> [count, heads, length, head_dim]."""
+    size = gathered.size(0)
+    halves = gathered.view(size, count, 2, chunk, *gathered.shape[2:])
+    ordered = torch.cat([halves[:, :, 0], halves[:, :, 1].flip(0)])  # [2 cp, count, chunk, heads, head_dim]
+    return ordered.permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import queue
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import fields, replace
+import tempfile
+from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +17,45 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megarl.actor.optimizer_state import adam_step, set_adam_step, sharded_adam_state
 from megarl.actor.step import Actor
 from megarl.errors import UserError
 from megarl.files import atomic_directory, make_directory
+from megarl.layout import Layout
 from megarl.objectives.clipping import RatioBounds
 from megarl.objectives.second_moment import SecondMomentMask
 
-# Saves are synchronous, so their results need no queue in a process of its own, which would outlive a killed rank.
-filesystem_async._results_queue = queue.Queue()
+
+class _ForkedResults:
+    """What the forked writers tell this process, through a file both have open.
+
+    Megatron's queue is a process of its own, which would outlive a killed rank; a pipe would fill up, since it is read
+    only after the writers have ended.
+    """
+
+    def __init__(self) -> None:
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this process
+
+    def put(self, results: Any) -> None:
+        pickle.dump(results, self.file)
+        self.file.flush()
+
+    def get_nowait(self) -> Any:
+        self.file.seek(0)
+        try:
+            results = pickle.load(self.file)
+        except EOFError as error:
+            raise queue.Empty from error
+        self.file.seek(0)
+        self.file.truncate()
+        return results
+
+
+filesystem_async._results_queue = _ForkedResults()
 
 _NAME = re.compile(r"update_(\d{6})")
 
@@ -35,41 +66,105 @@ def checkpoints(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
-def save(actor: Actor, directory: Path, update: int, keep: int) -> Path:
-    """Write ``directory/update_XXXXXX`` under a temporary name and rename it; keep the newest ``keep``. Collective."""
+def save(actor: Actor, directory: Path, update: int, keep: int, wait: bool = True) -> Path:
+    """Write ``directory/update_XXXXXX`` under a temporary name and rename it; keep the newest ``keep``. Collective.
+
+    With ``wait`` False only the copy to host memory happens now: forked processes write, and `finish` renames.
+    """
+    finish(actor)
     target = directory / f"update_{update:06d}"
-    state = _sharded_state(actor, is_loading=False)
-    state.update(update=update, cpu_rng=torch.get_rng_state(), lagged=_shared_statistics(actor))
-    if dist.get_rank() == 0:
-        make_directory(directory)
-        with atomic_directory(target) as temporary:
-            _broadcast_path(temporary)
-            dist_checkpointing.save(state, str(temporary))
-        for _, old in checkpoints(directory)[:-keep]:
-            shutil.rmtree(old)
-    else:
-        dist_checkpointing.save(state, str(_broadcast_path(None)))
-    dist.barrier()
+    with contextlib.ExitStack() as stack:
+        temporary = None
+        if dist.get_rank() == 0:
+            make_directory(directory)
+            temporary = stack.enter_context(atomic_directory(target))
+        path = _broadcast_path(temporary)
+        request = dist_checkpointing.save(_state_to_save(actor, update), str(path), async_sharded_save=True)
+        request.add_finalize_fn(partial(_rename, stack.pop_all(), directory, keep))
+    actor.saving.schedule_async_request(request)
+    if wait:
+        finish(actor)
     return target
 
 
+def finish(actor: Actor, wait: bool = True) -> None:
+    """Make a checkpoint under way complete; with ``wait`` False only if all ranks have written it. Collective."""
+    if actor.saving.get_num_unfinalized_calls():
+        actor.saving.maybe_finalize_async_calls(blocking=wait)
+
+
+def _rename(stack: contextlib.ExitStack, directory: Path, keep: int) -> None:
+    stack.close()
+    if dist.get_rank() == 0:
+        for _, old in checkpoints(directory)[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
 def load(actor: Actor, path: Path) -> int:
-    """Restore model, optimizer and random state in place; returns the update inside the stage to continue after."""
-    state = _sharded_state(actor, is_loading=True)
-    state.update(update=0, cpu_rng=torch.get_rng_state(), lagged=None)
+    """Restore model, optimizer and random state in place; returns the update inside the stage to continue after.
+
+    The layout may be another than that of the checkpoint; the random state then is not restored, since it belongs to
+    a rank (nothing in an update draws from it).
+    """
     with torch.serialization.safe_globals([RatioBounds, SecondMomentMask]):
+        common = dist_checkpointing.load_common_state_dict(str(path))
+        state = _sharded_state(actor)
+        if common["layout"] == _layout(actor):
+            state["random"] = _random_state()
         state = dist_checkpointing.load(state, str(path))
     for index, model in enumerate(actor.models):
-        result = model.load_state_dict(state[_model_key(actor, index)], strict=False)
+        result = model.load_state_dict(state[f"model{index}"], strict=False)
         lost = [key for key in result.missing_keys if not key.endswith("_extra_state")]  # which only TE has
         if lost or result.unexpected_keys:
             raise UserError(f"{path} does not fit the model: {[*lost, *result.unexpected_keys][0]}")
-    actor.optimizer.load_state_dict(state["optimizer"])
-    for optimizer in _distributed_optimizers(actor):
-        _give_every_parameter_its_own_step(optimizer)
-    torch.set_rng_state(state["cpu_rng"])
-    actor.lagged = _to_device(state["lagged"], actor.device)
-    return state["update"]
+    set_adam_step(actor.optimizer, common["adam_step"])
+    if "random" in state:
+        _restore_random_state(state["random"])
+    actor.skipped_updates = common["skipped_updates"]
+    actor.lagged = _to_device(common["lagged"], actor.device)
+    return common["update"]
+
+
+def _state_to_save(actor: Actor, update: int) -> dict[str, Any]:
+    return _sharded_state(actor) | {
+        "random": _random_state(),
+        "update": update,
+        "adam_step": adam_step(actor.optimizer),
+        "skipped_updates": actor.skipped_updates,
+        "lagged": _shared_statistics(actor),
+        "layout": _layout(actor),
+    }
+
+
+def _sharded_state(actor: Actor) -> dict[str, Any]:
+    # each layer and expert is a tensor of its own on disk
+    metadata = {
+        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": True,
+    }
+    state = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(actor.models)}
+    return state | {"adam": sharded_adam_state(actor.optimizer, state)}
+
+
+def _layout(actor: Actor) -> dict[str, int]:
+    """What decides which rank holds what."""
+    return asdict(Layout.of(actor.recipe, dist.get_world_size()))
+
+
+def _random_state() -> ShardedObject:
+    tracker = get_cuda_rng_tracker().get_states()
+    state = {"cpu": torch.get_rng_state(), "tracker": tracker}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _restore_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _broadcast_path(path: Path | None) -> Path:
@@ -90,69 +185,3 @@ def _to_device(statistics: Any, device: torch.device) -> Any:
         return None
     moved = {f.name: getattr(statistics, f.name) for f in fields(statistics)}
     return replace(statistics, **{k: v.to(device) for k, v in moved.items() if torch.is_tensor(v)})
-
-
-def _model_key(actor: Actor, index: int) -> str:
-    return "model" if len(actor.models) == 1 else f"model{index}"
-
-
-def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:
-    for optimizer in _distributed_optimizers(actor):
-        _create_adam_state(optimizer)
-    metadata = {
-        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
-        # the default sharding fails in 0.16.1 and 0.19.2; this one loads into any layout
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
-    }
-    state: dict[str, Any] = {
-        _model_key(actor, i): model.sharded_state_dict(metadata=metadata) for i, model in enumerate(actor.models)
-    }
-    state["optimizer"] = actor.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-    return state
-
-
-def _distributed_optimizers(actor: Actor) -> Iterator[DistributedOptimizer]:
-    yield from getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
-
-
-def _is_torch_adam(optimizer: DistributedOptimizer) -> bool:
-    return isinstance(optimizer.optimizer, torch.optim.AdamW)
-
-
-def _create_adam_state(optimizer: DistributedOptimizer) -> None:
-    """torch's Adam has no state before its first step, and Megatron's initialiser leaves out ``step``."""
-    if not _is_torch_adam(optimizer):
-        return
-    for group in optimizer.optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.optimizer.state[parameter]
-            if not state:
-                state["step"] = torch.tensor(0.0)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-
-
-def _give_every_parameter_its_own_step(optimizer: DistributedOptimizer) -> None:
-    """After load_state_dict all parameters share ONE step tensor, which Adam would advance once a parameter."""
-    if not _is_torch_adam(optimizer):
-        return
-    for state in optimizer.optimizer.state.values():
-        state["step"] = state["step"].clone()
-
-
-@torch.no_grad()
-def _set_main_param_and_optimizer_states(self: DistributedOptimizer, model_param: Any, tensors: dict[str, Any]) -> None:
-    """Megatron's version raises KeyError('step') with torch's Adam and records a gradient for float32 parameters."""
-    if not _is_torch_adam(self):
-        _MEGATRON_SETTER(self, model_param, tensors)
-        return
-    group, order = self.model_param_group_index_map[model_param]
-    main = self.optimizer.param_groups[group]["params"][order]
-    for key, value in {"param": main, **self.optimizer.state[main]}.items():
-        if key != "step":  # load_state_dict has set it
-            value.copy_(tensors[key])
-
-
-_MEGATRON_SETTER = DistributedOptimizer._set_main_param_and_optimizer_states
-DistributedOptimizer._set_main_param_and_optimizer_states = _set_main_param_and_optimizer_states

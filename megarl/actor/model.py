@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.actor.attention import PackedSequences, torch_layer_spec
@@ -50,7 +52,9 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         expert_model_parallel_size=actor.expert_parallel,
         expert_tensor_parallel_size=actor.expert_tensor_parallel or actor.tensor_parallel,
         sequence_parallel=actor.tensor_parallel > 1,
-        variable_seq_lengths=True,  # packed micro-batches differ in length
+        # packed micro-batches differ in length; between virtual stages of two pipeline ranks Megatron would take the
+        # shape of one message for another's, so there all micro-batches of an update are made equally long
+        variable_seq_lengths=recipe.virtual_pipeline_stages is None,
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, also for dense models
         calculate_per_token_loss=True,  # sums now, one global denominator over the whole optimizer batch
         batch_p2p_comm=False,  # the default lets sends of virtual stages cross silently
@@ -65,7 +69,7 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         deterministic_mode=False,
     )
     if hf["model_type"] == "qwen3_moe":
-        settings |= _moe_settings(hf, cpu)
+        settings |= _moe_settings(hf, cpu) | {"moe_grouped_gemm": actor.layers == "transformer_engine"}
     if actor.recompute == "full":
         settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     unknown = sorted(set(recipe.megatron) - set(TransformerConfig.__dataclass_fields__))
@@ -84,7 +88,6 @@ def _moe_settings(hf: dict[str, Any], cpu: bool) -> dict[str, Any]:
         # load balancing moves the policy's log-probs, which the ratios would then charge to staleness
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
-        moe_grouped_gemm=False,
     )
 
 
@@ -133,6 +136,13 @@ class PolicyModel(GPTModel):
         return logprobs, entropy
 
 
+def _layer_spec(config: TransformerConfig, recipe: Recipe, stage: int | None) -> TransformerBlockSubmodules:
+    if recipe.actor.layers == "torch":
+        return torch_layer_spec(config, vp_stage=stage)
+    # attention over packed sequences, grouped GEMM and fp8 are Transformer Engine's own
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
+
+
 def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
     """This rank's model chunks (one, or one a virtual pipeline stage), with weights still to be loaded."""
     config = transformer_config(hf, recipe)
@@ -142,7 +152,7 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
     for stage in range(virtual) if virtual else (None,):
         model = PolicyModel(
             config,
-            torch_layer_spec(config, vp_stage=stage),
+            _layer_spec(config, recipe, stage),
             vocab_size=-(-hf["vocab_size"] // tp) * tp,
             max_sequence_length=hf["max_position_embeddings"],
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),

@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from megarl.actor.attention import PackedSequences
+from megarl.batch import ContextShard
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Sample:
     rollout_logprobs: np.ndarray  # [R] float32
     advantage: float
     trained: bool = True  # False: kept in the batch, but none of its tokens counts
+    routed_experts: np.ndarray | None = None  # [len(self), layers, top_k] int, of the engine
 
     def __len__(self) -> int:
         # the last token is only a label, never an input
@@ -30,9 +32,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """T packed input tokens for the model, and N <= T trained labels (response tokens) for the objective.
+    """T packed input tokens for the model, and N <= T labels for the objective.
 
-    The objective sees the N trained labels alone, packed anew: prompt tokens would only be masked out again.
+    The objective sees the response tokens alone, packed anew: prompt tokens would only be masked out again. Under
+    context parallelism all of it is this rank's zigzag chunks, and the objective sees all tokens of these: its prefix
+    and sequence sums need chunks of equal length on every rank.
     """
 
     tokens: torch.Tensor  # [1, T] int64
@@ -45,21 +49,24 @@ class MicroBatch:
     cu_seqlens: torch.Tensor  # [S + 1] int32, over the N labels
     sequence_index: torch.Tensor  # [S] int64, place of each sequence in the optimizer batch
     token_count: int  # labels under loss_mask
-    sequence_count: int  # sequences with at least one of them
+    sequence_count: int  # sequences with at least one of them; all of them on the first context-parallel rank
     old_logprobs: torch.Tensor | None = None  # [N] float32, behaviour policy recomputed by the actor
     ref_logprobs: torch.Tensor | None = None  # [N] float32, reference policy
+    # layer number, from 1 -> [tokens that this rank's routers see, top_k] int; -1 where the router decides itself
+    routed_experts: dict[int, torch.Tensor] | None = None
 
 
-def assign(lengths: Sequence[int], replicas: int, budget: int) -> list[list[list[int]]]:
+def assign(lengths: Sequence[int], replicas: int, budget: int, rounds: int = 1) -> list[list[list[int]]]:
     """Sample indices as [replica][micro-batch][...], every replica with the same number of micro-batches.
 
     Longest first onto the emptiest bin; as few micro-batches as keep every bin within ``budget`` tokens. A sample
-    longer than the budget gets a bin of its own. Bins may stay empty when there are fewer samples than replicas.
+    longer than the budget gets a bin of its own. Bins may stay empty when there are fewer samples than replicas, or
+    where the number of micro-batches of a replica must be a multiple of ``rounds``.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     alone = sum(length > budget for length in lengths)
     shared = -(-sum(length for length in lengths if length <= budget) // budget)
-    per_replica = -(-(alone + shared) // replicas)
+    per_replica = -(-(alone + shared) // (replicas * rounds)) * rounds
     while True:
         bins: list[list[int]] = [[] for _ in range(replicas * per_replica)]
         load = [0] * len(bins)
@@ -69,67 +76,166 @@ def assign(lengths: Sequence[int], replicas: int, budget: int) -> list[list[list
             load[target] += lengths[index]
         if all(size <= budget or len(bin) == 1 for size, bin in zip(load, bins, strict=True)):
             return [[sorted(bin) for bin in bins[r::replicas]] for r in range(replicas)]
-        per_replica += 1
+        per_replica += rounds
 
 
-def pack(samples: Sequence[Sample], indices: Sequence[int], device: torch.device, multiple: int = 1) -> MicroBatch:
+def zigzag(lengths: np.ndarray, rank: int, size: int) -> np.ndarray:
+    """Places on the packed axis of rank's chunks ``rank`` and ``2 size - 1 - rank`` of each sequence, in this order.
+
+    lengths: multiples of 2 size. Under a causal mask every rank so has the same work.
+    """
+    starts, halves = np.cumsum(lengths) - lengths, lengths // (2 * size)
+    chunks = [
+        start + chunk * half + np.arange(half)
+        for start, half in zip(starts, halves, strict=True)
+        for chunk in (rank, 2 * size - 1 - rank)
+    ]
+    return np.concatenate(chunks)
+
+
+def pack(
+    samples: Sequence[Sample],
+    indices: Sequence[int],
+    device: torch.device,
+    tokens: int | None = None,
+    shard: ContextShard | None = None,
+) -> MicroBatch:
     """Concatenate samples, sorted by length, without padding; ``indices``: their places in the optimizer batch.
 
-    Sequence parallelism wants T to be a ``multiple`` of its ranks: fewer than that many tokens then follow as a
-    sequence that nothing is computed from.
+    For a ``shard`` each sequence is padded to a multiple of two chunks a context-parallel rank, and only this rank's
+    chunks are kept. Where more than `packed_length` ``tokens`` are wanted, sequences that no label comes from follow.
     """
     order = sorted(range(len(samples)), key=lambda i: len(samples[i]))
     samples = [samples[i] for i in order]
-    lengths = np.array([len(s) for s in samples])
-    responses = np.array([len(s.response_tokens) for s in samples])
-    inputs, labels, positions, trained = [], [], [], []
-    for sample, offset in zip(samples, np.cumsum(lengths) - lengths, strict=True):
-        sequence = np.concatenate([sample.prompt_tokens, sample.response_tokens]).astype(np.int64)
-        inputs.append(sequence[:-1])
-        labels.append(sequence[1:])
-        positions.append(np.arange(len(sample)))
-        trained.append(offset + np.arange(len(sample) - len(sample.response_tokens), len(sample)))
-    filler = -int(lengths.sum()) % multiple
-    lengths = np.append(lengths, [filler] if filler else []).astype(np.int64)
-    for part in (inputs, labels, positions):
-        part.append(np.zeros(filler, np.int64))
-    mask = np.repeat([s.trained for s in samples], responses)
+    rank, size = (shard.rank, shard.size) if shard else (0, 1)
+    lengths = _padded_lengths(samples, shard)
+    real = int(lengths.sum())
+    filler = 0 if tokens is None else tokens - real
+    columns = _columns(samples, lengths, filler)
+    # no longer than real ones, lest attention to nothing costs more than attention to something
+    extra = [lengths[-1]] * (filler // lengths[-1]) + [filler % lengths[-1]] * bool(filler % lengths[-1])
+    runs = np.append(lengths, np.array(extra, np.int64))
+    kept = zigzag(runs, rank, size) if shard else np.arange(real + filler)
+    columns = {name: column[kept] for name, column in columns.items()}
+    trained = columns["is_response"].nonzero()[0]
+    seen = slice(0, real // size) if shard else trained  # what the objective sees
+    mask = columns["loss_mask"][seen]
+    sizes = lengths // size if shard else np.array([len(s.response_tokens) for s in samples])
 
-    def tensor(parts: list[np.ndarray] | np.ndarray) -> torch.Tensor:
-        array = parts if isinstance(parts, np.ndarray) else np.concatenate(parts)
-        return torch.from_numpy(array).to(device, non_blocking=True)
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
     def offsets(sizes: np.ndarray) -> torch.Tensor:
         return tensor(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
 
-    cu_seqlens = offsets(lengths)
+    cu_seqlens, longest = offsets(runs), int(runs.max())
     return MicroBatch(
-        tokens=tensor(inputs)[None],
-        labels=tensor(labels)[None],
-        positions=tensor(positions)[None],
+        tokens=tensor(columns["tokens"])[None],
+        labels=tensor(columns["labels"])[None],
+        positions=tensor(columns["positions"])[None],
         packed=PackedSequences(
             qkv_format="thd",
+            # of the padded whole sequences: padding comes last, where no token attends to it
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=int(lengths.max()),
-            max_seqlen_kv=int(lengths.max()),
-            length_runs=tuple((len(list(run)), int(length)) for length, run in groupby(lengths)),
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            length_runs=tuple((len(list(run)), int(length)) for length, run in groupby(runs)),
             trained=tensor(trained),
+            shard=shard,
         ),
-        rollout_logprobs=tensor([s.rollout_logprobs for s in samples]),
-        advantages=tensor(np.repeat(np.array([s.advantage for s in samples], np.float32), responses)),
+        rollout_logprobs=tensor(columns["rollout_logprobs"][seen]),
+        advantages=tensor(columns["advantages"][seen]),
         loss_mask=tensor(mask),
-        cu_seqlens=offsets(responses),
+        cu_seqlens=offsets(sizes),
         sequence_index=tensor(np.array([indices[i] for i in order], np.int64)),
         token_count=int(mask.sum()),
-        sequence_count=sum(s.trained for s in samples),
+        sequence_count=sum(s.trained for s in samples) if rank == 0 else 0,
+        routed_experts=_routed_experts(samples, lengths, filler, kept, device),
     )
 
 
+def _routed_experts(
+    samples: Sequence[Sample], lengths: np.ndarray, filler: int, kept: np.ndarray, device: torch.device
+) -> dict[int, torch.Tensor] | None:
+    """What the engine recorded, on the packed axis of this rank, layer by layer; None without any record."""
+    shapes = {s.routed_experts.shape[1:] for s in samples if s.routed_experts is not None}
+    if not shapes:
+        return None
+    (shape,) = shapes
+    experts = np.full((int(lengths.sum()) + filler, *shape), -1, np.int32)
+    for sample, start in zip(samples, np.cumsum(lengths) - lengths, strict=True):
+        if sample.routed_experts is not None:
+            experts[start : start + len(sample)] = sample.routed_experts
+    on_device = torch.from_numpy(np.ascontiguousarray(experts[kept].swapaxes(0, 1))).to(device, non_blocking=True)
+    return {layer + 1: chosen for layer, chosen in enumerate(on_device)}
+
+
+def _padded_lengths(samples: Sequence[Sample], shard: ContextShard | None) -> np.ndarray:
+    chunks = 2 * shard.size if shard else 1
+    return np.array([-(-len(s) // chunks) * chunks for s in samples], np.int64)
+
+
+def packed_length(samples: Sequence[Sample], multiple: int, shard: ContextShard | None) -> int:
+    """Tokens of a micro-batch over all context-parallel ranks, on each of them a ``multiple``."""
+    chunks = 2 * shard.size if shard else 1
+    return -(-int(_padded_lengths(samples, shard).sum()) // (multiple * chunks)) * multiple * chunks
+
+
+def _columns(samples: Sequence[Sample], lengths: np.ndarray, filler: int) -> dict[str, np.ndarray]:
+    """Per-token arrays over the whole packed axis, zero where a sequence is padded and in the filler at the end."""
+    total = int(lengths.sum()) + filler
+    columns = {name: np.zeros(total, np.int64) for name in ("tokens", "labels", "positions")}
+    columns |= {name: np.zeros(total, np.float32) for name in ("rollout_logprobs", "advantages")}
+    columns |= {name: np.zeros(total, bool) for name in ("is_response", "loss_mask")}
+    for sample, start in zip(samples, np.cumsum(lengths) - lengths, strict=True):
+        sequence = np.concatenate([sample.prompt_tokens, sample.response_tokens])
+        end = start + len(sample)
+        columns["tokens"][start:end] = sequence[:-1]
+        columns["labels"][start:end] = sequence[1:]
+        columns["positions"][start:end] = np.arange(len(sample))
+        response = slice(end - len(sample.response_tokens), end)
+        columns["rollout_logprobs"][response] = sample.rollout_logprobs
+        columns["advantages"][response] = sample.advantage
+        columns["is_response"][response] = True
+        columns["loss_mask"][response] = sample.trained
+    return columns
+
+
+def context_shard() -> ContextShard | None:
+    """This rank's part of every sequence; None without context parallelism."""
+    size = mpu.get_context_parallel_world_size()
+    if size == 1:
+        return None
+    return ContextShard(mpu.get_context_parallel_group(), mpu.get_context_parallel_rank(), size)
+
+
 def micro_batches(samples: Sequence[Sample], budget: int, device: torch.device) -> list[MicroBatch]:
-    """This data-parallel rank's micro-batches of an update; every rank gets equally many."""
+    """This data-parallel rank's micro-batches of an update; every rank gets equally many.
+
+    Sequence parallelism wants T to be a multiple of its ranks; virtual pipeline stages want a multiple of the pipeline
+    ranks in number, all equally long.
+    """
     replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-    bins = assign([len(s) for s in samples], replicas, budget)[replica]
-    multiple = mpu.get_tensor_model_parallel_world_size()
+    virtual = mpu.get_virtual_pipeline_model_parallel_world_size() is not None
+    rounds = mpu.get_pipeline_model_parallel_world_size() if virtual else 1
+    bins = assign([len(s) for s in samples], replicas, budget, rounds)[replica]
     filler = replace(min(samples, key=len), trained=False)  # an empty bin still takes part in every collective
-    return [pack([samples[i] for i in bin] or [filler], bin or [len(samples)], device, multiple) for bin in bins]
+    parts = [[samples[i] for i in bin] or [filler] for bin in bins]
+    shard, multiple = context_shard(), mpu.get_tensor_model_parallel_world_size()
+    tokens = [packed_length(part, multiple, shard) for part in parts]
+    if virtual:
+        tokens = [max(tokens)] * len(parts)
+    packed = [
+        pack(part, bin or [len(samples)], device, length, shard)
+        for part, bin, length in zip(parts, bins, tokens, strict=True)
+    ]
+    return [_sequence_parallel(batch) for batch in packed]
+
+
+def _sequence_parallel(batch: MicroBatch) -> MicroBatch:
+    """Routers see the part of the packed axis that sequence parallelism leaves this rank."""
+    if batch.routed_experts is None or mpu.get_tensor_model_parallel_world_size() == 1:
+        return batch
+    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    return replace(batch, routed_experts={k: v.chunk(size)[rank] for k, v in batch.routed_experts.items()})

@@ -6,35 +6,41 @@ import os
 
 import torch
 
-from megarl.config import ActorTable
+from megarl.config import Recipe
 from megarl.distributed import join_process_group
 
 
-def initialize(actor: ActorTable, seed: int) -> torch.device:
+def initialize(recipe: Recipe) -> torch.device:
     """Join the process group that the launcher prepared and build Megatron's groups; returns this rank's device."""
     device = torch.device("cpu")
-    if actor.backend == "cuda":
+    if recipe.actor.backend == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     else:
         from megarl.actor import cpu_backend
 
         cpu_backend.install()
-    join_process_group("gloo" if actor.backend == "cpu" else "nccl")
+    join_process_group("gloo" if recipe.actor.backend == "cpu" else "nccl")
+    build_groups(recipe)
+    return device
 
+
+def build_groups(recipe: Recipe) -> None:
+    """Megatron's process groups of the recipe's layout over all ranks, and its random state."""
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    actor = recipe.actor
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=actor.tensor_parallel,
         pipeline_model_parallel_size=actor.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=recipe.virtual_pipeline_stages,
         context_parallel_size=actor.context_parallel,
         expert_model_parallel_size=actor.expert_parallel,
         expert_tensor_parallel_size=actor.expert_tensor_parallel or actor.tensor_parallel,
     )
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
-    return device
+    torch.manual_seed(recipe.run.seed)
+    model_parallel_cuda_manual_seed(recipe.run.seed)
 
 
 def reports_metrics() -> bool:

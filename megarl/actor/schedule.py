@@ -8,8 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megarl.actor import routing
 from megarl.actor.packing import MicroBatch
 from megarl.batch import TokenBatch
 from megarl.objectives import Metric
@@ -33,15 +35,23 @@ def run_micro_batches(
     micro_batches: Sequence[MicroBatch],
     loss: Callable[[MicroBatch, LogprobsAndEntropy], Loss],
     forward_only: bool = False,
+    routed: list[routing.Experts] | None = None,
 ) -> list[MicroBatchLog]:
-    """All micro-batches through Megatron's schedule; the log of each comes back on the last pipeline stage."""
+    """All micro-batches through Megatron's schedule; the log of each comes back on the last pipeline stage.
 
-    def forward_step(micro_batch: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        batch = next(micro_batch)
+    routed: one dict a micro-batch, filled with what the routers of this rank choose (see `routing.install`).
+    """
+
+    def forward_step(numbered: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        number, batch = next(numbered)
+        routing.begin(model, batch.routed_experts)
         output = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed)
+        chosen = routing.end(model, batch.routed_experts, output)
+        if routed is not None:
+            routed[number] |= chosen
         return output, partial(loss, batch)
 
-    iterators = [iter(micro_batches) for _ in models]
+    iterators = [enumerate(micro_batches) for _ in models]
     several = len(models) > 1
     with torch.set_grad_enabled(not forward_only):  # the schedule alone would build the graph of a forward pass
         logs: list[MicroBatchLog] = get_forward_backward_func()(
@@ -49,7 +59,7 @@ def run_micro_batches(
             data_iterator=iterators if several else iterators[0],
             model=list(models) if several else models[0],
             num_microbatches=len(micro_batches),
-            seq_length=micro_batches[0].tokens.size(1),
+            seq_length=micro_batches[0].tokens.size(1) * mpu.get_context_parallel_world_size(),
             micro_batch_size=1,
             forward_only=forward_only,
         )
@@ -58,6 +68,10 @@ def run_micro_batches(
 
 def token_batch(micro_batch: MicroBatch, output: LogprobsAndEntropy) -> TokenBatch:
     logprobs, entropy = output
+    packed = micro_batch.packed
+    if packed.shard is not None:
+        assert packed.trained is not None
+        logprobs, entropy = (_spread(x, packed.trained, micro_batch.loss_mask.numel()) for x in output)
     return TokenBatch(
         logprobs=logprobs,
         rollout_logprobs=micro_batch.rollout_logprobs,
@@ -69,7 +83,13 @@ def token_batch(micro_batch: MicroBatch, output: LogprobsAndEntropy) -> TokenBat
         ref_logprobs=micro_batch.ref_logprobs,
         entropy=entropy,
         sequence_index=micro_batch.sequence_index,
+        shard=packed.shard,
     )
+
+
+def _spread(values: torch.Tensor, places: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[N] values of the trained labels to their places among all ``tokens`` of this rank; 0 elsewhere."""
+    return values.new_zeros(tokens).index_copy(0, places, values)
 
 
 def collect(micro_batch: MicroBatch, output: LogprobsAndEntropy) -> Loss:

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from megarl.actor import routing
 from megarl.actor.frozen import FrozenPolicy
 from megarl.actor.hf import load_hf
 from megarl.actor.model import PolicyModel, build_model
+from megarl.actor.nonfinite import non_finite_update
 from megarl.actor.packing import MicroBatch
 from megarl.actor.schedule import LogprobsAndEntropy, Loss, MicroBatchLog, collect, run_micro_batches, token_batch
 from megarl.batch import TokenBatch
@@ -26,10 +29,6 @@ from megarl.config import Recipe
 from megarl.hf_config import read_hf_config
 from megarl.objectives import Objective, WithOptions, token_weights
 from megarl.off_policy_metrics import summarise
-
-
-class NonFiniteUpdate(RuntimeError):
-    """Loss or gradient is not finite; the update was not applied."""
 
 
 @dataclass
@@ -40,13 +39,16 @@ class Actor:
     replicas: list[DistributedDataParallel]  # the same chunks, wrapped
     optimizer: MegatronOptimizer
     frozen: list[FrozenPolicy] = field(default_factory=list)  # what some objectives compare the policy with
+    skipped_updates: int = 0  # of the run, because they were not finite
     lagged: Any = None  # statistics of the previous update, where ``statistics_scope = "lagged"`` wants them
+    saving: AsyncCallsQueue = field(default_factory=AsyncCallsQueue)  # the checkpoint being written, if any
 
     @classmethod
     def build(cls, recipe: Recipe, policy_dir: Path, device: torch.device) -> Actor:
         """Model with the weights of ``policy_dir``, Megatron's DDP and distributed optimizer. Collective."""
         models = build_model(read_hf_config(policy_dir), recipe)
         load_hf(models, policy_dir)
+        routing.install(models, replays=recipe.actor.routing_replay != "none")
         config, table = models[0].config, recipe.optimizer
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         replicas = [DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
@@ -80,9 +82,25 @@ def train_step(
 ) -> dict[str, float]:
     """One optimizer update; returns metrics averaged over the whole optimizer batch of all ranks.
 
-    ``micro_batches`` are this data-parallel rank's own. Raises `NonFiniteUpdate`, before anything is applied, when
-    the loss or the gradient is not finite. Outside the last pipeline stage only ``grad_norm`` and ``lr`` come back.
+    ``micro_batches`` are this data-parallel rank's own. Raises `NonFiniteUpdate` on all ranks, before anything is
+    applied, when the loss or the gradient is not finite. Outside the last pipeline stage only ``grad_norm`` and ``lr``
+    come back.
     """
+    logs, metrics = compute_gradients(actor, micro_batches, objective)
+    norm = _gradient_norm(actor.optimizer)
+    if not _all_finite(metrics.get("loss", 0.0), norm):
+        raise non_finite_update(logs, objective, metrics, norm, _batch_group())
+    _apply_gradients(actor.optimizer, norm, lr)
+    metrics |= {"grad_norm": norm, "lr": lr}
+    if objective.needs_statistics and actor.recipe.actor.statistics_scope == "lagged":
+        actor.lagged = _whole_batch_statistics(objective, logs, actor.recipe.actor.kernel_backend)
+    return metrics
+
+
+def compute_gradients(
+    actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions
+) -> tuple[list[MicroBatchLog], dict[str, float]]:
+    """Forward and backward of an update: gradients in the replicas' buffers, reduced; logs and metrics of the batch."""
     for policy in actor.frozen:
         micro_batches = policy.annotate(micro_batches)
     statistics = _statistics(actor, micro_batches, objective)
@@ -92,16 +110,7 @@ def train_step(
     backend = actor.recipe.actor.kernel_backend
     loss = partial(_loss, objective=objective, statistics=statistics, backend=backend)
     logs = run_micro_batches(actor.replicas, micro_batches, loss)
-    metrics = _reduce(logs)
-    if not math.isfinite(metrics.get("loss", 0.0)):
-        for log in logs:
-            log.batch.validate()  # names the tensor and the token, where the objective's inputs are to blame
-        raise NonFiniteUpdate(f"loss is {metrics['loss']}; the update was not applied")
-    metrics["grad_norm"] = _apply_gradients(actor.optimizer, lr)
-    metrics["lr"] = lr
-    if objective.needs_statistics and actor.recipe.actor.statistics_scope == "lagged":
-        actor.lagged = _whole_batch_statistics(objective, logs, backend)
-    return metrics
+    return logs, _reduce(logs) | routing.disagreement(actor.models, actor.device)
 
 
 def _statistics(
@@ -144,7 +153,7 @@ def _loss(
     """The objective in Megatron's contract, (sum, count, log); the gradient is divided once by the global count."""
     batch = token_batch(micro_batch, output)
     terms = objective(batch, statistics(batch), backend)
-    weights = token_weights(batch.loss_mask, batch.cu_seqlens, objective.aggregation)
+    weights = token_weights(batch.loss_mask, batch.cu_seqlens, objective.aggregation, batch.shard)
     loss = (terms.loss * weights).sum()
     count = micro_batch.sequence_count if objective.aggregation == "sequence_mean" else micro_batch.token_count
     batch = batch.detach()
@@ -164,12 +173,30 @@ def _reduce(logs: list[MicroBatchLog]) -> dict[str, float]:
     return summarise(metrics, dict(zip(logs[0].histograms, counts.cpu(), strict=True)))
 
 
-def _apply_gradients(optimizer: MegatronOptimizer, lr: float) -> float:
-    """MegatronOptimizer.step, with the finiteness of the gradient checked before anything changes."""
+def _gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """L2 norm of the whole gradient over all ranks; not finite if any of it is not."""
     overflow = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if overflow or not math.isfinite(norm):
-        raise NonFiniteUpdate(f"gradient norm is {norm}; the update was not applied")
+    return math.nan if overflow else norm
+
+
+def _all_finite(loss: float, norm: float) -> bool:
+    """The same answer on all ranks: the norm is known to all, the loss to the last pipeline stage."""
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    pipeline = mpu.get_pipeline_model_parallel_group()
+    if pipeline.size() == 1:
+        return finite
+    flag = torch.tensor([float(finite)], device=_device_of(pipeline))
+    dist.all_reduce(flag, dist.ReduceOp.MIN, group=pipeline)
+    return bool(flag)
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _apply_gradients(optimizer: MegatronOptimizer, norm: float, lr: float) -> None:
+    """The rest of MegatronOptimizer.step, after `_gradient_norm`."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         # what Megatron's own scheduler would do: no decay on norms and biases
@@ -178,4 +205,3 @@ def _apply_gradients(optimizer: MegatronOptimizer, lr: float) -> float:
         if part.config.clip_grad > 0 and part.get_parameters():
             clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=part.config.clip_grad, total_norm=norm)
     optimizer.step_with_ready_grads()
-    return norm

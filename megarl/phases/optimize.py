@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from megarl.actor import parallel
 from megarl.advantages import group_advantages, zero_variance
 from megarl.config import ObjectiveTable
 from megarl.errors import STOPPED, UserError
+from megarl.files import append_json
 from megarl.metrics import MetricsWriter
 from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.phases.stop import StopRequest
@@ -19,7 +22,8 @@ from megarl.run_dir import RunDir
 from megarl.store import Group, RolloutStore
 
 if TYPE_CHECKING:
-    from megarl.actor.frozen import FrozenPolicy
+    from megarl.actor.frozen import Field, FrozenPolicy
+    from megarl.actor.nonfinite import NonFiniteUpdate, Offender
     from megarl.actor.packing import Sample
     from megarl.actor.step import Actor
 
@@ -32,8 +36,9 @@ def optimize(run: RunDir, stage: int) -> None:
     if not run.is_sealed(stage):
         raise UserError(f"{run.rollouts(stage)} is not sealed: run `megarl rollout {run.root} --stage {stage}` first")
     stop = StopRequest()
-    device = parallel.initialize(recipe.actor, recipe.run.seed)
+    device = parallel.initialize(recipe)
     from megarl.actor import checkpoint, hf, packing, step  # only now does Megatron know the backend
+    from megarl.actor.nonfinite import NonFiniteUpdate
 
     store = RolloutStore(run.rollouts(stage))
     objective = build_objective(recipe.objective.name, recipe.objective.fields)
@@ -51,17 +56,22 @@ def optimize(run: RunDir, stage: int) -> None:
         groups = store.read(groups_of_update(run, stage, staleness))
         samples = to_samples(groups, recipe.objective)
         micro_batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device)
-        values = step.train_step(actor, micro_batches, objective, actor.learning_rate(before + staleness + 1))
+        place = {"stage": stage, "update": before + staleness + 1, "staleness": staleness}
+        try:
+            values = step.train_step(actor, micro_batches, objective, actor.learning_rate(before + staleness + 1))
+        except NonFiniteUpdate as error:
+            values = skip(actor, run, place, error, samples if metrics else None)
         if metrics:
-            place = {"stage": stage, "update": before + staleness + 1, "staleness": staleness}
             metrics.append(place | summary(groups) | values | throughput(samples, time.perf_counter() - start))
         updates = staleness + 1
         last = updates == schedule.updates_per_stage
         stopping = not last and stop.agreed(device)
+        checkpoint.finish(actor, wait=False)
         if updates % recipe.actor.checkpoint_every == 0 or last or stopping:
             if metrics:
                 metrics.sync()
-            checkpoint.save(actor, run.checkpoints(stage), updates, recipe.actor.keep_checkpoints)
+            directory, keep = run.checkpoints(stage), recipe.actor.keep_checkpoints
+            checkpoint.save(actor, directory, updates, keep, wait=last or stopping)
         if stopping:
             sys.exit(STOPPED)
     start = time.perf_counter()
@@ -72,17 +82,57 @@ def optimize(run: RunDir, stage: int) -> None:
         metrics.close()
 
 
+def skip(
+    actor: Actor, run: RunDir, place: dict[str, int], error: NonFiniteUpdate, samples: list[Sample] | None
+) -> dict[str, float]:
+    """Metrics of an update that was left out, or `UserError`; with ``samples`` the offending ones are written out."""
+    if samples is not None:
+        for offender in error.offenders:
+            if offender.sequence < len(samples):  # not the filler of an empty micro-batch
+                append_json(run.non_finite, place | describe(offender, samples[offender.sequence]))
+    actor.skipped_updates += 1
+    if actor.skipped_updates > actor.recipe.actor.max_skipped_updates:
+        raise UserError(
+            f"update {place['update']}: {error}. The offending sequences are in {run.non_finite}; "
+            f"actor.max_skipped_updates = {actor.recipe.actor.max_skipped_updates} allows no more of them"
+        ) from error
+    return {"skipped_update": 1.0}
+
+
+def describe(offender: Offender, sample: Sample) -> dict[str, Any]:
+    """A JSON object; positions count response tokens, numbers that are not finite are text."""
+    shift = len(sample.prompt_tokens) - 1 if offender.whole_sequences else 0
+    now = [offender.logprobs.get(i + shift, math.nan) for i in range(len(sample.response_tokens))]
+
+    def numbers(values: Iterable[float]) -> list[float | str]:
+        return [float(x) if math.isfinite(x) else str(float(x)) for x in values]
+
+    return {
+        "tensor": offender.tensor,
+        "positions": [position - shift for position in offender.positions],
+        "prompt_tokens": sample.prompt_tokens.tolist(),
+        "response_tokens": sample.response_tokens.tolist(),
+        "rollout_logprobs": numbers(sample.rollout_logprobs),
+        "logprobs": numbers(now),
+        "advantage": numbers([sample.advantage])[0],
+    }
+
+
 def frozen_policies(objective: Objective | WithOptions, run: RunDir, stage: int) -> list[FrozenPolicy]:
-    """The policies an objective's options compare with: the run's first as KL reference, the stage's own recomputed."""
+    """The policies an objective's options compare with, and the one whose routing is replayed: the run's first as
+    KL reference, the stage's own recomputed."""
     from megarl.actor.frozen import FrozenPolicy
 
     options = objective.options if isinstance(objective, WithOptions) else ()
     wanted = {name for option in options for name in option.requires}
     frozen = []
     if "ref_logprobs" in wanted:
-        frozen.append(FrozenPolicy.build("ref_logprobs", run.recipe, run.policy(0)))
-    if "old_logprobs" in wanted:
-        frozen.append(FrozenPolicy.build("old_logprobs", run.recipe, run.policy(stage)))
+        frozen.append(FrozenPolicy.build(("ref_logprobs",), run.recipe, run.policy(0)))
+    behaviour: list[Field] = ["old_logprobs"] if "old_logprobs" in wanted else []
+    if run.recipe.actor.routing_replay == "actor":
+        behaviour.append("routed_experts")
+    if behaviour:
+        frozen.append(FrozenPolicy.build(tuple(behaviour), run.recipe, run.policy(stage)))
     return frozen
 
 

@@ -57,13 +57,74 @@ def test_pack_has_every_token_once_in_order():
     assert (batch.token_count, batch.sequence_count) == (3, 1)
 
 
-def test_a_multiple_is_reached_with_tokens_that_no_label_comes_from():
+def test_a_length_is_reached_with_tokens_that_no_label_comes_from():
     from megarl.actor.packing import Sample, pack
 
     samples = [Sample(np.array([10, 11]), np.array([20, 21]), np.zeros(2, np.float32), 1.0)]
-    batch = pack(samples, [0], torch.device("cpu"), multiple=4)
+    batch = pack(samples, [0], torch.device("cpu"), tokens=4)
     assert batch.tokens.tolist() == [[10, 11, 20, 0]]
     assert batch.packed.length_runs == ((1, 3), (1, 1))
     assert batch.packed.cu_seqlens_q.tolist() == [0, 3, 4]
     assert batch.packed.trained.tolist() == [1, 2]
     assert batch.cu_seqlens.tolist() == [0, 2]
+
+
+def test_the_filler_is_no_longer_than_a_sequence():
+    from megarl.actor.packing import Sample, pack
+
+    samples = [Sample(np.array([10, 11]), np.array([20, 21]), np.zeros(2, np.float32), 1.0)]
+    batch = pack(samples, [0], torch.device("cpu"), tokens=11)
+    assert batch.packed.length_runs == ((3, 3), (1, 2))
+    assert batch.token_count == int(batch.loss_mask.sum()) == 2
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=10),
+    size=st.sampled_from([2, 4]),
+    multiple=st.sampled_from([1, 2]),
+    seed=st.integers(0, 100),
+)
+def test_context_shards_hold_every_token_once_at_its_place(lengths, size, multiple, seed):
+    """All ranks' zigzag chunks together are the unsharded micro-batch."""
+    from megarl.actor.packing import Sample, pack, packed_length
+    from megarl.batch import ContextShard
+    from megarl.objectives.sequences import positions
+
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index, length in enumerate(lengths):
+        prompt = rng.integers(1, length + 1)
+        response, logprobs = rng.integers(2, 99, length + 1 - prompt), rng.normal(size=length + 1 - prompt)
+        samples.append(Sample(rng.integers(2, 99, prompt), response, logprobs.astype(np.float32), index, index != 1))
+    device = torch.device("cpu")
+    whole = pack(samples, range(len(samples)), device)
+    order, found = whole.sequence_index.tolist(), {}
+    group = torch.distributed.group.WORLD
+    for rank in range(size):
+        shard = ContextShard(group, rank, size)
+        part = pack(samples, range(len(samples)), device, packed_length(samples, multiple, shard), shard)
+        assert part.tokens.size(1) % multiple == 0
+        assert part.sequence_index.tolist() == order
+        assert part.token_count == int(part.loss_mask.sum())
+        tokens = part.loss_mask.numel()
+        places = positions(part.cu_seqlens, tokens, shard)
+        sequences = torch.repeat_interleave(torch.arange(len(samples)), part.cu_seqlens.diff())
+        for i in range(tokens):
+            row = (
+                part.tokens[0, i],
+                part.labels[0, i],
+                part.rollout_logprobs[i],
+                part.advantages[i],
+                part.loss_mask[i],
+            )
+            found[int(sequences[i]), int(places[i])] = tuple(float(x) for x in row)
+    starts = whole.packed.cu_seqlens_q.tolist()
+    trained = set(whole.packed.trained.tolist())
+    responses = iter(range(len(whole.loss_mask)))
+    for sequence in range(len(samples)):
+        for place, i in enumerate(range(starts[sequence], starts[sequence + 1])):
+            j = next(responses) if i in trained else None
+            expected = [whole.tokens[0, i], whole.labels[0, i]]
+            expected += [0, 0, 0] if j is None else [whole.rollout_logprobs[j], whole.advantages[j], whole.loss_mask[j]]
+            assert found.pop((sequence, place)) == tuple(float(x) for x in expected)
+    assert all(row[4] == 0 for row in found.values())  # padding

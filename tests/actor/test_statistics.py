@@ -81,7 +81,7 @@ def test_kl_to_a_frozen_reference(model_dir, tmp_path):
 
     objective = build_objective("reinforce", {"kl": {"coefficient": 0.1}})
     actor = build(model_dir)
-    actor.frozen = [FrozenPolicy.build("ref_logprobs", actor.recipe, model_dir)]
+    actor.frozen = [FrozenPolicy.build(("ref_logprobs",), actor.recipe, model_dir)]
     samples = make_samples(12)
     batches = micro_batches(samples, 60, CPU)
     first = train_step(actor, batches, objective, lr=1e-2)
@@ -99,7 +99,7 @@ def test_truncated_importance_uses_the_behaviour_policy_as_the_actor_sees_it(mod
 
     objective = build_objective("reinforce", {"truncated_importance": {"maximum": 1e6}})
     actor = build(model_dir)
-    actor.frozen = [FrozenPolicy.build("old_logprobs", actor.recipe, model_dir)]
+    actor.frozen = [FrozenPolicy.build(("old_logprobs",), actor.recipe, model_dir)]
     batches = micro_batches(make_samples(12), 60, CPU)
     plain = train_step(build(model_dir), batches, build_objective("reinforce", {}), lr=1e-2)
     results = [train_step(actor, batches, objective, lr=1e-2) for _ in range(3)]

@@ -1,13 +1,13 @@
 """An update through Megatron equals the same update written out with transformers and torch."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from megarl.batch import TokenBatch
-from megarl.errors import UserError
 from megarl.objectives import build_objective
 from tests.actor.conftest import make_hf_model, make_recipe
 
@@ -117,17 +117,39 @@ def test_weights_are_the_mean_over_tokens_not_over_micro_batches(tmp_path):
             assert other[key] == pytest.approx(results[0][key], rel=1e-5), key
 
 
-def test_non_finite_updates_are_not_applied(tmp_path):
+@pytest.mark.parametrize("tensor", ["rollout_logprobs", "advantages", "logprobs"])
+def test_non_finite_updates_are_not_applied(tensor, tmp_path):
     from megarl.actor.hf import export_hf
+    from megarl.actor.nonfinite import NonFiniteUpdate
     from megarl.actor.packing import micro_batches
     from megarl.actor.step import train_step
 
     make_hf_model("qwen3").save_pretrained(tmp_path / "in")
-    actor = build(tmp_path / "in")
+    actor, objective = build(tmp_path / "in"), build_objective("reinforce", {})
     samples = make_samples()
-    samples[0].rollout_logprobs[0] = math.nan
-    with pytest.raises(UserError, match=r"rollout_logprobs\[\d+\] is nan"):
-        train_step(actor, micro_batches(samples, 1000, CPU), build_objective("reinforce", {}), lr=1e-3)
+    index = next(i for i, s in enumerate(samples) if s.trained and len(s.response_tokens) > 4)
+    if tensor == "rollout_logprobs":
+        samples[index].rollout_logprobs[2] = math.nan
+    elif tensor == "advantages":
+        samples[index] = replace(samples[index], advantage=math.inf)
+    else:
+        with torch.no_grad():
+            actor.models[0].decoder.final_layernorm.weight[0] = math.nan
+    with pytest.raises(NonFiniteUpdate, match=f"{tensor} is not finite") as error:
+        train_step(actor, micro_batches(samples, 24, CPU), objective, lr=1e-3)
+    offenders = error.value.offenders
+    assert {o.tensor for o in offenders} == {tensor}
+    if tensor == "logprobs":
+        assert [o.sequence for o in offenders] == [i for i, s in enumerate(samples) if s.trained]
+        return
+    (offender,) = offenders
+    length = len(samples[index].response_tokens)
+    assert offender.sequence == index
+    assert offender.positions == ([2] if tensor == "rollout_logprobs" else list(range(length)))
+    assert len(offender.logprobs) == length and all(map(math.isfinite, offender.logprobs.values()))
     export_hf(actor.models, tmp_path / "out", tmp_path / "in", 0)
     one, two = (tmp_path / d / "model.safetensors" for d in ("in", "out"))
     assert one.read_bytes() == two.read_bytes()
+    # nothing of it stays behind
+    batches = micro_batches(make_samples(seed=1), 24, CPU)
+    assert train_step(actor, batches, objective, 1e-3) == train_step(build(tmp_path / "in"), batches, objective, 1e-3)

@@ -66,3 +66,16 @@ def test_two_processes_make_the_same_updates(sealed, tmp_path, layout, objective
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-6), (a["update"], key)
     assert weights.keys() == others.keys()
     assert max(float((weights[k] - others[k]).abs().max()) for k in weights) < 1e-3
+
+
+def test_a_run_continues_in_another_layout_but_not_with_another_recipe(recipe, tmp_path):
+    from megarl.config import load_recipe
+    from megarl.errors import UserError
+    from megarl.run_dir import RunDir
+
+    run = RunDir.create(tmp_path, load_recipe(recipe))
+    other = load_recipe(recipe, ["actor.processes_per_node=2", "actor.expert_parallel=2"])
+    assert RunDir.create(tmp_path, other).recipe == RunDir.open(tmp_path).recipe == other != run.recipe
+    with pytest.raises(UserError, match=r"optimizer\.lr"):
+        RunDir.create(tmp_path, load_recipe(recipe, ["optimizer.lr=0.5", "actor.processes_per_node=4"]))
+    assert RunDir.open(tmp_path).recipe == other

@@ -1,0 +1,134 @@
+"""Adam's state as pieces of whole tensors, so that a checkpoint of one layout loads into any other.
+
+Megatron's distributed optimizer gives each data-parallel rank a range of the flattened parameters, and its own
+"fully_reshardable" checkpoints gather all of them on every data-parallel rank first: for Qwen3-30B-A3B on 32 GPUs 48 GB
+a rank. A range of a flattened matrix is at most three rectangles of it, and torch's distributed checkpoints store and
+load rectangles. So every rank writes what it has, and nobody gathers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
+
+
+def rectangles(start: int, end: int, shape: tuple[int, ...]) -> list[Rectangle]:
+    """The elements [start, end) of a flattened tensor as rectangles of it, in order: at most 2 dims - 1."""
+    if start >= end:
+        return []
+    if len(shape) == 1:
+        return [((start,), (end - start,))]
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row  # whole rows
+
+    def part_of_row(index: int, begin: int, stop: int) -> list[Rectangle]:
+        return [((index, *offset), (1, *size)) for offset, size in rectangles(begin, stop, shape[1:])]
+
+    if first > last:  # inside one row
+        return part_of_row(last, start - last * row, end - last * row)
+    whole = [((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))] if last > first else []
+    before = part_of_row(first - 1, start - (first - 1) * row, row) if start < first * row else []
+    after = part_of_row(last, 0, end - last * row)
+    return [*before, *whole, *after]
+
+
+def sharded_adam_state(optimizer: MegatronOptimizer, model_state: Any) -> dict[str, ShardedTensor]:
+    """This rank's Adam moments, and float32 parameters where the model has others, for `dist_checkpointing`.
+
+    model_state: sharded state dicts of all model chunks. The tensors are views of the optimizer's own: loading into
+    them restores it, but for `set_adam_step`.
+    """
+    placed = {part.data: part for part in nested_values(model_state) if _is_tensor(part)}
+    state = {}
+    for part in distributed_optimizers(optimizer):
+        create_adam_state(part)
+        for parameter, (group, order) in part.model_param_group_index_map.items():
+            main = part.optimizer.param_groups[group]["params"][order]
+            tensors = {name: part.optimizer.state[main][name] for name in ("exp_avg", "exp_avg_sq")}
+            if parameter.dtype != main.dtype:
+                tensors["parameter"] = main
+            owned = part._get_model_param_range_map(parameter)["param"]
+            for name, tensor in tensors.items():
+                for piece in _pieces(placed[parameter], parameter, owned.start, tensor.detach(), name):
+                    state[f"{piece.key}{piece.global_offset}"] = piece
+    return state
+
+
+def _is_tensor(part: Any) -> bool:
+    return isinstance(part, ShardedTensor | ShardedTensorFactory)
+
+
+def _pieces(
+    placed: ShardedTensor | ShardedTensorFactory, parameter: torch.Tensor, start: int, flat: torch.Tensor, name: str
+) -> Iterator[ShardedTensor]:
+    """Rectangles of ``flat``, which is ``parameter.view(-1)[start:]`` of some state, in the whole tensors."""
+    blocks = nested_values(placed.build()) if isinstance(placed, ShardedTensorFactory) else [placed]
+    for block in blocks:  # a fused gate and up projection is two tensors on disk
+        assert block.data.is_contiguous()
+        begin = (block.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
+        low, high = max(start, begin), min(start + flat.numel(), begin + block.data.numel())
+        for offset, size in rectangles(low - begin, high - begin, tuple(block.data.shape)):
+            count = math.prod(size)
+            data = flat[low - start : low - start + count].view(size)
+            low += count
+            yield ShardedTensor(
+                key=f"optimizer.{name}.{block.key}",
+                data=data,
+                dtype=data.dtype,
+                local_shape=size,
+                global_shape=block.global_shape,
+                global_offset=tuple(a + b for a, b in zip(block.global_offset, offset, strict=True)),
+                axis_fragmentations=None,  # irregular
+                # replicas over tensor parallelism and tied embeddings stay; every data-parallel rank has its own range
+                replica_id=(*block.replica_id[:2], 0),
+                allow_shape_mismatch=block.allow_shape_mismatch,
+            )
+
+
+def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    """One for the experts and one for the rest, where there are experts; without ranks that own no parameter."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not part.is_stub_optimizer]
+
+
+def create_adam_state(optimizer: DistributedOptimizer) -> None:
+    """Adam has no state before its first step."""
+    for group in optimizer.optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.optimizer.state[parameter]
+            if not state:
+                if isinstance(optimizer.optimizer, torch.optim.AdamW):
+                    state["step"] = torch.tensor(0.0)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def adam_step(optimizer: MegatronOptimizer) -> int:
+    """Updates that Adam has made: torch counts them per parameter, Transformer Engine and Apex per group."""
+    for part in distributed_optimizers(optimizer):
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                return int(group["step"])
+            for parameter in group["params"]:
+                return int(part.optimizer.state[parameter].get("step", 0))
+    return 0
+
+
+def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
+    for part in distributed_optimizers(optimizer):
+        for group in part.optimizer.param_groups:
+            if not isinstance(part.optimizer, torch.optim.AdamW):
+                group["step"] = step
+                continue
+            for parameter in group["params"]:
+                part.optimizer.state[parameter]["step"] = torch.tensor(float(step))  # one each: Adam advances in place

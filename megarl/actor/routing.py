@@ -1,0 +1,115 @@
+"""Which experts a token goes to, decided elsewhere: routing replay, exact per pipeline micro-batch and recomputation.
+
+In place of Megatron's RouterReplay, whose state is one tensor a router: with several micro-batches in flight and full
+recomputation it silently replays the wrong one. Here the decision belongs to the micro-batch. A chunk's routers get it
+before the chunk's forward pass, and again when the backward pass of that micro-batch reaches the chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+
+Experts = dict[int, torch.Tensor]  # layer number, from 1 -> [tokens of this rank, top_k] int; -1: not known
+
+
+class LayerRouting:
+    """Stands where a router looks for its RouterReplay."""
+
+    def __init__(self, layer: int, replays: bool) -> None:
+        self.layer, self.replays = layer, replays
+        self.target: torch.Tensor | None = None
+        self.own: torch.Tensor | None = None  # the router's latest choice
+        self.counts = False  # False while a forward pass is repeated
+        self.agreement: torch.Tensor | None = None  # [2] float64: choices that differ from the target, choices
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Megatron's contract: scores [t, experts] -> scores and indices of the chosen experts, both [t, topk]."""
+        assert default_compute_topk is not None
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self.own = own
+        if self.target is None:
+            return values, own
+        target = self.target.to(own.dtype)
+        known = target >= 0
+        if self.counts:
+            differs = known & ~(target[:, :, None] == own[:, None, :]).any(-1)
+            counted = torch.stack([differs.sum(), known.sum()]).double()
+            self.agreement = counted if self.agreement is None else self.agreement + counted
+        if not self.replays:
+            return values, own
+        chosen = torch.where(known, target, own)
+        return scores.gather(1, chosen), chosen
+
+
+def install(models: Sequence[torch.nn.Module], replays: bool) -> None:
+    """Let micro-batches decide over the routers of these chunks; without ``replays`` only compare."""
+    for model in models:
+        routers = [m for m in model.modules() if isinstance(m, TopKRouter)]
+        layers = [LayerRouting(router.layer_number, replays) for router in routers]
+        for router, layer in zip(routers, layers, strict=True):
+            router.router_replay = layer
+        model.layer_routings = layers  # type: ignore[assignment]
+
+
+def routings(model: torch.nn.Module) -> list[LayerRouting]:
+    """Of a chunk, wrapped or not; empty without `install`."""
+    inner: Any = model
+    while hasattr(inner, "module"):
+        inner = inner.module
+    return getattr(inner, "layer_routings", [])
+
+
+def begin(model: torch.nn.Module, experts: Experts | None) -> None:
+    """Before the forward pass of a micro-batch."""
+    _aim(routings(model), experts, counts=True)
+
+
+def end(model: torch.nn.Module, experts: Experts | None, output: Any) -> Experts:
+    """After it: what the routers chose themselves. Their targets come back when its backward pass begins."""
+    layers = routings(model)
+    if experts is not None and layers:
+
+        def again(gradient: torch.Tensor) -> torch.Tensor:
+            _aim(layers, experts, counts=False)
+            return gradient
+
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if tensor.requires_grad:
+                tensor.register_hook(again)
+    return {layer.layer: layer.own for layer in layers if layer.own is not None}
+
+
+def _aim(layers: list[LayerRouting], experts: Experts | None, counts: bool) -> None:
+    for layer in layers:
+        layer.target = None if experts is None else experts[layer.layer]
+        layer.counts = counts
+
+
+def disagreement(models: Sequence[torch.nn.Module], device: torch.device) -> dict[str, float]:
+    """``routing/disagreement``: share of the experts asked for that the routers themselves would not have chosen.
+
+    Over all layers, tokens and ranks since the last call; collective over all ranks. Empty without `install`.
+    """
+    layers = [layer for model in models for layer in routings(model)]
+    if not layers:
+        return {}
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for layer in layers:
+        if layer.agreement is not None:
+            total += layer.agreement
+            layer.agreement = None
+    dist.all_reduce(total)
+    differ, count = total.tolist()
+    return {"routing/disagreement": differ / count} if count else {}

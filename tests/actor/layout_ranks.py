@@ -1,0 +1,275 @@
+"""What one rank of `test_layout_matrix` does: every layout of a world size in turn, in one set of processes."""
+
+import os
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megarl.config import Recipe
+from megarl.objectives import build_objective
+from tests.actor.conftest import make_recipe
+
+UPDATES = 20
+FEW = 3  # updates of cases beyond those that the project promises
+PROMPTS = 4  # groups an update
+
+
+@dataclass(frozen=True)
+class Case:
+    objective: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    updates: int = FEW
+    routing_replay: str = "none"
+
+
+CASES = {
+    "mu_grpo": Case("mu_grpo", updates=UPDATES),
+    "m2po": Case("m2po", {"m2_threshold": 0.04}, UPDATES),
+    "gspo": Case("gspo", {"eps_low": 0.05, "eps_high": 0.05}, UPDATES),
+    "minpro": Case("minpro", updates=UPDATES),
+    "bapo": Case("bapo"),
+    "frozen policies": Case(
+        "grpo",
+        {"aggregation": "sequence_mean", "kl": {"coefficient": 0.1}, "truncated_importance": {"maximum": 1.1}},
+    ),
+    "replay actor": Case("mu_grpo", routing_replay="actor"),
+    "replay engine": Case("mu_grpo", routing_replay="engine"),
+}
+
+
+def updates_of(name: str, case: str) -> int:
+    return FEW if name == "TP2 CP2" else CASES[case].updates
+
+
+@dataclass(frozen=True)
+class Layout:
+    ranks: int
+    actor: dict[str, int] = field(default_factory=dict)
+    megatron: dict[str, int] = field(default_factory=dict)
+
+
+LAYOUTS = {
+    "one": Layout(1),
+    "TP2 ETP2": Layout(2, {"tensor_parallel": 2}),
+    "TP2 EP2": Layout(2, {"tensor_parallel": 2, "expert_tensor_parallel": 1, "expert_parallel": 2}),
+    "PP2": Layout(2, {"pipeline_parallel": 2}),
+    "CP2": Layout(2, {"context_parallel": 2}),
+    "EP2": Layout(2, {"expert_parallel": 2}),
+    "DP2": Layout(2),
+    "PP2 VPP2": Layout(2, {"pipeline_parallel": 2}, {"virtual_pipeline_model_parallel_size": 2}),
+    "TP2 PP2": Layout(4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "TP2 EP4": Layout(4, {"tensor_parallel": 2, "expert_tensor_parallel": 1, "expert_parallel": 4}),
+    "CP2 PP2": Layout(4, {"context_parallel": 2, "pipeline_parallel": 2}),
+    "DP2 EP2": Layout(4, {"expert_parallel": 2}),
+    "TP2 CP2": Layout(4, {"tensor_parallel": 2, "context_parallel": 2}),
+}
+
+
+@torch.no_grad()
+def seal_rollouts(model: Any, directory: Path) -> None:
+    """Random responses with the log-probs of a policy near `model`, as a stale engine would have stored them."""
+    from megarl.store import Group, Response, RolloutWriter, seal
+
+    rng = np.random.default_rng(0)
+    writer = RolloutWriter(directory, weights_hash="test", logprob_mode="exact")
+    groups = []
+    for group_id in range(UPDATES * PROMPTS):
+        prompt, responses = rng.integers(2, 67, rng.integers(1, 6)).astype(np.int32), []
+        for sample in range(4):
+            tokens = rng.integers(2, 67, rng.integers(1, 20)).astype(np.int32)
+            sequence = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))
+            logprobs = model(sequence[None]).logits[0, :-1].log_softmax(-1).gather(1, sequence[1:, None])[:, 0]
+            stored = logprobs[-len(tokens) :].numpy() + rng.normal(size=len(tokens), scale=0.2)
+            stored = np.minimum(stored, 0).astype(np.float32)
+            responses.append(Response(tokens, stored, float(sample == group_id % 4), "stop", 0))
+        groups.append(Group(group_id, prompt, tuple(responses)))
+    writer.append(groups)
+    writer.close()
+    seal(directory, range(len(groups)))
+
+
+def recipe_of(layout: Layout, model: Path, **tables: Any) -> Recipe:
+    actor = {"processes_per_node": layout.ranks, "tokens_per_micro_batch": 128} | layout.actor
+    tables["actor"] = actor | tables.get("actor", {})
+    tables["megatron"] = layout.megatron | tables.get("megatron", {})
+    return make_recipe(model, optimizer={"lr": 1e-3, "weight_decay": 0.01}, **tables)
+
+
+def update_samples(rollouts: Path, update: int, routing_replay: str = "none") -> list[Any]:
+    """Samples of one update, as an optimize phase reads them from a sealed stage."""
+    from megarl.config import ObjectiveTable
+    from megarl.phases.optimize import to_samples
+    from megarl.store import RolloutStore
+
+    groups = RolloutStore(rollouts).read(range(update * PROMPTS, (update + 1) * PROMPTS))
+    samples = to_samples(groups, ObjectiveTable(advantage="group_mean"))
+    if routing_replay != "engine":
+        return samples
+    rng = np.random.default_rng(update)  # experts that no router would choose, unknown for some tokens
+    experts = [rng.permuted(np.tile(np.arange(4), (len(s), 4, 1)), axis=2)[:, :, :2] for s in samples]
+    for chosen in experts:
+        chosen[rng.random(len(chosen)) < 0.2] = -1
+    return [replace(s, routed_experts=chosen) for s, chosen in zip(samples, experts, strict=True)]
+
+
+def whole_gradient(actor: Any, model: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    """The gradient of the update that was just computed, of the whole model, by Hugging Face names."""
+    from megarl.actor.hf import export_hf
+
+    for replica in actor.replicas:
+        for buckets in (*replica.bucket_groups, *replica.expert_parallel_bucket_groups):
+            group = buckets.intra_distributed_optimizer_instance_group
+            for bucket in buckets.buckets:  # the distributed optimizer left each rank its own shard of the sum
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    weights = [[p.detach().clone() for p in chunk.parameters()] for chunk in actor.models]
+    with torch.no_grad():
+        for chunk in actor.models:
+            for parameter in chunk.parameters():
+                parameter.copy_(parameter.main_grad)
+        export_hf(actor.models, scratch, model, 0)
+        for chunk, before in zip(actor.models, weights, strict=True):
+            for parameter, value in zip(chunk.parameters(), before, strict=True):
+                parameter.copy_(value)
+    gradient = {name: tensor for file in scratch.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(scratch)
+    return gradient
+
+
+def run_layout(name: str, model: Path, rollouts: Path, folder: Path) -> dict[str, Any]:
+    """First gradient and metrics of every update, for every objective; metrics are known on one rank only."""
+    from megarl.actor import frozen, packing, parallel, step
+
+    recipe = recipe_of(LAYOUTS[name], model)
+    parallel.build_groups(recipe)
+    results: dict[str, Any] = {"reports": parallel.reports_metrics()}
+    for case, settings in CASES.items():
+        objective, replay = build_objective(settings.objective, settings.fields), settings.routing_replay
+        # replay must be exact under recomputation, to which one rank without it is compared
+        recompute = "full" if replay != "none" and name != "one" else "none"
+        recipe = recipe_of(LAYOUTS[name], model, actor={"recompute": recompute, "routing_replay": replay})
+        actor = step.Actor.build(recipe, model, torch.device("cpu"))
+        if replay == "actor":
+            actor.frozen.append(frozen.FrozenPolicy.build(("routed_experts",), recipe, model))
+        for wanted in ("ref_logprobs", "old_logprobs"):
+            if wanted in objective.requires:
+                actor.frozen.append(frozen.FrozenPolicy.build((wanted,), recipe, model))
+        samples = update_samples(rollouts, 0, replay)
+        batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, actor.device)
+        step.compute_gradients(actor, batches, objective)
+        gradient = whole_gradient(actor, model, folder / f"gradient {name}")
+        metrics = []
+        for update in range(updates_of(name, case)):
+            samples = update_samples(rollouts, update, replay)
+            batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, actor.device)
+            metrics.append(step.train_step(actor, batches, objective, lr=1e-3))
+        results[case] = {"gradient": gradient, "metrics": metrics, "micro_batches": len(batches)}
+    results["offenders"] = offenders(recipe, model, update_samples(rollouts, 0))
+    return results
+
+
+def offenders(recipe: Recipe, model: Path, samples: list[Any]) -> list[dict[str, Any]]:
+    """What an update with one bad number says on every rank of the last pipeline stage; all ranks raise it."""
+    from megarl.actor import packing, step
+    from megarl.actor.nonfinite import NonFiniteUpdate
+    from megarl.phases.optimize import describe
+
+    actor = step.Actor.build(recipe, model, torch.device("cpu"))
+    bad = max(range(len(samples)), key=lambda i: len(samples[i].response_tokens))
+    stored = samples[bad].rollout_logprobs.copy()
+    stored[-1] = np.nan
+    samples[bad] = replace(samples[bad], rollout_logprobs=stored)
+    before = [p.detach().clone() for chunk in actor.models for p in chunk.parameters()]
+    batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, actor.device)
+    with pytest.raises(NonFiniteUpdate, match="not applied") as error:
+        step.train_step(actor, batches, build_objective("mu_grpo", {}), lr=1e-3)
+    after = [p for chunk in actor.models for p in chunk.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return [describe(o, samples[o.sequence]) for o in error.value.offenders]
+
+
+def join(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    from megarl.actor import cpu_backend
+
+    cpu_backend.install()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks{ranks}", rank=rank, world_size=ranks)
+
+
+def worker(rank: int, ranks: int, model: Path, rollouts: Path, folder: Path) -> None:
+    join(rank, ranks, folder)
+    from megatron.core import parallel_state as mpu
+
+    for name, layout in LAYOUTS.items():
+        if layout.ranks != ranks:
+            continue
+        results = run_layout(name, model, rollouts, folder)
+        if results["reports"]:
+            torch.save(results, folder / f"{name}.pt")
+        dist.barrier()
+        mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def continue_in(names: list[str], model: Path, rollouts: Path, folder: Path) -> dict[str, Any]:
+    """Each layout makes 6 updates with a checkpoint after a few, then the rest again from it and all before it."""
+    from megarl.actor import checkpoint, packing, parallel, step
+
+    objective = build_objective("mu_grpo", {})
+    results: dict[str, Any] = {}
+    for name in names:
+        recipe = recipe_of(LAYOUTS[name], model)
+        parallel.build_groups(recipe)
+
+        def updates(actor: Any, numbers: range, recipe: Recipe = recipe) -> list[dict[str, float]]:
+            def one(number: int) -> dict[str, float]:
+                samples = update_samples(rollouts, number)
+                batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, actor.device)
+                return step.train_step(actor, batches, objective, lr=1e-2)
+
+            return [one(number) for number in numbers]
+
+        def weights(actor: Any) -> list[torch.Tensor]:
+            return [p.detach().clone() for chunk in actor.models for p in chunk.parameters()]
+
+        saved_after = 1 + names.index(name) % 4
+        straight = step.Actor.build(recipe, model, torch.device("cpu"))
+        updates(straight, range(saved_after))
+        checkpoint.save(straight, folder / name, saved_after, keep=1, wait=False)
+        expected = updates(straight, range(saved_after, 6))  # while the checkpoint is written
+        checkpoint.finish(straight)
+
+        for source in names[: names.index(name) + 1]:
+            resumed = step.Actor.build(recipe, model, torch.device("cpu"))
+            (found,) = checkpoint.checkpoints(folder / source)
+            done = checkpoint.load(resumed, found[1])
+            metrics = updates(resumed, range(done, 6))
+            if source == name:
+                assert metrics == expected
+                pairs = zip(weights(straight), weights(resumed), strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs), f"rank {dist.get_rank()}"
+            if parallel.reports_metrics():
+                results[source, name] = {done + 1 + i: m["loss"] for i, m in enumerate(metrics)}
+        from megatron.core import parallel_state as mpu
+
+        mpu.destroy_model_parallel()
+    return results
+
+
+def resume_worker(rank: int, ranks: int, names: list[str], model: Path, rollouts: Path, folder: Path) -> None:
+    join(rank, ranks, folder)
+    results: list[Any] = [None] * ranks
+    dist.all_gather_object(results, continue_in(names, model, rollouts, folder))
+    if rank == 0:
+        torch.save({key: value for part in results for key, value in part.items()}, folder / "results.pt")
+    dist.destroy_process_group()

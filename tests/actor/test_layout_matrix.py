@@ -1,0 +1,72 @@
+"""No layout changes the result: gradient and 20 updates of each against one rank, on the same sealed rollouts."""
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from tests.actor.layout_ranks import CASES, LAYOUTS, resume_worker, updates_of, worker
+
+
+@pytest.fixture(scope="module")
+def results(model_and_rollouts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    for ranks in sorted({layout.ranks for layout in LAYOUTS.values()}):
+        mp.spawn(worker, args=(ranks, *model_and_rollouts, folder), nprocs=ranks)
+    return {name: torch.load(folder / f"{name}.pt") for name in LAYOUTS}
+
+
+def relative(a, b):
+    return abs(a - b) / abs(b)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
+def test_a_layout_changes_nothing(results, name, case):
+    one, other = results["one"][case], results[name][case]
+    assert one["gradient"].keys() == other["gradient"].keys()
+    difference = sum(float((other["gradient"][k] - g).double().square().sum()) for k, g in one["gradient"].items())
+    size = sum(float(g.double().square().sum()) for g in one["gradient"].values())
+    gradient = (difference / size) ** 0.5
+    losses = [relative(b["loss"], a["loss"]) for a, b in zip(one["metrics"], other["metrics"], strict=False)]
+    print(f"\n{name} {case}: gradient {gradient:.1e}, loss of {len(losses)} updates {max(losses):.1e}")
+    assert size > 1e-6
+    assert gradient < 1e-5
+    assert len(losses) == updates_of(name, case)
+    assert max(losses) < 1e-3
+    for key in one["metrics"][0]:  # counted once, whatever the layout
+        assert other["metrics"][0][key] == pytest.approx(one["metrics"][0][key], rel=1e-4, abs=1e-6), key
+
+
+def test_replay_asks_for_the_experts_it_was_given(results):
+    """At the first update the actor agrees with the policy that began the stage; random experts it would not choose."""
+    drift = [m["routing/disagreement"] for m in results["one"]["replay actor"]["metrics"]]
+    assert drift[0] == 0 < drift[-1] < 0.2
+    assert 0.4 < results["one"]["replay engine"]["metrics"][0]["routing/disagreement"] < 0.6
+    assert "routing/disagreement" not in results["one"]["mu_grpo"]["metrics"][0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_names_the_sequence_that_is_not_finite(results, name):
+    (one,), (other,) = results["one"]["offenders"], results[name]["offenders"]
+    assert one["tensor"] == "rollout_logprobs"
+    assert one["positions"] == [len(one["response_tokens"]) - 1]
+    assert one["rollout_logprobs"][-1] == "nan"
+    assert other.pop("logprobs") == pytest.approx(one["logprobs"], abs=1e-5)
+    assert other == {key: value for key, value in one.items() if key != "logprobs"}
+
+
+# layouts of four ranks, each continued from its own checkpoint and from those of all before it
+CONTINUED = ["TP2 PP2", "DP2 EP2", "CP2 PP2", "TP2 EP4"]
+
+
+def test_a_checkpoint_continues_bit_for_bit_in_its_layout_and_closely_in_others(model_and_rollouts, tmp_path):
+    mp.spawn(resume_worker, args=(4, CONTINUED, *model_and_rollouts, tmp_path), nprocs=4)
+    results = torch.load(tmp_path / "results.pt")
+    for (source, name), losses in results.items():
+        undisturbed = results[source, source]
+        assert losses.keys() == undisturbed.keys()
+        furthest = max(relative(losses[update], loss) for update, loss in undisturbed.items())
+        print(f"\n{source} -> {name}, updates {min(losses)} to 6: {furthest:.1e}")
+        assert furthest < 1e-3
+        assert furthest == 0 or source != name
+    assert len(results) == len(CONTINUED) * (len(CONTINUED) + 1) // 2

@@ -1,0 +1,54 @@
+"""Updates that are not finite: left out up to the recipe's number of them, written out, then the run stops."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from tests.phases.conftest import megarl
+
+
+@pytest.fixture(scope="module")
+def poisoned(recipe, tmp_path_factory):
+    """A run whose sealed stage has rewards in updates 2 and 5 that overflow."""
+    from megarl.config import load_recipe
+    from megarl.policy import copy_policy
+    from megarl.run_dir import RunDir
+    from megarl.store import Group, Response, RolloutWriter, seal
+
+    run = RunDir.create(tmp_path_factory.mktemp("poisoned"), load_recipe(recipe))
+    info = copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.policy(0))
+    rng, groups = np.random.default_rng(0), []
+    for group_id in run.groups(0):
+        reward = 1e300 if group_id in (4 * 1 + 2, 4 * 4) else 1.0
+        tokens = [rng.integers(3, 20, 4).astype(np.int32) for _ in range(4)]
+        logprobs = np.full(4, -2, np.float32)
+        responses = [Response(t, logprobs, reward * (i == 0), "stop", 0) for i, t in enumerate(tokens)]
+        groups.append(Group(group_id, np.array([3, 4], np.int32), tuple(responses)))
+    writer = RolloutWriter(run.rollouts(0), weights_hash=info.weights_hash, logprob_mode="exact")
+    writer.append(groups)
+    writer.close()
+    seal(run.rollouts(0), run.groups(0))
+    return run
+
+
+@pytest.mark.parametrize("allowed", [0, 2])
+def test_the_run_stops_or_goes_on(poisoned, tmp_path, allowed):
+    settings = ["--set", f"actor.max_skipped_updates={allowed}", "--set", "objective.advantage=group_mean"]
+    result = megarl("optimize", poisoned.root, "--stage", "0", "--output", tmp_path / "run", *settings)
+    records = [json.loads(line) for line in (tmp_path / "run/non_finite.jsonl").read_text().splitlines()]
+    updates = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert {r["tensor"] for r in records} == {"advantages"}
+    assert all(len(r["logprobs"]) == len(r["response_tokens"]) == 4 for r in records)
+    if allowed == 0:
+        assert result.returncode != 0
+        assert "update 2: " in result.stderr and "advantages is not finite" in result.stderr
+        assert "non_finite.jsonl" in result.stderr and "max_skipped_updates = 0" in result.stderr
+        assert [u["update"] for u in updates] == [1]
+        assert {r["update"] for r in records} == {2}
+    else:
+        assert result.returncode == 0, result.stderr
+        assert [u["update"] for u in updates if u.get("skipped_update")] == [2, 5]
+        assert all(math.isfinite(u["loss"]) for u in updates if "skipped_update" not in u)
+        assert {r["update"] for r in records} == {2, 5}
