@@ -3,9 +3,9 @@
 import json
 import os
 import re
-import shutil
 import signal
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -18,8 +18,9 @@ from tests.phases.test_two_nodes import assert_nothing_left, assert_same_result,
 
 # two ranks in every phase: both on one node, or one on each of two
 ON_ONE = ("rollout.workers=2", "actor.processes_per_node=2")
-TINY = ("schedule.stages=1", "actor.tokens_per_micro_batch=160", "eval.every=0", "actor.checkpoint_every=6")
-TINY += ("schedule.prompts_per_update=16", "rollout.groups_per_chunk=1")  # many shards: one can stop between two
+# many shards, updates and micro-batches, so that there is time to stop between two
+TINY = ("schedule.stages=1", "schedule.updates_per_stage=24", "rollout.groups_per_chunk=1", "eval.every=0")
+TINY += ("actor.checkpoint_every=24", "actor.tokens_per_micro_batch=20")
 # the quickstart, cut to seconds: one stage of 6 updates, a smaller evaluation, an untrained model
 QUICKSTART = ("schedule.stages=1", "schedule.updates_per_stage=6", "schedule.prompts_per_update=4", "eval.prompts=32")
 
@@ -65,7 +66,7 @@ def submit(slurm, launch):
 
     def submit(recipe, run, *options):
         arguments = (recipe, "--run-dir", run, "--account", "ci", "--partition", "low", "--detach")
-        python = ("--python", shutil.which("python"), "--env", f"PYTHONPATH={ROOT}")
+        python = ("--python", sys.executable, "--env", f"PYTHONPATH={ROOT}")
         result = launch(*arguments, *python, *options, environment=slurm.environment)
         assert result.returncode == 0, result.stdout + result.stderr
         found = re.findall(r"Slurm job (\d+), output in (\S+)", result.stdout)
@@ -129,8 +130,8 @@ def test_preempted_in_rollout_and_in_optimize_every_update_is_made_once(recipe, 
     assert job.wait() == "COMPLETED", job.output()
     assert [event["phase"] for event in events(run, "phase_stopped")] == ["rollout", "optimize"]
     resumed = {event["phase"]: event["skipped"] for event in events(run, "resume")}
-    assert 0 < resumed["rollout"] < 96 and 0 < resumed["optimize"] < 6
-    assert f"skips {resumed['optimize']} of 6 updates made earlier" in job.output()
+    assert 0 < resumed["rollout"] < 96 and 0 < resumed["optimize"] < 24
+    assert f"skips {resumed['optimize']} of 24 updates made earlier" in job.output()
     assert_same_rollouts(local, run)
     assert_same_result(local, run)
 
@@ -198,7 +199,7 @@ def test_chain_cancels_what_depends_on_a_failed_job(recipe, submit, tmp_path):
 
 
 def test_local_executor(recipe, local, launch, tmp_path):
-    python = ("--python", shutil.which("python"), "--env", f"PYTHONPATH={ROOT}")
+    python = ("--python", sys.executable, "--env", f"PYTHONPATH={ROOT}")
     result = launch(recipe, "--run-dir", tmp_path / "run", "--local", *python, *settings(*TINY, *ON_ONE))
     assert result.returncode == 0, result.stdout + result.stderr
     assert_same_result(local, tmp_path / "run")
