@@ -62,13 +62,14 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE",
 
 @pytest.fixture
 def submit(slurm, launch):
-    """Submit a run and return its jobs; `launch_python`'s own interpreter runs the agents' code of this checkout."""
+    """Submit a run and return its jobs, which run the code of this checkout with the interpreter of the tests."""
 
-    def submit(recipe, run, *options):
-        arguments = (recipe, "--run-dir", run, "--account", "ci", "--partition", "low", "--detach")
+    def submit(recipe, run, *options, waits_and_fails=False):
+        arguments = [recipe, "--run-dir", run, "--account", "ci", "--partition", "low"]
+        arguments += [] if waits_and_fails else ["--detach"]
         python = ("--python", sys.executable, "--env", f"PYTHONPATH={ROOT}")
         result = launch(*arguments, *python, *options, environment=slurm.environment)
-        assert result.returncode == 0, result.stdout + result.stderr
+        assert result.returncode == (1 if waits_and_fails else 0), result.stdout + result.stderr
         found = re.findall(r"Slurm job (\d+), output in (\S+)", result.stdout)
         return [Job(slurm, number, folder) for number, folder in found]
 
@@ -192,7 +193,7 @@ def test_chain_runs_each_phase_as_its_own_job(recipe, local, submit, tmp_path):
 
 def test_chain_cancels_what_depends_on_a_failed_job(recipe, submit, tmp_path):
     diverges = settings(*TINY, "optimizer.lr=1e30", "schedule.stages=2")
-    jobs = submit(recipe, tmp_path / "run", "--chain", "--retries", 0, *diverges)
+    jobs = submit(recipe, tmp_path / "run", "--chain", "--retries", 0, *diverges, waits_and_fails=True)
     assert len(jobs) == 5
     assert [job.wait() for job in jobs] == ["COMPLETED", "FAILED", "CANCELLED", "CANCELLED", "CANCELLED"]
     assert "finite" in "\n".join(jobs[1].output().rstrip().splitlines()[-25:])
