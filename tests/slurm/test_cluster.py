@@ -14,15 +14,23 @@ import pytest
 
 from tests.phases.conftest import ROOT, megarl
 from tests.phases.test_kill import lines
-from tests.phases.test_two_nodes import assert_nothing_left, assert_same_result, assert_same_rollouts, events, updates
+from tests.phases.test_two_nodes import (
+    EASY,
+    assert_nothing_left,
+    assert_same_result,
+    assert_same_rollouts,
+    events,
+    updates,
+)
 
 # two ranks in every phase: both on one node, or one on each of two
 ON_ONE = ("rollout.workers=2", "actor.processes_per_node=2")
 # many shards, updates and micro-batches, so that there is time to stop between two
-TINY = ("schedule.stages=1", "schedule.updates_per_stage=24", "rollout.groups_per_chunk=1", "eval.every=0")
+TINY = (*EASY, "schedule.stages=1", "schedule.updates_per_stage=24", "rollout.groups_per_chunk=1", "eval.every=0")
 TINY += ("actor.checkpoint_every=24", "actor.tokens_per_micro_batch=20")
-# the quickstart, cut to seconds: one stage of 6 updates, a smaller evaluation, an untrained model
-QUICKSTART = ("schedule.stages=1", "schedule.updates_per_stage=6", "schedule.prompts_per_update=4", "eval.prompts=32")
+# the quickstart, cut to seconds: one stage of 6 updates, a smaller evaluation, an untrained model, easy answers
+QUICKSTART = (*EASY[:3], "schedule.stages=1", "schedule.updates_per_stage=6", "schedule.prompts_per_update=4")
+QUICKSTART += ("eval.prompts=32",)
 
 
 def settings(*values):
@@ -96,6 +104,7 @@ def test_quickstart_on_one_and_two_nodes_agrees_with_a_local_run(quickstart, sub
     (two,) = submit(recipe, tmp_path / "two", "--nodes", 2, *settings(*changed))
     local = megarl("train", recipe, "--run-dir", tmp_path / "local", *settings(*changed, *ON_ONE))
     assert local.returncode == 0, local.stderr
+    assert all(update["grad_norm"] > 0 and update["reward/mean"] > 0 for update in updates(tmp_path / "local")[-2:])
     final, accuracies = updates(tmp_path / "local")[-1], events(tmp_path / "local", "evaluation")
     assert len(accuracies) == 2
     for job, name, nodes in ((one, "one", "1"), (two, "two", "2")):
