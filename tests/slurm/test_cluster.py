@@ -147,11 +147,16 @@ def test_preempted_in_rollout_and_in_optimize_every_update_is_made_once(recipe, 
 
 
 def test_time_limit_shorter_than_the_run(recipe, local, submit, tmp_path):
-    """Allocations of a minute, of which 30 to 60 s pass before the signal; at its speed the run needs longer."""
-    run, count = tmp_path / "run", int(60 / statistics.median(update["seconds"] for update in updates(local)))
+    """An allocation lets two phases start and some updates be made, at today's speed; the run needs more than one.
+
+    Slurm looks every 30 s, and signals when it would be late the next time: 10 to 40 s before the end.
+    """
+    start = events(local, "phase_end")[0]["seconds"]
+    minutes = 1 + int(3 * start / 60)
+    run, count = tmp_path / "run", int(60 * minutes / statistics.median(update["seconds"] for update in updates(local)))
     longer = (*TINY, f"schedule.updates_per_stage={count}", f"actor.checkpoint_every={count}")
-    (job,) = submit(recipe, run, "--time", "1", "--margin", "30", "--retries", 50, *settings(*longer))
-    assert job.wait(timeout=600) == "COMPLETED", job.output()
+    (job,) = submit(recipe, run, "--time", minutes, "--margin", 10, "--retries", 20, *settings(*longer))
+    assert job.wait(timeout=600 * minutes) == "COMPLETED", job.output()
     assert job.restarts >= 1
     assert [update["update"] for update in updates(run)] == list(range(1, count + 1))
     skipped = [event["skipped"] for event in events(run, "resume") if event["phase"] == "optimize"]
