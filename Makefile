@@ -4,7 +4,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 KERNELS := CMakeLists.txt $(shell find csrc -type f)
 
-.PHONY: quickstart test lint bench
+.PHONY: quickstart test lint bench launch
 
 quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
@@ -16,6 +16,9 @@ lint: .venv/.stamp
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+
+launch:  # the environment of launch/slurm.py
+	$(PYTHON) tools/setup_venv.py launch
 
 bench: .venv/.stamp
 	for benchmark in $(filter-out benchmarks/common.py,$(wildcard benchmarks/*.py)); do $(RUN) $$benchmark || exit; done

@@ -146,7 +146,11 @@ def submit(recipe: Recipe, links: list[Link], options: argparse.Namespace) -> No
             print_scripts(experiment)
         else:
             experiment.run(detach=options.detach, tail_logs=options.tail_logs)
-            report(experiment, options)
+            print_jobs(experiment, options)
+    # nemo-run waits at the end of the block
+    states = {job.id: job.state.name for job in experiment.jobs}
+    if not options.detach and not options.dry_run and set(states.values()) != {"SUCCEEDED"}:
+        sys.exit(f"launch/slurm.py: {', '.join(f'{job} {state}' for job, state in states.items())}")
 
 
 def print_scripts(experiment: run.Experiment) -> None:
@@ -158,16 +162,11 @@ def print_scripts(experiment: run.Experiment) -> None:
         shutil.rmtree(directory)
 
 
-def report(experiment: run.Experiment, options: argparse.Namespace) -> None:
-    """One line a job; non-zero exit when one that was waited for did not succeed."""
+def print_jobs(experiment: run.Experiment, options: argparse.Namespace) -> None:
     for job in experiment.jobs:
         identity = job.handle.partition("://")[2].split("/")[1]
         print(f"{job.id}: {'process' if options.local else 'Slurm job'} {identity}, output in {job.executor.job_dir}")
-    print(f"run directory: {options.run_dir.resolve()}")
-    if not options.detach:
-        states = [str(status["status"]) for status in experiment.status(return_dict=True).values()]
-        if any(not state.endswith("SUCCEEDED") for state in states):
-            sys.exit(f"launch/slurm.py: {', '.join(states)}")
+    print(f"run directory: {options.run_dir.resolve()}", flush=True)
 
 
 if __name__ == "__main__":

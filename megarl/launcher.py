@@ -27,7 +27,8 @@ from megarl.files import no_space_left
 from megarl.nodes import Nodes, Report
 from megarl.run_dir import RunDir
 
-logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # `_explain` says it better
+for name in ("", ".agent.server.api"):  # which has a level of its own
+    logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)  # `_explain` says it better
 NEARLY_FULL = 1 << 20  # bytes
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 NOT_FROM_PEERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)  # no process dies of these because another one did

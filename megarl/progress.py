@@ -211,6 +211,8 @@ class Progress:
 
 
 def _is_terminal(stream: TextIO) -> bool:
+    if "SLURM_STEP_ID" in os.environ and "SLURM_PTY_PORT" not in os.environ:
+        return False  # an unbuffered srun puts a terminal between the job and its output file
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 

@@ -1,5 +1,7 @@
 """Makes ``.venv``: a thin environment over shared, cached dependencies, with this clone installed editable.
 
+With the argument ``launch`` makes ``.venv-launch`` instead: nemo-run and what it needs, cached in the same way.
+
 The dependencies (gigabytes, minutes) go to ``$MEGARL_CACHE/env-<key>`` (default ``~/.cache/megarl``), where the key
 covers everything that decides their versions. They are made once under a lock; a directory without the mark
 ``.complete`` was interrupted and is made again. ``.venv`` itself takes seconds. Run by ``make``.
@@ -22,40 +24,53 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 VENV = ROOT / ".venv"
+LAUNCH_CONSTRAINTS = ROOT / "launch/constraints.txt"
+LAUNCH_VENV = ROOT / ".venv-launch"
 MARK = VENV / ".made-by-megarl"
 SITE_PACKAGES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 
 
 def main() -> None:
-    dependencies = make_dependencies(tomllib.loads((ROOT / "pyproject.toml").read_text()))
-    make_venv(dependencies)
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    if sys.argv[1:] == ["launch"]:
+        link_launch_venv(make_dependencies("launch", extras["launch"], LAUNCH_CONSTRAINTS))
+    else:
+        # torch first and alone: the small CPU build is taken where pip finds one, and then nothing replaces it.
+        make_venv(make_dependencies("env", project["dependencies"] + extras["dev"], CONSTRAINTS, first="torch"))
 
 
-def make_dependencies(project: dict[str, Any]) -> Path:
+def make_dependencies(name: str, requirements: list[str], constraints: Path, first: str | None = None) -> Path:
     """The environment that holds the dependencies at the tested versions; makes it if no earlier call did."""
-    requirements = project["project"]["dependencies"] + project["project"]["optional-dependencies"]["dev"]
     python = [sys.version, sys.base_prefix]
-    key = hashlib.sha256(json.dumps([CONSTRAINTS.read_text(), requirements, python]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([constraints.read_text(), requirements, python]).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("MEGARL_CACHE") or Path.home() / ".cache/megarl")
     cache.mkdir(parents=True, exist_ok=True)
-    environment = cache / f"env-{key}"
-    with open(cache / f"env-{key}.lock", "w") as lock:
+    environment = cache / f"{name}-{key}"
+    with open(cache / f"{name}-{key}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (environment / ".complete").exists():
             print(f"installing the dependencies into {environment} (once, some minutes)", flush=True)
             shutil.rmtree(environment, ignore_errors=True)
             venv.create(environment, with_pip=True)
-            # torch first and alone: the small CPU build is taken where pip finds one, and then nothing replaces it.
-            install(environment, ["torch"], lock.fileno())
-            install(environment, requirements, lock.fileno())
+            if first:
+                install(environment, [first], constraints, lock.fileno())
+            install(environment, requirements, constraints, lock.fileno())
             (environment / ".complete").touch()
     return environment
 
 
-def install(environment: Path, requirements: list[str], lock: int) -> None:
+def install(environment: Path, requirements: list[str], constraints: Path, lock: int) -> None:
     """pip holds the lock too: it may outlive a killed parent, and must not write beside the next attempt."""
-    command = [str(environment / "bin/python"), "-m", "pip", "install", "-qq", "-c", str(CONSTRAINTS), *requirements]
+    command = [str(environment / "bin/python"), "-m", "pip", "install", "-qq", "-c", str(constraints), *requirements]
     subprocess.run(command, check=True, pass_fds=[lock])
+
+
+def link_launch_venv(dependencies: Path) -> None:
+    if LAUNCH_VENV.exists() and not LAUNCH_VENV.is_symlink():
+        sys.exit(f"{LAUNCH_VENV} exists, but `make` did not make it; move it away, then try again")
+    LAUNCH_VENV.unlink(missing_ok=True)
+    LAUNCH_VENV.symlink_to(dependencies)
 
 
 def make_venv(dependencies: Path) -> None:

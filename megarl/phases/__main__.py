@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("stage", type=int)
     arguments = parser.parse_args()
+    if arguments.phase != "evaluate":  # which has nothing to save
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until `StopRequest`, through the imports
 
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record

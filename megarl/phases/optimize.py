@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 def optimize(run: RunDir, stage: int) -> None:
     """Turn ``policy(stage)`` into ``policy(stage + 1)``, continuing from the newest checkpoint."""
     recipe, schedule = run.recipe, run.recipe.schedule
+    stop = StopRequest()
     if run.policy(stage + 1).exists():
         return  # a restart after a process that died between export and its end
     if not run.is_sealed(stage):
         raise UserError(f"{run.rollouts(stage)} is not sealed: run `megarl rollout {run.root} --stage {stage}` first")
-    stop = StopRequest()
     device = parallel.initialize(recipe)
     from megarl.actor import checkpoint, hf, packing, step  # only now does Megatron know the backend
     from megarl.actor.nonfinite import NonFiniteUpdate

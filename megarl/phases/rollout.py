@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 import torch.distributed as dist
 
 from megarl.distributed import join_process_group
+from megarl.errors import STOPPED
 from megarl.files import make_directory
 from megarl.phases.answers import Answerer
+from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import response_seed
 from megarl.run_dir import RunDir
 from megarl.store import Group, RolloutStore, RolloutWriter, seal
@@ -17,6 +20,7 @@ from megarl.store import Group, RolloutStore, RolloutWriter, seal
 
 def rollout(run: RunDir, stage: int) -> None:
     """Fill and seal the store of ``stage``. What an earlier, killed attempt stored is not generated again."""
+    stop = StopRequest()
     if run.is_sealed(stage):
         return  # a restart after a process that died between sealing and its end
     counter = join_process_group("gloo")
@@ -31,9 +35,11 @@ def rollout(run: RunDir, stage: int) -> None:
         directory, weights_hash=answerer.weights_hash, logprob_mode="processed", writer=dist.get_rank()
     ) as writer:
         # replicas take the next chunk from the shared counter, so that a slow one does not hold the others
-        while (number := counter.add("next_chunk", 1) - 1) < len(chunks):
+        while not stop.asked and (number := counter.add("next_chunk", 1) - 1) < len(chunks):
             writer.append(generate(answerer, chunks[number]))
     answerer.engine.close()
+    if stop.asked:
+        sys.exit(STOPPED)  # the others are told, too
     dist.barrier()
     if dist.get_rank() == 0:
         seal(directory, run.groups(stage))

@@ -32,6 +32,7 @@ def judge(answer: str, response: str) -> str:
 def serve(seconds: float) -> None:
     logging.disable(logging.CRITICAL)  # math-verify reports on every formula that it cannot read
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to every process, but the parent is not done
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the default action ends the process, also inside C code
     print("ready", flush=True)
     for line in sys.stdin:

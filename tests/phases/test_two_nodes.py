@@ -18,7 +18,11 @@ from megarl.store import RolloutStore
 from tests.phases.conftest import ROOT, megarl
 from tests.phases.test_kill import lines, processes_of
 
-SETTINGS = ("schedule.stages=1", "actor.tokens_per_micro_batch=40", "eval.every=0", "run.max_restarts=1")
+# a task of which an untrained model gets some right, one letter in its place being enough: else no gradient flows
+EASY = ("reward.kind=reasoning_gym", "reward.correct_above=0.1", "reward.require_stop=false")
+EASY += ("data.source=reasoning_gym", "data.train=spell_backward", "data.options={min_word_len = 3, max_word_len = 8}")
+EASY += ("data.prompt_template={word}=", "data.max_prompt_tokens=16")
+SETTINGS = (*EASY, "schedule.stages=1", "actor.tokens_per_micro_batch=40", "eval.every=0", "run.max_restarts=1")
 SETTINGS += ("actor.checkpoint_every=6",)  # only a signal makes a checkpoint before the end
 
 
@@ -138,6 +142,7 @@ def assert_same_rollouts(one, other):
 
 
 def assert_same_result(one, other):
+    assert sum(update["grad_norm"] > 0 for update in updates(one)) > len(updates(one)) / 2
     for a, b in zip(updates(one), updates(other), strict=True):
         for key in ("update", "loss", "reward/mean", "grad_norm", "entropy", "ess", "tokens"):
             assert a[key] == b[key], (a["update"], key)

@@ -1,0 +1,222 @@
+"""launch/slurm.py on a real Slurm of two nodes: the same run as on one machine, whatever happens to its allocations."""
+
+import json
+import os
+import re
+import signal
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.phases.conftest import ROOT, megarl
+from tests.phases.test_kill import lines
+from tests.phases.test_two_nodes import (
+    EASY,
+    assert_nothing_left,
+    assert_same_result,
+    assert_same_rollouts,
+    events,
+    updates,
+)
+
+# two ranks in every phase: both on one node, or one on each of two
+ON_ONE = ("rollout.workers=2", "actor.processes_per_node=2")
+# many shards, updates and micro-batches, so that there is time to stop between two
+TINY = (*EASY, "schedule.stages=1", "schedule.updates_per_stage=24", "rollout.groups_per_chunk=1", "eval.every=0")
+TINY += ("actor.checkpoint_every=24", "actor.tokens_per_micro_batch=20")
+# the quickstart, cut to seconds: one stage of 6 updates, a smaller evaluation, an untrained model, easy answers
+QUICKSTART = (*EASY[:3], "schedule.stages=1", "schedule.updates_per_stage=6", "schedule.prompts_per_update=4")
+QUICKSTART += ("eval.prompts=32",)
+
+
+def settings(*values):
+    return [part for value in values for part in ("--set", value)]
+
+
+class Job:
+    """A job submitted by launch/slurm.py."""
+
+    def __init__(self, slurm, number, folder):
+        self.slurm, self.number, self.folder = slurm, number, Path(folder)
+
+    @property
+    def state(self):
+        return self.slurm.job(self.number)["JobState"]
+
+    @property
+    def restarts(self):
+        return int(self.slurm.job(self.number)["Restarts"])
+
+    def wait(self, condition=None, timeout=240):
+        """Until ``condition``, or until the job has ended."""
+        deadline = time.monotonic() + timeout
+        while not (condition() if condition else self.state in ENDED):
+            assert not condition or self.state not in ENDED, self.output()
+            assert time.monotonic() < deadline, f"{self.state}\n{self.output()}"
+            time.sleep(0.1)
+        return self.state
+
+    def output(self):
+        """What the agents printed, attempt after attempt."""
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"log-*_{self.number}_*.out")))
+
+
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE", "OUT_OF_MEMORY", "PREEMPTED")
+
+
+@pytest.fixture
+def submit(slurm, launch):
+    """Submit a run and return its jobs, which run the code of this checkout with the interpreter of the tests."""
+
+    def submit(recipe, run, *options, waits_and_fails=False):
+        arguments = [recipe, "--run-dir", run, "--account", "ci", "--partition", "low"]
+        arguments += [] if waits_and_fails else ["--detach"]
+        python = ("--python", sys.executable, "--env", f"PYTHONPATH={ROOT}")
+        result = launch(*arguments, *python, *options, environment=slurm.environment)
+        assert result.returncode == (1 if waits_and_fails else 0), result.stdout + result.stderr
+        found = re.findall(r"Slurm job (\d+), output in (\S+)", result.stdout)
+        return [Job(slurm, number, folder) for number, folder in found]
+
+    return submit
+
+
+@pytest.fixture(scope="module")
+def local(recipe, tmp_path_factory):
+    run = tmp_path_factory.mktemp("local") / "run"
+    result = megarl("train", recipe, "--run-dir", run, *settings(*TINY, *ON_ONE))
+    assert result.returncode == 0, result.stderr
+    return run
+
+
+@pytest.fixture
+def quickstart(tiny_model):
+    """Recipe and settings of the quickstart with a model that needs no warm-up."""
+    return ROOT / "examples/quickstart/recipe.toml", (*QUICKSTART, f'model.path="{tiny_model}"')
+
+
+def test_quickstart_on_one_and_two_nodes_agrees_with_a_local_run(quickstart, submit, tmp_path):
+    recipe, changed = quickstart
+    (one,) = submit(recipe, tmp_path / "one", *settings(*changed, *ON_ONE))
+    (two,) = submit(recipe, tmp_path / "two", "--nodes", 2, *settings(*changed))
+    local = megarl("train", recipe, "--run-dir", tmp_path / "local", *settings(*changed, *ON_ONE))
+    assert local.returncode == 0, local.stderr
+    assert all(update["grad_norm"] > 0 and update["reward/mean"] > 0 for update in updates(tmp_path / "local")[-2:])
+    final, accuracies = updates(tmp_path / "local")[-1], events(tmp_path / "local", "evaluation")
+    assert len(accuracies) == 2
+    for job, name, nodes in ((one, "one", "1"), (two, "two", "2")):
+        assert job.wait() == "COMPLETED", job.output()
+        assert job.slurm.job(job.number)["NumNodes"] == nodes
+        assert "held-out accuracy" in job.output()
+        theirs = updates(tmp_path / name)
+        assert [update["update"] for update in theirs] == list(range(1, 7))
+        numbers = {key for key, value in final.items() if isinstance(value, float)} - {"seconds", "tokens_per_second"}
+        assert {"loss", "grad_norm", "entropy", "reward/mean"} <= numbers
+        for key in numbers:
+            assert theirs[-1][key] == pytest.approx(final[key], rel=1e-4, abs=1e-4), (name, key)
+        for a, b in zip(accuracies, events(tmp_path / name, "evaluation"), strict=True):
+            assert a["accuracy"] == pytest.approx(b["accuracy"], abs=1e-4)
+
+
+def preempt(slurm, job):
+    """A short job of the higher partition takes both nodes."""
+    before = job.restarts
+    whole = ("-N2", "--ntasks-per-node=8", "-o", "/dev/null")
+    high = slurm.run("sbatch", "--parsable", "-p", "high", *whole, "--wrap", "sleep 1").strip()
+    job.wait(lambda: job.restarts == before + 1)
+    assert slurm.job(high)["JobState"] in ("PENDING", "RUNNING", "COMPLETED")
+
+
+def test_preempted_in_rollout_and_in_optimize_every_update_is_made_once(recipe, local, slurm, submit, tmp_path):
+    run = tmp_path / "run"
+    (job,) = submit(recipe, run, "--nodes", 2, *settings(*TINY))
+    job.wait(lambda: list(run.glob("stages/000/rollouts/*.arrow")))
+    preempt(slurm, job)
+    job.wait(lambda: lines(run / "metrics.jsonl") >= 1)
+    preempt(slurm, job)
+    assert job.wait() == "COMPLETED", job.output()
+    assert [event["phase"] for event in events(run, "phase_stopped")] == ["rollout", "optimize"]
+    resumed = {event["phase"]: event["skipped"] for event in events(run, "resume")}
+    assert 0 < resumed["rollout"] < 96 and 0 < resumed["optimize"] < 24
+    assert f"skips {resumed['optimize']} of 24 updates made earlier" in job.output()
+    assert_same_rollouts(local, run)
+    assert_same_result(local, run)
+
+
+def test_time_limit_shorter_than_the_run(recipe, local, submit, tmp_path):
+    """An allocation lets two phases start and some updates be made, at today's speed; the run needs more than one.
+
+    Slurm looks every 30 s, and signals when it would be late the next time: 10 to 40 s before the end.
+    """
+    start = events(local, "phase_end")[0]["seconds"]
+    minutes = 1 + int(3 * start / 60)
+    run, count = tmp_path / "run", int(60 * minutes / statistics.median(update["seconds"] for update in updates(local)))
+    longer = (*TINY, f"schedule.updates_per_stage={count}", f"actor.checkpoint_every={count}")
+    (job,) = submit(recipe, run, "--time", minutes, "--margin", 10, "--retries", 20, *settings(*longer))
+    assert job.wait(timeout=600 * minutes) == "COMPLETED", job.output()
+    assert job.restarts >= 1
+    assert [update["update"] for update in updates(run)] == list(range(1, count + 1))
+    skipped = [event["skipped"] for event in events(run, "resume") if event["phase"] == "optimize"]
+    assert skipped == sorted(set(skipped)), "an allocation made no progress"
+
+
+def agent_of(node, run):
+    """The `megarl train` process of one node of the private Slurm."""
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        command, environment = process.info["cmdline"] or [], process.info["environ"] or {}
+        if "megarl.cli" in command and str(run) in command and environment.get("SLURM_NODEID") == str(node):
+            return process
+    raise AssertionError(f"no agent of node {node}")
+
+
+def test_killed_agent_fails_the_job_with_the_cause_and_leaves_nothing(recipe, submit, tmp_path):
+    run = tmp_path / "run"
+    (job,) = submit(recipe, run, "--nodes", 2, "--retries", 0, *settings(*TINY))
+    job.wait(lambda: list(run.glob("stages/000/rollouts/*.arrow")))
+    agent_of(1, run).send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    assert job.wait() == "FAILED"
+    assert time.monotonic() - killed < 45
+    assert "the agent of node 1" in job.output().rstrip().splitlines()[-1]
+    assert_nothing_left(run)
+
+
+def test_killed_agent_with_retries_finishes(recipe, local, submit, tmp_path):
+    run = tmp_path / "run"
+    (job,) = submit(recipe, run, "--nodes", 2, "--retries", 1, *settings(*TINY))
+    job.wait(lambda: lines(run / "metrics.jsonl") >= 1)
+    agent_of(0, run).send_signal(signal.SIGKILL)
+    assert job.wait() == "COMPLETED", job.output()
+    assert job.restarts == 1
+    assert_same_result(local, run)
+
+
+def test_chain_runs_each_phase_as_its_own_job(recipe, local, submit, tmp_path):
+    run = tmp_path / "run"
+    chain = ("--chain", "--nodes", 1, "--optimize-nodes", 2, "--optimize-partition", "high")
+    jobs = submit(recipe, run, *chain, *settings(*TINY, "rollout.workers=2"))
+    assert [job.wait() for job in jobs] == ["COMPLETED"] * 3, [job.output() for job in jobs]
+    asked = [(job.slurm.job(job.number)["NumNodes"], job.slurm.job(job.number)["Partition"]) for job in jobs]
+    assert asked == [("1", "low"), ("2", "high"), ("1", "low")]
+    assert_same_result(local, run)
+    assert (run / "report.html").exists()
+
+
+def test_chain_cancels_what_depends_on_a_failed_job(recipe, submit, tmp_path):
+    diverges = settings(*TINY, "optimizer.lr=1e30", "schedule.stages=2")
+    jobs = submit(recipe, tmp_path / "run", "--chain", "--retries", 0, *diverges, waits_and_fails=True)
+    assert len(jobs) == 5
+    assert [job.wait() for job in jobs] == ["COMPLETED", "FAILED", "CANCELLED", "CANCELLED", "CANCELLED"]
+    assert "finite" in "\n".join(jobs[1].output().rstrip().splitlines()[-25:])
+
+
+def test_local_executor(recipe, local, launch, tmp_path):
+    python = ("--python", sys.executable, "--env", f"PYTHONPATH={ROOT}")
+    result = launch(recipe, "--run-dir", tmp_path / "run", "--local", *python, *settings(*TINY, *ON_ONE))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert_same_result(local, tmp_path / "run")
+    assert json.loads((tmp_path / "run/events.jsonl").read_text().splitlines()[-1])["event"] == "phase_end"
+    assert not [p for p in psutil.Process(os.getpid()).children(recursive=True) if "megarl.cli" in p.cmdline()]
