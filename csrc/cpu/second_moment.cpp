@@ -2,6 +2,7 @@
 // in any order.
 #include <math.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "segments.h"
@@ -25,20 +26,70 @@ MEGARL_VARIANTS void make_keys(const megarl_tokens& x, int64_t begin, int64_t en
   }
 }
 
-// Adds the tokens [begin, end) to table [2][1 << bits].
-void add(const uint32_t* keys, int64_t begin, int64_t end, uint32_t prefix, int shift, int bits, int64_t* table) {
-  const uint32_t low = (1u << bits) - 1;
-  int64_t* sums = table + (int64_t{1} << bits);
+constexpr int kChunk = 256;
+
+// Bins and squares of a chunk of keys: bin 1 << bits for those that do not agree with the prefix. False if none agrees.
+MEGARL_VARIANTS bool bin_chunk(const uint32_t* keys, int n, uint32_t prefix, int shift, int bits, int32_t* bins,
+                               int64_t* squares) {
   // shifted by 31 or more, every key of the trust region agrees with the empty prefix
-  const int above = shift + bits;
+  const int above = shift + bits > 30 ? 31 : shift + bits;
   const uint32_t wanted = above > 30 ? 0 : prefix >> above;
-  for (int64_t t = begin; t < end; ++t) {
-    const uint32_t key = keys[t];
-    if (key == kOutside || (above > 30 ? 0 : key >> above) != wanted) continue;
-    const uint32_t bin = (key >> shift) & low;
-    ++table[bin];
-    sums[bin] += fixed_point_square(key);
+  const uint32_t low = (1u << bits) - 1;
+  int any = 0;
+#pragma omp simd reduction(| : any)
+  for (int i = 0; i < n; ++i) {
+    const int agrees = (keys[i] >> above) == wanted;  // kOutside has the top bit, which no key has
+    bins[i] = agrees ? static_cast<int32_t>((keys[i] >> shift) & low) : static_cast<int32_t>(low + 1);
+    any |= agrees;
   }
+  if (!any) return false;
+  for (int i = 0; i < n; ++i) squares[i] = bins[i] > static_cast<int32_t>(low) ? 0 : fixed_point_square(keys[i]);
+  return true;
+}
+
+// Adds the tokens [begin, end) to counts and sums [(1 << bits) + 1]. Without a branch a token: half of them agree.
+void add(const uint32_t* keys, int64_t begin, int64_t end, uint32_t prefix, int shift, int bits, int64_t* counts,
+         int64_t* sums) {
+  int32_t bins[kChunk];
+  int64_t squares[kChunk];
+  for (int64_t t = begin; t < end; t += kChunk) {
+    const int n = static_cast<int>(end - t < kChunk ? end - t : kChunk);
+    if (!bin_chunk(keys + t, n, prefix, shift, bits, bins, squares)) continue;
+    for (int i = 0; i < n; ++i) {
+      ++counts[bins[i]];
+      sums[bins[i]] += squares[i];
+    }
+  }
+}
+
+MEGARL_VARIANTS bool any_equal(const uint32_t* keys, int n, uint32_t key) {
+  int any = 0;
+#pragma omp simd reduction(| : any)
+  for (int i = 0; i < n; ++i) any |= keys[i] == key;
+  return any != 0;
+}
+
+// The tokens of [begin, end) whose key is `tied`, by their tie order.
+void add_ties(const uint32_t* keys, int64_t begin, int64_t end, uint32_t tied, const int64_t* places,
+              const int32_t* cu_seqlens, int64_t num_segments, int64_t prefix, int shift, int bits, int64_t* table) {
+  const int64_t square = fixed_point_square(tied);
+  for (int64_t start = begin; start < end; start += kChunk) {
+    const int n = static_cast<int>(end - start < kChunk ? end - start : kChunk);
+    if (!any_equal(keys + start, n, tied)) continue;
+    for (int64_t t = start; t < start + n; ++t) {
+      if (keys[t] != tied) continue;
+      const int64_t s = std::upper_bound(cu_seqlens, cu_seqlens + num_segments + 1, t) - cu_seqlens - 1;
+      const int64_t order = tie_order(places[s] + t - cu_seqlens[s]);
+      if (order >> (shift + bits) != prefix >> (shift + bits)) continue;
+      const int64_t bin = (order >> shift) & ((int64_t{1} << bits) - 1);
+      ++table[bin];
+      table[(int64_t{1} << bits) + bin] += square;
+    }
+  }
+}
+
+int64_t block_end(int64_t begin, int64_t num_tokens) {
+  return begin + kBlockTokens < num_tokens ? begin + kBlockTokens : num_tokens;
 }
 
 }  // namespace
@@ -50,7 +101,7 @@ extern "C" int megarl_moment_keys_cpu(const megarl_tokens* tokens, uint32_t* key
   const int64_t num_tokens = tokens->cu_seqlens[tokens->num_segments];
 #pragma omp parallel for if (num_tokens > kBlockTokens)
   for (int64_t begin = 0; begin < num_tokens; begin += kBlockTokens) {
-    make_keys(*tokens, begin, begin + kBlockTokens < num_tokens ? begin + kBlockTokens : num_tokens, keys);
+    make_keys(*tokens, begin, block_end(begin, num_tokens), keys);
   }
   return MEGARL_OK;
 }
@@ -58,17 +109,20 @@ extern "C" int megarl_moment_keys_cpu(const megarl_tokens* tokens, uint32_t* key
 extern "C" int megarl_moment_histogram_cpu(const uint32_t* keys, int64_t num_tokens, const int64_t* prefix, int shift,
                                            int bits, int64_t* table) {
   using namespace megarl;
-  const int64_t size = int64_t{2} << bits;
+  const int64_t bins = int64_t{1} << bits;
 #pragma omp parallel if (num_tokens > kBlockTokens)
   {
-    std::vector<int64_t> mine(size, 0);
+    std::vector<int64_t> counts(bins + 1, 0), sums(bins + 1, 0);
 #pragma omp for
     for (int64_t begin = 0; begin < num_tokens; begin += kBlockTokens) {
-      const int64_t end = begin + kBlockTokens < num_tokens ? begin + kBlockTokens : num_tokens;
-      add(keys, begin, end, static_cast<uint32_t>(*prefix), shift, bits, mine.data());
+      add(keys, begin, block_end(begin, num_tokens), static_cast<uint32_t>(*prefix), shift, bits, counts.data(),
+          sums.data());
     }
 #pragma omp critical
-    for (int64_t i = 0; i < size; ++i) table[i] += mine[i];
+    for (int64_t i = 0; i < bins; ++i) {
+      table[i] += counts[i];
+      table[bins + i] += sums[i];
+    }
   }
   return MEGARL_OK;
 }
@@ -77,22 +131,15 @@ extern "C" int megarl_moment_ties_cpu(const uint32_t* keys, const int64_t* key, 
                                       const int32_t* cu_seqlens, int64_t num_segments, const int64_t* prefix, int shift,
                                       int bits, int64_t* table) {
   using namespace megarl;
-  const uint32_t tied = static_cast<uint32_t>(*key);
-  const int64_t square = fixed_point_square(tied);
+  const int64_t num_tokens = cu_seqlens[num_segments];
   const int64_t size = int64_t{2} << bits;
-#pragma omp parallel if (cu_seqlens[num_segments] > kBlockTokens)
+#pragma omp parallel if (num_tokens > kBlockTokens)
   {
     std::vector<int64_t> mine(size, 0);
-#pragma omp for schedule(dynamic, 8)
-    for (int64_t s = 0; s < num_segments; ++s) {
-      for (int64_t t = cu_seqlens[s]; t < cu_seqlens[s + 1]; ++t) {
-        if (keys[t] != tied) continue;
-        const int64_t order = tie_order(places[s] + t - cu_seqlens[s]);
-        if (order >> (shift + bits) != *prefix >> (shift + bits)) continue;
-        const int64_t bin = (order >> shift) & ((int64_t{1} << bits) - 1);
-        ++mine[bin];
-        mine[(size >> 1) + bin] += square;
-      }
+#pragma omp for
+    for (int64_t begin = 0; begin < num_tokens; begin += kBlockTokens) {
+      add_ties(keys, begin, block_end(begin, num_tokens), static_cast<uint32_t>(*key), places, cu_seqlens, num_segments,
+               *prefix, shift, bits, mine.data());
     }
 #pragma omp critical
     for (int64_t i = 0; i < size; ++i) table[i] += mine[i];
