@@ -147,7 +147,7 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, *sys.argv])
     torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
-    backends = ["cpp"] if device.type == "cpu" else ["cuda", "triton"]
+    backends = ["cpp"] if device.type == "cpu" else ["cuda"]
     rows = [
         measure(name, tokens, device, backends, arguments.repeats)
         for tokens in arguments.tokens

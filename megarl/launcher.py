@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -97,6 +98,11 @@ def _first_failure(reports: Iterable[Report]) -> Report | None:
 
 def _run_here(nodes: Nodes, run: RunDir, phase: str, stage: int, processes: int, logs: Path) -> Report:
     """One attempt at a phase on this node."""
+    with tempfile.TemporaryDirectory(prefix="megarl-") as errors:
+        return _run_agent(nodes, run, phase, stage, processes, _OneLogEach(logs, errors))
+
+
+def _run_agent(nodes: Nodes, run: RunDir, phase: str, stage: int, processes: int, logs: _OneLogEach) -> Report:
     os.environ["MEGARL_AGENT_PID"] = str(os.getpid())
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the node's, nothing to negotiate
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -112,7 +118,7 @@ def _run_here(nodes: Nodes, run: RunDir, phase: str, stage: int, processes: int,
     )
     agent = LocalElasticAgent(
         spec,
-        _OneLogEach(str(logs)),
+        logs,
         exit_barrier_timeout=0.01,  # `Nodes.reports` waits for the others
         shutdown_timeout=int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)),
     )
@@ -121,7 +127,7 @@ def _run_here(nodes: Nodes, run: RunDir, phase: str, stage: int, processes: int,
             result = agent.run()
     except (SignalException, KeyboardInterrupt):
         return Report("stopped", time=time.time())
-    return _report(result, nodes, run, phase, stage, logs)
+    return _report(result, nodes, run, phase, stage, Path(logs.root_log_dir))
 
 
 @contextmanager
@@ -179,16 +185,22 @@ class _Meeting(RendezvousHandler):
 
 
 class _OneLogEach(LogsSpecs):
-    """``rank_0007.log`` has all that rank 7 printed, ``rank_0007.error.json`` how it failed."""
+    """``rank_0007.log`` has all that rank 7 printed. How it failed stands in a temporary file of this node: on a full
+    disk torch could write only half of it beside the log, and not read that."""
+
+    def __init__(self, logs: Path, errors: str) -> None:
+        super().__init__(str(logs))
+        self.errors = errors
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        logs = {local: f"{self.root_log_dir}/rank_{int(env['RANK']):04d}" for local, env in envs.items()}
+        names = {local: f"rank_{int(env['RANK']):04d}" for local, env in envs.items()}
+        error_files = {local: f"{self.errors}/{name}.json" for local, name in names.items()}
         for local, env in envs.items():
-            env["TORCHELASTIC_ERROR_FILE"] = f"{logs[local]}.error.json"
+            env["TORCHELASTIC_ERROR_FILE"] = error_files[local]
         return LogsDest(
             stdouts=dict.fromkeys(envs, os.devnull),  # the process sends it where its stderr goes
-            stderrs={local: f"{path}.log" for local, path in logs.items()},
-            error_files={local: f"{path}.error.json" for local, path in logs.items()},
+            stderrs={local: f"{self.root_log_dir}/{name}.log" for local, name in names.items()},
+            error_files=error_files,
         )
 
     @property

@@ -100,6 +100,7 @@ class PolicyModel(GPTModel):
     """
 
     temperature: float = 1.0
+    head_backend: str = "torch"  # of `megarl.kernels.linear_logprob`
     true_vocab_size: int  # rows beyond it only pad the vocabulary
 
     def _postprocess(
@@ -132,6 +133,7 @@ class PolicyModel(GPTModel):
             temperature=self.temperature,
             group=tp_group if tp_group.size() > 1 else None,
             vocab_size=self.true_vocab_size,
+            backend=self.head_backend,
         )
         return logprobs, entropy
 
@@ -165,6 +167,7 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
             vp_stage=stage,
         )
         model.temperature = recipe.rollout.temperature
+        model.head_backend = recipe.actor.head_backend
         model.true_vocab_size = hf["vocab_size"]
         stays = recipe.actor.backend == "cpu" or config.init_model_with_meta_device
         chunks.append(model if stays else model.cuda())

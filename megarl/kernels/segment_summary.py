@@ -21,13 +21,10 @@ class SegmentSummary:
 
 
 def segment_summary(tokens: Tokens, veto_threshold: torch.Tensor, backend: str = "cpp") -> SegmentSummary:
-    """A trigger is a trained token with A < 0 and ratio < veto_threshold (0-d float32 on the device). No gradient.
-
-    The triton backend takes the torch version: it runs once a micro-batch, under context parallelism alone.
-    """
+    """A trigger is a trained token with A < 0 and ratio < veto_threshold (0-d float32 on the device). No gradient."""
     device = tokens.logprobs.device
     check_backend(backend, device)
-    if backend in ("torch", "triton"):
+    if backend == "torch":
         return _segment_summary_torch(tokens, veto_threshold)
     dtypes = (torch.float32, torch.float64, torch.int64, torch.int32)
     out = SegmentSummary(*(torch.empty(tokens.segments, dtype=dtype, device=device) for dtype in dtypes))

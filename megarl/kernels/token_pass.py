@@ -1,6 +1,6 @@
 """One pass over packed tokens: log-ratio, running prefix minimum, weight and mask, loss, gradient and metric sums.
 
-What a token's loss is depends on the rule; ``csrc/include/token_rules.h`` and ``triton_token_rules.py`` hold one small
+What a token's loss is depends on the rule; ``csrc/include/token_rules.h`` holds one small
 function for each. The readable definition is the objective itself (`megarl.objectives`, backend ``torch``).
 """
 
@@ -108,9 +108,8 @@ def token_pass(
     Results do not depend on the number of threads. The torch backend is the objective itself.
     """
     check_backend(backend, tokens.logprobs.device)
-    op = _triton_op() if backend == "triton" else _token_pass
     carried = (None, None, None) if inherited is None else tuple(vars(inherited).values())
-    loss, _, kept, segment_sums, sums, histograms = op(
+    loss, _, kept, segment_sums, sums, histograms = _token_pass(
         RULES.index(rule.name),
         rule.parameters,
         tokens.logprobs,
@@ -124,12 +123,6 @@ def token_pass(
     )
     # an operation's float outputs all carry gradient; that of the sums would be nothing
     return PassResult(loss, kept, segment_sums.detach(), sums.detach(), histograms)
-
-
-def _triton_op() -> Any:
-    from megarl.kernels.triton_token_pass import token_pass_triton
-
-    return token_pass_triton
 
 
 def empty_outputs(logprobs: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -10,7 +10,7 @@ from megarl.errors import UserError
 from megarl.kernels import library
 
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8 still squares within float32
-BACKENDS = ("torch", "cpp", "cuda", "triton")
+BACKENDS = ("torch", "cpp", "cuda")
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,9 @@ def contributions(
     backend: str = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum of w A min(rho, c_high) over A > 0 for every high [H], and of w |A| max(rho, c_low) over A < 0 for every low
-    [L], float64, over all ranks: one all-reduce of 6 (H + L + 4) int64. triton, which has no kernel for it, takes the
-    torch version."""
+    [L], float64, over all ranks: one all-reduce of 6 (H + L + 4) int64."""
     highs = high.numel()
-    if backend in ("torch", "triton"):
+    if backend == "torch":
         table = _binned(batch, low, high, weighted)
     else:
         table = binned_contributions(tokens_of(batch), low, high, weighted, backend)

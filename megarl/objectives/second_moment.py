@@ -96,8 +96,7 @@ class KernelHistograms:
 
 
 def moment_histograms(batch: TokenBatch, backend: str) -> TorchHistograms | KernelHistograms:
-    """triton, which has no kernel for them, takes the torch version."""
-    return TorchHistograms(batch) if backend in ("torch", "triton") else KernelHistograms(batch, backend)
+    return TorchHistograms(batch) if backend == "torch" else KernelHistograms(batch, backend)
 
 
 def select_second_moment(
