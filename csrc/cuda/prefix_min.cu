@@ -1,31 +1,12 @@
-// Exclusive running minimum, one thread block a sequence, over int32 keys that sort like the floats.
-//
-// Keys make the minimum exact in the two cases that fminf gets wrong: NaN has the lowest key, so that it stays the
-// minimum, and a masked token has the highest, above +infinity, so that it is told from every trained value.
+// Exclusive running minimum, one thread block a sequence, over the keys of segments.cuh.
 #include <cub/block/block_scan.cuh>
 
-#include "megarl_kernels.h"
+#include "segments.cuh"
 
+namespace megarl {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kItems = 4;
-constexpr int kNone = 0x7FFFFFFF;
-
-struct Least {
-  __device__ int operator()(int a, int b) const { return a < b ? a : b; }
-};
-
-__device__ int to_key(float value) {
-  if (isnan(value)) return static_cast<int>(0x80000000);
-  const int bits = __float_as_int(value);
-  return bits < 0 ? bits ^ 0x7FFFFFFF : bits;
-}
-
-__device__ float from_key(int key) {
-  if (key == kNone) return 0.0f;
-  return __int_as_float(key < 0 ? key ^ 0x7FFFFFFF : key);
-}
+__device__ float from_key_or_zero(int key) { return key == kNone ? 0.0f : from_key(key); }
 
 __global__ void __launch_bounds__(kThreads)
     prefix_min(const float* __restrict__ log_ratio, const uint8_t* __restrict__ mask,
@@ -49,7 +30,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const int64_t t = first + i;
-      if (t < end) out[t] = from_key(Least()(least[i], carry));
+      if (t < end) out[t] = from_key_or_zero(Least()(least[i], carry));
     }
     carry = Least()(carry, tile_least);
     __syncthreads();  // the next tile's scan writes to the same storage
@@ -57,12 +38,13 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 }  // namespace
+}  // namespace megarl
 
 extern "C" int megarl_prefix_min_cuda(const float* log_ratio, const uint8_t* mask, const int32_t* cu_seqlens,
                                       int64_t num_sequences, float* out, void* stream) {
+  using namespace megarl;
   if (num_sequences == 0) return MEGARL_OK;
   prefix_min<<<static_cast<unsigned>(num_sequences), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
       log_ratio, mask, cu_seqlens, out);
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? MEGARL_OK : MEGARL_CUDA_ERROR + static_cast<int>(error);
+  return launch_status();
 }

@@ -312,9 +312,9 @@ struct Tag {
   using Rule = R;
 };
 
-// Calls visit with the tag of the rule of that number; false if there is none.
+// Calls visit with the tag of the rule of that number; false if there is none. For the host: it chooses the kernel.
 template <class Visit>
-MEGARL_INLINE bool with_rule(int rule, Visit&& visit) {
+inline __attribute__((always_inline)) bool with_rule(int rule, Visit&& visit) {
   switch (rule) {
     case MEGARL_REINFORCE: visit(Tag<Reinforce>()); return true;
     case MEGARL_CLIP_TOKEN: visit(Tag<ClipToken>()); return true;

@@ -1,0 +1,50 @@
+"""Every CUDA kernel compiled for the GPUs megarl targets, without one: nothing may spill or use a stack."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "csrc/cuda").glob("*.cu"))
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+
+
+@pytest.fixture
+def cuda_resources(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import cuda_resources
+
+    return cuda_resources
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_no_spills_and_no_stack(cuda_resources: Any, source: Path, architecture: int) -> None:
+    kernels = cuda_resources.resources(source, architecture, "-Werror", "all-warnings")
+    assert len(kernels) == {"token_pass": 16, "second_moment": 3}.get(source.stem, 1)
+    for kernel in kernels:
+        assert kernel["stack_bytes"] == kernel["spill_bytes"] == 0, kernel
+
+
+SPILLS = """
+__global__ void __launch_bounds__(1024, 2) greedy(const float* in, float* out) {
+  float kept[64];
+#pragma unroll
+  for (int i = 0; i < 64; ++i) kept[i] = in[threadIdx.x + i * 1024];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 64; ++i) out[threadIdx.x + i * 1024] = kept[63 - i];
+}
+"""
+
+
+def test_spills_are_seen(cuda_resources: Any, tmp_path: Path) -> None:
+    """The check above can fail: 64 values at once in 32 registers."""
+    source = tmp_path / "greedy.cu"
+    source.write_text(SPILLS)
+    (kernel,) = cuda_resources.resources(source, 90)
+    assert kernel["registers"] <= 32 and kernel["stack_bytes"] > 0 and kernel["spill_bytes"] > 0
