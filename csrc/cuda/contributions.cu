@@ -37,7 +37,8 @@ struct Contribution {
 };
 
 // The bin of a token and its limbs; false if it has none.
-__device__ bool contribution(const Quad& q, int i, bool weighted, const Grid& grid, int& bin, int64_t (&limbs)[kLimbs]) {
+__device__ bool contribution(const Quad& q, int i, bool weighted, const Grid& grid, int& bin,
+                             int64_t (&limbs)[kLimbs]) {
   const float a = q.advantage[i];
   if (!(a > 0.0f || a < 0.0f)) return false;
   const double ratio = static_cast<double>(expf(clamped_log_ratio(q, i)));

@@ -115,7 +115,8 @@ __device__ Sequence whole_sequence(const Pass& pass, Shared& shared, int64_t s, 
         if (fires) first = min(first, static_cast<int>(t + i - start));
       }
     }
-    return {0.0f, static_cast<int>(Team::combine(shared, warp_min(first), [](double a, double b) { return min(a, b); }))};
+    const auto earlier = [](double a, double b) { return min(a, b); };
+    return {0.0f, static_cast<int>(Team::combine(shared, warp_min(first), earlier))};
   }
   return {0.0f, 0};
 }
@@ -247,8 +248,8 @@ __device__ void store(const Pass& pass, const Results& r, uint32_t first, uint32
 
 // A thread's four tokens of a tile. least: key of the minimum of all earlier tokens of the sequence.
 template <class Rule>
-__device__ Results weigh(const Rule& rule, const Sequence& sequence, const Quad& q, int index, int least, Shared& shared,
-                         Run& minima, Totals& totals) {
+__device__ Results weigh(const Rule& rule, const Sequence& sequence, const Quad& q, int index, int least,
+                         Shared& shared, Run& minima, Totals& totals) {
   Results results;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
