@@ -153,10 +153,10 @@ def test_time_limit_shorter_than_the_run(recipe, local, submit, tmp_path):
     """
     start = events(local, "phase_end")[0]["seconds"]
     minutes = 1 + int(3 * start / 60)
-    run, count = tmp_path / "run", int(60 * minutes / statistics.median(update["seconds"] for update in updates(local)))
+    run, count = tmp_path / "run", int(20 * minutes / statistics.median(update["seconds"] for update in updates(local)))
     longer = (*TINY, f"schedule.updates_per_stage={count}", f"actor.checkpoint_every={count}")
     (job,) = submit(recipe, run, "--time", minutes, "--margin", 10, "--retries", 20, *settings(*longer))
-    assert job.wait(timeout=600 * minutes) == "COMPLETED", job.output()
+    assert job.wait(timeout=900 * minutes) == "COMPLETED", job.output()
     assert job.restarts >= 1
     assert [update["update"] for update in updates(run)] == list(range(1, count + 1))
     skipped = [event["skipped"] for event in events(run, "resume") if event["phase"] == "optimize"]
