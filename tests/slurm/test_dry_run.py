@@ -10,39 +10,12 @@ from megarl.config import load_without_objective
 from megarl.errors import UserError
 from tests.phases.conftest import ROOT
 
-# the layout keys of a Qwen3-30B-A3B run on nodes of 8 GPUs
-RECIPE = """
-[model]
-path = "models/Qwen3-30B-A3B"
-[data]
-source = "file"
-train = "prompts.jsonl"
-[reward]
-kind = "math"
-[rollout]
-engine = "vllm"
-workers = 4
-tensor_parallel = 2
-[schedule]
-stages = 2
-[objective]
-name = "mu_grpo"
-veto_threshold = 1e-4
-[actor]
-backend = "cuda"
-processes_per_node = 8
-tensor_parallel = 4
-pipeline_parallel = 2
-expert_parallel = 8
-expert_tensor_parallel = 1
-"""
+RECIPES = ROOT / "examples/qwen3_30b_a3b"
 
 
 @pytest.fixture
-def qwen(tmp_path):
-    path = tmp_path / "qwen3.toml"
-    path.write_text(RECIPE)
-    return path
+def qwen():
+    return RECIPES / "mu_grpo.toml"
 
 
 SUBMIT = ("--run-dir", "runs/x", "--account", "lab", "--partition", "gpu", "--time", "08:00:00", "--dry-run")
@@ -78,8 +51,16 @@ def test_four_nodes(launch, qwen):
     agent = (
         f"python -m megarl.cli train {qwen} --run-dir {ROOT}/runs/x --set schedule.stages=3 --set objective.name=grpo"
     )
-    assert f"--cpu-bind=none {agent} --set 'model.path=\"{ROOT}/models/Qwen3-30B-A3B\"'" in srun
+    assert f"--cpu-bind=none {agent} --set 'model.path=\"{ROOT}/models/Qwen3-30B-A3B-Base\"'" in srun
     assert "requeue" in script
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
+def test_all_30b_recipes_fill_four_nodes_of_8_gpus_and_no_others(path):
+    recipe = load_without_objective(path)
+    check_layout(recipe, Link("run", None, True, 4, None), 8)
+    with pytest.raises(UserError, match="does not fill the 4 GPUs of a node"):
+        check_layout(recipe, Link("run", None, True, 4, None), 4)
 
 
 def test_container(launch, qwen):
@@ -91,7 +72,10 @@ def test_container(launch, qwen):
 
 
 def test_chain(launch, qwen):
-    result = launch(qwen, *SUBMIT, "--nodes", 3, "--chain", "--optimize-nodes", 2, "--optimize-partition", "big")
+    result = launch(
+        qwen, *SUBMIT, "--nodes", 3, "--chain", "--optimize-nodes", 2, "--optimize-partition", "big",
+        "--set", "schedule.stages=2",
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     found = scripts(result.stdout)
     asked = [(directives(script)["nodes"], directives(script)["partition"]) for script in found]
@@ -105,8 +89,8 @@ def test_chain(launch, qwen):
     [
         (4, 4, [], "processes_per_node = 8 does not fill the 4 GPUs of a node"),
         (4, 8, ["rollout.workers=3"], "workers * tensor_parallel = 6 does not fill the 8 GPUs"),
-        (3, 8, [], "expert_parallel * expert_tensor_parallel * pipeline_parallel = 16 does not fill 3 nodes"),
-        (3, None, ["actor.expert_parallel=1", "actor.context_parallel=2"], "= 16 does not fill 3 nodes"),
+        (3, 8, ["actor.pipeline_parallel=2"], "* pipeline_parallel = 16 does not fill 3 nodes"),
+        (3, None, ["actor.expert_parallel=1", "actor.context_parallel=4"], "= 16 does not fill 3 nodes"),
         (0, 8, [], "--nodes 0: at least one"),
         (2, 8, ['actor.backend="cpu"'], 'backend = "cpu"'),
     ],
