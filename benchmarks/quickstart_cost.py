@@ -131,7 +131,7 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
         seconds[name] += time.process_time() - start
         return result
 
-    answerer = Answerer.build(recipe, run.policy(0))
+    answerer = Answerer.build(recipe, 0, run.policy(0))
     plain = PlainLoop(recipe, answerer)
     objective = build_objective(recipe.objective.name, recipe.objective.fields)
     actor = step.Actor.build(recipe, run.policy(0), torch.device("cpu"))
@@ -151,8 +151,8 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
         directory = run.rollouts(stage)
         directory.mkdir(parents=True)
         with RolloutWriter(directory, weights_hash=answerer.weights_hash, logprob_mode="processed") as writer:
-            for chunk in rollout.missing_chunks(run, stage):
-                timed("megarl/generate", lambda chunk=chunk: writer.append(rollout.generate(answerer, chunk)))
+            for chunk in rollout.missing_chunks(run, stage, whole=True):
+                timed("megarl/generate", lambda chunk=chunk: writer.append(*rollout.generate(answerer, iter([chunk]))))
                 timed("plain/generate", plain.generate, chunk)
         timed("megarl/generate", seal, directory, run.groups(stage))
         store = RolloutStore(directory)

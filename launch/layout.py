@@ -35,7 +35,7 @@ def plan_links(recipe: Recipe, options: argparse.Namespace) -> list[Link]:
 
 def check_layout(recipe: Recipe, link: Link, gpus: int | None) -> None:
     """`UserError` for a layout that leaves GPUs of a node idle, asks for more than it has, or does not divide."""
-    actor, rollout = recipe.actor, recipe.rollout
+    actor = recipe.actor
     if link.nodes < 1:
         raise UserError(f"--nodes {link.nodes}: at least one")
     if actor.backend == "cpu":
@@ -43,10 +43,10 @@ def check_layout(recipe: Recipe, link: Link, gpus: int | None) -> None:
             raise UserError(f'--gpus-per-node {gpus}, but the recipe has [actor] backend = "cpu"')
     else:
         gpus = actor.processes_per_node if gpus is None else gpus
-        used = {
-            "[actor] processes_per_node": actor.processes_per_node,
-            "[rollout] workers * tensor_parallel": rollout.workers * rollout.tensor_parallel,
-        }
+        used = {"[actor] processes_per_node": actor.processes_per_node}
+        for stage, rollout in enumerate(recipe.rollouts):
+            table = f"[stages.{stage}]" if str(stage) in recipe.stages else "[rollout]"
+            used[f"{table} workers * tensor_parallel"] = rollout.workers * rollout.tensor_parallel
         for setting, value in used.items():
             if value != gpus:
                 raise UserError(f"{setting} = {value} does not fill the {gpus} GPUs of a node")

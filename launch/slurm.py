@@ -116,7 +116,7 @@ def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Na
         executor.exclusive = True
         executor.srun_args = ["--cpu-bind=none"]  # one task starts all of a node's processes
     else:
-        executor.cpus_per_task = max(recipe.actor.processes_per_node, recipe.rollout.workers)
+        executor.cpus_per_task = max(recipe.actor.processes_per_node, *(r.workers for r in recipe.rollouts))
         executor.srun_args = [f"--cpus-per-task={executor.cpus_per_task}"]  # srun does not take it from sbatch
     return executor
 

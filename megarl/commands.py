@@ -31,7 +31,7 @@ def rollout_stage(nodes: Nodes, run: RunDir, stage: int) -> None:
         print(f"{run.rollouts(stage)} is sealed already")
         return
     with Progress(run.root, run.recipe):
-        run_phase(nodes, run, "rollout", stage, run.recipe.rollout.workers)
+        run_phase(nodes, run, "rollout", stage, run.recipe.rollout_of(stage).workers)
     print(f"sealed {run.rollouts(stage)}")
 
 
@@ -53,7 +53,7 @@ def optimize_branch(nodes: Nodes, source: RunDir, target: Path, stage: int, over
     with run.lock():
         optimize_stage(nodes, run, stage)
         if run.recipe.eval.every and run.evaluation(stage + 1) is None:
-            run_phase(nodes, run, "evaluate", stage + 1, run.recipe.rollout.workers)
+            run_phase(nodes, run, "evaluate", stage + 1, run.recipe.rollout_of(stage + 1).workers)
     write_report([run.root], run.root / "report.html")
 
 
@@ -109,7 +109,7 @@ def evaluate_model(target: Path, recipe_path: Path | None, suite: str | None, ov
         run = RunDir.create(Path(scratch) / "run", recipe)
         run.policy(0).parent.mkdir(parents=True)
         os.symlink(policy, run.policy(0))
-        run_phase(Nodes(Place()), run, "evaluate", 0, recipe.rollout.workers)
+        run_phase(Nodes(Place()), run, "evaluate", 0, recipe.rollout_of(0).workers)
         result = run.evaluation(0)
         assert result is not None
     return f"{policy}\n{describe(result)}"

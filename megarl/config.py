@@ -9,7 +9,7 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -44,17 +44,28 @@ class RewardTable(Table):
     require_stop: bool = True  # a response cut off by the token limit scores 0
 
 
+Engine = Literal["builtin", "vllm", "sglang"]
+
+
 class RolloutTable(Table):
-    engine: Literal["builtin", "vllm", "sglang"] = "builtin"
+    engine: Engine = "builtin"
     workers: int = Field(1, ge=1)  # engine replicas on each node
     tensor_parallel: int = Field(1, ge=1)  # GPUs per replica
     temperature: float = Field(1.0, gt=0)
     max_response_tokens: int = Field(1024, ge=1)  # tokens, stop token included
     responses_per_prompt: int = Field(8, ge=1)  # G, the size of a group
-    groups_per_chunk: int = Field(
-        128, ge=1
-    )  # groups an engine is handed at a time: the unit of generation and of resume
+    groups_per_chunk: int = Field(128, ge=1)  # groups that an engine has at a time
     memory_fraction: float = Field(0.92, gt=0, le=1)  # share of GPU memory an engine may take
+    response_timeout: float = Field(3600.0, gt=0)  # seconds from its first token until a response is cut off
+
+
+class StageTable(Table):
+    """What one stage sets otherwise than ``[rollout]``."""
+
+    engine: Engine | None = None
+    workers: int | None = Field(None, ge=1)
+    tensor_parallel: int | None = Field(None, ge=1)
+    memory_fraction: float | None = Field(None, gt=0, le=1)
 
 
 class ScheduleTable(Table):
@@ -152,6 +163,7 @@ class Recipe(Table):
     data: DataTable
     reward: RewardTable
     rollout: RolloutTable = RolloutTable()
+    stages: dict[str, StageTable] = {}  # by stage number, from 0
     schedule: ScheduleTable = ScheduleTable()
     objective: ObjectiveTable = ObjectiveTable()
     optimizer: OptimizerTable = OptimizerTable()
@@ -159,6 +171,13 @@ class Recipe(Table):
     megatron: dict[str, Any] = {}  # passed through to megatron.core's TransformerConfig
     eval: EvalTable = EvalTable()
     run: RunTable = RunTable()
+
+    @model_validator(mode="after")
+    def _stages_exist(self) -> Recipe:
+        for name in self.stages:
+            if name not in map(str, range(self.schedule.stages)):
+                raise ValueError(f"[stages.{name}]: this recipe has stages 0 to {self.schedule.stages - 1}")
+        return self
 
     @model_validator(mode="after")
     def _options_are_a_generators(self) -> Recipe:
@@ -180,6 +199,16 @@ class Recipe(Table):
                 "rollout.responses_per_prompt must be at least 2"
             )
         return self
+
+    def rollout_of(self, stage: int) -> RolloutTable:
+        """``[rollout]`` as ``[stages.N]`` changes it for a stage. The end of the run counts to the last stage."""
+        own = self.stages.get(str(min(stage, self.schedule.stages - 1)), StageTable())
+        return self.rollout.model_copy(update=own.model_dump(exclude_none=True))
+
+    @property
+    def rollouts(self) -> list[RolloutTable]:
+        """`rollout_of` every stage."""
+        return [self.rollout_of(stage) for stage in range(self.schedule.stages)]
 
     @property
     def virtual_pipeline_stages(self) -> int | None:
@@ -322,7 +351,9 @@ def _short(value: Any) -> str:
 def _nearest(loc: tuple[Any, ...]) -> str:
     table: Any = Recipe
     for part in loc[:-1]:
-        table = table.model_fields[part].annotation
+        # the one table of tables is [stages]
+        table = StageTable if table is dict else table.model_fields[part].annotation
+        table = get_origin(table) or table
     known = list(table.model_fields)
     kind = "key" if len(loc) > 1 else "table"
     close = difflib.get_close_matches(str(loc[-1]), known, 1, 0.5)

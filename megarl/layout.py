@@ -165,5 +165,5 @@ def _check_routing(recipe: Recipe, hf: dict[str, Any]) -> None:
         raise UserError(f"[actor] routing_replay = {replay!r}: this model has no experts")
     if recipe.megatron.get("moe_router_fusion"):
         raise UserError(f"[megatron] moe_router_fusion = true decides before [actor] routing_replay = {replay!r} can")
-    if replay == "engine" and recipe.rollout.engine == "builtin":
+    if replay == "engine" and any(table.engine == "builtin" for table in recipe.rollouts):
         raise UserError('[actor] routing_replay = "engine": the built-in engine records no experts; use "actor"')

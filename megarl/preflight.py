@@ -10,6 +10,7 @@ from megarl.errors import UserError
 from megarl.hf_config import read_hf_config
 from megarl.layout import check_layout
 from megarl.policy import weight_files
+from megarl.rollout import AVAILABLE
 
 
 def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
@@ -31,14 +32,24 @@ def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
             f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}, "
             f"but {recipe.model.path} has max_position_embeddings = {context}"
         )
-    if recipe.rollout.engine != "builtin":
-        raise UserError(f"[rollout] engine = {recipe.rollout.engine!r} is not available yet; use 'builtin'")
-    if recipe.rollout.tensor_parallel > 1:
-        raise UserError("[rollout] tensor_parallel > 1: the built-in engine runs a replica in one process")
+    for stage in range(recipe.schedule.stages):
+        check_engine(recipe, stage)
     if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("[run] wandb = true, but wandb is not installed: pip install wandb")
     check_layout(recipe, hf, nodes if optimizes else None)
     check_devices(recipe)
+
+
+def check_engine(recipe: Recipe, stage: int) -> None:
+    """`UserError` when the engine of a stage is not installed or does not have what the recipe asks of it."""
+    table = recipe.rollout_of(stage)
+    where = f"[stages.{stage}]" if str(stage) in recipe.stages else "[rollout]"
+    if table.engine not in AVAILABLE:
+        raise UserError(f"{where} engine = {table.engine!r} is not available yet; use 'builtin'")
+    if table.engine == "builtin" and table.tensor_parallel > 1:
+        raise UserError(
+            f"{where} tensor_parallel = {table.tensor_parallel}: the built-in engine runs a replica in one process"
+        )
 
 
 def check_devices(recipe: Recipe) -> None:
@@ -55,7 +66,7 @@ def check_devices(recipe: Recipe) -> None:
     if actor.backend == "cuda":
         import torch
 
-        needed = max(actor.processes_per_node, recipe.rollout.workers)
+        needed = max(actor.processes_per_node, *(table.workers * table.tensor_parallel for table in recipe.rollouts))
         if torch.cuda.device_count() < needed:
             raise UserError(
                 f'[actor] backend = "cuda" needs {needed} GPUs, but torch sees {torch.cuda.device_count()} here; '

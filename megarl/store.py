@@ -39,6 +39,7 @@ from megarl.ledger import (
 )
 
 LOGPROB_TOLERANCE = 1e-4  # nats: float32 log-softmax of a near-certain token may come out a little above 0
+FINISH_REASONS = ("stop", "length", "timeout")
 OPEN_SHARDS = 16  # shards a reader keeps mapped: its memory must not grow with the stage
 
 SCHEMA = pa.schema(
@@ -64,7 +65,7 @@ class Response:
     tokens: np.ndarray  # [n] int32, stop token included
     logprobs: np.ndarray  # [n] float32
     reward: float
-    finish_reason: str  # "stop" | "length"
+    finish_reason: str  # of `FINISH_REASONS`
     policy_version: int
 
 
@@ -320,8 +321,8 @@ def _validate(groups: Sequence[Group]) -> None:
                 raise UserError(f"{here}: log-probs must be finite and <= 0, got {logprobs.min()} to {logprobs.max()}")
             if not np.isfinite(response.reward):
                 raise UserError(f"{here}: the reward is {response.reward}, it must be finite")
-            if response.finish_reason not in ("stop", "length"):
-                raise UserError(f"{here}: finish_reason is {response.finish_reason!r}, it must be 'stop' or 'length'")
+            if response.finish_reason not in FINISH_REASONS:
+                raise UserError(f"{here}: finish_reason is {response.finish_reason!r}, not one of {FINISH_REASONS}")
 
 
 def _check_tokens(tokens: np.ndarray, where: str) -> None:

@@ -17,7 +17,7 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
     and stage after which to stop.
     """
     recipe, stages = run.recipe, run.recipe.schedule.stages
-    rollout_processes, actor_processes = recipe.rollout.workers, recipe.actor.processes_per_node
+    actor_processes = recipe.actor.processes_per_node
 
     if not run.policy(0).exists():
         copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.policy(0))
@@ -25,10 +25,11 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
         if finished := sum(run.policy(stage + 1).exists() for stage in range(stages)):
             run.log_event("resume", phase="train", stage=finished, skipped=finished, total=stages, unit="stages")
         for stage in range(stages):
+            replicas = recipe.rollout_of(stage).workers
             if evaluation_is_due(run, stage):
-                run_phase(nodes, run, "evaluate", stage, rollout_processes)
+                run_phase(nodes, run, "evaluate", stage, replicas)
             if not run.is_sealed(stage):
-                run_phase(nodes, run, "rollout", stage, rollout_processes)  # pi_stage answers; engines get all memory
+                run_phase(nodes, run, "rollout", stage, replicas)  # pi_stage answers; engines get all memory
             if until == ("rollout", stage):
                 return
             if not run.policy(stage + 1).exists():
@@ -36,7 +37,7 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
             if until == ("optimize", stage):
                 return
         if evaluation_is_due(run, stages):
-            run_phase(nodes, run, "evaluate", stages, rollout_processes)
+            run_phase(nodes, run, "evaluate", stages, recipe.rollout_of(stages).workers)
     write_report([run.root], run.root / "report.html")
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from statistics import NormalDist
 
 import numpy as np
 import torch.distributed as dist
 
 from megarl.distributed import join_process_group
-from megarl.phases.answers import Answerer
-from megarl.rollout.engine import response_seed
+from megarl.phases.answers import Answerer, Question
 from megarl.run_dir import RunDir
 
 _EVALUATION_SEED = 1 << 40  # apart from the seeds of training responses, which are group ids
@@ -22,7 +22,7 @@ def evaluate(run: RunDir, stage: int) -> None:
     counter = join_process_group("gloo")
     start = time.monotonic()
     policy = run.policy(stage)
-    answerer = Answerer.build(run.recipe, policy)
+    answerer = Answerer.build(run.recipe, stage, policy)
     mine = score_heldout(answerer, counter)
     answerer.engine.close()
     everyone: list[dict[int, list[float]]] = [{}] * dist.get_world_size()
@@ -42,16 +42,16 @@ def evaluate(run: RunDir, stage: int) -> None:
 
 def score_heldout(answerer: Answerer, counter: dist.Store) -> dict[int, list[float]]:
     """Rewards of the held-out prompts that this replica took, by prompt number."""
-    recipe = answerer.recipe
-    prompts, samples, size = answerer.prompts.heldout(), recipe.eval.samples, recipe.rollout.groups_per_chunk
-    rewards = {}
-    while (begin := (counter.add("next_evaluation", 1) - 1) * size) < len(prompts):
-        batch = prompts[begin : begin + size]
-        numbers = range(begin, begin + len(batch))
-        seeds = [response_seed(recipe.run.seed, _EVALUATION_SEED + i, k) for i in numbers for k in range(samples)]
-        answers = answerer.answer(batch, seeds, samples, recipe.eval.temperature)
-        rewards.update({i: [r.reward for r in answer] for i, answer in zip(numbers, answers, strict=True)})
-    return rewards
+    recipe, prompts = answerer.recipe, answerer.prompts.heldout()
+    size = recipe.rollout.groups_per_chunk if answerer.engine.repeats_chunks else 1
+
+    def take() -> Iterator[list[Question]]:
+        while (begin := (counter.add("next_evaluation", 1) - 1) * size) < len(prompts):
+            batch = prompts[begin : begin + size]
+            yield [Question(_EVALUATION_SEED + begin + i, prompt) for i, prompt in enumerate(batch)]
+
+    answers = answerer.answer(take(), recipe.eval.samples, recipe.eval.temperature)
+    return {a.question.number - _EVALUATION_SEED: [r.reward for r in a.responses] for a in answers}
 
 
 def summarise(rewards: np.ndarray) -> dict[str, object]:

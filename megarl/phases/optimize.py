@@ -179,7 +179,7 @@ def summary(groups: list[Group]) -> dict[str, float]:
         "reward/mean": float(rewards.mean()),
         "zero_variance_fraction": float((rewards.min(1) == rewards.max(1)).mean()),
         "response_tokens/mean": float(np.mean([len(r.tokens) for r in responses])),
-        "truncated_fraction": float(np.mean([r.finish_reason == "length" for r in responses])),
+        "truncated_fraction": float(np.mean([r.finish_reason != "stop" for r in responses])),
     }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch.distributed as dist
@@ -11,11 +12,13 @@ import torch.distributed as dist
 from megarl.distributed import join_process_group
 from megarl.errors import STOPPED
 from megarl.files import make_directory
-from megarl.phases.answers import Answerer
+from megarl.phases.answers import Answerer, Question
 from megarl.phases.stop import StopRequest
-from megarl.rollout.engine import response_seed
+from megarl.rollout.engine import never
 from megarl.run_dir import RunDir
 from megarl.store import Group, RolloutStore, RolloutWriter, seal
+
+STORE_SECONDS = 5.0  # between two shards: groups that became whole are lost for no longer than this
 
 
 def rollout(run: RunDir, stage: int) -> None:
@@ -26,17 +29,24 @@ def rollout(run: RunDir, stage: int) -> None:
     counter = join_process_group("gloo")
     directory = run.rollouts(stage)
     make_directory(directory)
-    chunks = _agreed(missing_chunks(run, stage) if dist.get_rank() == 0 else [])
+    answerer = Answerer.build(run.recipe, stage, run.policy(stage))
+    whole = answerer.engine.repeats_chunks
+    chunks = _agreed(missing_chunks(run, stage, whole) if dist.get_rank() == 0 else [])
     if dist.get_rank() == 0 and (there := len(run.groups(stage)) - sum(map(len, chunks))):
         total = len(run.groups(stage))
         run.log_event("resume", phase="rollout", stage=stage, skipped=there, total=total, unit="groups")
-    answerer = Answerer.build(run.recipe, run.policy(stage))
+
+    def take() -> Iterator[Sequence[int]]:
+        # replicas take the next chunk from the shared counter, so that a slow one does not hold the others
+        while not stop.asked and (number := counter.add("next_chunk", 1) - 1) < len(chunks):
+            yield chunks[number]
+
+    interrupted = never if whole else lambda: stop.asked  # who repeats whole chunks ends the one that is begun
     with RolloutWriter(
         directory, weights_hash=answerer.weights_hash, logprob_mode="processed", writer=dist.get_rank()
     ) as writer:
-        # replicas take the next chunk from the shared counter, so that a slow one does not hold the others
-        while not stop.asked and (number := counter.add("next_chunk", 1) - 1) < len(chunks):
-            writer.append(generate(answerer, chunks[number]))
+        for groups in generate(answerer, take(), interrupted):
+            writer.append(groups)
     answerer.engine.close()
     if stop.asked:
         sys.exit(STOPPED)  # the others are told, too
@@ -46,32 +56,50 @@ def rollout(run: RunDir, stage: int) -> None:
     dist.barrier()
 
 
-def _agreed(chunks: list[range]) -> list[range]:
+def _agreed(chunks: list[Sequence[int]]) -> list[Sequence[int]]:
     """Rank 0's, for everybody: others may see a shared file system as it was a moment ago."""
     box = [chunks]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def missing_chunks(run: RunDir, stage: int) -> list[range]:
-    """Chunks of groups still to be generated, always cut at the same places.
+def missing_chunks(run: RunDir, stage: int, whole: bool) -> list[Sequence[int]]:
+    """What is still to be generated, as the chunks that engines take.
 
-    The composition of a batch changes the last bits of its log-probs, so a chunk is the unit that a resumed phase
-    repeats: then it repeats it exactly.
+    whole: the composition of a batch changes the last bits of its log-probs, so chunks of ``groups_per_chunk`` groups
+    are always cut at the same places, and a resumed phase repeats all of a chunk: then it repeats it exactly. Else
+    single groups, so that an engine takes as many as it has room for.
     """
     groups, size = run.groups(stage), run.recipe.rollout.groups_per_chunk
-    missing = set(RolloutStore(run.rollouts(stage)).missing(groups))
+    missing = RolloutStore(run.rollouts(stage)).missing(groups)
+    if not whole:
+        return [[group] for group in missing]
     chunks = [groups[i : i + size] for i in range(0, len(groups), size)]
-    return [chunk for chunk in chunks if not missing.isdisjoint(chunk)]
+    return [chunk for chunk in chunks if not set(missing).isdisjoint(chunk)]
 
 
-def generate(answerer: Answerer, groups: Sequence[int]) -> list[Group]:
-    recipe = answerer.recipe
-    samples = recipe.rollout.responses_per_prompt
-    prompts = [answerer.prompts.train(group) for group in groups]
-    seeds = [response_seed(recipe.run.seed, group, sample) for group in groups for sample in range(samples)]
-    answers = answerer.answer(prompts, seeds, samples, recipe.rollout.temperature)
-    return [
-        Group(group, np.asarray(prompt.tokens, np.int32), responses)
-        for group, prompt, responses in zip(groups, prompts, answers, strict=True)
-    ]
+def generate(
+    answerer: Answerer, chunks: Iterator[Sequence[int]], interrupted: Callable[[], bool] = never
+) -> Iterator[list[Group]]:
+    """The groups of ``chunks``, in portions to be stored: what became whole meanwhile, or a chunk to be repeated."""
+    table, sizes = answerer.recipe.rollout, []
+
+    def questions() -> Iterator[list[Question]]:
+        for chunk in chunks:
+            sizes.append(len(chunk))
+            yield [Question(group, answerer.prompts.train(group)) for group in chunk]
+
+    portion: list[Group] = []
+    stored = time.monotonic()
+    for answer in answerer.answer(questions(), table.responses_per_prompt, table.temperature, interrupted):
+        question = answer.question
+        portion.append(Group(question.number, np.asarray(question.prompt.tokens, np.int32), answer.responses))
+        if answerer.engine.repeats_chunks:
+            due = len(portion) == sizes[answer.chunk]  # they come one after another
+        else:
+            due = time.monotonic() - stored >= STORE_SECONDS
+        if due:
+            yield portion
+            portion, stored = [], time.monotonic()
+    if portion:
+        yield portion

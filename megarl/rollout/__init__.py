@@ -11,10 +11,14 @@ if TYPE_CHECKING:
     from megarl.rollout.engine import RolloutEngine
 
 
-def build_engine(recipe: Recipe, policy_dir: Path, version: int) -> RolloutEngine:
-    """The recipe's engine with the policy of ``policy_dir`` loaded; one replica of it lives in this process."""
+AVAILABLE = ("builtin",)
+
+
+def build_engine(recipe: Recipe, stage: int, policy_dir: Path, version: int) -> RolloutEngine:
+    """The engine of a stage with the policy of ``policy_dir`` loaded; one replica of it lives in this process."""
+    engine = recipe.rollout_of(stage).engine
+    assert engine in AVAILABLE, "preflight lets no other pass"
     from megarl.rollout.builtin import BuiltinEngine
 
-    assert recipe.rollout.engine == "builtin", "preflight lets no other pass"
     device = "cpu" if recipe.actor.backend == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}"
     return BuiltinEngine(policy_dir, version, device)

@@ -6,7 +6,8 @@ responses leave when they are finished. So there is no padding, no attention mas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from megarl.errors import UserError
-from megarl.rollout.engine import Completion, Sampling, check_request
+from megarl.rollout.engine import Completion, Request, Sampling, check_request, never
 
 DRAWS = 64  # uniforms made at a time for a response; a multiple of the 4 that one Philox counter gives
 SERVED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)  # what `_Decoder.join` knows how to concatenate
@@ -29,6 +30,8 @@ class BuiltinEngine:
 
     ``policy_dir`` is a local directory with config.json and safetensors; what is not there in full is a `UserError`.
     """
+
+    repeats_chunks = True
 
     def __init__(self, policy_dir: Path, version: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.device, self.dtype = torch.device(device), dtype
@@ -53,40 +56,71 @@ class BuiltinEngine:
         self.sleep()
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
+        return self._start(Request(prompts, sampling), never)
+
+    def serve(
+        self, requests: Iterator[Request], interrupted: Callable[[], bool] = never
+    ) -> Iterator[tuple[int, Completion]]:
+        """One request after another: what decodes together would change each other's last bits."""
+        for number, request in enumerate(requests):
+            for completion in self._start(request, interrupted):
+                yield number, completion
+            if interrupted():
+                return
+
+    def _start(self, request: Request, interrupted: Callable[[], bool]) -> Iterator[Completion]:
         if self._model is None:
             raise RuntimeError("the engine sleeps: call wake() before generate()")
         config = self._model.config
-        check_request(prompts, sampling, config.vocab_size, config.max_position_embeddings)
-        return self._decode(_Decoder(self._model, sampling), prompts, sampling)
+        check_request(request.prompts, request.sampling, config.vocab_size, config.max_position_embeddings)
+        if request.sampling.prefixes:
+            raise NotImplementedError("the built-in engine continues no responses")
+        return self._decode(_Decoder(self._model, request.sampling), request, interrupted)
 
-    def _decode(self, decoder: _Decoder, prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
+    def _decode(self, decoder: _Decoder, request: Request, interrupted: Callable[[], bool]) -> Iterator[Completion]:
+        prompts, sampling = request.prompts, request.sampling
         waiting = sorted(range(len(prompts)), key=lambda index: len(prompts[index]), reverse=True)
         lengths = np.array([len(prompt) for prompt in prompts]).repeat(sampling.samples)
+        deadlines = np.full(len(lengths), np.inf)
         tokens = np.empty((len(lengths), sampling.max_tokens), np.int32)
         logprobs = np.empty((len(lengths), sampling.max_tokens), np.float32)
         uniforms = _Uniforms(sampling.seeds)
+
+        def completion(row: int, length: int, finish_reason: str) -> Completion:
+            return Completion(
+                prompt=row // sampling.samples,
+                sample=row % sampling.samples,
+                tokens=tokens[row, :length].copy(),
+                logprobs=logprobs[row, :length].copy(),
+                finish_reason=finish_reason,
+                routed_experts=None,
+                policy_version=self.version,
+            )
+
         while waiting or len(decoder.rows):
+            if interrupted():
+                for row in decoder.rows.tolist():
+                    yield completion(row, decoder.position - int(lengths[row]), "interrupted")
+                for prompt in waiting:
+                    for k in range(sampling.samples):
+                        yield completion(prompt * sampling.samples + k, 0, "interrupted")
+                return
             if not len(decoder.rows):
                 decoder.position = len(prompts[waiting[-1]])
             while waiting and len(prompts[waiting[-1]]) == decoder.position:
                 joining = [i for i in waiting if len(prompts[i]) == decoder.position]
                 del waiting[-len(joining) :]
                 decoder.join(joining, [prompts[i] for i in joining])
-            rows = decoder.rows
+            now, rows = time.monotonic(), decoder.rows
+            deadlines[rows] = np.minimum(deadlines[rows], now + sampling.timeout)
             steps = decoder.position - lengths[rows]  # tokens each row has sampled so far
             sampled, sampled_logprobs, stopped = decoder.sample(uniforms.draw(rows, steps))
             tokens[rows, steps], logprobs[rows, steps] = sampled, sampled_logprobs
-            finished = stopped | (steps + 1 == sampling.max_tokens)
-            for row, step, stop in zip(rows[finished], steps[finished], stopped[finished], strict=True):
-                yield Completion(
-                    prompt=int(row) // sampling.samples,
-                    sample=int(row) % sampling.samples,
-                    tokens=tokens[row, : step + 1].copy(),
-                    logprobs=logprobs[row, : step + 1].copy(),
-                    finish_reason="stop" if stop else "length",
-                    routed_experts=None,
-                    policy_version=self.version,
-                )
+            full = steps + 1 == sampling.max_tokens
+            finished = stopped | full | (now > deadlines[rows])
+            for i in np.flatnonzero(finished):
+                reason = "stop" if stopped[i] else "length" if full[i] else "timeout"
+                yield completion(int(rows[i]), int(steps[i]) + 1, reason)
             decoder.advance(sampled, finished)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,11 +26,23 @@ class Sampling:
     samples: int  # responses per prompt
     stop_token_ids: tuple[int, ...]  # any of them ends a response and is its last token
     seeds: tuple[int, ...]  # [prompts * samples], each in [0, 2**64)
+    # [prompts * samples] tokens of each response that are there already, or (): all begin with the prompt. They count
+    # to `max_tokens`; a completion holds what follows them.
+    prefixes: tuple[tuple[int, ...], ...] = ()
+    timeout: float = math.inf  # seconds from its first token after which a response is cut off: "timeout"
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "max_tokens", "samples"):
+        for name in ("temperature", "max_tokens", "samples", "timeout"):
             if not getattr(self, name) > 0:
                 raise UserError(f"sampling {name} is {getattr(self, name)}: it must be above 0")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Prompts that are handed to an engine together."""
+
+    prompts: list[list[int]]
+    sampling: Sampling
 
 
 @dataclass(frozen=True)
@@ -38,18 +51,40 @@ class Completion:
 
     prompt: int
     sample: int
-    tokens: np.ndarray  # [n] int32, stop token included
+    tokens: np.ndarray  # [n] int32, stop token included; n = 0 only when interrupted
     logprobs: np.ndarray  # [n] float32, nats, of the distribution that was sampled: temperature applied
-    finish_reason: str  # "stop" | "length"
+    finish_reason: str  # "stop" | "length" | "timeout" | "interrupted"
     routed_experts: np.ndarray | None  # [prompt + n - 1, layers, top_k] int32 where the engine records them
     policy_version: int
 
 
+def never() -> bool:
+    """The `interrupted` of a generation that runs to its end."""
+    return False
+
+
 class RolloutEngine(Protocol):
-    """What a rollout phase needs. It gets a fixed chunk of prompts at a time: the unit that can be reproduced."""
+    """What a rollout phase needs: one replica, with the weights of one policy.
+
+    repeats_chunks: whether the same request always gives the same bytes, so that a resumed phase has to repeat whole
+    requests. Where requests are decoded together, whatever else is in the batch changes the last bits, and only the
+    groups that are missing are generated again.
+    """
+
+    repeats_chunks: bool
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
         """Completions as they finish, in any order. A request that cannot be served is a `UserError` at once."""
+
+    def serve(
+        self, requests: Iterator[Request], interrupted: Callable[[], bool] = never
+    ) -> Iterator[tuple[int, Completion]]:
+        """(number of the request, counted from 0 in the order in which they were taken; completion), in any order.
+
+        The engine takes the next request when it has room for it, and not before. When ``interrupted()`` turns true
+        it takes no more, and all that is unfinished comes out at once with what there is of it and the finish reason
+        "interrupted". A request that cannot be served is a `UserError` when it is taken.
+        """
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
         """Take the Hugging Face export in ``policy_dir``; later completions carry ``version``."""
@@ -80,6 +115,8 @@ def check_request(prompts: Sequence[Sequence[int]], sampling: Sampling, vocabula
             f"{len(prompts)} prompts with {sampling.samples} samples each need "
             f"{len(prompts) * sampling.samples} seeds, got {len(sampling.seeds)}"
         )
+    if sampling.prefixes:
+        _check_prefixes(sampling, vocabulary)
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"prompt {index} is empty: at least one token is needed")
@@ -95,3 +132,15 @@ def check_request(prompts: Sequence[Sequence[int]], sampling: Sampling, vocabula
                 f"model's {context} positions (max_position_embeddings): shorten the prompts or lower "
                 "max_response_tokens"
             )
+
+
+def _check_prefixes(sampling: Sampling, vocabulary: int) -> None:
+    if len(sampling.prefixes) != len(sampling.seeds):
+        raise UserError(f"{len(sampling.seeds)} responses need as many prefixes, got {len(sampling.prefixes)}")
+    for index, prefix in enumerate(sampling.prefixes):
+        if len(prefix) >= sampling.max_tokens:
+            raise UserError(
+                f"the prefix of response {index} has {len(prefix)} tokens: nothing is left of {sampling.max_tokens}"
+            )
+        if prefix and not 0 <= min(prefix) <= max(prefix) < vocabulary:
+            raise UserError(f"the prefix of response {index} has a token outside the vocabulary [0, {vocabulary})")

@@ -1,0 +1,74 @@
+"""Continuous submission through the built-in engine: one request after another, interrupted, cut off by time."""
+
+import itertools
+
+import numpy as np
+import pytest
+from test_builtin import PROMPTS, by_response, sampling
+
+from megarl.errors import UserError
+from megarl.rollout.builtin import BuiltinEngine
+from megarl.rollout.engine import Request, Sampling
+
+
+def test_requests_are_taken_one_after_another_and_answered_as_alone(moe_dir):
+    engine = BuiltinEngine(moe_dir, 0)
+    requests = [Request(PROMPTS[i : i + 2], sampling(PROMPTS[i : i + 2], seed=i)) for i in (0, 2, 4)]
+    taken, served = [], []
+
+    def feed():
+        for number, request in enumerate(requests):
+            taken.append((number, len(served)))
+            yield request
+
+    for number, completion in engine.serve(feed()):
+        served.append((number, completion))
+    assert taken == [(0, 0), (1, 6), (2, 12)]  # the next one only when the last is done
+    for number, request in enumerate(requests):
+        mine = by_response(c for n, c in served if n == number)
+        alone = by_response(engine.generate(request.prompts, request.sampling))
+        assert {k: (c.tokens.tolist(), c.logprobs.tobytes()) for k, c in mine.items()} == {
+            k: (c.tokens.tolist(), c.logprobs.tobytes()) for k, c in alone.items()
+        }
+
+
+def test_interruption_hands_out_what_there_is_and_takes_no_more(moe_dir):
+    engine = BuiltinEngine(moe_dir, 0)
+    request = Request(PROMPTS, sampling(PROMPTS, stop=()))
+    whole = by_response(engine.generate(PROMPTS, request.sampling))
+    polls = itertools.count()
+    served = list(engine.serve(iter([request, request]), lambda: next(polls) >= 8))
+    assert {number for number, _ in served} == {0}
+    table = by_response(c for _, c in served)
+    assert sorted(table) == sorted(whole)
+    lengths = {len(PROMPTS[i]): len(c.tokens) for (i, _), c in table.items()}
+    # eight steps from the shortest prompt's position on
+    assert lengths == {n: max(0, 9 - n) for n in lengths}
+    for key, c in table.items():
+        assert c.finish_reason == "interrupted"
+        assert c.tokens.tolist() == whole[key].tokens[: len(c.tokens)].tolist()
+        np.testing.assert_allclose(c.logprobs, whole[key].logprobs[: len(c.tokens)], rtol=0, atol=1e-6)
+
+
+def test_a_response_is_cut_off_by_time(moe_dir):
+    engine = BuiltinEngine(moe_dir, 0)
+    patient = sampling(PROMPTS, stop=())
+    hasty = Sampling(1.0, 10, 3, (), patient.seeds, timeout=1e-9)
+    whole = by_response(engine.generate(PROMPTS, patient))
+    for key, c in by_response(engine.generate(PROMPTS, hasty)).items():
+        assert c.finish_reason == "timeout"
+        assert c.tokens.tolist() == whole[key].tokens[:2].tolist()  # the clock starts with the first token
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "message"),
+    [
+        (((1,),), "3 responses need as many prefixes, got 1"),
+        (((1,), (), (39,)), "prefix of response 2 has a token outside"),
+        (((1,) * 10, (), ()), "prefix of response 0 has 10 tokens: nothing is left of 10"),
+    ],
+)
+def test_prefixes_that_cannot_be_continued_are_refused(moe_dir, prefixes, message):
+    seeds = sampling([[1]]).seeds
+    with pytest.raises(UserError, match=message):
+        BuiltinEngine(moe_dir, 0).generate([[1]], Sampling(1.0, 10, 3, (), seeds, prefixes))
