@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,11 +16,49 @@ PATIENCE = timedelta(days=7)
 
 
 def join_process_group(backend: str) -> dist.Store:
-    """init_process_group from the launcher's environment; returns a store that all processes of the phase share.
+    """init_process_group from the launcher's environment; returns a store that all processes of the phase share."""
+    phase = _phase_store()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("torch", phase), rank=rank, world_size=world, timeout=PATIENCE
+    )
+    return dist.PrefixStore("megarl", phase)
 
-    The launcher's agent hosts it; a process that is a whole phase by itself hosts its own.
+
+@dataclass(frozen=True)
+class Peers:
+    """Processes that share a counter and a few values, but no tensors: engine replicas.
+
+    Without a process group, since an engine makes one of its own, in which the replicas must not meet. ``name`` tells
+    the occasions of a phase apart.
     """
-    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+
+    store: dist.Store
+    rank: int
+    world: int
+
+    @classmethod
+    def join(cls) -> Peers:
+        store = dist.PrefixStore("megarl", _phase_store())
+        return cls(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Everybody's value, rank by rank, to everybody. JSON."""
+        self.store.set(f"{name}/{self.rank}", json.dumps(value))
+        return [json.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.world)]
+
+    def from_first(self, name: str, value: Any) -> Any:
+        """Rank 0's value, to everybody. JSON."""
+        if self.rank == 0:
+            self.store.set(name, json.dumps(value))
+        return json.loads(self.store.get(name))
+
+    def barrier(self, name: str) -> None:
+        self.gather(name, None)
+
+
+def _phase_store() -> dist.Store:
+    """The launcher's agent hosts it; a process that is a whole phase by itself hosts its own."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.TCPStore(address, port, is_master=False, timeout=PATIENCE, wait_for_workers=False)
@@ -28,11 +69,7 @@ def join_process_group(backend: str) -> dist.Store:
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    phase = dist.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", "alone"), store)
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("torch", phase), rank=rank, world_size=world, timeout=PATIENCE
-    )
-    return dist.PrefixStore("megarl", phase)
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", "alone"), store)
 
 
 def become_single_process() -> None:

@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 import torch.distributed as dist
 
-from megarl.distributed import join_process_group
+from megarl.distributed import Peers
 from megarl.phases.answers import Answerer, Question
 from megarl.run_dir import RunDir
 
@@ -19,16 +19,15 @@ _EVALUATION_SEED = 1 << 40  # apart from the seeds of training responses, which 
 
 def evaluate(run: RunDir, stage: int) -> None:
     """Append one ``evaluation`` event for ``run.policy(stage)``."""
-    counter = join_process_group("gloo")
+    peers = Peers.join()
     start = time.monotonic()
     policy = run.policy(stage)
     answerer = Answerer.build(run.recipe, stage, policy)
-    mine = score_heldout(answerer, counter)
+    mine = score_heldout(answerer, peers.store)
     answerer.engine.close()
-    everyone: list[dict[int, list[float]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if dist.get_rank() == 0:
-        rewards = {index: values for part in everyone for index, values in part.items()}
+    everyone = peers.gather("rewards", list(mine.items()))
+    if peers.rank == 0:
+        rewards = {index: values for part in everyone for index, values in part}
         run.log_event(
             "evaluation",
             stage=stage,
@@ -37,7 +36,7 @@ def evaluate(run: RunDir, stage: int) -> None:
             temperature=run.recipe.eval.temperature,
             seconds=round(time.monotonic() - start, 3),
         )
-    dist.barrier()
+    peers.barrier("evaluated")
 
 
 def score_heldout(answerer: Answerer, counter: dist.Store) -> dict[int, list[float]]:

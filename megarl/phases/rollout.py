@@ -7,9 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-import torch.distributed as dist
 
-from megarl.distributed import join_process_group
+from megarl.distributed import Peers
 from megarl.errors import STOPPED
 from megarl.files import make_directory
 from megarl.phases.answers import Answerer, Question
@@ -26,52 +25,46 @@ def rollout(run: RunDir, stage: int) -> None:
     stop = StopRequest()
     if run.is_sealed(stage):
         return  # a restart after a process that died between sealing and its end
-    counter = join_process_group("gloo")
+    peers = Peers.join()
     directory = run.rollouts(stage)
     make_directory(directory)
     answerer = Answerer.build(run.recipe, stage, run.policy(stage))
     whole = answerer.engine.repeats_chunks
-    chunks = _agreed(missing_chunks(run, stage, whole) if dist.get_rank() == 0 else [])
-    if dist.get_rank() == 0 and (there := len(run.groups(stage)) - sum(map(len, chunks))):
+    # rank 0's, for everybody: others may see a shared file system as it was a moment ago
+    chunks = peers.from_first("chunks", missing_chunks(run, stage, whole) if peers.rank == 0 else None)
+    if peers.rank == 0 and (there := len(run.groups(stage)) - sum(map(len, chunks))):
         total = len(run.groups(stage))
         run.log_event("resume", phase="rollout", stage=stage, skipped=there, total=total, unit="groups")
 
     def take() -> Iterator[Sequence[int]]:
         # replicas take the next chunk from the shared counter, so that a slow one does not hold the others
-        while not stop.asked and (number := counter.add("next_chunk", 1) - 1) < len(chunks):
+        while not stop.asked and (number := peers.store.add("next_chunk", 1) - 1) < len(chunks):
             yield chunks[number]
 
     interrupted = never if whole else lambda: stop.asked  # who repeats whole chunks ends the one that is begun
     with RolloutWriter(
-        directory, weights_hash=answerer.weights_hash, logprob_mode="processed", writer=dist.get_rank()
+        directory, weights_hash=answerer.weights_hash, logprob_mode="processed", writer=peers.rank
     ) as writer:
         for groups in generate(answerer, take(), interrupted):
             writer.append(groups)
     answerer.engine.close()
     if stop.asked:
         sys.exit(STOPPED)  # the others are told, too
-    dist.barrier()
-    if dist.get_rank() == 0:
+    peers.barrier("generated")
+    if peers.rank == 0:
         seal(directory, run.groups(stage))
-    dist.barrier()
+    peers.barrier("sealed")
 
 
-def _agreed(chunks: list[Sequence[int]]) -> list[Sequence[int]]:
-    """Rank 0's, for everybody: others may see a shared file system as it was a moment ago."""
-    box = [chunks]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def missing_chunks(run: RunDir, stage: int, whole: bool) -> list[Sequence[int]]:
+def missing_chunks(run: RunDir, stage: int, whole: bool) -> list[list[int]]:
     """What is still to be generated, as the chunks that engines take.
 
     whole: the composition of a batch changes the last bits of its log-probs, so chunks of ``groups_per_chunk`` groups
     are always cut at the same places, and a resumed phase repeats all of a chunk: then it repeats it exactly. Else
     single groups, so that an engine takes as many as it has room for.
     """
-    groups, size = run.groups(stage), run.recipe.rollout.groups_per_chunk
-    missing = RolloutStore(run.rollouts(stage)).missing(groups)
+    groups, size = list(run.groups(stage)), run.recipe.rollout.groups_per_chunk
+    missing = RolloutStore(run.rollouts(stage)).missing(run.groups(stage))
     if not whole:
         return [[group] for group in missing]
     chunks = [groups[i : i + size] for i in range(0, len(groups), size)]
