@@ -151,7 +151,7 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
         directory = run.rollouts(stage)
         directory.mkdir(parents=True)
         with RolloutWriter(directory, weights_hash=answerer.weights_hash, logprob_mode="processed") as writer:
-            for chunk in rollout.missing_chunks(run, stage, whole=True):
+            for chunk in rollout.missing_chunks(run, stage, run.groups(stage), whole=True):
                 timed("megarl/generate", lambda chunk=chunk: writer.append(*rollout.generate(answerer, iter([chunk]))))
                 timed("plain/generate", plain.generate, chunk)
         timed("megarl/generate", seal, directory, run.groups(stage))

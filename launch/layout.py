@@ -23,6 +23,8 @@ class Link:
 def plan_links(recipe: Recipe, options: argparse.Namespace) -> list[Link]:
     """The jobs of a run, each after the one before it: one, or with ``--chain`` one a phase and one for the end."""
     name = "".join(c if c.isalnum() else "-" for c in options.recipe.stem)
+    if options.chain and recipe.schedule.kind == "live":
+        raise UserError("--chain makes a job of each phase, but a live run has one phase a stage: leave it out")
     if not options.chain:
         return [Link(name, None, True, options.nodes, options.partition)]
     optimize = options.optimize_nodes or options.nodes, options.optimize_partition or options.partition
@@ -42,11 +44,14 @@ def check_layout(recipe: Recipe, link: Link, gpus: int | None) -> None:
         if gpus:
             raise UserError(f'--gpus-per-node {gpus}, but the recipe has [actor] backend = "cpu"')
     else:
-        gpus = actor.processes_per_node if gpus is None else gpus
-        used = {"[actor] processes_per_node": actor.processes_per_node}
+        gpus = recipe.gpus_per_node if gpus is None else gpus
+        live = recipe.schedule.kind == "live" and not recipe.schedule.colocate  # trainers and engines side by side
+        beside = actor.processes_per_node if live else 0
+        used = {} if live else {"[actor] processes_per_node": actor.processes_per_node}
         for stage, rollout in enumerate(recipe.rollouts):
             table = f"[stages.{stage}]" if str(stage) in recipe.stages else "[rollout]"
-            used[f"{table} workers * tensor_parallel"] = rollout.workers * rollout.tensor_parallel
+            setting = f"{table} workers * tensor_parallel" + " + [actor] processes_per_node" * live
+            used[setting] = rollout.workers * rollout.tensor_parallel + beside
         for setting, value in used.items():
             if value != gpus:
                 raise UserError(f"{setting} = {value} does not fill the {gpus} GPUs of a node")

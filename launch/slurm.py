@@ -112,7 +112,7 @@ def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Na
     )
     executor.retries = options.retries
     if recipe.actor.backend == "cuda":
-        executor.gpus_per_node = recipe.actor.processes_per_node
+        executor.gpus_per_node = recipe.gpus_per_node
         executor.exclusive = True
         executor.srun_args = ["--cpu-bind=none"]  # one task starts all of a node's processes
     else:

@@ -23,6 +23,7 @@ _BRANCH_TABLES = ("objective.", "optimizer.", "actor.", "megatron.")
 
 def rollout_stage(nodes: Nodes, run: RunDir, stage: int) -> None:
     """Generate and seal the rollouts of one stage."""
+    _require_staged(run)
     check(run.recipe, nodes.count, optimizes=False)
     if stage == 0 and not run.policy(0).exists():
         copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.policy(0))
@@ -37,6 +38,7 @@ def rollout_stage(nodes: Nodes, run: RunDir, stage: int) -> None:
 
 def optimize_stage(nodes: Nodes, run: RunDir, stage: int) -> None:
     """All updates of one stage on its sealed rollouts."""
+    _require_staged(run)
     check(run.recipe, nodes.count)
     _require_policy(run, stage)
     if run.policy(stage + 1).exists():
@@ -62,6 +64,7 @@ def branch(source: RunDir, target: Path, stage: int, overrides: list[str], nodes
 
     ``overrides`` may change only tables that leave the rollouts as they are.
     """
+    _require_staged(source)
     recipe = override_recipe(source.recipe, overrides)
     fixed = [line for line in recipe_diff(source.recipe, recipe) if not line.startswith(_BRANCH_TABLES)]
     if fixed:
@@ -140,6 +143,14 @@ def _newest_policy(run: RunDir) -> Path:
     return run.recipe.model.path
 
 
+def _require_staged(run: RunDir) -> None:
+    if run.recipe.schedule.kind == "live":
+        raise UserError(
+            f"{run.root} is a live run: `megarl train` makes its rollouts and updates together, and several policies "
+            "generate a stage, so that no phase of it stands alone"
+        )
+
+
 def _require_policy(run: RunDir, stage: int) -> None:
     if not run.policy(stage).exists():
         raise UserError(f"{run.policy(stage)} does not exist: optimize stage {stage - 1} first")
@@ -159,6 +170,7 @@ def summarise_run(run: RunDir) -> str:
     lines += [
         f"model   {run.final}",
         f"report  {run.root / 'report.html'}",
-        f"next    megarl optimize {run.root} --stage 0 --output {run.root}-grpo --set objective.name=grpo",
     ]
+    if run.recipe.schedule.kind == "staged":
+        lines.append(f"next    megarl optimize {run.root} --stage 0 --output {run.root}-grpo --set objective.name=grpo")
     return "\n".join(lines)

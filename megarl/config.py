@@ -15,6 +15,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from megarl.errors import UserError
+from megarl.schedule import LagRule, nearest_divisor
 
 
 class Table(BaseModel):
@@ -69,14 +70,54 @@ class StageTable(Table):
 
 
 class ScheduleTable(Table):
-    kind: Literal["staged"] = "staged"
+    kind: Literal["staged", "live"] = "staged"
     stages: int = Field(4, ge=1)
-    updates_per_stage: int = Field(1024, ge=1)  # S, also the largest staleness of a stage
+    updates_per_stage: int = Field(1024, ge=1)  # S; of a staged run also the largest staleness
     prompts_per_update: int = Field(32, ge=1)
+    # the rest is for live runs alone (docs/schedules.md)
+    sync_every: int | None = Field(None, ge=1)  # updates between two versions of the policy that engines may load
+    max_lag: int | None = Field(None, ge=0)  # updates; default with lockstep or delay: what follows from them
+    lockstep: bool = False  # every batch by the newest version: staleness 0 to sync_every - 1
+    delay: int = Field(0, ge=0)  # lockstep so many versions late: staleness delay * sync_every and up
+    partial: bool = False  # responses that a new version interrupts are continued under it
+    colocate: bool = False  # engines and trainer take turns on the same GPUs
 
     @property
     def total_updates(self) -> int:
         return self.stages * self.updates_per_stage
+
+    @property
+    def lag_rule(self) -> LagRule:
+        """Of a live run."""
+        assert self.sync_every is not None
+        delay = self.delay if self.lockstep or self.delay else None
+        implied = (self.delay + 1) * self.sync_every - 1
+        return LagRule(self.sync_every, implied if self.max_lag is None else self.max_lag, delay)
+
+    @model_validator(mode="after")
+    def _live_settings_agree(self) -> ScheduleTable:
+        if self.kind == "staged":
+            for name in ("sync_every", "max_lag", "lockstep", "delay", "partial", "colocate"):
+                if getattr(self, name) != ScheduleTable.model_fields[name].default:
+                    raise ValueError(f'{name} is a setting of kind = "live": leave it out, or set kind')
+            return self
+        if self.sync_every is None:
+            raise ValueError('kind = "live" needs sync_every: after how many updates engines get new weights')
+        if self.updates_per_stage % self.sync_every:
+            nearest = nearest_divisor(self.updates_per_stage, self.sync_every)
+            raise ValueError(
+                f"sync_every = {self.sync_every} does not divide updates_per_stage = {self.updates_per_stage}; "
+                f"the nearest that does is {nearest}"
+            )
+        exact = self.lockstep or self.delay > 0
+        if self.max_lag is None and not exact:
+            raise ValueError('kind = "live" needs max_lag, how many updates old a sample may be, or lockstep = true')
+        if self.partial and (exact or self.colocate):
+            other = "colocate = true" if self.colocate else "lockstep and delay"
+            why = "no new version comes while engines generate" if self.colocate else "want one version a batch"
+            raise ValueError(f"partial = true continues responses under newer weights, but {other}: {why}")
+        self.lag_rule  # noqa: B018 - raises where max_lag is too small
+        return self
 
 
 class ObjectiveTable(BaseModel):
@@ -209,6 +250,14 @@ class Recipe(Table):
     def rollouts(self) -> list[RolloutTable]:
         """`rollout_of` every stage."""
         return [self.rollout_of(stage) for stage in range(self.schedule.stages)]
+
+    @property
+    def gpus_per_node(self) -> int:
+        """What trainers and engines take of a node: one after the other, or side by side in a live run."""
+        trainers = self.actor.processes_per_node
+        engines = max(table.workers * table.tensor_parallel for table in self.rollouts)
+        side_by_side = self.schedule.kind == "live" and not self.schedule.colocate
+        return trainers + engines if side_by_side else max(trainers, engines)
 
     @property
     def virtual_pipeline_stages(self) -> int | None:

@@ -15,13 +15,26 @@ import torch.distributed as dist
 PATIENCE = timedelta(days=7)
 
 
-def join_process_group(backend: str) -> dist.Store:
-    """init_process_group from the launcher's environment; returns a store that all processes of the phase share."""
-    phase = _phase_store()
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("torch", phase), rank=rank, world_size=world, timeout=PATIENCE
-    )
+@dataclass(frozen=True)
+class Role:
+    """A process's place among those of its kind, where a phase has several kinds."""
+
+    name: str
+    rank: int
+    size: int
+
+
+def join_process_group(backend: str, role: Role | None = None) -> dist.Store:
+    """init_process_group from the launcher's environment; returns a store that all processes of the phase share.
+
+    role: the processes of each kind get a group of their own, which then is what torch calls the world.
+    """
+    phase, name = _phase_store(), "torch"
+    if role is None:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    else:
+        name, rank, size = f"torch/{role.name}", role.rank, role.size
+    dist.init_process_group(backend, store=dist.PrefixStore(name, phase), rank=rank, world_size=size, timeout=PATIENCE)
     return dist.PrefixStore("megarl", phase)
 
 
@@ -38,8 +51,10 @@ class Peers:
     world: int
 
     @classmethod
-    def join(cls) -> Peers:
+    def join(cls, role: Role | None = None) -> Peers:
         store = dist.PrefixStore("megarl", _phase_store())
+        if role is not None:
+            return cls(store, role.rank, role.size)
         return cls(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
     def gather(self, name: str, value: Any) -> list[Any]:

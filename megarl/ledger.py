@@ -114,20 +114,34 @@ def merge(parts: Iterable[list[LedgerEntry]], directory: Path) -> list[LedgerEnt
     return sorted(by_shard.values(), key=lambda entry: entry.groups[0])
 
 
-def check_one_policy(
-    entries: Sequence[LedgerEntry], directory: Path, weights_hash: str | None = None, logprob_mode: str | None = None
-) -> None:
+def ledger_sizes(directory: Path) -> dict[str, int]:
+    """Bytes of every ledger: another answer when something was appended."""
+    sizes = {}
+    for path in directory.glob("ledger*.jsonl"):
+        with contextlib.suppress(FileNotFoundError):  # sealing removes the other writers'
+            sizes[path.name] = path.stat().st_size
+    return sizes
+
+
+def check_one_policy(entries: Sequence[LedgerEntry], directory: Path, weights_hash: str | None = None) -> None:
     for entry in entries:
-        weights_hash, logprob_mode = weights_hash or entry.weights_hash, logprob_mode or entry.logprob_mode
-        for name, ours, theirs in (
-            ("weights", weights_hash, entry.weights_hash),
-            ("log-prob mode", logprob_mode, entry.logprob_mode),
-        ):
-            if ours != theirs:
-                raise UserError(
-                    f"{directory / entry.shard} was sampled with {name} {theirs!r}, not {ours!r}: a stage has one "
-                    f"behaviour policy. Put the first policy back, or delete {directory} to generate the stage again"
-                )
+        weights_hash = weights_hash or entry.weights_hash
+        if entry.weights_hash != weights_hash:
+            raise _other_policy(directory / entry.shard, "weights", entry.weights_hash, weights_hash)
+
+
+def check_one_mode(entries: Sequence[LedgerEntry], directory: Path, logprob_mode: str | None = None) -> None:
+    for entry in entries:
+        logprob_mode = logprob_mode or entry.logprob_mode
+        if entry.logprob_mode != logprob_mode:
+            raise _other_policy(directory / entry.shard, "log-prob mode", entry.logprob_mode, logprob_mode)
+
+
+def _other_policy(shard: Path, what: str, theirs: str, ours: str) -> UserError:
+    return UserError(
+        f"{shard} was sampled with {what} {theirs!r}, not {ours!r}: a stage has one behaviour policy. "
+        f"Put the first policy back, or delete {shard.parent} to generate the stage again"
+    )
 
 
 def check_seal(directory: Path) -> None:

@@ -51,7 +51,7 @@ class _TensorBoard:
 
     def append(self, record: dict[str, Any]) -> None:
         for name, value in record.items():
-            if name != "update":
+            if name != "update" and not isinstance(value, dict):  # a histogram stays in the file
                 self.writer.add_scalar(name, value, record["update"])
 
     def close(self) -> None:

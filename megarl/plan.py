@@ -35,6 +35,8 @@ def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] 
         raise UserError(f"--nodes {nodes}: at least 1")
     if recipe.actor.backend != "cuda":
         raise UserError('[actor] backend = "cpu": megarl plan sizes runs on GPUs; add --set actor.backend=cuda')
+    if recipe.schedule.kind == "live":
+        raise UserError('[schedule] kind = "live": megarl plan sizes staged runs, in which a phase has the GPUs alone')
     config = recipe.model.path if (recipe.model.path / "config.json").exists() else Path(recipe_path).parent
     if not (config / "config.json").exists():
         raise UserError(f"neither {recipe.model.path} nor {config} has the config.json of the model")

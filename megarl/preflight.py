@@ -9,6 +9,7 @@ from megarl.data import build_prompts, check_tokenizer_fits, load_tokenizer
 from megarl.errors import UserError
 from megarl.hf_config import read_hf_config
 from megarl.layout import check_layout
+from megarl.objectives import build_objective
 from megarl.policy import weight_files
 from megarl.rollout import AVAILABLE
 
@@ -34,6 +35,7 @@ def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
         )
     for stage in range(recipe.schedule.stages):
         check_engine(recipe, stage)
+    check_live(recipe)
     if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("[run] wandb = true, but wandb is not installed: pip install wandb")
     check_layout(recipe, hf, nodes if optimizes else None)
@@ -52,6 +54,22 @@ def check_engine(recipe: Recipe, stage: int) -> None:
         )
 
 
+def check_live(recipe: Recipe) -> None:
+    """`UserError` for what compares an update with the one policy that generated its stage, in a live run."""
+    if recipe.schedule.kind == "staged":
+        return
+    if "old_logprobs" in build_objective(recipe.objective.name, recipe.objective.fields).requires:
+        raise UserError(
+            "[objective] recomputes log-probs with the policy that generated the stage (old_logprobs), but in a live "
+            'run several do: use those of the engine, or [schedule] kind = "staged"'
+        )
+    if recipe.actor.routing_replay == "actor":
+        raise UserError(
+            '[actor] routing_replay = "actor" replays the policy that generated the stage, but in a live run several '
+            'do: use "engine" or "none", or [schedule] kind = "staged"'
+        )
+
+
 def check_devices(recipe: Recipe) -> None:
     actor = recipe.actor
     if actor.layers == "transformer_engine":
@@ -66,7 +84,7 @@ def check_devices(recipe: Recipe) -> None:
     if actor.backend == "cuda":
         import torch
 
-        needed = max(actor.processes_per_node, *(table.workers * table.tensor_parallel for table in recipe.rollouts))
+        needed = recipe.gpus_per_node
         if torch.cuda.device_count() < needed:
             raise UserError(
                 f'[actor] backend = "cuda" needs {needed} GPUs, but torch sees {torch.cuda.device_count()} here; '

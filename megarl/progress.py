@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 1.0
 LINE_SECONDS = 10.0  # plain lines: at most one in so many seconds, beside those for phases and evaluations
 RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
+TRAINS = ("optimize", "live")  # the phases that make updates
 ANNOUNCED = ("phase_start", "phase_end", "phase_failed", "phase_stopped", "restart", "resume", "evaluation")
 
 
@@ -124,7 +125,7 @@ class RunState:
         """Of the current phase: how much is done, of how much, of what."""
         if self.phase == "rollout":
             return sum(shard[0] for shard in self._shards.values()), self.groups_per_stage, "groups"
-        if self.phase == "optimize":
+        if self.phase in TRAINS:
             size = self.schedule.updates_per_stage
             return min(size, max(0, self.updates - self.stage * size)), size, "updates"
         return 0, 0, ""
@@ -150,7 +151,7 @@ class RunState:
     def seconds_left(self) -> float | None:
         """Of the current phase; None while nothing tells."""
         done, total, _ = self.done
-        if self.phase == "optimize":
+        if self.phase in TRAINS:
             pace = _mean("seconds", self.recent)
             return None if pace is None else (total - done) * pace
         if self.phase == "rollout":
@@ -165,9 +166,12 @@ class RunState:
         left = self.seconds_left if self.phase else 0.0
         if self.stage == self.schedule.stages:
             return left  # the final evaluation
-        if left is None or not {"rollout", "optimize"} <= self.seconds.keys():
+        parts = ("live",) if self.schedule.kind == "live" else ("rollout", "optimize")
+        if left is None or not set(parts) <= self.seconds.keys():
             return None
-        after = {"evaluate": ("rollout", "optimize"), "rollout": ("optimize",)}.get(self.phase, ())
+        after = (
+            parts if self.phase == "evaluate" else parts[parts.index(self.phase) + 1 :] if self.phase in parts else ()
+        )
         whole = sum(self.seconds.values()) * (self.schedule.stages - 1 - self.stage)
         last = self.seconds.get("evaluate", 0.0) if self.accuracies else 0.0
         return left + sum(self.seconds[phase] for phase in after) + whole + last
@@ -327,12 +331,17 @@ def _facts(state: RunState) -> list[str]:
         facts.append(
             f"held-out {first:.3f} -> {last:.3f} +- {half:.3f}" if len(state.accuracies) > 1 else f"held-out {last:.3f}"
         )
-    if (rate := state.tokens_per_second) and state.phase in ("rollout", "optimize"):
+    if (rate := state.tokens_per_second) and state.phase in ("rollout", *TRAINS):
         facts.append(f"{rate:,.0f} tokens/s")
-    if state.recent and state.phase == "optimize" and state.recent[-1].get("stage", state.stage) == state.stage:
+    if state.recent and state.phase in TRAINS and state.recent[-1].get("stage", state.stage) == state.stage:
         facts += [
             f"{name} {value:.3g}" for name in ("loss", "grad_norm") if (value := state.recent[-1].get(name)) is not None
         ]
+        if state.phase == "live":
+            idle, seconds = (
+                sum(update.get(name, 0.0) for update in state.recent) for name in ("idle_seconds", "seconds")
+            )
+            facts += [f"lag {state.recent[-1].get('staleness')}", f"trainer idle {idle / max(seconds, 1e-3):.0%}"]
     return facts
 
 

@@ -181,6 +181,22 @@ def summary(run: Run) -> dict[str, str]:
         "Largest staleness": f"{max(ages):,.0f}" if ages else "-",
         "Time in phases": clock(seconds) if seconds else "-",
         "Tokens trained on": f"{tokens:,.0f}" if tokens else "-",
+        **idle_shares(run),
+    }
+
+
+def idle_shares(run: Run) -> dict[str, str]:
+    """Of a live run, how much of their time trainers and engines waited for each other; the mean age of a token."""
+    if run.settings.get("schedule.kind") != "live":
+        return {}
+    waited, seconds = (sum(run.column(name)[1]) for name in ("idle_seconds", "seconds"))
+    ages = run.column("staleness/mean")[1]
+    engines = [e for e in run.events if e.get("event") == "idle" and e.get("role") == "rollout" and e.get("seconds")]
+    idle, working = (sum(float(e.get(name, 0.0)) for e in engines) for name in ("idle_seconds", "seconds"))
+    return {
+        "Mean staleness": f"{sum(ages) / len(ages):,.1f}" if ages else "-",
+        "Trainers idle": f"{waited / seconds:.1%}" if seconds else "-",
+        "Engines idle": f"{idle / working:.1%}" if working else "-",
     }
 
 

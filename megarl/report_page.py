@@ -74,11 +74,12 @@ def _card(number: int, chart: Chart) -> str:
 
 def _summary_table(runs: list[Run]) -> str:
     rows = [summary(run) for run in runs]
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     body = ""
     for number, row in enumerate(rows):
         swatch = f'<i style="background:{COLOURS[number % len(COLOURS)]}"></i>' if len(runs) > 1 else ""
-        cells = [html.escape(cell) for cell in row.values()]
+        cells = [html.escape(row.get(name, "-")) for name in columns]
         body += f"<tr><th>{swatch}{cells[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in cells[1:]) + "</tr>"
     return f'<table id="summary"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 

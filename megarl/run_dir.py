@@ -88,6 +88,15 @@ class RunDir:
         """The policy that generates in ``stage``; after the last stage the result of the run."""
         return self.final if stage == self.recipe.schedule.stages else self.root / f"stages/{stage:03d}/policy"
 
+    def version(self, version: int) -> Path:
+        """Where a live run publishes the policy behind which ``version`` updates are; between stages it is theirs."""
+        stage, inside = divmod(version, self.recipe.schedule.updates_per_stage)
+        return self.policy(stage) if not inside else self.root / f"stages/{stage:03d}/policies/{version:06d}"
+
+    def versions(self) -> list[int]:
+        """What is published at this moment beside the stages' own policies, oldest first."""
+        return sorted(int(path.name) for path in self.root.glob("stages/???/policies/[0-9]*"))
+
     def groups(self, stage: int) -> range:
         """Group ids of a stage; a group's id is the place of its prompt in the whole run's order."""
         size = self.recipe.groups_per_stage

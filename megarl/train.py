@@ -28,6 +28,12 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
             replicas = recipe.rollout_of(stage).workers
             if evaluation_is_due(run, stage):
                 run_phase(nodes, run, "evaluate", stage, replicas)
+            if recipe.schedule.kind == "live":
+                if not (run.is_sealed(stage) and run.policy(stage + 1).exists()):
+                    run_phase(nodes, run, "live", stage, actor_processes + replicas)  # both at the same time
+                if until is not None and until[1] == stage:
+                    return
+                continue
             if not run.is_sealed(stage):
                 run_phase(nodes, run, "rollout", stage, replicas)  # pi_stage answers; engines get all memory
             if until == ("rollout", stage):
@@ -43,7 +49,8 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
 
 def optimizes(run: RunDir, until: tuple[str, int] | None) -> bool:
     """Whether `train` has an optimize phase ahead of it."""
-    stages = run.recipe.schedule.stages if until is None else until[1] + (until[0] == "optimize")
+    live = run.recipe.schedule.kind == "live"
+    stages = run.recipe.schedule.stages if until is None else until[1] + (live or until[0] == "optimize")
     return any(not run.policy(stage + 1).exists() for stage in range(stages))
 
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed as dist
 
 from megarl.config import Recipe
-from megarl.distributed import join_process_group
+from megarl.distributed import Role, join_process_group
 
 
 def initialize(recipe: Recipe) -> torch.device:
     """Join the process group that the launcher prepared and build Megatron's groups; returns this rank's device."""
+    return join(recipe)[0]
+
+
+def join(recipe: Recipe, role: Role | None = None) -> tuple[torch.device, dist.Store]:
+    """`initialize` for the processes of one ``role``; also the store that all processes of the phase share."""
     device = torch.device("cpu")
     if recipe.actor.backend == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -20,9 +26,9 @@ def initialize(recipe: Recipe) -> torch.device:
         from megarl.actor import cpu_backend
 
         cpu_backend.install()
-    join_process_group("gloo" if recipe.actor.backend == "cpu" else "nccl")
+    store = join_process_group("gloo" if recipe.actor.backend == "cpu" else "nccl", role)
     build_groups(recipe)
-    return device
+    return device, store
 
 
 def build_groups(recipe: Recipe) -> None:

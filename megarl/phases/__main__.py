@@ -30,7 +30,7 @@ def die_with_parent() -> None:
 def main() -> None:
     """Run ``megarl.phases.<phase>.<phase>(run, stage)``; errors reach the launcher through torch's error file."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("phase", choices=["rollout", "optimize", "evaluate"])
+    parser.add_argument("phase", choices=["rollout", "optimize", "live", "evaluate"])
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("stage", type=int)
     arguments = parser.parse_args()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,25 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """All responses to a question, which stood in chunk number ``chunk`` of those that were taken."""
+    """All responses to a question, which stood in chunk number ``chunk`` of those that were taken, or is CONTINUED."""
 
     chunk: int
     question: Question
     responses: tuple[Response, ...]
+
+
+CONTINUED = -1  # the chunk of an answer that an earlier call began
+
+
+@dataclass
+class _Draft:
+    """A question that is being answered."""
+
+    chunk: int
+    question: Question
+    parts: dict[int, list[Completion]] = field(default_factory=dict)  # of the responses that are not finished
+    responses: dict[int, Response] = field(default_factory=dict)  # of those that are
+    done: bool = False
 
 
 @dataclass
@@ -46,6 +60,7 @@ class Answerer:
     engine: RolloutEngine
     stop_token_ids: tuple[int, ...]
     weights_hash: str
+    unfinished: list[_Draft] = field(default_factory=list)
 
     @classmethod
     def build(cls, recipe: Recipe, stage: int, policy_dir: Path) -> Answerer:
@@ -63,6 +78,12 @@ class Answerer:
             weights_hash=info.weights_hash,
         )
 
+    def load(self, policy_dir: Path) -> None:
+        """Answer with another policy from here on."""
+        info = read_info(policy_dir)
+        self.engine.load_weights(policy_dir, info.version)
+        self.weights_hash = info.weights_hash
+
     def answer(
         self,
         chunks: Iterator[Sequence[Question]],
@@ -72,46 +93,75 @@ class Answerer:
     ) -> Iterator[Answer]:
         """``samples`` scored responses to each question, question by question as they become whole.
 
-        A chunk is taken when the engine has room for it. Questions that ``interrupted`` leaves unfinished do not come
-        out.
+        A chunk is taken when the engine has room for it. What ``interrupted`` leaves unfinished is continued by the
+        next call, before any chunk.
         """
-        taken: list[Sequence[Question]] = []
+        drafts, self.unfinished = self.unfinished, []
+        rows: list[list[tuple[_Draft, int]]] = []  # of each request: whose response a completion is
 
         def requests() -> Iterator[Request]:
-            for chunk in chunks:
-                taken.append(chunk)
+            if drafts:
+                rows.append([(draft, k) for draft in drafts for k in range(samples) if k not in draft.responses])
+                yield self._continuation(rows[-1], temperature)
+            for number, chunk in enumerate(chunks):
+                begun = [_Draft(number, question) for question in chunk]
+                drafts.extend(begun)
+                rows.append([(draft, k) for draft in begun for k in range(samples)])
                 yield self._request(chunk, samples, temperature)
 
-        partial: dict[tuple[int, int], dict[int, Response]] = {}
+        continues = bool(drafts)
         for number, completion in self.engine.serve(requests(), interrupted):
+            one = continues and number == 0  # response a prompt
+            draft, k = rows[number][completion.prompt if one else completion.prompt * samples + completion.sample]
+            draft.parts.setdefault(k, []).append(completion)
             if completion.finish_reason == "interrupted":
                 continue
-            place = number, completion.prompt
-            question = taken[number][completion.prompt]
-            responses = partial.setdefault(place, {})
-            responses[completion.sample] = self._score(question.prompt, completion)
-            if len(responses) == samples:
-                del partial[place]
-                yield Answer(number, question, tuple(responses[k] for k in range(samples)))
+            draft.responses[k] = self._score(draft.question.prompt, draft.parts.pop(k))
+            if len(draft.responses) == samples:
+                responses = tuple(draft.responses.pop(k) for k in range(samples))
+                draft.done = True
+                yield Answer(draft.chunk, draft.question, responses)
+        self.unfinished = [draft for draft in drafts if not draft.done]
+        for draft in self.unfinished:
+            draft.chunk = CONTINUED
 
     def _request(self, chunk: Sequence[Question], samples: int, temperature: float) -> Request:
-        seed, table = self.recipe.run.seed, self.recipe.rollout
-        sampling = Sampling(
+        seeds = [self._seed(question, k) for question in chunk for k in range(samples)]
+        return Request(
+            [list(question.prompt.tokens) for question in chunk], self._sampling(temperature, samples, seeds)
+        )
+
+    def _continuation(self, rows: Sequence[tuple[_Draft, int]], temperature: float) -> Request:
+        """One request with a prompt of its own for each response."""
+        seeds = [self._seed(draft.question, k) for draft, k in rows]
+        prefixes = tuple(tuple(t for part in draft.parts.get(k, ()) for t in part.tokens.tolist()) for draft, k in rows)
+        sampling = replace(self._sampling(temperature, 1, seeds), prefixes=prefixes)
+        return Request([list(draft.question.prompt.tokens) for draft, _ in rows], sampling)
+
+    def _sampling(self, temperature: float, samples: int, seeds: Sequence[int]) -> Sampling:
+        table = self.recipe.rollout
+        return Sampling(
             temperature=temperature,
             max_tokens=table.max_response_tokens,
             samples=samples,
             stop_token_ids=self.stop_token_ids,
-            seeds=tuple(response_seed(seed, question.number, k) for question in chunk for k in range(samples)),
+            seeds=tuple(seeds),
             timeout=table.response_timeout,
         )
-        return Request([list(question.prompt.tokens) for question in chunk], sampling)
 
-    def _score(self, prompt: Prompt, completion: Completion) -> Response:
-        text = self.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+    def _seed(self, question: Question, sample: int) -> int:
+        return response_seed(self.recipe.run.seed, question.number, sample)
+
+    def _score(self, prompt: Prompt, parts: Sequence[Completion]) -> Response:
+        """``parts``: a response, span by span of the policies that made it."""
+        tokens = np.concatenate([part.tokens for part in parts])
+        versions = np.concatenate([np.full(len(part.tokens), part.policy_version, np.int32) for part in parts])
+        text, finish_reason = self.tokenizer.decode(tokens, skip_special_tokens=True), parts[-1].finish_reason
         return Response(
-            tokens=np.asarray(completion.tokens, np.int32),
-            logprobs=np.asarray(completion.logprobs, np.float32),
-            reward=reward(self.verifier, prompt, text, completion.finish_reason, self.recipe.reward),
-            finish_reason=completion.finish_reason,
-            policy_version=completion.policy_version,
+            tokens=np.asarray(tokens, np.int32),
+            logprobs=np.concatenate([part.logprobs for part in parts]).astype(np.float32),
+            reward=reward(self.verifier, prompt, text, finish_reason, self.recipe.reward),
+            finish_reason=finish_reason,
+            policy_version=int(versions[0]),
+            policy_versions=None if (versions == versions[0]).all() else versions,
         )

@@ -6,7 +6,9 @@ import math
 import sys
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,64 +24,142 @@ from megarl.run_dir import RunDir
 from megarl.store import Group, RolloutStore
 
 if TYPE_CHECKING:
+    import torch
+
     from megarl.actor.frozen import Field, FrozenPolicy
     from megarl.actor.nonfinite import NonFiniteUpdate, Offender
     from megarl.actor.packing import Sample
     from megarl.actor.step import Actor
 
 
+class Batches(Protocol):
+    """Where the updates of a stage get their groups from. ``update`` is one of the stage, from 0."""
+
+    def read(self, update: int) -> list[Group] | None:
+        """What the update trains; None when somebody asked to stop while it was waited for. Collective."""
+
+    def trained(self, updates: int) -> None:
+        """So many updates of the stage are made. Collective."""
+
+    def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
+        """What metrics.jsonl says of the groups' age, ``staleness`` at least."""
+
+
+@dataclass(frozen=True)
+class SealedBatches:
+    """The frozen rollouts of a staged run."""
+
+    run: RunDir
+    stage: int
+    store: RolloutStore
+
+    def read(self, update: int) -> list[Group]:
+        return self.store.read(groups_of_update(self.run, self.stage, update))
+
+    def trained(self, updates: int) -> None: ...
+
+    def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
+        return {"staleness": update}
+
+
 def optimize(run: RunDir, stage: int) -> None:
     """Turn ``policy(stage)`` into ``policy(stage + 1)``, continuing from the newest checkpoint."""
-    recipe, schedule = run.recipe, run.recipe.schedule
     stop = StopRequest()
     if run.policy(stage + 1).exists():
         return  # a restart after a process that died between export and its end
     if not run.is_sealed(stage):
         raise UserError(f"{run.rollouts(stage)} is not sealed: run `megarl rollout {run.root} --stage {stage}` first")
-    device = parallel.initialize(recipe)
-    from megarl.actor import checkpoint, hf, packing, step  # only now does Megatron know the backend
-    from megarl.actor.nonfinite import NonFiniteUpdate
+    device = parallel.initialize(run.recipe)
+    batches = SealedBatches(run, stage, RolloutStore(run.rollouts(stage)))
+    actor = build_actor(run, stage, device)
+    make_updates(actor, run, stage, resume(actor, run, stage), batches, stop)
 
-    store = RolloutStore(run.rollouts(stage))
-    objective = build_objective(recipe.objective.name, recipe.objective.fields)
-    actor = step.Actor.build(recipe, run.policy(stage), device)
-    actor.frozen = frozen_policies(objective, run, stage)
-    done = resume(actor, run, stage)
+
+def build_actor(run: RunDir, stage: int, device: torch.device) -> Actor:
+    """The actor with the policy that begins ``stage``, and the policies that it is compared with."""
+    from megarl.actor import step  # only now does Megatron know the backend
+
+    actor = step.Actor.build(run.recipe, run.policy(stage), device)
+    actor.frozen = frozen_policies(_objective(run), run, stage)
+    return actor
+
+
+def make_updates(actor: Actor, run: RunDir, stage: int, done: int, batches: Batches, stop: StopRequest) -> None:
+    """The updates of ``stage`` after the first ``done``, checkpoints on the way, and ``policy(stage + 1)``."""
+    from megarl.actor import checkpoint
+
+    recipe, schedule = run.recipe, run.recipe.schedule
+    objective, saved = _objective(run), done
     before = stage * schedule.updates_per_stage  # updates of earlier stages
     metrics = MetricsWriter(run.metrics, before + done, recipe.run) if parallel.reports_metrics() else None
     if metrics and done:
         total = schedule.updates_per_stage
-        run.log_event("resume", phase="optimize", stage=stage, skipped=done, total=total, unit="updates")
+        run.log_event("resume", phase=_phase(run), stage=stage, skipped=done, total=total, unit="updates")
 
-    for staleness in range(done, schedule.updates_per_stage):
+    for update in range(done, schedule.updates_per_stage):
         start = time.perf_counter()
-        groups = store.read(groups_of_update(run, stage, staleness))
-        samples = to_samples(groups, recipe.objective)
-        micro_batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device)
-        place = {"stage": stage, "update": before + staleness + 1, "staleness": staleness}
-        try:
-            values = step.train_step(actor, micro_batches, objective, actor.learning_rate(before + staleness + 1))
-        except NonFiniteUpdate as error:
-            values = skip(actor, run, place, error, samples if metrics else None)
-        if metrics:
-            metrics.append(place | summary(groups) | values | throughput(samples, time.perf_counter() - start))
-        updates = staleness + 1
+        groups = batches.read(update)
+        if groups is not None:
+            ages = batches.metrics(update, groups)
+            place = {"stage": stage, "update": before + update + 1, "staleness": ages["staleness"]}
+            samples = to_samples(groups, recipe.objective)
+            values = _make_update(actor, run, samples, objective, place, metrics is not None)
+            batches.trained(update + 1)
+            if metrics:
+                metrics.append(place | ages | summary(groups) | values | throughput(samples, start))
+        updates = update + (groups is not None)
         last = updates == schedule.updates_per_stage
-        stopping = not last and stop.agreed(device)
+        stopping = groups is None or (not last and stop.agreed(actor.device))
         checkpoint.finish(actor, wait=False)
-        if updates % recipe.actor.checkpoint_every == 0 or last or stopping:
+        if updates > saved and (updates % recipe.actor.checkpoint_every == 0 or last or stopping):
             if metrics:
                 metrics.sync()
             directory, keep = run.checkpoints(stage), recipe.actor.keep_checkpoints
             checkpoint.save(actor, directory, updates, keep, wait=last or stopping)
+            saved = updates
         if stopping:
+            checkpoint.finish(actor)
             sys.exit(STOPPED)
-    start = time.perf_counter()
-    version = before + schedule.updates_per_stage
-    hf.export_hf(actor.models, run.policy(stage + 1), like=run.policy(stage), version=version)
+    export(actor, run, before + schedule.updates_per_stage, run.policy(stage + 1))
     if metrics:
-        run.log_event("export", stage=stage + 1, seconds=round(time.perf_counter() - start, 3))
         metrics.close()
+
+
+def export(actor: Actor, run: RunDir, version: int, target: Path) -> None:
+    """Write the policy behind which ``version`` updates of the run are. Collective."""
+    from megarl.actor import hf
+
+    start = time.perf_counter()
+    hf.export_hf(actor.models, target, like=run.policy(0), version=version)
+    if parallel.reports_metrics():
+        policy, seconds = str(target.relative_to(run.root)), round(time.perf_counter() - start, 3)
+        run.log_event("export", policy=policy, version=version, seconds=seconds)
+
+
+def _objective(run: RunDir) -> Objective | WithOptions:
+    return build_objective(run.recipe.objective.name, run.recipe.objective.fields)
+
+
+def _phase(run: RunDir) -> str:
+    return "live" if run.recipe.schedule.kind == "live" else "optimize"
+
+
+def _make_update(
+    actor: Actor,
+    run: RunDir,
+    samples: list[Sample],
+    objective: Objective | WithOptions,
+    place: dict[str, int],
+    log: bool,
+) -> dict[str, float]:
+    from megarl.actor import packing, step
+    from megarl.actor.nonfinite import NonFiniteUpdate
+
+    micro_batches = packing.micro_batches(samples, run.recipe.actor.tokens_per_micro_batch, actor.device)
+    try:
+        return step.train_step(actor, micro_batches, objective, actor.learning_rate(place["update"]))
+    except NonFiniteUpdate as error:
+        return skip(actor, run, place, error, samples if log else None)
 
 
 def skip(
@@ -136,6 +216,13 @@ def frozen_policies(objective: Objective | WithOptions, run: RunDir, stage: int)
     return frozen
 
 
+def saved_updates(run: RunDir, stage: int) -> int:
+    """Updates of ``stage`` that the newest checkpoint has."""
+    from megarl.actor import checkpoint
+
+    return max((update for update, _ in checkpoint.checkpoints(run.checkpoints(stage))), default=0)
+
+
 def resume(actor: Actor, run: RunDir, stage: int) -> int:
     """Updates of ``stage`` that are done. A stage that begins takes optimizer and random state from the one before."""
     from megarl.actor import checkpoint
@@ -183,6 +270,7 @@ def summary(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def throughput(samples: list[Sample], seconds: float) -> dict[str, Any]:
-    tokens = sum(map(len, samples))
+def throughput(samples: list[Sample], start: float) -> dict[str, Any]:
+    """Of an update that began at ``start``, by `time.perf_counter`."""
+    tokens, seconds = sum(map(len, samples)), time.perf_counter() - start
     return {"tokens": tokens, "seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from megarl.phases.answers import Answerer, Question
 from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import never
 from megarl.run_dir import RunDir
+from megarl.schedule import cut_chunks
 from megarl.store import Group, RolloutStore, RolloutWriter, seal
 
 STORE_SECONDS = 5.0  # between two shards: groups that became whole are lost for no longer than this
@@ -31,7 +32,8 @@ def rollout(run: RunDir, stage: int) -> None:
     answerer = Answerer.build(run.recipe, stage, run.policy(stage))
     whole = answerer.engine.repeats_chunks
     # rank 0's, for everybody: others may see a shared file system as it was a moment ago
-    chunks = peers.from_first("chunks", missing_chunks(run, stage, whole) if peers.rank == 0 else None)
+    found = RolloutStore(directory).missing(run.groups(stage)) if peers.rank == 0 else None
+    chunks = missing_chunks(run, stage, set(peers.from_first("missing", found)), whole)
     if peers.rank == 0 and (there := len(run.groups(stage)) - sum(map(len, chunks))):
         total = len(run.groups(stage))
         run.log_event("resume", phase="rollout", stage=stage, skipped=there, total=total, unit="groups")
@@ -56,26 +58,30 @@ def rollout(run: RunDir, stage: int) -> None:
     peers.barrier("sealed")
 
 
-def missing_chunks(run: RunDir, stage: int, whole: bool) -> list[list[int]]:
+def missing_chunks(run: RunDir, stage: int, missing: Collection[int], whole: bool) -> list[Sequence[int]]:
     """What is still to be generated, as the chunks that engines take.
 
     whole: the composition of a batch changes the last bits of its log-probs, so chunks of ``groups_per_chunk`` groups
     are always cut at the same places, and a resumed phase repeats all of a chunk: then it repeats it exactly. Else
     single groups, so that an engine takes as many as it has room for.
     """
-    groups, size = list(run.groups(stage)), run.recipe.rollout.groups_per_chunk
-    missing = RolloutStore(run.rollouts(stage)).missing(run.groups(stage))
+    groups, schedule = run.groups(stage), run.recipe.schedule
     if not whole:
-        return [[group] for group in missing]
-    chunks = [groups[i : i + size] for i in range(0, len(groups), size)]
-    return [chunk for chunk in chunks if not set(missing).isdisjoint(chunk)]
+        return [[group] for group in groups if group in missing]
+    interval = (schedule.sync_every or schedule.updates_per_stage) * schedule.prompts_per_update
+    parts = cut_chunks(groups, interval, run.recipe.rollout.groups_per_chunk)
+    return [part for part in parts if any(group in missing for group in part)]
 
 
 def generate(
-    answerer: Answerer, chunks: Iterator[Sequence[int]], interrupted: Callable[[], bool] = never
+    answerer: Answerer,
+    chunks: Iterator[Sequence[int]],
+    interrupted: Callable[[], bool] = never,
+    store_seconds: float = STORE_SECONDS,
 ) -> Iterator[list[Group]]:
     """The groups of ``chunks``, in portions to be stored: what became whole meanwhile, or a chunk to be repeated."""
     table, sizes = answerer.recipe.rollout, []
+    whole = answerer.engine.repeats_chunks and interrupted is never
 
     def questions() -> Iterator[list[Question]]:
         for chunk in chunks:
@@ -87,11 +93,8 @@ def generate(
     for answer in answerer.answer(questions(), table.responses_per_prompt, table.temperature, interrupted):
         question = answer.question
         portion.append(Group(question.number, np.asarray(question.prompt.tokens, np.int32), answer.responses))
-        if answerer.engine.repeats_chunks:
-            due = len(portion) == sizes[answer.chunk]  # they come one after another
-        else:
-            due = time.monotonic() - stored >= STORE_SECONDS
-        if due:
+        # those of a chunk that is to be repeated come one after another
+        if len(portion) == sizes[answer.chunk] if whole else time.monotonic() - stored >= store_seconds:
             yield portion
             portion, stored = [], time.monotonic()
     if portion:

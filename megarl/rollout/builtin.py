@@ -73,14 +73,16 @@ class BuiltinEngine:
             raise RuntimeError("the engine sleeps: call wake() before generate()")
         config = self._model.config
         check_request(request.prompts, request.sampling, config.vocab_size, config.max_position_embeddings)
-        if request.sampling.prefixes:
-            raise NotImplementedError("the built-in engine continues no responses")
-        return self._decode(_Decoder(self._model, request.sampling), request, interrupted)
+        starts, fanout = _starts(request)
+        return self._decode(_Decoder(self._model, request.sampling, fanout), starts, request, interrupted)
 
-    def _decode(self, decoder: _Decoder, request: Request, interrupted: Callable[[], bool]) -> Iterator[Completion]:
-        prompts, sampling = request.prompts, request.sampling
-        waiting = sorted(range(len(prompts)), key=lambda index: len(prompts[index]), reverse=True)
-        lengths = np.array([len(prompt) for prompt in prompts]).repeat(sampling.samples)
+    def _decode(
+        self, decoder: _Decoder, starts: list[list[int]], request: Request, interrupted: Callable[[], bool]
+    ) -> Iterator[Completion]:
+        sampling, fanout = request.sampling, decoder.fanout
+        waiting = sorted(range(len(starts)), key=lambda index: len(starts[index]), reverse=True)
+        lengths = np.array([len(prompt) for prompt in request.prompts]).repeat(sampling.samples)
+        begun = np.array([len(prefix) for prefix in sampling.prefixes] or [0] * len(lengths))
         deadlines = np.full(len(lengths), np.inf)
         tokens = np.empty((len(lengths), sampling.max_tokens), np.int32)
         logprobs = np.empty((len(lengths), sampling.max_tokens), np.float32)
@@ -90,8 +92,8 @@ class BuiltinEngine:
             return Completion(
                 prompt=row // sampling.samples,
                 sample=row % sampling.samples,
-                tokens=tokens[row, :length].copy(),
-                logprobs=logprobs[row, :length].copy(),
+                tokens=tokens[row, begun[row] : length].copy(),
+                logprobs=logprobs[row, begun[row] : length].copy(),
                 finish_reason=finish_reason,
                 routed_experts=None,
                 policy_version=self.version,
@@ -101,16 +103,15 @@ class BuiltinEngine:
             if interrupted():
                 for row in decoder.rows.tolist():
                     yield completion(row, decoder.position - int(lengths[row]), "interrupted")
-                for prompt in waiting:
-                    for k in range(sampling.samples):
-                        yield completion(prompt * sampling.samples + k, 0, "interrupted")
+                for row in (index * fanout + k for index in waiting for k in range(fanout)):
+                    yield completion(row, int(begun[row]), "interrupted")
                 return
             if not len(decoder.rows):
-                decoder.position = len(prompts[waiting[-1]])
-            while waiting and len(prompts[waiting[-1]]) == decoder.position:
-                joining = [i for i in waiting if len(prompts[i]) == decoder.position]
+                decoder.position = len(starts[waiting[-1]])
+            while waiting and len(starts[waiting[-1]]) == decoder.position:
+                joining = [i for i in waiting if len(starts[i]) == decoder.position]
                 del waiting[-len(joining) :]
-                decoder.join(joining, [prompts[i] for i in joining])
+                decoder.join(joining, [starts[i] for i in joining])
             now, rows = time.monotonic(), decoder.rows
             deadlines[rows] = np.minimum(deadlines[rows], now + sampling.timeout)
             steps = decoder.position - lengths[rows]  # tokens each row has sampled so far
@@ -124,11 +125,19 @@ class BuiltinEngine:
             decoder.advance(sampled, finished)
 
 
+def _starts(request: Request) -> tuple[list[list[int]], int]:
+    """What is prefilled, and how many rows begin with each: all responses of a prompt, or one that is continued."""
+    prompts, prefixes, samples = request.prompts, request.sampling.prefixes, request.sampling.samples
+    if not prefixes:
+        return prompts, samples
+    return [[*prompts[row // samples], *prefix] for row, prefix in enumerate(prefixes)], 1
+
+
 class _Decoder:
     """The rows that are being decoded, all at ``position``: the logits of their next token and their KV cache."""
 
-    def __init__(self, model: PreTrainedModel, sampling: Sampling) -> None:
-        self.model, self.samples, self.temperature = model, sampling.samples, sampling.temperature
+    def __init__(self, model: PreTrainedModel, sampling: Sampling, fanout: int) -> None:
+        self.model, self.fanout, self.temperature = model, fanout, sampling.temperature
         self.stop_token_ids = np.array(sampling.stop_token_ids, np.int64)
         self.rows = np.empty(0, np.int64)  # [n] prompt * samples + sample
         self.position = 0
@@ -136,17 +145,17 @@ class _Decoder:
         self.logits = torch.empty(0, model.config.vocab_size, device=model.device)  # [n, V] float32
 
     @torch.inference_mode()
-    def join(self, indices: list[int], prompts: list[list[int]]) -> None:
-        """Add the prompts with these indices, all ``position`` tokens long: prefilled once, then one row a sample."""
+    def join(self, indices: list[int], starts: list[list[int]]) -> None:
+        """Add the starts with these indices, all ``position`` tokens long: prefilled once, for ``fanout`` rows each."""
         cache = DynamicCache(config=self.model.config)
-        logits = self._forward(torch.tensor(prompts), cache).repeat_interleave(self.samples, 0)
-        cache.batch_repeat_interleave(self.samples)
+        logits = self._forward(torch.tensor(starts), cache).repeat_interleave(self.fanout, 0)
+        cache.batch_repeat_interleave(self.fanout)
         if len(self.rows):
             for mine, theirs in zip(cache.layers, self.cache.layers, strict=True):
                 for name in ("keys", "values"):
                     setattr(mine, name, torch.cat([getattr(theirs, name), getattr(mine, name)]))
         self.cache, self.logits = cache, torch.cat([self.logits, logits])
-        new = np.array(indices)[:, None] * self.samples + np.arange(self.samples)
+        new = np.array(indices)[:, None] * self.fanout + np.arange(self.fanout)
         self.rows = np.concatenate([self.rows, new.ravel()])
 
     @torch.inference_mode()
@@ -188,15 +197,19 @@ class _Uniforms:
         self._state = self._bits.state
         self._generator = np.random.Generator(self._bits)
         self._block = np.empty((len(seeds), DRAWS))
+        self._drawn = np.full(len(seeds), -1)  # which block of each response it holds
 
     def draw(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """Number ``steps[i]`` of response ``rows[i]``, [n] float64."""
-        for row, step in zip(rows[steps % DRAWS == 0], steps[steps % DRAWS == 0], strict=True):
+        blocks = steps // DRAWS
+        due = self._drawn[rows] != blocks
+        for row, block in zip(rows[due], blocks[due], strict=True):
             # One generator moved from key to key: making one for each response costs ten times as much.
             self._state["state"]["key"][0] = self.seeds[row]
-            self._state["state"]["counter"][0] = step // 4
+            self._state["state"]["counter"][0] = block * (DRAWS // 4)
             self._bits.state = self._state
             self._generator.random(out=self._block[row])
+        self._drawn[rows] = blocks
         return self._block[rows, steps % DRAWS]
 
 

@@ -87,7 +87,10 @@ class RolloutEngine(Protocol):
         """
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
-        """Take the Hugging Face export in ``policy_dir``; later completions carry ``version``."""
+        """Take the Hugging Face export in ``policy_dir``; later completions carry ``version``. Also ends a `sleep`.
+
+        In place where that gives what a fresh engine would, else by making one.
+        """
 
     def sleep(self) -> None:
         """Give back the memory of weights and caches."""

@@ -33,6 +33,27 @@ def test_summary(tmp_path):
     }
 
 
+def test_a_live_run_beside_a_staged_one_shows_who_waited(tmp_path):
+    roots = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
+    recipe = roots[1] / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace('kind = "staged"', 'kind = "live"'))
+    records = [json.loads(line) for line in (roots[1] / "metrics.jsonl").read_text().splitlines()]
+    (roots[1] / "metrics.jsonl").write_text(
+        "".join(json.dumps(r | {"idle_seconds": 0.025, "seconds": 0.1, "staleness/mean": 2.5}) + "\n" for r in records)
+    )
+    with open(roots[1] / "events.jsonl", "a") as file:
+        for idle in (1.0, 3.0):
+            file.write(json.dumps({"event": "idle", "role": "rollout", "idle_seconds": idle, "seconds": 5.0}) + "\n")
+    row = summary(read_run(roots[1], "b"))
+    assert (row["Mean staleness"], row["Trainers idle"], row["Engines idle"]) == ("2.5", "25.0%", "40.0%")
+    assert "Trainers idle" not in summary(read_run(roots[0], "a"))
+    page = write_report(roots, tmp_path / "both.html").read_text()
+    table = page[page.index('<table id="summary">') :]
+    staged, live = re.findall("<tr><th>.*?</tr>", table[: table.index("</table>")])[-2:]
+    assert staged.count("<td>") == live.count("<td>")
+    assert "<td>25.0%</td>" in live
+
+
 def test_accuracy_with_its_interval_stands_at_the_stage_boundaries(tmp_path):
     (trace,) = charts_of(make_run(tmp_path / "a"))["Held-out accuracy"].traces
     assert trace["x"] == [0, 96, 192, 288]

@@ -122,7 +122,7 @@ def test_sampled_pairs_follow_the_model(tmp_path, temperature):
 
 
 def test_a_token_of_probability_zero_is_never_sampled(moe_dir):
-    decoder = _Decoder(BuiltinEngine(moe_dir, 0)._model, sampling([[1]]))
+    decoder = _Decoder(BuiltinEngine(moe_dir, 0)._model, sampling([[1]]), 3)
     logits = torch.full((4, 39), float("-inf"))
     logits[:, 5:8] = torch.tensor([1.0, 2.0, 3.0])
     decoder.logits = logits

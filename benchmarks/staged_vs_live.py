@@ -1,0 +1,88 @@
+"""What switching between generation and optimisation costs, and how long trainers wait: staged and live schedules.
+
+The quickstart's task, model and budget of updates and samples, one engine and one trainer, evaluations off:
+
+- staged, S updates a stage, against live lockstep with new weights every 4 updates. Both alternate between generation
+  and optimisation; what is neither is start, export, load and switch;
+- live with max_lag = 4, 16 and 64: the share of the trainer's time in which it waits for rollouts (mu-GRPO, Table 2).
+
+    python benchmarks/staged_vs_live.py [--updates 128] [--stages 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, write_table
+
+SYNC_EVERY = 4
+
+
+def train(run: Path, **schedule: Any) -> float:
+    """`megarl train` of the quickstart with another schedule; returns wall seconds."""
+    settings = {f"schedule.{name}": value for name, value in schedule.items()}
+    settings |= {"eval.every": 0, "run.tensorboard": False, "rollout.groups_per_chunk": 64}
+    command = [sys.executable, "-W", "ignore", "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
+    command += ["--run-dir", str(run)]
+    command += [part for name, value in settings.items() for part in ("--set", f"{name}={json.dumps(value)}")]
+    start = time.perf_counter()
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def account(name: str, run: Path, wall: float) -> dict[str, Any]:
+    """Where the wall time of a run went, in seconds."""
+    updates, events = read(run / "metrics.jsonl"), read(run / "events.jsonl")
+    idle = {event["role"]: event for event in events if event["event"] == "idle"}
+    exports = [e["seconds"] for e in events if e["event"] == "export" and "/policies/" in e["policy"]]
+    waited = sum(update.get("idle_seconds", 0.0) for update in updates)
+    optimise = sum(update["seconds"] for update in updates) - waited - sum(exports)
+    generate = sum(e["generate_seconds"] for e in events if e["event"] == "idle" and e["role"] == "rollout")
+    if not idle:  # the last report of each stage's engine counts from its first prompt
+        last = {e["stage"]: e for e in events if e["event"] == "rollout_progress"}
+        generate = sum(e["tokens"] / e["tokens_per_second"] for e in last.values())
+    row = {"schedule": name, "updates": len(updates), "wall_s": wall, "generate_s": generate, "optimise_s": optimise}
+    ages = [update["staleness"] for update in updates]
+    row |= {"largest_lag": max(ages), "mean_lag": sum(ages) / len(ages)}
+    return row | {"trainer_idle": waited / sum(update["seconds"] for update in updates)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=128, help="updates a stage")
+    parser.add_argument("--stages", type=int, default=2)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    budget = {"stages": options.stages, "updates_per_stage": options.updates}
+    live = {"kind": "live", "sync_every": SYNC_EVERY}
+    schedules: dict[str, dict[str, Any]] = {
+        f"staged, S = {options.updates}": {"kind": "staged"},
+        f"live lockstep, S = {SYNC_EVERY}": live | {"lockstep": True},
+    }
+    schedules |= {f"live, max_lag = {lag}": live | {"max_lag": lag} for lag in (4, 16, 64)}
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, (name, schedule) in enumerate(schedules.items()):
+            run = Path(scratch) / str(number)
+            row = account(name, run, train(run, **budget, **schedule))
+            if number < 2:  # side by side, generation and optimisation overlap: the rest is no sum
+                row["neither_s"] = row["wall_s"] - row["generate_s"] - row["optimise_s"]
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    write_table("staged_vs_live", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The live phase: trainers and rollout service at the same time, over one store; new weights every few updates."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.actor import parallel
+from megarl.config import Recipe
+from megarl.distributed import Role
+from megarl.errors import UserError
+from megarl.files import make_directory
+from megarl.phases.board import Board
+from megarl.phases.optimize import build_actor, groups_of_update, make_updates, resume, saved_updates
+from megarl.phases.publish import Publisher
+from megarl.phases.service import serve
+from megarl.phases.stop import StopRequest
+from megarl.run_dir import RunDir
+from megarl.store import Group, RolloutStore
+
+if TYPE_CHECKING:
+    from megarl.actor.step import Actor
+
+POLL_SECONDS = 0.02
+
+
+def live(run: RunDir, stage: int) -> None:
+    """Generate the rollouts of ``stage`` and make its updates, each role in its own processes."""
+    role, workers = find_role(run.recipe, stage)
+    if role.name == "trainer":
+        train(run, stage, role, workers)
+    else:
+        serve(run, stage, role)
+
+
+def find_role(recipe: Recipe, stage: int) -> tuple[Role, int]:
+    """This process's role, and how many rollout workers there are. On each node the first processes are trainers."""
+    local, node, nodes = (int(os.environ[name]) for name in ("LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"))
+    trainers, workers = recipe.actor.processes_per_node, recipe.rollout_of(stage).workers
+    if local < trainers:
+        return Role("trainer", node * trainers + local, nodes * trainers), nodes * workers
+    return Role("worker", node * workers + local - trainers, nodes * workers), nodes * workers
+
+
+def train(run: RunDir, stage: int, role: Role, workers: int) -> None:
+    """What the trainers do: the updates of the stage, each as soon as its groups are stored."""
+    stop = StopRequest()
+    device, store = parallel.join(run.recipe, role)
+    board = Board(store, workers)
+    publisher = Publisher(run, stage, board)
+    if run.policy(stage + 1).exists():  # an earlier attempt trained it all, but died before its end
+        publisher.continue_after(run.recipe.schedule.updates_per_stage)
+    else:
+        publisher.continue_after(saved_updates(run, stage))
+        actor = build_actor(run, stage, device)
+        done = resume(actor, run, stage)
+        publisher.trained(actor, done)
+        batches = LiveBatches(actor, publisher, stop)
+        make_updates(actor, run, stage, done, batches, stop)
+        batches.log_idle()
+    publisher.end_stage()
+
+
+class LiveBatches:
+    """The groups of a stage as engines store them, no token older than the schedule allows."""
+
+    def __init__(self, actor: Actor, publisher: Publisher, stop: StopRequest) -> None:
+        self.actor, self.publisher, self.stop = actor, publisher, stop
+        self.run, self.stage, self.board = publisher.run, publisher.stage, publisher.board
+        make_directory(self.run.rollouts(self.stage))
+        self.store = RolloutStore(self.run.rollouts(self.stage), one_policy=False)
+        self.idle_seconds = self.last_idle = 0.0
+        self.start = time.perf_counter()
+
+    def read(self, update: int) -> list[Group] | None:
+        """The groups of an update once they are stored, or None when asked to stop."""
+        start = time.perf_counter()
+        wanted = groups_of_update(self.run, self.stage, update)
+        while not (ready := self._ready(wanted)):
+            if ready is None:
+                return None
+            time.sleep(POLL_SECONDS)
+        groups = self.store.read(wanted)
+        self._check_lags(self.publisher.before + update, groups)
+        self.last_idle = time.perf_counter() - start
+        self.idle_seconds += self.last_idle
+        return groups
+
+    def _ready(self, wanted: range) -> bool | None:
+        """Whether all ranks see the groups and it is the trainers' turn; None: stop. Collective."""
+        self.store.refresh()
+        missing = bool(self.store.missing(wanted))
+        if self.run.recipe.schedule.colocate and dist.get_rank() == 0 and not self._our_turn(missing):
+            missing = True
+        flags = torch.tensor([float(self.stop.asked), float(missing)], device=self.actor.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        asked, waits = flags.tolist()
+        return None if asked else not waits
+
+    def _our_turn(self, missing: bool) -> bool:
+        """Of trainers that share devices with engines; they give it away when something is missing."""
+        if not self.board.all_rest():
+            return False
+        if missing:
+            self.board.next_round()
+        return not missing
+
+    def _check_lags(self, batch: int, groups: list[Group]) -> None:
+        largest = self.run.recipe.schedule.lag_rule.max_lag
+        for group in groups:
+            for response in group.responses:
+                oldest, newest = int(response.versions.min()), int(response.versions.max())
+                if batch - oldest > largest or newest > batch:
+                    raise UserError(
+                        f"group {group.group_id} has tokens of policy versions {oldest} to {newest}, but update "
+                        f"{batch + 1} may train versions {max(0, batch - largest)} to {batch} (max_lag = {largest}): "
+                        f"another schedule wrote {self.store.directory}"
+                    )
+
+    def trained(self, updates: int) -> None:
+        self.publisher.trained(self.actor, updates)
+
+    def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
+        """Lags of the response tokens, in updates, and how often each occurs."""
+        versions = np.concatenate([response.versions for group in groups for response in group.responses])
+        lags, tokens = np.unique(self.publisher.before + update - versions, return_counts=True)
+        return {
+            "staleness": int(lags.max()),
+            "staleness/min": int(lags.min()),
+            "staleness/mean": float(np.average(lags, weights=tokens)),
+            "staleness/max": int(lags.max()),
+            "staleness/tokens": {str(lag): int(count) for lag, count in zip(lags, tokens, strict=True)},
+            "idle_seconds": round(self.last_idle, 4),
+        }
+
+    def log_idle(self) -> None:
+        """The share of the trainers' time in which they waited for and read rollouts: Table 2 of mu-GRPO."""
+        if parallel.reports_metrics():
+            seconds = time.perf_counter() - self.start
+            ratio = round(self.idle_seconds / seconds, 4)
+            idle = round(self.idle_seconds, 3)
+            place = {"role": "trainer", "stage": self.stage}
+            self.run.log_event("idle", **place, idle_seconds=idle, seconds=round(seconds, 3), ratio=ratio)

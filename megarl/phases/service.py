@@ -1,0 +1,201 @@
+"""The rollout service of a live stage: engines that answer while the trainers train, each by the right policy."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from megarl.config import Recipe
+from megarl.distributed import Peers, Role
+from megarl.errors import STOPPED, UserError
+from megarl.files import make_directory
+from megarl.phases.answers import Answerer
+from megarl.phases.board import Board
+from megarl.phases.rollout import generate, missing_chunks
+from megarl.phases.stop import StopRequest
+from megarl.rollout.engine import never
+from megarl.run_dir import RunDir
+from megarl.store import RolloutStore, RolloutWriter, seal
+
+POLL_SECONDS = 0.02
+STORE_SECONDS = 0.2  # between two shards of an engine that stores groups as they come: trainers may wait for them
+APPEAR_SECONDS = 60.0  # on some shared file systems what another node wrote shows up late
+
+
+def serve(run: RunDir, stage: int, role: Role) -> None:
+    """What a rollout worker does: chunk after chunk, and the seal."""
+    stop = StopRequest()
+    peers = Peers.join(role)
+    board = Board(peers.store, peers.world)
+    if not run.is_sealed(stage):
+        make_directory(run.rollouts(stage))
+        found = RolloutStore(run.rollouts(stage), one_policy=False).missing(run.groups(stage))
+        if missing := peers.from_first("missing", found if peers.rank == 0 else None):
+            leave_trainers_devices(run.recipe, stage)
+            Worker(run, stage, peers, board, stop).work(missing)
+        if stop.asked:
+            sys.exit(STOPPED)
+        peers.barrier("generated")
+        if peers.rank == 0:
+            seal(run.rollouts(stage), run.groups(stage), one_policy=False)
+    board.leave(peers.rank)
+
+
+def leave_trainers_devices(recipe: Recipe, stage: int) -> None:
+    """From here on this process sees the GPUs of the rollout workers alone, as in a rollout phase."""
+    trainers, table = recipe.actor.processes_per_node, recipe.rollout_of(stage)
+    os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) - trainers)
+    if recipe.actor.backend == "cuda" and not recipe.schedule.colocate:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        count = trainers + table.workers * table.tensor_parallel
+        devices = visible.split(",") if visible else [str(number) for number in range(count)]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[trainers:count])
+
+
+class Worker:
+    """One engine replica: loads the version that the next chunk needs, and generates what that version may."""
+
+    def __init__(self, run: RunDir, stage: int, peers: Peers, board: Board, stop: StopRequest) -> None:
+        self.run, self.stage, self.peers, self.board, self.stop = run, stage, peers, board, stop
+        self.schedule = run.recipe.schedule
+        self.rule = self.schedule.lag_rule
+        self.seconds = dict.fromkeys(("idle", "load", "generate"), 0.0)
+        self.start = time.perf_counter()
+        self.fresh = not any(run.checkpoints(stage).glob("update_*"))
+        self.answerer: Answerer | None = None
+        self.loaded = -1
+        self.todo: list[Sequence[int]] = []
+        self.next: Sequence[int] | None = None  # taken, but not begun
+
+    def work(self, missing: list[int]) -> None:
+        """Generate the ``missing`` groups; ends early when asked to stop."""
+        if (version := self._wait(lambda: self._version(missing[:1]))) is None:
+            return
+        answerer = self._load(version)
+        self.todo = self._chunks(missing, answerer.engine.repeats_chunks)
+        directory, rank = self.run.rollouts(self.stage), self.peers.rank
+        with RolloutWriter(directory, weights_hash=None, logprob_mode="processed", writer=rank) as writer:
+            self._take()
+            while (self.next or answerer.unfinished) and (version := self._wait(self._next_version)) is not None:
+                self._load(version)
+                start = time.perf_counter()
+                for groups in generate(answerer, self._chunks_now(), self._interrupted(), STORE_SECONDS):
+                    writer.append(groups, answerer.weights_hash)
+                self.seconds["generate"] += time.perf_counter() - start
+        answerer.engine.close()
+        if not self.stop.asked:
+            self._log_idle()
+
+    def _chunks(self, missing: list[int], whole: bool) -> list[Sequence[int]]:
+        present = set(self.run.groups(self.stage)).difference(missing)
+        if self.peers.rank == 0 and present:
+            total = len(self.run.groups(self.stage))
+            self.run.log_event(
+                "resume", phase="live", stage=self.stage, skipped=len(present), total=total, unit="groups"
+            )
+        chunks = missing_chunks(self.run, self.stage, set(missing), whole)
+        # groups with continued responses are stored one by one, so of their chunk some may be there
+        return [[group for group in chunk if group not in present] for chunk in chunks]
+
+    def _take(self) -> None:
+        """The next chunk is this engine's."""
+        number = self.board.take()
+        self.next = self.todo[number] if number < len(self.todo) else None
+
+    def _version(self, chunk: Sequence[int]) -> int | None:
+        """The version to generate a chunk with, None while it is not there. The last batch of a chunk decides."""
+        newest = self._newest()
+        return None if newest is None else self.rule.version(chunk[-1] // self.schedule.prompts_per_update, newest)
+
+    def _newest(self) -> int | None:
+        newest = self.board.newest()
+        if newest is None and self.fresh:  # the trainers may still be starting, but this is what they start from
+            return self.stage * self.schedule.updates_per_stage
+        return newest
+
+    def _next_version(self) -> int | None:
+        assert self.answerer is not None
+        if self.answerer.unfinished:
+            return self._newest()
+        assert self.next is not None
+        return self._version(self.next)
+
+    def _chunks_now(self) -> Iterator[Sequence[int]]:
+        """Chunks, as long as the loaded version is the one for them."""
+        while self.next and not self.stop.asked and self._version(self.next) == self.loaded:
+            chunk = self.next
+            self._take()
+            yield chunk
+
+    def _interrupted(self) -> Callable[[], bool]:
+        """What ends a generation that is under way."""
+        assert self.answerer is not None
+        if self.schedule.partial:
+            return lambda: self.stop.asked or self._newest() != self.loaded
+        if self.answerer.engine.repeats_chunks:
+            return never  # the chunk that is begun is finished
+        return lambda: self.stop.asked
+
+    def _wait(self, version: Callable[[], int | None]) -> int | None:
+        """Idle until there is a version; None: asked to stop."""
+        start = time.perf_counter()
+        while (found := version()) is None and not self.stop.asked:
+            if self.schedule.colocate and self._newest() is not None:
+                self._rest()
+            else:
+                time.sleep(POLL_SECONDS)
+        self.seconds["idle"] += time.perf_counter() - start
+        return None if self.stop.asked else found
+
+    def _rest(self) -> None:
+        """Leave the devices to the trainers until they have nothing to train."""
+        number = self.board.round()
+        if self.answerer is not None:
+            self.answerer.engine.sleep()
+        self.board.rest(self.peers.rank, number)
+        while self.board.round() == number and not self.stop.asked:
+            time.sleep(POLL_SECONDS)
+
+    def _load(self, version: int) -> Answerer:
+        """The engine, awake, with the weights of ``version``."""
+        start, path = time.perf_counter(), self.run.version(version)
+        if self.answerer is not None and version == self.loaded:
+            self.answerer.engine.wake()
+            return self.answerer
+        self.board.announce(self.peers.rank, version)
+        _wait_for(path)
+        if self.answerer is None:
+            self.answerer = Answerer.build(self.run.recipe, self.stage, path)
+        else:
+            self.answerer.load(path)
+        self.loaded = version
+        self.seconds["load"] += time.perf_counter() - start
+        return self.answerer
+
+    def _log_idle(self) -> None:
+        """The share of the engines' time in which they waited for a version, and what they did in the rest."""
+        seconds = time.perf_counter() - self.start
+        everyone = self.peers.gather("idle", self.seconds | {"all": seconds})
+        if self.peers.rank == 0:
+            total = {name: round(sum(one[name] for one in everyone), 3) for name in everyone[0]}
+            self.run.log_event(
+                "idle",
+                role="rollout",
+                stage=self.stage,
+                idle_seconds=total["idle"],
+                load_seconds=total["load"],
+                generate_seconds=total["generate"],
+                seconds=total["all"],
+                ratio=round(total["idle"] / total["all"], 4),
+            )
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + APPEAR_SECONDS
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise UserError(f"{path} was published, but is not there: all nodes must share the run directory")
+        time.sleep(POLL_SECONDS)

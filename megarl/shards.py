@@ -1,0 +1,163 @@
+"""Groups of scored responses, and the Arrow IPC file that holds some of them: one row a response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from megarl.errors import UserError
+
+LOGPROB_TOLERANCE = 1e-4  # nats: float32 log-softmax of a near-certain token may come out a little above 0
+FINISH_REASONS = ("stop", "length", "timeout")
+
+SCHEMA = pa.schema(
+    [
+        ("group_id", pa.int64()),
+        ("sample", pa.int32()),
+        ("prompt_tokens", pa.list_(pa.int32())),
+        ("response_tokens", pa.list_(pa.int32())),
+        ("rollout_logprobs", pa.list_(pa.float32())),
+        ("reward", pa.float64()),
+        ("finish_reason", pa.string()),
+        ("policy_version", pa.int64()),
+        ("logprob_mode", pa.dictionary(pa.int8(), pa.string())),
+        ("weights_hash", pa.dictionary(pa.int8(), pa.string())),
+    ]
+)
+# a column that a shard has only where a response was continued under another policy; null: policy_version throughout
+VERSIONS = pa.field("policy_versions", pa.list_(pa.int32()))
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response. ``logprobs`` are the engine's, of the distribution that was sampled, in nats."""
+
+    tokens: np.ndarray  # [n] int32, stop token included
+    logprobs: np.ndarray  # [n] float32
+    reward: float
+    finish_reason: str  # of `FINISH_REASONS`
+    policy_version: int  # of the first token
+    policy_versions: np.ndarray | None = None  # [n] int32, of each token, where they are not all the first's
+
+    @property
+    def versions(self) -> np.ndarray:
+        """[n] int32, the policy version that sampled each token."""
+        if self.policy_versions is not None:
+            return self.policy_versions
+        return np.full(len(self.tokens), self.policy_version, np.int32)
+
+
+@dataclass(frozen=True)
+class Group:
+    """All responses of one prompt; a response's sample number is its place in ``responses``."""
+
+    group_id: int
+    prompt_tokens: np.ndarray  # [p] int32
+    responses: tuple[Response, ...]
+
+
+class Shard:
+    """One mapped shard; list columns as flat values and offsets, so that a group is a few slices."""
+
+    def __init__(self, path: Path) -> None:
+        with pa.memory_map(str(path)) as source:
+            batch = pa.ipc.open_file(source).get_batch(0)
+        self.prompts, self.tokens, self.logprobs = (
+            (batch[name].offsets.to_numpy(), batch[name].values.to_numpy())
+            for name in ("prompt_tokens", "response_tokens", "rollout_logprobs")
+        )
+        self.rewards = batch["reward"].to_numpy()
+        self.versions = batch["policy_version"].to_numpy()
+        self.finish_reasons = batch["finish_reason"].to_pylist()
+        self.token_versions = batch[VERSIONS.name] if VERSIONS.name in batch.schema.names else None
+        ids, first, count = np.unique(batch["group_id"].to_numpy(), return_index=True, return_counts=True)
+        self.rows = {int(i): range(int(f), int(f + n)) for i, f, n in zip(ids, first, count, strict=True)}
+
+    def group(self, group_id: int) -> Group:
+        rows = self.rows[group_id]
+        prompt = _slice(self.prompts, rows.start)
+        return Group(group_id, prompt, tuple(self._response(row) for row in rows))
+
+    def _response(self, row: int) -> Response:
+        tokens, logprobs = _slice(self.tokens, row), _slice(self.logprobs, row)
+        versions = None
+        if self.token_versions is not None and self.token_versions[row].is_valid:
+            versions = self.token_versions[row].values.to_numpy()
+        reward, version = float(self.rewards[row]), int(self.versions[row])
+        return Response(tokens, logprobs, reward, self.finish_reasons[row], version, versions)
+
+
+def validate(groups: Sequence[Group]) -> None:
+    for group in groups:
+        where = f"group {group.group_id}"
+        _check_tokens(group.prompt_tokens, f"{where}, prompt_tokens")
+        if not group.responses:
+            raise UserError(f"{where} has no responses")
+        for index, response in enumerate(group.responses):
+            here = f"{where}, response {index}"
+            _check_tokens(response.tokens, f"{here}, tokens")
+            logprobs = response.logprobs
+            if logprobs.dtype != np.float32 or logprobs.shape != response.tokens.shape:
+                raise UserError(
+                    f"{here}: logprobs must be float32 [{len(response.tokens)}] like its tokens, "
+                    f"got {logprobs.dtype} {list(logprobs.shape)}"
+                )
+            if not logprobs.max() <= LOGPROB_TOLERANCE or not np.isfinite(logprobs.min()):  # a NaN fails the first
+                raise UserError(f"{here}: log-probs must be finite and <= 0, got {logprobs.min()} to {logprobs.max()}")
+            versions, first = response.policy_versions, response.policy_version
+            if versions is not None and not (
+                versions.dtype == np.int32 and versions.shape == logprobs.shape and versions[0] == first
+            ):
+                raise UserError(f"{here}: policy_versions must be int32 [{len(logprobs)}] and begin with {first}")
+            if not np.isfinite(response.reward):
+                raise UserError(f"{here}: the reward is {response.reward}, it must be finite")
+            if response.finish_reason not in FINISH_REASONS:
+                raise UserError(f"{here}: finish_reason is {response.finish_reason!r}, not one of {FINISH_REASONS}")
+
+
+def _check_tokens(tokens: np.ndarray, where: str) -> None:
+    if tokens.dtype != np.int32 or tokens.ndim != 1 or tokens.size == 0:
+        raise UserError(f"{where}: at least one token as int32 [n] is needed, got {tokens.dtype} {list(tokens.shape)}")
+    if tokens.min() < 0:
+        raise UserError(f"{where}: token {tokens.min()} is negative")
+
+
+def encode(groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> pa.Buffer:
+    """One Arrow IPC file, uncompressed so that it can be mapped."""
+    rows = [(group, sample, response) for group in groups for sample, response in enumerate(group.responses)]
+    same = pa.array(np.zeros(len(rows), np.int8))
+    columns = {
+        "group_id": pa.array([group.group_id for group, _, _ in rows], pa.int64()),
+        "sample": pa.array([sample for _, sample, _ in rows], pa.int32()),
+        "prompt_tokens": _list_array([group.prompt_tokens for group, _, _ in rows]),
+        "response_tokens": _list_array([response.tokens for _, _, response in rows]),
+        "rollout_logprobs": _list_array([response.logprobs for _, _, response in rows]),
+        "reward": pa.array([float(response.reward) for _, _, response in rows], pa.float64()),
+        "finish_reason": pa.array([response.finish_reason for _, _, response in rows], pa.string()),
+        "policy_version": pa.array([response.policy_version for _, _, response in rows], pa.int64()),
+        "logprob_mode": pa.DictionaryArray.from_arrays(same, [logprob_mode]),
+        "weights_hash": pa.DictionaryArray.from_arrays(same, [weights_hash]),
+    }
+    schema, versions = SCHEMA, [response.policy_versions for _, _, response in rows]
+    if any(per_token is not None for per_token in versions):
+        schema = SCHEMA.append(VERSIONS)
+        columns[VERSIONS.name] = pa.array(versions, VERSIONS.type)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as file:
+        file.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
+    return sink.getvalue()
+
+
+def _list_array(arrays: list[np.ndarray]) -> pa.ListArray:
+    offsets = np.zeros(len(arrays) + 1, np.int32)
+    np.cumsum([len(array) for array in arrays], out=offsets[1:])
+    return pa.ListArray.from_arrays(offsets, np.concatenate(arrays))
+
+
+def _slice(column: tuple[np.ndarray, np.ndarray], row: int) -> np.ndarray:
+    offsets, values = column
+    return values[offsets[row] : offsets[row + 1]]

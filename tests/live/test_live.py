@@ -1,0 +1,117 @@
+"""Live stages end to end: who is trained on what, how stale, and that it is the staged run where it should be."""
+
+import shutil
+
+import pytest
+
+from megarl.config import override_recipe
+from megarl.run_dir import RunDir
+from megarl.store import RolloutStore
+from tests.live.conftest import events, histogram, metrics
+from tests.store.sample_rollouts import as_bytes
+
+TIMES = {"seconds", "tokens_per_second", "idle_seconds"}
+
+
+def groups(run, stage=0):
+    store = RolloutStore(run.rollouts(stage), one_policy=False)
+    return store.read(list(run.groups(stage)))
+
+
+def weights(policy):
+    return (policy / "model.safetensors").read_bytes()
+
+
+def test_lockstep_of_one_update_is_the_on_policy_staged_run(phases, new_run):
+    staged = new_run("staged", stages=3, updates_per_stage=1)
+    for stage in range(3):
+        phases(staged, "rollout", stage)
+        phases(staged, "optimize", stage)
+    live = new_run("live", kind="live", stages=1, updates_per_stage=3, sync_every=1, lockstep=True)
+    phases(live, "live")
+    assert weights(live.final) == weights(staged.final)
+    one = [as_bytes(group) for stage in range(3) for group in groups(staged, stage)]
+    assert [as_bytes(group) for group in groups(live)] == one
+
+    def comparable(run):
+        dropped = TIMES | {"stage", "staleness/min", "staleness/mean", "staleness/max", "staleness/tokens"}
+        return [{k: v for k, v in update.items() if k not in dropped} for update in metrics(run)]
+
+    assert comparable(live) == comparable(staged)
+    assert live.versions() == []  # nobody needs them any more
+
+
+@pytest.mark.parametrize("sync_every", [1, 4])
+def test_delay_is_exactly_the_buffer(phases, new_run, sync_every):
+    u = sync_every
+    run = new_run(
+        "run", kind="live", stages=2, updates_per_stage=4 * u, sync_every=u, delay=2, prompts_per_update=2,
+        actor__checkpoint_every=40,
+    )  # fmt: skip
+    phases(run, "live", 0)
+    assert run.versions() == [v for v in (2 * u, 3 * u) if v % (4 * u)]  # the next stage's first batches need these
+    phases(run, "live", 1)
+    assert run.versions() == []
+    updates = metrics(run)
+    assert [update["staleness"] for update in updates[: 2 * u]] == list(range(2 * u))
+    assert sorted(histogram(updates[2 * u :])) == list(range(2 * u, 3 * u))
+    lags = [update["staleness"] for update in updates[2 * u :]]
+    assert lags == [2 * u + i % u for i in range(6 * u)]
+    assert all(update["staleness/min"] == update["staleness/max"] for update in updates)
+
+
+@pytest.mark.parametrize("max_lag", [4, 16, 64])
+def test_no_sample_is_older_than_allowed(phases, new_run, max_lag):
+    run = new_run(
+        "run", kind="live", stages=1, updates_per_stage=80, sync_every=4, max_lag=max_lag, prompts_per_update=2,
+        rollout__groups_per_chunk=4, actor__checkpoint_every=40,
+    )  # fmt: skip
+    phases(run, "live")
+    lags = histogram(metrics(run))
+    assert max(lags) <= max_lag
+    assert min(lags) >= 0
+    for number, group in enumerate(groups(run)):
+        assert all(0 <= number // 2 - response.policy_version <= max_lag for response in group.responses)
+    published = [event["version"] for event in events(run, "export")]
+    assert published == [*range(4, 80, 4), 80]
+    idle = {event["role"]: event["ratio"] for event in events(run, "idle")}
+    assert 0 <= idle["trainer"] < 1
+    assert 0 <= idle["rollout"] < 1
+
+
+def test_the_trainer_refuses_what_is_too_old(phases, new_run):
+    """The engines' gate is opened wide, the trainers' stays: nothing too old is trained without a word."""
+    run = new_run("run", kind="live", stages=1, updates_per_stage=12, sync_every=2, max_lag=11, prompts_per_update=2)
+    phases(run, "live")
+    assert max(histogram(metrics(run))) > 1
+    strict = RunDir.create(run.root.with_name("strict"), override_recipe(run.recipe, ["schedule.max_lag=1"]))
+    shutil.copytree(run.root / "stages", strict.root / "stages", ignore=shutil.ignore_patterns("checkpoints"))
+    phases.start(strict, "live")
+    assert phases.wait()[0] != 0
+    log = (strict.root / "process_0.log").read_text()
+    assert "UserError" in log
+    assert "max_lag = 1" in log
+    trained = metrics(strict) if strict.metrics.exists() else []
+    assert all(update["staleness"] <= 1 for update in trained)
+
+
+def test_colocated_roles_take_turns(phases, new_run):
+    settings = {"kind": "live", "stages": 1, "updates_per_stage": 6, "sync_every": 2, "lockstep": True}
+    apart, together = new_run("apart", **settings), new_run("together", colocate=True, **settings)
+    phases(apart, "live")
+    phases(together, "live")
+    assert weights(together.final) == weights(apart.final)
+    assert [as_bytes(g) for g in groups(together)] == [as_bytes(g) for g in groups(apart)]
+    # no update while an engine is awake: the trainers waited out each interval's generation
+    waited = [update["idle_seconds"] for update in metrics(together)]
+    assert min(waited[::2]) > max(waited[1::2])
+
+
+def test_two_engines_and_two_trainers(phases, new_run):
+    run = new_run(
+        "run", kind="live", stages=1, updates_per_stage=8, sync_every=2, delay=1, actor__processes_per_node=2,
+        rollout__workers=2, rollout__groups_per_chunk=2,
+    )  # fmt: skip
+    phases(run, "live")
+    assert [g.group_id for g in groups(run)] == list(run.groups(0))
+    assert [update["staleness"] for update in metrics(run)] == [0, 1, 2, 3, 2, 3, 2, 3]

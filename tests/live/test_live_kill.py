@@ -1,0 +1,132 @@
+"""SIGKILL to trainers and engines of a live stage: nothing stored is lost, nothing is trained twice."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from megarl.errors import STOPPED
+from megarl.ledger import LEDGER, parse
+from tests.live.conftest import histogram, metrics
+from tests.live.test_live import groups, weights
+from tests.phases.conftest import ROOT
+from tests.store.sample_rollouts import as_bytes
+
+SETTINGS = {"kind": "live", "stages": 1, "updates_per_stage": 36, "sync_every": 2, "prompts_per_update": 2}
+LOCKSTEP = SETTINGS | {"delay": 1, "rollout__groups_per_chunk": 2}
+FREE = SETTINGS | {"max_lag": 8, "partial": True, "rollout__groups_per_chunk": 4}
+
+
+def lines(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def moments(run, rng):
+    """What to wait for before the next kill; each holds at the latest when the run has gone on a little."""
+    stage = run.root / "stages/000"
+    shards, updates, more = len(list(stage.glob("rollouts/*.arrow"))), lines(run.metrics), rng.randrange(3)
+    return {
+        "start": lambda: True,
+        "shard": lambda: len(list(stage.glob("rollouts/*.arrow"))) > shards,
+        "shard under way": lambda: any(stage.glob("rollouts/.*.tmp")) or lines(run.metrics) > updates + 2,
+        "update": lambda: lines(run.metrics) > updates + more,
+        "publishing": lambda: any(stage.glob("policies/.*.tmp")) or lines(run.metrics) > updates + 2,
+        "checkpoint": lambda: any(stage.glob("checkpoints/.*.tmp")) or lines(run.metrics) > updates + 2,
+    }
+
+
+def kill_at(phases, run, role, moment, rng):
+    """Start the stage and kill one process of a role at a moment; False when it ended first."""
+    condition = moments(run, rng)[moment]
+    pids = phases.start(run, "live")
+    ending = [psutil.Process(pid) for pid in pids]
+    while not condition():
+        if any(process.status() == psutil.STATUS_ZOMBIE or not process.is_running() for process in ending):
+            break
+        time.sleep(0.001)
+    time.sleep(rng.uniform(0, 0.5 if moment == "start" else 0.02))
+    with contextlib.suppress(ProcessLookupError):  # the engines' work may be done before the trainers'
+        os.kill(pids[role], signal.SIGKILL)
+    return any(phases.wait())
+
+
+def disturb(phases, run, kills, seed):
+    rng, names = random.Random(seed), list(moments(run, random.Random(0)))
+    for number in range(kills):  # of trainer and engine in turn
+        role, moment = number % 2, names[number // 2 % len(names)]
+        assert kill_at(phases, run, role, moment, rng), f"the stage ended before kill {number + 1}, {moment}"
+    phases(run, "live")
+
+
+def check_exactly_once(run):
+    ledger, _ = parse(run.rollouts(0) / LEDGER)
+    assert sorted(group for entry in ledger for group in entry.groups) == list(run.groups(0))
+    assert run.is_sealed(0)
+    assert [update["update"] for update in metrics(run)] == list(range(1, 37))
+    assert list(run.root.rglob(".*.tmp")) == []
+    assert run.versions() == []
+
+
+def test_twenty_kills_in_lockstep_leave_no_trace(phases, new_run):
+    undisturbed, killed = (new_run(name, actor__checkpoint_every=2, **LOCKSTEP) for name in ("undisturbed", "killed"))
+    phases(undisturbed, "live")
+    disturb(phases, killed, kills=20, seed=0)
+    check_exactly_once(killed)
+    assert weights(killed.final) == weights(undisturbed.final)
+    assert [as_bytes(g) for g in groups(killed)] == [as_bytes(g) for g in groups(undisturbed)]
+    shards = sorted(path.name for path in undisturbed.rollouts(0).iterdir())
+    for name in shards:
+        assert (killed.rollouts(0) / name).read_bytes() == (undisturbed.rollouts(0) / name).read_bytes(), name
+
+
+def test_kills_of_a_free_running_stage_with_partial_responses(phases, new_run):
+    run = new_run("run", actor__checkpoint_every=4, **FREE)
+    disturb(phases, run, kills=8, seed=1)
+    check_exactly_once(run)
+    assert max(histogram(metrics(run))) <= 8
+    for number, group in enumerate(groups(run)):
+        assert all(0 <= number // 2 - response.versions[0] <= 8 for response in group.responses)
+
+
+@pytest.mark.parametrize("role", ["trainer", "engine"])
+def test_the_launcher_restarts_a_live_stage(recipe, tmp_path, role):
+    run = tmp_path / "run"
+    settings = ["schedule.kind=live", "schedule.stages=1", "schedule.sync_every=2", "schedule.lockstep=true"]
+    settings += ["run.max_restarts=1", "eval.every=0"]
+    command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--run-dir", str(run)]
+    command += [part for setting in settings for part in ("--set", setting)]
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while lines(run / "metrics.jsonl") < 1:
+        assert parent.poll() is None, parent.stderr.read()
+        time.sleep(0.005)
+    processes = {p.environ().get("LOCAL_RANK"): p for p in psutil.Process(parent.pid).children()}
+    processes[{"trainer": "0", "engine": "1"}[role]].send_signal(signal.SIGKILL)
+    _, errors = parent.communicate(timeout=300)
+    assert parent.returncode == 0, errors
+    assert [json.loads(line)["update"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
+    assert [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()].count("restart") == 1
+    assert (run / "final/model.safetensors").exists()
+
+
+def test_a_stopped_stage_continues_with_the_same_bytes(phases, new_run):
+    undisturbed, stopped = (new_run(name, actor__checkpoint_every=9, **LOCKSTEP) for name in ("undisturbed", "stopped"))
+    phases(undisturbed, "live")
+    pids = phases.start(stopped, "live")
+    while lines(stopped.metrics) < 4:
+        time.sleep(0.001)
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    assert phases.wait() == [STOPPED, STOPPED]
+    assert 4 <= lines(stopped.metrics) < 36
+    saved = max(int(path.name[7:]) for path in stopped.checkpoints(0).glob("update_*"))
+    assert saved == lines(stopped.metrics)  # also between two regular checkpoints
+    phases(stopped, "live")
+    check_exactly_once(stopped)
+    assert weights(stopped.final) == weights(undisturbed.final)

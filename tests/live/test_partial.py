@@ -1,0 +1,129 @@
+"""Responses that a new policy interrupts: continued under it, and every span's log-probs are its own policy's."""
+
+import functools
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.rollout.builtin import DRAWS, BuiltinEngine
+from megarl.rollout.engine import Request, Sampling, response_seed
+from tests.live.conftest import histogram, metrics
+from tests.live.test_live import groups
+from tests.rollout.tiny_models import save
+
+PROMPTS = [[5, 9, 3], [11, 4], [20, 21, 22, 23], [8]]
+LENGTH = DRAWS + 20  # so that a continuation begins inside the second block of random numbers
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("policies")
+    return [save(directory / str(seed), seed=seed) for seed in range(3)]
+
+
+@functools.cache
+def load(policy):
+    return AutoModelForCausalLM.from_pretrained(policy, attn_implementation="eager")
+
+
+@torch.inference_mode()
+def logprobs_under(policy, prompt, tokens):
+    logits = load(policy)(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits
+    rows = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    return rows.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+
+
+def request(samples, stop, prefixes=(), prompts=None, seeds=None):
+    prompts = prompts or PROMPTS
+    seeds = seeds or tuple(response_seed(0, i, k) for i in range(len(prompts)) for k in range(samples))
+    return Request(prompts, Sampling(1.0, LENGTH, samples, stop, seeds, prefixes=prefixes))
+
+
+def after(steps):
+    """An `interrupted` that is true from its ``steps``-th question on."""
+    count = iter(range(10**9))
+    return lambda: next(count) >= steps
+
+
+def serve(engine, requests, interrupted=lambda: False):
+    return {(c.prompt, c.sample): c for _, c in engine.serve(iter(requests), interrupted)}
+
+
+@pytest.mark.parametrize("steps", [1, 7, DRAWS + 9])
+def test_a_continuation_under_the_same_weights_changes_nothing(policies, steps):
+    engine = BuiltinEngine(policies[0], 0)
+    stop = (1,) if steps < DRAWS else ()  # by then none would be left
+    whole = serve(engine, [request(2, stop)])
+    first = serve(engine, [request(2, stop)], after(steps))
+    cut = {key: c for key, c in first.items() if c.finish_reason == "interrupted"}
+    assert len(cut) > 2
+    assert set(first) == set(whole)
+    rest = serve(
+        engine,
+        [
+            request(
+                1,
+                stop,
+                prefixes=tuple(tuple(c.tokens.tolist()) for c in cut.values()),
+                prompts=[PROMPTS[prompt] for prompt, _ in cut],
+                seeds=tuple(response_seed(0, prompt, sample) for prompt, sample in cut),
+            )
+        ],
+    )
+    for (place, _), continued in rest.items():
+        key = list(cut)[place]
+        assert [*cut[key].tokens, *continued.tokens] == whole[key].tokens.tolist()
+        assert continued.finish_reason == whole[key].finish_reason
+        both = np.concatenate([cut[key].logprobs, continued.logprobs])
+        np.testing.assert_allclose(both, whole[key].logprobs, rtol=0, atol=1e-5)
+
+
+def test_spans_in_a_live_run_belong_to_their_policies(phases, new_run):
+    run = new_run(
+        "run", kind="live", stages=1, updates_per_stage=24, sync_every=1, max_lag=8, partial=True, prompts_per_update=2,
+        rollout__max_response_tokens=48, rollout__groups_per_chunk=16, actor__checkpoint_every=24,
+        reward__require_stop=False, optimizer__lr=1e-2,
+    )  # fmt: skip
+    kept = run.root / "kept"
+    done = threading.Event()
+
+    def keep_policies():  # the run removes what nobody needs
+        while not done.is_set():
+            for path in [*run.root.glob("stages/000/policies/[0-9]*"), run.policy(0)]:
+                target = kept / (path.name if path.name != "policy" else "000000")
+                if not target.exists():
+                    target.mkdir(parents=True)
+                    for name in ("config.json", "model.safetensors"):
+                        os.link(path / name, target / name)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=keep_policies)
+    thread.start()
+    try:
+        phases(run, "live")
+    finally:
+        done.set()
+        thread.join()
+    updates = metrics(run)
+    assert max(histogram(updates)) <= 8
+    spans = 0
+    for number, group in enumerate(groups(run)):
+        for response in group.responses:
+            versions = response.versions
+            assert (np.diff(versions) >= 0).all()
+            assert 0 <= number // 2 - versions[0] <= 8
+            if response.policy_versions is None:
+                continue
+            spans += 1
+            for version in np.unique(versions):
+                mine = versions == version
+                expected = logprobs_under(kept / f"{version:06d}", group.prompt_tokens, response.tokens.tolist())
+                np.testing.assert_allclose(response.logprobs[mine], expected[mine], rtol=0, atol=1e-4)
+    assert spans >= 3  # else nothing was interrupted
+    mixed = [update for update in updates if update["staleness/min"] < update["staleness/max"]]
+    assert mixed

@@ -1,0 +1,39 @@
+"""What a live run cannot do is said before any process starts."""
+
+import pytest
+
+from megarl.commands import branch, optimize_stage, rollout_stage
+from megarl.config import load_recipe
+from megarl.errors import UserError
+from megarl.nodes import Nodes, Place
+from megarl.preflight import check
+from megarl.run_dir import RunDir
+
+LIVE = ["schedule.kind=live", "schedule.sync_every=2", "schedule.lockstep=true"]
+
+
+def test_what_needs_the_one_policy_of_a_stage(recipe):
+    check(load_recipe(recipe, LIVE))
+    with pytest.raises(UserError, match="old_logprobs.*in a live run several do.*staged"):
+        check(load_recipe(recipe, [*LIVE, "objective.name=decoupled_ppo"]))
+    with pytest.raises(UserError, match='routing_replay = "actor".*in a live run several do'):
+        check(load_recipe(recipe, [*LIVE, "actor.routing_replay=actor"]))
+    check(load_recipe(recipe, ["objective.name=decoupled_ppo"]))
+
+
+def test_devices_stand_side_by_side(recipe):
+    many = ["rollout.workers=3", "actor.processes_per_node=2"]
+    assert load_recipe(recipe, many).gpus_per_node == 3
+    assert load_recipe(recipe, [*many, *LIVE]).gpus_per_node == 5
+    assert load_recipe(recipe, [*many, *LIVE, "schedule.colocate=true"]).gpus_per_node == 3
+
+
+def test_no_phase_of_a_live_run_stands_alone(recipe, tmp_path):
+    run = RunDir.create(tmp_path / "run", load_recipe(recipe, LIVE))
+    for command in (
+        lambda: rollout_stage(Nodes(Place()), run, 0),
+        lambda: optimize_stage(Nodes(Place()), run, 0),
+        lambda: branch(run, tmp_path / "other", 0, [], 1),
+    ):
+        with pytest.raises(UserError, match="is a live run"):
+            command()

@@ -1,0 +1,84 @@
+"""The rollout store of a live stage: several policies, responses of several versions, a reader that follows."""
+
+import numpy as np
+import pytest
+
+from megarl.errors import UserError
+from megarl.store import Group, Response, RolloutStore, RolloutWriter, seal
+from tests.store.sample_rollouts import POLICY, as_bytes, make_group
+
+
+def continued(group_id, versions):
+    n = len(versions)
+    tokens, logprobs = np.arange(n, dtype=np.int32), np.linspace(-2, -1, n, dtype=np.float32)
+    spans = Response(tokens, logprobs, 1.0, "stop", versions[0], np.array(versions, np.int32))
+    plain = Response(tokens, logprobs, 0.0, "length", 4)
+    return Group(group_id, np.array([3], np.int32), (spans, plain))
+
+
+def live_writer(directory, writer=0):
+    return RolloutWriter(directory, weights_hash=None, logprob_mode="processed", writer=writer)
+
+
+def test_versions_of_tokens_come_back(tmp_path):
+    with live_writer(tmp_path) as writer:
+        writer.append([continued(0, [0, 0, 4, 8, 8])], "a" * 64)
+        writer.append([make_group(1)], "b" * 64)  # a shard without the column
+    store = RolloutStore(tmp_path, one_policy=False)
+    spans, plain = store.read([0])[0].responses
+    assert spans.versions.tolist() == [0, 0, 4, 8, 8]
+    assert (spans.policy_version, plain.policy_version) == (0, 4)
+    assert plain.policy_versions is None
+    assert plain.versions.tolist() == [4] * 5
+    assert as_bytes(store.read([1])[0]) == as_bytes(make_group(1))
+    assert [entry.weights_hash[0] for entry in store.entries] == ["a", "b"]
+
+
+def test_several_policies_are_for_live_stages_alone(tmp_path):
+    with live_writer(tmp_path) as writer:
+        writer.append([make_group(0)], "a" * 64)
+        writer.append([make_group(1)], "b" * 64)
+    with pytest.raises(UserError, match="one behaviour policy"):
+        RolloutStore(tmp_path)
+    with pytest.raises(UserError, match="one behaviour policy"):
+        RolloutWriter(tmp_path, **POLICY)
+    with pytest.raises(UserError, match="one behaviour policy"):
+        seal(tmp_path, range(2))
+    seal(tmp_path, range(2), one_policy=False)
+    assert RolloutStore(tmp_path, one_policy=False).group_ids == [0, 1]
+
+
+def test_log_prob_modes_are_never_mixed(tmp_path):
+    with live_writer(tmp_path) as writer:
+        writer.append([make_group(0)], "a" * 64)
+    with pytest.raises(UserError, match="log-prob mode"):
+        RolloutWriter(tmp_path, weights_hash=None, logprob_mode="raw")
+
+
+def test_wrong_versions_are_refused(tmp_path):
+    with live_writer(tmp_path) as writer:
+        group = continued(0, [0, 4])
+        for versions, first in ((np.array([0], np.int32), 0), (np.array([0, 4]), 0), (np.array([0, 4], np.int32), 1)):
+            wrong = Response(np.arange(2, dtype=np.int32), group.responses[0].logprobs, 1.0, "stop", first, versions)
+            with pytest.raises(UserError, match="policy_versions must be int32"):
+                writer.append([Group(0, group.prompt_tokens, (wrong,))], "a" * 64)
+
+
+def test_a_reader_follows_several_writers_and_the_seal(tmp_path):
+    with live_writer(tmp_path) as one, live_writer(tmp_path, 1) as two:
+        store = RolloutStore(tmp_path, one_policy=False)
+        for group in range(6):
+            (one, two)[group % 2].append([make_group(group)], "a" * 64)
+            assert store.missing(range(group + 1)) == [group]
+            store.refresh()
+            assert store.missing(range(group + 1)) == []
+            assert as_bytes(store.read([group])[0]) == as_bytes(make_group(group))
+        with open(tmp_path / "ledger.00001.jsonl", "ab") as ledger:
+            ledger.write(b'{"shard": "half a li')
+        store.refresh()  # a line that is being written counts when it is whole
+        assert store.group_ids == list(range(6))
+    with live_writer(tmp_path, 1):  # cuts it off
+        pass
+    seal(tmp_path, range(6), one_policy=False)
+    store.refresh()
+    assert [as_bytes(g) for g in store.read(range(6))] == [as_bytes(make_group(i)) for i in range(6)]
