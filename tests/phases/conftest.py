@@ -65,7 +65,7 @@ def recipe(tiny_model, tmp_path_factory):
     return path
 
 
-def megarl(*arguments, timeout=300, **options):
+def megarl(*arguments, timeout=900, **options):
     """Run the command line in a process of its own."""
     command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)

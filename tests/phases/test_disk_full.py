@@ -29,7 +29,7 @@ def test_a_full_disk_loses_nothing_sealed(recipe, tmp_path):
             if keep > 0:
                 ballast.write_bytes(bytes(keep))
             sealed = snapshot(run)
-            result = megarl("train", recipe, "--run-dir", run)
+            result = megarl("train", recipe, "--run-dir", run, "--set", "eval.every=0")
             ballast.unlink(missing_ok=True)
             assert snapshot(run).items() >= sealed.items()
             if result.returncode == 0:

@@ -1,18 +1,12 @@
 """The same sealed rollouts optimised under other layouts give the same updates, and the same exported policy."""
 
+import functools
 import json
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.phases.conftest import megarl
-
-LAYOUTS = {
-    "data": {},
-    "expert": {"expert_parallel": 2},
-    "pipeline": {"pipeline_parallel": 2},
-    "tensor": {"tensor_parallel": 2},
-}
 
 
 @pytest.fixture(scope="module")
@@ -25,40 +19,49 @@ def sealed(recipe, tmp_path_factory):
     return run
 
 
-def test_lagged_statistics_keep_pipeline_stages_in_step(sealed, tmp_path):
-    """Only the last stage has statistics, but all must agree whether an extra forward pass is due."""
-    results = {}
-    for name, processes in (("one", 1), ("two", 2)):
-        settings = {"objective.name": "m2po", "actor.statistics_scope": "lagged", "actor.tokens_per_micro_batch": 40}
-        settings |= {"actor.processes_per_node": processes, "actor.pipeline_parallel": processes}
-        arguments = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-        result = megarl("optimize", sealed, "--stage", "0", "--output", tmp_path / name, *arguments, timeout=120)
+@pytest.fixture(scope="module")
+def optimized(sealed, tmp_path_factory):
+    """(objective settings, layout settings) -> metrics and weights of the stage optimised with them, made once."""
+
+    @functools.cache
+    def optimize(objective, processes, layout):
+        branch = tmp_path_factory.mktemp("branch") / "run"
+        settings = ("actor.tokens_per_micro_batch=40", f"actor.processes_per_node={processes}", *objective, *layout)
+        arguments = [part for setting in settings for part in ("--set", setting)]
+        result = megarl("optimize", sealed, "--stage", "0", "--output", branch, *arguments)
         assert result.returncode == 0, result.stderr
-        results[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-    for a, b in zip(results["one"], results["two"], strict=True):
+        metrics = [json.loads(line) for line in (branch / "metrics.jsonl").read_text().splitlines()]
+        weights = {
+            n: tensor for file in (branch / "final").glob("*.safetensors") for n, tensor in load_file(file).items()
+        }
+        return metrics, weights
+
+    return optimize
+
+
+def test_lagged_statistics_keep_pipeline_stages_in_step(optimized):
+    """Only the last stage has statistics, but all must agree whether an extra forward pass is due."""
+    lagged = ("objective.name=m2po", "actor.statistics_scope=lagged")
+    (one, _), (two, _) = optimized(lagged, 1, ()), optimized(lagged, 2, ("actor.pipeline_parallel=2",))
+    for a, b in zip(one, two, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-3, abs=1e-6)
 
 
-def load_weights(policy):
-    return {name: tensor for file in policy.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("objective", ["mu_grpo", "m2po"])
-def test_two_processes_make_the_same_updates(sealed, tmp_path, layout, objective):
-    if objective == "m2po" and layout not in ("data", "pipeline"):
-        pytest.skip("statistics meet other ranks only over data and pipeline parallelism")
-    results = {}
-    for name, processes in (("one", 1), ("two", 2)):
-        settings = {"actor.processes_per_node": processes, "objective.name": objective}
-        settings |= {"actor.tokens_per_micro_batch": 40}
-        settings |= {f"actor.{key}": value for key, value in LAYOUTS[layout].items()} if processes == 2 else {}
-        arguments = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-        result = megarl("optimize", sealed, "--stage", "0", "--output", tmp_path / name, *arguments)
-        assert result.returncode == 0, result.stderr
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        results[name] = [json.loads(line) for line in lines], load_weights(tmp_path / name / "final")
-    (one, weights), (two, others) = results["one"], results["two"]
+@pytest.mark.parametrize(
+    ("objective", "layout"),
+    [
+        ("mu_grpo", ()),  # two data-parallel ranks
+        ("mu_grpo", ("actor.expert_parallel=2",)),
+        ("mu_grpo", ("actor.pipeline_parallel=2",)),
+        ("mu_grpo", ("actor.tensor_parallel=2",)),
+        # statistics meet other ranks over data and pipeline parallelism
+        ("m2po", ()),
+        ("m2po", ("actor.pipeline_parallel=2",)),
+    ],
+)
+def test_two_processes_make_the_same_updates(optimized, objective, layout):
+    name = (f"objective.name={objective}",)
+    (one, weights), (two, others) = optimized(name, 1, ()), optimized(name, 2, layout)
     assert [m["update"] for m in one] == [m["update"] for m in two] == list(range(1, 7))
     assert one[0]["grad_norm"] == pytest.approx(two[0]["grad_norm"], rel=1e-5)
     for a, b in zip(one, two, strict=True):

@@ -64,7 +64,7 @@ class TwoNodes:
             for rank in (0, 1)
         ]
 
-    def wait(self, timeout=200):
+    def wait(self, timeout=900):
         """(exit code, output) of each agent."""
         outputs = [agent.communicate(timeout=timeout)[0] for agent in self.agents]
         return [(agent.returncode, output) for agent, output in zip(self.agents, outputs, strict=True)]

@@ -48,7 +48,7 @@ def browse(page, profile, proxy):
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={profile}"]
     command += [f"--proxy-server={proxy}", "--virtual-time-budget=10000", "--window-size=1400,3000"]
     command += ["--enable-logging=stderr", "--dump-dom"]
-    result = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=180)
+    result = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     dom = result.stdout
     return dom[: dom.index("<script>")] + dom[dom.rindex("</script>") :], result.stderr  # without plotly's own text

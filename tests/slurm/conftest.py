@@ -39,7 +39,7 @@ def slurm(launch_python):
 def launch(launch_python, tmp_path):
     """Run launch/slurm.py, by default without any Slurm; its experiments live in the test's folder."""
 
-    def run(*arguments, environment=None, timeout=300):
+    def run(*arguments, environment=None, timeout=600):
         environment = {**(environment or os.environ), "NEMORUN_HOME": str(tmp_path / "nemo")}
         environment.pop("PYTHONPATH", None)
         command = [str(launch_python), "launch/slurm.py", *map(str, arguments)]

@@ -51,7 +51,7 @@ class Job:
     def restarts(self):
         return int(self.slurm.job(self.number)["Restarts"])
 
-    def wait(self, condition=None, timeout=240):
+    def wait(self, condition=None, timeout=900):
         """Until ``condition``, or until the job has ended."""
         deadline = time.monotonic() + timeout
         while not (condition() if condition else self.state in ENDED):
