@@ -42,6 +42,12 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def shard_seconds(rollouts: Path) -> float:
+    """Seconds of generation of a staged run's engine, from the times at which it stored its equally large chunks."""
+    times = sorted(path.stat().st_mtime for path in rollouts.glob("*.arrow"))
+    return (times[-1] - times[0]) * len(times) / (len(times) - 1)
+
+
 def account(name: str, run: Path, wall: float) -> dict[str, Any]:
     """Where the wall time of a run went, in seconds."""
     updates, events = read(run / "metrics.jsonl"), read(run / "events.jsonl")
@@ -50,9 +56,8 @@ def account(name: str, run: Path, wall: float) -> dict[str, Any]:
     waited = sum(update.get("idle_seconds", 0.0) for update in updates)
     optimise = sum(update["seconds"] for update in updates) - waited - sum(exports)
     generate = sum(e["generate_seconds"] for e in events if e["event"] == "idle" and e["role"] == "rollout")
-    if not idle:  # the last report of each stage's engine counts from its first prompt
-        last = {e["stage"]: e for e in events if e["event"] == "rollout_progress"}
-        generate = sum(e["tokens"] / e["tokens_per_second"] for e in last.values())
+    if not idle:
+        generate = sum(map(shard_seconds, run.glob("stages/*/rollouts")))
     row = {"schedule": name, "updates": len(updates), "wall_s": wall, "generate_s": generate, "optimise_s": optimise}
     ages = [update["staleness"] for update in updates]
     row |= {"largest_lag": max(ages), "mean_lag": sum(ages) / len(ages)}
