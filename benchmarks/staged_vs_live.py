@@ -6,7 +6,7 @@ The quickstart's task, model and budget of updates and samples, one engine and o
   and optimisation; what is neither is start, export, load and switch;
 - live with max_lag = 4, 16 and 64: the share of the trainer's time in which it waits for rollouts (mu-GRPO, Table 2).
 
-    python benchmarks/staged_vs_live.py [--updates 128] [--stages 2]
+    python benchmarks/staged_vs_live.py [--updates 128] [--stages 1]
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def account(name: str, run: Path, wall: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=128, help="updates a stage")
-    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=1)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     budget = {"stages": options.stages, "updates_per_stage": options.updates}

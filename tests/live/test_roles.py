@@ -1,0 +1,45 @@
+"""Who is trainer and who is engine, over the nodes of a run, and which GPUs are whose."""
+
+import itertools
+import os
+
+import pytest
+
+from megarl.config import load_recipe
+from megarl.phases.live import find_role
+from megarl.phases.service import leave_trainers_devices
+
+LIVE = ["schedule.kind=live", "schedule.sync_every=2", "schedule.lockstep=true"]
+LIVE += ["actor.processes_per_node=2", "rollout.workers=3"]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_every_node_has_both_roles(recipe, monkeypatch, nodes):
+    settings = load_recipe(recipe, LIVE)
+    places = {"trainer": [], "worker": []}
+    for node, local in itertools.product(range(nodes), range(5)):
+        for name, value in {"LOCAL_RANK": local, "GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes}.items():
+            monkeypatch.setenv(name, str(value))
+        role, workers = find_role(settings, 0)
+        assert workers == 3 * nodes
+        assert role.name == ("trainer" if local < 2 else "worker")
+        assert role.size == {"trainer": 2, "worker": 3}[role.name] * nodes
+        places[role.name].append(role.rank)
+    # node by node, so that the ranks that talk most are on one
+    assert places == {"trainer": list(range(2 * nodes)), "worker": list(range(3 * nodes))}
+
+
+@pytest.mark.parametrize(
+    ("visible", "settings", "expected"),
+    [
+        (None, ["rollout.tensor_parallel=2"], ("1", "2,3,4,5,6,7")),
+        ("4,5,6,7,8", [], ("1", "6,7,8")),
+        ("4,5,6,7,8", ["schedule.colocate=true"], ("1", "4,5,6,7,8")),
+    ],
+)
+def test_engines_see_the_gpus_that_trainers_leave(recipe, monkeypatch, visible, settings, expected):
+    loaded = load_recipe(recipe, [*LIVE, "actor.backend=cuda", *settings])
+    environment = {"LOCAL_RANK": "3"} | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})  # the second engine
+    monkeypatch.setattr(os, "environ", environment)
+    leave_trainers_devices(loaded, 0)
+    assert (environment["LOCAL_RANK"], environment["CUDA_VISIBLE_DEVICES"]) == expected
