@@ -173,11 +173,6 @@ class ActorTable(Table):
         return self.kernels or {"cpu": "cpp", "cuda": "triton"}[self.backend]
 
     @property
-    def objective_backend(self) -> str:
-        """Of the token pass and the batch statistics; Triton has neither (docs/kernels.md)."""
-        return "torch" if self.kernel_backend == "triton" else self.kernel_backend
-
-    @property
     def head_backend(self) -> str:
         """Of the fused lm head: Triton on a GPU, unless everything is asked of torch."""
         return "triton" if self.kernel_backend in ("triton", "cuda") else "torch"

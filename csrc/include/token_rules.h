@@ -19,6 +19,16 @@ constexpr float kLogRatioLimit = 20.0f;
 constexpr float kDampened = 0.8f;
 constexpr float kLogDampened = -0.22314355131420976f;  // log .8
 
+// (e^x - 1 - x) / x^2 for |x| <= .35, in plain arithmetic.
+MEGARL_INLINE float exponential_remainder(float x) {
+  float p = 1.9875691500e-4f;
+  p = p * x + 1.3981999507e-3f;
+  p = p * x + 8.3334519073e-3f;
+  p = p * x + 4.1665795894e-2f;
+  p = p * x + 1.6666665459e-1f;
+  return p * x + 5.0000001201e-1f;
+}
+
 // exp(x) for |x| <= 88 in plain arithmetic, so that loops over it vectorise; 1 ulp. NaN stays NaN.
 MEGARL_INLINE float exponential(float x) {
 #ifdef __CUDA_ARCH__
@@ -27,13 +37,7 @@ MEGARL_INLINE float exponential(float x) {
   const float scaled = x * 1.44269504f;
   const float n = (scaled + 12582912.0f) - 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = (p * r) * r + r + 1.0f;
+  const float p = (exponential_remainder(r) * r) * r + r + 1.0f;
   union {
     int32_t bits;
     float value;
@@ -237,13 +241,7 @@ struct Decoupled : Bounded {
 
 // ratio - 1 - l without cancellation, for ratio = exp(l); 2 ulp.
 MEGARL_INLINE float excess(float l, float ratio) {
-  float p = 1.9875691500e-4f;
-  p = p * l + 1.3981999507e-3f;
-  p = p * l + 8.3334519073e-3f;
-  p = p * l + 4.1665795894e-2f;
-  p = p * l + 1.6666665459e-1f;
-  p = p * l + 5.0000001201e-1f;
-  return fabsf(l) < 0.34f ? p * l * l : ratio - 1.0f - l;
+  return fabsf(l) < 0.34f ? exponential_remainder(l) * l * l : ratio - 1.0f - l;
 }
 
 // Algorithm 1 of M2PO removes the first of equals in (sequence, position) order: later ones have lower tie orders.

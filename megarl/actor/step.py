@@ -93,7 +93,7 @@ def train_step(
     _apply_gradients(actor.optimizer, norm, lr)
     metrics |= {"grad_norm": norm, "lr": lr}
     if objective.needs_statistics and actor.recipe.actor.statistics_scope == "lagged":
-        actor.lagged = _whole_batch_statistics(objective, logs, actor.recipe.actor.objective_backend)
+        actor.lagged = _whole_batch_statistics(objective, logs, actor.recipe.actor.kernel_backend)
     return metrics
 
 
@@ -107,7 +107,7 @@ def compute_gradients(
     for replica in actor.replicas:
         replica.zero_grad_buffer()
     actor.optimizer.zero_grad()
-    backend = actor.recipe.actor.objective_backend
+    backend = actor.recipe.actor.kernel_backend
     loss = partial(_loss, objective=objective, statistics=statistics, backend=backend)
     logs = run_micro_batches(actor.replicas, micro_batches, loss)
     return logs, _reduce(logs) | routing.disagreement(actor.models, actor.device)
@@ -117,7 +117,7 @@ def _statistics(
     actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions
 ) -> Callable[[TokenBatch], Any]:
     """Where a micro-batch finds what a batch-level objective needs, by ``actor.statistics_scope``."""
-    scope, backend = actor.recipe.actor.statistics_scope, actor.recipe.actor.objective_backend
+    scope, backend = actor.recipe.actor.statistics_scope, actor.recipe.actor.kernel_backend
     if not objective.needs_statistics or scope == "micro":
         return lambda batch: None  # without statistics a micro-batch stands for the whole batch
     if scope == "lagged" and actor.lagged is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.kernels import library
-from megarl.kernels.tokens import LOG_RATIO_LIMIT, Tokens, check_backend
+from megarl.kernels.tokens import LOG_RATIO_LIMIT, STATISTICS_IN_TORCH, Tokens, check_backend
 
 NEVER = 2**31 - 1  # index of a trigger that is not there
 
@@ -24,7 +24,7 @@ def segment_summary(tokens: Tokens, veto_threshold: torch.Tensor, backend: str =
     """A trigger is a trained token with A < 0 and ratio < veto_threshold (0-d float32 on the device). No gradient."""
     device = tokens.logprobs.device
     check_backend(backend, device)
-    if backend == "torch":
+    if backend in STATISTICS_IN_TORCH:
         return _segment_summary_torch(tokens, veto_threshold)
     dtypes = (torch.float32, torch.float64, torch.int64, torch.int32)
     out = SegmentSummary(*(torch.empty(tokens.segments, dtype=dtype, device=device) for dtype in dtypes))

@@ -1,12 +1,14 @@
 """One pass over packed tokens: log-ratio, running prefix minimum, weight and mask, loss, gradient and metric sums.
 
 What a token's loss is depends on the rule; ``csrc/include/token_rules.h`` holds one small
-function for each. The readable definition is the objective itself (`megarl.objectives`, backend ``torch``).
+function for each, `megarl.kernels.triton_token_rules` the same for Triton. The readable definition is the objective
+itself (`megarl.objectives`, backend ``torch``).
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,7 +111,10 @@ def token_pass(
     """
     check_backend(backend, tokens.logprobs.device)
     carried = (None, None, None) if inherited is None else tuple(vars(inherited).values())
-    loss, _, kept, segment_sums, sums, histograms = _token_pass(
+    operation: Any = _token_pass
+    if backend == "triton":
+        operation = importlib.import_module("megarl.kernels.triton_token_pass").token_pass_triton
+    loss, _, kept, segment_sums, sums, histograms = operation(
         RULES.index(rule.name),
         rule.parameters,
         tokens.logprobs,

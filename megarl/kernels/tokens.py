@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,8 @@ from megarl.errors import UserError
 from megarl.kernels import library
 
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8 still squares within float32
-BACKENDS = ("torch", "cpp", "cuda")
+BACKENDS = ("torch", "cpp", "cuda", "triton")
+STATISTICS_IN_TORCH = ("torch", "triton")  # backends without kernels of the batch statistics and segment summaries
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,20 @@ def check_backend(backend: str, device: torch.device) -> None:
     """`UserError` where `backend` is unknown, not installed, or does not run on `device`."""
     if backend not in BACKENDS:
         raise UserError(f"kernel backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
+    if backend == "triton":
+        _check_triton(device)
     needed = {"cpp": "cpu", "cuda": "cuda"}.get(backend)
     if needed is None:
         return
     if device.type != needed:
         raise UserError(f"kernel backend {backend!r} runs on {needed}, but the tensors are on {device.type}")
     library.load_library(needed)
+
+
+def _check_triton(device: torch.device) -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise UserError("kernel backend 'triton' needs the package triton, which is not installed; pip install triton")
+    from triton import knobs
+
+    if device.type != "cuda" and not knobs.runtime.interpret:
+        raise UserError(f"kernel backend 'triton' runs on cuda, but the tensors are on {device.type}")

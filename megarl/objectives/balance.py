@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.kernels.contributions import binned_contributions
+from megarl.kernels.tokens import STATISTICS_IN_TORCH
 from megarl.objectives.fused import tokens_of
 from megarl.objectives.ratios import log_ratio
 
@@ -47,7 +48,7 @@ def contributions(
     """Sum of w A min(rho, c_high) over A > 0 for every high [H], and of w |A| max(rho, c_low) over A < 0 for every low
     [L], float64, over all ranks: one all-reduce of 6 (H + L + 4) int64."""
     highs = high.numel()
-    if backend == "torch":
+    if backend in STATISTICS_IN_TORCH:
         table = _binned(batch, low, high, weighted)
     else:
         table = binned_contributions(tokens_of(batch), low, high, weighted, backend)

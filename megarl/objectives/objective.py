@@ -36,7 +36,7 @@ class Objective:
     def __call__(self, batch: TokenBatch, statistics: Any = None, backend: str = "torch") -> Terms:
         """Loss, kept tokens and metrics. Without statistics the batch counts as the whole optimizer batch.
 
-        backend: ``torch`` evaluates the definition; ``cpp`` and ``cuda`` make one fused pass
+        backend: ``torch`` evaluates the definition; ``cpp``, ``cuda`` and ``triton`` make one fused pass
         (`megarl.kernels.token_pass`), `UserError` if that is not installed.
         """
         if statistics is None and self.needs_statistics:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.kernels.second_moment import moment_histogram, moment_keys, moment_ties
+from megarl.kernels.tokens import STATISTICS_IN_TORCH
 from megarl.objectives.fused import places_of, tokens_of
 from megarl.objectives.ratios import log_ratio
 from megarl.objectives.sequences import positions, sequence_ids
@@ -96,7 +97,7 @@ class KernelHistograms:
 
 
 def moment_histograms(batch: TokenBatch, backend: str) -> TorchHistograms | KernelHistograms:
-    return TorchHistograms(batch) if backend == "torch" else KernelHistograms(batch, backend)
+    return TorchHistograms(batch) if backend in STATISTICS_IN_TORCH else KernelHistograms(batch, backend)
 
 
 def select_second_moment(

@@ -117,10 +117,12 @@ def test_names_stand_in_the_order_of_the_header() -> None:
 def test_wrong_input_is_named() -> None:
     batch = make_batch([5, 9])
     rule = Rule("reinforce", constants((), torch.device("cpu")))
-    with pytest.raises(UserError, match=r"kernel backend is 'numpy'; expected one of torch, cpp"):
+    with pytest.raises(UserError, match=r"kernel backend is 'numpy'; expected one of torch, cpp, cuda, triton"):
         token_pass(rule, as_tokens(batch), backend="numpy")
     with pytest.raises(UserError, match="'cuda' runs on cuda, but the tensors are on cpu"):
         token_pass(rule, as_tokens(batch), backend="cuda")
+    with pytest.raises(UserError, match="'triton' runs on cuda, but the tensors are on cpu"):
+        token_pass(rule, as_tokens(batch), backend="triton")
     with pytest.raises(ValueError, match=r"rollout_logprobs is torch.float16 \(14,\) on cpu; expected contiguous"):
         Tokens(batch.logprobs, batch.rollout_logprobs.half(), batch.advantages, batch.loss_mask, batch.cu_seqlens)
     shorter = Tokens(

@@ -1,5 +1,9 @@
 """These tests run in Triton's interpreter, in a process of their own: see `tests/kernels/test_interpreted.py`."""
 
 import os
+import sys
+from pathlib import Path
 
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
+
+sys.path.append(str(Path(__file__).parents[2] / "objectives"))  # random batches, and the cases they are tested with

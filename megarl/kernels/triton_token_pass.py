@@ -1,0 +1,293 @@
+"""The token pass in Triton: one kernel, which takes an objective's rule as a constant.
+
+A program walks over a segment, tile by tile. Sums are added lane by lane, then over the lanes, then over the segments,
+each in an order that the lengths alone decide; histograms are integers. Results are the same bits every time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megarl.kernels.aot import CompileSpec
+from megarl.kernels.token_pass import (
+    BINS,
+    BINS_PER_SIGN,
+    RULES,
+    SUMS,
+    empty_outputs,
+    fake_outputs,
+    save_coefficient,
+    scale_coefficient,
+)
+from megarl.kernels.tokens import Tokens
+from megarl.kernels.triton_token_rules import (
+    LOG_RATIO_LIMIT,
+    NEVER,
+    TRITON_RULES,
+    Outcome,
+    Sequence,
+    Token,
+    TritonRule,
+    clamp,
+    excess,
+    exponential,
+    trust_region,
+)
+
+TILE = 256  # tokens
+WARPS = 4
+_ROW = tl.constexpr(32)  # sums of a segment: those of SUMS, the loss, three of nothing
+_LOSS = len(SUMS)
+_STRETCH = tl.constexpr(64)  # tiles whose float32 sums go into float64 sums together
+_BINS = tl.constexpr(BINS)
+_PER_SIGN = tl.constexpr(BINS_PER_SIGN)
+_TABLE = tl.constexpr(triton.next_power_of_2(BINS))  # its last bin takes the untrained tokens
+_LAST_PLACE = tl.constexpr(2**44 - 1)  # in the order of ties, see csrc/include/token_rules.h
+_DAMPENED = tl.constexpr(0.8)
+_LOG_DAMPENED = tl.constexpr(-0.22314355131420976)  # log .8
+
+
+@triton.jit
+def _less(a, b):
+    """The earlier of equals; a NaN enters, and stays, since nothing is less than it."""
+    return tl.where((b < a) | (b != b), b, a)
+
+
+@triton.jit
+def _less_before(a, a_before, b, b_before):
+    """Minimum of a stretch of tokens, and of all of it but its last one."""
+    return _less(a, b), _less(a, b_before)
+
+
+@triton.jit
+def _log_ratio(logprobs, rollout_logprobs, mask, index, end):
+    """What trains in a tile, its two log-probs (0 where it does not train), and the log-ratio before it is clamped."""
+    inside = index < end
+    on = tl.load(mask + index, mask=inside, other=0) != 0
+    p = tl.where(on, tl.load(logprobs + index, mask=inside, other=0.0), 0.0)
+    q = tl.where(on, tl.load(rollout_logprobs + index, mask=inside, other=0.0), 0.0)
+    return on, p, q, p - q
+
+
+@triton.jit
+def _whole_sequence(
+    parameters, logprobs, rollout_logprobs, advantages, mask, start, end,
+    segment, sequence_log_ratio, first_trigger, places, QUANTITY: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """`Sequence` of a segment: inherited, or from a look at all its tokens, which the pass then finds in the cache."""
+    log_ratio, index = 0.0, 0
+    if QUANTITY == "ties":
+        order = tl.load(parameters + 1).to(tl.int64)
+        last = _LAST_PLACE - order - tl.load(places + segment)
+        index = clamp(last, -1, NEVER).to(tl.int32)
+    if QUANTITY == "mean" or QUANTITY == "sum":
+        if sequence_log_ratio is not None:
+            log_ratio = tl.load(sequence_log_ratio + segment)
+        else:
+            total, trained = tl.zeros((TILE,), tl.float64), tl.zeros((TILE,), tl.int32)
+            for tile in range(start, end, TILE):
+                on, _, _, l = _log_ratio(logprobs, rollout_logprobs, mask, tile + tl.arange(0, TILE), end)
+                total += clamp(l, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).to(tl.float64)
+                trained += on.to(tl.int32)
+            whole = tl.sum(total, 0)
+            if QUANTITY == "mean":
+                whole /= tl.maximum(tl.sum(trained, 0), 1)
+            log_ratio = whole.to(tl.float32)
+    if QUANTITY == "trigger":
+        if first_trigger is not None:
+            index = tl.load(first_trigger + segment)
+        else:
+            threshold = tl.load(parameters + 2).to(tl.float32)
+            first = tl.full((TILE,), NEVER, tl.int32)
+            for tile in range(start, end, TILE):
+                at = tile + tl.arange(0, TILE)
+                on, _, _, l = _log_ratio(logprobs, rollout_logprobs, mask, at, end)
+                negative = tl.load(advantages + at, mask=at < end, other=0.0) < 0
+                fires = on & negative & (exponential(clamp(l, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) < threshold)
+                first = tl.minimum(first, tl.where(fires, at - start, NEVER))
+            index = tl.min(first, 0)
+    return Sequence(tl.zeros((TILE,), tl.float32) + log_ratio, index)
+
+
+@triton.jit
+def _bin_of(l, on):
+    bits = l.to(tl.int32, bitcast=True)
+    step = ((bits & 0x7FFFFFFF) >> 19) - 1807  # 1808: 2^-14
+    step = tl.minimum(tl.maximum(step, 0), _PER_SIGN)
+    return tl.where(on, _PER_SIGN + tl.where(bits < 0, -step, step), _TABLE - 1)
+
+
+@triton.jit
+def _join8(a, b, c, d, e, f, g, h):
+    return tl.join(tl.join(tl.join(a, b), tl.join(c, d)), tl.join(tl.join(e, f), tl.join(g, h)))
+
+
+@triton.jit
+def _sums(t, log_m, on, o):
+    """[TILE, 2, 2, 2, 2, 2] float32: what each token adds to the sums of SUMS, whose number counts from the left."""
+    above, below = (t.advantage > 0).to(tl.float32), (t.advantage < 0).to(tl.float32)
+    trains, zero = on.to(tl.float32), tl.zeros_like(t.ratio)
+    ratio, l = tl.where(on, t.ratio, 0.0), t.log_ratio  # 0 where not trained
+    e = excess(l, t.ratio)
+    trust = trust_region(t)
+    kept = o.kept.to(tl.float32)
+    first, second = o.first.to(tl.float32), o.second.to(tl.float32)
+    bad = on & (log_m < _LOG_DAMPENED)
+    by_token, by_prefix = on & (t.ratio < _DAMPENED), on & (t.prefix_ratio < _DAMPENED)
+    square, trust_kept = l * l, trust & o.kept
+    a = _join8(trains, above, below, ratio, ratio * ratio, (l + e) * (l + e), l, e)
+    b = _join8(
+        square, trust.to(tl.float32), tl.where(trust, square, 0.0), trust_kept.to(tl.float32),
+        tl.where(trust_kept, square, 0.0), t.clamped.to(tl.float32), kept, kept * above,
+    )  # fmt: skip
+    c = _join8(
+        kept * below, first, first * above, first * below, second, second * above, second * below, bad.to(tl.float32)
+    )
+    d = _join8(
+        by_token.to(tl.float32), (by_token & bad).to(tl.float32), by_prefix.to(tl.float32),
+        (by_prefix & bad).to(tl.float32), -o.value, zero, zero, zero,
+    )  # fmt: skip
+    return tl.join(tl.join(a, b), tl.join(c, d))
+
+
+@triton.jit
+def token_pass_kernel(
+    parameters,  # [PARAMETERS] float64
+    logprobs, rollout_logprobs,  # [T] float32
+    old_logprobs,  # [T] float32 or None
+    advantages, mask, cu_seqlens,  # [T] float32, [T] bool, [segments + 1] int32
+    prefix_min, sequence_log_ratio, first_trigger,  # [segments] each, see `Inherited`, or None
+    places,  # [segments] int64 or None
+    loss, coefficient, kept,  # [T]
+    rows,  # [segments, 32] float64
+    histograms,  # [2, BINS] int64
+    RULE: tl.constexpr, PARAMETERS: tl.constexpr, QUANTITY: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    segment = tl.program_id(0)
+    start, end = tl.load(cu_seqlens + segment), tl.load(cu_seqlens + segment + 1)
+    p = (
+        tl.load(parameters).to(tl.float32),
+        tl.load(parameters + (1 if PARAMETERS > 1 else 0)).to(tl.float32),
+        tl.load(parameters + (2 if PARAMETERS > 2 else 0)).to(tl.float32),
+    )
+    s = _whole_sequence(
+        parameters, logprobs, rollout_logprobs, advantages, mask, start, end,
+        segment, sequence_log_ratio, first_trigger, places, QUANTITY, TILE,
+    )  # fmt: skip
+    least = tl.full((), float("inf"), tl.float32)
+    if prefix_min is not None:
+        least = tl.load(prefix_min + segment)
+    row = tl.zeros((_ROW,), tl.float64)
+    by_ratio, by_minimum = tl.zeros((_TABLE,), tl.int32), tl.zeros((_TABLE,), tl.int32)
+    for stretch in range(start, end, _STRETCH * TILE):
+        sums = tl.zeros((TILE // 2, 2, 2, 2, 2, 2), tl.float32)
+        for tile in range(stretch, tl.minimum(end, stretch + _STRETCH * TILE), TILE):
+            at = tile + tl.arange(0, TILE)
+            inside = at < end
+            on, logprob, rollout, difference = _log_ratio(logprobs, rollout_logprobs, mask, at, end)
+            advantage = tl.where(on, tl.load(advantages + at, mask=inside, other=0.0), 0.0)
+            old = logprob
+            if old_logprobs is not None:
+                old = tl.where(on, tl.load(old_logprobs + at, mask=inside, other=0.0), 0.0)
+            l = clamp(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+            mine = tl.where(on, l, float("inf"))
+            _, before = tl.associative_scan((mine, tl.full((TILE,), float("inf"), tl.float32)), 0, _less_before)
+            before = _less(least, before)
+            least = _less(least, tl.reduce(mine, 0, _less))
+            log_m = tl.where(before == float("inf"), 0.0, before)
+            clamped = tl.abs(difference) > LOG_RATIO_LIMIT
+            t = Token(logprob, rollout, old, advantage, l, exponential(l), exponential(log_m + l), clamped, at - start)
+            o = RULE(t, s, p)
+            o = Outcome(
+                tl.where(on, o.value, 0.0), tl.where(on, o.coefficient, 0.0), on & o.kept, on & o.first, on & o.second
+            )
+            tl.store(loss + at, -o.value, mask=inside)
+            tl.store(coefficient + at, -o.coefficient, mask=inside)
+            tl.store(kept + at, o.kept, mask=inside)
+            sums += tl.sum(_sums(t, log_m, on, o).reshape(2, TILE // 2, 2, 2, 2, 2, 2), 0)  # within a thread
+            by_ratio += tl.histogram(_bin_of(l, on), _TABLE)
+            by_minimum += tl.histogram(_bin_of(log_m, on), _TABLE)
+        row += tl.permute(tl.sum(sums, 0), (4, 3, 2, 1, 0)).reshape(_ROW).to(tl.float64)
+    tl.store(rows + segment * _ROW + tl.arange(0, _ROW), row)
+    bins = tl.arange(0, _TABLE)
+    tl.atomic_add(histograms + bins, by_ratio.to(tl.int64), mask=(bins < _BINS) & (by_ratio > 0), sem="relaxed")
+    counted = (bins < _BINS) & (by_minimum > 0)
+    tl.atomic_add(histograms + _BINS + bins, by_minimum.to(tl.int64), mask=counted, sem="relaxed")
+
+
+@torch.library.custom_op("megarl::token_pass_triton", mutates_args=(), device_types=("cpu", "cuda"))
+def token_pass_triton(
+    rule: int,
+    parameters: torch.Tensor,
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor | None,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    prefix_min: torch.Tensor | None,
+    log_ratio: torch.Tensor | None,
+    first_trigger: torch.Tensor | None,
+    places: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `megarl.kernels.token_pass._token_pass`; on a CPU in Triton's interpreter alone. cu_seqlens is not checked:
+    that would wait for the device."""
+    segments = Tokens(logprobs, rollout_logprobs, advantages, mask, cu_seqlens, old_logprobs).segments
+    chosen = TRITON_RULES[RULES[rule]]
+    loss, coefficient, kept, *_, histograms = empty_outputs(logprobs, mask, cu_seqlens)
+    rows = logprobs.new_empty(segments, _ROW.value, dtype=torch.float64)
+    if segments:
+        with torch.cuda.device_of(logprobs):
+            token_pass_kernel[(segments,)](
+                parameters, logprobs, rollout_logprobs, old_logprobs, advantages, mask, cu_seqlens,
+                prefix_min, log_ratio, first_trigger, places,
+                loss, coefficient, kept, rows, histograms,
+                **_constants(chosen), **_OPTIONS,
+            )  # fmt: skip
+    segment_sums = torch.stack([rows[:, 0], rows[:, _LOSS]], 1)
+    return loss, coefficient, kept, segment_sums, rows[:, : len(SUMS)].sum(0), histograms
+
+
+token_pass_triton.register_fake(fake_outputs)
+token_pass_triton.register_autograd(scale_coefficient, setup_context=save_coefficient)
+
+_OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=True)
+
+
+def _constants(rule: TritonRule) -> dict[str, Any]:
+    return dict(RULE=rule.function, PARAMETERS=rule.parameters, QUANTITY=rule.quantity, TILE=TILE)
+
+
+_POINTERS = dict(
+    parameters="*fp64", logprobs="*fp32", rollout_logprobs="*fp32", old_logprobs="*fp32", advantages="*fp32",
+    mask="*i1", cu_seqlens="*i32", prefix_min="*fp32", sequence_log_ratio="*fp32", first_trigger="*i32", places="*i64",
+    loss="*fp32", coefficient="*fp32", kept="*i1", rows="*fp64", histograms="*i64",
+)  # fmt: skip
+
+
+def _compile_spec(name: str, inherited: bool, architecture: int) -> CompileSpec:
+    rule = TRITON_RULES[name]
+    absent = [] if inherited else ["prefix_min", "sequence_log_ratio", "first_trigger"]
+    absent += [] if rule.quantity == "ties" else ["places"]
+    signature = {argument: type for argument, type in _POINTERS.items() if argument not in absent}
+    return CompileSpec(
+        name=f"token_pass.{name}" + (" inherited" if inherited else ""),
+        kernel=token_pass_kernel,
+        signature=signature,
+        constants=_constants(rule) | dict.fromkeys(absent),
+        architecture=architecture,
+        aligned=tuple(signature),
+        options=_OPTIONS,
+    )
+
+
+COMPILE_SPECS = [
+    _compile_spec(name, inherited, architecture)
+    for architecture in (80, 90, 100)
+    for name in RULES
+    for inherited in ((False, True) if name == "clip_prefix" else (False,))
+]

@@ -1,0 +1,241 @@
+"""One small device function an objective: what a trained token adds to it, with which gradient.
+
+The Triton counterpart of ``csrc/include/token_rules.h``, whose comments say where each rule's parameters come from. A
+function maps a tile of tokens, [TILE] each, to its `Outcome`; the token pass takes it as a constant, so that each
+objective is a kernel of its own. A comparison with a NaN is false, as in C; hence no minimum and maximum here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG_RATIO_LIMIT = tl.constexpr(20.0)  # of megarl.kernels.tokens
+NEVER = tl.constexpr(2**31 - 1)  # of megarl.kernels.segment_summary
+
+
+class Token(NamedTuple):
+    """[TILE] float32, but for clamped (bool, the clamp of the log-ratio bites) and index (int32, from the segment's
+    start)."""
+
+    logprob: Any
+    rollout_logprob: Any
+    old_logprob: Any
+    advantage: Any
+    log_ratio: Any  # l = logprob - rollout_logprob, clamped
+    ratio: Any  # exp(l)
+    prefix_ratio: Any  # exp(log m + l)
+    clamped: Any
+    index: Any
+
+
+class Sequence(NamedTuple):
+    """What a rule must know of the whole sequence, see `TritonRule.quantity`."""
+
+    log_ratio: Any  # [TILE] float32, mean or sum
+    index: Any  # 0-d int32, the first trigger, or the last token at the threshold that is refused
+
+
+class Outcome(NamedTuple):
+    """[TILE]: the objective of each token, whose loss is its negative, and three flags."""
+
+    value: Any
+    coefficient: Any  # the derivative of value with respect to the log-prob
+    kept: Any  # the gradient survives
+    first: Any  # what the rule counts: clipped, vetoed, masked tokens
+    second: Any
+
+
+@triton.jit
+def clamp(x, low, high):
+    return tl.where(x < low, low, tl.where(x > high, high, x))
+
+
+@triton.jit
+def exponential_remainder(x):
+    """(e^x - 1 - x) / x^2 for |x| <= .35."""
+    p = 1.9875691500e-4 * x + 1.3981999507e-3
+    p = p * x + 8.3334519073e-3
+    p = p * x + 4.1665795894e-2
+    p = p * x + 1.6666665459e-1
+    return p * x + 5.0000001201e-1
+
+
+@triton.jit
+def exponential(x):
+    """exp(x) for |x| <= 88 to 1 ulp, where the hardware's has 20 at the limit of a log-ratio. NaN stays NaN."""
+    n = tl.floor(x * 1.44269504 + 0.5)
+    r = (x - n * 0.693359375) + n * 2.12194440e-4
+    power = tl.where(n == n, n, 0.0).to(tl.int32) + 127
+    return (exponential_remainder(r) * r * r + r + 1.0) * (power << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def excess(l, ratio):
+    """ratio - 1 - l without cancellation, for ratio = exp(l)."""
+    return tl.where(tl.abs(l) < 0.34, exponential_remainder(l) * l * l, ratio - 1.0 - l)
+
+
+@triton.jit
+def trust_region(t):
+    a, l = t.advantage, t.log_ratio
+    return ((a > 0) & (l > 0)) | ((a < 0) & (l < 0))
+
+
+@triton.jit
+def hard_clip(ratio, advantage, low, high, clamped):
+    clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+    value = tl.where(clipped, clamp(ratio, low, high), ratio) * advantage
+    kept = ~(clipped | clamped)
+    return Outcome(value, tl.where(kept, value, 0.0), kept, clipped, clipped & False)
+
+
+@triton.jit
+def soft_clip(ratio, t, low, high):
+    weight = clamp(ratio, low, high) * t.advantage
+    clipped = (ratio < low) | (ratio > high)
+    return Outcome(weight * t.logprob, weight, clipped | True, clipped, clipped & False)
+
+
+@triton.jit
+def reinforce(t, s, p):
+    value = t.ratio * t.advantage
+    never = t.clamped & False
+    return Outcome(value, tl.where(t.clamped, 0.0, value), ~t.clamped, never, never)
+
+
+@triton.jit
+def clip_token(t, s, p):
+    return hard_clip(t.ratio, t.advantage, p[0], p[1], t.clamped)
+
+
+@triton.jit
+def clip_log_ratio(t, s, p):
+    l, level = t.log_ratio, p[0]
+    clipped = ((t.advantage > 0) & (l > level)) | ((t.advantage < 0) & (l < -level))
+    value = tl.where(clipped, exponential(clamp(l, -level, level)), t.ratio) * t.advantage
+    kept = ~(clipped | t.clamped)
+    return Outcome(value, tl.where(kept, value, 0.0), kept, clipped, clipped & False)
+
+
+@triton.jit
+def clip_prefix(t, s, p):
+    return hard_clip(t.prefix_ratio, t.advantage, p[0], p[1], t.clamped)
+
+
+@triton.jit
+def clip_sequence_mean(t, s, p):
+    return hard_clip(exponential(s.log_ratio), t.advantage, p[0], p[1], t.clamped)
+
+
+@triton.jit
+def clip_dual(t, s, p):
+    o = hard_clip(t.ratio, t.advantage, p[0], p[1], t.clamped)
+    bound = p[2] * t.advantage
+    capped = (t.advantage < 0) & (o.value < bound)
+    value = tl.where(capped, bound, o.value)
+    return Outcome(value, tl.where(capped, 0.0, o.coefficient), o.kept & ~capped, o.first | capped, o.second)
+
+
+@triton.jit
+def soft_clip_token(t, s, p):
+    return soft_clip(t.ratio, t, p[0], p[1])
+
+
+@triton.jit
+def soft_clip_prefix(t, s, p):
+    return soft_clip(t.prefix_ratio, t, p[0], p[1])
+
+
+@triton.jit
+def tapered_sequence(t, s, p):
+    ratio = exponential(clamp(s.log_ratio, -80.0, 80.0))  # beyond, far outside any bound and its own range
+    negative = t.advantage < 0
+    weight = tl.where(t.advantage > 0, 1.0, clamp(ratio, p[0], p[1])) * t.advantage
+    first = negative & ((ratio < p[0]) | (ratio > p[1]))
+    return Outcome(weight * t.logprob, weight, negative | True, first, negative & False)
+
+
+@triton.jit
+def is_trigger(t, p):
+    return (t.advantage < 0) & (t.ratio < p[2])
+
+
+@triton.jit
+def veto(t, vetoed, p):
+    o = hard_clip(t.ratio, t.advantage, p[0], p[1], t.clamped)
+    value, coefficient = tl.where(vetoed, 0.0, o.value), tl.where(vetoed, 0.0, o.coefficient)
+    return Outcome(value, coefficient, o.kept & ~vetoed, o.first & ~vetoed, vetoed)
+
+
+@triton.jit
+def veto_sequence(t, s, p):
+    return veto(t, (t.advantage < 0) & (s.index < NEVER), p)
+
+
+@triton.jit
+def veto_suffix(t, s, p):
+    return veto(t, (t.advantage < 0) & (t.index > s.index), p)
+
+
+@triton.jit
+def veto_non_trigger_suffix(t, s, p):
+    return veto(t, (t.advantage < 0) & (t.index > s.index) & ~is_trigger(t, p), p)
+
+
+@triton.jit
+def veto_trigger(t, s, p):
+    return veto(t, is_trigger(t, p), p)
+
+
+@triton.jit
+def second_moment(t, s, p):
+    magnitude = tl.abs(t.log_ratio)
+    muted = trust_region(t) & ((magnitude > p[0]) | ((magnitude == p[0]) & (t.index <= s.index)))
+    value = tl.where(muted, 0.0, t.ratio * t.advantage)
+    kept = ~(muted | t.clamped)
+    return Outcome(value, tl.where(kept, value, 0.0), kept, muted, muted & False)
+
+
+@triton.jit
+def decoupled(t, s, p):
+    proximal = t.logprob - t.old_logprob
+    far = tl.abs(proximal) > LOG_RATIO_LIMIT
+    behaviour = clamp(t.old_logprob - t.rollout_logprob, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = exponential(clamp(proximal, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    full = exponential(behaviour)
+    weight = tl.where(full > p[2], p[2], full)
+    o = hard_clip(ratio, t.advantage, p[0], p[1], far)
+    return Outcome(o.value * weight, o.coefficient * weight, o.kept, o.first, o.second)
+
+
+@dataclass(frozen=True)
+class TritonRule:
+    """A rule's function; how many parameters it has; what it must know of the whole sequence."""
+
+    function: Any
+    parameters: int
+    quantity: str = "none"  # none, mean or sum (of the log-ratios), trigger (the first), ties (order of)
+
+
+TRITON_RULES = {
+    "reinforce": TritonRule(reinforce, 0),
+    "clip_token": TritonRule(clip_token, 2),
+    "clip_prefix": TritonRule(clip_prefix, 2),
+    "clip_sequence_mean": TritonRule(clip_sequence_mean, 2, "mean"),
+    "clip_dual": TritonRule(clip_dual, 3),
+    "soft_clip_token": TritonRule(soft_clip_token, 2),
+    "soft_clip_prefix": TritonRule(soft_clip_prefix, 2),
+    "tapered_sequence": TritonRule(tapered_sequence, 2, "sum"),
+    "veto_sequence": TritonRule(veto_sequence, 3, "trigger"),
+    "veto_suffix": TritonRule(veto_suffix, 3, "trigger"),
+    "veto_non_trigger_suffix": TritonRule(veto_non_trigger_suffix, 3, "trigger"),
+    "veto_trigger": TritonRule(veto_trigger, 3),
+    "second_moment": TritonRule(second_moment, 2, "ties"),
+    "decoupled": TritonRule(decoupled, 3),
+    "clip_log_ratio": TritonRule(clip_log_ratio, 1),
+}
+COMPILE_SPECS: list[Any] = []  # no kernels; those of triton_token_pass contain them

@@ -1,0 +1,165 @@
+"""The Triton token pass, in Triton's interpreter: against the objectives' definitions, and the C++ pass for what only
+shards have. A tile has 8 tokens here, so that the random responses end around its border."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from random_batches import KINDS, random_batch
+from test_against_papers import CASES
+
+from megarl.batch import TokenBatch
+from megarl.kernels import triton_token_pass as kernels
+from megarl.kernels.segment_summary import NEVER
+from megarl.kernels.token_pass import RULES, Inherited, PassResult, Rule, token_pass
+from megarl.kernels.tokens import Tokens
+from megarl.objectives import OBJECTIVES
+from megarl.objectives.fused import constants, tokens_of
+from megarl.objectives.objective import Objective
+
+CPU = torch.device("cpu")
+TILE = 8
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "TILE", TILE)
+    monkeypatch.setattr(kernels, "_STRETCH", tl.constexpr(2))  # three tiles are more than one stretch
+
+
+def compare(objective: Objective, batch: TokenBatch, where: str = "") -> None:
+    """Kept tokens and counts exactly, the rest to a few roundings of float32."""
+    statistics = objective.statistics(batch.detach())
+    definition, fused = (objective(batch, statistics, backend) for backend in ("torch", "triton"))
+    assert torch.equal(fused.kept, definition.kept), where
+    gradients = [torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0] for terms in (fused, definition)]
+    for ours, right in ((fused.loss, definition.loss), gradients):
+        torch.testing.assert_close(ours, right, rtol=4e-6, atol=1e-6, msg=lambda m: f"{where}: {m}")
+    assert fused.metrics.keys() == definition.metrics.keys()
+    for key, (total, count) in definition.metrics.items():
+        ours, our_count = fused.metrics[key]
+        assert float(our_count) == float(count), (where, key)
+        assert float(ours) == pytest.approx(float(total), rel=1e-5, abs=2e-6), (where, key)
+    for key, counts in definition.histograms.items():
+        assert torch.equal(fused.histograms[key], counts), (where, key)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_definition(name: str) -> None:
+    """Each objective on three kinds of batch, one of which has NaN where nothing trains; together on all kinds."""
+    first = 3 * list(CASES).index(name)
+    for seed in range(first, first + 3):
+        compare(CASES[name][0], random_batch(seed), f"seed {seed} ({KINDS[seed % len(KINDS)]})")
+
+
+def test_every_rule_is_compared_with_its_definition() -> None:
+    batch = random_batch(0)
+    used = {objective.rule(batch, objective.statistics(batch.detach())).name for objective, _ in CASES.values()}
+    assert used | {"clip_dual"} == set(RULES)  # and that one below
+
+
+def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
+    g = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+    logprobs = -torch.rand(tokens, generator=g) * 3
+    rollout = (logprobs - 0.5 * torch.randn(tokens, generator=g)).clamp(max=0)
+    advantages = torch.randn(len(lengths), generator=g).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    mask = torch.rand(tokens, generator=g) < 0.8
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    old = rollout + 0.1 * torch.randn(tokens, generator=g)
+    return TokenBatch(logprobs.requires_grad_(), rollout, advantages, mask, cu_seqlens, old_logprobs=old)
+
+
+BORDERS = [TILE - 1, TILE, TILE + 1, 0, 0, 1, 2 * TILE - 1, 2 * TILE, 2 * TILE + 1, 0, 5 * TILE + 3, 0]
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        OBJECTIVES["mu_grpo"](veto_threshold=0.4),
+        OBJECTIVES["minpro"](),
+        OBJECTIVES["m2po"](),
+        OBJECTIVES["topr"](),
+    ],
+    ids=lambda objective: type(objective).__name__,
+)
+def test_tiles_and_stretches_have_no_borders(objective: Objective) -> None:
+    compare(objective, make_batch(BORDERS))
+
+
+def both(rule: Rule, batch: TokenBatch, *segments: Any) -> tuple[PassResult, PassResult]:
+    tokens = tokens_of(batch.detach())
+    ours, theirs = (token_pass(rule, tokens, *segments, backend=backend) for backend in ("triton", "cpp"))
+    return ours, theirs
+
+
+def check(ours: PassResult, theirs: PassResult) -> None:
+    assert torch.equal(ours.kept, theirs.kept)
+    assert torch.equal(ours.histograms, theirs.histograms)
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=4e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(ours.segment_sums, theirs.segment_sums, rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(ours.sums, theirs.sums, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_inherited_values_and_places(name: str) -> None:
+    """What the chunks of a context-parallel rank take over, against the C++ pass: nothing, a part, everything."""
+    batch = make_batch([5, 9, 0, 8, 3])
+    g = torch.Generator().manual_seed(1)
+    inherited = Inherited(
+        torch.where(torch.rand(5, generator=g) < 0.4, torch.inf, -torch.rand(5, generator=g)),
+        torch.randn(5, generator=g),
+        torch.tensor([2, -3, 0, NEVER, 7], dtype=torch.int32),
+    )
+    magnitude = (batch.logprobs.detach() - batch.rollout_logprobs)[10].abs()
+    order = float(2**44 - 1 - (1 << 22) - 4)  # the tie is token 5 of segment 1: refused, with room for none after it
+    parameters = (float(magnitude), order) if name == "second_moment" else (0.6, 1.4, 1.2)
+    rule = Rule(name, constants(parameters, CPU))
+    check(*both(rule, batch, inherited, torch.arange(5) << 22))
+
+
+@pytest.mark.parametrize("name", ["clip_prefix", "clip_sequence_mean", "veto_suffix", "second_moment"])
+def test_nan_and_infinity_that_train(name: str) -> None:
+    """As in C++: a NaN makes the later minima of its own sequence NaN, and no others."""
+    batch = make_batch([6, 11, 4])
+    rollout = batch.rollout_logprobs
+    rollout[3], rollout[9], rollout[18] = torch.nan, -torch.inf, torch.inf
+    batch.loss_mask[:] = True
+    ours, theirs = both(Rule(name, constants((0.3, 0.0, 0.5), CPU)), batch, None, torch.arange(3) << 22)
+    assert theirs.sums.isnan().any()
+    check(ours, theirs)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+def test_no_tokens(lengths: list[int]) -> None:
+    empty = torch.zeros(0)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    tokens = Tokens(
+        empty.requires_grad_(), torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool), cu_seqlens
+    )
+    result = token_pass(Rule("clip_token", constants((0.8, 1.2), CPU)), tokens, backend="triton")
+    assert result.loss.shape == (0,) and result.segment_sums.shape == (len(lengths), 2)
+    assert not (result.sums.any() or result.segment_sums.any() or result.histograms.any())
+
+
+def test_same_bits_every_time_and_no_gradient_where_nothing_trains() -> None:
+    batch = make_batch([9, 17])
+    runs = [OBJECTIVES["minpro"]()(batch, backend="triton") for _ in range(2)]
+    gradients = [torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0] for terms in runs]
+    sums = [torch.stack([total for total, _ in terms.metrics.values()]) for terms in runs]
+    for a, b in ([terms.loss for terms in runs], gradients, sums):
+        assert torch.equal(a, b)
+    assert not gradients[0][~batch.loss_mask].any() and gradients[0][batch.loss_mask].all()
+
+
+def test_the_operation_is_registered_correctly() -> None:
+    """Schema, fake, autograd and tracing: torch's own checks."""
+    tokens = tokens_of(make_batch([5, 0, 9]))
+    arguments = (
+        RULES.index("clip_token"), constants((0.8, 1.2), CPU), tokens.logprobs, tokens.rollout_logprobs,
+        None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None, None,
+    )  # fmt: skip
+    torch.library.opcheck(kernels.token_pass_triton, arguments)
