@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib.metadata
 import json
@@ -9,6 +10,8 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,32 @@ def in_own_process(script: str, arguments: list[str], threads: int = 1) -> dict[
     command = [sys.executable, "-W", "ignore", script, *arguments]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(result.stdout.splitlines()[-1])
+
+
+def parse_with_threads(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options, among them --threads, with which this process starts again if OpenMP has begun with another."""
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    if os.environ.get("OMP_NUM_THREADS") != str(arguments.threads):
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    torch.set_num_threads(arguments.threads)
+    return arguments
+
+
+def launches_and_syncs(run: Callable[[], Any]) -> tuple[int, int]:
+    """Kernels (and copies) on the device, and waits of the host for it, of one run."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        torch.cuda.synchronize()
+    launches = sum(event.device_type is torch.autograd.DeviceType.CUDA for event in profile.events())
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    torch.cuda.set_sync_debug_mode("default")
+    return launches, sum("synchroniz" in str(warning.message) for warning in caught)
 
 
 def _cell(value: Any) -> str:

@@ -1,9 +1,10 @@
 """The lm head: log-probability and entropy of a token, forward and backward, fused and with materialised logits.
 
 On the CPU the fused op runs beside log_softmax over materialised logits, each in processes of its own, for its peak of
-memory and its time; on a GPU, beside these, Liger and CCE where installed, for shards of Qwen3's vocabulary.
+memory and its time. `gpu.py` measures it on a GPU, beside Liger and CCE where installed, for shards of Qwen3's
+vocabulary.
 
-    python benchmarks/linear_logprob.py [--device cpu gpu] [--tokens 4096 --width 512 --vocabulary 151936] [--repeats 2]
+    python benchmarks/linear_logprob.py [--tokens 4096 --width 512 --vocabulary 151936] [--repeats 2]
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import argparse
 import json
 import resource
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import NOT_MEASURED, in_own_process, write_table
+from common import NOT_MEASURED, in_own_process, launches_and_syncs, write_table
 
 from megarl.errors import UserError
 from megarl.kernels.linear_logprob import linear_logprob
@@ -150,21 +150,6 @@ def copy_ceiling() -> float:
     return 2 * 4 * 2**30 / milliseconds(lambda: target.copy_(source), 20) * 1e3
 
 
-def launches_and_syncs(run: Callable[[], Any]) -> tuple[int, int]:
-    """Kernels (and copies) on the device, and waits of the host for it, of one run."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        run()
-        torch.cuda.synchronize()
-    launches = sum(event.device_type is torch.autograd.DeviceType.CUDA for event in profile.events())
-    torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run()
-    torch.cuda.set_sync_debug_mode("default")
-    return launches, sum("synchroniz" in str(warning.message) for warning in caught)
-
-
 def gpu_row(head: str, shape: dict[str, int], flops: float, bytes_per_second: float) -> dict[str, Any]:
     hidden, weight, targets = problem(**shape, device="cuda", dtype=torch.bfloat16)
 
@@ -219,7 +204,6 @@ def gpu_rows() -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "gpu"), nargs="+", default=["cpu", "gpu"])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=151936)
@@ -231,11 +215,8 @@ def main() -> None:
     if options.child:
         print(json.dumps(cpu_child(**options.child)))
         return
-    if "cpu" in options.device:
-        shape = (options.tokens, options.width, options.vocabulary, options.repeats, options.chunk_tokens)
-        write_table("linear_logprob_cpu", [row for threads in options.threads for row in cpu_rows(*shape, threads)])
-    if "gpu" in options.device:
-        write_table("linear_logprob_gpu", gpu_rows())
+    shape = (options.tokens, options.width, options.vocabulary, options.repeats, options.chunk_tokens)
+    write_table("linear_logprob_cpu", [row for threads in options.threads for row in cpu_rows(*shape, threads)])
 
 
 if __name__ == "__main__":

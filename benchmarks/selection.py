@@ -1,6 +1,6 @@
 """Batch-level statistics: M2PO's mask and BAPO's bounds by integer histograms, against sorting and the released loops.
 
-    python benchmarks/selection.py [--device cpu|cuda] [--tokens 65536 1048576 16777216] [--threads 1] [--repeats 5]
+    python benchmarks/selection.py [--tokens 65536 1048576 16777216] [--threads 1] [--repeats 5]
 
 In one process, taking turns; the least time counts: on a CPU, CPU time of all threads. The loops are the released
 codes' way: M2PO walks over the sorted squares, one ``.item()`` a step; BAPO evaluates both contributions over all
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -101,24 +99,16 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 16, 1 << 20, 1 << 24])
     parser.add_argument("--loop-tokens", type=int, default=1 << 16)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
-    arguments = parser.parse_args()
-    if os.environ.get("OMP_NUM_THREADS") != str(arguments.threads):  # the kernels' OpenMP reads it when it starts
-        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-    torch.set_num_threads(arguments.threads)
-    device = torch.device(arguments.device)
-    backends = ["cpp"] if device.type == "cpu" else ["cuda"]
+    arguments = common.parse_with_threads(parser)
     rows = [
-        measure(name, tokens, device, backends, arguments.repeats, tokens <= arguments.loop_tokens)
+        measure(name, tokens, torch.device("cpu"), ["cpp"], arguments.repeats, tokens <= arguments.loop_tokens)
         for name in ("m2po", "bapo")
         for tokens in arguments.tokens
     ]
-    common.write_table(f"selection_{device.type}", rows)
+    common.write_table("selection_cpu", rows)
 
 
 if __name__ == "__main__":

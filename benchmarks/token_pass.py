@@ -1,18 +1,16 @@
 """The fused token pass against eager torch and torch.compile: loss, gradient, kept tokens, every metric, histograms.
 
-    python benchmarks/token_pass.py [--device cpu|cuda] [--tokens 1048576 16777216] [--threads 1] [--repeats 5]
+    python benchmarks/token_pass.py [--tokens 1048576 16777216] [--threads 1] [--repeats 5]
 
 All ways compute the same on the same tokens, in one process, taking turns; the least time counts: on a CPU, CPU time
 of all threads, which a busy machine changes least. "loss alone" is eager torch without metrics and histograms, the
 least that training needs. Bytes are those a single pass must move: 13 read, 9 written, 4 read and 4 written by the
-multiplication with the incoming gradient.
+multiplication with the incoming gradient. `gpu.py` measures the same on a GPU, with launches and host syncs.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -131,29 +129,21 @@ def measure(name: str, tokens: int, device: torch.device, backends: list[str], r
             row[f"loss alone/{backend}"] = seconds["loss alone"] / seconds[backend]
         bandwidth = BYTES * tokens / seconds[backend] / (8 * tokens / seconds["copy"])
         row[f"{backend} share of copy bandwidth"] = bandwidth
+        if device.type == "cuda":
+            row[f"{backend} launches"], row[f"{backend} host syncs"] = common.launches_and_syncs(ways[backend])
     return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 20, 1 << 24])
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--objectives", nargs="+", default=list(CASES), choices=list(OBJECTIVES))
-    arguments = parser.parse_args()
-    if os.environ.get("OMP_NUM_THREADS") != str(arguments.threads):  # the kernels' OpenMP reads it when it starts
-        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-    torch.set_num_threads(arguments.threads)
-    device = torch.device(arguments.device)
-    backends = ["cpp"] if device.type == "cpu" else ["cuda"]
-    rows = [
-        measure(name, tokens, device, backends, arguments.repeats)
-        for tokens in arguments.tokens
-        for name in arguments.objectives
-    ]
-    common.write_table(f"token_pass_{device.type}", rows)
+    arguments = common.parse_with_threads(parser)
+    cpu = torch.device("cpu")
+    sizes, objectives = arguments.tokens, arguments.objectives
+    rows = [measure(name, size, cpu, ["cpp"], arguments.repeats) for size in sizes for name in objectives]
+    common.write_table("token_pass_cpu", rows)
 
 
 if __name__ == "__main__":

@@ -108,17 +108,31 @@ def check(ours: PassResult, theirs: PassResult) -> None:
 def test_inherited_values_and_places(name: str) -> None:
     """What the chunks of a context-parallel rank take over, against the C++ pass: nothing, a part, everything."""
     batch = make_batch([5, 9, 0, 8, 3])
+    batch.advantages[:5], batch.loss_mask[:5] = -0.5, True  # token 2 of segment 0 is its trigger
     g = torch.Generator().manual_seed(1)
     inherited = Inherited(
         torch.where(torch.rand(5, generator=g) < 0.4, torch.inf, -torch.rand(5, generator=g)),
         torch.randn(5, generator=g),
         torch.tensor([2, -3, 0, NEVER, 7], dtype=torch.int32),
     )
-    magnitude = (batch.logprobs.detach() - batch.rollout_logprobs)[10].abs()
-    order = float(2**44 - 1 - (1 << 22) - 4)  # the tie is token 5 of segment 1: refused, with room for none after it
-    parameters = (float(magnitude), order) if name == "second_moment" else (0.6, 1.4, 1.2)
-    rule = Rule(name, constants(parameters, CPU))
+    rule = Rule(name, constants((0.6, 1.4, 1.2), CPU))
     check(*both(rule, batch, inherited, torch.arange(5) << 22))
+
+
+def test_the_last_tie_that_is_refused() -> None:
+    """A token at the threshold of |l| is refused if it is the last one of the order, and kept if it comes after."""
+    batch = make_batch([5, 9])
+    l = (batch.logprobs - batch.rollout_logprobs).detach()
+    inside = batch.loss_mask & (l * batch.advantages > 0) & (torch.arange(14) >= 5)
+    tie = int(inside.nonzero()[1])
+    kept = []
+    for last in (tie, tie - 1):
+        order = float(2**44 - 1 - (1 << 22) - (last - 5))  # segment 1 begins at token 5
+        rule = Rule("second_moment", constants((float(l[tie].abs()), order), CPU))
+        ours, theirs = both(rule, batch, None, torch.arange(2) << 22)
+        check(ours, theirs)
+        kept.append(bool(ours.kept[tie]))
+    assert kept == [False, True]
 
 
 @pytest.mark.parametrize("name", ["clip_prefix", "clip_sequence_mean", "veto_suffix", "second_moment"])

@@ -1,0 +1,64 @@
+"""All that is measured on a GPU, by one command: its ceilings, the token pass, batch statistics, the lm head.
+
+    python benchmarks/gpu.py [--tokens 1048576 16777216] [--repeats 20]
+
+Kernels are held against what this GPU copies and multiplies in the same run. Without a GPU every figure says "not
+measured".
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import linear_logprob
+import selection
+import token_pass
+import torch
+from common import NOT_MEASURED, write_table
+
+DEVICE = torch.device("cuda")
+BACKENDS = ["cuda", "triton"]
+LOOP_TOKENS = 1 << 16  # as many as a loop with a host sync a step is run for
+
+
+def ceilings() -> list[dict[str, Any]]:
+    rows = [
+        ("copy of 4 GiB, GB/s read and written", linear_logprob.copy_ceiling, 1e9),
+        ("bfloat16 product of 8192 x 8192, TFLOP/s", linear_logprob.matmul_ceiling, 1e12),
+    ]
+    found = torch.cuda.is_available()
+    return [{"ceiling": name, "value": run() / unit if found else NOT_MEASURED} for name, run, unit in rows]
+
+
+def pass_rows(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
+    cases = [(size, name) for size in sizes for name in token_pass.CASES]
+    if not torch.cuda.is_available():
+        columns = [f"{way} ms" for way in ("torch", *BACKENDS, "compile")]
+        columns += [f"{backend} share of copy bandwidth" for backend in BACKENDS]
+        return [{"objective": name, "tokens": size} | dict.fromkeys(columns, NOT_MEASURED) for size, name in cases]
+    return [token_pass.measure(name, size, DEVICE, BACKENDS, repeats) for size, name in cases]
+
+
+def selection_rows(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
+    """The backend triton leaves these to torch."""
+    cases = [(name, size) for name in ("m2po", "bapo") for size in sizes]
+    if not torch.cuda.is_available():
+        columns = ("torch ms", "cuda ms", "sort + cumsum ms")
+        return [{"statistics": name, "tokens": size} | dict.fromkeys(columns, NOT_MEASURED) for name, size in cases]
+    return [selection.measure(name, size, DEVICE, ["cuda"], repeats, size <= LOOP_TOKENS) for name, size in cases]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 20, 1 << 24])
+    parser.add_argument("--repeats", type=int, default=20)
+    arguments = parser.parse_args()
+    write_table("ceilings_gpu", ceilings())
+    write_table("token_pass_gpu", pass_rows(arguments.tokens, arguments.repeats))
+    write_table("selection_gpu", selection_rows([LOOP_TOKENS, *arguments.tokens], arguments.repeats))
+    write_table("linear_logprob_gpu", linear_logprob.gpu_rows())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The CUDA and Triton backends on a GPU against the definitions on the same device: values, bits, waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from test_token_pass import BORDERS, as_tokens, make_batch
+
+from megarl.batch import TokenBatch
+from megarl.kernels import library, reference
+from megarl.kernels.linear_logprob import linear_logprob
+from megarl.kernels.segment_summary import NEVER
+from megarl.kernels.token_pass import RULES, Inherited, PassResult, Rule, token_pass
+from megarl.objectives import OBJECTIVES
+from megarl.objectives.fused import constants
+from megarl.objectives.objective import Objective
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+CUDA = pytest.param(
+    "cuda",
+    marks=pytest.mark.skipif(library.find_library("cuda") is None, reason="the CUDA kernels are not installed"),
+)
+both = pytest.mark.parametrize("backend", [CUDA, "triton"])
+CASES = {
+    **{name: kind() for name, kind in OBJECTIVES.items()},
+    "m2po-released": OBJECTIVES["m2po"](variant="released"),
+    **{
+        f"mu_grpo-{scope}": OBJECTIVES["mu_grpo"](veto_scope=scope, veto_threshold=0.3, ratio_min=0.1, ratio_max=1.5)
+        for scope in ("sequence", "suffix", "non_trigger_suffix", "trigger")
+    },
+}
+LENGTHS = [*BORDERS, 31, 512, 513, 0, 8, 8, 8, 8, 8, 8, 8, 8]  # one thread block a segment, and eight
+
+
+def on_device(batch: TokenBatch) -> TokenBatch:
+    moved = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    moved = {name: x.detach().cuda() if isinstance(x, torch.Tensor) else x for name, x in moved.items()}
+    moved["logprobs"].requires_grad_()
+    return replace(batch, **moved)
+
+
+@contextmanager
+def no_wait() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def gradient(objective: Objective, batch: TokenBatch, backend: str) -> list[torch.Tensor]:
+    """Every number that a call gives."""
+    terms = objective(batch, objective.statistics(batch.detach(), None, backend), backend)
+    metrics = [x for pair in terms.metrics.values() for x in pair]
+    grad = torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0]
+    return [terms.loss, grad, terms.kept, *metrics, *terms.histograms.values()]
+
+
+@both
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_definition(name: str, backend: str) -> None:
+    """A token whose ratio lies within a rounding of a bound may fall on the other side: at most 1 in 10000 does."""
+    batch, objective = on_device(make_batch(LENGTHS)), CASES[name]
+    definition, fused = (objective(batch, objective.statistics(batch.detach(), None, b), b) for b in ("torch", backend))
+    same = fused.kept == definition.kept
+    assert (~same).sum() * 10000 <= same.numel()
+    grads = [torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0] for terms in (fused, definition)]
+    torch.testing.assert_close(fused.loss[same], definition.loss[same], rtol=4e-6, atol=1e-6)
+    torch.testing.assert_close(grads[0][same], grads[1][same], rtol=4e-6, atol=1e-6)
+    for key, (total, count) in definition.metrics.items():
+        assert float(fused.metrics[key][1]) == float(count), key
+        if same.all():
+            assert float(fused.metrics[key][0]) == pytest.approx(float(total), rel=1e-5, abs=1e-3), key
+    for key, counts in definition.histograms.items():
+        assert torch.equal(fused.histograms[key], counts), key
+
+
+@both
+@pytest.mark.parametrize("name", RULES)
+def test_inherited_values(name: str, backend: str) -> None:
+    """What the chunks of a context-parallel rank take over, against the C++ pass."""
+    batch = make_batch([5, 900, 0, 8, 40])
+    g = torch.Generator().manual_seed(1)
+    prefix_min = torch.where(torch.rand(5, generator=g) < 0.4, torch.inf, -torch.rand(5, generator=g))
+    trigger = torch.tensor([2, -3, 0, NEVER, 7], dtype=torch.int32)
+    inherited = Inherited(prefix_min, torch.randn(5, generator=g), trigger)
+    values = (0.5, 2.0**43) if name == "second_moment" else (0.6, 1.4, 1.2)
+
+    def run(batch: TokenBatch, inherited: Inherited, backend: str) -> PassResult:
+        device = batch.loss_mask.device
+        rule = Rule(name, constants(values, device))
+        tokens = replace(as_tokens(batch), old_logprobs=batch.old_logprobs)
+        return token_pass(rule, tokens, inherited, torch.arange(5, device=device) << 22, backend)
+
+    ours = run(on_device(batch), Inherited(*(x.cuda() for x in vars(inherited).values())), backend)
+    theirs = run(batch, inherited, "cpp")
+    assert torch.equal(ours.kept.cpu(), theirs.kept)
+    assert torch.equal(ours.histograms.cpu(), theirs.histograms)
+    torch.testing.assert_close(ours.loss.cpu(), theirs.loss, rtol=4e-6, atol=1e-6)
+    torch.testing.assert_close(ours.sums.cpu(), theirs.sums, rtol=1e-5, atol=1e-3)
+
+
+@both
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_and_no_wait(name: str, backend: str) -> None:
+    batch, objective = on_device(make_batch(LENGTHS)), CASES[name]
+    first = gradient(objective, batch, backend)  # compiles, and makes the constants
+    with no_wait():
+        second = gradient(objective, batch, backend)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_lm_head_equals_the_reference_without_a_wait(dtype: torch.dtype) -> None:
+    """Log-probs and entropy to float32's roundings of the logits, gradients to those of their own dtype."""
+    g = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(300, 256, generator=g, device="cuda").to(dtype).requires_grad_()
+    weight = (torch.randn(5003, 256, generator=g, device="cuda") / 16).to(dtype).requires_grad_()
+    targets = torch.randint(0, 5000, (300,), generator=g, device="cuda")
+
+    def run() -> list[torch.Tensor]:
+        outputs = linear_logprob(hidden, weight, targets, 0.7, vocab_size=5000, backend="triton")
+        return [*outputs, *torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), (hidden, weight))]
+
+    first = run()
+    with no_wait():
+        second = run()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    outputs = reference.linear_logprob(h, w, targets, 0.7, 5000)
+    exact = [*outputs, *torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), (h, w))]
+    for ours, right in zip(first[:2], exact[:2], strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=0, atol=2e-5)
+    for ours, right in zip(first[2:], exact[2:], strict=True):
+        step = torch.finfo(dtype).eps if dtype is not torch.float32 else 1e-5
+        torch.testing.assert_close(ours.double(), right, rtol=step, atol=2 * step * right.abs().max().item())
