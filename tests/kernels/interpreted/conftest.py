@@ -6,4 +6,5 @@ from pathlib import Path
 
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
 
-sys.path.append(str(Path(__file__).parents[2] / "objectives"))  # random batches, and the cases they are tested with
+HERE = Path(__file__).parent
+sys.path += [str(HERE.parent), str(HERE.parents[1] / "objectives")]  # batches, and the cases they are tested with

@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 from random_batches import KINDS, random_batch
 from test_against_papers import CASES
+from test_token_pass import make_batch
 
 from megarl.batch import TokenBatch
 from megarl.kernels import triton_token_pass as kernels
@@ -49,9 +50,9 @@ def compare(objective: Objective, batch: TokenBatch, where: str = "") -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(name: str) -> None:
-    """Each objective on three kinds of batch, one of which has NaN where nothing trains; together on all kinds."""
-    first = 3 * list(CASES).index(name)
-    for seed in range(first, first + 3):
+    """Each objective on two kinds of batch; every third one has NaN where nothing trains, and together they are all."""
+    first = 2 * list(CASES).index(name)
+    for seed in (first, first + 1):
         compare(CASES[name][0], random_batch(seed), f"seed {seed} ({KINDS[seed % len(KINDS)]})")
 
 
@@ -59,18 +60,6 @@ def test_every_rule_is_compared_with_its_definition() -> None:
     batch = random_batch(0)
     used = {objective.rule(batch, objective.statistics(batch.detach())).name for objective, _ in CASES.values()}
     assert used | {"clip_dual"} == set(RULES)  # and that one below
-
-
-def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
-    g = torch.Generator().manual_seed(seed)
-    tokens = sum(lengths)
-    logprobs = -torch.rand(tokens, generator=g) * 3
-    rollout = (logprobs - 0.5 * torch.randn(tokens, generator=g)).clamp(max=0)
-    advantages = torch.randn(len(lengths), generator=g).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
-    mask = torch.rand(tokens, generator=g) < 0.8
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    old = rollout + 0.1 * torch.randn(tokens, generator=g)
-    return TokenBatch(logprobs.requires_grad_(), rollout, advantages, mask, cu_seqlens, old_logprobs=old)
 
 
 BORDERS = [TILE - 1, TILE, TILE + 1, 0, 0, 1, 2 * TILE - 1, 2 * TILE, 2 * TILE + 1, 0, 5 * TILE + 3, 0]
