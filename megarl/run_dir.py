@@ -15,7 +15,7 @@ from typing import Any
 from megarl.config import Recipe, dump_recipe, load_recipe, recipe_diff
 from megarl.errors import UserError
 from megarl.files import append_json, make_directory, read_json_lines, write_atomic
-from megarl.layout import LAYOUT_SETTINGS
+from megarl.layout import is_layout_setting
 from megarl.ledger import is_sealed
 
 
@@ -34,7 +34,7 @@ class RunDir:
         path = root / "recipe.toml"
         if path.exists():
             everything = recipe_diff(load_recipe(path), recipe)
-            difference = [line for line in everything if line.partition(":")[0] not in LAYOUT_SETTINGS]
+            difference = [line for line in everything if not is_layout_setting(line.partition(":")[0])]
             if difference:
                 raise UserError(
                     f"{root} belongs to a run with another recipe (old -> new):\n  "

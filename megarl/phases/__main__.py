@@ -37,6 +37,8 @@ def main() -> None:
     if arguments.phase != "evaluate":  # which has nothing to save
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until `StopRequest`, through the imports
 
+    # a look at the GPUs must not initialise CUDA: engines choose theirs through CUDA_VISIBLE_DEVICES
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
     from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -11,9 +11,11 @@ import numpy as np
 
 from megarl.config import Recipe
 from megarl.data import Prompt, PromptSource, build_prompts, load_tokenizer, stop_token_ids
-from megarl.policy import read_info
+from megarl.distributed import Peers
+from megarl.policy import decode_reference, encode_reference, read_info, read_reference
 from megarl.rewards import Verifier, build_verifier, reward
 from megarl.rollout import build_engine
+from megarl.rollout.drift import Drift, check_weights, hugging_face_reference
 from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, never, response_seed
 from megarl.store import Response
 
@@ -61,6 +63,7 @@ class Answerer:
     stop_token_ids: tuple[int, ...]
     weights_hash: str
     unfinished: list[_Draft] = field(default_factory=list)
+    decoding: int = 0  # responses that the engine has taken and not handed out
 
     @classmethod
     def build(cls, recipe: Recipe, stage: int, policy_dir: Path) -> Answerer:
@@ -84,6 +87,17 @@ class Answerer:
         self.engine.load_weights(policy_dir, info.version)
         self.weights_hash = info.weights_hash
 
+    def check_weights(self, policy_dir: Path, peers: Peers) -> Drift:
+        """Compare the engine with the actor that exported its policy; to be called after every load.
+
+        Beyond the tolerance it is a `UserError`.
+        """
+        reference = read_reference(policy_dir)
+        if reference is None:  # a base model, which is its own reference: computed once for all replicas
+            name = f"reference of {self.weights_hash}"
+            reference = decode_reference(peers.once(name, lambda: encode_reference(hugging_face_reference(policy_dir))))
+        return check_weights(self.engine, reference)
+
     def answer(
         self,
         chunks: Iterator[Sequence[Question]],
@@ -102,15 +116,18 @@ class Answerer:
         def requests() -> Iterator[Request]:
             if drafts:
                 rows.append([(draft, k) for draft in drafts for k in range(samples) if k not in draft.responses])
+                self.decoding += len(rows[-1])
                 yield self._continuation(rows[-1], temperature)
             for number, chunk in enumerate(chunks):
                 begun = [_Draft(number, question) for question in chunk]
                 drafts.extend(begun)
                 rows.append([(draft, k) for draft in begun for k in range(samples)])
+                self.decoding += len(rows[-1])
                 yield self._request(chunk, samples, temperature)
 
         continues = bool(drafts)
         for number, completion in self.engine.serve(requests(), interrupted):
+            self.decoding -= 1
             one = continues and number == 0  # response a prompt
             draft, k = rows[number][completion.prompt if one else completion.prompt * samples + completion.sample]
             draft.parts.setdefault(k, []).append(completion)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from statistics import NormalDist
 
 import numpy as np
@@ -23,6 +24,8 @@ def evaluate(run: RunDir, stage: int) -> None:
     start = time.monotonic()
     policy = run.policy(stage)
     answerer = Answerer.build(run.recipe, stage, policy)
+    drift = answerer.check_weights(policy, peers)
+    run.log_event("weight_drift", phase="evaluate", stage=stage, rank=peers.rank, **asdict(drift))
     mine = score_heldout(answerer, peers.store)
     answerer.engine.close()
     everyone = peers.gather("rewards", list(mine.items()))

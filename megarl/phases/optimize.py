@@ -127,10 +127,11 @@ def make_updates(actor: Actor, run: RunDir, stage: int, done: int, batches: Batc
 
 def export(actor: Actor, run: RunDir, version: int, target: Path) -> None:
     """Write the policy behind which ``version`` updates of the run are. Collective."""
-    from megarl.actor import hf
+    from megarl.actor import hf, reference
 
-    start = time.perf_counter()
-    hf.export_hf(actor.models, target, like=run.policy(0), version=version)
+    start, budget = time.perf_counter(), run.recipe.actor.tokens_per_micro_batch
+    scores = reference.score(actor.models, hf.fixed_sequences(actor.models[0]), budget, actor.device)
+    hf.export_hf(actor.models, target, run.policy(0), version, scores)
     if parallel.reports_metrics():
         policy, seconds = str(target.relative_to(run.root)), round(time.perf_counter() - start, 3)
         run.log_event("export", policy=policy, version=version, seconds=seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict
 
 import numpy as np
 
@@ -13,12 +14,13 @@ from megarl.errors import STOPPED
 from megarl.files import make_directory
 from megarl.phases.answers import Answerer, Question
 from megarl.phases.stop import StopRequest
+from megarl.phases.tally import Tally
 from megarl.rollout.engine import never
 from megarl.run_dir import RunDir
 from megarl.schedule import cut_chunks
 from megarl.store import Group, RolloutStore, RolloutWriter, seal
 
-STORE_SECONDS = 5.0  # between two shards: groups that became whole are lost for no longer than this
+STORE_SECONDS = 1.0  # between two shards: groups that became whole are lost for no longer than this
 
 
 def rollout(run: RunDir, stage: int) -> None:
@@ -30,12 +32,15 @@ def rollout(run: RunDir, stage: int) -> None:
     directory = run.rollouts(stage)
     make_directory(directory)
     answerer = Answerer.build(run.recipe, stage, run.policy(stage))
+    drift = answerer.check_weights(run.policy(stage), peers)
+    run.log_event("weight_drift", phase="rollout", stage=stage, rank=peers.rank, **asdict(drift))
     whole = answerer.engine.repeats_chunks
     # rank 0's, for everybody: others may see a shared file system as it was a moment ago
     found = RolloutStore(directory).missing(run.groups(stage)) if peers.rank == 0 else None
-    chunks = missing_chunks(run, stage, set(peers.from_first("missing", found)), whole)
-    if peers.rank == 0 and (there := len(run.groups(stage)) - sum(map(len, chunks))):
-        total = len(run.groups(stage))
+    missing = set(peers.from_first("missing", found))
+    chunks = missing_chunks(run, stage, missing, whole)
+    total = len(run.groups(stage))
+    if peers.rank == 0 and (there := total - sum(map(len, chunks))) > 0:
         run.log_event("resume", phase="rollout", stage=stage, skipped=there, total=total, unit="groups")
 
     def take() -> Iterator[Sequence[int]]:
@@ -47,8 +52,13 @@ def rollout(run: RunDir, stage: int) -> None:
     with RolloutWriter(
         directory, weights_hash=answerer.weights_hash, logprob_mode="processed", writer=peers.rank
     ) as writer:
-        for groups in generate(answerer, take(), interrupted):
-            writer.append(groups)
+        tally = Tally()
+        for groups in generate(answerer, take(), interrupted, tally=tally):
+            # a chunk that is cut elsewhere than in an earlier attempt has groups that are there
+            writer.append([group for group in groups if group.group_id in missing])
+            if tally.due():
+                run.log_event("rollout_progress", stage=stage, rank=peers.rank, **tally.event(answerer.decoding))
+    run.log_event("rollout_progress", stage=stage, rank=peers.rank, **tally.event(answerer.decoding))
     answerer.engine.close()
     if stop.asked:
         sys.exit(STOPPED)  # the others are told, too
@@ -78,6 +88,7 @@ def generate(
     chunks: Iterator[Sequence[int]],
     interrupted: Callable[[], bool] = never,
     store_seconds: float = STORE_SECONDS,
+    tally: Tally | None = None,
 ) -> Iterator[list[Group]]:
     """The groups of ``chunks``, in portions to be stored: what became whole meanwhile, or a chunk to be repeated."""
     table, sizes = answerer.recipe.rollout, []
@@ -91,6 +102,8 @@ def generate(
     portion: list[Group] = []
     stored = time.monotonic()
     for answer in answerer.answer(questions(), table.responses_per_prompt, table.temperature, interrupted):
+        if tally:
+            tally.add(answer)
         question = answer.question
         portion.append(Group(question.number, np.asarray(question.prompt.tokens, np.int32), answer.responses))
         # those of a chunk that is to be repeated come one after another

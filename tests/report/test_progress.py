@@ -84,6 +84,18 @@ def test_state_of_a_rollout_phase(tmp_path):
     assert state.done == (4, 1536, "groups")
 
 
+def test_replicas_report_lengths_truncation_and_queue(tmp_path):
+    state = RunState(tmp_path, make_recipe())
+    append(tmp_path / "events.jsonl", start("rollout", 1))
+    report = {"event": "rollout_progress", "stage": 1, "responses": 100, "tokens": 700, "truncated": 5, "decoding": 32}
+    append(tmp_path / "events.jsonl", report | {"rank": 0, "responses": 10}, report | {"rank": 0}, report | {"rank": 1})
+    assert [event["event"] for event in state.poll()] == ["phase_start"]
+    assert {"length 7", "truncated 5%", "decoding 64"} <= set(describe_state(state).split(", "))
+    append(tmp_path / "events.jsonl", start("rollout", 2))  # what the next phase has not said yet is not shown
+    state.poll()
+    assert "length" not in describe_state(state)
+
+
 def test_state_of_an_optimize_phase_that_is_restarted(tmp_path):
     recipe, noise = make_recipe(), random.Random(0)
     updates = [update_record(n, 96, noise) for n in range(1, 140)]

@@ -22,9 +22,9 @@ SIZES = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 
-def save(path, kind="qwen3_moe", vocabulary=39, seed=0, spread=0.2):
+def save(path, kind="qwen3_moe", vocabulary=39, seed=0, spread=0.2, **changes):
     torch.manual_seed(seed)
-    sizes = SIZES | {"vocab_size": vocabulary, "intermediate_size": 128, "initializer_range": spread}
+    sizes = SIZES | {"vocab_size": vocabulary, "intermediate_size": 128, "initializer_range": spread} | changes
     if kind == "qwen3_moe":
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **EXPERTS))
     elif kind == "qwen3":

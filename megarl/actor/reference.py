@@ -1,0 +1,57 @@
+"""What the actor makes of a few fixed sequences, exported with the policy: engines are compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.actor.model import PolicyModel
+from megarl.actor.packing import Sample, micro_batches
+from megarl.actor.schedule import collect, run_micro_batches
+from megarl.batch import TokenBatch
+from megarl.objectives.sequences import positions, sequence_ids
+
+
+def score(
+    models: list[PolicyModel], sequences: Sequence[list[int]], budget: int, device: torch.device
+) -> list[np.ndarray]:
+    """Log-probs at temperature 1 of all but the first token of each sequence, [n - 1] float32, on every rank.
+
+    Collective over all ranks. ``budget``: tokens of a micro-batch.
+    """
+    samples = [
+        Sample(np.array(tokens[:1]), np.array(tokens[1:]), np.zeros(len(tokens) - 1, np.float32), advantage=0.0)
+        for tokens in sequences
+    ]
+    temperatures = [model.temperature for model in models]
+    try:
+        for model in models:
+            model.temperature = 1.0
+        logs = run_micro_batches(models, micro_batches(samples, budget, device), collect, forward_only=True)
+    finally:
+        for model, temperature in zip(models, temperatures, strict=True):
+            model.temperature = temperature
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [part for log in logs for part in _parts(log.batch)])
+    scores = [np.full(len(tokens) - 1, np.nan, np.float32) for tokens in sequences]
+    for sequence, place, logprobs in (part for rank in everyone for part in rank):
+        scores[sequence][place] = logprobs
+    return scores
+
+
+def _parts(batch: TokenBatch) -> list[tuple[int, list[int], list[float]]]:
+    """(sequence, places, log-probs there) of this rank; behind one prompt token, input and response places agree."""
+    mask = batch.loss_mask
+    ids = sequence_ids(batch.cu_seqlens, mask.numel())
+    place = positions(batch.cu_seqlens, mask.numel(), batch.shard)
+    assert batch.sequence_index is not None
+    parts = []
+    for local, sequence in enumerate(batch.sequence_index.tolist()):
+        mine = (ids == local) & mask
+        if bool(mine.any()):  # not the filler of an empty micro-batch
+            parts.append((sequence, place[mine].tolist(), batch.logprobs[mine].tolist()))
+    return parts

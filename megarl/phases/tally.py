@@ -1,0 +1,64 @@
+"""How a replica's generation goes, for events.jsonl: speed, queue, lengths, truncation, rewards."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from megarl.phases.answers import Answer
+
+EVENT_SECONDS = 30.0
+SOLVE_RATE_BINS = 5  # none of a group's responses right, three equal parts between, all of them right
+
+
+class Tally:
+    """Counts answers of one attempt at a phase; `due` every `EVENT_SECONDS`."""
+
+    def __init__(self) -> None:
+        self.start = self._next = time.monotonic()
+        self.groups = self.responses = self.tokens = self.unstopped = 0
+        self.longest = 0
+        self.rewards = 0.0
+        self.solve_rates = [0] * SOLVE_RATE_BINS
+
+    def add(self, answer: Answer) -> None:
+        lengths = [len(response.tokens) for response in answer.responses]
+        rewards = np.array([response.reward for response in answer.responses])
+        self.groups += 1
+        self.responses += len(lengths)
+        self.tokens += sum(lengths)
+        self.longest = max(self.longest, *lengths)
+        self.unstopped += sum(response.finish_reason != "stop" for response in answer.responses)
+        self.rewards += float(rewards.sum())
+        self.solve_rates[solve_rate_bin(float(rewards.mean()))] += 1
+
+    def due(self) -> bool:
+        """Once every `EVENT_SECONDS`."""
+        now = time.monotonic()
+        if now - self._next < EVENT_SECONDS:
+            return False
+        self._next = now
+        return True
+
+    def event(self, decoding: int) -> dict[str, Any]:
+        """decoding: responses that the engine has taken and not finished."""
+        return {
+            "groups": self.groups,
+            "responses": self.responses,
+            "decoding": decoding,
+            "tokens": self.tokens,
+            "tokens_per_second": round(self.tokens / max(1e-9, time.monotonic() - self.start), 1),
+            "longest": self.longest,
+            "truncated": self.unstopped,
+            "reward_sum": self.rewards,
+            "solve_rates": self.solve_rates,
+        }
+
+
+def solve_rate_bin(mean: float) -> int:
+    """Of a group's mean reward in [0, 1]: the first and the last bin hold the groups that teach nothing."""
+    if mean in (0.0, 1.0):
+        return 0 if mean == 0.0 else SOLVE_RATE_BINS - 1
+    return 1 + min(int(mean * (SOLVE_RATE_BINS - 2)), SOLVE_RATE_BINS - 3)

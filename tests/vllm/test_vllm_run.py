@@ -1,0 +1,132 @@
+"""The quickstart recipe, cut to seconds, with vLLM in every stage; a replica dies in the first."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from megarl.ledger import parse
+from megarl.store import RolloutStore
+
+ROOT = Path(__file__).parents[2]
+UPDATES = 4
+GROUPS = {stage: range(64 * stage, 64 * (stage + 1)) for stage in range(3)}
+SETTINGS = {
+    "rollout.engine": "vllm",
+    "rollout.groups_per_chunk": 4,
+    "rollout.max_response_tokens": 64,
+    "stages.0.workers": 2,
+    "schedule.updates_per_stage": UPDATES,
+    "reward.correct_above": 0.02,  # an untrained model gets partial credit at most
+    "reward.require_stop": "false",
+    "optimizer.lr": 1e-3,
+    "optimizer.warmup_updates": 1,
+    "eval.every": 0,
+    "run.max_restarts": 1,
+    "run.tensorboard": "false",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run of three stages whose first lost a replica, and the ledger lines that were there at its death."""
+    folder = tmp_path_factory.mktemp("vllm_run")
+    sys.path.insert(0, str(ROOT / "examples/quickstart"))
+    try:
+        from make_base import write_initial_model
+    finally:
+        sys.path.pop(0)
+    write_initial_model(folder / "model")
+    command = [sys.executable, "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
+    command += ["--run-dir", str(folder / "run"), "--set", f'model.path="{folder / "model"}"']
+    command += [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    rollouts = folder / "run/stages/000/rollouts"
+    while not list(rollouts.glob("*.arrow")):
+        assert parent.poll() is None, parent.stdout.read()
+        time.sleep(0.01)
+    victim = next(p for p in psutil.Process(parent.pid).children() if "rollout" in p.cmdline())
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.wait()
+    stored = [entry for ledger in rollouts.glob("ledger*.jsonl") for entry in parse(ledger)[0]]
+    output, _ = parent.communicate(timeout=1800)
+    assert parent.returncode == 0, output
+    return folder / "run", stored, output
+
+
+def events(run, kind):
+    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["event"] == kind]
+
+
+def test_only_unfinished_groups_are_generated_again_after_a_replica_died(run):
+    run, stored, _ = run
+    (restart,) = events(run, "restart")
+    assert (restart["phase"], restart["stage"]) == ("rollout", 0) and "signal 9" in restart["cause"]
+    final = RolloutStore(run / "stages/000/rollouts")
+    assert final.group_ids == list(GROUPS[0])
+    assert stored
+    assert {entry.shard: entry for entry in stored}.items() <= {entry.shard: entry for entry in final.entries}.items()
+    (resumed,) = events(run, "resume")
+    assert resumed["skipped"] >= sum(len(entry.groups) for entry in stored)
+
+
+def test_three_stages_show_no_drift(run):
+    run, *_ = run
+    drifts = events(run, "weight_drift")
+    assert sorted((d["stage"], d["rank"]) for d in drifts) == [(0, 0), (0, 0), (0, 1), (0, 1), (1, 0), (2, 0)]
+    for drift in drifts:
+        assert drift["precision"] == "float32" and drift["tokens"] == 4 * 47
+        assert 0 < drift["mean"] <= drift["max"] < 1e-4
+    weights = [load_file(run / f"stages/{stage:03d}/policy/model.safetensors") for stage in range(3)]
+    for before, after in itertools.pairwise(weights):
+        assert any((tensor - after[name]).abs().max() > 1e-3 for name, tensor in before.items())
+
+
+def test_the_actor_finds_the_log_probs_that_vllm_stored(run):
+    run, *_ = run
+    updates = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [update["update"] for update in updates] == list(range(1, 3 * UPDATES + 1))
+    for update in updates:
+        if update["staleness"] == 0:  # nothing has moved yet: the log-ratio is the difference of two implementations
+            assert 0 < update["m2/all"] < 1e-4**2
+        else:
+            assert update["m2/all"] > 1e-4**2 and update["grad_norm"] > 0
+    assert (run / "final/model.safetensors").exists()
+
+
+def test_every_response_is_whole_and_its_own(run):
+    run, *_ = run
+    for stage, expected in GROUPS.items():
+        store = RolloutStore(run / f"stages/{stage:03d}/rollouts")
+        for group in store.read(list(expected)):
+            assert len(group.responses) == 8
+            assert len({tuple(response.tokens) for response in group.responses}) > 1
+            for response in group.responses:
+                ended = response.tokens[-1] == 1
+                assert response.finish_reason == ("stop" if ended else "length")
+                assert ended or len(response.tokens) == 64
+                assert response.policy_version == UPDATES * stage
+
+
+def test_what_a_person_sees_of_a_rollout(run):
+    run, _, output = run
+    progress = [event for event in events(run, "rollout_progress") if event["stage"] == 1]
+    last = progress[-1]
+    assert (last["groups"], last["responses"], last["decoding"]) == (64, 512, 0)
+    store = RolloutStore(run / "stages/001/rollouts")
+    responses = [response for group in store.read(list(GROUPS[1])) for response in group.responses]
+    assert last["tokens"] == sum(len(response.tokens) for response in responses)
+    assert last["truncated"] == sum(response.finish_reason == "length" for response in responses)
+    assert last["longest"] == 64 and last["tokens_per_second"] > 0
+    assert last["reward_sum"] == sum(response.reward for response in responses)
+    assert sum(last["solve_rates"]) == 64
+    assert "stage 1/3 rollout restarts" in output
