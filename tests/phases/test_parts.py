@@ -5,12 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from megarl.config import ObjectiveTable
+from megarl.config import ObjectiveTable, override_recipe, parse_recipe
 from megarl.data import Prompt
+from megarl.errors import UserError
 from megarl.phases.answers import Answer, Question
 from megarl.phases.evaluate import interval, summarise
 from megarl.phases.optimize import summary, to_samples
 from megarl.phases.tally import Tally, solve_rate_bin
+from megarl.run_dir import RunDir
 from megarl.store import Group, Response
 
 
@@ -55,6 +57,26 @@ def test_tally_of_a_rollout():
     assert (event["longest"], event["truncated"], event["reward_sum"]) == (2, 3, 5.0)
     assert event["solve_rates"] == [1, 0, 1, 0, 2]
     assert [solve_rate_bin(mean) for mean in (0, 0.01, 0.33, 0.34, 0.66, 0.67, 0.99, 1)] == [0, 1, 1, 2, 2, 3, 3, 4]
+
+
+def test_a_run_continues_with_other_memory_and_replicas_but_not_with_another_engine(tmp_path):
+    tables = {
+        "model": {"path": "/model"},
+        "data": {"source": "file", "train": "/prompts.jsonl"},
+        "reward": {"kind": "exact"},
+        "stages": {"1": {"engine": "vllm"}},
+    }
+    recipe = parse_recipe(tables)
+    assert [table.engine for table in recipe.rollouts] == ["builtin", "vllm", "builtin", "builtin"]
+    assert recipe.rollout_of(4) == recipe.rollout_of(3) == recipe.rollout
+    RunDir.create(tmp_path, recipe)
+    smaller = override_recipe(
+        recipe, ["rollout.memory_fraction=0.5", "stages.1.workers=2", "rollout.groups_per_chunk=16"]
+    )
+    assert RunDir.create(tmp_path, smaller).recipe.rollout_of(1).workers == 2
+    assert RunDir.open(tmp_path).recipe.rollout_of(1).memory_fraction == 0.5
+    with pytest.raises(UserError, match=r"stages.1.engine: 'vllm' -> 'builtin'"):
+        RunDir.create(tmp_path, override_recipe(smaller, ["stages.1.engine=builtin"]))
 
 
 def test_interval_is_wilsons_for_one_sample_a_prompt():
