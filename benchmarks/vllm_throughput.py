@@ -34,7 +34,7 @@ from megarl.phases.rollout import generate
 from megarl.policy import copy_policy
 from megarl.rollout.engine import response_seed
 from megarl.rollout.vllm import VllmEngine, engine_arguments
-from megarl.store import RolloutStore, RolloutWriter
+from megarl.store import RolloutWriter
 
 SAMPLES = 8
 
@@ -64,10 +64,12 @@ def make_model(folder: Path) -> Path:
 
 def phase(answerer: Answerer, groups: range, scratch: Path) -> int:
     """Tokens of what a rollout phase does between its engine's start and its end."""
+    tokens = 0
     with RolloutWriter(scratch, weights_hash=answerer.weights_hash, logprob_mode="processed") as writer:
         for portion in generate(answerer, iter([[group] for group in groups])):
             writer.append(portion)
-    return sum(entry.tokens for entry in RolloutStore(scratch).entries)
+            tokens += sum(len(response.tokens) for group in portion for response in group.responses)
+    return tokens
 
 
 def bare(llm: Any, answerer: Answerer, prompts: list[Prompt], groups: range) -> int:
@@ -125,6 +127,7 @@ def take_turns(recipe: Recipe, policy: Path, size: int, turns: int, scratch: Pat
             "decoded together": engine.settings.responses,
             "tokens": tokens,
             "bare tokens": bare_tokens,
+            "shards": len(list((scratch / str(turn)).glob("*.arrow"))),
             "tokens per CPU second": tokens / cpu,
             "bare tokens per CPU second": bare_tokens / bare_cpu,
             "tokens per second": tokens / wall,
