@@ -3,7 +3,8 @@
 The quickstart's task, model and budget of updates and samples, one engine and one trainer, evaluations off:
 
 - staged, S updates a stage, against live lockstep with new weights every 4 updates. Both alternate between generation
-  and optimisation; what is neither is start, export, load and switch;
+  and optimisation; what is neither is start, export, load and switch. The work is the same, so the difference in CPU
+  seconds, which a busy machine does not change, is the cost of switching;
 - live with max_lag = 4, 16 and 64: the share of the trainer's time in which it waits for rollouts (mu-GRPO, Table 2).
 
     python benchmarks/staged_vs_live.py [--updates 128] [--stages 1]
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -26,16 +28,22 @@ from common import ROOT, write_table
 SYNC_EVERY = 4
 
 
-def train(run: Path, **schedule: Any) -> float:
-    """`megarl train` of the quickstart with another schedule; returns wall seconds."""
+def train(run: Path, **schedule: Any) -> tuple[float, float]:
+    """`megarl train` of the quickstart with another schedule; returns seconds of wall and of CPU time."""
     settings = {f"schedule.{name}": value for name, value in schedule.items()}
     settings |= {"eval.every": 0, "run.tensorboard": False, "rollout.groups_per_chunk": 64}
     command = [sys.executable, "-W", "ignore", "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
     command += ["--run-dir", str(run)]
     command += [part for name, value in settings.items() for part in ("--set", f"{name}={json.dumps(value)}")]
-    start = time.perf_counter()
+    start, before = time.perf_counter(), cpu_seconds()
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, cpu_seconds() - before
+
+
+def cpu_seconds() -> float:
+    """Of all processes that this one has started and waited for, and theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -48,7 +56,7 @@ def shard_seconds(rollouts: Path) -> float:
     return (times[-1] - times[0]) * len(times) / (len(times) - 1)
 
 
-def account(name: str, run: Path, wall: float) -> dict[str, Any]:
+def account(name: str, run: Path, wall: float, cpu: float) -> dict[str, Any]:
     """Where the wall time of a run went, in seconds."""
     updates, events = read(run / "metrics.jsonl"), read(run / "events.jsonl")
     idle = {event["role"]: event for event in events if event["event"] == "idle"}
@@ -58,7 +66,8 @@ def account(name: str, run: Path, wall: float) -> dict[str, Any]:
     generate = sum(e["generate_seconds"] for e in events if e["event"] == "idle" and e["role"] == "rollout")
     if not idle:
         generate = sum(map(shard_seconds, run.glob("stages/*/rollouts")))
-    row = {"schedule": name, "updates": len(updates), "wall_s": wall, "generate_s": generate, "optimise_s": optimise}
+    row = {"schedule": name, "updates": len(updates), "cpu_s": cpu, "wall_s": wall}
+    row |= {"generate_s": generate, "optimise_s": optimise}
     ages = [update["staleness"] for update in updates]
     row |= {"largest_lag": max(ages), "mean_lag": sum(ages) / len(ages)}
     return row | {"trainer_idle": waited / sum(update["seconds"] for update in updates)}
@@ -81,7 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for number, (name, schedule) in enumerate(schedules.items()):
             run = Path(scratch) / str(number)
-            row = account(name, run, train(run, **budget, **schedule))
+            row = account(name, run, *train(run, **budget, **schedule))
             if number < 2:  # side by side, generation and optimisation overlap: the rest is no sum
                 row["neither_s"] = row["wall_s"] - row["generate_s"] - row["optimise_s"]
             rows.append(row)
