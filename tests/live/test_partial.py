@@ -1,5 +1,6 @@
 """Responses that a new policy interrupts: continued under it, and every span's log-probs are its own policy's."""
 
+import contextlib
 import functools
 import os
 import threading
@@ -98,8 +99,9 @@ def test_spans_in_a_live_run_belong_to_their_policies(phases, new_run):
                 target = kept / (path.name if path.name != "policy" else "000000")
                 if not target.exists():
                     target.mkdir(parents=True)
-                    for name in ("config.json", "model.safetensors"):
-                        os.link(path / name, target / name)
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                        for name in ("config.json", "model.safetensors"):
+                            os.link(path / name, target / name)
             time.sleep(0.001)
 
     thread = threading.Thread(target=keep_policies)
@@ -111,7 +113,7 @@ def test_spans_in_a_live_run_belong_to_their_policies(phases, new_run):
         thread.join()
     updates = metrics(run)
     assert max(histogram(updates)) <= 8
-    spans = 0
+    compared = set()
     for number, group in enumerate(groups(run)):
         for response in group.responses:
             versions = response.versions
@@ -119,11 +121,12 @@ def test_spans_in_a_live_run_belong_to_their_policies(phases, new_run):
             assert 0 <= number // 2 - versions[0] <= 8
             if response.policy_versions is None:
                 continue
-            spans += 1
             for version in np.unique(versions):
-                mine = versions == version
-                expected = logprobs_under(kept / f"{version:06d}", group.prompt_tokens, response.tokens.tolist())
-                np.testing.assert_allclose(response.logprobs[mine], expected[mine], rtol=0, atol=1e-4)
-    assert spans >= 3  # else nothing was interrupted
+                mine, policy = versions == version, kept / f"{version:06d}"
+                if (policy / "model.safetensors").exists():
+                    expected = logprobs_under(policy, group.prompt_tokens, response.tokens.tolist())
+                    np.testing.assert_allclose(response.logprobs[mine], expected[mine], rtol=0, atol=1e-4)
+                    compared.add(int(version))
+    assert len(compared) >= 3  # else nothing was interrupted
     mixed = [update for update in updates if update["staleness/min"] < update["staleness/max"]]
     assert mixed
