@@ -1,10 +1,10 @@
 """What switching between generation and optimisation costs, and how long trainers wait: staged and live schedules.
 
-The quickstart's task, model and budget of updates and samples, one engine and one trainer, evaluations off:
+The quickstart's task, model and budget of updates and samples on two devices (cores), evaluations off. Staged phases
+have both devices, two engines and then two trainers; live runs have one engine and one trainer.
 
 - staged, S updates a stage, against live lockstep with new weights every 4 updates. Both alternate between generation
-  and optimisation; what is neither is start, export, load and switch. The work is the same, so the difference in CPU
-  seconds, which a busy machine does not change, is the cost of switching;
+  and optimisation; what is neither is start, export, load and switch. On a busy machine compare CPU seconds;
 - live with max_lag = 4, 16 and 64: the share of the trainer's time in which it waits for rollouts (mu-GRPO, Table 2).
 
     python benchmarks/staged_vs_live.py [--updates 128] [--stages 1]
@@ -28,10 +28,14 @@ from common import ROOT, write_table
 SYNC_EVERY = 4
 
 
-def train(run: Path, **schedule: Any) -> tuple[float, float]:
-    """`megarl train` of the quickstart with another schedule; returns seconds of wall and of CPU time."""
+def train(run: Path, processes: int, **schedule: Any) -> tuple[float, float]:
+    """`megarl train` of the quickstart with another schedule and so many engines, and trainers.
+
+    Returns seconds of wall and of CPU time.
+    """
     settings = {f"schedule.{name}": value for name, value in schedule.items()}
     settings |= {"eval.every": 0, "run.tensorboard": False, "rollout.groups_per_chunk": 64}
+    settings |= {"rollout.workers": processes, "actor.processes_per_node": processes}
     command = [sys.executable, "-W", "ignore", "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
     command += ["--run-dir", str(run)]
     command += [part for name, value in settings.items() for part in ("--set", f"{name}={json.dumps(value)}")]
@@ -51,9 +55,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def shard_seconds(rollouts: Path) -> float:
-    """Seconds of generation of a staged run's engine, from the times at which it stored its equally large chunks."""
+    """Seconds of generation of a staged run, from the times at which its engines stored their equally large chunks."""
     times = sorted(path.stat().st_mtime for path in rollouts.glob("*.arrow"))
-    return (times[-1] - times[0]) * len(times) / (len(times) - 1)
+    engines = len({path.name[:6] for path in rollouts.glob("*.arrow")})
+    return (times[-1] - times[0]) * len(times) / (len(times) - engines)
 
 
 def account(name: str, run: Path, wall: float, cpu: float) -> dict[str, Any]:
@@ -90,7 +95,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for number, (name, schedule) in enumerate(schedules.items()):
             run = Path(scratch) / str(number)
-            row = account(name, run, *train(run, **budget, **schedule))
+            row = account(name, run, *train(run, 2 if number == 0 else 1, **budget, **schedule))
             if number < 2:  # side by side, generation and optimisation overlap: the rest is no sum
                 row["neither_s"] = row["wall_s"] - row["generate_s"] - row["optimise_s"]
             rows.append(row)
