@@ -57,7 +57,7 @@ class RolloutTable(Table):
     responses_per_prompt: int = Field(8, ge=1)  # G, the size of a group
     groups_per_chunk: int = Field(128, ge=1)  # groups that an engine has at a time
     memory_fraction: float = Field(0.92, gt=0, le=1)  # share of GPU memory an engine may take
-    response_timeout: float = Field(3600.0, gt=0)  # seconds from its first token until a response is cut off
+    response_timeout: float = Field(3600.0, gt=0)  # seconds from its start until a response is cut off
 
 
 class StageTable(Table):

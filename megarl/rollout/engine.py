@@ -29,7 +29,7 @@ class Sampling:
     # [prompts * samples] tokens of each response that are there already, or (): all begin with the prompt. They count
     # to `max_tokens`; a completion holds what follows them.
     prefixes: tuple[tuple[int, ...], ...] = ()
-    timeout: float = math.inf  # seconds from its first token after which a response is cut off: "timeout"
+    timeout: float = math.inf  # seconds from its start after which a response is cut off, not empty: "timeout"
 
     def __post_init__(self) -> None:
         for name in ("temperature", "max_tokens", "samples", "timeout"):

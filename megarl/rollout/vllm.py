@@ -36,7 +36,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 CPU_BLOCK = 32  # tokens; its attention kernel wants a multiple of this
-WHOLE_RESPONSE = 1 << 30  # tokens between two outputs of a request: there are its first token and its end
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ class _Running:
     request: int
     prompt: int
     sample: int
-    deadline: float | None = None  # monotonic seconds, from its first token on
-    timeout: float = 0.0  # seconds
+    deadline: float  # monotonic seconds; it was submitted when there was room, so it began at once
 
 
 class VllmEngine:
@@ -155,7 +153,7 @@ class VllmEngine:
             name = f"{number}/{index}"
             tokens = [*request.prompts[prompt], *prefix]
             self._add(name, tokens, _parameters(sampling, seed, len(prefix)))
-            submitted[name] = _Running(number, prompt, sample, timeout=sampling.timeout)
+            submitted[name] = _Running(number, prompt, sample, time.monotonic() + sampling.timeout)
         return submitted
 
     def _add(self, name: str, tokens: list[int], parameters: Any) -> None:
@@ -165,16 +163,12 @@ class VllmEngine:
         """One token for each response in the batch."""
         with _memory_errors("decoding", self.settings):
             outputs = self._engine.step()
+        for output in outputs:  # of what has ended
+            response, result = running.pop(output.request_id), output.outputs[0]
+            tokens, logprobs = _tokens_and_logprobs(result.token_ids, result.logprobs)
+            yield response.request, self._completion(response, tokens, logprobs, result.finish_reason)
         now = time.monotonic()
-        for output in outputs:
-            response, result = running[output.request_id], output.outputs[0]
-            if output.finished:
-                del running[output.request_id]
-                tokens, logprobs = _tokens_and_logprobs(result.token_ids, result.logprobs)
-                yield response.request, self._completion(response, tokens, logprobs, result.finish_reason)
-            elif response.deadline is None:
-                response.deadline = now + response.timeout
-        late = [name for name, response in running.items() if response.deadline is not None and now > response.deadline]
+        late = [name for name, response in running.items() if now > response.deadline]
         yield from self._cut_off(late, running, "timeout")
 
     def _cut_off(self, names: list[str], running: dict[str, _Running], why: str) -> Iterator[tuple[int, Completion]]:
@@ -182,16 +176,15 @@ class VllmEngine:
         if not names:
             return
         states = {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
-        partial = {
-            name: _tokens_and_logprobs(
-                states[name].detokenizer.output_token_ids, states[name].logprobs_processor.logprobs
-            )
-            for name in names
-        }
-        self._engine.abort_request(names)
+        partial = {}
         for name in names:
+            tokens, logprobs = states[name].detokenizer.output_token_ids, states[name].logprobs_processor.logprobs
+            if tokens or why == "interrupted":  # what is late is worth its first token still
+                partial[name] = _tokens_and_logprobs(tokens, logprobs)
+        self._engine.abort_request(list(partial))
+        for name, found in partial.items():
             response = running.pop(name)
-            yield response.request, self._completion(response, *partial[name], why)
+            yield response.request, self._completion(response, *found, why)
 
     def _completion(self, response: _Running, tokens: np.ndarray, logprobs: np.ndarray, why: str) -> Completion:
         return Completion(
@@ -240,7 +233,7 @@ def _parameters(sampling: Sampling, seed: int, done: int) -> Any:
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.CUMULATIVE,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -293,7 +286,6 @@ def engine_arguments(policy_dir: Path, settings: Settings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # the policy's own would change what is sampled
         "tensor_parallel_size": settings.tensor_parallel,
-        "stream_interval": WHOLE_RESPONSE,
         "disable_log_stats": True,
     }
     if settings.device == "cpu":

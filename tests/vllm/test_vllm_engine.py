@@ -154,8 +154,8 @@ def test_interrupted_responses_can_be_continued(engine, model):
 @MOE
 def test_a_stuck_response_is_cut_off(engine):
     cut = list(engine.generate(PROMPTS, sampling(PROMPTS, stop=(), timeout=1e-9)))
-    assert {(c.finish_reason, len(c.tokens)) for c in cut} == {("timeout", 2)}  # the clock starts with the first token
-    assert all(len(c.logprobs) == 2 for c in cut)
+    assert {(c.finish_reason, len(c.tokens)) for c in cut} == {("timeout", 1)}  # none is empty
+    assert all(len(c.logprobs) == 1 for c in cut)
 
 
 @MOE
