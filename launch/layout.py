@@ -44,7 +44,7 @@ def check_layout(recipe: Recipe, link: Link, gpus: int | None) -> None:
         if gpus:
             raise UserError(f'--gpus-per-node {gpus}, but the recipe has [actor] backend = "cpu"')
     else:
-        gpus = recipe.gpus_per_node if gpus is None else gpus
+        gpus = recipe.devices_per_node if gpus is None else gpus
         live = recipe.schedule.kind == "live" and not recipe.schedule.colocate  # trainers and engines side by side
         beside = actor.processes_per_node if live else 0
         used = {} if live else {"[actor] processes_per_node": actor.processes_per_node}

@@ -91,7 +91,9 @@ def agent_arguments(recipe: Recipe, link: Link, options: argparse.Namespace) -> 
 
 def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Namespace) -> run.SlurmExecutor:
     # what processes get to finish their update and save; Slurm itself ends the job `margin` seconds after the signal
-    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(options.margin), **environment(options)}
+    # and the job needs a part of it to be queued again
+    seconds = options.margin - options.margin // 10
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(seconds), **environment(options)}
     extra: dict[str, object] = {"kill_on_invalid_dep": "yes"}
     if options.after and first:
         extra["dependency"] = f"afterok:{options.after}"
@@ -112,11 +114,11 @@ def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Na
     )
     executor.retries = options.retries
     if recipe.actor.backend == "cuda":
-        executor.gpus_per_node = recipe.gpus_per_node
+        executor.gpus_per_node = recipe.devices_per_node
         executor.exclusive = True
         executor.srun_args = ["--cpu-bind=none"]  # one task starts all of a node's processes
     else:
-        executor.cpus_per_task = max(recipe.actor.processes_per_node, *(r.workers for r in recipe.rollouts))
+        executor.cpus_per_task = recipe.devices_per_node
         executor.srun_args = [f"--cpus-per-task={executor.cpus_per_task}"]  # srun does not take it from sbatch
     return executor
 

@@ -61,8 +61,8 @@ def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     if options.until:
         run.check_stage(options.until[1])
     check(recipe, nodes.count, optimizes(run, options.until))
-    run = RunDir.create(run.root, recipe)
     with run.lock():
+        run = RunDir.create(run.root, recipe)  # which may write the recipe: only now is nobody else at work
         train(nodes, run, options.until)
     if not options.until:
         print(summarise_run(run))

@@ -234,6 +234,25 @@ class Recipe(Table):
                 f"objective.advantage = {self.objective.advantage!r} compares the responses of a prompt: "
                 "rollout.responses_per_prompt must be at least 2"
             )
+        if self.rollout.responses_per_prompt == 1 and self.objective.zero_variance == "drop":
+            raise ValueError(
+                'objective.zero_variance = "drop" would drop everything: a group of one response has no variance; '
+                'use "keep", or rollout.responses_per_prompt of at least 2'
+            )
+        if self.rollout.responses_per_prompt * self.schedule.prompts_per_update == 1:
+            raise ValueError(
+                "an update of one response has nothing to compare: schedule.prompts_per_update must be at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _virtual_stages_are_several(self) -> Recipe:
+        size = self.virtual_pipeline_stages
+        if size is not None and (type(size) is not int or size < 2):
+            raise ValueError(
+                f"megatron.virtual_pipeline_model_parallel_size = {size!r}: model chunks of a pipeline rank, "
+                "at least 2; leave it out for one"
+            )
         return self
 
     def rollout_of(self, stage: int) -> RolloutTable:
@@ -247,8 +266,8 @@ class Recipe(Table):
         return [self.rollout_of(stage) for stage in range(self.schedule.stages)]
 
     @property
-    def gpus_per_node(self) -> int:
-        """What trainers and engines take of a node: one after the other, or side by side in a live run."""
+    def devices_per_node(self) -> int:
+        """GPUs, or cores, that a node gives: to trainers and engines in turn, or side by side in a live run."""
         trainers = self.actor.processes_per_node
         engines = max(table.workers * table.tensor_parallel for table in self.rollouts)
         side_by_side = self.schedule.kind == "live" and not self.schedule.colocate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 # A fast replica may wait for hours for a slow one; a dead one is the launcher's business.
 PATIENCE = timedelta(days=7)
+POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -50,33 +52,40 @@ class Peers:
     store: dist.Store
     rank: int
     world: int
+    leave: Callable[[], None] = lambda: None  # called again and again while one waits for the others; may exit
 
     @classmethod
-    def join(cls, role: Role | None = None) -> Peers:
+    def join(cls, role: Role | None = None, leave: Callable[[], None] = lambda: None) -> Peers:
         store = dist.PrefixStore("megarl", _phase_store())
         if role is not None:
-            return cls(store, role.rank, role.size)
-        return cls(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+            return cls(store, role.rank, role.size, leave)
+        return cls(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), leave)
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Everybody's value, rank by rank, to everybody. JSON."""
         self.store.set(f"{name}/{self.rank}", json.dumps(value))
-        return [json.loads(self.store.get(f"{name}/{rank}")) for rank in range(self.world)]
+        return [self._wait_for(f"{name}/{rank}") for rank in range(self.world)]
 
     def from_first(self, name: str, value: Any) -> Any:
         """Rank 0's value, to everybody. JSON."""
         if self.rank == 0:
             self.store.set(name, json.dumps(value))
-        return json.loads(self.store.get(name))
+        return self._wait_for(name)
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """The result of whoever comes first, to everybody who asks. JSON."""
         if self.store.add(f"{name}/asked", 1) == 1:
             self.store.set(name, json.dumps(compute()))
-        return json.loads(self.store.get(name))
+        return self._wait_for(name)
 
     def barrier(self, name: str) -> None:
         self.gather(name, None)
+
+    def _wait_for(self, key: str) -> Any:
+        while not self.store.check([key]):
+            self.leave()
+            time.sleep(POLL_SECONDS)  # in Python, so that a signal is handled meanwhile
+        return json.loads(self.store.get(key))
 
 
 def _phase_store() -> dist.Store:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -87,6 +88,7 @@ def append_json(path: Path, record: dict[str, Any]) -> None:
     """Append one JSON line; a torn line that a killed writer left at the end is cut off first."""
     created = not path.exists()
     with disk_errors(path), open(path, "ab+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # ranks of several nodes append, which not every file system makes atomic
         if created:
             fsync_path(path.parent)
         end = file.seek(0, os.SEEK_END)

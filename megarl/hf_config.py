@@ -45,7 +45,7 @@ def _rope(hf: dict[str, Any], path: Path) -> tuple[float, float | None]:
     """(base, scaling factor of Llama 3 or None)."""
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta", hf.get("rope_theta", 10000.0)))
-    kind = rope.get("rope_type", "default")
+    kind = rope.get("rope_type", rope.get("type", "default"))  # the older name, as Qwen2.5's YaRN is published
     if kind == "default":
         return theta, None
     if kind != "llama3":

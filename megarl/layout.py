@@ -141,7 +141,12 @@ class Layout:
     def changes(self, other: Layout) -> str:
         """``other``'s factors that differ, as a recipe would say them."""
         mine, theirs = asdict(self), asdict(other)
-        return ", ".join(f"{key} = {theirs[key]}" for key, size in mine.items() if theirs[key] != size)
+        names = {"virtual_stages": "[megatron] virtual_pipeline_model_parallel_size"}
+        return ", ".join(
+            f"no {names[key]}" if key in names and theirs[key] == 1 else f"{names.get(key, key)} = {theirs[key]}"
+            for key, size in mine.items()
+            if theirs[key] != size
+        )
 
 
 def check_layout(recipe: Recipe, hf: dict[str, Any], nodes: int | None = 1) -> None:

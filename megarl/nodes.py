@@ -150,6 +150,9 @@ class Nodes:
                     found[rank] = Report(**json.loads(self._store.get(f"report/{number}/{rank}")))
                 elif rank in self.dead:
                     found[rank] = Report("failed", self.dead[rank], primary=True)
+                elif self._left(rank) and not self._store.check([f"report/{number}/{rank}"]):
+                    cause = f"the agent of {self.name(rank)} left: see its output"
+                    found[rank] = Report("failed", cause, time=time.time())
             time.sleep(POLL_SECONDS)
         return found
 
@@ -230,9 +233,13 @@ class Nodes:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *failure: object) -> None:
-        """The leader dismisses the others and waits for them, since the store ends with it."""
-        with contextlib.suppress(*LOST):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        """The leader dismisses the others and waits for them, since the store ends with it; they say why they left."""
+        with contextlib.suppress(*LOST, PhaseFailed):
+            if self.rank and error is not None:
+                stopped = isinstance(error, KeyboardInterrupt)
+                cause = f"{self.name()}: {error!r}"
+                self.report(Report("stopped" if stopped else "failed", cause, time=time.time()))
             if self.rank == 0:
                 self.order(end=True)
                 deadline = time.monotonic() + DEAD_AFTER_SECONDS

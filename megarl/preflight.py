@@ -110,7 +110,7 @@ def check_devices(recipe: Recipe) -> None:
     if actor.backend == "cuda":
         import torch
 
-        needed = recipe.gpus_per_node
+        needed = recipe.devices_per_node
         if torch.cuda.device_count() < needed:
             raise UserError(
                 f'[actor] backend = "cuda" needs {needed} GPUs, but torch sees {torch.cuda.device_count()} here; '

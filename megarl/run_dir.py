@@ -44,9 +44,7 @@ class RunDir:
             if everything:
                 write_atomic(path, dump_recipe(recipe))  # from here on in another layout
         else:
-            if root.exists() and not root.is_dir():
-                raise UserError(f"{root} is a file, not a run directory")
-            make_directory(root)
+            _make_root(root)
             write_atomic(path, dump_recipe(recipe))
         return cls(root, recipe)
 
@@ -124,6 +122,7 @@ class RunDir:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """One `megarl` at a time works on a run directory; the kernel releases the lock of a killed one."""
+        _make_root(self.root)
         fd = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR)
         try:
             try:
@@ -136,3 +135,9 @@ class RunDir:
             yield
         finally:
             os.close(fd)
+
+
+def _make_root(root: Path) -> None:
+    if root.exists() and not root.is_dir():
+        raise UserError(f"{root} is a file, not a run directory")
+    make_directory(root)

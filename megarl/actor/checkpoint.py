@@ -66,6 +66,12 @@ def checkpoints(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
+def remove_unfinished(directory: Path) -> None:
+    """What killed attempts were writing in ``directory``. For one process, while none writes."""
+    for leftover in directory.glob(".update_*.tmp"):
+        shutil.rmtree(leftover)
+
+
 def save(actor: Actor, directory: Path, update: int, keep: int, wait: bool = True) -> Path:
     """Write ``directory/update_XXXXXX`` under a temporary name and rename it; keep the newest ``keep``. Collective.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import torch.distributed as dist
 
 from megarl.actor import parallel
 from megarl.advantages import group_advantages, zero_variance
@@ -119,6 +120,8 @@ def make_updates(actor: Actor, run: RunDir, stage: int, done: int, batches: Batc
             saved = updates
         if stopping:
             checkpoint.finish(actor)
+            if metrics:
+                metrics.close()
             sys.exit(STOPPED)
     export(actor, run, before + schedule.updates_per_stage, run.policy(stage + 1))
     if metrics:
@@ -228,6 +231,8 @@ def resume(actor: Actor, run: RunDir, stage: int) -> int:
     """Updates of ``stage`` that are done. A stage that begins takes optimizer and random state from the one before."""
     from megarl.actor import checkpoint
 
+    if dist.get_rank() == 0:
+        checkpoint.remove_unfinished(run.checkpoints(stage))
     own = checkpoint.checkpoints(run.checkpoints(stage))
     if own:
         return checkpoint.load(actor, own[-1][1])

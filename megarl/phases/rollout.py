@@ -28,7 +28,7 @@ def rollout(run: RunDir, stage: int) -> None:
     stop = StopRequest()
     if run.is_sealed(stage):
         return  # a restart after a process that died between sealing and its end
-    peers = Peers.join()
+    peers = Peers.join(leave=stop.exit_if_asked)
     directory = run.rollouts(stage)
     make_directory(directory)
     answerer = Answerer.build(run.recipe, stage, run.policy(stage))

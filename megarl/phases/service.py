@@ -30,7 +30,7 @@ APPEAR_SECONDS = 60.0  # on some shared file systems what another node wrote sho
 def serve(run: RunDir, stage: int, role: Role) -> None:
     """What a rollout worker does: chunk after chunk, and the seal."""
     stop = StopRequest()
-    peers = Peers.join(role)
+    peers = Peers.join(role, stop.exit_if_asked)
     board = Board(peers.store, peers.world)
     if not run.is_sealed(stage):
         make_directory(run.rollouts(stage))
@@ -91,6 +91,7 @@ class Worker:
                 self.seconds["generate"] += time.perf_counter() - start
         self._log_progress()
         answerer.engine.close()
+        self.board.leave(self.peers.rank)  # before the wait for the other engines, who may need the trainers meanwhile
         if not self.stop.asked:
             self._log_idle()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
 
 import torch
 import torch.distributed as dist
+
+from megarl.errors import STOPPED
 
 
 class StopRequest:
@@ -18,6 +21,11 @@ class StopRequest:
 
     def _remember(self, *_: object) -> None:
         self.asked = True
+
+    def exit_if_asked(self) -> None:
+        """For processes with nothing left to save."""
+        if self.asked:
+            sys.exit(STOPPED)
 
     def agreed(self, device: torch.device) -> bool:
         """Whether any rank was asked. Collective: the signal reaches ranks, and nodes, at different updates."""

@@ -102,6 +102,10 @@ def test_colocated_roles_take_turns(phases, new_run):
     phases(together, "live")
     assert weights(together.final) == weights(apart.final)
     assert [as_bytes(g) for g in groups(together)] == [as_bytes(g) for g in groups(apart)]
+    # an engine that finds no more chunks does not hold the trainers that another one waits for
+    two = new_run("two", colocate=True, rollout__workers=2, **settings)
+    phases(two, "live")
+    assert weights(two.final) == weights(apart.final)
     # engines generate all that they may before the trainers begin, and these train all of it before engines wake
     free = new_run(
         "free", kind="live", stages=1, updates_per_stage=24, sync_every=2, max_lag=7, colocate=True,

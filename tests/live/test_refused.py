@@ -23,9 +23,9 @@ def test_what_needs_the_one_policy_of_a_stage(recipe):
 
 def test_devices_stand_side_by_side(recipe):
     many = ["rollout.workers=3", "actor.processes_per_node=2"]
-    assert load_recipe(recipe, many).gpus_per_node == 3
-    assert load_recipe(recipe, [*many, *LIVE]).gpus_per_node == 5
-    assert load_recipe(recipe, [*many, *LIVE, "schedule.colocate=true"]).gpus_per_node == 3
+    assert load_recipe(recipe, many).devices_per_node == 3
+    assert load_recipe(recipe, [*many, *LIVE]).devices_per_node == 5
+    assert load_recipe(recipe, [*many, *LIVE, "schedule.colocate=true"]).devices_per_node == 3
 
 
 def test_no_phase_of_a_live_run_stands_alone(recipe, tmp_path):
