@@ -35,6 +35,7 @@ ENVIRONMENT = {
     "VLLM_CPU_CI_ENV": "1",  # no warm-up: it serves compiled graphs, of which a CPU has none here
     "HF_HUB_OFFLINE": "1",
 }
+CPU_STEP = 4096  # tokens that are computed together, or more where one response needs more
 CPU_BLOCK = 32  # tokens; its attention kernel wants a multiple of this
 
 
@@ -290,7 +291,12 @@ def engine_arguments(policy_dir: Path, settings: Settings) -> dict[str, Any]:
     }
     if settings.device == "cpu":
         cache = {"block_size": CPU_BLOCK, "kv_cache_memory_bytes": _cache_bytes(policy_dir, settings)}
-        return arguments | {"enforce_eager": True, **cache}
+        # After a part of a prompt vLLM sets a response's random numbers back, which those of a CPU cannot do.
+        whole_prompts = {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(CPU_STEP, settings.context, settings.responses),
+        }
+        return arguments | {"enforce_eager": True, **cache, **whole_prompts}
     return arguments | {"gpu_memory_utilization": settings.memory_fraction}
 
 
