@@ -3,14 +3,17 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 KERNELS := CMakeLists.txt $(shell find csrc -type f)
+# tests of whole runs, of several processes and with clocks, take turns
+RUNS := tests/phases tests/live tests/slurm tests/vllm tests/sglang
 
-.PHONY: quickstart test test-megatron-next lint bench launch
+.PHONY: quickstart test test-megatron-next lint bench launch sglang
 
 quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
 
 test: .venv/.stamp
-	$(RUN) -m pytest -x -q --durations=10
+	$(RUN) -m pytest -x -q -n 2 --dist loadfile $(addprefix --ignore=,$(RUNS))
+	$(RUN) -m pytest -x -q --durations=10 $(RUNS)
 
 # the actor on Megatron-Core 0.19, in front of the tested 0.16; its wheels are built for Python 3.12, and its compiled
 # part, a data loader's, is not used
@@ -26,6 +29,9 @@ lint: .venv/.stamp
 
 launch:  # the environment of launch/slurm.py
 	$(PYTHON) tools/setup_venv.py launch
+
+sglang:  # the environment of tests/sglang
+	$(PYTHON) tools/setup_venv.py sglang
 
 bench: .venv/.stamp
 	for benchmark in $(filter-out benchmarks/common.py,$(wildcard benchmarks/*.py)); do $(RUN) $$benchmark || exit; done

@@ -58,6 +58,7 @@ class RolloutTable(Table):
     groups_per_chunk: int = Field(128, ge=1)  # groups that an engine has at a time
     memory_fraction: float = Field(0.92, gt=0, le=1)  # share of GPU memory an engine may take
     response_timeout: float = Field(3600.0, gt=0)  # seconds from its start until a response is cut off
+    sglang_python: Path | None = Field(None, strict=False)  # interpreter that has SGLang; default: megarl's own
 
 
 class StageTable(Table):
@@ -335,7 +336,10 @@ def _absolute_paths(recipe: Recipe) -> Recipe:
         data = data.model_copy(update={"train": str(Path(data.train).resolve())})
     if evaluation.suite and (evaluation.source or data.source) == "file":
         evaluation = evaluation.model_copy(update={"suite": str(Path(evaluation.suite).resolve())})
-    return recipe.model_copy(update={"model": model, "data": data, "eval": evaluation})
+    rollout = recipe.rollout
+    if rollout.sglang_python:  # the interpreter of an environment is a link that must not be followed
+        rollout = rollout.model_copy(update={"sglang_python": rollout.sglang_python.absolute()})
+    return recipe.model_copy(update={"model": model, "data": data, "eval": evaluation, "rollout": rollout})
 
 
 def _validate(tables: dict[str, Any]) -> Recipe:

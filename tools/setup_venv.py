@@ -1,6 +1,7 @@
 """Makes ``.venv``: a thin environment over shared, cached dependencies, with this clone installed editable.
 
-With the argument ``launch`` makes ``.venv-launch`` instead: nemo-run and what it needs, cached in the same way.
+With the argument ``launch`` makes ``.venv-launch`` instead: nemo-run and what it needs, cached in the same way; with
+``sglang`` ``.venv-sglang``: SGLang and what it needs without a GPU.
 
 The dependencies (gigabytes, minutes) go to ``$MEGARL_CACHE/env-<key>`` (default ``~/.cache/megarl``), where the key
 covers everything that decides their versions. They are made once under a lock; a directory without the mark
@@ -26,6 +27,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 VENV = ROOT / ".venv"
 LAUNCH_CONSTRAINTS = ROOT / "launch/constraints.txt"
 LAUNCH_VENV = ROOT / ".venv-launch"
+SGLANG_REQUIREMENTS = ROOT / "tests/sglang/requirements.txt"
+SGLANG_VENV = ROOT / ".venv-sglang"
 MARK = VENV / ".made-by-megarl"
 SITE_PACKAGES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 
@@ -34,7 +37,12 @@ def main() -> None:
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     if sys.argv[1:] == ["launch"]:
-        link_launch_venv(make_dependencies("launch", extras["launch"], LAUNCH_CONSTRAINTS))
+        link_venv(LAUNCH_VENV, make_dependencies("launch", extras["launch"], LAUNCH_CONSTRAINTS))
+    elif sys.argv[1:] == ["sglang"]:
+        # the file is complete, and SGLang itself asks for gigabytes that only a GPU can use
+        lines = [line for line in SGLANG_REQUIREMENTS.read_text().splitlines() if not line.startswith("#")]
+        requirements = ["--no-deps", *lines]
+        link_venv(SGLANG_VENV, make_dependencies("sglang", requirements, SGLANG_REQUIREMENTS, first="torch"))
     else:
         # torch first and alone: the small CPU build is taken where pip finds one, and then nothing replaces it.
         requirements = project["dependencies"] + extras["dev"]
@@ -86,11 +94,11 @@ def install_cpu_engine(environment: Path, requirements: list[str], constraints: 
         subprocess.run([python, "-m", "pip", "uninstall", "-qq", "-y", *unwanted], check=True, pass_fds=[lock])
 
 
-def link_launch_venv(dependencies: Path) -> None:
-    if LAUNCH_VENV.exists() and not LAUNCH_VENV.is_symlink():
-        sys.exit(f"{LAUNCH_VENV} exists, but `make` did not make it; move it away, then try again")
-    LAUNCH_VENV.unlink(missing_ok=True)
-    LAUNCH_VENV.symlink_to(dependencies)
+def link_venv(link: Path, dependencies: Path) -> None:
+    if link.exists() and not link.is_symlink():
+        sys.exit(f"{link} exists, but `make` did not make it; move it away, then try again")
+    link.unlink(missing_ok=True)
+    link.symlink_to(dependencies)
 
 
 def make_venv(dependencies: Path) -> None:

