@@ -15,6 +15,8 @@ from typing import IO, Any
 
 from megarl.errors import UserError
 
+INTACT = "Everything sealed or saved so far is intact: free some space and start the same command again"
+
 
 def fsync_path(path: Path) -> None:
     """Flush one file or directory entry to disk."""
@@ -73,15 +75,8 @@ def disk_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise no_space_left(path) from error
+            raise UserError(f"no space left while writing {path}. {INTACT}") from error
         raise
-
-
-def no_space_left(path: Path) -> UserError:
-    return UserError(
-        f"no space left while writing {path}. Everything sealed or saved so far is intact: "
-        "free some space and start the same command again"
-    )
 
 
 def append_json(path: Path, record: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from megarl.errors import STOPPED, PhaseFailed, UserError
-from megarl.files import no_space_left
+from megarl.files import INTACT
 from megarl.nodes import Nodes, Report
 from megarl.run_dir import RunDir
 
@@ -248,7 +248,14 @@ def _explain(rank: int, failure: ProcessFailure, run: RunDir, log: Path) -> tupl
     known = failure.error_file not in ("", "<N/A>")
     full = shutil.disk_usage(run.root).free < NEARLY_FULL
     if os.strerror(errno.ENOSPC) in message + text or (full and not known):
-        return str(no_space_left(run.root)), True
+        return _no_space_left(run, log), True
     cause = f"killed by signal {-failure.exitcode}" if failure.exitcode < 0 else message if known else "died"
     tail = "\n".join(text.splitlines()[-15:])
     return f"{cause}\n{tail}\nfull log: {log}", False
+
+
+def _no_space_left(run: RunDir, log: Path) -> str:
+    """The error does not say where; what failed may have given its space back by now."""
+    places = filter(os.path.isdir, dict.fromkeys([str(run.root), tempfile.gettempdir(), "/dev/shm"]))
+    free = ", ".join(f"{shutil.disk_usage(place).free / 1e6:.1f} MB in {place}" for place in places)
+    return f"no space left on a device; free now: {free}. {INTACT}\nfull log: {log}"
