@@ -31,11 +31,19 @@ _LAZY_MODULES = (
 )  # fmt: skip
 
 
-def install(device: torch.device = _CPU) -> None:
-    """Make every loaded ``megatron.core`` module see ``device``. Call once, before a model is built.
+_installed: torch.device | None = None
 
-    The meta device is for counting: models get shapes without memory.
+
+def install(device: torch.device = _CPU) -> None:
+    """Make every loaded ``megatron.core`` module see ``device``, before a model is built; again: nothing.
+
+    The meta device is for counting: models get shapes without memory. A process has one device.
     """
+    global _installed
+    if _installed is not None:
+        assert _installed == device
+        return
+    _installed = device
     from megatron.core import jit
 
     jit.disable_jit_fuser()  # the fusers pick torch.compile at import time
