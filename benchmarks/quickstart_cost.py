@@ -138,7 +138,7 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
     metrics = MetricsWriter(run.metrics, 0, recipe.run)
 
     def update(store, stage, staleness):
-        groups = store.read(optimize.groups_of_update(run, stage, staleness))
+        groups = store.read(optimize.groups_of_update(run, store.chosen, staleness))
         samples = optimize.to_samples(groups, recipe.objective)
         batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, torch.device("cpu"))
         values = step.train_step(actor, batches, objective, actor.learning_rate(staleness + 1))
@@ -157,7 +157,7 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
         timed("megarl/generate", seal, directory, run.groups(stage))
         store = RolloutStore(directory)
         updates = range(recipe.schedule.updates_per_stage)
-        stored = {u: store.read(optimize.groups_of_update(run, stage, u)) for u in updates}
+        stored = {u: store.read(optimize.groups_of_update(run, store.chosen, u)) for u in updates}
         for begin in range(0, len(updates), TURN):
             for staleness in updates[begin : begin + TURN]:
                 timed("megarl/optimize", update, store, stage, staleness)

@@ -73,7 +73,8 @@ def measure(length: int, updates: int) -> dict[str, float]:
             metrics.append({"update": 0, "loss": 0.0})
 
         def update(staleness: int) -> None:
-            samples = optimize.to_samples(store.read(optimize.groups_of_update(run, 0, staleness)), recipe.objective)
+            groups = store.read(optimize.groups_of_update(run, store.chosen, staleness))
+            samples = optimize.to_samples(groups, recipe.objective)
             batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device)
             metrics.append({"update": staleness, **step.train_step(actor, batches, objective, 1e-5)})
 

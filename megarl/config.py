@@ -6,8 +6,10 @@ Imports neither torch nor any engine; the fields of ``[objective]`` are checked 
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
@@ -55,6 +57,7 @@ class RolloutTable(Table):
     temperature: float = Field(1.0, gt=0)
     max_response_tokens: int = Field(1024, ge=1)  # tokens, stop token included
     responses_per_prompt: int = Field(8, ge=1)  # G, the size of a group
+    oversample: float = Field(1.0, ge=1, allow_inf_nan=False)  # candidates for each group that is trained
     groups_per_chunk: int = Field(128, ge=1)  # groups that an engine has at a time
     memory_fraction: float = Field(0.92, gt=0, le=1)  # share of GPU memory an engine may take
     response_timeout: float = Field(3600.0, gt=0)  # seconds from its start until a response is cut off
@@ -247,6 +250,21 @@ class Recipe(Table):
         return self
 
     @model_validator(mode="after")
+    def _candidates_can_be_told_apart(self) -> Recipe:
+        oversample = self.rollout.oversample
+        if oversample > 1 and self.schedule.kind == "live":
+            raise ValueError(
+                f"rollout.oversample = {oversample} chooses groups when a stage is sealed, but a live run trains each "
+                'as soon as it is there: leave it out, or set schedule.kind = "staged"'
+            )
+        if oversample > 1 and self.rollout.responses_per_prompt == 1:
+            raise ValueError(
+                f"rollout.oversample = {oversample} looks for groups whose responses differ in reward: "
+                "rollout.responses_per_prompt must be at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _virtual_stages_are_several(self) -> Recipe:
         size = self.virtual_pipeline_stages
         if size is not None and (type(size) is not int or size < 2):
@@ -281,7 +299,14 @@ class Recipe(Table):
 
     @property
     def groups_per_stage(self) -> int:
+        """Groups that a stage trains."""
         return self.schedule.updates_per_stage * self.schedule.prompts_per_update
+
+    @property
+    def candidates_per_stage(self) -> int:
+        """Groups that a stage generates at most, to choose from."""
+        # of the decimal number that the recipe has: 10 groups at 1.1 are 11 candidates, not ceil(11.000000000000002)
+        return math.ceil(self.groups_per_stage * Fraction(str(self.rollout.oversample)))
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -157,6 +157,12 @@ def check_seal(directory: Path) -> None:
         )
 
 
+def sealed_choice(directory: Path) -> list[int] | None:
+    """The groups of a sealed stage that are trained; None: all of them, or it is not sealed."""
+    path = directory / SEALED
+    return json.loads(path.read_bytes()).get("chosen") if path.exists() else None
+
+
 def check_size(path: Path, entry: LedgerEntry) -> None:
     if not path.exists() or path.stat().st_size != entry.bytes:
         raise _damaged(path, f"has {path.stat().st_size} bytes, not {entry.bytes}" if path.exists() else "is gone")

@@ -30,7 +30,7 @@ def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
     tokenizer = load_tokenizer(recipe.model.tokenizer_path)
     check_tokenizer_fits(tokenizer, recipe.model.path)
     prompts = build_prompts(recipe, tokenizer)
-    prompts.check(recipe.schedule.stages * recipe.groups_per_stage)
+    prompts.check(recipe.schedule.stages * recipe.candidates_per_stage)
     longest, context = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens, hf["max_position_embeddings"]
     if longest > context:
         raise UserError(

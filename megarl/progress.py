@@ -26,7 +26,16 @@ POLL_SECONDS = 1.0
 LINE_SECONDS = 10.0  # plain lines: at most one in so many seconds, beside those for phases and evaluations
 RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
 TRAINS = ("optimize", "live")  # the phases that make updates
-ANNOUNCED = ("phase_start", "phase_end", "phase_failed", "phase_stopped", "restart", "resume", "evaluation")
+ANNOUNCED = (
+    "phase_start",
+    "phase_end",
+    "phase_failed",
+    "phase_stopped",
+    "restart",
+    "resume",
+    "evaluation",
+    "dynamic_sampling",
+)
 
 
 class JsonTail:
@@ -66,7 +75,8 @@ class RunState:
     """Where a run stands, told from its files."""
 
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
-        self.run_dir, self.schedule, self.groups_per_stage = run_dir, recipe.schedule, recipe.groups_per_stage
+        self.run_dir, self.schedule, self.candidates = run_dir, recipe.schedule, recipe.candidates_per_stage
+        self._unit = "groups" if self.candidates == recipe.groups_per_stage else "candidates"
         self.phase, self.stage, self.phase_since = "", 0, 0.0
         self.accuracies: dict[int, tuple[float, float]] = {}  # stage -> held-out accuracy, half a 95 % interval
         self.seconds: dict[str, float] = {}  # phase -> duration of the last one that ended
@@ -127,7 +137,7 @@ class RunState:
     def done(self) -> tuple[int, int, str]:
         """Of the current phase: how much is done, of how much, of what."""
         if self.phase == "rollout":
-            return sum(shard[0] for shard in self._shards.values()), self.groups_per_stage, "groups"
+            return sum(shard[0] for shard in self._shards.values()), self.candidates, self._unit
         if self.phase in TRAINS:
             size = self.schedule.updates_per_stage
             return min(size, max(0, self.updates - self.stage * size)), size, "updates"
@@ -301,6 +311,9 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
         return f"held-out accuracy {accuracy:.3f} +- {half:.3f} ({event.get('prompts', '?')} prompts), {whose}"
     if kind == "resume" and phase == "train":
         return f"continues after {event['skipped']} of {event['total']} stages"
+    if kind == "dynamic_sampling":
+        filled = f", {event['filled']} of them without variance" if event["filled"] else ""
+        return f"{place} chose {event['chosen']} of {event['generated']} groups{filled}"
     if phase == "evaluate":
         return f"evaluation of stage {stage} failed" if kind == "phase_failed" else ""
     what = {

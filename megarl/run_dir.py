@@ -96,8 +96,8 @@ class RunDir:
         return sorted(int(path.name) for path in self.root.glob("stages/???/policies/[0-9]*"))
 
     def groups(self, stage: int) -> range:
-        """Group ids of a stage; a group's id is the place of its prompt in the whole run's order."""
-        size = self.recipe.groups_per_stage
+        """Group ids of a stage's candidates; a group's id is the place of its prompt in the whole run's order."""
+        size = self.recipe.candidates_per_stage
         return range(stage * size, (stage + 1) * size)
 
     def is_sealed(self, stage: int) -> bool:

@@ -243,7 +243,7 @@ def rollout_seconds(
     read = 2 * touched_parameters(hf, parameters, running) / tensor + running * held * per_token
     work = 2 * active_parameters(hf, parameters) * running / tensor
     step = max(read / gpu.bandwidth, work / gpu.flops) / assume.decode_efficiency
-    responses = recipe.groups_per_stage * recipe.rollout.responses_per_prompt / replicas
+    responses = recipe.candidates_per_stage * recipe.rollout.responses_per_prompt / replicas
     return responses / running * response * step
 
 
@@ -259,7 +259,7 @@ def touched_parameters(hf: dict[str, Any], parameters: int, tokens: float) -> fl
 def disk_bytes(recipe: Recipe, parameters: int, assume: Assumptions) -> dict[str, float]:
     """What a run keeps, by kind. A rollout row has int32 tokens and float32 log-probs."""
     schedule, rollout = recipe.schedule, recipe.rollout
-    responses = recipe.groups_per_stage * rollout.responses_per_prompt
+    responses = recipe.candidates_per_stage * rollout.responses_per_prompt
     mean = mean_sequence(recipe, assume) * 4 + assume.mean_response * rollout.max_response_tokens * 4
     return {
         "rollout store of a stage": responses * mean,

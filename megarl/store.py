@@ -34,6 +34,7 @@ from megarl.ledger import (
     lock,
     parse,
     read_ledgers,
+    sealed_choice,
     to_line,
     verify_shard,
 )
@@ -154,7 +155,8 @@ class RolloutWriter:
 class RolloutStore:
     """What is present in one directory at this moment; sealed or still being written.
 
-    ``entries`` are the ledger lines by first group id; ``group_ids`` the sorted ids present.
+    ``entries`` are the ledger lines by first group id; ``group_ids`` the sorted ids present, ``chosen`` those of them
+    that are trained.
     Raises `UserError` for a damaged ledger, and for groups of several policies where ``one_policy`` is asked for.
     """
 
@@ -164,6 +166,7 @@ class RolloutStore:
             raise UserError(f"there are no rollouts in {self.directory}: run the rollout phase first")
         if is_sealed(self.directory):
             check_seal(self.directory)
+        self._sealed_choice = sealed_choice(self.directory)
         self._verified: set[str] = set()
         self._shard = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open)
         self._sizes: dict[str, int] | None = None
@@ -182,7 +185,12 @@ class RolloutStore:
         self._entry_of = {group: entry for entry in self.entries for group in entry.groups}
         self.group_ids: list[int] = sorted(self._entry_of)
 
-    def missing(self, expected: range) -> list[int]:
+    @property
+    def chosen(self) -> Sequence[int]:
+        """In id order. All that are present, where sealing made no choice."""
+        return self.group_ids if self._sealed_choice is None else self._sealed_choice
+
+    def missing(self, expected: Sequence[int]) -> list[int]:
         return [group for group in expected if group not in self._entry_of]
 
     def read(self, group_ids: Sequence[int]) -> list[Group]:
@@ -206,13 +214,15 @@ class RolloutStore:
         return Shard(path)
 
 
-def seal(directory: Path, expected: range, *, one_policy: bool = True) -> None:
+def seal(directory: Path, expected: range, chosen: Sequence[int] | None = None, *, one_policy: bool = True) -> None:
     """Freeze a directory that holds exactly the groups ``expected``: one ledger, then SEALED. Repeat it after a kill.
 
+    chosen: the groups to train; then others of ``expected`` may be there or not, and stay what they are.
     Raises `UserError` when groups are missing or foreign, a shard's size is not its line's, or a writer is live.
     """
     directory = Path(directory)
-    _check_complete(RolloutStore(directory, one_policy=one_policy), expected)
+    needed = expected if chosen is None else chosen
+    _check_complete(RolloutStore(directory, one_policy=one_policy), needed, expected)
     if is_sealed(directory):
         return
     with contextlib.ExitStack() as locks:
@@ -220,7 +230,7 @@ def seal(directory: Path, expected: range, *, one_policy: bool = True) -> None:
         for path in [directory / LEDGER, *others]:
             locks.enter_context(lock(path))
         store = RolloutStore(directory, one_policy=one_policy)
-        _check_complete(store, expected)
+        _check_complete(store, needed, expected)
         for entry in store.entries:
             check_size(directory / entry.shard, entry)
         _remove_orphans(directory, "*.arrow", store.entries)
@@ -236,14 +246,16 @@ def seal(directory: Path, expected: range, *, one_policy: bool = True) -> None:
             "ledger_sha256": hashlib.sha256(ledger).hexdigest(),
             "weights_hash": store.entries[0].weights_hash if store.entries and one_policy else None,
         }
+        if chosen is not None:
+            summary["chosen"] = list(chosen)
         write_atomic(directory / SEALED, json.dumps(summary, indent=1) + "\n")
 
 
-def _check_complete(store: RolloutStore, expected: range) -> None:
-    missing = store.missing(expected)
+def _check_complete(store: RolloutStore, needed: Sequence[int], expected: range) -> None:
+    missing = store.missing(needed)
     if missing:
         raise UserError(
-            f"{store.directory} lacks {len(missing)} of {len(expected)} groups (the first is {missing[0]}): "
+            f"{store.directory} lacks {len(missing)} of {len(needed)} groups (the first is {missing[0]}): "
             "run the rollout phase again"
         )
     foreign = [group for group in store.group_ids if group not in expected]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,7 +81,7 @@ class LiveBatches:
     def read(self, update: int) -> list[Group] | None:
         """The groups of an update once they are stored, or None when asked to stop."""
         start = time.perf_counter()
-        wanted = groups_of_update(self.run, self.stage, update)
+        wanted = groups_of_update(self.run, self.run.groups(self.stage), update)
         while not (ready := self._ready(wanted)):
             if ready is None:
                 return None
@@ -91,7 +92,7 @@ class LiveBatches:
         self.idle_seconds += self.last_idle
         return groups
 
-    def _ready(self, wanted: range) -> bool | None:
+    def _ready(self, wanted: Sequence[int]) -> bool | None:
         """Whether all ranks see the groups and it is the trainers' turn; None: stop. Collective."""
         self.store.refresh()
         missing = bool(self.store.missing(wanted))

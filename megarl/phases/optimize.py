@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -51,11 +51,10 @@ class SealedBatches:
     """The frozen rollouts of a staged run."""
 
     run: RunDir
-    stage: int
     store: RolloutStore
 
     def read(self, update: int) -> list[Group]:
-        return self.store.read(groups_of_update(self.run, self.stage, update))
+        return self.store.read(groups_of_update(self.run, self.store.chosen, update))
 
     def trained(self, updates: int) -> None: ...
 
@@ -71,7 +70,7 @@ def optimize(run: RunDir, stage: int) -> None:
     if not run.is_sealed(stage):
         raise UserError(f"{run.rollouts(stage)} is not sealed: run `megarl rollout {run.root} --stage {stage}` first")
     device = parallel.initialize(run.recipe)
-    batches = SealedBatches(run, stage, RolloutStore(run.rollouts(stage)))
+    batches = SealedBatches(run, RolloutStore(run.rollouts(stage)))
     actor = build_actor(run, stage, device)
     make_updates(actor, run, stage, resume(actor, run, stage), batches, stop)
 
@@ -244,9 +243,10 @@ def resume(actor: Actor, run: RunDir, stage: int) -> int:
     return 0
 
 
-def groups_of_update(run: RunDir, stage: int, staleness: int) -> range:
+def groups_of_update(run: RunDir, groups: Sequence[int], update: int) -> Sequence[int]:
+    """Of a stage's ``groups`` those of one update, counted from 0."""
     size = run.recipe.schedule.prompts_per_update
-    return run.groups(stage)[staleness * size : (staleness + 1) * size]
+    return groups[update * size : (update + 1) * size]
 
 
 def to_samples(groups: list[Group], table: ObjectiveTable) -> list[Sample]:

@@ -12,7 +12,8 @@ import numpy as np
 from megarl.distributed import Peers
 from megarl.errors import STOPPED
 from megarl.files import make_directory
-from megarl.phases.answers import Answerer, Question
+from megarl.phases.answers import Answer, Answerer, Question
+from megarl.phases.candidates import Candidates
 from megarl.phases.stop import StopRequest
 from megarl.phases.tally import Tally
 from megarl.rollout.engine import never
@@ -35,8 +36,11 @@ def rollout(run: RunDir, stage: int) -> None:
     drift = answerer.check_weights(run.policy(stage), peers)
     run.log_event("weight_drift", phase="rollout", stage=stage, rank=peers.rank, **asdict(drift))
     whole = answerer.engine.repeats_chunks
-    # rank 0's, for everybody: others may see a shared file system as it was a moment ago
-    found = RolloutStore(directory).missing(run.groups(stage)) if peers.rank == 0 else None
+    candidates, found = Candidates(peers, run.groups(stage), run.recipe.groups_per_stage), None
+    if peers.rank == 0:  # for everybody: others may see a shared file system as it was a moment ago
+        store = RolloutStore(directory)
+        candidates.recall(store)
+        found = store.missing(run.groups(stage))
     missing = set(peers.from_first("missing", found))
     chunks = missing_chunks(run, stage, missing, whole)
     total = len(run.groups(stage))
@@ -46,14 +50,21 @@ def rollout(run: RunDir, stage: int) -> None:
     def take() -> Iterator[Sequence[int]]:
         # replicas take the next chunk from the shared counter, so that a slow one does not hold the others
         while not stop.asked and (number := peers.store.add("next_chunk", 1) - 1) < len(chunks):
+            if not candidates.may_be_chosen(chunks[number]):
+                return
             yield chunks[number]
 
-    interrupted = never if whole else lambda: stop.asked  # who repeats whole chunks ends the one that is begun
+    def seen(answer: Answer) -> None:
+        tally.add(answer)
+        candidates.add(answer)
+
+    # who repeats whole chunks ends the one that is begun
+    interrupted = never if whole else lambda: stop.asked or candidates.are_enough()
     with RolloutWriter(
         directory, weights_hash=answerer.weights_hash, logprob_mode="processed", writer=peers.rank
     ) as writer:
         tally = Tally()
-        for groups in generate(answerer, take(), interrupted, tally=tally):
+        for groups in generate(answerer, take(), interrupted, seen=seen):
             # a chunk that is cut elsewhere than in an earlier attempt has groups that are there
             writer.append([group for group in groups if group.group_id in missing])
             if tally.due():
@@ -64,7 +75,9 @@ def rollout(run: RunDir, stage: int) -> None:
         sys.exit(STOPPED)  # the others are told, too
     peers.barrier("generated")
     if peers.rank == 0:
-        seal(directory, run.groups(stage))
+        if chosen := candidates.chosen():
+            run.log_event("dynamic_sampling", phase="rollout", stage=stage, **candidates.summary())
+        seal(directory, run.groups(stage), chosen)
     peers.barrier("sealed")
 
 
@@ -78,7 +91,7 @@ def missing_chunks(run: RunDir, stage: int, missing: Collection[int], whole: boo
     groups, schedule = run.groups(stage), run.recipe.schedule
     if not whole:
         return [[group] for group in groups if group in missing]
-    interval = (schedule.sync_every or schedule.updates_per_stage) * schedule.prompts_per_update
+    interval = schedule.sync_every * schedule.prompts_per_update if schedule.sync_every else len(groups)
     parts = cut_chunks(groups, interval, run.recipe.rollout.groups_per_chunk)
     return [part for part in parts if any(group in missing for group in part)]
 
@@ -88,9 +101,12 @@ def generate(
     chunks: Iterator[Sequence[int]],
     interrupted: Callable[[], bool] = never,
     store_seconds: float = STORE_SECONDS,
-    tally: Tally | None = None,
+    seen: Callable[[Answer], None] = lambda answer: None,
 ) -> Iterator[list[Group]]:
-    """The groups of ``chunks``, in portions to be stored: what became whole meanwhile, or a chunk to be repeated."""
+    """The groups of ``chunks``, in portions to be stored: what became whole meanwhile, or a chunk to be repeated.
+
+    ``seen`` is told of every answer at once, before it is stored.
+    """
     table, sizes = answerer.recipe.rollout, []
     whole = answerer.engine.repeats_chunks and interrupted is never
 
@@ -102,8 +118,7 @@ def generate(
     portion: list[Group] = []
     stored = time.monotonic()
     for answer in answerer.answer(questions(), table.responses_per_prompt, table.temperature, interrupted):
-        if tally:
-            tally.add(answer)
+        seen(answer)
         question = answer.question
         portion.append(Group(question.number, np.asarray(question.prompt.tokens, np.int32), answer.responses))
         # those of a chunk that is to be repeated come one after another

@@ -84,7 +84,9 @@ class Worker:
             while (self.next or answerer.unfinished) and (version := self._wait(self._next_version)) is not None:
                 self._load(version)
                 start = time.perf_counter()
-                for groups in generate(answerer, self._chunks_now(), self._interrupted(), STORE_SECONDS, self.tally):
+                for groups in generate(
+                    answerer, self._chunks_now(), self._interrupted(), STORE_SECONDS, self.tally.add
+                ):
                     writer.append(groups, answerer.weights_hash)
                     if self.tally.due():
                         self._log_progress()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl import sizes
-from megarl.config import load_recipe
+from megarl.config import load_recipe, override_recipe
 from megarl.hf_config import read_hf_config
 from megarl.layout import Layout
 from megarl.sizes import GIB, Assumptions, StageCensus
@@ -44,6 +44,13 @@ def test_activations_by_hand():
     assert full == 48 * 6144 * 2048 * 2 + 2 * layer
     recipe = RECIPE.model_copy(update={"actor": RECIPE.actor.model_copy(update={"recompute": "none"})})
     assert sizes.optimize_memory(HF, recipe, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"] == 49 * layer
+
+
+def test_candidates_are_generated_and_kept():
+    twice = override_recipe(RECIPE, ["rollout.oversample=2"])
+    seconds = [sizes.rollout_seconds(HF, r, 30_500_000_000, 4, H200, Assumptions()) for r in (RECIPE, twice)]
+    stored = [sizes.disk_bytes(r, 30_500_000_000, Assumptions())["rollout store of a stage"] for r in (RECIPE, twice)]
+    assert seconds[1] == pytest.approx(2 * seconds[0]) and stored[1] == 2 * stored[0] > 0
 
 
 def test_micro_batches_in_flight():

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megarl import progress
+from megarl.config import override_recipe
 from megarl.progress import JsonTail, Progress, RunState, describe_state
 from tests.report.synthetic_run import make_events, make_recipe, make_run, update_record, write_lines
 
@@ -82,6 +83,21 @@ def test_state_of_a_rollout_phase(tmp_path):
     os.replace(rollouts / "x", rollouts / "ledger.jsonl")  # sealing: one ledger
     state.poll()
     assert state.done == (4, 1536, "groups")
+
+
+def test_candidates_are_shown_and_what_was_chosen_of_them(tmp_path):
+    recipe = override_recipe(make_recipe(), ["rollout.oversample=1.5"])
+    state = RunState(tmp_path, recipe)
+    append(tmp_path / "events.jsonl", start("rollout", 1))
+    state.poll()
+    assert state.done == (0, 2304, "candidates")
+    choice = {"event": "dynamic_sampling", "phase": "rollout", "stage": 1, "generated": 1900, "chosen": 1536}
+    append(tmp_path / "events.jsonl", choice | {"filled": 0}, choice | {"filled": 7})
+    lines = [progress.describe_event(event, state) for event in state.poll()]
+    assert lines == [
+        "stage 2/3 rollout chose 1536 of 1900 groups",
+        "stage 2/3 rollout chose 1536 of 1900 groups, 7 of them without variance",
+    ]
 
 
 def test_replicas_report_lengths_truncation_and_queue(tmp_path):
@@ -185,6 +201,7 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from megarl import progress
+from megarl.config import override_recipe
 from tests.report.synthetic_run import make_recipe
 from tests.report.test_progress import grow
 progress.POLL_SECONDS = 0.05

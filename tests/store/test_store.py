@@ -142,6 +142,19 @@ def test_seal_wants_exactly_the_expected_groups_and_may_be_repeated(tmp_path):
         seal(tmp_path / "absent", range(4))
 
 
+def test_seal_names_the_chosen_groups_and_keeps_the_others(tmp_path):
+    write(tmp_path, [0, 1], [3, 5])
+    assert RolloutStore(tmp_path).chosen == [0, 1, 3, 5]
+    with pytest.raises(UserError, match=r"lacks 1 of 2 groups \(the first is 2\)"):
+        seal(tmp_path, range(6), [1, 2])
+    with pytest.raises(UserError, match="1 groups outside"):
+        seal(tmp_path, range(5), [1, 3])
+    seal(tmp_path, range(6), [1, 3])
+    sealed = RolloutStore(tmp_path)
+    assert (sealed.chosen, sealed.group_ids) == ([1, 3], [0, 1, 3, 5])
+    assert as_bytes(*sealed.read([5])) == as_bytes(make_group(5))
+
+
 def test_one_behaviour_policy_a_stage(tmp_path):
     write(tmp_path, [0])
     for other in ({"weights_hash": "ff"}, {"logprob_mode": "raw"}):

@@ -1,0 +1,116 @@
+"""Which candidates a stage trains: the first with variance in id order, whoever knows of them in whatever order."""
+
+import random
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megarl.config import parse_recipe
+from megarl.data import Prompt
+from megarl.distributed import Peers
+from megarl.errors import UserError
+from megarl.phases.answers import Answer, Question
+from megarl.phases.candidates import Candidates, Choice
+from megarl.store import Response
+
+TABLES = {
+    "model": {"path": "/model"},
+    "data": {"source": "file", "train": "/prompts.jsonl"},
+    "reward": {"kind": "exact"},
+    "schedule": {"updates_per_stage": 5, "prompts_per_update": 2},
+}
+
+
+def choice(varies, wanted, first=0):
+    made = Choice(range(first, first + len(varies)), wanted)
+    for number, one in enumerate(varies):
+        made.add(first + number, one)
+    return made
+
+
+def test_groups_with_variance_lowest_ids_first():
+    assert choice([False, True, True, False, True, True], 3, first=10).chosen() == [11, 12, 14]
+
+
+def test_too_few_are_filled_in_id_order():
+    made = choice([False, False, True, False, True], 4)
+    assert made.chosen() == [0, 1, 2, 4] and made.end == 5 and made.is_final
+
+
+def test_nothing_that_is_unknown_changes_a_final_choice():
+    """Against trying all that the others may turn out to be, in random orders of arrival."""
+    rng = random.Random(0)
+    finals = 0
+    for _ in range(300):
+        truth = [rng.random() < 0.5 for _ in range(7)]
+        wanted, order = rng.randint(1, 6), rng.sample(range(7), 7)
+        made = Choice(range(7), wanted)
+        for known, group in enumerate(order, 1):
+            made.add(group, truth[group])
+            made.add(group, truth[group])
+            unknown = sorted(order[known:])
+            outcomes = []
+            for bits in range(2 ** len(unknown)):
+                whole = dict(made.varies) | {g: bool(bits >> i & 1) for i, g in enumerate(unknown)}
+                outcomes.append(choice([whole[g] for g in range(7)], wanted).chosen())
+            assert not any(set(outcome) & set(range(made.end, 7)) for outcome in outcomes)
+            if made.is_final:
+                finals += known < 7
+                assert all(outcome == made.chosen() for outcome in outcomes)
+            elif sum(made.varies.values()) >= wanted:
+                assert len(set(map(tuple, outcomes))) > 1, "it waits for what cannot matter"
+    assert finals > 50
+
+
+def answer(group, rewards):
+    responses = [Response(np.ones(1, np.int32), np.zeros(1, np.float32), reward, "stop", 0) for reward in rewards]
+    return Answer(0, Question(group, Prompt(group, "", (5,), "", {})), tuple(responses))
+
+
+def test_replicas_know_of_each_others_groups():
+    store = dist.HashStore()
+    one, two = (Candidates(Peers(store, rank, 2), range(20, 28), 2) for rank in range(2))
+    two.add(answer(22, [1.0, 0.0]))
+    two.add(answer(23, [1.0, 0.0]))
+    assert one.may_be_chosen([20, 21]), "lower ids come first, whatever is known of higher ones"
+    assert not one.may_be_chosen([24, 25]) and not one.are_enough()
+    one.add(answer(20, [0.0, 0.0]))
+    one.add(answer(21, [0.5, 0.0]))
+    assert two.may_be_chosen([22, 23]) and not two.may_be_chosen([23, 24])
+    assert two.are_enough() and two.chosen() == [21, 22]
+    assert two.summary() == {"candidates": 8, "generated": 4, "with_variance": 3, "chosen": 2, "filled": 0}
+
+
+def test_as_many_candidates_as_groups_are_no_choice():
+    alone = Candidates(Peers(dist.HashStore(), 0, 1), range(4), 4)
+    for group in range(4):
+        assert alone.may_be_chosen([group]) and not alone.are_enough()
+        alone.add(answer(group, [1.0, 0.0]))
+    assert alone.chosen() is None
+
+
+@pytest.mark.parametrize(("oversample", "candidates"), [(1, 10), (1.0, 10), (1.1, 11), (1.01, 11), (3, 30), (2.56, 26)])
+def test_candidates_of_a_stage(oversample, candidates):
+    recipe = parse_recipe(TABLES | {"rollout": {"oversample": oversample}})
+    assert (recipe.groups_per_stage, recipe.candidates_per_stage) == (10, candidates)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"rollout": {"oversample": 0.9}}, "oversample.*greater than or equal to 1"),
+        ({"rollout": {"oversample": float("inf")}}, "oversample.*finite"),
+        (
+            {"rollout": {"oversample": 2.0, "responses_per_prompt": 1}, "objective": {"advantage": "batch_normalised"}},
+            "oversample = 2.0 .*responses_per_prompt must be at least 2",
+        ),
+        (
+            {"rollout": {"oversample": 2.0}, "schedule": {"kind": "live", "sync_every": 1, "lockstep": True}},
+            'oversample = 2.0 .*live run.*kind = "staged"',
+        ),
+    ],
+)
+def test_refused(tables, message):
+    with pytest.raises(UserError, match=message):
+        parse_recipe(TABLES | tables)
