@@ -135,7 +135,7 @@ def kill_at_a_shard(phases, run, count):  # noqa: F811
 def test_a_killed_run_is_the_undisturbed_one(undisturbed, new_run, phases):  # noqa: F811
     run = new_run("killed", rollout__oversample=10)
     kill_at_a_shard(phases, run, 1)
-    kill_at_a_shard(phases, run, 3)
+    kill_at_a_shard(phases, run, 7)
     phases(run, "rollout")
     phases(run, "optimize")
     assert contents(run) == contents(undisturbed)

@@ -1,0 +1,52 @@
+"""Real vLLM chooses among candidates: what is still being decoded when there are enough is cut off and not stored."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from megarl.config import load_recipe
+from megarl.run_dir import RunDir
+from megarl.store import RolloutStore
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = {
+    "rollout.engine": '"vllm"',
+    "rollout.oversample": 20,
+    "rollout.groups_per_chunk": 16,
+    "rollout.responses_per_prompt": 4,
+    "rollout.max_response_tokens": 112,  # an untrained model stops at one token in 29 or so: lengths differ much
+    "schedule.stages": 1,
+    "schedule.updates_per_stage": 1,
+    "schedule.prompts_per_update": 4,
+    "reward.correct_above": 0.02,  # it gets partial credit at most
+    "reward.require_stop": "false",
+    "eval.every": 0,
+}
+
+
+def test_generation_ends_with_the_choice(tmp_path):
+    sys.path.insert(0, str(ROOT / "examples/quickstart"))
+    try:
+        from make_base import write_initial_model
+    finally:
+        sys.path.pop(0)
+    write_initial_model(tmp_path / "model")
+    settings = [f'model.path="{tmp_path / "model"}"', *[f"{name}={value}" for name, value in SETTINGS.items()]]
+    run = RunDir.create(tmp_path / "run", load_recipe(ROOT / "examples/quickstart/recipe.toml", settings))
+    command = [sys.executable, "-m", "megarl.cli", "rollout", str(run.root), "--stage", "0"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    store = RolloutStore(run.rollouts(0))
+    varied = [g.group_id for g in store.read(store.group_ids) if len({r.reward for r in g.responses}) > 1]
+    assert store.chosen == varied[:4]
+    assert store.group_ids[: store.chosen[-1] + 1] == list(range(store.chosen[-1] + 1)), "none before it was left out"
+    # groups are begun in the order of their ids, so one that is not there below one that is was cut off
+    cut_off = set(range(store.group_ids[-1])) - set(store.group_ids)
+    assert cut_off and min(cut_off) > store.chosen[-1]
+    assert len(store.group_ids) + len(cut_off) < len(run.groups(0)) == 80
+    assert {r.finish_reason for g in store.read(store.group_ids) for r in g.responses} <= {"stop", "length"}
+    (event,) = [e for e in map(json.loads, run.events.read_text().splitlines()) if e["event"] == "dynamic_sampling"]
+    assert (event["generated"], event["with_variance"]) == (len(store.group_ids), len(varied))
+    assert (event["candidates"], event["chosen"], event["filled"]) == (80, 4, 0)
