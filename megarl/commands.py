@@ -70,6 +70,10 @@ def branch(source: RunDir, target: Path, stage: int, overrides: list[str], nodes
     if fixed:
         raise UserError(f"--set may change {', '.join(_BRANCH_TABLES)} alone, for the rollouts stay: {fixed[0]}")
     links = [0, stage] if stage else [0]
+    if recipe.actor.routing_replay == "engine" and source.recipe.actor.routing_replay != "engine":
+        raise UserError(
+            f'[actor] routing_replay = "engine": {source.root} was generated without recording experts; use "actor"'
+        )
     existing = [source.policy(s) for s in links] + [source.rollouts(stage)]
     existing += [source.checkpoints(stage - 1)] if stage else []
     for path in existing:

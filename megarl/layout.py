@@ -182,7 +182,3 @@ def _check_routing(recipe: Recipe, hf: dict[str, Any]) -> None:
         raise UserError(f"[actor] routing_replay = {replay!r}: this model has no experts")
     if recipe.megatron.get("moe_router_fusion"):
         raise UserError(f"[megatron] moe_router_fusion = true decides before [actor] routing_replay = {replay!r} can")
-    if replay == "engine":
-        names = {"builtin": "the built-in engine", "vllm": "vLLM", "sglang": "SGLang"}
-        engine = names[recipe.rollout.engine]
-        raise UserError(f'[actor] routing_replay = "engine": {engine} records no experts here; use "actor"')

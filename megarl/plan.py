@@ -222,7 +222,7 @@ class Plan:
 
     def _disk(self) -> Iterator[str]:
         yield "disk, GiB"
-        for name, size in sizes.disk_bytes(self.recipe, self.parameters, ASSUME).items():
+        for name, size in sizes.disk_bytes(self.hf, self.recipe, self.parameters, ASSUME).items():
             yield _row(name, size)
 
     @cached_property
@@ -230,7 +230,7 @@ class Plan:
         """Estimated seconds of each part of a stage."""
         recipe, gpu = self.recipe, GPUS[self.gpu]
         update = sizes.optimize_seconds(self.hf, recipe, self.layout, self.parameters, self.extra_passes, gpu, ASSUME)
-        updates, disk = recipe.schedule.updates_per_stage, sizes.disk_bytes(recipe, self.parameters, ASSUME)
+        updates, disk = recipe.schedule.updates_per_stage, sizes.disk_bytes(self.hf, recipe, self.parameters, ASSUME)
         checkpoints = math.ceil(updates / recipe.actor.checkpoint_every)
         return {
             "rollouts": sizes.rollout_seconds(self.hf, recipe, self.parameters, self.nodes, gpu, ASSUME),

@@ -14,7 +14,7 @@ from megarl.hf_config import read_hf_config
 from megarl.layout import check_layout
 from megarl.objectives import build_objective
 from megarl.policy import weight_files
-from megarl.rollout import AVAILABLE, TEMPERATURES
+from megarl.rollout import AVAILABLE, RECORD_EXPERTS, TEMPERATURES
 from megarl.rollout.sglang_server import installed_version
 
 
@@ -58,6 +58,12 @@ def check_engine(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
     where = f"[stages.{stage}]" if str(stage) in recipe.stages else "[rollout]"
     if table.engine not in AVAILABLE:
         raise UserError(f"{where} engine = {table.engine!r} is not available yet; use {' or '.join(AVAILABLE)}")
+    if recipe.actor.routing_replay == "engine" and table.engine not in RECORD_EXPERTS:
+        raise UserError(
+            f'[actor] routing_replay = "engine" wants every stage to record experts, but {where} engine = '
+            f"{table.engine!r} of stage {stage} records none: use {' or '.join(map(repr, RECORD_EXPERTS))} there, or "
+            'routing_replay = "actor" or "none"'
+        )
     if table.engine == "builtin":
         if table.tensor_parallel > 1:
             raise UserError(

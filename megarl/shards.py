@@ -30,6 +30,9 @@ SCHEMA = pa.schema(
 )
 # a column that a shard has only where a response was continued under another policy; null: policy_version throughout
 VERSIONS = pa.field("policy_versions", pa.list_(pa.int32()))
+# a column of shards whose engine recorded them, in rows [layers, top_k] of the smallest type that holds an expert's id.
+# Nobody who leaves it alone pays for it: it is mapped, not read
+EXPERTS = "routed_experts"
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Response:
     finish_reason: str  # of `FINISH_REASONS`
     policy_version: int  # of the first token
     policy_versions: np.ndarray | None = None  # [n] int32, of each token, where they are not all the first's
+    # [prompt + n - 1, layers, top_k] int8 or int16, of every token but the last; -1: not known
+    routed_experts: np.ndarray | None = None
 
     @property
     def versions(self) -> np.ndarray:
@@ -74,6 +79,7 @@ class Shard:
         self.versions = batch["policy_version"].to_numpy()
         self.finish_reasons = batch["finish_reason"].to_pylist()
         self.token_versions = batch[VERSIONS.name] if VERSIONS.name in batch.schema.names else None
+        self.experts = _experts_column(batch[EXPERTS]) if EXPERTS in batch.schema.names else None
         ids, first, count = np.unique(batch["group_id"].to_numpy(), return_index=True, return_counts=True)
         self.rows = {int(i): range(int(f), int(f + n)) for i, f, n in zip(ids, first, count, strict=True)}
 
@@ -88,10 +94,13 @@ class Shard:
         if self.token_versions is not None and self.token_versions[row].is_valid:
             versions = self.token_versions[row].values.to_numpy()
         reward, version = float(self.rewards[row]), int(self.versions[row])
-        return Response(tokens, logprobs, reward, self.finish_reasons[row], version, versions)
+        experts = None if self.experts is None else _slice(self.experts, row)
+        return Response(tokens, logprobs, reward, self.finish_reasons[row], version, versions, experts)
 
 
 def validate(groups: Sequence[Group]) -> None:
+    """`UserError` that names the response with which something is wrong."""
+    _check_experts(groups)
     for group in groups:
         where = f"group {group.group_id}"
         _check_tokens(group.prompt_tokens, f"{where}, prompt_tokens")
@@ -117,6 +126,27 @@ def validate(groups: Sequence[Group]) -> None:
                 raise UserError(f"{here}: the reward is {response.reward}, it must be finite")
             if response.finish_reason not in FINISH_REASONS:
                 raise UserError(f"{here}: finish_reason is {response.finish_reason!r}, not one of {FINISH_REASONS}")
+
+
+def _check_experts(groups: Sequence[Group]) -> None:
+    """All responses of a shard have them, of one shape and type, or none has."""
+    kinds: set[tuple[object, ...] | None] = set()
+    for group in groups:
+        for index, response in enumerate(group.responses):
+            here, experts = f"group {group.group_id}, response {index}", response.routed_experts
+            kinds.add(None if experts is None else (experts.dtype, *experts.shape[1:]))
+            if len(kinds) > 1:
+                raise UserError(f"{here}: routed_experts differ in kind from those of other responses: {kinds}")
+            if experts is None:
+                continue
+            rows = len(group.prompt_tokens) + len(response.tokens) - 1
+            if experts.dtype not in (np.int8, np.int16) or experts.ndim != 3 or len(experts) != rows:
+                raise UserError(
+                    f"{here}: routed_experts must be int8 or int16 [{rows}, layers, top_k], "
+                    f"got {experts.dtype} {list(experts.shape)}"
+                )
+            if experts.size and experts.min() < -1:
+                raise UserError(f"{here}: {experts.min()} in routed_experts is neither an expert nor -1")
 
 
 def _check_tokens(tokens: np.ndarray, where: str) -> None:
@@ -146,16 +176,37 @@ def encode(groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> pa.
     if any(per_token is not None for per_token in versions):
         schema = SCHEMA.append(VERSIONS)
         columns[VERSIONS.name] = pa.array(versions, VERSIONS.type)
+    experts = [response.routed_experts for _, _, response in rows if response.routed_experts is not None]
+    if experts:
+        columns[EXPERTS] = _experts_array(experts)
+        schema = schema.append(pa.field(EXPERTS, columns[EXPERTS].type))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema) as file:
         file.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
     return sink.getvalue()
 
 
-def _list_array(arrays: list[np.ndarray]) -> pa.ListArray:
+def _offsets(arrays: list[np.ndarray]) -> np.ndarray:
     offsets = np.zeros(len(arrays) + 1, np.int32)
     np.cumsum([len(array) for array in arrays], out=offsets[1:])
-    return pa.ListArray.from_arrays(offsets, np.concatenate(arrays))
+    return offsets
+
+
+def _list_array(arrays: list[np.ndarray]) -> pa.ListArray:
+    return pa.ListArray.from_arrays(_offsets(arrays), np.concatenate(arrays))
+
+
+def _experts_array(arrays: list[np.ndarray]) -> pa.ListArray:
+    """A list of [layers][top_k] a response: the file says the shape itself."""
+    flat = np.concatenate(arrays)
+    rows = pa.FixedSizeListArray.from_arrays(flat.reshape(-1), flat.shape[2])
+    return pa.ListArray.from_arrays(_offsets(arrays), pa.FixedSizeListArray.from_arrays(rows, flat.shape[1]))
+
+
+def _experts_column(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
+    rows = column.values
+    flat = rows.values.values.to_numpy()
+    return column.offsets.to_numpy(), flat.reshape(-1, rows.type.list_size, rows.type.value_type.list_size)
 
 
 def _slice(column: tuple[np.ndarray, np.ndarray], row: int) -> np.ndarray:

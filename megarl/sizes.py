@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.layout import Layout
+from megarl.rollout.engine import expert_type
 
 GIB = 2**30
 
@@ -256,11 +257,14 @@ def touched_parameters(hf: dict[str, Any], parameters: int, tokens: float) -> fl
     return parameters - experts * idle
 
 
-def disk_bytes(recipe: Recipe, parameters: int, assume: Assumptions) -> dict[str, float]:
-    """What a run keeps, by kind. A rollout row has int32 tokens and float32 log-probs."""
+def disk_bytes(hf: dict[str, Any], recipe: Recipe, parameters: int, assume: Assumptions) -> dict[str, float]:
+    """What a run keeps, by kind. A rollout row has int32 tokens, float32 log-probs and, to be replayed, experts."""
     schedule, rollout = recipe.schedule, recipe.rollout
     responses = recipe.candidates_per_stage * rollout.responses_per_prompt
     mean = mean_sequence(recipe, assume) * 4 + assume.mean_response * rollout.max_response_tokens * 4
+    if recipe.actor.routing_replay == "engine":
+        width = expert_type(hf["num_experts"]).itemsize
+        mean += mean_sequence(recipe, assume) * hf["num_hidden_layers"] * hf["num_experts_per_tok"] * width
     return {
         "rollout store of a stage": responses * mean,
         "rollout store of all stages": responses * mean * schedule.stages,

@@ -159,11 +159,11 @@ def _routed_experts(
     samples: Sequence[Sample], lengths: np.ndarray, filler: int, kept: np.ndarray, device: torch.device
 ) -> dict[int, torch.Tensor] | None:
     """What the engine recorded, on the packed axis of this rank, layer by layer; None without any record."""
-    shapes = {s.routed_experts.shape[1:] for s in samples if s.routed_experts is not None}
-    if not shapes:
+    kinds = {(s.routed_experts.shape[1:], s.routed_experts.dtype) for s in samples if s.routed_experts is not None}
+    if not kinds:
         return None
-    (shape,) = shapes
-    experts = np.full((int(lengths.sum()) + filler, *shape), -1, np.int32)
+    ((shape, dtype),) = kinds
+    experts = np.full((int(lengths.sum()) + filler, *shape), -1, dtype)
     for sample, start in zip(samples, np.cumsum(lengths) - lengths, strict=True):
         if sample.routed_experts is not None:
             experts[start : start + len(sample)] = sample.routed_experts

@@ -66,17 +66,18 @@ class Answerer:
     decoding: int = 0  # responses that the engine has taken and not handed out
 
     @classmethod
-    def build(cls, recipe: Recipe, stage: int, policy_dir: Path) -> Answerer:
-        """With the engine of ``stage``."""
+    def build(cls, recipe: Recipe, stage: int, policy_dir: Path, for_training: bool = True) -> Answerer:
+        """With the engine of ``stage``, which for training records what the recipe lets the actor replay."""
         info = read_info(policy_dir)
         tokenizer = load_tokenizer(policy_dir)
         prompts = build_prompts(recipe, tokenizer)
+        experts = for_training and recipe.actor.routing_replay == "engine"
         return cls(
             recipe=recipe,
             tokenizer=tokenizer,
             prompts=prompts,
             verifier=build_verifier(recipe, prompts),
-            engine=build_engine(recipe, stage, policy_dir, info.version),
+            engine=build_engine(recipe, stage, policy_dir, info.version, routed_experts=experts),
             stop_token_ids=tuple(stop_token_ids(tokenizer, policy_dir)),
             weights_hash=info.weights_hash,
         )
@@ -181,4 +182,20 @@ class Answerer:
             finish_reason=finish_reason,
             policy_version=int(versions[0]),
             policy_versions=None if (versions == versions[0]).all() else versions,
+            routed_experts=join_experts(parts),
         )
+
+
+def join_experts(parts: Sequence[Completion]) -> np.ndarray | None:
+    """The experts under which each token of a response was sampled; None where the engine records none.
+
+    A continuation computes what comes before it again, under its own policy and so perhaps with other experts: of these
+    tokens the first record stays, to which the stored log-probs belong.
+    """
+    joined: list[np.ndarray] = []
+    for part in parts:
+        if part.routed_experts is None:
+            return None
+        if len(part.tokens):
+            joined.append(part.routed_experts[sum(map(len, joined)) :])
+    return np.concatenate(joined)

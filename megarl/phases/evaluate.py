@@ -23,7 +23,7 @@ def evaluate(run: RunDir, stage: int) -> None:
     peers = Peers.join()
     start = time.monotonic()
     policy = run.policy(stage)
-    answerer = Answerer.build(run.recipe, stage, policy)
+    answerer = Answerer.build(run.recipe, stage, policy, for_training=False)
     drift = answerer.check_weights(policy, peers)
     run.log_event("weight_drift", phase="evaluate", stage=stage, rank=peers.rank, **asdict(drift))
     mine = score_heldout(answerer, peers.store)

@@ -102,7 +102,7 @@ def make_updates(actor: Actor, run: RunDir, stage: int, done: int, batches: Batc
         if groups is not None:
             ages = batches.metrics(update, groups)
             place = {"stage": stage, "update": before + update + 1, "staleness": ages["staleness"]}
-            samples = to_samples(groups, recipe.objective)
+            samples = to_samples(groups, recipe.objective, recipe.actor.routing_replay == "engine")
             values = _make_update(actor, run, samples, objective, place, metrics is not None)
             batches.trained(update + 1)
             if metrics:
@@ -249,20 +249,41 @@ def groups_of_update(run: RunDir, groups: Sequence[int], update: int) -> Sequenc
     return groups[update * size : (update + 1) * size]
 
 
-def to_samples(groups: list[Group], table: ObjectiveTable) -> list[Sample]:
-    """All responses of an update with their advantages; groups without variance stay or go as the recipe says."""
+def to_samples(groups: list[Group], table: ObjectiveTable, experts: bool = False) -> list[Sample]:
+    """All responses of an update with their advantages; groups without variance stay or go as the recipe says.
+
+    experts: with those that the engine recorded. `UserError` where it recorded none.
+    """
     from megarl.actor.packing import Sample
 
+    if experts:
+        check_experts(groups)
     rewards = np.array([[response.reward for response in group.responses] for group in groups])
     advantages = group_advantages(rewards, table.advantage).tolist()
     keep = ~zero_variance(rewards).numpy() if table.zero_variance == "drop" else np.ones(len(groups), bool)
     samples = [
-        Sample(group.prompt_tokens, response.tokens, response.logprobs, advantage, bool(kept))
+        Sample(
+            prompt_tokens=group.prompt_tokens,
+            response_tokens=response.tokens,
+            rollout_logprobs=response.logprobs,
+            advantage=advantage,
+            trained=bool(kept),
+            routed_experts=response.routed_experts if experts else None,
+        )
         for group, row, kept in zip(groups, advantages, keep, strict=True)
         for response, advantage in zip(group.responses, row, strict=True)
     ]
     # a batch with nothing to learn from still makes an update, so that the schedule keeps its length
     return [sample for sample in samples if sample.trained] or samples[:1]
+
+
+def check_experts(groups: list[Group]) -> None:
+    for group in groups:
+        if any(response.routed_experts is None for response in group.responses):
+            raise UserError(
+                f'[actor] routing_replay = "engine": group {group.group_id} has no routed experts, so it was generated '
+                'under another recipe; use "actor" or "none"'
+            )
 
 
 def summary(groups: list[Group]) -> dict[str, float]:

@@ -17,16 +17,22 @@ if TYPE_CHECKING:
 
 
 AVAILABLE = ("builtin", "vllm", "sglang")
+RECORD_EXPERTS = ("sglang",)  # of each token, on request
 TEMPERATURES = {  # what they sample at
     "vllm": (0.01, 2.0),  # it moves what is below, without a word, and refuses what is above
     "sglang": (1e-6, math.inf),  # below it takes the most likely token
 }
 
 
-def build_engine(recipe: Recipe, stage: int, policy_dir: Path, version: int) -> RolloutEngine:
-    """The engine of a stage with the policy of ``policy_dir`` loaded; one replica of it belongs to this process."""
+def build_engine(
+    recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool = False
+) -> RolloutEngine:
+    """The engine of a stage with the policy of ``policy_dir`` loaded; one replica of it belongs to this process.
+
+    routed_experts: record which experts each token went to.
+    """
     table, device = recipe.rollout_of(stage), recipe.actor.backend
-    assert table.engine in AVAILABLE, "preflight lets no other pass"
+    assert table.engine in (RECORD_EXPERTS if routed_experts else AVAILABLE), "preflight lets no other pass"
     if table.engine == "builtin":
         from megarl.rollout.builtin import BuiltinEngine
 
@@ -46,4 +52,5 @@ def build_engine(recipe: Recipe, stage: int, policy_dir: Path, version: int) -> 
     from megarl.rollout import sglang
 
     python = table.sglang_python or Path(sys.executable)
-    return sglang.SglangEngine(policy_dir, version, sglang.Settings(**limits, python=python))
+    settings = sglang.Settings(**limits, python=python, routed_experts=routed_experts)
+    return sglang.SglangEngine(policy_dir, version, settings)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -54,8 +54,15 @@ class Completion:
     tokens: np.ndarray  # [n] int32, stop token included; n = 0 only when interrupted
     logprobs: np.ndarray  # [n] float32, nats, of the distribution that was sampled: temperature applied
     finish_reason: str  # "stop" | "length" | "timeout" | "interrupted"
-    routed_experts: np.ndarray | None  # [prompt + n - 1, layers, top_k] int32 where the engine records them
+    # [prompt + n - 1, layers, top_k] of `expert_type`, where the engine records them: of all tokens, those of
+    # `prefixes` too, but the last, which went through no layer; -1: not known
+    routed_experts: np.ndarray | None
     policy_version: int
+
+
+def expert_type(experts: int) -> np.dtype[Any]:
+    """The smallest signed integer type for the ids of so many experts and -1."""
+    return np.min_scalar_type(-experts)
 
 
 def never() -> bool:

@@ -25,7 +25,7 @@ import numpy as np
 
 from megarl.errors import UserError
 from megarl.hf_config import read_hf_config
-from megarl.rollout.engine import Completion, Request, Sampling, check_request, never
+from megarl.rollout.engine import Completion, Request, Sampling, check_request, expert_type, never
 from megarl.rollout.sglang_server import Server, ServerFailed
 
 POLL_SECONDS = 0.1  # between two looks at `interrupted` and at deadlines while no response ends
@@ -232,22 +232,31 @@ class SglangEngine:
         versions = {span["version"] for span in info.get("weight_versions", [])}
         if tokens and versions != {str(self.version)}:
             raise RuntimeError(f"SGLang sampled with the weights {sorted(versions)}, not with {self.version}")
+        reason = _finish_reason(info["finish_reason"], response)
         return Completion(
             prompt=response.prompt,
             sample=response.sample,
             tokens=np.array(tokens, np.int32),
             logprobs=np.array([logprob for logprob, *_ in scored], np.float32),
-            finish_reason=_finish_reason(info["finish_reason"], response),
-            routed_experts=self._routed_experts(info, response.tokens + len(tokens) - 1),
+            finish_reason=reason,
+            routed_experts=self._routed_experts(info, response.tokens + len(tokens) - 1, reason),
             policy_version=self.version,
         )
 
-    def _routed_experts(self, info: dict[str, Any], length: int) -> np.ndarray | None:
-        """[length, layers, top_k] int32: of all tokens but the last, which no forward pass has seen."""
-        if not info.get("routed_experts"):
+    def _routed_experts(self, info: dict[str, Any], length: int, reason: str) -> np.ndarray | None:
+        """[length, layers, top_k]: of all tokens but the last, which no forward pass has seen."""
+        if not self.settings.routed_experts:
             return None
-        flat = np.frombuffer(base64.b64decode(info["routed_experts"]), np.int32)
-        return flat.reshape(length, self._hf["num_hidden_layers"], self._hf["num_experts_per_tok"]).copy()
+        shape = length, self._hf["num_hidden_layers"], self._hf["num_experts_per_tok"]
+        experts = self._hf["num_experts"]
+        if "routed_experts" not in info:
+            if reason not in ("timeout", "interrupted"):  # one that was cut off may have been waiting its turn
+                raise RuntimeError(f"SGLang recorded no experts of a response that ended by {reason}")
+            return np.full(shape, -1, expert_type(experts))
+        found = np.frombuffer(base64.b64decode(info["routed_experts"]), np.int32).reshape(shape)
+        if found.size and not 0 <= found.min() <= found.max() < experts:
+            raise RuntimeError(f"SGLang recorded experts {found.min()} to {found.max()}; the model has {experts}")
+        return found.astype(expert_type(experts))
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Log-probs at temperature 1 of all but the first token of each sequence, [n - 1] float32, in one pass each."""

@@ -113,7 +113,7 @@ def update_samples(rollouts: Path, update: int, routing_replay: str = "none") ->
     if routing_replay != "engine":
         return samples
     rng = np.random.default_rng(update)  # experts that no router would choose, unknown for some tokens
-    experts = [rng.permuted(np.tile(np.arange(4), (len(s), 4, 1)), axis=2)[:, :, :2] for s in samples]
+    experts = [rng.permuted(np.tile(np.arange(4, dtype=np.int8), (len(s), 4, 1)), axis=2)[:, :, :2] for s in samples]
     for chosen in experts:
         chosen[rng.random(len(chosen)) < 0.2] = -1
     return [replace(s, routed_experts=chosen) for s, chosen in zip(samples, experts, strict=True)]

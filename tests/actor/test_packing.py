@@ -95,8 +95,14 @@ def test_context_shards_hold_every_token_once_at_its_place(lengths, size, multip
     for index, length in enumerate(lengths):
         prompt = rng.integers(1, length + 1)
         response, logprobs = rng.integers(2, 99, length + 1 - prompt), rng.normal(size=length + 1 - prompt)
-        samples.append(Sample(rng.integers(2, 99, prompt), response, logprobs.astype(np.float32), index, index != 1))
+        experts = rng.integers(-1, 99, (length, 2, 3)).astype(np.int8) if index != 2 else None
+        prompt_tokens, logprobs = rng.integers(2, 99, prompt), logprobs.astype(np.float32)
+        samples.append(Sample(prompt_tokens, response, logprobs, index, index != 1, experts))
     device = torch.device("cpu")
+
+    def experts_of(batch, token):
+        return [expert for layer in (1, 2) for expert in batch.routed_experts[layer][token]]
+
     whole = pack(samples, range(len(samples)), device)
     order, found = whole.sequence_index.tolist(), {}
     group = torch.distributed.group.WORLD
@@ -116,6 +122,7 @@ def test_context_shards_hold_every_token_once_at_its_place(lengths, size, multip
                 part.rollout_logprobs[i],
                 part.advantages[i],
                 part.loss_mask[i],
+                *experts_of(part, i),
             )
             found[int(sequences[i]), int(places[i])] = tuple(float(x) for x in row)
     starts = whole.packed.cu_seqlens_q.tolist()
@@ -126,5 +133,9 @@ def test_context_shards_hold_every_token_once_at_its_place(lengths, size, multip
             j = next(responses) if i in trained else None
             expected = [whole.tokens[0, i], whole.labels[0, i]]
             expected += [0, 0, 0] if j is None else [whole.rollout_logprobs[j], whole.advantages[j], whole.loss_mask[j]]
+            sample = samples[whole.sequence_index[sequence]]
+            recorded = np.full((2, 3), -1) if sample.routed_experts is None else sample.routed_experts[place]
+            assert [int(x) for x in experts_of(whole, i)] == recorded.reshape(-1).tolist()
+            expected += recorded.reshape(-1).tolist()
             assert found.pop((sequence, place)) == tuple(float(x) for x in expected)
-    assert all(row[4] == 0 for row in found.values())  # padding
+    assert all(row[4] == 0 and set(row[5:]) == {-1} for row in found.values())  # padding

@@ -58,7 +58,7 @@ def fails(capfd):
         ("stages.0.workers=0", ["stages.0.workers", "greater than or equal to 1"]),
         ("stages.1.tensor_parallel=2", ["[stages.1] tensor_parallel = 2", "one process"]),
         ("actor.layers=transformer_engine", ["transformer_engine", "backend"]),
-        ("actor.routing_replay=engine", ["routing_replay", "built-in engine"]),
+        ("actor.routing_replay=engine", ["routing_replay", "'builtin' of stage 0 records none", "'sglang'", '"actor"']),
         ("megatron.calculate_per_token_loss=false", ["calculate_per_token_loss", "wrong weights"]),
         ("actor.backend=cuda", ["needs 1 GPUs, but torch sees 0"]),
         ("rollout", ["section.key=value"]),
@@ -93,6 +93,11 @@ def test_sglang_that_is_missing_or_does_not_serve_the_recipe(fails, recipe, tmp_
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/site:{os.environ.get('PYTHONPATH', '')}")
     fails(*command, "--set", "stages.1.tensor_parallel=2", words=["[stages.1] tensor_parallel = 2", "GPUs"])
     fails(*command, "--set", "eval.temperature=1e-7", words=["[eval] temperature = 1e-07", "1e-06 to inf"])
+    replay = [*command, "--set", "actor.routing_replay=engine"]
+    fails(*replay, words=["routing_replay", "[rollout] engine = 'builtin' of stage 0 records none", "'sglang'"])
+    everywhere = [*replay, "--set", "rollout.engine=sglang"]
+    fails(*everywhere, "--set", "stages.1.engine=vllm", words=["[stages.1] engine = 'vllm' of stage 1 records none"])
+    fails(*everywhere, "--set", "megatron.moe_router_fusion=true", words=["moe_router_fusion", "routing_replay"])
     assert not (tmp_path / "run").exists()
 
 

@@ -1,6 +1,7 @@
 """The arithmetic inside the phases, by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,10 +9,11 @@ import pytest
 from megarl.config import ObjectiveTable, override_recipe, parse_recipe
 from megarl.data import Prompt
 from megarl.errors import UserError
-from megarl.phases.answers import Answer, Question
+from megarl.phases.answers import Answer, Question, join_experts
 from megarl.phases.evaluate import interval, summarise
 from megarl.phases.optimize import summary, to_samples
 from megarl.phases.tally import Tally, solve_rate_bin
+from megarl.rollout.engine import Completion, expert_type
 from megarl.run_dir import RunDir
 from megarl.store import Group, Response
 
@@ -37,6 +39,38 @@ def test_groups_without_variance_are_dropped_on_request():
     assert [s.advantage for s in samples] == [0.5, -0.5]
     (filler,) = to_samples(groups[1:], ObjectiveTable(advantage="group_mean", zero_variance="drop"))
     assert not filler.trained
+
+
+def test_experts_are_replayed_where_the_engine_recorded_them():
+    recorded = [np.full((length, 2, 1), length, np.int8) for length in (1, 2)]
+    before = group(0, [1.0, 0.0])
+    responses = (replace(r, routed_experts=e) for r, e in zip(before.responses, recorded, strict=True))
+    groups = [replace(before, responses=tuple(responses))]
+    for asked, expected in ((True, recorded), (False, [None, None])):
+        samples = to_samples(groups, ObjectiveTable(), asked)
+        assert all(s.routed_experts is e for s, e in zip(samples, expected, strict=True))
+    with pytest.raises(UserError, match='routing_replay = "engine": group 1 has no routed experts'):
+        to_samples([*groups, group(1, [1.0, 0.0])], ObjectiveTable(), True)
+
+
+def test_a_response_has_the_experts_that_its_tokens_were_sampled_under():
+    """Of a continued one each span its own; the prompt, of three tokens, those of the first."""
+
+    def part(tokens, version, rows):
+        experts = None if version is None else np.full((rows, 2, 1), version, np.int8)
+        empty = np.zeros(tokens)
+        return Completion(0, 0, empty.astype(np.int32), empty.astype(np.float32), "interrupted", experts, version)
+
+    parts = [part(0, 7, 2), part(2, 4, 4), part(1, -1, 5), part(0, 8, 5), part(3, 5, 8)]
+    assert join_experts(parts)[:, 0, 0].tolist() == [4, 4, 4, 4, -1, 5, 5, 5]
+    assert join_experts(parts[1:2])[:, 1, 0].tolist() == [4, 4, 4, 4]
+    assert join_experts([part(2, None, 4), part(1, None, 5)]) is None
+
+
+@pytest.mark.parametrize(("experts", "name"), [(8, "int8"), (128, "int8"), (129, "int16"), (512, "int16")])
+def test_experts_take_the_smallest_type_with_room_for_unknown_ones(experts, name):
+    assert expert_type(experts) == name
+    assert np.array([-1, experts - 1], expert_type(experts)).tolist() == [-1, experts - 1]
 
 
 def test_summary_of_an_update():

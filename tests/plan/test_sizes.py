@@ -49,7 +49,8 @@ def test_activations_by_hand():
 def test_candidates_are_generated_and_kept():
     twice = override_recipe(RECIPE, ["rollout.oversample=2"])
     seconds = [sizes.rollout_seconds(HF, r, 30_500_000_000, 4, H200, Assumptions()) for r in (RECIPE, twice)]
-    stored = [sizes.disk_bytes(r, 30_500_000_000, Assumptions())["rollout store of a stage"] for r in (RECIPE, twice)]
+    disks = [sizes.disk_bytes(HF, r, 30_500_000_000, Assumptions()) for r in (RECIPE, twice)]
+    stored = [disk["rollout store of a stage"] for disk in disks]
     assert seconds[1] == pytest.approx(2 * seconds[0]) and stored[1] == 2 * stored[0] > 0
 
 
@@ -80,10 +81,16 @@ def test_rollout():
 
 
 def test_disk():
-    parts = sizes.disk_bytes(RECIPE, 30_532_122_624, Assumptions(mean_prompt=1.0, mean_response=1.0))
+    assume = Assumptions(mean_prompt=1.0, mean_response=1.0)
+    parts = sizes.disk_bytes(HF, RECIPE, 30_532_122_624, assume)
     assert parts["rollout store of a stage"] == 48 * 32 * 8 * ((2048 + 20480) * 4 + 20480 * 4)
     assert parts["one checkpoint"] == 30_532_122_624 * (2 + 4 + 4 + 4)
     assert parts["one export"] == 30_532_122_624 * 2
+    replayed = override_recipe(RECIPE, ["actor.routing_replay=engine"])
+    experts = 48 * 32 * 8 * (2048 + 20480) * 48 * 8  # a byte for each of 128 experts
+    for hf, width in ((HF, 1), (HF | {"num_experts": 129}, 2)):
+        with_experts = sizes.disk_bytes(hf, replayed, 30_532_122_624, assume)
+        assert with_experts["rollout store of a stage"] == parts["rollout store of a stage"] + experts * width
 
 
 def test_operations():

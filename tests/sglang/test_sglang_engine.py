@@ -82,7 +82,7 @@ def test_log_probs_and_experts_are_the_actors_own(engine, model):
         np.testing.assert_allclose(c.logprobs, answer["logprobs"][-len(c.tokens) :], rtol=0, atol=TOLERANCE)
         np.testing.assert_allclose(own, answer["logprobs"], rtol=0, atol=TOLERANCE)
         if engine.settings.routed_experts:
-            assert c.routed_experts.dtype == np.int32
+            assert c.routed_experts.dtype == np.int8
             np.testing.assert_array_equal(np.sort(c.routed_experts), np.sort(answer["experts"]))
         else:
             assert c.routed_experts is None and answer["experts"] is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,15 +29,31 @@ def make_group(group_id: int, responses: int = 4, longest: int = 10) -> Group:
     return Group(group_id, prompt, tuple(response() for _ in range(responses)))
 
 
+def with_experts(group: Group, shape: tuple[int, int] = (3, 2), dtype: type = np.int8) -> Group:
+    """As an engine records them that does not know them all."""
+    rng = np.random.default_rng(group.group_id)
+
+    def recorded(response: Response) -> Response:
+        rows = len(group.prompt_tokens) + len(response.tokens) - 1
+        return replace(response, routed_experts=rng.integers(-1, np.iinfo(dtype).max, (rows, *shape), dtype, True))
+
+    return replace(group, responses=tuple(map(recorded, group.responses)))
+
+
 def as_bytes(group: Group) -> tuple:
     """Every bit of a group, comparable."""
+
+    def experts(response: Response) -> tuple | None:
+        found = response.routed_experts
+        return None if found is None else (found.dtype.str, found.shape, found.tobytes())
+
     return (
         group.group_id,
         group.prompt_tokens.dtype.str,
         group.prompt_tokens.tobytes(),
         [
             (r.tokens.dtype.str, r.tokens.tobytes(), r.logprobs.dtype.str, r.logprobs.tobytes(), r.reward.hex())
-            + (r.finish_reason, r.policy_version)
+            + (r.finish_reason, r.policy_version, experts(r))
             for r in group.responses
         ],
     )
@@ -49,14 +66,17 @@ def contents(directory: Path) -> dict[str, bytes]:
 def write_stage(directory: Path, groups: int, chunk: int, acknowledged: Path | None = None) -> None:
     """What a rollout phase does: generate the missing chunks, append each, seal. Notes each chunk once append returned.
 
-    Two writers take turns, so that sealing has ledgers to merge.
+    Two writers take turns, so that sealing has ledgers to merge; one of them has experts.
     """
     if is_sealed(directory):
         return
     with RolloutWriter(directory, **POLICY) as even, RolloutWriter(directory, **POLICY, writer=1) as odd:
         for start in RolloutStore(directory).missing(range(groups))[::chunk]:
-            writer = (even, odd)[start // chunk % 2]
-            writer.append([make_group(i) for i in range(start, start + chunk)])
+            groups_of_chunk = [make_group(i) for i in range(start, start + chunk)]
+            if start // chunk % 2:
+                odd.append([with_experts(group) for group in groups_of_chunk])
+            else:
+                even.append(groups_of_chunk)
             if acknowledged:
                 with open(acknowledged, "a") as file:
                     file.write(f"{start}\n")

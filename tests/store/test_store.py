@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_rollouts import POLICY, as_bytes, contents, make_group
+from sample_rollouts import POLICY, as_bytes, contents, make_group, with_experts
 
 from megarl.errors import UserError
 from megarl.store import OPEN_SHARDS, Group, Response, RolloutStore, RolloutWriter, is_sealed, seal
@@ -82,6 +83,44 @@ def test_the_file_on_disk_is_plain_arrow_with_the_documented_columns(tmp_path):
     assert table["sample"].to_pylist() == [0, 1, 2, 3] * 2
     assert set(table["weights_hash"].to_pylist()) == {POLICY["weights_hash"]}
     assert table["rollout_logprobs"][5].as_py() == make_group(1).responses[1].logprobs.tolist()
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((3, 2), np.int8), ((1, 1), np.int16), ((48, 8), np.int8)])
+def test_routed_experts_come_back_bit_for_bit(tmp_path, shape, dtype):
+    recorded = [with_experts(make_group(i), shape, dtype) for i in range(4)]
+    with RolloutWriter(tmp_path, **POLICY) as writer:
+        writer.append(recorded[:3])
+        writer.append([make_group(9)])
+        writer.append(recorded[3:])
+    store = RolloutStore(tmp_path)
+    assert [as_bytes(group) for group in store.read(range(4))] == [as_bytes(group) for group in recorded]
+    assert as_bytes(store.read([9])[0]) == as_bytes(make_group(9))
+    assert {r.routed_experts for r in store.read([9])[0].responses} == {None}
+    table = pa.ipc.open_file(pa.memory_map(str(tmp_path / store.entries[0].shard))).read_all()
+    layers, top_k = shape
+    of_a_token = pa.list_(pa.list_(pa.from_numpy_dtype(dtype), top_k), layers)
+    assert table.schema.field("routed_experts").type == pa.list_(of_a_token)
+    assert table["routed_experts"][5].as_py() == recorded[1].responses[1].routed_experts.tolist()
+
+
+def test_nobody_pays_for_experts_that_he_leaves_alone(tmp_path):
+    """They are views of the mapped file, of which reading a group copies nothing."""
+    group = with_experts(make_group(0, longest=100), (64, 1024))
+    size = sum(response.routed_experts.nbytes for response in group.responses)
+    with RolloutWriter(tmp_path, **POLICY) as writer:
+        writer.append([group])
+    store = RolloutStore(tmp_path)
+    tracemalloc.start()
+    try:
+        arrow = pa.total_allocated_bytes()
+        (read,) = store.read([0])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak + pa.total_allocated_bytes() - arrow < size / 8
+    assert as_bytes(read) == as_bytes(group)
+    with pytest.raises(ValueError, match="read-only"):
+        read.responses[0].routed_experts[0] = 0
 
 
 def test_reading_touches_no_other_shard_and_keeps_few_mapped(tmp_path):
@@ -215,6 +254,29 @@ def test_a_bad_response_is_named_and_nothing_is_written(tmp_path, change, messag
             writer.append([dataclasses.replace(GOOD, responses=())])
         with pytest.raises(UserError, match="group 7, prompt_tokens: at least one token"):
             writer.append([dataclasses.replace(GOOD, prompt_tokens=GOOD.prompt_tokens[:0])])
+    assert list(contents(tmp_path)) == ["ledger.jsonl"]
+
+
+RECORDED = with_experts(GOOD)
+EXPERTS = RECORDED.responses[1].routed_experts
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (EXPERTS[1:], r"routed_experts must be int8 or int16 \[.*, layers, top_k\]"),
+        (EXPERTS.astype(np.int32), "differ in kind"),
+        (EXPERTS.astype(np.int16), "differ in kind"),
+        (EXPERTS[:, :2], "differ in kind"),
+        (EXPERTS[:, 0], "differ in kind"),
+        (None, "differ in kind"),
+        (EXPERTS - np.int8(2), "-[23] in routed_experts is neither an expert nor -1"),
+    ],
+)
+def test_bad_experts_are_named_and_nothing_is_written(tmp_path, experts, message):
+    rows = (RECORDED.responses[0], dataclasses.replace(RECORDED.responses[1], routed_experts=experts))
+    with RolloutWriter(tmp_path, **POLICY) as writer, pytest.raises(UserError, match=f"group 7, response 1.*{message}"):
+        writer.append([with_experts(make_group(6)), dataclasses.replace(RECORDED, responses=rows)])
     assert list(contents(tmp_path)) == ["ledger.jsonl"]
 
 

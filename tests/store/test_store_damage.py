@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from sample_rollouts import POLICY, as_bytes, contents, make_group
+from sample_rollouts import POLICY, as_bytes, contents, make_group, with_experts
 
 from megarl.errors import UserError
 from megarl.store import RolloutStore, RolloutWriter, seal
@@ -11,11 +11,11 @@ from megarl.store import RolloutStore, RolloutWriter, seal
 
 @pytest.fixture
 def stage(tmp_path):
-    """Three shards of two groups."""
+    """Three shards of two groups; most bytes of the second are experts."""
     directory = tmp_path / "rollouts"
     with RolloutWriter(directory, **POLICY) as writer:
-        for start in (0, 2, 4):
-            writer.append([make_group(start), make_group(start + 1)])
+        for start, of_chunk in ((0, make_group), (2, lambda i: with_experts(make_group(i), (48, 8))), (4, make_group)):
+            writer.append([of_chunk(start), of_chunk(start + 1)])
     return directory
 
 
