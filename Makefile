@@ -19,7 +19,7 @@ test: .venv/.stamp
 # part, a data loader's, is not used
 test-megatron-next: .venv/.stamp
 	$(RUN) -m pip install -q --upgrade --target build/megatron-next --no-deps --only-binary=:all: --python-version 3.12 \
-	    --platform manylinux_2_28_x86_64 megatron-core==0.19.2
+	    --ignore-requires-python --platform manylinux_2_28_x86_64 megatron-core==0.19.2
 	PYTHONPATH=build/megatron-next $(RUN) -m pytest -q tests/actor
 
 lint: .venv/.stamp

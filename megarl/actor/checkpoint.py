@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import pickle
 import queue
 import re
@@ -58,6 +59,10 @@ class _ForkedResults:
 filesystem_async._results_queue = _ForkedResults()
 
 _NAME = re.compile(r"update_(\d{6})")
+# Megatron-Core 0.16 has one asynchronous writer; 0.19 another one before it, of a package of its own
+_WRITER: dict[str, Any] = (
+    {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
+)
 
 
 def checkpoints(directory: Path) -> list[tuple[int, Path]]:
@@ -85,7 +90,8 @@ def save(actor: Actor, directory: Path, update: int, keep: int, wait: bool = Tru
             make_directory(directory)
             temporary = stack.enter_context(atomic_directory(target))
         path = _broadcast_path(temporary)
-        request = dist_checkpointing.save(_state_to_save(actor, update), str(path), async_sharded_save=True)
+        state = _state_to_save(actor, update)
+        request = dist_checkpointing.save(state, str(path), async_sharded_save=True, **_WRITER)
         request.add_finalize_fn(partial(_rename, stack.pop_all(), directory, keep))
     actor.saving.schedule_async_request(request)
     if wait:
