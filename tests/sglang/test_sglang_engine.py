@@ -17,11 +17,17 @@ import torch
 from tiny_models import save
 from transformers import AutoModelForCausalLM
 
+from megarl.config import parse_recipe
+from megarl.distributed import become_single_process
 from megarl.errors import UserError
+from megarl.phases.rollout import rollout
+from megarl.policy import copy_policy
+from megarl.rollout import build_engine
 from megarl.rollout.drift import check_weights, hugging_face_reference
 from megarl.rollout.engine import Request, Sampling, response_seed
-from megarl.rollout.sglang import Settings, SglangEngine
 from megarl.rollout.sglang_server import ServerFailed
+from megarl.run_dir import RunDir
+from megarl.store import RolloutStore
 from tests.sglang.conftest import PYTHON
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +57,22 @@ def hugging_face(path, before, tokens, temperature):
     return logprobs.gather(1, ids[0, 1:, None])[len(before) - 1 :, 0].numpy()
 
 
+def recipe(**tables):
+    """Of a stage that SGLang generates on a CPU."""
+    data = {"source": "reasoning_gym", "train": "spell_backward", "options": {"min_word_len": 3, "max_word_len": 8}}
+    data |= {"prompt_template": "{word}=", "max_prompt_tokens": 10}
+    actor, rollout = {"backend": "cpu"}, {"engine": "sglang", "sglang_python": str(PYTHON)}
+    tables = {
+        "data": data,
+        "reward": {"kind": "reasoning_gym"},
+        "eval": {"every": 0},
+        **tables,
+        "rollout": rollout | tables.get("rollout", {}),
+        "actor": actor | tables.get("actor", {}),
+    }
+    return parse_recipe(tables)
+
+
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen3"])
 def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
@@ -61,9 +83,11 @@ def model(request, tmp_path_factory):
 def engine(model):
     before = set(psutil.Process().children(recursive=True))
     experts = "moe" in json.loads((model[0] / "config.json").read_text())["model_type"]
-    engine = SglangEngine(
-        model[0], 3, Settings("cpu", context=CONTEXT, responses=6, python=PYTHON, routed_experts=experts)
-    )
+    limits = {"max_response_tokens": LONG, "responses_per_prompt": 3, "groups_per_chunk": 2}
+    stage = recipe(model={"path": str(model[0])}, rollout=limits)
+    engine = build_engine(stage, 0, model[0], 3, routed_experts=experts)
+    assert (engine.settings.context, engine.settings.responses) == (CONTEXT, 6)
+    assert engine.settings.routed_experts == experts
     yield engine
     engine.close()
     assert set(psutil.Process().children(recursive=True)) <= before
@@ -182,6 +206,53 @@ def test_a_stuck_response_is_cut_off(engine, model):
         assert 1 <= len(c.tokens) < LONG
         expected = hugging_face(model[0], PROMPTS[0], c.tokens, 1.0)
         np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, model, tmp_path, monkeypatch):
+    """Both phases, on the server that runs already. Before the first update the actor's routers choose the same."""
+    sys.path.insert(0, str(ROOT / "examples/quickstart"))
+    try:
+        from make_base import write_initial_model
+    finally:
+        sys.path.pop(0)
+    write_initial_model(tmp_path / "tokenizer")
+    tables = {
+        "model": {"path": str(model[0]), "tokenizer": str(tmp_path / "tokenizer")},
+        "reward": {"kind": "reasoning_gym", "correct_above": 0.02, "require_stop": False},
+        "rollout": {"max_response_tokens": 24, "responses_per_prompt": 6},
+        "schedule": {"stages": 1, "updates_per_stage": 3, "prompts_per_update": 4},
+        "optimizer": {"lr": 1e-2, "warmup_updates": 1},
+        "actor": {"routing_replay": "engine"},
+        "run": {"tensorboard": False},
+    }
+    run = RunDir.create(tmp_path / "run", recipe(**tables))
+
+    def running_engine(recipe, stage, policy_dir, version, routed_experts):
+        assert (stage, routed_experts) == (0, True)
+        engine.load_weights(policy_dir, version)
+        return engine
+
+    monkeypatch.setattr("megarl.phases.answers.build_engine", running_engine)
+    monkeypatch.setattr(engine, "close", lambda: None)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    become_single_process()
+    copy_policy(model[0], tmp_path / "tokenizer", run.policy(0))
+    rollout(run, 0)
+    for group in RolloutStore(run.rollouts(0)).read(range(12)):
+        for response in group.responses:
+            shape = (len(group.prompt_tokens) + len(response.tokens) - 1, 2, 2)
+            assert (response.routed_experts.shape, response.routed_experts.dtype) == (shape, np.int8)
+            assert response.routed_experts.min() >= 0
+    command = [sys.executable, "-m", "megarl.cli", "optimize", str(run.root), "--stage", "0"]
+    optimized = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert optimized.returncode == 0, optimized.stderr
+    first, *later = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert first["routing/disagreement"] == 0
+    assert 0 < first["m2/all"] < TOLERANCE**2  # the log-ratio is the difference of two implementations
+    assert [update["staleness"] for update in later] == [1, 2]
+    assert later[0]["grad_norm"] > 0 and 0 < later[1]["routing/disagreement"] < 0.5
 
 
 def test_a_caller_that_leaves_leaves_nothing_behind(engine):
