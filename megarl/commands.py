@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megarl.config import load_recipe, override_recipe, recipe_diff
+from megarl.config import Recipe, load_recipe, override_recipe, recipe_diff
 from megarl.errors import UserError
 from megarl.files import make_directory
 from megarl.launcher import run_phase
@@ -51,37 +51,43 @@ def optimize_stage(nodes: Nodes, run: RunDir, stage: int) -> None:
 
 def optimize_branch(nodes: Nodes, source: RunDir, target: Path, stage: int, overrides: list[str]) -> None:
     """One stage with other settings in a run directory of its own, evaluated before and after."""
-    run = branch(source, target, stage, overrides, nodes.count)
-    with run.lock():
+    recipe = branch_recipe(source, stage, overrides)
+    check(recipe, nodes.count)
+    with RunDir(target.resolve(), recipe).lock():
+        run = branch(source, target, stage, recipe)
         optimize_stage(nodes, run, stage)
         if run.recipe.eval.every and run.evaluation(stage + 1) is None:
             run_phase(nodes, run, "evaluate", stage + 1, run.recipe.rollout_of(stage + 1).workers)
     write_report([run.root], run.root / "report.html")
 
 
-def branch(source: RunDir, target: Path, stage: int, overrides: list[str], nodes: int) -> RunDir:
-    """A new run directory that starts from the policy, rollouts and earlier checkpoint of ``source``, by links.
-
-    ``overrides`` may change only tables that leave the rollouts as they are.
-    """
+def branch_recipe(source: RunDir, stage: int, overrides: list[str]) -> Recipe:
+    """``overrides`` may change only tables that leave the rollouts of ``source`` as they are; these must be there."""
     _require_staged(source)
     recipe = override_recipe(source.recipe, overrides)
     fixed = [line for line in recipe_diff(source.recipe, recipe) if not line.startswith(_BRANCH_TABLES)]
     if fixed:
         raise UserError(f"--set may change {', '.join(_BRANCH_TABLES)} alone, for the rollouts stay: {fixed[0]}")
-    links = [0, stage] if stage else [0]
     if recipe.actor.routing_replay == "engine" and source.recipe.actor.routing_replay != "engine":
         raise UserError(
             f'[actor] routing_replay = "engine": {source.root} was generated without recording experts; use "actor"'
         )
-    existing = [source.policy(s) for s in links] + [source.rollouts(stage)]
-    existing += [source.checkpoints(stage - 1)] if stage else []
-    for path in existing:
+    for path in _origins(source, stage):
         if not path.exists():
             raise UserError(f"{path} does not exist: this stage cannot be optimized yet")
-    check(recipe, nodes)
+    return recipe
+
+
+def _origins(source: RunDir, stage: int) -> list[Path]:
+    """The policies, rollouts and checkpoint from which a stage is optimized."""
+    origins = [source.policy(s) for s in ([0, stage] if stage else [0])] + [source.rollouts(stage)]
+    return origins + ([source.checkpoints(stage - 1)] if stage else [])
+
+
+def branch(source: RunDir, target: Path, stage: int, recipe: Recipe) -> RunDir:
+    """A new run directory with links to what ``source`` has."""
     run = RunDir.create(target, recipe)
-    for path in existing:
+    for path in _origins(source, stage):
         link = run.root / path.relative_to(source.root)
         make_directory(link.parent)
         if not link.exists():

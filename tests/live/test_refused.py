@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.commands import branch, optimize_stage, rollout_stage
+from megarl.commands import branch_recipe, optimize_stage, rollout_stage
 from megarl.config import load_recipe
 from megarl.errors import UserError
 from megarl.nodes import Nodes, Place
@@ -33,7 +33,7 @@ def test_no_phase_of_a_live_run_stands_alone(recipe, tmp_path):
     for command in (
         lambda: rollout_stage(Nodes(Place()), run, 0),
         lambda: optimize_stage(Nodes(Place()), run, 0),
-        lambda: branch(run, tmp_path / "other", 0, [], 1),
+        lambda: branch_recipe(run, 0, []),
     ):
         with pytest.raises(UserError, match="is a live run"):
             command()

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.config import ObjectiveTable, override_recipe, parse_recipe
+from megarl.commands import branch_recipe
+from megarl.config import ObjectiveTable, load_recipe, override_recipe, parse_recipe
 from megarl.data import Prompt
 from megarl.errors import UserError
 from megarl.phases.answers import Answer, Question, join_experts
@@ -137,3 +138,14 @@ def test_pass_at_k_counts_prompts_with_a_right_answer():
     result = summarise(np.array([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]))
     assert (result["accuracy"], result["pass_at_k"]) == (0.5, 0.75)
     assert (result["prompts"], result["samples"]) == (4, 2)
+
+
+def test_a_branch_keeps_the_rollouts_and_replays_only_experts_that_were_recorded(recipe, tmp_path):
+    run = RunDir.create(tmp_path / "run", load_recipe(recipe))
+    for override, message in {
+        "actor.routing_replay=engine": "was generated without recording experts",
+        "rollout.temperature=0.9": "the rollouts stay: rollout.temperature",
+        "objective.name=grpo": "cannot be optimized yet",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            branch_recipe(run, 0, [override])
