@@ -16,6 +16,12 @@ from pathlib import Path
 
 import nemo_run as run
 
+# nemo-run's script queues a failed job again, whatever failed; a mistake in recipe or data, exit code 2, stays one
+NOT_AGAIN = """\
+scontrol() {
+    [ "$1" = requeue ] && [ "${exitcode:-0}" -eq 2 ] && return
+    command scontrol "$@"
+}"""
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # megarl is not installed here, and only its recipes are read
 
@@ -107,6 +113,7 @@ def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Na
         container_image=options.container_image,
         container_mounts=options.container_mounts,
         env_vars={name: shlex.quote(value) for name, value in variables.items()},
+        setup_lines=NOT_AGAIN,
         packager=packager(options),
         tunnel=run.LocalTunnel(job_dir=""),  # any other directory fails with a local tunnel
         additional_parameters=extra,

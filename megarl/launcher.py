@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from megarl.errors import STOPPED, PhaseFailed, UserError
+from megarl.errors import STOP_SIGNALS, STOPPED, PhaseFailed, UserError
 from megarl.files import INTACT
 from megarl.nodes import Nodes, Report
 from megarl.run_dir import RunDir
@@ -31,7 +31,6 @@ from megarl.run_dir import RunDir
 for name in ("", ".agent.server.api"):  # which has a level of its own
     logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)  # `_explain` says it better
 NEARLY_FULL = 1 << 20  # bytes
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 NOT_FROM_PEERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)  # no process dies of these because another one did
 SHUTDOWN_SECONDS = 30  # what processes get between SIGTERM and SIGKILL; TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides
 

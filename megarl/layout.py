@@ -31,7 +31,7 @@ _REQUIRED = {
     "batch_p2p_comm": (False, "messages between virtual pipeline stages would cross without a word"),
 }
 
-# settings that decide where things are computed, not what: a run may be continued with others
+# settings that decide where things are computed and how they are kept, not what: a run may be continued with others
 LAYOUT_SETTINGS = (
     "actor.processes_per_node",
     "actor.tensor_parallel",
@@ -45,6 +45,13 @@ LAYOUT_SETTINGS = (
     "rollout.memory_fraction",
     "rollout.groups_per_chunk",
     "rollout.sglang_python",
+    "actor.tokens_per_micro_batch",
+    "actor.recompute",
+    "actor.checkpoint_every",
+    "actor.keep_checkpoints",
+    "run.max_restarts",
+    "run.tensorboard",
+    "run.wandb",
 )
 _STAGE_LAYOUT = re.compile(r"stages\.\d+\.(workers|tensor_parallel|memory_fraction)")
 # how much a change of a factor moves: the first three cut every layer, the others experts alone

@@ -149,8 +149,12 @@ class RunState:
         if self.phase == "rollout":
             responses = sum(shard[1] for shard in self._shards.values())
             return sum(shard[3] for shard in self._shards.values()) / responses if responses else None
-        # another stage's updates were rewarded for another policy's answers
-        return _mean("reward/mean", [u for u in self.recent if u.get("stage", self.stage) == self.stage])
+        return _mean("reward/mean", self._recent_of_stage)
+
+    @property
+    def _recent_of_stage(self) -> list[dict[str, Any]]:
+        """Another stage's updates were rewarded for another policy's answers, which had other lengths."""
+        return [update for update in self.recent if update.get("stage", self.stage) == self.stage]
 
     def of_replicas(self, name: str) -> float:
         """Sum over the replicas of what they last reported, in this attempt and those before it."""
@@ -161,8 +165,8 @@ class RunState:
         if self.phase == "rollout":
             tokens = sum(shard[2] for name, shard in self._shards.items() if name not in self._shards_before)
             return tokens / max(1e-3, time.time() - self.phase_since) if tokens else None
-        seconds = sum(update.get("seconds", 0.0) for update in self.recent)
-        return sum(update.get("tokens", 0) for update in self.recent) / seconds if seconds else None
+        seconds = sum(update.get("seconds", 0.0) for update in self._recent_of_stage)
+        return sum(update.get("tokens", 0) for update in self._recent_of_stage) / seconds if seconds else None
 
     @property
     def seconds_left(self) -> float | None:

@@ -106,7 +106,7 @@ def read_run(root: Path, name: str) -> Run:
     run.updates = [by_update[update] for update in sorted(by_update)]
     run.events = _read_lines(root / "events.jsonl", run.notes)
     total = run.stages * run.updates_per_stage
-    if not run.evaluations:
+    if not run.evaluations and settings.get("eval.every"):
         run.notes.append("no evaluation has been made yet")
     if len(run.updates) < total:
         run.notes.append(f"not finished: {len(run.updates)} of {total} updates")

@@ -10,6 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
+from megarl.errors import STOP_SIGNALS
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -35,7 +37,7 @@ def main() -> None:
     parser.add_argument("stage", type=int)
     arguments = parser.parse_args()
     if arguments.phase != "evaluate":  # which has nothing to save
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until `StopRequest`, through the imports
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until `StopRequest`, through the imports
 
     # a look at the GPUs must not initialise CUDA: engines choose theirs through CUDA_VISIBLE_DEVICES
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

@@ -1,4 +1,4 @@
-"""SIGTERM to the processes of a phase: a request to finish what is begun, save it and exit."""
+"""A signal to the processes of a phase is a request to finish what is begun, save it and exit."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import sys
 import torch
 import torch.distributed as dist
 
-from megarl.errors import STOPPED
+from megarl.errors import STOP_SIGNALS, STOPPED
 
 
 class StopRequest:
-    """From its construction on SIGTERM does not end this process: ``asked`` becomes True."""
+    """From its construction on `STOP_SIGNALS` do not end this process: ``asked`` becomes True."""
 
     def __init__(self) -> None:
         self.asked = False
-        signal.signal(signal.SIGTERM, self._remember)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._remember)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _remember(self, *_: object) -> None:
         self.asked = True

@@ -41,6 +41,31 @@ def test_a_stopped_run_says_how_to_continue(recipe, tmp_path):
     assert json.loads((run / "events.jsonl").read_text().splitlines()[-1])["event"] == "phase_stopped"
 
 
+def test_ctrl_c_keeps_the_updates_that_were_made(recipe, tmp_path):
+    run = tmp_path / "run"
+    settings = ["--set", "schedule.stages=1", "--set", "schedule.updates_per_stage=100", "--set", "eval.every=0"]
+    settings += ["--set", "actor.checkpoint_every=1000"]
+    command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--run-dir", str(run), *settings]
+    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(parent, lambda: len(updates_of(run)) >= 3)
+    parent.send_signal(signal.SIGINT)
+    _, errors = parent.communicate(timeout=300)
+    assert parent.returncode == 130
+    assert "start the same command again" in errors
+    (checkpoint,) = (run / "stages/000/checkpoints").iterdir()
+    made = int(checkpoint.name.removeprefix("update_"))
+    assert 3 <= made == len(updates_of(run)) < 100
+    result = megarl("train", recipe, "--run-dir", run, *settings)
+    assert result.returncode == 0, result.stderr
+    assert f"continues, skips {made} of 100 updates made earlier" in result.stderr + result.stdout
+    assert updates_of(run) == list(range(1, 101))
+
+
+def updates_of(run):
+    metrics = run / "metrics.jsonl"
+    return [json.loads(line)["update"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+
 def wait_for(parent, condition):
     while not condition():
         assert parent.poll() is None, parent.stderr.read()

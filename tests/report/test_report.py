@@ -147,6 +147,9 @@ def test_a_run_that_has_just_begun_gives_a_page(tmp_path):
         "no evaluation has been made yet",
         "not finished: 0 of 288 updates",
     ]
+    recipe = root / "recipe.toml"
+    recipe.write_text(re.sub(r"(?m)^every = \d+", "every = 0", recipe.read_text()))
+    assert "no evaluation has been made yet" not in notes_of(root)
     page = write_report([root], tmp_path / "r.html").read_text()
     assert "No evaluation has been made yet." in page and "No update has been made yet." in page
     assert summary(read_run(root, "a"))["Gain (95 %)"] == "-"

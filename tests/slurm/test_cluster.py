@@ -194,6 +194,13 @@ def test_killed_agent_with_retries_finishes(recipe, local, submit, tmp_path):
     assert_same_result(local, run)
 
 
+def test_a_mistake_in_the_recipe_is_not_queued_again(recipe, submit, tmp_path):
+    (job,) = submit(recipe, tmp_path / "run", "--nodes", 2, "--retries", 3, *settings(*TINY, "objective.name=gpro"))
+    assert job.wait() == "FAILED"
+    assert job.restarts == 0
+    assert "did you mean 'grpo'?" in job.output()
+
+
 def test_chain_runs_each_phase_as_its_own_job(recipe, local, submit, tmp_path):
     run = tmp_path / "run"
     chain = ("--chain", "--nodes", 1, "--optimize-nodes", 2, "--optimize-partition", "high")
