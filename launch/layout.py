@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from megarl.config import Recipe
 from megarl.errors import UserError
+from megarl.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megarl.config import Recipe
 from megarl.errors import UserError
+from megarl.recipe import Recipe
 
 # settings of TransformerConfig that [actor] owns, or without which megarl's loss would be wrong
 _OWNED = {

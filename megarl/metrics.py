@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megarl.config import RunTable
 from megarl.files import append_json, disk_errors, read_json_lines, write_atomic
+from megarl.recipe import RunTable
 
 
 class MetricsWriter:

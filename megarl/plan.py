@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from megarl import sizes
-from megarl.config import Recipe, dump_recipe, load_recipe, override_recipe
+from megarl.config import dump_recipe, load_recipe, override_recipe
 from megarl.errors import UserError
 from megarl.hf_config import read_hf_config
 from megarl.layout import Layout, check_layout
 from megarl.objectives import WithOptions, build_objective
+from megarl.recipe import Recipe
 from megarl.sizes import GIB, GPUS, Assumptions, StageCensus
 
 ASSUME = Assumptions()

@@ -33,7 +33,15 @@ HEAVY = {  # package: the modules (and everything below them) that may bring it 
     "nemo_run": (),
 }
 IMPORTERS = HEAVY | {"megatron": ("megarl.actor",)}  # the modules that may hold the import statement, lazy or not
-WITHOUT_TORCH = ("megarl", "megarl.config", "megarl.errors", "megarl.files", "megarl.ledger", "megarl.store")
+WITHOUT_TORCH = (
+    "megarl",
+    "megarl.config",
+    "megarl.errors",
+    "megarl.files",
+    "megarl.ledger",
+    "megarl.recipe",
+    "megarl.store",
+)
 LIGHT = ("megarl.config", "megarl.kernels", "megarl.objectives", "megarl.store")
 LAYERS = ("batch", "kernels", "objectives", "actor", "phases", "train", "cli")
 

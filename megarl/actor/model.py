@@ -17,9 +17,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.actor.attention import PackedSequences, torch_layer_spec
-from megarl.config import Recipe
 from megarl.errors import UserError
 from megarl.kernels.linear_logprob import linear_logprob
+from megarl.recipe import Recipe
 
 
 def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:

@@ -7,8 +7,8 @@ import os
 import torch
 import torch.distributed as dist
 
-from megarl.config import Recipe
 from megarl.distributed import Role, join_process_group
+from megarl.recipe import Recipe
 
 
 def initialize(recipe: Recipe) -> torch.device:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from megarl.actor import parallel
-from megarl.config import Recipe
 from megarl.distributed import Role
 from megarl.errors import UserError
 from megarl.files import make_directory
@@ -21,6 +20,7 @@ from megarl.phases.optimize import build_actor, groups_of_update, make_updates, 
 from megarl.phases.publish import Publisher
 from megarl.phases.service import serve
 from megarl.phases.stop import StopRequest
+from megarl.recipe import Recipe
 from megarl.run_dir import RunDir
 from megarl.store import Group, RolloutStore
 

@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from megarl.actor import parallel
 from megarl.advantages import group_advantages, zero_variance
-from megarl.config import ObjectiveTable
 from megarl.errors import STOPPED, UserError
 from megarl.files import append_json
 from megarl.metrics import MetricsWriter
 from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.phases.stop import StopRequest
+from megarl.recipe import ObjectiveTable
 from megarl.run_dir import RunDir
 from megarl.store import Group, RolloutStore
 

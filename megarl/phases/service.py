@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megarl.config import Recipe
 from megarl.distributed import Peers, Role
 from megarl.errors import STOPPED, UserError
 from megarl.files import make_directory
@@ -18,6 +17,7 @@ from megarl.phases.board import Board
 from megarl.phases.rollout import generate, missing_chunks
 from megarl.phases.stop import StopRequest
 from megarl.phases.tally import Tally
+from megarl.recipe import Recipe
 from megarl.rollout.engine import never
 from megarl.run_dir import RunDir
 from megarl.store import RolloutStore, RolloutWriter, seal

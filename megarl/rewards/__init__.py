@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megarl.config import Recipe, RewardTable
 from megarl.data import Prompt, PromptSource
 from megarl.errors import UserError
+from megarl.recipe import Recipe, RewardTable
 
 
 class Verifier(Protocol):

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from megarl.config import Recipe
 from megarl.objectives import build_objective
+from megarl.recipe import Recipe
 from tests.actor.conftest import make_recipe
 
 UPDATES = 20
@@ -104,8 +104,8 @@ def recipe_of(layout: Layout, model: Path, **tables: Any) -> Recipe:
 
 def update_samples(rollouts: Path, update: int, routing_replay: str = "none") -> list[Any]:
     """Samples of one update, as an optimize phase reads them from a sealed stage."""
-    from megarl.config import ObjectiveTable
     from megarl.phases.optimize import to_samples
+    from megarl.recipe import ObjectiveTable
     from megarl.store import RolloutStore
 
     groups = RolloutStore(rollouts).read(range(update * PROMPTS, (update + 1) * PROMPTS))

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from megarl.config import ScheduleTable
 from megarl.errors import UserError
+from megarl.recipe import ScheduleTable
 from megarl.schedule import LagRule, cut_chunks, nearest_divisor
 
 

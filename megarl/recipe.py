@@ -1,0 +1,305 @@
+"""The recipe: one small frozen model a table, units beside defaults, every mistake named before a process starts.
+
+Imports neither torch nor any engine. `megarl.config` checks the fields of ``[objective]``, against the objective's own
+dataclass.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from megarl.schedule import LagRule, nearest_divisor
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+class ModelTable(Table):
+    path: Path = Field(strict=False)  # Hugging Face directory: config.json + safetensors
+    tokenizer: Path | None = Field(None, strict=False)  # default: the model directory
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.tokenizer or self.path
+
+
+class DataTable(Table):
+    source: Literal["file", "reasoning_gym"]
+    train: str  # a .jsonl / .parquet file with columns prompt, answer; or the name of a reasoning-gym generator
+    options: dict[str, Any] = {}  # reasoning-gym: the generator's own settings, for example { min_word_len = 3 }
+    prompt_template: str = "{prompt}"
+    max_prompt_tokens: int = Field(1024, ge=1)  # tokens; longer prompts are an error that names the prompt
+
+
+class RewardTable(Table):
+    kind: Literal["reasoning_gym", "exact", "math"]
+    correct_above: float = Field(0.999, gt=0, le=1)  # a verifier's score at or above this is reward 1, else 0
+    require_stop: bool = True  # a response cut off by the token limit scores 0
+
+
+Engine = Literal["builtin", "vllm", "sglang"]
+
+
+class RolloutTable(Table):
+    engine: Engine = "builtin"
+    workers: int = Field(1, ge=1)  # engine replicas on each node
+    tensor_parallel: int = Field(1, ge=1)  # GPUs per replica
+    temperature: float = Field(1.0, gt=0)
+    max_response_tokens: int = Field(1024, ge=1)  # tokens, stop token included
+    responses_per_prompt: int = Field(8, ge=1)  # G, the size of a group
+    oversample: float = Field(1.0, ge=1, allow_inf_nan=False)  # candidates for each group that is trained
+    groups_per_chunk: int = Field(128, ge=1)  # groups that an engine has at a time
+    memory_fraction: float = Field(0.92, gt=0, le=1)  # share of GPU memory an engine may take
+    response_timeout: float = Field(3600.0, gt=0)  # seconds from its start until a response is cut off
+    sglang_python: Path | None = Field(None, strict=False)  # interpreter that has SGLang; default: megarl's own
+
+
+class StageTable(Table):
+    """What one stage sets otherwise than ``[rollout]``."""
+
+    engine: Engine | None = None
+    workers: int | None = Field(None, ge=1)
+    tensor_parallel: int | None = Field(None, ge=1)
+    memory_fraction: float | None = Field(None, gt=0, le=1)
+
+
+class ScheduleTable(Table):
+    kind: Literal["staged", "live"] = "staged"
+    stages: int = Field(4, ge=1)
+    updates_per_stage: int = Field(1024, ge=1)  # S; of a staged run also the largest staleness
+    prompts_per_update: int = Field(32, ge=1)
+    # the rest is for live runs alone (docs/schedules.md)
+    sync_every: int | None = Field(None, ge=1)  # updates between two versions of the policy that engines may load
+    max_lag: int | None = Field(None, ge=0)  # updates; default with lockstep or delay: what follows from them
+    lockstep: bool = False  # every batch by the newest version: staleness 0 to sync_every - 1
+    delay: int = Field(0, ge=0)  # lockstep so many versions late: staleness delay * sync_every and up
+    partial: bool = False  # responses that a new version interrupts are continued under it
+    colocate: bool = False  # engines and trainer take turns on the same GPUs
+
+    @property
+    def total_updates(self) -> int:
+        return self.stages * self.updates_per_stage
+
+    @property
+    def lag_rule(self) -> LagRule:
+        """Of a live run."""
+        assert self.sync_every is not None
+        delay = self.delay if self.lockstep or self.delay else None
+        implied = (self.delay + 1) * self.sync_every - 1
+        return LagRule(self.sync_every, implied if self.max_lag is None else self.max_lag, delay)
+
+    @model_validator(mode="after")
+    def _live_settings_agree(self) -> ScheduleTable:
+        if self.kind == "staged":
+            for name in ("sync_every", "max_lag", "lockstep", "delay", "partial", "colocate"):
+                if getattr(self, name) != ScheduleTable.model_fields[name].default:
+                    raise ValueError(f'{name} is a setting of kind = "live": leave it out, or set kind')
+            return self
+        if self.sync_every is None:
+            raise ValueError('kind = "live" needs sync_every: after how many updates engines get new weights')
+        if self.updates_per_stage % self.sync_every:
+            nearest = nearest_divisor(self.updates_per_stage, self.sync_every)
+            raise ValueError(
+                f"sync_every = {self.sync_every} does not divide updates_per_stage = {self.updates_per_stage}; "
+                f"the nearest that does is {nearest}"
+            )
+        exact = self.lockstep or self.delay > 0
+        if self.max_lag is None and not exact:
+            raise ValueError('kind = "live" needs max_lag, how many updates old a sample may be, or lockstep = true')
+        if self.partial and (exact or self.colocate):
+            other = "colocate = true" if self.colocate else "lockstep and delay"
+            why = "no new version comes while engines generate" if self.colocate else "want one version a batch"
+            raise ValueError(f"partial = true continues responses under newer weights, but {other}: {why}")
+        self.lag_rule  # noqa: B018 - raises where max_lag is too small
+        return self
+
+
+class ObjectiveTable(BaseModel):
+    """``name`` and the objective's own fields, checked against its dataclass by `megarl.objectives`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str = "mu_grpo"
+    advantage: Literal["group_mean_std", "group_mean", "leave_one_out", "batch_normalised"] = "group_mean_std"
+    zero_variance: Literal["keep", "drop"] = "keep"  # keep: groups without variance stay in the denominator
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class OptimizerTable(Table):
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    warmup_updates: int = Field(0, ge=0)  # linear warm-up over the whole run, then constant
+    clip_grad: float = Field(1.0, ge=0)  # global L2 norm; 0 turns clipping off
+
+    @field_validator("betas")
+    @classmethod
+    def _unit_interval(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= b < 1 for b in betas):
+            raise ValueError("each beta must lie in [0, 1)")
+        return betas
+
+
+class ActorTable(Table):
+    backend: Literal["cpu", "cuda"] = "cuda"
+    processes_per_node: int = Field(1, ge=1)
+    tensor_parallel: int = Field(1, ge=1)
+    pipeline_parallel: int = Field(1, ge=1)
+    context_parallel: int = Field(1, ge=1)
+    expert_parallel: int = Field(1, ge=1)
+    expert_tensor_parallel: int | None = Field(None, ge=1)  # default: tensor_parallel
+    tokens_per_micro_batch: int = Field(16384, ge=1)  # tokens; a longer response gets a micro-batch of its own
+    statistics_scope: Literal["exact", "lagged", "micro"] = "exact"
+    kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
+    recompute: Literal["none", "full"] = "none"
+    layers: Literal["torch", "transformer_engine"] = "torch"  # what the model's modules are made of
+    # experts of a token: chosen by the current policy; by the policy that began the stage; or as the engine recorded
+    routing_replay: Literal["none", "actor", "engine"] = "none"
+    checkpoint_every: int = Field(64, ge=1)  # updates
+    max_skipped_updates: int = Field(0, ge=0)  # updates that may be left out, in the whole run, for not being finite
+    keep_checkpoints: int = Field(2, ge=1)  # inside a stage; older ones are removed
+
+    @property
+    def kernel_backend(self) -> str:
+        return self.kernels or {"cpu": "cpp", "cuda": "triton"}[self.backend]
+
+    @property
+    def head_backend(self) -> str:
+        """Of the fused lm head: Triton on a GPU, unless everything is asked of torch."""
+        return "triton" if self.kernel_backend in ("triton", "cuda") else "torch"
+
+
+class EvalTable(Table):
+    source: Literal["file", "reasoning_gym"] | None = None  # default: [data] source
+    suite: str | None = None  # file or generator; default: held-out prompts of [data] train
+    prompts: int = Field(1024, ge=1)
+    samples: int = Field(1, ge=1)  # k of avg@k and pass@k
+    temperature: float = Field(1.0, gt=0)
+    every: int = Field(1, ge=0)  # stages; 0 turns evaluation off
+
+
+class RunTable(Table):
+    seed: int = Field(0, ge=0)
+    max_restarts: int = Field(0, ge=0)  # times a failed phase is started again
+    tensorboard: bool = True
+    wandb: bool = False
+
+
+class Recipe(Table):
+    model: ModelTable
+    data: DataTable
+    reward: RewardTable
+    rollout: RolloutTable = RolloutTable()
+    stages: dict[str, StageTable] = {}  # by stage number, from 0
+    schedule: ScheduleTable = ScheduleTable()
+    objective: ObjectiveTable = ObjectiveTable()
+    optimizer: OptimizerTable = OptimizerTable()
+    actor: ActorTable = ActorTable()
+    megatron: dict[str, Any] = {}  # passed through to megatron.core's TransformerConfig
+    eval: EvalTable = EvalTable()
+    run: RunTable = RunTable()
+
+    @model_validator(mode="after")
+    def _stages_exist(self) -> Recipe:
+        for name in self.stages:
+            if name not in map(str, range(self.schedule.stages)):
+                raise ValueError(f"[stages.{name}]: this recipe has stages 0 to {self.schedule.stages - 1}")
+        return self
+
+    @model_validator(mode="after")
+    def _options_are_a_generators(self) -> Recipe:
+        if self.data.options and self.data.source == "file":
+            raise ValueError('data.options are settings of a reasoning-gym generator, but data.source = "file"')
+        return self
+
+    @model_validator(mode="after")
+    def _verifier_fits_data(self) -> Recipe:
+        if self.reward.kind == "reasoning_gym" and self.data.source != "reasoning_gym":
+            raise ValueError('reward.kind = "reasoning_gym" needs data.source = "reasoning_gym"')
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> Recipe:
+        if self.rollout.responses_per_prompt == 1 and self.objective.advantage != "batch_normalised":
+            raise ValueError(
+                f"objective.advantage = {self.objective.advantage!r} compares the responses of a prompt: "
+                "rollout.responses_per_prompt must be at least 2"
+            )
+        if self.rollout.responses_per_prompt == 1 and self.objective.zero_variance == "drop":
+            raise ValueError(
+                'objective.zero_variance = "drop" would drop everything: a group of one response has no variance; '
+                'use "keep", or rollout.responses_per_prompt of at least 2'
+            )
+        if self.rollout.responses_per_prompt * self.schedule.prompts_per_update == 1:
+            raise ValueError(
+                "an update of one response has nothing to compare: schedule.prompts_per_update must be at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _candidates_can_be_told_apart(self) -> Recipe:
+        oversample = self.rollout.oversample
+        if oversample > 1 and self.schedule.kind == "live":
+            raise ValueError(
+                f"rollout.oversample = {oversample} chooses groups when a stage is sealed, but a live run trains each "
+                'as soon as it is there: leave it out, or set schedule.kind = "staged"'
+            )
+        if oversample > 1 and self.rollout.responses_per_prompt == 1:
+            raise ValueError(
+                f"rollout.oversample = {oversample} looks for groups whose responses differ in reward: "
+                "rollout.responses_per_prompt must be at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _virtual_stages_are_several(self) -> Recipe:
+        size = self.virtual_pipeline_stages
+        if size is not None and (type(size) is not int or size < 2):
+            raise ValueError(
+                f"megatron.virtual_pipeline_model_parallel_size = {size!r}: model chunks of a pipeline rank, "
+                "at least 2; leave it out for one"
+            )
+        return self
+
+    def rollout_of(self, stage: int) -> RolloutTable:
+        """``[rollout]`` as ``[stages.N]`` changes it for a stage. The end of the run counts to the last stage."""
+        own = self.stages.get(str(min(stage, self.schedule.stages - 1)), StageTable())
+        return self.rollout.model_copy(update=own.model_dump(exclude_none=True))
+
+    @property
+    def rollouts(self) -> list[RolloutTable]:
+        """`rollout_of` every stage."""
+        return [self.rollout_of(stage) for stage in range(self.schedule.stages)]
+
+    @property
+    def devices_per_node(self) -> int:
+        """GPUs, or cores, that a node gives: to trainers and engines in turn, or side by side in a live run."""
+        trainers = self.actor.processes_per_node
+        engines = max(table.workers * table.tensor_parallel for table in self.rollouts)
+        side_by_side = self.schedule.kind == "live" and not self.schedule.colocate
+        return trainers + engines if side_by_side else max(trainers, engines)
+
+    @property
+    def virtual_pipeline_stages(self) -> int | None:
+        """Model chunks of each pipeline rank; None: one, without the interleaved schedule."""
+        return self.megatron.get("virtual_pipeline_model_parallel_size")
+
+    @property
+    def groups_per_stage(self) -> int:
+        """Groups that a stage trains."""
+        return self.schedule.updates_per_stage * self.schedule.prompts_per_update
+
+    @property
+    def candidates_per_stage(self) -> int:
+        """Groups that a stage generates at most, to choose from."""
+        # of the decimal number that the recipe has: 10 groups at 1.1 are 11 candidates, not ceil(11.000000000000002)
+        return math.ceil(self.groups_per_stage * Fraction(str(self.rollout.oversample)))
