@@ -75,7 +75,9 @@ def branch_recipe(source: RunDir, stage: int, overrides: list[str]) -> Recipe:
         )
     for path in _origins(source, stage):
         if not path.exists():
-            raise UserError(f"{path} does not exist: this stage cannot be optimized yet")
+            raise UserError(
+                f"{path} does not exist: this stage cannot be optimized yet, or [actor] keep_stages let go of it"
+            )
     return recipe
 
 

@@ -49,6 +49,7 @@ LAYOUT_SETTINGS = (
     "actor.recompute",
     "actor.checkpoint_every",
     "actor.keep_checkpoints",
+    "actor.keep_stages",
     "run.max_restarts",
     "run.tensorboard",
     "run.wandb",

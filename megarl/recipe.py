@@ -166,7 +166,8 @@ class ActorTable(Table):
     routing_replay: Literal["none", "actor", "engine"] = "none"
     checkpoint_every: int = Field(64, ge=1)  # updates
     max_skipped_updates: int = Field(0, ge=0)  # updates that may be left out, in the whole run, for not being finite
-    keep_checkpoints: int = Field(2, ge=1)  # inside a stage; older ones are removed
+    keep_checkpoints: int = Field(2, ge=1)  # of a stage; older ones are removed
+    keep_stages: int | None = Field(None, ge=1)  # finished ones whose checkpoints stay; default: all, to branch from
 
     @property
     def kernel_backend(self) -> str:

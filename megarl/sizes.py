@@ -265,11 +265,12 @@ def disk_bytes(hf: dict[str, Any], recipe: Recipe, parameters: int, assume: Assu
     if recipe.actor.routing_replay == "engine":
         width = expert_type(hf["num_experts"]).itemsize
         mean += mean_sequence(recipe, assume) * hf["num_hidden_layers"] * hf["num_experts_per_tok"] * width
+    stages = min(schedule.stages, (recipe.actor.keep_stages or schedule.stages) + 1)  # finished ones and the current
     return {
         "rollout store of a stage": responses * mean,
         "rollout store of all stages": responses * mean * schedule.stages,
         "one checkpoint": 14.0 * parameters,
-        "checkpoints at most": 14.0 * parameters * (recipe.actor.keep_checkpoints * schedule.stages + 1),
+        "checkpoints at most": 14.0 * parameters * (recipe.actor.keep_checkpoints * stages + 1),
         "one export": 2.0 * parameters,
         "policies of all stages": 2.0 * parameters * (schedule.stages + 1),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -125,6 +126,15 @@ def make_updates(actor: Actor, run: RunDir, stage: int, done: int, batches: Batc
     export(actor, run, before + schedule.updates_per_stage, run.policy(stage + 1))
     if metrics:
         metrics.close()
+        remove_stages(run, stage + 1)
+
+
+def remove_stages(run: RunDir, finished: int) -> None:
+    """The checkpoints of all but the last ``actor.keep_stages`` of so many finished stages."""
+    keep = run.recipe.actor.keep_stages
+    for stage in range(finished - keep if keep else 0):
+        if not run.checkpoints(stage).is_symlink():  # those of the run that this one branched from
+            shutil.rmtree(run.checkpoints(stage), ignore_errors=True)
 
 
 def export(actor: Actor, run: RunDir, version: int, target: Path) -> None:

@@ -12,7 +12,7 @@ from megarl.data import Prompt
 from megarl.errors import UserError
 from megarl.phases.answers import Answer, Question, join_experts
 from megarl.phases.evaluate import interval, summarise
-from megarl.phases.optimize import summary, to_samples
+from megarl.phases.optimize import remove_stages, summary, to_samples
 from megarl.phases.tally import Tally, solve_rate_bin
 from megarl.recipe import ObjectiveTable
 from megarl.rollout.engine import Completion, expert_type
@@ -150,3 +150,23 @@ def test_a_branch_keeps_the_rollouts_and_replays_only_experts_that_were_recorded
     }.items():
         with pytest.raises(UserError, match=message):
             branch_recipe(run, 0, [override])
+
+
+@pytest.mark.parametrize(("keep", "stay"), [(1, [2]), (2, [1, 2]), (3, [0, 1, 2]), (9, [0, 1, 2]), (None, [0, 1, 2])])
+def test_checkpoints_of_the_last_finished_stages_stay(recipe, tmp_path, keep, stay):
+    overrides = [] if keep is None else [f"actor.keep_stages={keep}"]
+    run = RunDir.create(tmp_path / "run", load_recipe(recipe, overrides))
+    for stage in range(3):
+        (run.checkpoints(stage) / "update_000006").mkdir(parents=True)
+    remove_stages(run, 3)
+    assert [stage for stage in range(3) if run.checkpoints(stage).exists()] == stay
+
+
+def test_a_branch_never_removes_the_checkpoints_of_its_origin(recipe, tmp_path):
+    origin = tmp_path / "origin"
+    (origin / "update_000006").mkdir(parents=True)
+    run = RunDir.create(tmp_path / "run", load_recipe(recipe, ["actor.keep_stages=1"]))
+    run.checkpoints(0).parent.mkdir(parents=True)
+    run.checkpoints(0).symlink_to(origin)
+    remove_stages(run, 2)
+    assert (origin / "update_000006").exists()

@@ -86,6 +86,10 @@ def test_disk():
     assert parts["rollout store of a stage"] == 48 * 32 * 8 * ((2048 + 20480) * 4 + 20480 * 4)
     assert parts["one checkpoint"] == 30_532_122_624 * (2 + 4 + 4 + 4)
     assert parts["one export"] == 30_532_122_624 * 2
+    for keep, stages in (("1", 2), ("3", 4), ("99", RECIPE.schedule.stages)):  # with the current one
+        kept = sizes.disk_bytes(HF, override_recipe(RECIPE, [f"actor.keep_stages={keep}"]), 30_532_122_624, assume)
+        checkpoints = RECIPE.actor.keep_checkpoints * stages + 1
+        assert kept["checkpoints at most"] == parts["one checkpoint"] * checkpoints
     replayed = override_recipe(RECIPE, ["actor.routing_replay=engine"])
     experts = 48 * 32 * 8 * (2048 + 20480) * 48 * 8  # a byte for each of 128 experts
     for hf, width in ((HF, 1), (HF | {"num_experts": 129}, 2)):
