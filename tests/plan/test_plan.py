@@ -148,6 +148,7 @@ def test_table(census, whole):
     assert re.search(r"gradients, fp32 +14\.97\n", text)
     assert re.search(r"one export +56\.87\n", text)
     assert re.search(r"mfu experts +0\.15  the same with experts", text)
+    assert "  365 responses decode together, on average; groups_per_chunk allows 1,024\n" in text
 
 
 def test_command_line(capsys):

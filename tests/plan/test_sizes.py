@@ -80,6 +80,27 @@ def test_rollout():
     assert sum(items.values()) == pytest.approx(0.92 * 139.8 * GIB)
 
 
+def test_responses_that_decode_together():
+    """The least of: what the KV cache holds at mean length, what the engine is started with, what a replica gets."""
+
+    def running(nodes, *changes):
+        recipe = override_recipe(RECIPE, changes)
+        return sizes.running_responses(HF, recipe, 30_532_122_624, nodes, H200, Assumptions())
+
+    cache = 0.92 * 139.8 * GIB - 30_532_122_624 - 6 * GIB
+    assert running(1) == pytest.approx(cache / (49_152 * (2048 / 4 + 20480 / 2 / 2)))
+    assert running(1, "rollout.groups_per_chunk=8") == 8 * 8
+    short = "rollout.max_response_tokens=2048"
+    assert running(1, short) == 128 * 8
+    assert running(4, short) == 48 * 32 * 8 / 16  # 16 replicas
+    # a limit below what fits makes decoding slower
+    few, all_that_fit = (
+        sizes.rollout_seconds(HF, override_recipe(RECIPE, c), 30_532_122_624, 1, H200, Assumptions())
+        for c in (["rollout.groups_per_chunk=8"], [])
+    )
+    assert few > 1.5 * all_that_fit
+
+
 def test_disk():
     assume = Assumptions(mean_prompt=1.0, mean_response=1.0)
     parts = sizes.disk_bytes(HF, RECIPE, 30_532_122_624, assume)
