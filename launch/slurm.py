@@ -89,6 +89,8 @@ def agent_arguments(recipe: Recipe, link: Link, options: argparse.Namespace) -> 
     if recipe.model.tokenizer:
         settings.append(f'model.tokenizer="{recipe.model.tokenizer}"')
     settings.append(f'data.train="{recipe.data.train}"')
+    if recipe.rollout.sglang_python:
+        settings.append(f'rollout.sglang_python="{recipe.rollout.sglang_python}"')
     if recipe.eval.suite:
         settings.append(f'eval.suite="{recipe.eval.suite}"')
     for setting in [*options.set, *settings]:

@@ -30,9 +30,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def load_without_objective(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The same where torch is not installed: all but ``[objective]`` is read and checked."""
-    tables = {name: table for name, table in _read_tables(path).items() if name != "objective"}
-    _apply_overrides(tables, [override for override in overrides if not override.startswith("objective.")])
+    """The same where torch is not installed: all but the objective's name and own fields is read and checked."""
+    shared = set(ObjectiveTable.model_fields) - {"name"}
+    tables = _read_tables(path)
+    if isinstance(objective := tables.pop("objective", {}), dict):
+        tables["objective"] = {key: value for key, value in objective.items() if key in shared}
+    for override in overrides:
+        section, _, rest = override.partition(".")
+        if section != "objective" or rest.partition("=")[0].strip() in shared:
+            _apply_override(tables, override)
     return _absolute_paths(_validate(tables))
 
 

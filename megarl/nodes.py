@@ -109,13 +109,15 @@ class Nodes:
         return cls(find_place(os.environ))
 
     def _meet(self) -> None:
-        """Everybody has come, or a `UserError` that says who has not."""
+        """Everybody has come, or a `PhaseFailed` that says who has not."""
         self._store.set(f"host/{self.rank}", socket.gethostname())
         deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
         for rank in range(self.count):
             while not self._store.check([f"host/{rank}"]):
                 if time.monotonic() > deadline:
-                    raise UserError(f"node {rank} of {self.count} did not join within {JOIN_TIMEOUT}: see its own log")
+                    raise PhaseFailed(
+                        f"node {rank} of {self.count} did not join within {JOIN_TIMEOUT}: see its own log"
+                    )
                 time.sleep(POLL_SECONDS)
             self._names.append(f"node {rank} ({self._store.get(f'host/{rank}').decode()})")
 
@@ -264,7 +266,7 @@ def _open_store(place: Place) -> tuple[dist.TCPStore, int]:
     try:
         return dist.TCPStore(place.address, place.port, is_master=True, wait_for_workers=False), place.port
     except LOST as error:
-        raise UserError(
+        raise PhaseFailed(
             f"cannot listen on port {place.port} of {place.address} for the other nodes: {str(error).splitlines()[0]}; "
             "set MASTER_PORT to a free one"
         ) from error
@@ -274,7 +276,7 @@ def _client(address: str, port: int) -> dist.TCPStore:
     try:
         return dist.TCPStore(address, port, is_master=False, timeout=JOIN_TIMEOUT, wait_for_workers=False)
     except LOST as error:
-        raise UserError(
+        raise PhaseFailed(
             f"cannot reach node 0 at {address}:{port}: {str(error).splitlines()[0]}; "
             "MASTER_ADDR and MASTER_PORT name another address"
         ) from error

@@ -78,7 +78,10 @@ class Candidates:
     def recall(self, store: RolloutStore) -> None:
         """Tell what an earlier attempt stored."""
         if self._chooses:
-            self._tell({group.group_id: _varies(group.responses) for group in store.read(store.group_ids)})
+            for number in store.group_ids:  # one at a time: the store keeps few shards open
+                (group,) = store.read([number])
+                self._choice.add(number, _varies(group.responses))
+            self._tell(self._choice.varies)
 
     def add(self, answer: Answer) -> None:
         """Tell of a group that will be stored, or the phase fails and starts again with what is."""

@@ -13,6 +13,7 @@ import os
 import queue
 import re
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,6 +62,7 @@ class _Running:
     prompt: int
     sample: int
     tokens: int  # that it was asked to continue
+    limit: int  # tokens that it may add
     timeout: float  # seconds
     deadline: float | None = None  # monotonic seconds, from its first token on
     cut_off: str | None = None  # finish reason once it is to end before its time
@@ -84,12 +86,16 @@ class SglangEngine:
         self._names = (f"{number}/" for number in itertools.count())  # none begins another: aborts go by beginnings
         self._hf, self._own_stops = read_hf_config(self.policy_dir), _end_of_sequence(self.policy_dir)
         arguments = server_arguments(self.policy_dir, version, settings)
-        self._server = Server(settings.python, arguments, _environment(settings))
+        self._meeting = tempfile.TemporaryDirectory(prefix="megarl-")  # of the server's processes, in place of a port
+        environment = _environment(settings) | {
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._meeting.name}/store"
+        }
+        self._server = Server(settings.python, arguments, environment)
         try:
             with _memory_errors("starting", settings):
                 self._server.wait_until_healthy()
         except BaseException:
-            self._server.stop()
+            self.close()
             raise
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
@@ -124,6 +130,7 @@ class SglangEngine:
 
     def close(self) -> None:
         self._server.stop()
+        self._meeting.cleanup()
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
         request = Request(prompts, sampling)
@@ -178,7 +185,8 @@ class SglangEngine:
             body["rid"].append(name)
             body["input_ids"].append(tokens)
             body["sampling_params"].append(_parameters(sampling, seed, len(prefix)))
-            submitted[name] = _Running(number, prompt, sample, len(tokens), sampling.timeout)
+            limit = sampling.max_tokens - len(prefix)
+            submitted[name] = _Running(number, prompt, sample, len(tokens), limit, sampling.timeout)
         threading.Thread(target=self._stream, args=(body, events), daemon=True).start()
         return submitted
 
@@ -199,6 +207,7 @@ class SglangEngine:
             event = None
         now = time.monotonic()
         if isinstance(event, Exception):
+            running.clear()  # nothing more is said of what the server refused
             with _memory_errors("decoding", self.settings):
                 raise event
         if event:
@@ -233,6 +242,11 @@ class SglangEngine:
         if tokens and versions != {str(self.version)}:
             raise RuntimeError(f"SGLang sampled with the weights {sorted(versions)}, not with {self.version}")
         reason = _finish_reason(info["finish_reason"], response)
+        if reason == "length" and len(tokens) < response.limit:
+            raise UserError(
+                f"SGLang ended a response after {len(tokens)} of {response.limit} tokens, for its KV cache holds no "
+                f"more: raise [rollout] memory_fraction = {self.settings.memory_fraction} or lower max_response_tokens"
+            )
         return Completion(
             prompt=response.prompt,
             sample=response.sample,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from megarl.rollout import guard
 
 HOST = "127.0.0.1"
 HEALTH_SECONDS = 0.25  # between two looks at a server that starts
+ANSWER_SECONDS = 10.0  # in which a server that has started says so
 CLOSE_SECONDS = 10.0  # from the end of a connection to the end of the server that caused it
 LOG_LINES = 30  # of the end of its log that an error shows
 # What torch elastic and the phase say to their own processes; a server would take it for itself.
@@ -60,9 +63,10 @@ class Server:
     """
 
     def __init__(self, python: Path, arguments: list[str], settings: dict[str, str]) -> None:
-        self.port = _free_port()
+        self.port, self._name = _free_port(), secrets.token_hex(8)
         self._tail: deque[str] = deque(maxlen=LOG_LINES)
         command = [python, "-W", "ignore", "-m", "sglang.launch_server", "--host", HOST, "--port", str(self.port)]
+        command += ["--served-model-name", self._name]
         self._process = subprocess.Popen(
             [sys.executable, guard.__file__, str(os.getpid()), *map(str, command), *arguments],
             env=server_environment(python, settings),
@@ -78,7 +82,8 @@ class Server:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._tail.append(line.decode(errors="replace").rstrip())
-            os.write(2, line)
+            with contextlib.suppress(OSError):  # on a full disk: who stopped reading would stop the server
+                os.write(2, line)
 
     @property
     def alive(self) -> bool:
@@ -90,10 +95,13 @@ class Server:
             if not self.alive:
                 raise self.failure("did not start")
             try:
-                self._request("GET", "/health").read()
-                return
-            except (OSError, http.client.HTTPException, ServerFailed):
-                time.sleep(HEALTH_SECONDS)
+                self._request("GET", "/health", timeout=ANSWER_SECONDS).read()
+                info = json.loads(self._request("GET", "/model_info", timeout=ANSWER_SECONDS).read())
+                if info["served_model_name"] == self._name:  # no other that came to the port first
+                    return
+            except (OSError, http.client.HTTPException, ServerFailed, ValueError, LookupError, TypeError):
+                pass
+            time.sleep(HEALTH_SECONDS)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON that the server answers, None for an empty answer; `ServerFailed` with its words for a refusal."""
@@ -119,8 +127,10 @@ class Server:
             raise self.failure(f"broke the connection of {path}") from error
         raise self.failure(f"ended the answer to {path} too early")
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection(HOST, self.port)  # which knows no proxies
+    def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None
+    ) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout)  # which knows no proxies
         headers = {"Content-Type": "application/json", "Connection": "close"}
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()

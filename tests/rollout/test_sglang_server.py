@@ -9,7 +9,7 @@ import pytest
 from tiny_models import save
 
 from megarl.errors import UserError
-from megarl.rollout.sglang import Settings, SglangEngine, _environment, _memory_errors
+from megarl.rollout.sglang import Settings, SglangEngine, _environment, _memory_errors, _Running
 from megarl.rollout.sglang_server import ServerFailed, installed_version, server_environment
 
 WITHOUT_SGLANG = Path(sys.executable)
@@ -34,6 +34,18 @@ def test_a_server_that_lacks_memory_names_the_settings():
         assert word in str(error.value)
     with pytest.raises(ServerFailed), _memory_errors("decoding", settings):
         raise ServerFailed(failure + '  File "sglang/srt/mem_cache/memory_pool.py", line 7, in free\nKeyError: 3')
+
+
+def test_a_response_that_the_cache_cut_short_is_an_error():
+    engine = object.__new__(SglangEngine)
+    engine.settings, engine.version = Settings("cuda", context=4096, responses=512, memory_fraction=0.3), 7
+    scored = [[-1.0, 5, None], [-2.0, 6, None]]
+    info = {"finish_reason": {"type": "length", "length": 2}, "output_token_logprobs": scored}
+    event = {"output_ids": [5, 6], "meta_info": info | {"weight_versions": [{"version": "7"}]}}
+    whole = engine._completion(_Running(0, 0, 0, 3, limit=2, timeout=60.0), event)
+    assert (whole.tokens.tolist(), whole.finish_reason) == ([5, 6], "length")
+    with pytest.raises(UserError, match=r"after 2 of 9 tokens.*memory_fraction = 0\.3"):
+        engine._completion(_Running(0, 0, 0, 3, limit=9, timeout=60.0), event)
 
 
 def test_a_server_gets_nothing_that_is_meant_for_this_process(monkeypatch):

@@ -119,15 +119,14 @@ def test_log_probs_are_of_the_distribution_that_was_sampled(engine, model):
         assert c.policy_version == 3
 
 
-def test_nothing_but_the_rendezvous_of_torch_listens_beyond_loopback(engine):
-    """Which is the store of the scheduler's process group, of one process."""
+def test_nothing_listens_beyond_loopback(engine):
     beyond = [
         connection
         for process in psutil.Process().children(recursive=True)
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN and connection.laddr.ip not in ("127.0.0.1", "::1")
     ]
-    assert len(beyond) <= 1
+    assert beyond == []
 
 
 def test_a_response_follows_from_its_own_seed(engine):
@@ -284,6 +283,16 @@ def test_bad_requests_are_refused_and_the_engine_serves_on(engine, prompts, mess
     good, bad = Request([[8]], sampling([[8]])), Request(prompts, sampling(prompts))
     with pytest.raises(UserError, match=message):
         list(engine.serve(iter([good, bad])))
+    assert len(list(engine.generate([[8]], sampling([[8]])))) == 3
+
+
+def test_what_the_server_refuses_is_an_error_at_once(engine, monkeypatch):
+    prompts = [[1] * 200]  # more than its context
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(engine, "_check", lambda request: None)
+        responses = engine.serve(iter([Request(prompts, sampling(prompts))]))
+        with pytest.raises(ServerFailed, match="SGLang refused /generate"):
+            next(responses)
     assert len(list(engine.generate([[8]], sampling([[8]])))) == 3
 
 

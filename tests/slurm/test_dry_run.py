@@ -63,6 +63,19 @@ def test_all_30b_recipes_fill_four_nodes_of_8_gpus_and_no_others(path):
         check_layout(recipe, Link("run", None, True, 4, None), 4)
 
 
+def test_all_of_a_recipe_but_its_objectives_own_fields_is_read(qwen):
+    one_response = ["rollout.responses_per_prompt=1", "objective.advantage=batch_normalised", "objective.nowhere=1"]
+    recipe = load_without_objective(qwen, one_response)
+    assert (recipe.rollout.responses_per_prompt, recipe.objective.advantage) == (1, "batch_normalised")
+    with pytest.raises(UserError, match="responses_per_prompt"):
+        load_without_objective(qwen, one_response[:1])
+
+
+def test_paths_hold_on_every_node(launch, qwen):
+    result = launch(qwen, *SUBMIT, "--nodes", 4, "--set", "rollout.sglang_python=sglang-env/bin/python")
+    assert f"--set 'rollout.sglang_python=\"{ROOT}/sglang-env/bin/python\"'" in result.stdout, result.stderr
+
+
 def test_container(launch, qwen):
     image = ("--container-image", "nvcr.io/nvidia/pytorch:25.09-py3", "--container-mounts", "/fast:/fast")
     result = launch(qwen, *SUBMIT, "--nodes", 2, *image, "--python", "/fast/venv/bin/python")
