@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -147,13 +146,13 @@ def test_preempted_in_rollout_and_in_optimize_every_update_is_made_once(recipe, 
 
 
 def test_time_limit_shorter_than_the_run(recipe, local, submit, tmp_path):
-    """An allocation lets two phases start and some updates be made, at today's speed; the run needs more than one.
+    """An allocation lets two phases start and some updates be made, at the best speed so far; the run needs more.
 
     Slurm looks every 30 s, and signals when it would be late the next time: 10 to 40 s before the end.
     """
     start = events(local, "phase_end")[0]["seconds"]
     minutes = 1 + int(3 * start / 60)
-    run, count = tmp_path / "run", int(20 * minutes / statistics.median(update["seconds"] for update in updates(local)))
+    run, count = tmp_path / "run", int(40 * minutes / min(update["seconds"] for update in updates(local)))
     longer = (*TINY, f"schedule.updates_per_stage={count}", f"actor.checkpoint_every={count}")
     (job,) = submit(recipe, run, "--time", minutes, "--margin", 10, "--retries", 20, *settings(*longer))
     assert job.wait(timeout=900 * minutes) == "COMPLETED", job.output()
@@ -198,7 +197,7 @@ def test_a_mistake_in_the_recipe_is_not_queued_again(recipe, submit, tmp_path):
     (job,) = submit(recipe, tmp_path / "run", "--nodes", 2, "--retries", 3, *settings(*TINY, "objective.name=gpro"))
     assert job.wait() == "FAILED"
     assert job.restarts == 0
-    assert "did you mean 'grpo'?" in job.output()
+    assert "objective.name is 'gpro'" in job.output()
 
 
 def test_chain_runs_each_phase_as_its_own_job(recipe, local, submit, tmp_path):
