@@ -194,7 +194,7 @@ def test_killed_agent_with_retries_finishes(recipe, local, submit, tmp_path):
 
 
 def test_a_mistake_in_the_recipe_is_not_queued_again(recipe, submit, tmp_path):
-    (job,) = submit(recipe, tmp_path / "run", "--nodes", 2, "--retries", 3, *settings(*TINY, "objective.name=gpro"))
+    (job,) = submit(recipe, tmp_path / "run", "--nodes", 1, "--retries", 3, *settings(*TINY, "objective.name=gpro"))
     assert job.wait() == "FAILED"
     assert job.restarts == 0
     assert "objective.name is 'gpro'" in job.output()
