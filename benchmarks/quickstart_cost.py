@@ -25,14 +25,14 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from megarl.actor import parallel
-from megarl.config import load_recipe
+from megarl.recipe.load import load_recipe
 from megarl.distributed import become_single_process
 from megarl.metrics import MetricsWriter
 from megarl.objectives import build_objective
 from megarl.phases import optimize, rollout
 from megarl.phases.answers import Answerer
 from megarl.policy import copy_policy
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 from megarl.rewards import reward
 from megarl.run_dir import RunDir
 from megarl.store import Group, RolloutStore, RolloutWriter, seal

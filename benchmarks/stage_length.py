@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from megarl.actor import parallel
-from megarl.config import load_recipe
+from megarl.recipe.load import load_recipe
 from megarl.distributed import become_single_process
 from megarl.metrics import MetricsWriter
 from megarl.objectives import build_objective

@@ -27,12 +27,12 @@ import torch
 from common import ROOT, write_table
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from megarl.config import load_recipe
+from megarl.recipe.load import load_recipe
 from megarl.data import Prompt
 from megarl.phases.answers import Answerer
 from megarl.phases.rollout import generate
 from megarl.policy import copy_policy
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import response_seed
 from megarl.rollout.vllm import VllmEngine, engine_arguments
 from megarl.store import RolloutWriter

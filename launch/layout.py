@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from megarl.errors import UserError
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
 
 def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands import summarise_run
-    from megarl.config import load_recipe
+    from megarl.recipe.load import load_recipe
     from megarl.preflight import check
     from megarl.run_dir import RunDir
     from megarl.train import optimizes, train

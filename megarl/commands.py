@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megarl.config import load_recipe, override_recipe, recipe_diff
+from megarl.recipe.load import load_recipe, override_recipe, recipe_diff
 from megarl.errors import UserError
 from megarl.files import make_directory
 from megarl.launcher import run_phase
@@ -15,7 +15,7 @@ from megarl.nodes import Nodes, Place
 from megarl.policy import copy_policy
 from megarl.preflight import check
 from megarl.progress import Progress
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 from megarl.report import write_report
 from megarl.run_dir import RunDir
 

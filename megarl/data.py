@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import UserError
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

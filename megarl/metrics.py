@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.files import append_json, disk_errors, read_json_lines, write_atomic
-from megarl.recipe import RunTable
+from megarl.recipe.tables import RunTable
 
 
 class MetricsWriter:

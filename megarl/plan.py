@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from megarl import sizes
-from megarl.config import dump_recipe, load_recipe, override_recipe
+from megarl.recipe.load import dump_recipe, load_recipe, override_recipe
 from megarl.errors import UserError
 from megarl.hf_config import read_hf_config
-from megarl.layout import Layout, check_layout
+from megarl.recipe.layout import Layout, check_layout
 from megarl.objectives import WithOptions, build_objective
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 from megarl.sizes import GIB, GPUS, Assumptions, StageCensus
 
 ASSUME = Assumptions()

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config import dump_recipe, load_recipe, recipe_diff
+from megarl.recipe.load import dump_recipe, load_recipe, recipe_diff
 from megarl.errors import UserError
 from megarl.files import append_json, make_directory, read_json_lines, write_atomic
-from megarl.layout import is_layout_setting
+from megarl.recipe.layout import is_layout_setting
 from megarl.ledger import is_sealed
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.layout import Layout
-from megarl.recipe import Recipe
+from megarl.recipe.layout import Layout
+from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import expert_type
 
 GIB = 2**30

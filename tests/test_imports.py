@@ -35,14 +35,14 @@ HEAVY = {  # package: the modules (and everything below them) that may bring it 
 IMPORTERS = HEAVY | {"megatron": ("megarl.actor",)}  # the modules that may hold the import statement, lazy or not
 WITHOUT_TORCH = (
     "megarl",
-    "megarl.config",
+    "megarl.recipe.load",
     "megarl.errors",
     "megarl.files",
     "megarl.ledger",
-    "megarl.recipe",
+    "megarl.recipe.tables",
     "megarl.store",
 )
-LIGHT = ("megarl.config", "megarl.kernels", "megarl.objectives", "megarl.store")
+LIGHT = ("megarl.recipe.load", "megarl.kernels", "megarl.objectives", "megarl.store")
 LAYERS = ("batch", "kernels", "objectives", "actor", "phases", "train", "cli")
 
 FORKS = """

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.actor import cpu_backend
-from megarl.config import override_recipe, parse_recipe
-from megarl.recipe import Recipe
+from megarl.recipe.load import override_recipe, parse_recipe
+from megarl.recipe.tables import Recipe
 
 
 def census(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, int]]:

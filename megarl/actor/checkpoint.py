@@ -26,7 +26,7 @@ from megarl.actor.optimizer_state import adam_step, set_adam_step, sharded_adam_
 from megarl.actor.step import Actor
 from megarl.errors import UserError
 from megarl.files import atomic_directory, make_directory
-from megarl.layout import Layout
+from megarl.recipe.layout import Layout
 from megarl.objectives.clipping import RatioBounds
 from megarl.objectives.second_moment import SecondMomentMask
 

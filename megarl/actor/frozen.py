@@ -12,7 +12,7 @@ from megarl.actor.model import PolicyModel, build_model
 from megarl.actor.packing import MicroBatch
 from megarl.actor.schedule import collect, run_micro_batches
 from megarl.hf_config import read_hf_config
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 
 Field = Literal["ref_logprobs", "old_logprobs", "routed_experts"]
 

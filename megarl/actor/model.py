@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.actor.attention import PackedSequences, torch_layer_spec
 from megarl.errors import UserError
 from megarl.kernels.linear_logprob import linear_logprob
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 
 
 def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:

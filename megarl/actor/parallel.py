@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.distributed import Role, join_process_group
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 
 
 def initialize(recipe: Recipe) -> torch.device:

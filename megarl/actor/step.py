@@ -28,7 +28,7 @@ from megarl.batch import TokenBatch
 from megarl.hf_config import read_hf_config
 from megarl.objectives import Objective, WithOptions, token_weights
 from megarl.off_policy_metrics import summarise
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 
 
 @dataclass

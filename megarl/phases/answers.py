@@ -12,7 +12,7 @@ import numpy as np
 from megarl.data import Prompt, PromptSource, build_prompts, load_tokenizer, stop_token_ids
 from megarl.distributed import Peers
 from megarl.policy import decode_reference, encode_reference, read_info, read_reference
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 from megarl.rewards import Verifier, build_verifier, reward
 from megarl.rollout import build_engine
 from megarl.rollout.drift import Drift, check_weights, hugging_face_reference

@@ -20,7 +20,7 @@ from megarl.phases.optimize import build_actor, groups_of_update, make_updates, 
 from megarl.phases.publish import Publisher
 from megarl.phases.service import serve
 from megarl.phases.stop import StopRequest
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 from megarl.run_dir import RunDir
 from megarl.store import Group, RolloutStore
 

@@ -21,7 +21,7 @@ from megarl.files import append_json
 from megarl.metrics import MetricsWriter
 from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.phases.stop import StopRequest
-from megarl.recipe import ObjectiveTable
+from megarl.recipe.tables import ObjectiveTable
 from megarl.run_dir import RunDir
 from megarl.store import Group, RolloutStore
 

@@ -18,7 +18,7 @@ from megarl.phases.stop import StopRequest
 from megarl.phases.tally import Tally
 from megarl.rollout.engine import never
 from megarl.run_dir import RunDir
-from megarl.schedule import cut_chunks
+from megarl.recipe.schedule import cut_chunks
 from megarl.store import Group, RolloutStore, RolloutWriter, seal
 
 STORE_SECONDS = 1.0  # between two shards: groups that became whole are lost for no longer than this

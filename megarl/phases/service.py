@@ -17,7 +17,7 @@ from megarl.phases.board import Board
 from megarl.phases.rollout import generate, missing_chunks
 from megarl.phases.stop import StopRequest
 from megarl.phases.tally import Tally
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import never
 from megarl.run_dir import RunDir
 from megarl.store import RolloutStore, RolloutWriter, seal

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from megarl.data import Prompt, PromptSource
 from megarl.errors import UserError
-from megarl.recipe import Recipe, RewardTable
+from megarl.recipe.tables import Recipe, RewardTable
 
 
 class Verifier(Protocol):

@@ -12,7 +12,7 @@ from megarl.hf_config import read_hf_config
 from megarl.policy import REFERENCE_TOKENS
 
 if TYPE_CHECKING:
-    from megarl.recipe import Recipe
+    from megarl.recipe.tables import Recipe
     from megarl.rollout.engine import RolloutEngine
 
 

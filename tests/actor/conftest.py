@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megarl.config import parse_recipe
+from megarl.recipe.load import parse_recipe
 
 SHAPE = dict(
     vocab_size=67,

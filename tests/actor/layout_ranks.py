@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megarl.objectives import build_objective
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 from tests.actor.conftest import make_recipe
 
 UPDATES = 20
@@ -105,7 +105,7 @@ def recipe_of(layout: Layout, model: Path, **tables: Any) -> Recipe:
 def update_samples(rollouts: Path, update: int, routing_replay: str = "none") -> list[Any]:
     """Samples of one update, as an optimize phase reads them from a sealed stage."""
     from megarl.phases.optimize import to_samples
-    from megarl.recipe import ObjectiveTable
+    from megarl.recipe.tables import ObjectiveTable
     from megarl.store import RolloutStore
 
     groups = RolloutStore(rollouts).read(range(update * PROMPTS, (update + 1) * PROMPTS))

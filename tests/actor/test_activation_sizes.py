@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megarl import sizes
-from megarl.layout import Layout
+from megarl.recipe.layout import Layout
 from tests.actor.conftest import SHAPE, make_recipe
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/.,:;?!'\"()[]{}<>_|\n%$&^@#~`\\"
 

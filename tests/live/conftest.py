@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megarl.config import load_recipe
+from megarl.recipe.load import load_recipe
 from megarl.nodes import Place, _open_store
 from megarl.policy import copy_policy
 from megarl.run_dir import RunDir

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from megarl.config import override_recipe
+from megarl.recipe.load import override_recipe
 from megarl.run_dir import RunDir
 from megarl.store import RolloutStore
 from tests.live.conftest import events, histogram, metrics

@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.commands import branch_recipe, optimize_stage, rollout_stage
-from megarl.config import load_recipe
+from megarl.recipe.load import load_recipe
 from megarl.errors import UserError
 from megarl.nodes import Nodes, Place
 from megarl.preflight import check

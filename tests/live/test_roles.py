@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megarl.config import load_recipe
+from megarl.recipe.load import load_recipe
 from megarl.phases.live import find_role
 from megarl.phases.service import leave_trainers_devices
 

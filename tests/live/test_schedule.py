@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from megarl.errors import UserError
-from megarl.recipe import ScheduleTable
-from megarl.schedule import LagRule, cut_chunks, nearest_divisor
+from megarl.recipe.tables import ScheduleTable
+from megarl.recipe.schedule import LagRule, cut_chunks, nearest_divisor
 
 
 def simulate(rule, updates, chunk, workers, seed):
@@ -122,7 +122,7 @@ def test_what_follows_from_lockstep_and_delay():
 
 
 def test_a_wrong_recipe_says_so_like_any_other(tmp_path):
-    from megarl.config import load_recipe
+    from megarl.recipe.load import load_recipe
 
     path = tmp_path / "recipe.toml"
     path.write_text(

@@ -132,7 +132,7 @@ def test_a_model_that_would_be_computed_wrongly(fails, recipe, tiny_model, tmp_p
 
 
 def test_another_objective_leaves_the_fields_of_the_first(recipe):
-    from megarl.config import dump_recipe, load_recipe, override_recipe, recipe_diff
+    from megarl.recipe.load import dump_recipe, load_recipe, override_recipe, recipe_diff
 
     first = load_recipe(recipe, ["objective.veto_threshold=1e-3"])
     assert "veto_scope" in dump_recipe(first)  # resolved: defaults stand there too
@@ -173,7 +173,7 @@ def test_damage_to_a_run_directory(fails, recipe, tmp_path):
     command = ["train", recipe, "--run-dir", run]
     fails("rollout", run, "--stage", "0", words=["recipe.toml"])
 
-    from megarl.config import load_recipe
+    from megarl.recipe.load import load_recipe
     from megarl.run_dir import RunDir
 
     RunDir.create(run, load_recipe(recipe))

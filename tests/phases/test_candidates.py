@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megarl.config import parse_recipe
+from megarl.recipe.load import parse_recipe
 from megarl.data import Prompt
 from megarl.distributed import Peers
 from megarl.errors import UserError

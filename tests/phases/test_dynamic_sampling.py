@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megarl.config import load_recipe
+from megarl.recipe.load import load_recipe
 from megarl.ledger import parse
 from megarl.policy import copy_policy
 from megarl.run_dir import RunDir

@@ -12,7 +12,7 @@ from tests.phases.conftest import megarl
 @pytest.fixture(scope="module")
 def poisoned(recipe, tmp_path_factory):
     """A run whose sealed stage has rewards in updates 2 and 5 that overflow."""
-    from megarl.config import load_recipe
+    from megarl.recipe.load import load_recipe
     from megarl.policy import copy_policy
     from megarl.run_dir import RunDir
     from megarl.store import Group, Response, RolloutWriter, seal

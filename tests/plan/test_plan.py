@@ -8,7 +8,7 @@ import pytest
 
 from megarl import sizes
 from megarl.cli import main
-from megarl.config import load_recipe, override_recipe
+from megarl.recipe.load import load_recipe, override_recipe
 from megarl.errors import UserError
 from megarl.hf_config import read_hf_config
 from megarl.plan import Census, Plan, alternatives, make_plan

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megarl import sizes
-from megarl.config import load_recipe, override_recipe
+from megarl.recipe.load import load_recipe, override_recipe
 from megarl.hf_config import read_hf_config
-from megarl.layout import Layout
+from megarl.recipe.layout import Layout
 from megarl.sizes import GIB, Assumptions, StageCensus
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from megarl.config import dump_recipe
-from megarl.recipe import Recipe
+from megarl.recipe.load import dump_recipe
+from megarl.recipe.tables import Recipe
 
 START = 1_700_000_000.0
 ACCURACY = (0.281, 0.613, 0.815, 0.902)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megarl import progress
-from megarl.config import override_recipe
+from megarl.recipe.load import override_recipe
 from megarl.progress import JsonTail, Progress, RunState, describe_state
 from tests.report.synthetic_run import make_events, make_recipe, make_run, update_record, write_lines
 
@@ -201,7 +201,7 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from megarl import progress
-from megarl.config import override_recipe
+from megarl.recipe.load import override_recipe
 from tests.report.synthetic_run import make_recipe
 from tests.report.test_progress import grow
 progress.POLL_SECONDS = 0.05

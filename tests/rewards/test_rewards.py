@@ -8,7 +8,7 @@ import pytest
 
 from megarl.data import Prompt, build_prompts
 from megarl.errors import UserError
-from megarl.recipe import RewardTable
+from megarl.recipe.tables import RewardTable
 from megarl.rewards import build_verifier, reward
 from megarl.rewards.exact import Exact
 from megarl.rewards.math import Math

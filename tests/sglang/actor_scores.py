@@ -9,7 +9,7 @@ import sys
 import torch
 
 from megarl.actor import parallel
-from megarl.config import parse_recipe
+from megarl.recipe.load import parse_recipe
 from megarl.distributed import become_single_process
 
 

@@ -17,7 +17,7 @@ import torch
 from tiny_models import save
 from transformers import AutoModelForCausalLM
 
-from megarl.config import parse_recipe
+from megarl.recipe.load import parse_recipe
 from megarl.distributed import become_single_process
 from megarl.errors import UserError
 from megarl.phases.rollout import rollout

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from launch.layout import Link, check_layout
-from megarl.config import load_without_objective
+from megarl.recipe.load import load_without_objective
 from megarl.errors import UserError
 from tests.phases.conftest import ROOT
 

@@ -7,7 +7,7 @@ import json
 import sys
 
 from megarl.actor import parallel
-from megarl.config import parse_recipe
+from megarl.recipe.load import parse_recipe
 from megarl.distributed import become_single_process
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megarl.config import load_recipe
+from megarl.recipe.load import load_recipe
 from megarl.run_dir import RunDir
 from megarl.store import RolloutStore
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.errors import UserError
-from megarl.layout import Layout, check_layout
+from megarl.recipe.layout import Layout, check_layout
 from tests.actor.conftest import make_recipe
 
 MOE = dict(

@@ -1,6 +1,6 @@
 """The recipe: one small frozen model a table, units beside defaults, every mistake named before a process starts.
 
-Imports neither torch nor any engine. `megarl.config` checks the fields of ``[objective]``, against the objective's own
+Imports neither torch nor any engine. `megarl.recipe.load` checks the fields of ``[objective]``, against the objective's own
 dataclass.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from megarl.schedule import LagRule, nearest_divisor
+from megarl.recipe.schedule import LagRule, nearest_divisor
 
 
 class Table(BaseModel):

@@ -15,7 +15,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from megarl.errors import UserError
-from megarl.recipe import ObjectiveTable, Recipe, StageTable
+from megarl.recipe.tables import ObjectiveTable, Recipe, StageTable
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

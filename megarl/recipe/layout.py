@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.recipe import Recipe
+from megarl.recipe.tables import Recipe
 
 # settings of TransformerConfig that [actor] owns, or without which megarl's loss would be wrong
 _OWNED = {
