@@ -27,15 +27,15 @@ from transformers import AutoModelForCausalLM
 from megarl.actor import parallel
 from megarl.recipe.load import load_recipe
 from megarl.distributed import become_single_process
-from megarl.metrics import MetricsWriter
+from megarl.storage.metrics_log import MetricsWriter
 from megarl.objectives import build_objective
 from megarl.phases import optimize, rollout
 from megarl.phases.answers import Answerer
-from megarl.policy import copy_policy
+from megarl.storage.policies import copy_policy
 from megarl.recipe.tables import Recipe
 from megarl.rewards import reward
-from megarl.run_dir import RunDir
-from megarl.store import Group, RolloutStore, RolloutWriter, seal
+from megarl.storage.run_dir import RunDir
+from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 
 ROOT = Path(__file__).parents[1]
 TURN = 12  # updates a side makes before the other has its turn

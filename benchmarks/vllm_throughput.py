@@ -31,11 +31,11 @@ from megarl.recipe.load import load_recipe
 from megarl.data import Prompt
 from megarl.phases.answers import Answerer
 from megarl.phases.rollout import generate
-from megarl.policy import copy_policy
+from megarl.storage.policies import copy_policy
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import response_seed
 from megarl.rollout.vllm import VllmEngine, engine_arguments
-from megarl.store import RolloutWriter
+from megarl.storage.rollouts import RolloutWriter
 
 SAMPLES = 8
 

@@ -53,7 +53,7 @@ def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands import summarise_run
     from megarl.recipe.load import load_recipe
     from megarl.preflight import check
-    from megarl.run_dir import RunDir
+    from megarl.storage.run_dir import RunDir
     from megarl.train import optimizes, train
 
     recipe = load_recipe(options.recipe, options.set)
@@ -117,7 +117,7 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _open_stage(options: argparse.Namespace):  # type: ignore[no-untyped-def]
-    from megarl.run_dir import RunDir
+    from megarl.storage.run_dir import RunDir
 
     run = RunDir.open(options.run_dir)
     run.check_stage(options.stage)

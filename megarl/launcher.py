@@ -24,9 +24,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from megarl.errors import STOP_SIGNALS, STOPPED, PhaseFailed, UserError
-from megarl.files import INTACT
+from megarl.storage.files import INTACT
 from megarl.nodes import Nodes, Report
-from megarl.run_dir import RunDir
+from megarl.storage.run_dir import RunDir
 
 for name in ("", ".agent.server.api"):  # which has a level of its own
     logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)  # `_explain` says it better

@@ -12,7 +12,7 @@ from megarl.errors import UserError
 from megarl.hf_config import read_hf_config
 from megarl.recipe.layout import check_layout
 from megarl.objectives import build_objective
-from megarl.policy import weight_files
+from megarl.storage.policies import weight_files
 from megarl.recipe.tables import Recipe, RolloutTable
 from megarl.rollout import AVAILABLE, RECORD_EXPERTS, TEMPERATURES
 from megarl.rollout.sglang_server import installed_version

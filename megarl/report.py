@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.files import write_atomic
+from megarl.storage.files import write_atomic
 
 Record = dict[str, Any]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megarl.launcher import run_phase
 from megarl.nodes import Nodes
-from megarl.policy import copy_policy
+from megarl.storage.policies import copy_policy
 from megarl.progress import Progress
 from megarl.report import write_report
-from megarl.run_dir import RunDir
+from megarl.storage.run_dir import RunDir
 
 
 def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> None:

@@ -37,12 +37,12 @@ WITHOUT_TORCH = (
     "megarl",
     "megarl.recipe.load",
     "megarl.errors",
-    "megarl.files",
-    "megarl.ledger",
+    "megarl.storage.files",
+    "megarl.storage.ledger",
     "megarl.recipe.tables",
-    "megarl.store",
+    "megarl.storage.rollouts",
 )
-LIGHT = ("megarl.recipe.load", "megarl.kernels", "megarl.objectives", "megarl.store")
+LIGHT = ("megarl.recipe.load", "megarl.kernels", "megarl.objectives", "megarl.storage.rollouts")
 LAYERS = ("batch", "kernels", "objectives", "actor", "phases", "train", "cli")
 
 FORKS = """

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megarl.actor.optimizer_state import adam_step, set_adam_step, sharded_adam_state
 from megarl.actor.step import Actor
 from megarl.errors import UserError
-from megarl.files import atomic_directory, make_directory
+from megarl.storage.files import atomic_directory, make_directory
 from megarl.recipe.layout import Layout
 from megarl.objectives.clipping import RatioBounds
 from megarl.objectives.second_moment import SecondMomentMask

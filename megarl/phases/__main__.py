@@ -53,7 +53,7 @@ def _run(name: str, run_dir: Path, stage: int) -> None:
     import torch.distributed as dist
 
     from megarl.errors import UserError
-    from megarl.run_dir import RunDir
+    from megarl.storage.run_dir import RunDir
 
     phase = getattr(importlib.import_module(f"megarl.phases.{name}"), name)
     try:

@@ -11,13 +11,13 @@ import numpy as np
 
 from megarl.data import Prompt, PromptSource, build_prompts, load_tokenizer, stop_token_ids
 from megarl.distributed import Peers
-from megarl.policy import decode_reference, encode_reference, read_info, read_reference
+from megarl.storage.policies import decode_reference, encode_reference, read_info, read_reference
 from megarl.recipe.tables import Recipe
 from megarl.rewards import Verifier, build_verifier, reward
 from megarl.rollout import build_engine
 from megarl.rollout.drift import Drift, check_weights, hugging_face_reference
 from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, never, response_seed
-from megarl.store import Response
+from megarl.storage.rollouts import Response
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megarl.distributed import Peers
 from megarl.phases.answers import Answerer, Question
-from megarl.run_dir import RunDir
+from megarl.storage.run_dir import RunDir
 
 _EVALUATION_SEED = 1 << 40  # apart from the seeds of training responses, which are group ids
 

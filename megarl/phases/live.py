@@ -14,15 +14,15 @@ import torch.distributed as dist
 from megarl.actor import parallel
 from megarl.distributed import Role
 from megarl.errors import UserError
-from megarl.files import make_directory
+from megarl.storage.files import make_directory
 from megarl.phases.board import Board
 from megarl.phases.optimize import build_actor, groups_of_update, make_updates, resume, saved_updates
 from megarl.phases.publish import Publisher
 from megarl.phases.service import serve
 from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import Recipe
-from megarl.run_dir import RunDir
-from megarl.store import Group, RolloutStore
+from megarl.storage.run_dir import RunDir
+from megarl.storage.rollouts import Group, RolloutStore
 
 if TYPE_CHECKING:
     from megarl.actor.step import Actor

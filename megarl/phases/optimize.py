@@ -17,13 +17,13 @@ import torch.distributed as dist
 from megarl.actor import parallel
 from megarl.advantages import group_advantages, zero_variance
 from megarl.errors import STOPPED, UserError
-from megarl.files import append_json
-from megarl.metrics import MetricsWriter
+from megarl.storage.files import append_json
+from megarl.storage.metrics_log import MetricsWriter
 from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import ObjectiveTable
-from megarl.run_dir import RunDir
-from megarl.store import Group, RolloutStore
+from megarl.storage.run_dir import RunDir
+from megarl.storage.rollouts import Group, RolloutStore
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megarl.phases.board import NOTHING, Board
 from megarl.phases.optimize import export
-from megarl.run_dir import RunDir
+from megarl.storage.run_dir import RunDir
 
 if TYPE_CHECKING:
     from megarl.actor.step import Actor

@@ -11,15 +11,15 @@ import numpy as np
 
 from megarl.distributed import Peers
 from megarl.errors import STOPPED
-from megarl.files import make_directory
+from megarl.storage.files import make_directory
 from megarl.phases.answers import Answer, Answerer, Question
 from megarl.phases.candidates import Candidates
 from megarl.phases.stop import StopRequest
 from megarl.phases.tally import Tally
 from megarl.rollout.engine import never
-from megarl.run_dir import RunDir
+from megarl.storage.run_dir import RunDir
 from megarl.recipe.schedule import cut_chunks
-from megarl.store import Group, RolloutStore, RolloutWriter, seal
+from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 
 STORE_SECONDS = 1.0  # between two shards: groups that became whole are lost for no longer than this
 

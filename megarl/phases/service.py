@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.distributed import Peers, Role
 from megarl.errors import STOPPED, UserError
-from megarl.files import make_directory
+from megarl.storage.files import make_directory
 from megarl.phases.answers import Answerer
 from megarl.phases.board import Board
 from megarl.phases.rollout import generate, missing_chunks
@@ -19,8 +19,8 @@ from megarl.phases.stop import StopRequest
 from megarl.phases.tally import Tally
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import never
-from megarl.run_dir import RunDir
-from megarl.store import RolloutStore, RolloutWriter, seal
+from megarl.storage.run_dir import RunDir
+from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
 
 POLL_SECONDS = 0.02
 STORE_SECONDS = 0.2  # between two shards of an engine that stores groups as they come: trainers may wait for them

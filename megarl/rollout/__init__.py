@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.hf_config import read_hf_config
-from megarl.policy import REFERENCE_TOKENS
+from megarl.storage.policies import REFERENCE_TOKENS
 
 if TYPE_CHECKING:
     from megarl.recipe.tables import Recipe

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.errors import UserError
-from megarl.policy import Reference, reference_sequences
+from megarl.storage.policies import Reference, reference_sequences
 from megarl.rollout.engine import RolloutEngine
 
 # nats, (largest of a token, mean over all). Two float32 implementations differ by some 1e-5. In bfloat16 a token whose

@@ -75,7 +75,7 @@ LAYOUTS = {
 @torch.no_grad()
 def seal_rollouts(model: Any, directory: Path) -> None:
     """Random responses with the log-probs of a policy near `model`, as a stale engine would have stored them."""
-    from megarl.store import Group, Response, RolloutWriter, seal
+    from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
 
     rng = np.random.default_rng(0)
     writer = RolloutWriter(directory, weights_hash="test", logprob_mode="exact")
@@ -106,7 +106,7 @@ def update_samples(rollouts: Path, update: int, routing_replay: str = "none") ->
     """Samples of one update, as an optimize phase reads them from a sealed stage."""
     from megarl.phases.optimize import to_samples
     from megarl.recipe.tables import ObjectiveTable
-    from megarl.store import RolloutStore
+    from megarl.storage.rollouts import RolloutStore
 
     groups = RolloutStore(rollouts).read(range(update * PROMPTS, (update + 1) * PROMPTS))
     samples = to_samples(groups, ObjectiveTable(advantage="group_mean"))

@@ -9,8 +9,8 @@ import pytest
 
 from megarl.recipe.load import load_recipe
 from megarl.nodes import Place, _open_store
-from megarl.policy import copy_policy
-from megarl.run_dir import RunDir
+from megarl.storage.policies import copy_policy
+from megarl.storage.run_dir import RunDir
 from tests.phases.conftest import RECIPE, ROOT, tiny_model  # noqa: F401 - a fixture
 
 PROMPTS = ["".join(letters) for letters in itertools.product("abcdef", repeat=4)]

@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from megarl.recipe.load import override_recipe
-from megarl.run_dir import RunDir
-from megarl.store import RolloutStore
+from megarl.storage.run_dir import RunDir
+from megarl.storage.rollouts import RolloutStore
 from tests.live.conftest import events, histogram, metrics
 from tests.store.sample_rollouts import as_bytes
 

@@ -12,7 +12,7 @@ import time
 import psutil
 
 from megarl.errors import STOPPED
-from megarl.ledger import LEDGER, parse
+from megarl.storage.ledger import LEDGER, parse
 from tests.live.conftest import histogram, metrics
 from tests.live.test_live import groups, weights
 from tests.phases.conftest import ROOT

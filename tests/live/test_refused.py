@@ -7,7 +7,7 @@ from megarl.recipe.load import load_recipe
 from megarl.errors import UserError
 from megarl.nodes import Nodes, Place
 from megarl.preflight import check
-from megarl.run_dir import RunDir
+from megarl.storage.run_dir import RunDir
 
 LIVE = ["schedule.kind=live", "schedule.sync_every=2", "schedule.lockstep=true"]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megarl.errors import UserError
-from megarl.store import Group, Response, RolloutStore, RolloutWriter, seal
+from megarl.storage.rollouts import Group, Response, RolloutStore, RolloutWriter, seal
 from tests.store.sample_rollouts import POLICY, as_bytes, make_group
 
 

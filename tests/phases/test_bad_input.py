@@ -174,7 +174,7 @@ def test_damage_to_a_run_directory(fails, recipe, tmp_path):
     fails("rollout", run, "--stage", "0", words=["recipe.toml"])
 
     from megarl.recipe.load import load_recipe
-    from megarl.run_dir import RunDir
+    from megarl.storage.run_dir import RunDir
 
     RunDir.create(run, load_recipe(recipe))
     assert megarl("rollout", run, "--stage", "0").returncode == 0

@@ -12,7 +12,7 @@ from megarl.distributed import Peers
 from megarl.errors import UserError
 from megarl.phases.answers import Answer, Question
 from megarl.phases.candidates import Candidates, Choice
-from megarl.store import Response
+from megarl.storage.rollouts import Response
 
 TABLES = {
     "model": {"path": "/model"},

@@ -10,10 +10,10 @@ import time
 import pytest
 
 from megarl.recipe.load import load_recipe
-from megarl.ledger import parse
-from megarl.policy import copy_policy
-from megarl.run_dir import RunDir
-from megarl.store import RolloutStore
+from megarl.storage.ledger import parse
+from megarl.storage.policies import copy_policy
+from megarl.storage.run_dir import RunDir
+from megarl.storage.rollouts import RolloutStore
 from tests.live.conftest import events, metrics, phases  # noqa: F401 - a fixture
 from tests.phases.conftest import RECIPE
 from tests.store.sample_rollouts import as_bytes

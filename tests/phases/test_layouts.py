@@ -74,7 +74,7 @@ def test_two_processes_make_the_same_updates(optimized, objective, layout):
 def test_a_run_continues_in_another_layout_but_not_with_another_recipe(recipe, tmp_path):
     from megarl.recipe.load import load_recipe
     from megarl.errors import UserError
-    from megarl.run_dir import RunDir
+    from megarl.storage.run_dir import RunDir
 
     run = RunDir.create(tmp_path, load_recipe(recipe))
     other = load_recipe(recipe, ["actor.processes_per_node=2", "actor.expert_parallel=2"])

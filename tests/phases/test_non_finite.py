@@ -13,9 +13,9 @@ from tests.phases.conftest import megarl
 def poisoned(recipe, tmp_path_factory):
     """A run whose sealed stage has rewards in updates 2 and 5 that overflow."""
     from megarl.recipe.load import load_recipe
-    from megarl.policy import copy_policy
-    from megarl.run_dir import RunDir
-    from megarl.store import Group, Response, RolloutWriter, seal
+    from megarl.storage.policies import copy_policy
+    from megarl.storage.run_dir import RunDir
+    from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
 
     run = RunDir.create(tmp_path_factory.mktemp("poisoned"), load_recipe(recipe))
     info = copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.policy(0))

@@ -16,8 +16,8 @@ from megarl.phases.optimize import remove_stages, summary, to_samples
 from megarl.phases.tally import Tally, solve_rate_bin
 from megarl.recipe.tables import ObjectiveTable
 from megarl.rollout.engine import Completion, expert_type
-from megarl.run_dir import RunDir
-from megarl.store import Group, Response
+from megarl.storage.run_dir import RunDir
+from megarl.storage.rollouts import Group, Response
 
 
 def group(number, rewards):

@@ -14,7 +14,7 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.nodes import Place, find_place, first_host
-from megarl.store import RolloutStore
+from megarl.storage.rollouts import RolloutStore
 from tests.phases.conftest import ROOT, megarl
 from tests.phases.test_kill import lines, processes_of
 

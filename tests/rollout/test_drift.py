@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save
 
 from megarl.errors import UserError
-from megarl.policy import Reference, read_reference, write_reference
+from megarl.storage.policies import Reference, read_reference, write_reference
 from megarl.rollout.builtin import BuiltinEngine
 from megarl.rollout.drift import check_weights, hugging_face_reference
 

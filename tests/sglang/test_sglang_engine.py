@@ -21,13 +21,13 @@ from megarl.recipe.load import parse_recipe
 from megarl.distributed import become_single_process
 from megarl.errors import UserError
 from megarl.phases.rollout import rollout
-from megarl.policy import copy_policy
+from megarl.storage.policies import copy_policy
 from megarl.rollout import build_engine
 from megarl.rollout.drift import check_weights, hugging_face_reference
 from megarl.rollout.engine import Request, Sampling, response_seed
 from megarl.rollout.sglang_server import ServerFailed
-from megarl.run_dir import RunDir
-from megarl.store import RolloutStore
+from megarl.storage.run_dir import RunDir
+from megarl.storage.rollouts import RolloutStore
 from tests.sglang.conftest import PYTHON
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.ledger import parse
-from megarl.store import RolloutStore
+from megarl.storage.ledger import parse
+from megarl.storage.rollouts import RolloutStore
 from tests.sglang.conftest import PYTHON
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from megarl.recipe.load import load_recipe
-from megarl.run_dir import RunDir
-from megarl.store import RolloutStore
+from megarl.storage.run_dir import RunDir
+from megarl.storage.rollouts import RolloutStore
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {

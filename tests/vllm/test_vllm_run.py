@@ -13,8 +13,8 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from megarl.ledger import parse
-from megarl.store import RolloutStore
+from megarl.storage.ledger import parse
+from megarl.storage.rollouts import RolloutStore
 
 ROOT = Path(__file__).parents[2]
 UPDATES = 4

@@ -20,10 +20,10 @@ from sample_rollouts import (
 )
 
 from megarl.errors import UserError
-from megarl.store import RolloutStore, RolloutWriter, is_sealed, seal
+from megarl.storage.rollouts import RolloutStore, RolloutWriter, is_sealed, seal
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["pytest", "pyarrow", "megarl.store"])
+processes.set_forkserver_preload(["pytest", "pyarrow", "megarl.storage.rollouts"])
 
 
 def check_acknowledged(directory, acknowledged, chunk):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.store import Group, Response, RolloutStore, RolloutWriter, is_sealed, seal
+from megarl.storage.rollouts import Group, Response, RolloutStore, RolloutWriter, is_sealed, seal
 
 POLICY = {"weights_hash": "b3" * 32, "logprob_mode": "processed"}
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sample_rollouts import POLICY, as_bytes, contents, make_group, with_experts
 
 from megarl.errors import UserError
-from megarl.store import OPEN_SHARDS, Group, Response, RolloutStore, RolloutWriter, is_sealed, seal
+from megarl.storage.rollouts import OPEN_SHARDS, Group, Response, RolloutStore, RolloutWriter, is_sealed, seal
 
 
 def write(directory, *chunks, writer=0, **policy):
@@ -217,7 +217,7 @@ def test_two_live_writers_with_one_number_are_refused(tmp_path):
     with RolloutWriter(tmp_path, **POLICY) as writer:
         writer.append([make_group(0)])
         RolloutStore(tmp_path)  # a reader closing its own handle of the ledger must not lose the lock
-        code = f"from megarl.store import *; RolloutWriter({str(tmp_path)!r}, weights_hash='x', logprob_mode='y')"
+        code = f"from megarl.storage.rollouts import *; RolloutWriter({str(tmp_path)!r}, weights_hash='x', logprob_mode='y')"
         other = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
         assert "another process is writing" in other.stderr
         with pytest.raises(UserError, match="another process is writing"):
@@ -281,7 +281,7 @@ def test_bad_experts_are_named_and_nothing_is_written(tmp_path, experts, message
 
 
 def test_the_store_imports_no_model_code():
-    code = "import sys, megarl.store; print({'torch', 'megatron', 'transformers', 'vllm'} & set(sys.modules))"
+    code = "import sys, megarl.storage.rollouts; print({'torch', 'megatron', 'transformers', 'vllm'} & set(sys.modules))"
     assert (
         subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True).stdout.strip()
         == "set()"

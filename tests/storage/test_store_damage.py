@@ -6,7 +6,7 @@ import pytest
 from sample_rollouts import POLICY, as_bytes, contents, make_group, with_experts
 
 from megarl.errors import UserError
-from megarl.store import RolloutStore, RolloutWriter, seal
+from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from typing import Self
 import pyarrow as pa
 
 from megarl.errors import UserError
-from megarl.files import disk_errors, fsync_path, write_atomic
-from megarl.ledger import (
+from megarl.storage.files import disk_errors, fsync_path, write_atomic
+from megarl.storage.ledger import (
     LEDGER,
     SEALED,
     LedgerEntry,
@@ -38,9 +38,9 @@ from megarl.ledger import (
     to_line,
     verify_shard,
 )
-from megarl.shards import Group as Group
-from megarl.shards import Response as Response
-from megarl.shards import Shard, encode, validate
+from megarl.storage.shards import Group as Group
+from megarl.storage.shards import Response as Response
+from megarl.storage.shards import Shard, encode, validate
 
 OPEN_SHARDS = 16  # shards a reader keeps mapped: its memory must not grow with the stage
 

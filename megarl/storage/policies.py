@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import UserError
-from megarl.files import atomic_directory
+from megarl.storage.files import atomic_directory
 
 INFO_FILE = "megarl.json"
 REFERENCE_FILE = "reference.json"
