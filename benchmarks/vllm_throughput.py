@@ -28,7 +28,7 @@ from common import ROOT, write_table
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from megarl.recipe.load import load_recipe
-from megarl.data import Prompt
+from megarl.data.prompts import Prompt
 from megarl.phases.answers import Answerer
 from megarl.phases.rollout import generate
 from megarl.storage.policies import copy_policy

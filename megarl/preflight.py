@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megarl.data import build_prompts, check_tokenizer_fits, load_tokenizer
+from megarl.data.prompts import build_prompts, check_tokenizer_fits, load_tokenizer
 from megarl.errors import UserError
 from megarl.hf_config import read_hf_config
 from megarl.recipe.layout import check_layout

@@ -23,7 +23,7 @@ HEAVY = {  # package: the modules (and everything below them) that may bring it 
     "megatron": ("megarl.actor", "megarl.phases"),
     "transformers": (
         "megarl.actor",
-        "megarl.data",
+        "megarl.data.prompts",
         "megarl.kernels.liger_linear_logprob",
         "megarl.phases",
         "megarl.rollout",

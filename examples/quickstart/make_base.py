@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from megarl.actor import parallel
 from megarl.batch import TokenBatch
 from megarl.recipe.load import load_recipe
-from megarl.data import build_prompts, load_tokenizer
+from megarl.data.prompts import build_prompts, load_tokenizer
 from megarl.distributed import become_single_process
 from megarl.objectives import Objective, Terms
 from megarl.objectives.terms import make_terms

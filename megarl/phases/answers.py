@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data import Prompt, PromptSource, build_prompts, load_tokenizer, stop_token_ids
+from megarl.data.prompts import Prompt, PromptSource, build_prompts, load_tokenizer, stop_token_ids
 from megarl.distributed import Peers
 from megarl.storage.policies import decode_reference, encode_reference, read_info, read_reference
 from megarl.recipe.tables import Recipe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megarl.data import Prompt, PromptSource
+from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.data import Prompt
+from megarl.data.prompts import Prompt
 from megarl.rewards import right_answer
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 
-from megarl.data import Prompt
+from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.rewards import right_answer
 

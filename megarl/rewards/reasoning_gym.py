@@ -12,7 +12,7 @@ import ast
 import re
 from typing import Any
 
-from megarl.data import Prompt
+from megarl.data.prompts import Prompt
 
 EVAL_SCORERS = {"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"}
 FORMULA_SCORERS = {

@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megarl.data import build_prompts
+from megarl.data.prompts import build_prompts
 from megarl.errors import UserError
 from tests.data.prompt_sources import char_tokenizer, recipe
 

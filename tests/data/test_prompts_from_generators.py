@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-from megarl.data import BLOCK, build_prompts
+from megarl.data.prompts import BLOCK, build_prompts
 from megarl.errors import UserError
 from tests.data.prompt_sources import char_tokenizer, recipe
 

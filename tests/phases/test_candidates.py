@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.recipe.load import parse_recipe
-from megarl.data import Prompt
+from megarl.data.prompts import Prompt
 from megarl.distributed import Peers
 from megarl.errors import UserError
 from megarl.phases.answers import Answer, Question

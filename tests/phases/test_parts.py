@@ -8,7 +8,7 @@ import pytest
 
 from megarl.commands import branch_recipe
 from megarl.recipe.load import load_recipe, override_recipe, parse_recipe
-from megarl.data import Prompt
+from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.phases.answers import Answer, Question, join_experts
 from megarl.phases.evaluate import interval, summarise

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megarl.data import Prompt, build_prompts
+from megarl.data.prompts import Prompt, build_prompts
 from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
 from megarl.rewards import build_verifier, reward
