@@ -18,7 +18,7 @@ from typing import IO, Any
 from megarl import sizes
 from megarl.recipe.load import dump_recipe, load_recipe, override_recipe
 from megarl.errors import UserError
-from megarl.hf_config import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from megarl.recipe.layout import Layout, check_layout
 from megarl.objectives import WithOptions, build_objective
 from megarl.recipe.tables import Recipe

@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.data.prompts import build_prompts, check_tokenizer_fits, load_tokenizer
 from megarl.errors import UserError
-from megarl.hf_config import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from megarl.recipe.layout import check_layout
 from megarl.objectives import build_objective
 from megarl.storage.policies import weight_files

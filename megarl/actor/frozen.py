@@ -11,7 +11,7 @@ from megarl.actor.hf import load_hf
 from megarl.actor.model import PolicyModel, build_model
 from megarl.actor.packing import MicroBatch
 from megarl.actor.schedule import collect, run_micro_batches
-from megarl.hf_config import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
 
 Field = Literal["ref_logprobs", "old_logprobs", "routed_experts"]

@@ -25,7 +25,7 @@ from megarl.actor.nonfinite import non_finite_update
 from megarl.actor.packing import MicroBatch
 from megarl.actor.schedule import LogprobsAndEntropy, Loss, MicroBatchLog, collect, run_micro_batches, token_batch
 from megarl.batch import TokenBatch
-from megarl.hf_config import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from megarl.objectives import Objective, WithOptions, token_weights
 from megarl.off_policy_metrics import summarise
 from megarl.recipe.tables import Recipe

@@ -90,7 +90,7 @@ class Layout:
         )
 
     def problems(self, hf: dict[str, Any]) -> Iterator[str]:
-        """Every rule that the layout breaks for a model (`megarl.hf_config.read_hf_config`)."""
+        """Every rule that the layout breaks for a model (`megarl.models.hf_config.read_hf_config`)."""
         for key in ("num_attention_heads", "num_key_value_heads"):
             if hf[key] % self.tensor_parallel:
                 yield f"tensor_parallel = {self.tensor_parallel} does not divide the model's {key} = {hf[key]}"

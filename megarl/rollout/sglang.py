@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import UserError
-from megarl.hf_config import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from megarl.rollout.engine import Completion, Request, Sampling, check_request, expert_type, never
 from megarl.rollout.sglang_server import Server, ServerFailed
 

@@ -90,7 +90,7 @@ def main(root: Path, rank: int) -> None:
 def round_trip(source: Path, target: Path, layout: str, table: dict[str, int]) -> dict[str, int]:
     from megarl.actor.hf import export_hf, load_hf
     from megarl.actor.model import build_model
-    from megarl.hf_config import read_hf_config
+    from megarl.models.hf_config import read_hf_config
     from tests.actor.conftest import make_recipe
 
     megatron = {"virtual_pipeline_model_parallel_size": 2} if layout == "pp2_vpp2" else {}

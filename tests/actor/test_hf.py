@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def load_models(path, **actor):
     from megarl.actor.hf import load_hf
     from megarl.actor.model import build_model
-    from megarl.hf_config import read_hf_config
+    from megarl.models.hf_config import read_hf_config
 
     models = build_model(read_hf_config(path), make_recipe(path, actor={"backend": "cpu", **actor}))
     load_hf(models, path)

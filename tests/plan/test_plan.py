@@ -10,7 +10,7 @@ from megarl import sizes
 from megarl.cli import main
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.errors import UserError
-from megarl.hf_config import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from megarl.plan import Census, Plan, alternatives, make_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

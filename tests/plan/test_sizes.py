@@ -7,7 +7,7 @@ import pytest
 
 from megarl import sizes
 from megarl.recipe.load import load_recipe, override_recipe
-from megarl.hf_config import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from megarl.recipe.layout import Layout
 from megarl.sizes import GIB, Assumptions, StageCensus
 

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.recipe.load import load_recipe
 from megarl.errors import UserError
-from megarl.hf_config import read_hf_config
+from megarl.models.hf_config import read_hf_config
 from tests.phases.conftest import RECIPE, recipe, tiny_model  # noqa: F401 - fixtures
 
 

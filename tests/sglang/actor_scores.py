@@ -24,7 +24,7 @@ def main() -> None:
     recipe = parse_recipe(tables)
     device = parallel.initialize(recipe)
     from megarl.actor import hf, model, reference, routing
-    from megarl.hf_config import read_hf_config
+    from megarl.models.hf_config import read_hf_config
 
     models = model.build_model(read_hf_config(sys.argv[1]), recipe)
     hf.load_hf(models, sys.argv[1])
