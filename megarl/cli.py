@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megarl.errors import PhaseFailed, UserError
 
 if TYPE_CHECKING:
-    from megarl.nodes import Nodes
+    from megarl.workers.nodes import Nodes
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -37,8 +37,8 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
     """The first node runs ``lead``, the others what it orders."""
 
     def command(options: argparse.Namespace) -> None:
-        from megarl.launcher import follow
-        from megarl.nodes import Nodes
+        from megarl.workers.launcher import follow
+        from megarl.workers.nodes import Nodes
 
         with Nodes.join() as nodes:
             if nodes.rank:
@@ -52,7 +52,7 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
 def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands import summarise_run
     from megarl.recipe.load import load_recipe
-    from megarl.preflight import check
+    from megarl.workers.preflight import check
     from megarl.storage.run_dir import RunDir
     from megarl.train import optimizes, train
 

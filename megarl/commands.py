@@ -10,10 +10,10 @@ from typing import Any
 from megarl.recipe.load import load_recipe, override_recipe, recipe_diff
 from megarl.errors import UserError
 from megarl.storage.files import make_directory
-from megarl.launcher import run_phase
-from megarl.nodes import Nodes, Place
+from megarl.workers.launcher import run_phase
+from megarl.workers.nodes import Nodes, Place
 from megarl.storage.policies import copy_policy
-from megarl.preflight import check
+from megarl.workers.preflight import check
 from megarl.progress import Progress
 from megarl.recipe.tables import Recipe
 from megarl.report import write_report

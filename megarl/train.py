@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.launcher import run_phase
-from megarl.nodes import Nodes
+from megarl.workers.launcher import run_phase
+from megarl.workers.nodes import Nodes
 from megarl.storage.policies import copy_policy
 from megarl.progress import Progress
 from megarl.report import write_report

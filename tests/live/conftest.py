@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megarl.recipe.load import load_recipe
-from megarl.nodes import Place, _open_store
+from megarl.workers.nodes import Place, _open_store
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
 from tests.phases.conftest import RECIPE, ROOT, tiny_model  # noqa: F401 - a fixture

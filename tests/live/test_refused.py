@@ -5,8 +5,8 @@ import pytest
 from megarl.commands import branch_recipe, optimize_stage, rollout_stage
 from megarl.recipe.load import load_recipe
 from megarl.errors import UserError
-from megarl.nodes import Nodes, Place
-from megarl.preflight import check
+from megarl.workers.nodes import Nodes, Place
+from megarl.workers.preflight import check
 from megarl.storage.run_dir import RunDir
 
 LIVE = ["schedule.kind=live", "schedule.sync_every=2", "schedule.lockstep=true"]

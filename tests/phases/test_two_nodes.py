@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megarl.errors import UserError
-from megarl.nodes import Place, find_place, first_host
+from megarl.workers.nodes import Place, find_place, first_host
 from megarl.storage.rollouts import RolloutStore
 from tests.phases.conftest import ROOT, megarl
 from tests.phases.test_kill import lines, processes_of

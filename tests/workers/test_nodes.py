@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from megarl.distributed import Peers
-from megarl.nodes import Nodes, Place, Report, _open_store
+from megarl.workers.nodes import Nodes, Place, Report, _open_store
 
 
 def free_port():

@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from megarl.errors import STOP_SIGNALS, STOPPED, PhaseFailed, UserError
 from megarl.storage.files import INTACT
-from megarl.nodes import Nodes, Report
+from megarl.workers.nodes import Nodes, Report
 from megarl.storage.run_dir import RunDir
 
 for name in ("", ".agent.server.api"):  # which has a level of its own
