@@ -96,7 +96,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from megarl.report import write_report
+    from megarl.views.report import write_report
 
     if len(options.run_dirs) > 1 and not options.output:
         raise UserError("--output FILE says where the page about several runs goes")
@@ -105,13 +105,13 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from megarl.plan import make_plan
+    from megarl.views.plan import make_plan
 
     print(make_plan(options.recipe, options.nodes, options.gpu, options.set))
 
 
 def _doctor(options: argparse.Namespace) -> None:
-    from megarl.doctor import diagnose
+    from megarl.views.doctor import diagnose
 
     print(diagnose())
 

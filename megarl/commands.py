@@ -14,9 +14,9 @@ from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import Nodes, Place
 from megarl.storage.policies import copy_policy
 from megarl.workers.preflight import check
-from megarl.progress import Progress
+from megarl.views.progress import Progress
 from megarl.recipe.tables import Recipe
-from megarl.report import write_report
+from megarl.views.report import write_report
 from megarl.storage.run_dir import RunDir
 
 _BRANCH_TABLES = ("objective.", "optimizer.", "actor.", "megatron.")

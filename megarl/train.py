@@ -5,8 +5,8 @@ from __future__ import annotations
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import Nodes
 from megarl.storage.policies import copy_policy
-from megarl.progress import Progress
-from megarl.report import write_report
+from megarl.views.progress import Progress
+from megarl.views.report import write_report
 from megarl.storage.run_dir import RunDir
 
 

@@ -1,7 +1,7 @@
 """Parameters on each rank of a layout, counted on the real Megatron model without memory or processes for it.
 
 The model is built on torch's meta device under its fake process group. That replaces what Megatron-Core sees of torch
-in the whole process, so `megarl.plan` runs this module as a process of its own: each line on stdin is a question,
+in the whole process, so `megarl.views.plan` runs this module as a process of its own: each line on stdin is a question,
 ``{"hf": settings of the model, "recipe": TOML, "ranks": n}``, and each line on stdout its answer.
 """
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl import sizes
+from megarl.views import sizes
 from megarl.recipe.layout import Layout
 from tests.actor.conftest import SHAPE, make_recipe
 

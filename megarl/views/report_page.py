@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.report import Run, interval, summary
+from megarl.views.report import Run, interval, summary
 
 COLOURS = (
     "#4c8bd6",

@@ -67,7 +67,7 @@ class Run:
 
 def write_report(run_dirs: list[Path], output: Path) -> Path:
     """Write the page about ``run_dirs`` to ``output`` and return that; `UserError` for what is no run directory."""
-    from megarl.report_page import render
+    from megarl.views.report_page import render
 
     runs = [read_run(Path(path), name) for path, name in zip(run_dirs, short_names(run_dirs), strict=True)]
     output = Path(output)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl import sizes
+from megarl.views import sizes
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.layout import Layout
-from megarl.sizes import GIB, Assumptions, StageCensus
+from megarl.views.sizes import GIB, Assumptions, StageCensus
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 HF = read_hf_config(EXAMPLES / "qwen3_30b_a3b")

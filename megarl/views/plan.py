@@ -15,14 +15,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from megarl import sizes
+from megarl.views import sizes
 from megarl.recipe.load import dump_recipe, load_recipe, override_recipe
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.layout import Layout, check_layout
 from megarl.objectives import WithOptions, build_objective
 from megarl.recipe.tables import Recipe
-from megarl.sizes import GIB, GPUS, Assumptions, StageCensus
+from megarl.views.sizes import GIB, GPUS, Assumptions, StageCensus
 
 ASSUME = Assumptions()
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from megarl.report import write_report
+from megarl.views.report import write_report
 from tests.report.synthetic_run import make_recipe, make_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

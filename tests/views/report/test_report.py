@@ -7,8 +7,8 @@ import re
 import pytest
 
 from megarl.errors import UserError
-from megarl.report import read_run, short_names, summary, write_report
-from megarl.report_page import POINTS, make_charts
+from megarl.views.report import read_run, short_names, summary, write_report
+from megarl.views.report_page import POINTS, make_charts
 from tests.report.synthetic_run import make_recipe, make_run, update_record, write_lines
 
 

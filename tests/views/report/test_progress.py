@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl import progress
+from megarl.views import progress
 from megarl.recipe.load import override_recipe
-from megarl.progress import JsonTail, Progress, RunState, describe_state
+from megarl.views.progress import JsonTail, Progress, RunState, describe_state
 from tests.report.synthetic_run import make_events, make_recipe, make_run, update_record, write_lines
 
 
@@ -200,7 +200,7 @@ def test_lines_come_at_a_modest_rate(tmp_path):
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from megarl import progress
+from megarl.views import progress
 from megarl.recipe.load import override_recipe
 from tests.report.synthetic_run import make_recipe
 from tests.report.test_progress import grow
