@@ -20,8 +20,8 @@ from token_pass import make_batch, take_turns
 
 from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES
-from megarl.objectives.ratios import log_ratio
-from megarl.objectives.terms import trust_region
+from megarl.objectives.parts.ratios import log_ratio
+from megarl.objectives.parts.terms import trust_region
 
 
 def m2_ways(batch: TokenBatch, backends: list[str], loop: bool) -> dict[str, Callable[[], torch.Tensor]]:

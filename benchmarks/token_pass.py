@@ -20,9 +20,9 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES
-from megarl.objectives.clipping import hard_clip
-from megarl.objectives.ratios import log_ratio, prefix_min_log_ratio
-from megarl.objectives.veto import veto_mask
+from megarl.objectives.parts.clipping import hard_clip
+from megarl.objectives.parts.ratios import log_ratio, prefix_min_log_ratio
+from megarl.objectives.parts.veto import veto_mask
 
 BYTES = 4 + 4 + 4 + 1 + 4 + 4 + 1 + 8
 CASES = ("mu_grpo", "minpro", "prefix_ratio_grpo", "m2po", "grpo")

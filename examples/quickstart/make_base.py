@@ -25,7 +25,7 @@ from megarl.recipe.load import load_recipe
 from megarl.data.prompts import build_prompts, load_tokenizer
 from megarl.distributed import become_single_process
 from megarl.objectives import Objective, Terms
-from megarl.objectives.terms import make_terms
+from megarl.objectives.parts.terms import make_terms
 
 HERE = Path(__file__).parent
 STEPS, BATCH, PEAK_LR, WRONG_LETTERS = 800, 64, 3e-3, 0.2

@@ -27,8 +27,8 @@ from megarl.actor.step import Actor
 from megarl.errors import UserError
 from megarl.storage.files import atomic_directory, make_directory
 from megarl.recipe.layout import Layout
-from megarl.objectives.clipping import RatioBounds
-from megarl.objectives.second_moment import SecondMomentMask
+from megarl.objectives.parts.clipping import RatioBounds
+from megarl.objectives.parts.second_moment import SecondMomentMask
 
 
 class _ForkedResults:

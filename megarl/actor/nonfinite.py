@@ -12,7 +12,7 @@ from megarl.actor.schedule import MicroBatchLog
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.objectives import Objective, WithOptions
-from megarl.objectives.sequences import positions, sequence_ids
+from megarl.objectives.parts.sequences import positions, sequence_ids
 
 _INPUTS = ("rollout_logprobs", "advantages", "logprobs", "old_logprobs", "ref_logprobs", "entropy")
 

@@ -13,7 +13,7 @@ from megarl.actor.model import PolicyModel
 from megarl.actor.packing import Sample, micro_batches
 from megarl.actor.schedule import collect, run_micro_batches
 from megarl.batch import TokenBatch
-from megarl.objectives.sequences import positions, sequence_ids
+from megarl.objectives.parts.sequences import positions, sequence_ids
 
 
 def score(

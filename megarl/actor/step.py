@@ -27,7 +27,7 @@ from megarl.actor.schedule import LogprobsAndEntropy, Loss, MicroBatchLog, colle
 from megarl.batch import TokenBatch
 from megarl.models.hf_config import read_hf_config
 from megarl.objectives import Objective, WithOptions, token_weights
-from megarl.off_policy_metrics import summarise
+from megarl.objectives.parts.summary import summarise
 from megarl.recipe.tables import Recipe
 
 

@@ -1,6 +1,6 @@
 """BAPO's contributions, binned by ratio: exact integer sums.
 
-Backends ``cpp`` and ``cuda``; the torch version is `megarl.objectives.balance` itself.
+Backends ``cpp`` and ``cuda``; the torch version is `megarl.objectives.parts.balance` itself.
 """
 
 from __future__ import annotations

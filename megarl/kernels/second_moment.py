@@ -1,6 +1,6 @@
 """Histograms of M2PO's radix selection: counts and fixed-point sums of l^2 over the tokens of the trust region.
 
-Backends ``cpp`` and ``cuda``; the torch version is `megarl.objectives.second_moment` itself.
+Backends ``cpp`` and ``cuda``; the torch version is `megarl.objectives.parts.second_moment` itself.
 """
 
 from __future__ import annotations

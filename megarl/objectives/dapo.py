@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.objectives.fields import choice, number
+from megarl.objectives.parts.fields import choice, number
 from megarl.objectives.grpo import Grpo
 
 

@@ -8,17 +8,17 @@ from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.kernels.token_pass import Rule
-from megarl.objectives.fields import choice, number
-from megarl.objectives.metrics import fraction_metrics
+from megarl.objectives.parts.fields import choice, number
+from megarl.objectives.parts.metrics import fraction_metrics
 from megarl.objectives.objective import Objective
-from megarl.objectives.ratios import log_ratio
-from megarl.objectives.second_moment import (
+from megarl.objectives.parts.ratios import log_ratio
+from megarl.objectives.parts.second_moment import (
     SecondMomentMask,
     moment_histograms,
     select_second_moment,
     winsorising_level,
 )
-from megarl.objectives.terms import Terms, make_terms, trust_region
+from megarl.objectives.parts.terms import Terms, make_terms, trust_region
 
 
 @dataclass(frozen=True)

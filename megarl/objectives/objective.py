@@ -10,9 +10,9 @@ from torch.distributed import ProcessGroup
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.kernels.token_pass import Rule
-from megarl.objectives.fields import check_fields, choice
-from megarl.objectives.fused import fused_terms
-from megarl.objectives.terms import Terms
+from megarl.objectives.parts.fields import check_fields, choice
+from megarl.objectives.parts.fused import fused_terms
+from megarl.objectives.parts.terms import Terms
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Objective:
 
     A subclass defines `terms`, what the paper says, and `rule`, which names the function of the fused token pass that
     computes the same. aggregation: how the caller turns ``terms.loss`` into one number over the whole optimizer batch,
-    see `megarl.objectives.aggregation`.
+    see `megarl.objectives.parts.aggregation`.
     """
 
     needs_statistics: ClassVar[bool] = False  # True: has `statistics(batch, group)`, whose result goes into the call

@@ -14,12 +14,12 @@ from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
-from megarl.objectives import clipping
-from megarl.objectives.fields import check_fields, choice, number
-from megarl.objectives.metrics import fraction_metrics, loss_metric, mean_metric
+from megarl.objectives.parts import clipping
+from megarl.objectives.parts.fields import check_fields, choice, number
+from megarl.objectives.parts.metrics import fraction_metrics, loss_metric, mean_metric
 from megarl.objectives.objective import Objective
-from megarl.objectives.ratios import log_ratio, sequence_log_ratio
-from megarl.objectives.terms import Terms, require
+from megarl.objectives.parts.ratios import log_ratio, sequence_log_ratio
+from megarl.objectives.parts.terms import Terms, require
 
 
 @dataclass(frozen=True)

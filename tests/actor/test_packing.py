@@ -88,7 +88,7 @@ def test_context_shards_hold_every_token_once_at_its_place(lengths, size, multip
     """All ranks' zigzag chunks together are the unsharded micro-batch."""
     from megarl.actor.packing import Sample, pack, packed_length
     from megarl.batch import ContextShard
-    from megarl.objectives.sequences import positions
+    from megarl.objectives.parts.sequences import positions
 
     rng = np.random.default_rng(seed)
     samples = []

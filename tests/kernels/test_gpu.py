@@ -16,7 +16,7 @@ from megarl.kernels.linear_logprob import linear_logprob
 from megarl.kernels.segment_summary import NEVER
 from megarl.kernels.token_pass import RULES, Inherited, PassResult, Rule, token_pass
 from megarl.objectives import OBJECTIVES
-from megarl.objectives.fused import constants
+from megarl.objectives.parts.fused import constants
 from megarl.objectives.objective import Objective
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

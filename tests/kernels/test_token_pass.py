@@ -22,7 +22,7 @@ from megarl.kernels.segment_summary import segment_summary
 from megarl.kernels.token_pass import RULES, SUMS, Rule, token_pass
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES, build_objective
-from megarl.objectives.fused import constants
+from megarl.objectives.parts.fused import constants
 
 HEADER = Path(__file__).parents[2] / "csrc/include/megarl_kernels.h"
 

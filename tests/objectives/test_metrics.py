@@ -10,8 +10,8 @@ from random_batches import random_batch
 
 from megarl.batch import TokenBatch
 from megarl.objectives import build_objective
-from megarl.objectives.histograms import QUANTILES, histogram, quantiles
-from megarl.off_policy_metrics import summarise
+from megarl.objectives.parts.histograms import QUANTILES, histogram, quantiles
+from megarl.objectives.parts.summary import summarise
 
 BATCHES = [random_batch(seed, kind) for kind in ("continuous", "ties", "heavy_tails") for seed in range(20)]
 

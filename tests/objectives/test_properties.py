@@ -14,7 +14,7 @@ from random_batches import random_batch
 
 from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES, build_objective
-from megarl.objectives.ratios import prefix_min_log_ratio
+from megarl.objectives.parts.ratios import prefix_min_log_ratio
 
 SEVENTHS = st.integers(-40, 40).map(lambda k: k / 7)
 LOG_RATIOS = st.one_of(SEVENTHS, st.floats(-2, 2, width=32))

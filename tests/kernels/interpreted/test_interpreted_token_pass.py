@@ -18,7 +18,7 @@ from megarl.kernels.segment_summary import NEVER
 from megarl.kernels.token_pass import RULES, Inherited, PassResult, Rule, token_pass
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES
-from megarl.objectives.fused import constants, tokens_of
+from megarl.objectives.parts.fused import constants, tokens_of
 from megarl.objectives.objective import Objective
 
 CPU = torch.device("cpu")

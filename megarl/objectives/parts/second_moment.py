@@ -16,10 +16,10 @@ from torch.distributed import ProcessGroup
 from megarl.batch import TokenBatch
 from megarl.kernels.second_moment import moment_histogram, moment_keys, moment_ties
 from megarl.kernels.tokens import STATISTICS_IN_TORCH
-from megarl.objectives.fused import places_of, tokens_of
-from megarl.objectives.ratios import log_ratio
-from megarl.objectives.sequences import positions, sequence_ids
-from megarl.objectives.terms import trust_region
+from megarl.objectives.parts.fused import places_of, tokens_of
+from megarl.objectives.parts.ratios import log_ratio
+from megarl.objectives.parts.sequences import positions, sequence_ids
+from megarl.objectives.parts.terms import trust_region
 
 _SCALE = 2.0**30  # l^2 <= 400, so 2^24 tokens fit into an int64 sum
 _VALUE_DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the 31 value bits of |l|

@@ -15,8 +15,8 @@ from torch.distributed import ProcessGroup
 from megarl.batch import TokenBatch
 from megarl.kernels.contributions import binned_contributions
 from megarl.kernels.tokens import STATISTICS_IN_TORCH
-from megarl.objectives.fused import tokens_of
-from megarl.objectives.ratios import log_ratio
+from megarl.objectives.parts.fused import tokens_of
+from megarl.objectives.parts.ratios import log_ratio
 
 _LIMB_BITS = 24  # a float64 contribution is cut into three integers, each of which sums exactly
 _LARGEST = 2.0**38  # a contribution beyond is counted as this; 2^24 of them fit into an int64

@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from megarl.objectives.histograms import QUANTILES, outer_edges, quantiles
-from megarl.objectives.metrics import Metric
+from megarl.objectives.parts.histograms import QUANTILES, outer_edges, quantiles
+from megarl.objectives.parts.metrics import Metric
 
 
 def summarise(metrics: dict[str, Metric], histograms: dict[str, torch.Tensor] | None = None) -> dict[str, float]:

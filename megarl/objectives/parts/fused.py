@@ -11,10 +11,10 @@ from megarl.batch import TokenBatch
 from megarl.kernels.segment_summary import NEVER, segment_summary
 from megarl.kernels.token_pass import SUMS, Inherited, Rule, token_pass
 from megarl.kernels.tokens import Tokens
-from megarl.objectives.aggregation import sequence_count
-from megarl.objectives.metrics import Metric, mean_metric
-from megarl.objectives.ratios import chunk_carry
-from megarl.objectives.terms import Terms
+from megarl.objectives.parts.aggregation import sequence_count
+from megarl.objectives.parts.metrics import Metric, mean_metric
+from megarl.objectives.parts.ratios import chunk_carry
+from megarl.objectives.parts.terms import Terms
 
 _POSITION_BITS = 22  # of csrc/include/token_rules.h
 
@@ -44,7 +44,7 @@ def tokens_of(batch: TokenBatch) -> Tokens:
 
 def places_of(batch: TokenBatch) -> torch.Tensor:
     """[segments] int64: where the first token of each segment stands in the order of ties, see
-    `megarl.objectives.second_moment.tie_order`."""
+    `megarl.objectives.parts.second_moment.tie_order`."""
     sequences = batch.cu_seqlens.numel() - 1
     index = batch.sequence_index
     if index is None:
@@ -98,7 +98,7 @@ def _metrics(s: dict[str, torch.Tensor], rule: Rule) -> dict[str, Metric]:
 def _loss_metric(
     segment_sums: torch.Tensor, counts: torch.Tensor | None, batch: TokenBatch, aggregation: str
 ) -> Metric:
-    """As `megarl.objectives.metrics.loss_metric`, from the sums of the segments; counts [segments]: trained tokens of
+    """As `megarl.objectives.parts.metrics.loss_metric`, from the sums of the segments; counts [segments]: trained tokens of
     each segment's whole sequence, None if it is the segment itself."""
     trained, loss = segment_sums.unbind(1)
     if aggregation == "token_mean":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from megarl.batch import ContextShard
-from megarl.objectives.sequences import sequence_ids, sequence_sum
+from megarl.objectives.parts.sequences import sequence_ids, sequence_sum
 
 
 def token_weights(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megarl.batch import ContextShard, TokenBatch
 from megarl.kernels.prefix_min import prefix_min
 from megarl.kernels.tokens import LOG_RATIO_LIMIT
-from megarl.objectives.sequences import sequence_ids, sequence_sum
+from megarl.objectives.parts.sequences import sequence_ids, sequence_sum
 
 
 def log_ratio(

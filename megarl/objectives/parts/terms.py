@@ -8,9 +8,9 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
-from megarl.objectives.histograms import histogram
-from megarl.objectives.metrics import Metric, dampen_metrics, fraction_metrics, loss_metric, mean_metric
-from megarl.objectives.ratios import prefix_min_log_ratio
+from megarl.objectives.parts.histograms import histogram
+from megarl.objectives.parts.metrics import Metric, dampen_metrics, fraction_metrics, loss_metric, mean_metric
+from megarl.objectives.parts.ratios import prefix_min_log_ratio
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megarl.batch import TokenBatch
-from megarl.objectives.sequences import positions, sequence_ids, sequence_min
+from megarl.objectives.parts.sequences import positions, sequence_ids, sequence_min
 
 SCOPES = ("sequence", "suffix", "non_trigger_suffix", "trigger")
 _NEVER = 2**62  # a position no token has

@@ -7,7 +7,7 @@ import math
 import torch
 
 from megarl.batch import TokenBatch
-from megarl.objectives.aggregation import denominator, token_weights
+from megarl.objectives.parts.aggregation import denominator, token_weights
 
 Metric = tuple[
     torch.Tensor, torch.Tensor
