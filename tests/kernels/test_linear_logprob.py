@@ -15,7 +15,7 @@ from torch.autograd import gradcheck
 from megarl.errors import UserError
 from megarl.kernels import linear_logprob as fused
 from megarl.kernels import reference
-from megarl.kernels import torch_linear_logprob as plain_torch
+from megarl.kernels.linear_logprob import torch_backend as plain_torch
 from megarl.kernels.linear_logprob import linear_logprob
 
 TOKENS, WIDTH, VOCAB, PADDED = 13, 6, 17, 24

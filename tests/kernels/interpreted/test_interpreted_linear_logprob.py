@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 from megarl.errors import UserError
 from megarl.kernels import reference
-from megarl.kernels import triton_linear_logprob as kernels
+from megarl.kernels.linear_logprob import triton_backend as kernels
 from megarl.kernels.linear_logprob import linear_logprob
 
 TEMPERATURE = 0.7

@@ -13,7 +13,7 @@ from test_against_papers import CASES
 from test_token_pass import make_batch
 
 from megarl.batch import TokenBatch
-from megarl.kernels import triton_token_pass as kernels
+from megarl.kernels.token_pass import triton_backend as kernels
 from megarl.kernels.segment_summary import NEVER
 from megarl.kernels.token_pass import RULES, Inherited, PassResult, Rule, token_pass
 from megarl.kernels.tokens import Tokens

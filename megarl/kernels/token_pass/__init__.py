@@ -1,7 +1,7 @@
 """One pass over packed tokens: log-ratio, running prefix minimum, weight and mask, loss, gradient and metric sums.
 
 What a token's loss is depends on the rule; ``csrc/include/token_rules.h`` holds one small
-function for each, `megarl.kernels.triton_token_rules` the same for Triton. The readable definition is the objective
+function for each, `megarl.kernels.token_pass.triton_rules` the same for Triton. The readable definition is the objective
 itself (`megarl.objectives`, backend ``torch``).
 """
 
@@ -113,7 +113,7 @@ def token_pass(
     carried = (None, None, None) if inherited is None else tuple(vars(inherited).values())
     operation: Any = _token_pass
     if backend == "triton":
-        operation = importlib.import_module("megarl.kernels.triton_token_pass").token_pass_triton
+        operation = importlib.import_module("megarl.kernels.token_pass.triton_backend").token_pass_triton
     loss, _, kept, segment_sums, sums, histograms = operation(
         RULES.index(rule.name),
         rule.parameters,

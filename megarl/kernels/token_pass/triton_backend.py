@@ -24,7 +24,7 @@ from megarl.kernels.token_pass import (
     scale_coefficient,
 )
 from megarl.kernels.tokens import Tokens
-from megarl.kernels.triton_token_rules import (
+from megarl.kernels.token_pass.triton_rules import (
     LOG_RATIO_LIMIT,
     NEVER,
     TRITON_RULES,
