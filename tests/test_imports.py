@@ -29,7 +29,7 @@ HEAVY = {  # package: the modules (and everything below them) that may bring it 
         "megarl.rollout",
     ),
     "vllm": ("megarl.rollout.vllm",),
-    "sglang": ("megarl.rollout.sglang",),
+    "sglang": ("megarl.rollout.sglang.engine",),
     "nemo_run": (),
 }
 IMPORTERS = HEAVY | {"megatron": ("megarl.actor",)}  # the modules that may hold the import statement, lazy or not

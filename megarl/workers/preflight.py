@@ -15,7 +15,7 @@ from megarl.objectives import build_objective
 from megarl.storage.policies import weight_files
 from megarl.recipe.tables import Recipe, RolloutTable
 from megarl.rollout import AVAILABLE, RECORD_EXPERTS, TEMPERATURES
-from megarl.rollout.sglang_server import installed_version
+from megarl.rollout.sglang.server import installed_version
 
 
 def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:

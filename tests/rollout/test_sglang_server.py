@@ -9,8 +9,8 @@ import pytest
 from tiny_models import save
 
 from megarl.errors import UserError
-from megarl.rollout.sglang import Settings, SglangEngine, _environment, _memory_errors, _Running
-from megarl.rollout.sglang_server import ServerFailed, installed_version, server_environment
+from megarl.rollout.sglang.engine import Settings, SglangEngine, _environment, _memory_errors, _Running
+from megarl.rollout.sglang.server import ServerFailed, installed_version, server_environment
 
 WITHOUT_SGLANG = Path(sys.executable)
 

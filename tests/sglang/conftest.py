@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.rollout.sglang_server import installed_version
+from megarl.rollout.sglang.server import installed_version
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))  # tiny_models
 

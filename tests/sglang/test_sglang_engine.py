@@ -25,7 +25,7 @@ from megarl.storage.policies import copy_policy
 from megarl.rollout import build_engine
 from megarl.rollout.drift import check_weights, hugging_face_reference
 from megarl.rollout.engine import Request, Sampling, response_seed
-from megarl.rollout.sglang_server import ServerFailed
+from megarl.rollout.sglang.server import ServerFailed
 from megarl.storage.run_dir import RunDir
 from megarl.storage.rollouts import RolloutStore
 from tests.sglang.conftest import PYTHON

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout import guard
+from megarl.rollout.sglang.engine import guard
 
 HOST = "127.0.0.1"
 HEALTH_SECONDS = 0.25  # between two looks at a server that starts
@@ -59,7 +59,7 @@ def server_environment(python: Path, settings: dict[str, str]) -> dict[str, str]
 class Server:
     """``python -m sglang.launch_server``, from its start to `stop`; what it prints goes to this process' stderr.
 
-    It and all processes below it end when this process does, however that ends: see `megarl.rollout.guard`.
+    It and all processes below it end when this process does, however that ends: see `megarl.rollout.sglang.guard`.
     """
 
     def __init__(self, python: Path, arguments: list[str], settings: dict[str, str]) -> None:

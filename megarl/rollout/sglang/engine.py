@@ -27,7 +27,7 @@ import numpy as np
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.rollout.engine import Completion, Request, Sampling, check_request, expert_type, never
-from megarl.rollout.sglang_server import Server, ServerFailed
+from megarl.rollout.sglang.server import Server, ServerFailed
 
 POLL_SECONDS = 0.1  # between two looks at `interrupted` and at deadlines while no response ends
 WHOLE_RESPONSE = 1 << 30  # tokens between two events of a response: there are its first token and its end
