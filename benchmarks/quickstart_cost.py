@@ -30,7 +30,7 @@ from megarl.distributed import become_single_process
 from megarl.storage.metrics_log import MetricsWriter
 from megarl.objectives import build_objective
 from megarl.phases import optimize, rollout
-from megarl.phases.answers import Answerer
+from megarl.phases.rollout_worker import Answerer
 from megarl.storage.policies import copy_policy
 from megarl.recipe.tables import Recipe
 from megarl.rewards import reward

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from megarl.recipe.load import load_recipe
 from megarl.data.prompts import Prompt
-from megarl.phases.answers import Answerer
+from megarl.phases.rollout_worker import Answerer
 from megarl.phases.rollout import generate
 from megarl.storage.policies import copy_policy
 from megarl.recipe.tables import Recipe

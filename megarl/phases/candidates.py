@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.advantages import zero_variance
 from megarl.distributed import Peers
-from megarl.phases.answers import Answer
+from megarl.phases.rollout_worker import Answer
 from megarl.storage.rollouts import Response, RolloutStore
 
 LOOK_SECONDS = 0.2  # between two looks at what other replicas tell while responses are being decoded

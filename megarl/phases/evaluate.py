@@ -12,7 +12,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megarl.distributed import Peers
-from megarl.phases.answers import Answerer, Question
+from megarl.phases.rollout_worker import Answerer, Question
 from megarl.storage.run_dir import RunDir
 
 _EVALUATION_SEED = 1 << 40  # apart from the seeds of training responses, which are group ids

@@ -12,10 +12,10 @@ import numpy as np
 from megarl.distributed import Peers
 from megarl.errors import STOPPED
 from megarl.storage.files import make_directory
-from megarl.phases.answers import Answer, Answerer, Question
+from megarl.phases.rollout_worker import Answer, Answerer, Question
 from megarl.phases.candidates import Candidates
 from megarl.phases.stop import StopRequest
-from megarl.phases.tally import Tally
+from megarl.phases.rollout_stats import Tally
 from megarl.rollout.engine import never
 from megarl.storage.run_dir import RunDir
 from megarl.recipe.schedule import cut_chunks

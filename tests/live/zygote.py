@@ -26,7 +26,7 @@ def import_everything() -> None:
     import megatron.core.optimizer  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM  # noqa: F401
 
-    import megarl.phases.live
+    import megarl.phases.live.trainer
     import megarl.rollout.builtin  # noqa: F401
 
 

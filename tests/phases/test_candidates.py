@@ -10,7 +10,7 @@ from megarl.recipe.load import parse_recipe
 from megarl.data.prompts import Prompt
 from megarl.distributed import Peers
 from megarl.errors import UserError
-from megarl.phases.answers import Answer, Question
+from megarl.phases.rollout_worker import Answer, Question
 from megarl.phases.candidates import Candidates, Choice
 from megarl.storage.rollouts import Response
 

@@ -10,10 +10,10 @@ from megarl.commands import branch_recipe
 from megarl.recipe.load import load_recipe, override_recipe, parse_recipe
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
-from megarl.phases.answers import Answer, Question, join_experts
+from megarl.phases.rollout_worker import Answer, Question, join_experts
 from megarl.phases.evaluate import interval, summarise
 from megarl.phases.optimize import remove_stages, summary, to_samples
-from megarl.phases.tally import Tally, solve_rate_bin
+from megarl.phases.rollout_stats import Tally, solve_rate_bin
 from megarl.recipe.tables import ObjectiveTable
 from megarl.rollout.engine import Completion, expert_type
 from megarl.storage.run_dir import RunDir

@@ -232,7 +232,7 @@ def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, mo
         engine.load_weights(policy_dir, version)
         return engine
 
-    monkeypatch.setattr("megarl.phases.answers.build_engine", running_engine)
+    monkeypatch.setattr("megarl.phases.rollout_worker.build_engine", running_engine)
     monkeypatch.setattr(engine, "close", lambda: None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megarl.phases.board import NOTHING, Board
+from megarl.phases.live.state import NOTHING, Board
 from megarl.phases.optimize import export
 from megarl.storage.run_dir import RunDir
 

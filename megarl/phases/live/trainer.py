@@ -15,10 +15,10 @@ from megarl.actor import parallel
 from megarl.distributed import Role
 from megarl.errors import UserError
 from megarl.storage.files import make_directory
-from megarl.phases.board import Board
+from megarl.phases.live.state import Board
 from megarl.phases.optimize import build_actor, groups_of_update, make_updates, resume, saved_updates
-from megarl.phases.publish import Publisher
-from megarl.phases.service import serve
+from megarl.phases.live.publish import Publisher
+from megarl.phases.live.service import serve
 from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import Recipe
 from megarl.storage.run_dir import RunDir

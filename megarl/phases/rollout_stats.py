@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.phases.answers import Answer
+from megarl.phases.rollout_worker import Answer
 
 EVENT_SECONDS = 30.0
 SOLVE_RATE_BINS = 5  # none of a group's responses right, three equal parts between, all of them right

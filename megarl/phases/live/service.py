@@ -12,11 +12,11 @@ from pathlib import Path
 from megarl.distributed import Peers, Role
 from megarl.errors import STOPPED, UserError
 from megarl.storage.files import make_directory
-from megarl.phases.answers import Answerer
-from megarl.phases.board import Board
+from megarl.phases.rollout_worker import Answerer
+from megarl.phases.live.state import Board
 from megarl.phases.rollout import generate, missing_chunks
 from megarl.phases.stop import StopRequest
-from megarl.phases.tally import Tally
+from megarl.phases.rollout_stats import Tally
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import never
 from megarl.storage.run_dir import RunDir
