@@ -30,9 +30,9 @@ from common import write_table
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from megarl.actor import parallel
-from megarl.recipe.load import parse_recipe
 from megarl.distributed import become_single_process
 from megarl.objectives import build_objective
+from megarl.recipe.load import parse_recipe
 from megarl.recipe.tables import Recipe
 
 VOCABULARY = 4096

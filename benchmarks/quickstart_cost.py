@@ -25,17 +25,17 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from megarl.actor import parallel
-from megarl.recipe.load import load_recipe
 from megarl.distributed import become_single_process
-from megarl.storage.metrics_log import MetricsWriter
 from megarl.objectives import build_objective
 from megarl.phases import optimize, rollout
-from megarl.phases.rollout_worker import Answerer
-from megarl.storage.policies import copy_policy
+from megarl.phases.rollout_worker import RolloutWorker
+from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import Recipe
 from megarl.rewards import reward
-from megarl.storage.run_dir import RunDir
+from megarl.storage.metrics_log import MetricsWriter
+from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
+from megarl.storage.run_dir import RunDir
 
 ROOT = Path(__file__).parents[1]
 TURN = 12  # updates a side makes before the other has its turn
@@ -44,8 +44,8 @@ TURN = 12  # updates a side makes before the other has its turn
 class PlainLoop:
     """The same algorithm in plain PyTorch and transformers: padded batches, AdamW, nothing durable."""
 
-    def __init__(self, recipe: Recipe, answerer: Answerer) -> None:
-        self.recipe, self.answerer = recipe, answerer
+    def __init__(self, recipe: Recipe, worker: RolloutWorker) -> None:
+        self.recipe, self.worker = recipe, worker
         self.model = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.float32)
         table = recipe.optimizer
         self.optimizer = torch.optim.AdamW(
@@ -58,8 +58,8 @@ class PlainLoop:
         """Sample all responses of some groups, left-padded, with a KV cache; returns the mean reward."""
         recipe = self.recipe
         samples, limit = recipe.rollout.responses_per_prompt, recipe.rollout.max_response_tokens
-        stop = self.answerer.stop_token_ids[0]
-        prompts = [self.answerer.prompts.train(group) for group in groups]
+        stop = self.worker.stop_token_ids[0]
+        prompts = [self.worker.prompts.train(group) for group in groups]
         width = max(len(p.tokens) for p in prompts)
         ids = torch.tensor([[0] * (width - len(p.tokens)) + list(p.tokens) for p in prompts])
         mask = torch.tensor([[0] * (width - len(p.tokens)) + [1] * len(p.tokens) for p in prompts])
@@ -80,10 +80,10 @@ class PlainLoop:
             output = self.model(
                 input_ids=chosen, attention_mask=mask, past_key_values=output.past_key_values, use_cache=True
             )
-        texts = self.answerer.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        texts = self.worker.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         finish = ["stop" if stopped else "length" for stopped in (tokens == stop).any(1).tolist()]
         rewards = [
-            reward(self.answerer.verifier, prompts[i // samples], text, finish[i], recipe.reward)
+            reward(self.worker.verifier, prompts[i // samples], text, finish[i], recipe.reward)
             for i, text in enumerate(texts)
         ]
         return sum(rewards) / len(rewards)
@@ -102,7 +102,7 @@ class PlainLoop:
             ids[i, width : width + len(r.tokens)] = torch.from_numpy(r.tokens.astype("int64"))
             attend[i, width - len(prompt) : width + len(r.tokens)] = 1
             mask[i, : len(r.tokens)] = 1
-            behaviour[i, : len(r.tokens)] = torch.from_numpy(r.logprobs)
+            behaviour[i, : len(r.tokens)] = torch.from_numpy(r.rollout_logprobs)
         output = self.model(input_ids=ids[:, :-1], attention_mask=attend[:, :-1], use_cache=False, logits_to_keep=limit)
         log_p = F.log_softmax(output.logits.float(), -1)
         chosen = log_p.gather(2, ids[:, width:, None])[..., 0]
@@ -132,8 +132,8 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
         seconds[name] += time.process_time() - start
         return result
 
-    answerer = Answerer.build(recipe, 0, run.policy(0))
-    plain = PlainLoop(recipe, answerer)
+    worker = RolloutWorker.build(recipe, 0, run.policy(0))
+    plain = PlainLoop(recipe, worker)
     objective = build_objective(recipe.objective.name, recipe.objective.fields)
     actor = step.Actor.build(recipe, run.policy(0), torch.device("cpu"))
     metrics = MetricsWriter(run.metrics, 0, recipe.run)
@@ -151,9 +151,9 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
     for stage in range(recipe.schedule.stages):
         directory = run.rollouts(stage)
         directory.mkdir(parents=True)
-        with RolloutWriter(directory, weights_hash=answerer.weights_hash, logprob_mode="processed") as writer:
+        with RolloutWriter(directory, weights_hash=worker.weights_hash, logprob_mode="processed") as writer:
             for chunk in rollout.missing_chunks(run, stage, run.groups(stage), whole=True):
-                timed("megarl/generate", lambda chunk=chunk: writer.append(*rollout.generate(answerer, iter([chunk]))))
+                timed("megarl/generate", lambda chunk=chunk: writer.append(*rollout.generate(worker, iter([chunk]))))
                 timed("plain/generate", plain.generate, chunk)
         timed("megarl/generate", seal, directory, run.groups(stage))
         store = RolloutStore(directory)

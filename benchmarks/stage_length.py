@@ -24,13 +24,13 @@ import numpy as np
 import torch
 
 from megarl.actor import parallel
-from megarl.recipe.load import load_recipe
 from megarl.distributed import become_single_process
-from megarl.storage.metrics_log import MetricsWriter
 from megarl.objectives import build_objective
 from megarl.phases import optimize
-from megarl.storage.run_dir import RunDir
+from megarl.recipe.load import load_recipe
+from megarl.storage.metrics_log import MetricsWriter
 from megarl.storage.rollouts import Group, Response, RolloutStore, RolloutWriter, seal
+from megarl.storage.run_dir import RunDir
 
 ROOT = Path(__file__).parents[1]
 

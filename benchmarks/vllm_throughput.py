@@ -27,14 +27,14 @@ import torch
 from common import ROOT, write_table
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from megarl.recipe.load import load_recipe
 from megarl.data.prompts import Prompt
-from megarl.phases.rollout_worker import Answerer
 from megarl.phases.rollout import generate
-from megarl.storage.policies import copy_policy
+from megarl.phases.rollout_worker import RolloutWorker
+from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import response_seed
 from megarl.rollout.vllm import VllmEngine, engine_arguments
+from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import RolloutWriter
 
 SAMPLES = 8
@@ -63,28 +63,28 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def phase(answerer: Answerer, groups: range, scratch: Path) -> int:
+def phase(worker: RolloutWorker, groups: range, scratch: Path) -> int:
     """Tokens of what a rollout phase does between its engine's start and its end."""
     tokens = 0
-    with RolloutWriter(scratch, weights_hash=answerer.weights_hash, logprob_mode="processed") as writer:
-        for portion in generate(answerer, iter([[group] for group in groups])):
+    with RolloutWriter(scratch, weights_hash=worker.weights_hash, logprob_mode="processed") as writer:
+        for portion in generate(worker, iter([[group] for group in groups])):
             writer.append(portion)
             tokens += sum(len(response.tokens) for group in portion for response in group.responses)
     return tokens
 
 
-def bare(llm: Any, answerer: Answerer, prompts: list[Prompt], groups: range) -> int:
+def bare(llm: Any, worker: RolloutWorker, prompts: list[Prompt], groups: range) -> int:
     """The same of `LLM.generate`."""
     from vllm import SamplingParams
 
-    table = answerer.recipe.rollout
+    table = worker.recipe.rollout
     requests = [{"prompt_token_ids": list(prompt.tokens)} for prompt in prompts for _ in range(SAMPLES)]
     parameters = [
         SamplingParams(
             temperature=table.temperature,
-            seed=response_seed(answerer.recipe.run.seed, group, k),
+            seed=response_seed(worker.recipe.run.seed, group, k),
             max_tokens=table.max_response_tokens,
-            stop_token_ids=list(answerer.stop_token_ids),
+            stop_token_ids=list(worker.stop_token_ids),
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
@@ -105,8 +105,8 @@ def timed(run: Callable[[], int]) -> tuple[int, float, float]:
 def take_turns(recipe: Recipe, policy: Path, size: int, turns: int, scratch: Path) -> list[dict[str, Any]]:
     from vllm import LLM
 
-    answerer = Answerer.build(recipe, 0, policy)
-    engine = answerer.engine
+    worker = RolloutWorker.build(recipe, 0, policy)
+    engine = worker.engine
     assert isinstance(engine, VllmEngine)
     engine.sleep()
     llm = LLM(**engine_arguments(policy, engine.settings))
@@ -114,9 +114,9 @@ def take_turns(recipe: Recipe, policy: Path, size: int, turns: int, scratch: Pat
     rows = []
     for turn in range(-1, turns):  # the first is for warming up
         groups = range((turn + 1) * size, (turn + 2) * size)
-        prompts = [answerer.prompts.train(group) for group in groups]
-        through_phase = partial(phase, answerer, groups, scratch / str(turn))
-        alone = partial(bare, llm, answerer, prompts, groups)
+        prompts = [worker.prompts.train(group) for group in groups]
+        through_phase = partial(phase, worker, groups, scratch / str(turn))
+        alone = partial(bare, llm, worker, prompts, groups)
         results = {}
         for run in (through_phase, alone) if turn % 2 else (alone, through_phase):
             results[run] = timed(run)

@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # megarl is not installed here, and only its recipes are read
 
 from launch.layout import Link, check_layout, plan_links  # noqa: E402
-from megarl.recipe.load import load_without_objective  # noqa: E402
 from megarl.errors import UserError  # noqa: E402
+from megarl.recipe.load import load_without_objective  # noqa: E402
 from megarl.recipe.tables import Recipe  # noqa: E402
 
 

@@ -52,9 +52,9 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
 def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands import summarise_run
     from megarl.recipe.load import load_recipe
-    from megarl.workers.preflight import check
     from megarl.storage.run_dir import RunDir
     from megarl.train import optimizes, train
+    from megarl.workers.preflight import check
 
     recipe = load_recipe(options.recipe, options.set)
     run = RunDir(options.run_dir.resolve(), recipe)

@@ -7,17 +7,17 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megarl.recipe.load import load_recipe, override_recipe, recipe_diff
 from megarl.errors import UserError
-from megarl.storage.files import make_directory
-from megarl.workers.launcher import run_phase
-from megarl.workers.nodes import Nodes, Place
-from megarl.storage.policies import copy_policy
-from megarl.workers.preflight import check
-from megarl.views.progress import Progress
+from megarl.recipe.load import load_recipe, override_recipe, recipe_diff
 from megarl.recipe.tables import Recipe
-from megarl.views.report import write_report
+from megarl.storage.files import make_directory
+from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
+from megarl.views.progress import Progress
+from megarl.views.report import write_report
+from megarl.workers.launcher import run_phase
+from megarl.workers.nodes import NodeRank, Nodes
+from megarl.workers.preflight import check
 
 _BRANCH_TABLES = ("objective.", "optimizer.", "actor.", "megatron.")
 
@@ -125,7 +125,7 @@ def evaluate_model(target: Path, recipe_path: Path | None, suite: str | None, ov
         run = RunDir.create(Path(scratch) / "run", recipe)
         run.policy(0).parent.mkdir(parents=True)
         os.symlink(policy, run.policy(0))
-        run_phase(Nodes(Place()), run, "evaluate", 0, recipe.rollout_of(0).workers)
+        run_phase(Nodes(NodeRank()), run, "evaluate", 0, recipe.rollout_of(0).workers)
         result = run.evaluation(0)
         assert result is not None
     return f"{policy}\n{describe(result)}"

@@ -42,7 +42,7 @@ def join_process_group(backend: str, role: Role | None = None) -> dist.Store:
 
 
 @dataclass(frozen=True)
-class Peers:
+class ReplicaGroup:
     """Processes that share a counter and a few values, but no tensors: engine replicas.
 
     Without a process group, since an engine makes one of its own, in which the replicas must not meet. ``name`` tells
@@ -55,7 +55,7 @@ class Peers:
     leave: Callable[[], None] = lambda: None  # called again and again while one waits for the others; may exit
 
     @classmethod
-    def join(cls, role: Role | None = None, leave: Callable[[], None] = lambda: None) -> Peers:
+    def join(cls, role: Role | None = None, leave: Callable[[], None] = lambda: None) -> ReplicaGroup:
         store = dist.PrefixStore("megarl", _phase_store())
         if role is not None:
             return cls(store, role.rank, role.size, leave)

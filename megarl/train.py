@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megarl.workers.launcher import run_phase
-from megarl.workers.nodes import Nodes
 from megarl.storage.policies import copy_policy
+from megarl.storage.run_dir import RunDir
 from megarl.views.progress import Progress
 from megarl.views.report import write_report
-from megarl.storage.run_dir import RunDir
+from megarl.workers.launcher import run_phase
+from megarl.workers.nodes import Nodes
 
 
 def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> None:

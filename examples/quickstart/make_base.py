@@ -21,11 +21,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from megarl.actor import parallel
 from megarl.batch import TokenBatch
-from megarl.recipe.load import load_recipe
 from megarl.data.prompts import build_prompts, load_tokenizer
 from megarl.distributed import become_single_process
 from megarl.objectives import Objective, Terms
 from megarl.objectives.parts.terms import make_terms
+from megarl.recipe.load import load_recipe
 
 HERE = Path(__file__).parent
 STEPS, BATCH, PEAK_LR, WRONG_LETTERS = 800, 64, 3e-3, 0.2

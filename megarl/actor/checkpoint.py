@@ -25,10 +25,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megarl.actor.optimizer_state import adam_step, set_adam_step, sharded_adam_state
 from megarl.actor.step import Actor
 from megarl.errors import UserError
-from megarl.storage.files import atomic_directory, make_directory
-from megarl.recipe.layout import Layout
 from megarl.objectives.parts.clipping import RatioBounds
 from megarl.objectives.parts.second_moment import SecondMomentMask
+from megarl.recipe.layout import Layout
+from megarl.storage.files import atomic_directory, make_directory
 
 
 class _ForkedResults:

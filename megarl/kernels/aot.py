@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of the Triton kernels, on any machine: registers, shared memory and spills of each.
 
-A module ``megarl/kernels/triton_*.py`` lists the ways in which it launches its kernels in `COMPILE_SPECS`. Triton
+A module ``triton_backend.py`` of an op lists the ways in which it launches its kernels in `COMPILE_SPECS`. Triton
 brings the compiler of machine code (ptxas) and the tool that reads it (cuobjdump).
 """
 
@@ -56,8 +56,8 @@ class Resources:
 
 def compile_specs() -> list[CompileSpec]:
     """Those of every Triton module of megarl; `AttributeError` for a module without `COMPILE_SPECS`."""
-    modules = [module.name for module in pkgutil.iter_modules(megarl.kernels.__path__, "megarl.kernels.")]
-    triton_modules = [name for name in modules if name.startswith("megarl.kernels.triton_")]
+    modules = [module.name for module in pkgutil.walk_packages(megarl.kernels.__path__, "megarl.kernels.")]
+    triton_modules = [name for name in modules if name.endswith(".triton_backend")]
     return [spec for name in triton_modules for spec in importlib.import_module(name).COMPILE_SPECS]
 
 

@@ -7,23 +7,23 @@ from dataclasses import asdict
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.objectives.parts.aggregation import denominator, token_weights
 from megarl.objectives.bapo import Bapo
 from megarl.objectives.cispo import Cispo
 from megarl.objectives.dapo import Dapo
 from megarl.objectives.decoupled_ppo import DecoupledPpo
-from megarl.objectives.parts.fields import build
 from megarl.objectives.grpo import Grpo
 from megarl.objectives.gspo import Gspo
 from megarl.objectives.m2po import M2Po
-from megarl.objectives.parts.metrics import Metric
 from megarl.objectives.minpro import MinPro
 from megarl.objectives.mu_grpo import MuGrpo
 from megarl.objectives.objective import Objective
 from megarl.objectives.options import OPTIONS, WithOptions
+from megarl.objectives.parts.aggregation import denominator, token_weights
+from megarl.objectives.parts.fields import build
+from megarl.objectives.parts.metrics import Metric
+from megarl.objectives.parts.terms import Terms
 from megarl.objectives.prefix_ratio_grpo import PrefixRatioGrpo
 from megarl.objectives.reinforce import Reinforce
-from megarl.objectives.parts.terms import Terms
 from megarl.objectives.topr import Topr
 
 __all__ = [

@@ -9,12 +9,12 @@ from torch.distributed import ProcessGroup
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.kernels.token_pass import Rule
+from megarl.objectives.objective import Objective
 from megarl.objectives.parts.balance import contributions, grid, path
 from megarl.objectives.parts.clipping import RatioBounds, dual_clip, hard_clip
 from megarl.objectives.parts.fields import choice, number
 from megarl.objectives.parts.fused import constants
 from megarl.objectives.parts.metrics import fraction_metrics, mean_metric
-from megarl.objectives.objective import Objective
 from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.terms import Terms, make_terms
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.objectives.parts.fields import choice, number
 from megarl.objectives.grpo import Grpo
+from megarl.objectives.parts.fields import choice, number
 
 
 @dataclass(frozen=True)

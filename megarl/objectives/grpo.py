@@ -5,11 +5,11 @@ from typing import Any
 
 from megarl.batch import TokenBatch
 from megarl.kernels.token_pass import Rule
+from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.fields import choice, number
 from megarl.objectives.parts.fused import constants
 from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.objective import Objective
 from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.terms import Terms, make_terms
 

@@ -8,9 +8,9 @@ from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.kernels.token_pass import Rule
+from megarl.objectives.objective import Objective
 from megarl.objectives.parts.fields import choice, number
 from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.objective import Objective
 from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.second_moment import (
     SecondMomentMask,

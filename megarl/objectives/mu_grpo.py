@@ -7,11 +7,11 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.kernels.token_pass import Rule
+from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.fields import choice, number
 from megarl.objectives.parts.fused import constants
 from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.objective import Objective
 from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.terms import Terms, make_terms
 from megarl.objectives.parts.veto import SCOPES, veto_mask
@@ -22,7 +22,7 @@ class MuGrpo(Objective):
     """mu-GRPO ("How Off-Policy Can GRPO Be?", section 4): relaxed clipping with a negative-advantage veto.
 
     objective_t = keep_t min(rho_t A_t, clip(rho_t, ratio_min, ratio_max) A_t), rho_t = pi(t) / pi_rollout(t). keep_t is
-    0 for the tokens that `megarl.objectives.parts.veto.veto_mask` names; only responses with A < 0 are ever vetoed. It is
+    0 for the tokens that `parts.veto.veto_mask` names; only responses with A < 0 are ever vetoed. It is
     recomputed at every update and not differentiated through. Vetoed tokens stay in the denominator.
 
     Inferred, for the paper's inline mathematics is not in its text: ratio_min 0 (trigger tokens keep a small gradient

@@ -14,10 +14,10 @@ from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
+from megarl.objectives.objective import Objective
 from megarl.objectives.parts import clipping
 from megarl.objectives.parts.fields import check_fields, choice, number
 from megarl.objectives.parts.metrics import fraction_metrics, loss_metric, mean_metric
-from megarl.objectives.objective import Objective
 from megarl.objectives.parts.ratios import log_ratio, sequence_log_ratio
 from megarl.objectives.parts.terms import Terms, require
 

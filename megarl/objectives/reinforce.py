@@ -5,8 +5,8 @@ from typing import Any
 
 from megarl.batch import TokenBatch
 from megarl.kernels.token_pass import Rule
-from megarl.objectives.parts.fused import constants
 from megarl.objectives.objective import Objective
+from megarl.objectives.parts.fused import constants
 from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.terms import Terms, make_terms
 

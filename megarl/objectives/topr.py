@@ -7,10 +7,10 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.kernels.token_pass import Rule
+from megarl.objectives.objective import Objective
 from megarl.objectives.parts.fields import number
 from megarl.objectives.parts.fused import constants
 from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.objective import Objective
 from megarl.objectives.parts.ratios import log_ratio, sequence_log_ratio
 from megarl.objectives.parts.terms import Terms, make_terms
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megarl.advantages import zero_variance
-from megarl.distributed import Peers
-from megarl.phases.rollout_worker import Answer
+from megarl.distributed import ReplicaGroup
+from megarl.phases.rollout_worker import ScoredGroup
 from megarl.storage.rollouts import Response, RolloutStore
 
 LOOK_SECONDS = 0.2  # between two looks at what other replicas tell while responses are being decoded
@@ -63,13 +63,13 @@ class Choice:
 
 
 class Candidates:
-    """The choice of a stage, as replicas tell each other of the groups that they have answered.
+    """The choice of a stage, as replicas tell each other of the groups that they have generated.
 
     With as many candidates as groups are wanted there is nothing to choose, and nobody tells anything.
     """
 
-    def __init__(self, peers: Peers, candidates: range, wanted: int) -> None:
-        self._store = peers.store
+    def __init__(self, replicas: ReplicaGroup, candidates: range, wanted: int) -> None:
+        self._store = replicas.store
         self._choice = Choice(candidates, wanted)
         self._chooses = wanted < len(candidates)
         self._read = 0  # messages
@@ -83,10 +83,10 @@ class Candidates:
                 self._choice.add(number, _varies(group.responses))
             self._tell(self._choice.varies)
 
-    def add(self, answer: Answer) -> None:
+    def add(self, group: ScoredGroup) -> None:
         """Tell of a group that will be stored, or the phase fails and starts again with what is."""
         if self._chooses:
-            self._tell({answer.question.number: _varies(answer.responses)})
+            self._tell({group.seeded.number: _varies(group.responses)})
 
     def _tell(self, varies: dict[int, bool]) -> None:
         number = self._store.add("candidates", 1) - 1

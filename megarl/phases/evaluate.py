@@ -11,8 +11,8 @@ from statistics import NormalDist
 import numpy as np
 import torch.distributed as dist
 
-from megarl.distributed import Peers
-from megarl.phases.rollout_worker import Answerer, Question
+from megarl.distributed import ReplicaGroup
+from megarl.phases.rollout_worker import RolloutWorker, SeededPrompt
 from megarl.storage.run_dir import RunDir
 
 _EVALUATION_SEED = 1 << 40  # apart from the seeds of training responses, which are group ids
@@ -20,16 +20,16 @@ _EVALUATION_SEED = 1 << 40  # apart from the seeds of training responses, which 
 
 def evaluate(run: RunDir, stage: int) -> None:
     """Append one ``evaluation`` event for ``run.policy(stage)``."""
-    peers = Peers.join()
+    replicas = ReplicaGroup.join()
     start = time.monotonic()
     policy = run.policy(stage)
-    answerer = Answerer.build(run.recipe, stage, policy, for_training=False)
-    drift = answerer.check_weights(policy, peers)
-    run.log_event("weight_drift", phase="evaluate", stage=stage, rank=peers.rank, **asdict(drift))
-    mine = score_heldout(answerer, peers.store)
-    answerer.engine.close()
-    everyone = peers.gather("rewards", list(mine.items()))
-    if peers.rank == 0:
+    worker = RolloutWorker.build(run.recipe, stage, policy, for_training=False)
+    drift = worker.check_weights(policy, replicas)
+    run.log_event("weight_drift", phase="evaluate", stage=stage, rank=replicas.rank, **asdict(drift))
+    mine = score_heldout(worker, replicas.store)
+    worker.engine.close()
+    everyone = replicas.gather("rewards", list(mine.items()))
+    if replicas.rank == 0:
         rewards = {index: values for part in everyone for index, values in part}
         run.log_event(
             "evaluation",
@@ -39,21 +39,21 @@ def evaluate(run: RunDir, stage: int) -> None:
             temperature=run.recipe.eval.temperature,
             seconds=round(time.monotonic() - start, 3),
         )
-    peers.barrier("evaluated")
+    replicas.barrier("evaluated")
 
 
-def score_heldout(answerer: Answerer, counter: dist.Store) -> dict[int, list[float]]:
+def score_heldout(worker: RolloutWorker, counter: dist.Store) -> dict[int, list[float]]:
     """Rewards of the held-out prompts that this replica took, by prompt number."""
-    recipe, prompts = answerer.recipe, answerer.prompts.heldout()
-    size = recipe.rollout.groups_per_chunk if answerer.engine.repeats_chunks else 1
+    recipe, prompts = worker.recipe, worker.prompts.heldout()
+    size = recipe.rollout.groups_per_chunk if worker.engine.repeats_chunks else 1
 
-    def take() -> Iterator[list[Question]]:
+    def take() -> Iterator[list[SeededPrompt]]:
         while (begin := (counter.add("next_evaluation", 1) - 1) * size) < len(prompts):
             batch = prompts[begin : begin + size]
-            yield [Question(_EVALUATION_SEED + begin + i, prompt) for i, prompt in enumerate(batch)]
+            yield [SeededPrompt(_EVALUATION_SEED + begin + i, prompt) for i, prompt in enumerate(batch)]
 
-    answers = answerer.answer(take(), recipe.eval.samples, recipe.eval.temperature)
-    return {a.question.number - _EVALUATION_SEED: [r.reward for r in a.responses] for a in answers}
+    groups = worker.generate(take(), recipe.eval.samples, recipe.eval.temperature)
+    return {g.seeded.number - _EVALUATION_SEED: [r.reward for r in g.responses] for g in groups}
 
 
 def summarise(rewards: np.ndarray) -> dict[str, object]:

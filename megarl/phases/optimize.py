@@ -17,13 +17,13 @@ import torch.distributed as dist
 from megarl.actor import parallel
 from megarl.advantages import group_advantages, zero_variance
 from megarl.errors import STOPPED, UserError
-from megarl.storage.files import append_json
-from megarl.storage.metrics_log import MetricsWriter
 from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import ObjectiveTable
-from megarl.storage.run_dir import RunDir
+from megarl.storage.files import append_json
+from megarl.storage.metrics_log import MetricsWriter
 from megarl.storage.rollouts import Group, RolloutStore
+from megarl.storage.run_dir import RunDir
 
 if TYPE_CHECKING:
     import torch
@@ -275,7 +275,7 @@ def to_samples(groups: list[Group], table: ObjectiveTable, experts: bool = False
         Sample(
             prompt_tokens=group.prompt_tokens,
             response_tokens=response.tokens,
-            rollout_logprobs=response.logprobs,
+            rollout_logprobs=response.rollout_logprobs,
             advantage=advantage,
             trained=bool(kept),
             routed_experts=response.routed_experts if experts else None,

@@ -9,17 +9,17 @@ from dataclasses import asdict
 
 import numpy as np
 
-from megarl.distributed import Peers
+from megarl.distributed import ReplicaGroup
 from megarl.errors import STOPPED
-from megarl.storage.files import make_directory
-from megarl.phases.rollout_worker import Answer, Answerer, Question
 from megarl.phases.candidates import Candidates
+from megarl.phases.rollout_stats import RolloutStats
+from megarl.phases.rollout_worker import RolloutWorker, ScoredGroup, SeededPrompt
 from megarl.phases.stop import StopRequest
-from megarl.phases.rollout_stats import Tally
-from megarl.rollout.engine import never
-from megarl.storage.run_dir import RunDir
 from megarl.recipe.schedule import cut_chunks
+from megarl.rollout.engine import never
+from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
+from megarl.storage.run_dir import RunDir
 
 STORE_SECONDS = 1.0  # between two shards: groups that became whole are lost for no longer than this
 
@@ -29,56 +29,56 @@ def rollout(run: RunDir, stage: int) -> None:
     stop = StopRequest()
     if run.is_sealed(stage):
         return  # a restart after a process that died between sealing and its end
-    peers = Peers.join(leave=stop.exit_if_asked)
+    replicas = ReplicaGroup.join(leave=stop.exit_if_asked)
     directory = run.rollouts(stage)
     make_directory(directory)
-    answerer = Answerer.build(run.recipe, stage, run.policy(stage))
-    drift = answerer.check_weights(run.policy(stage), peers)
-    run.log_event("weight_drift", phase="rollout", stage=stage, rank=peers.rank, **asdict(drift))
-    whole = answerer.engine.repeats_chunks
-    candidates, found = Candidates(peers, run.groups(stage), run.recipe.groups_per_stage), None
-    if peers.rank == 0:  # for everybody: others may see a shared file system as it was a moment ago
+    worker = RolloutWorker.build(run.recipe, stage, run.policy(stage))
+    drift = worker.check_weights(run.policy(stage), replicas)
+    run.log_event("weight_drift", phase="rollout", stage=stage, rank=replicas.rank, **asdict(drift))
+    whole = worker.engine.repeats_chunks
+    candidates, found = Candidates(replicas, run.groups(stage), run.recipe.groups_per_stage), None
+    if replicas.rank == 0:  # for everybody: others may see a shared file system as it was a moment ago
         store = RolloutStore(directory)
         candidates.recall(store)
         found = store.missing(run.groups(stage))
-    missing = set(peers.from_first("missing", found))
+    missing = set(replicas.from_first("missing", found))
     chunks = missing_chunks(run, stage, missing, whole)
     total = len(run.groups(stage))
-    if peers.rank == 0 and (there := total - sum(map(len, chunks))) > 0:
+    if replicas.rank == 0 and (there := total - sum(map(len, chunks))) > 0:
         run.log_event("resume", phase="rollout", stage=stage, skipped=there, total=total, unit="groups")
 
     def take() -> Iterator[Sequence[int]]:
         # replicas take the next chunk from the shared counter, so that a slow one does not hold the others
-        while not stop.asked and (number := peers.store.add("next_chunk", 1) - 1) < len(chunks):
+        while not stop.asked and (number := replicas.store.add("next_chunk", 1) - 1) < len(chunks):
             if not candidates.may_be_chosen(chunks[number]):
                 return
             yield chunks[number]
 
-    def seen(answer: Answer) -> None:
-        tally.add(answer)
-        candidates.add(answer)
+    def seen(group: ScoredGroup) -> None:
+        stats.add(group)
+        candidates.add(group)
 
     # who repeats whole chunks ends the one that is begun
     interrupted = never if whole else lambda: stop.asked or candidates.are_enough()
     with RolloutWriter(
-        directory, weights_hash=answerer.weights_hash, logprob_mode="processed", writer=peers.rank
+        directory, weights_hash=worker.weights_hash, logprob_mode="processed", writer=replicas.rank
     ) as writer:
-        tally = Tally()
-        for groups in generate(answerer, take(), interrupted, seen=seen):
+        stats = RolloutStats()
+        for groups in generate(worker, take(), interrupted, seen=seen):
             # a chunk that is cut elsewhere than in an earlier attempt has groups that are there
             writer.append([group for group in groups if group.group_id in missing])
-            if tally.due():
-                run.log_event("rollout_progress", stage=stage, rank=peers.rank, **tally.event(answerer.decoding))
-    run.log_event("rollout_progress", stage=stage, rank=peers.rank, **tally.event(answerer.decoding))
-    answerer.engine.close()
+            if stats.due():
+                run.log_event("rollout_progress", stage=stage, rank=replicas.rank, **stats.event(worker.decoding))
+    run.log_event("rollout_progress", stage=stage, rank=replicas.rank, **stats.event(worker.decoding))
+    worker.engine.close()
     if stop.asked:
         sys.exit(STOPPED)  # the others are told, too
-    peers.barrier("generated")
-    if peers.rank == 0:
+    replicas.barrier("generated")
+    if replicas.rank == 0:
         if chosen := candidates.chosen():
             run.log_event("dynamic_sampling", phase="rollout", stage=stage, **candidates.summary())
         seal(directory, run.groups(stage), chosen)
-    peers.barrier("sealed")
+    replicas.barrier("sealed")
 
 
 def missing_chunks(run: RunDir, stage: int, missing: Collection[int], whole: bool) -> list[Sequence[int]]:
@@ -97,32 +97,32 @@ def missing_chunks(run: RunDir, stage: int, missing: Collection[int], whole: boo
 
 
 def generate(
-    answerer: Answerer,
+    worker: RolloutWorker,
     chunks: Iterator[Sequence[int]],
     interrupted: Callable[[], bool] = never,
     store_seconds: float = STORE_SECONDS,
-    seen: Callable[[Answer], None] = lambda answer: None,
+    seen: Callable[[ScoredGroup], None] = lambda group: None,
 ) -> Iterator[list[Group]]:
     """The groups of ``chunks``, in portions to be stored: what became whole meanwhile, or a chunk to be repeated.
 
-    ``seen`` is told of every answer at once, before it is stored.
+    ``seen`` is called with every group at once, before it is stored.
     """
-    table, sizes = answerer.recipe.rollout, []
-    whole = answerer.engine.repeats_chunks and interrupted is never
+    table, sizes = worker.recipe.rollout, []
+    whole = worker.engine.repeats_chunks and interrupted is never
 
-    def questions() -> Iterator[list[Question]]:
+    def seeded_prompts() -> Iterator[list[SeededPrompt]]:
         for chunk in chunks:
             sizes.append(len(chunk))
-            yield [Question(group, answerer.prompts.train(group)) for group in chunk]
+            yield [SeededPrompt(group, worker.prompts.train(group)) for group in chunk]
 
     portion: list[Group] = []
     stored = time.monotonic()
-    for answer in answerer.answer(questions(), table.responses_per_prompt, table.temperature, interrupted):
-        seen(answer)
-        question = answer.question
-        portion.append(Group(question.number, np.asarray(question.prompt.tokens, np.int32), answer.responses))
+    for scored in worker.generate(seeded_prompts(), table.responses_per_prompt, table.temperature, interrupted):
+        seen(scored)
+        seeded = scored.seeded
+        portion.append(Group(seeded.number, np.asarray(seeded.prompt.tokens, np.int32), scored.responses))
         # those of a chunk that is to be repeated come one after another
-        if len(portion) == sizes[answer.chunk] if whole else time.monotonic() - stored >= store_seconds:
+        if len(portion) == sizes[scored.chunk] if whole else time.monotonic() - stored >= store_seconds:
             yield portion
             portion, stored = [], time.monotonic()
     if portion:

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from megarl.phases.rollout_worker import Answer
+from megarl.phases.rollout_worker import ScoredGroup
 
 EVENT_SECONDS = 30.0
 SOLVE_RATE_BINS = 5  # none of a group's responses right, three equal parts between, all of them right
 
 
-class Tally:
-    """Counts answers of one attempt at a phase; `due` every `EVENT_SECONDS`."""
+class RolloutStats:
+    """Counts responses of one attempt at a phase; `due` every `EVENT_SECONDS`."""
 
     def __init__(self) -> None:
         self.start = self._next = time.monotonic()
@@ -23,14 +23,14 @@ class Tally:
         self.rewards = 0.0
         self.solve_rates = [0] * SOLVE_RATE_BINS
 
-    def add(self, answer: Answer) -> None:
-        lengths = [len(response.tokens) for response in answer.responses]
-        rewards = np.array([response.reward for response in answer.responses])
+    def add(self, group: ScoredGroup) -> None:
+        lengths = [len(response.tokens) for response in group.responses]
+        rewards = np.array([response.reward for response in group.responses])
         self.groups += 1
         self.responses += len(lengths)
         self.tokens += sum(lengths)
         self.longest = max(self.longest, *lengths)
-        self.unstopped += sum(response.finish_reason != "stop" for response in answer.responses)
+        self.unstopped += sum(response.finish_reason != "stop" for response in group.responses)
         self.rewards += float(rewards.sum())
         self.solve_rates[solve_rate_bin(float(rewards.mean()))] += 1
 

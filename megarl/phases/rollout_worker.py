@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 
 from megarl.data.prompts import Prompt, PromptSource, build_prompts, load_tokenizer, stop_token_ids
-from megarl.distributed import Peers
-from megarl.storage.policies import decode_reference, encode_reference, read_info, read_reference
+from megarl.distributed import ReplicaGroup
 from megarl.recipe.tables import Recipe
 from megarl.rewards import Verifier, build_verifier, reward
 from megarl.rollout import build_engine
 from megarl.rollout.drift import Drift, check_weights, hugging_face_reference
 from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, never, response_seed
+from megarl.storage.policies import decode_reference, encode_reference, read_info, read_reference
 from megarl.storage.rollouts import Response
 
 
 @dataclass(frozen=True)
-class Question:
+class SeededPrompt:
     """A prompt, and the number that seeds its responses."""
 
     number: int
@@ -29,31 +29,31 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """All responses to a question, which stood in chunk number ``chunk`` of those that were taken, or is CONTINUED."""
+class ScoredGroup:
+    """All scored responses of a prompt. ``chunk`` counts the chunks that were taken; CONTINUED: an earlier call's."""
 
     chunk: int
-    question: Question
+    seeded: SeededPrompt
     responses: tuple[Response, ...]
 
 
-CONTINUED = -1  # the chunk of an answer that an earlier call began
+CONTINUED = -1  # the chunk of a group that an earlier call began
 
 
 @dataclass
-class _Draft:
-    """A question that is being answered."""
+class _PendingGroup:
+    """A prompt whose responses are being generated."""
 
     chunk: int
-    question: Question
+    seeded: SeededPrompt
     parts: dict[int, list[Completion]] = field(default_factory=dict)  # of the responses that are not finished
     responses: dict[int, Response] = field(default_factory=dict)  # of those that are
     done: bool = False
 
 
 @dataclass
-class Answerer:
-    """An engine with one policy, and the verifier of its answers."""
+class RolloutWorker:
+    """An engine with one policy, and the verifier of its responses."""
 
     recipe: Recipe
     tokenizer: Any
@@ -62,11 +62,11 @@ class Answerer:
     engine: RolloutEngine
     stop_token_ids: tuple[int, ...]
     weights_hash: str
-    unfinished: list[_Draft] = field(default_factory=list)
+    unfinished: list[_PendingGroup] = field(default_factory=list)
     decoding: int = 0  # responses that the engine has taken and not handed out
 
     @classmethod
-    def build(cls, recipe: Recipe, stage: int, policy_dir: Path, for_training: bool = True) -> Answerer:
+    def build(cls, recipe: Recipe, stage: int, policy_dir: Path, for_training: bool = True) -> RolloutWorker:
         """With the engine of ``stage``, which for training records what the recipe lets the actor replay."""
         info = read_info(policy_dir)
         tokenizer = load_tokenizer(policy_dir)
@@ -83,12 +83,12 @@ class Answerer:
         )
 
     def load(self, policy_dir: Path) -> None:
-        """Answer with another policy from here on."""
+        """Generate with another policy from here on."""
         info = read_info(policy_dir)
         self.engine.load_weights(policy_dir, info.version)
         self.weights_hash = info.weights_hash
 
-    def check_weights(self, policy_dir: Path, peers: Peers) -> Drift:
+    def check_weights(self, policy_dir: Path, replicas: ReplicaGroup) -> Drift:
         """Compare the engine with the actor that exported its policy; to be called after every load.
 
         Beyond the tolerance it is a `UserError`.
@@ -96,65 +96,65 @@ class Answerer:
         reference = read_reference(policy_dir)
         if reference is None:  # a base model, which is its own reference: computed once for all replicas
             name = f"reference of {self.weights_hash}"
-            reference = decode_reference(peers.once(name, lambda: encode_reference(hugging_face_reference(policy_dir))))
+            reference = decode_reference(
+                replicas.once(name, lambda: encode_reference(hugging_face_reference(policy_dir)))
+            )
         return check_weights(self.engine, reference)
 
-    def answer(
+    def generate(
         self,
-        chunks: Iterator[Sequence[Question]],
+        chunks: Iterator[Sequence[SeededPrompt]],
         samples: int,
         temperature: float,
         interrupted: Callable[[], bool] = never,
-    ) -> Iterator[Answer]:
-        """``samples`` scored responses to each question, question by question as they become whole.
+    ) -> Iterator[ScoredGroup]:
+        """``samples`` scored responses to each prompt; a prompt's group is handed out once it is complete.
 
         A chunk is taken when the engine has room for it. What ``interrupted`` leaves unfinished is continued by the
         next call, before any chunk.
         """
-        drafts, self.unfinished = self.unfinished, []
-        rows: list[list[tuple[_Draft, int]]] = []  # of each request: whose response a completion is
+        pending, self.unfinished = self.unfinished, []
+        rows: list[list[tuple[_PendingGroup, int]]] = []  # of each request: whose response a completion is
 
         def requests() -> Iterator[Request]:
-            if drafts:
-                rows.append([(draft, k) for draft in drafts for k in range(samples) if k not in draft.responses])
+            if pending:
+                rows.append([(group, k) for group in pending for k in range(samples) if k not in group.responses])
                 self.decoding += len(rows[-1])
                 yield self._continuation(rows[-1], temperature)
             for number, chunk in enumerate(chunks):
-                begun = [_Draft(number, question) for question in chunk]
-                drafts.extend(begun)
-                rows.append([(draft, k) for draft in begun for k in range(samples)])
+                begun = [_PendingGroup(number, seeded) for seeded in chunk]
+                pending.extend(begun)
+                rows.append([(group, k) for group in begun for k in range(samples)])
                 self.decoding += len(rows[-1])
                 yield self._request(chunk, samples, temperature)
 
-        continues = bool(drafts)
+        continues = bool(pending)
         for number, completion in self.engine.serve(requests(), interrupted):
             self.decoding -= 1
             one = continues and number == 0  # response a prompt
-            draft, k = rows[number][completion.prompt if one else completion.prompt * samples + completion.sample]
-            draft.parts.setdefault(k, []).append(completion)
+            group, k = rows[number][completion.prompt if one else completion.prompt * samples + completion.sample]
+            group.parts.setdefault(k, []).append(completion)
             if completion.finish_reason == "interrupted":
                 continue
-            draft.responses[k] = self._score(draft.question.prompt, draft.parts.pop(k))
-            if len(draft.responses) == samples:
-                responses = tuple(draft.responses.pop(k) for k in range(samples))
-                draft.done = True
-                yield Answer(draft.chunk, draft.question, responses)
-        self.unfinished = [draft for draft in drafts if not draft.done]
-        for draft in self.unfinished:
-            draft.chunk = CONTINUED
+            group.responses[k] = self._score(group.seeded.prompt, group.parts.pop(k))
+            if len(group.responses) == samples:
+                responses = tuple(group.responses.pop(k) for k in range(samples))
+                group.done = True
+                yield ScoredGroup(group.chunk, group.seeded, responses)
+        self.unfinished = [group for group in pending if not group.done]
+        for group in self.unfinished:
+            group.chunk = CONTINUED
 
-    def _request(self, chunk: Sequence[Question], samples: int, temperature: float) -> Request:
-        seeds = [self._seed(question, k) for question in chunk for k in range(samples)]
-        return Request(
-            [list(question.prompt.tokens) for question in chunk], self._sampling(temperature, samples, seeds)
-        )
+    def _request(self, chunk: Sequence[SeededPrompt], samples: int, temperature: float) -> Request:
+        seeds = [self._seed(seeded, k) for seeded in chunk for k in range(samples)]
+        return Request([list(seeded.prompt.tokens) for seeded in chunk], self._sampling(temperature, samples, seeds))
 
-    def _continuation(self, rows: Sequence[tuple[_Draft, int]], temperature: float) -> Request:
+    def _continuation(self, rows: Sequence[tuple[_PendingGroup, int]], temperature: float) -> Request:
         """One request with a prompt of its own for each response."""
-        seeds = [self._seed(draft.question, k) for draft, k in rows]
-        prefixes = tuple(tuple(t for part in draft.parts.get(k, ()) for t in part.tokens.tolist()) for draft, k in rows)
+        seeds = [self._seed(group.seeded, k) for group, k in rows]
+        prefixes = tuple(tuple(t for part in group.parts.get(k, ()) for t in part.tokens.tolist()) for group, k in rows)
         sampling = replace(self._sampling(temperature, 1, seeds), prefixes=prefixes)
-        return Request([list(draft.question.prompt.tokens) for draft, _ in rows], sampling)
+        return Request([list(group.seeded.prompt.tokens) for group, _ in rows], sampling)
 
     def _sampling(self, temperature: float, samples: int, seeds: Sequence[int]) -> Sampling:
         table = self.recipe.rollout
@@ -167,8 +167,8 @@ class Answerer:
             timeout=table.response_timeout,
         )
 
-    def _seed(self, question: Question, sample: int) -> int:
-        return response_seed(self.recipe.run.seed, question.number, sample)
+    def _seed(self, seeded: SeededPrompt, sample: int) -> int:
+        return response_seed(self.recipe.run.seed, seeded.number, sample)
 
     def _score(self, prompt: Prompt, parts: Sequence[Completion]) -> Response:
         """``parts``: a response, span by span of the policies that made it."""
@@ -177,7 +177,7 @@ class Answerer:
         text, finish_reason = self.tokenizer.decode(tokens, skip_special_tokens=True), parts[-1].finish_reason
         return Response(
             tokens=np.asarray(tokens, np.int32),
-            logprobs=np.concatenate([part.logprobs for part in parts]).astype(np.float32),
+            rollout_logprobs=np.concatenate([part.logprobs for part in parts]).astype(np.float32),
             reward=reward(self.verifier, prompt, text, finish_reason, self.recipe.reward),
             finish_reason=finish_reason,
             policy_version=int(versions[0]),

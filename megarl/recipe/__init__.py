@@ -1,0 +1,6 @@
+"""What a run is: tables, files, schedules, layouts. Imports no torch."""
+
+from megarl.recipe.load import dump_recipe, load_recipe, override_recipe, parse_recipe, recipe_diff
+from megarl.recipe.tables import Recipe
+
+__all__ = ["Recipe", "dump_recipe", "load_recipe", "override_recipe", "parse_recipe", "recipe_diff"]

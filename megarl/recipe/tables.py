@@ -1,7 +1,7 @@
 """The recipe: one small frozen model a table, units beside defaults, every mistake named before a process starts.
 
-Imports neither torch nor any engine. `megarl.recipe.load` checks the fields of ``[objective]``, against the objective's own
-dataclass.
+Imports neither torch nor any engine. `megarl.recipe.load` checks the fields of ``[objective]``, against the
+objective's own dataclass.
 """
 
 from __future__ import annotations

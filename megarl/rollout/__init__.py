@@ -49,7 +49,7 @@ def build_engine(
         from megarl.rollout import vllm
 
         return vllm.VllmEngine(policy_dir, version, vllm.Settings(**limits))
-    from megarl.rollout.sglang.engine import engine as sglang
+    from megarl.rollout.sglang import engine as sglang
 
     python = table.sglang_python or Path(sys.executable)
     settings = sglang.Settings(**limits, python=python, routed_experts=routed_experts)

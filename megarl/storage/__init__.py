@@ -1,0 +1,1 @@
+"""What survives a kill: durable files, the run directory, rollouts, policies, metrics."""

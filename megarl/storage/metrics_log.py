@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megarl.storage.files import append_json, disk_errors, read_json_lines, write_atomic
 from megarl.recipe.tables import RunTable
+from megarl.storage.files import append_json, disk_errors, read_json_lines, write_atomic
 
 
 class MetricsWriter:

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.recipe.load import dump_recipe, load_recipe, recipe_diff
 from megarl.errors import UserError
-from megarl.storage.files import append_json, make_directory, read_json_lines, write_atomic
 from megarl.recipe.layout import is_layout_setting
-from megarl.storage.ledger import is_sealed
+from megarl.recipe.load import dump_recipe, load_recipe, recipe_diff
 from megarl.recipe.tables import Recipe
+from megarl.storage.files import append_json, make_directory, read_json_lines, write_atomic
+from megarl.storage.ledger import is_sealed
 
 
 @dataclass(frozen=True)

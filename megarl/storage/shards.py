@@ -37,10 +37,10 @@ EXPERTS = "routed_experts"
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response. ``logprobs`` are the engine's, of the distribution that was sampled, in nats."""
+    """One sampled response. ``rollout_logprobs`` are the engine's, of the distribution that was sampled, in nats."""
 
     tokens: np.ndarray  # [n] int32, stop token included
-    logprobs: np.ndarray  # [n] float32
+    rollout_logprobs: np.ndarray  # [n] float32
     reward: float
     finish_reason: str  # of `FINISH_REASONS`
     policy_version: int  # of the first token
@@ -109,10 +109,10 @@ def validate(groups: Sequence[Group]) -> None:
         for index, response in enumerate(group.responses):
             here = f"{where}, response {index}"
             _check_tokens(response.tokens, f"{here}, tokens")
-            logprobs = response.logprobs
+            logprobs = response.rollout_logprobs
             if logprobs.dtype != np.float32 or logprobs.shape != response.tokens.shape:
                 raise UserError(
-                    f"{here}: logprobs must be float32 [{len(response.tokens)}] like its tokens, "
+                    f"{here}: rollout_logprobs must be float32 [{len(response.tokens)}] like its tokens, "
                     f"got {logprobs.dtype} {list(logprobs.shape)}"
                 )
             if not logprobs.max() <= LOGPROB_TOLERANCE or not np.isfinite(logprobs.min()):  # a NaN fails the first
@@ -165,7 +165,7 @@ def encode(groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> pa.
         "sample": pa.array([sample for _, sample, _ in rows], pa.int32()),
         "prompt_tokens": _list_array([group.prompt_tokens for group, _, _ in rows]),
         "response_tokens": _list_array([response.tokens for _, _, response in rows]),
-        "rollout_logprobs": _list_array([response.logprobs for _, _, response in rows]),
+        "rollout_logprobs": _list_array([response.rollout_logprobs for _, _, response in rows]),
         "reward": pa.array([float(response.reward) for _, _, response in rows], pa.float64()),
         "finish_reason": pa.array([response.finish_reason for _, _, response in rows], pa.string()),
         "policy_version": pa.array([response.policy_version for _, _, response in rows], pa.int64()),

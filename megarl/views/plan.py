@@ -15,13 +15,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from megarl.views import sizes
-from megarl.recipe.load import dump_recipe, load_recipe, override_recipe
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
-from megarl.recipe.layout import Layout, check_layout
 from megarl.objectives import WithOptions, build_objective
+from megarl.recipe.layout import Layout, check_layout
+from megarl.recipe.load import dump_recipe, load_recipe, override_recipe
 from megarl.recipe.tables import Recipe
+from megarl.views import sizes
 from megarl.views.sizes import GIB, GPUS, Assumptions, StageCensus
 
 ASSUME = Assumptions()

@@ -1,0 +1,1 @@
+"""What starts processes and watches them."""

@@ -25,8 +25,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from megarl.errors import STOP_SIGNALS, STOPPED, PhaseFailed, UserError
 from megarl.storage.files import INTACT
-from megarl.workers.nodes import Nodes, Report
 from megarl.storage.run_dir import RunDir
+from megarl.workers.nodes import Nodes, Report
 
 for name in ("", ".agent.server.api"):  # which has a level of its own
     logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)  # `_explain` says it better

@@ -30,7 +30,7 @@ LOST = (RuntimeError, ConnectionError)  # what a TCPStore raises once its server
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeRank:
     """Where this agent stands: ``rank`` of ``count`` nodes; ``address``, ``port`` of the store on the first one."""
 
     rank: int = 0
@@ -50,7 +50,7 @@ class Report:
     time: float = 0.0  # of the first failure, seconds since the epoch
 
 
-def find_place(environ: Mapping[str, str]) -> Place:
+def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
     """From a Slurm step, or from ``NNODES NODE_RANK MASTER_ADDR MASTER_PORT``; one node where neither is set."""
     if "NNODES" in environ:
         missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
@@ -59,17 +59,17 @@ def find_place(environ: Mapping[str, str]) -> Place:
         rank, count = int(environ["NODE_RANK"]), int(environ["NNODES"])
         if not 0 <= rank < count:
             raise UserError(f"NODE_RANK = {rank}, but NNODES = {count}")
-        place = Place(rank, count, environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+        place = NodeRank(rank, count, environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
     elif "SLURM_STEP_NODELIST" in environ:
         count, tasks = int(environ["SLURM_STEP_NUM_NODES"]), int(environ["SLURM_STEP_NUM_TASKS"])
         if tasks != count:
             raise UserError(f"{tasks} tasks on {count} nodes: start one a node (srun --ntasks-per-node=1)")
         address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
         port = int(environ.get("MASTER_PORT") or job_port(int(environ["SLURM_JOB_ID"])))
-        place = Place(int(environ["SLURM_NODEID"]), count, address, port)
+        place = NodeRank(int(environ["SLURM_NODEID"]), count, address, port)
     else:
-        return Place()
-    return place if place.count > 1 else Place()
+        return NodeRank()
+    return place if place.count > 1 else NodeRank()
 
 
 def first_host(nodelist: str) -> str:
@@ -88,7 +88,7 @@ def job_port(job: int) -> int:
 class Nodes:
     """All agents of a run. On rank 0 `order` and `reports`, on the others `next_order`, on all of them `report`."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: NodeRank) -> None:
         self.rank, self.count, self.address = place.rank, place.count, place.address
         self._store, self.port = _open_store(place)
         self._names: list[str] = []
@@ -106,7 +106,7 @@ class Nodes:
 
     @classmethod
     def join(cls) -> Self:
-        return cls(find_place(os.environ))
+        return cls(find_node_rank(os.environ))
 
     def _meet(self) -> None:
         """Everybody has come, or a `PhaseFailed` that says who has not."""
@@ -255,7 +255,7 @@ class Nodes:
         return rank in self.dead or self._store.check([f"left/{rank}"])
 
 
-def _open_store(place: Place) -> tuple[dist.TCPStore, int]:
+def _open_store(place: NodeRank) -> tuple[dist.TCPStore, int]:
     if place.count == 1:
         # TCPStore would bind to every interface, so it is handed a socket that is bound to loopback
         listener = socket.create_server((place.address, 0))

@@ -10,12 +10,12 @@ from typing import Any
 from megarl.data.prompts import build_prompts, check_tokenizer_fits, load_tokenizer
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
-from megarl.recipe.layout import check_layout
 from megarl.objectives import build_objective
-from megarl.storage.policies import weight_files
+from megarl.recipe.layout import check_layout
 from megarl.recipe.tables import Recipe, RolloutTable
 from megarl.rollout import AVAILABLE, RECORD_EXPERTS, TEMPERATURES
 from megarl.rollout.sglang.server import installed_version
+from megarl.storage.policies import weight_files
 
 
 def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:

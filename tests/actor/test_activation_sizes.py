@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.views import sizes
 from megarl.recipe.layout import Layout
+from megarl.views import sizes
 from tests.actor.conftest import SHAPE, make_recipe
 
 pytestmark = pytest.mark.usefixtures("one_rank")

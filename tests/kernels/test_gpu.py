@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from test_token_pass import BORDERS, as_tokens, make_batch
 
 from megarl.batch import TokenBatch
 from megarl.kernels import library, reference
@@ -16,8 +15,9 @@ from megarl.kernels.linear_logprob import linear_logprob
 from megarl.kernels.segment_summary import NEVER
 from megarl.kernels.token_pass import RULES, Inherited, PassResult, Rule, token_pass
 from megarl.objectives import OBJECTIVES
-from megarl.objectives.parts.fused import constants
 from megarl.objectives.objective import Objective
+from megarl.objectives.parts.fused import constants
+from tests.kernels.test_token_pass import BORDERS, as_tokens, make_batch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -15,8 +15,8 @@ from torch.autograd import gradcheck
 from megarl.errors import UserError
 from megarl.kernels import linear_logprob as fused
 from megarl.kernels import reference
-from megarl.kernels.linear_logprob import torch_backend as plain_torch
 from megarl.kernels.linear_logprob import linear_logprob
+from megarl.kernels.linear_logprob import torch_backend as plain_torch
 
 TOKENS, WIDTH, VOCAB, PADDED = 13, 6, 17, 24
 
@@ -171,7 +171,7 @@ def test_missing_package_is_named_with_the_remedy(backend: str, package: str, mo
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, f"megarl.kernels.{backend}_linear_logprob", raising=False)
+    monkeypatch.delitem(sys.modules, f"megarl.kernels.linear_logprob.{backend}_backend", raising=False)
     monkeypatch.delitem(sys.modules, "megarl.kernels.aot", raising=False)
     hidden, weight, targets = problem()
     with pytest.raises(UserError, match=f"'{backend}' needs the package {package}.*pip install"):

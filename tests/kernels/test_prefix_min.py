@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from megarl.errors import UserError
 from megarl.kernels import library, reference
 from megarl.kernels.prefix_min import BACKENDS, _prefix_min_cpp, prefix_min
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).parents[2]
 NAN, INF = math.nan, math.inf
 both = pytest.mark.parametrize("backend", BACKENDS)
 

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +22,9 @@ from megarl.kernels.token_pass import RULES, SUMS, Rule, token_pass
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES, build_objective
 from megarl.objectives.parts.fused import constants
+from tests.helpers import ROOT
 
-HEADER = Path(__file__).parents[2] / "csrc/include/megarl_kernels.h"
+HEADER = ROOT / "csrc/include/megarl_kernels.h"
 
 
 def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
@@ -57,10 +57,9 @@ def test_tiles_and_blocks_have_no_borders(name: str) -> None:
 
 
 THREADS = """
-import hashlib, json, sys
-sys.path.insert(0, {here!r})
+import hashlib, json
 import torch
-from test_token_pass import BORDERS, make_batch
+from tests.kernels.test_token_pass import BORDERS, make_batch
 from megarl.objectives import OBJECTIVES
 digest = hashlib.sha256()
 for name in OBJECTIVES:
@@ -81,8 +80,8 @@ def test_every_number_of_threads_gives_the_same_bytes() -> None:
     digests = set()
     for threads in (1, 2, 3, 7):
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        command = [sys.executable, "-c", THREADS.format(here=str(Path(__file__).parent))]
-        out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        command = [sys.executable, "-c", THREADS]
+        out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT).stdout
         digests.add(json.loads(out.splitlines()[-1]))
     assert len(digests) == 1
 

@@ -26,8 +26,8 @@ def test_every_kernel_is_compiled_for_every_architecture() -> None:
     """A kernel is what its module launches: by convention its name ends so."""
     found = {
         (module.name, name)
-        for module in pkgutil.iter_modules(megarl.kernels.__path__, "megarl.kernels.")
-        if module.name.startswith("megarl.kernels.triton_")
+        for module in pkgutil.walk_packages(megarl.kernels.__path__, "megarl.kernels.")
+        if ".triton_" in module.name
         for name, value in vars(importlib.import_module(module.name)).items()
         if isinstance(value, JITFunction) and name.endswith("_kernel") and value.fn.__module__ == module.name
     }

@@ -8,28 +8,24 @@ import sys
 import pytest
 
 from megarl.recipe.load import load_recipe
-from megarl.workers.nodes import Place, _open_store
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
-from tests.phases.conftest import RECIPE, ROOT, tiny_model  # noqa: F401 - a fixture
+from megarl.workers.nodes import NodeRank, _open_store
+from tests.helpers import ROOT, events, metrics, write_recipe  # noqa: F401 - the tests import these from here
 
 PROMPTS = ["".join(letters) for letters in itertools.product("abcdef", repeat=4)]
 
 
 @pytest.fixture(scope="session")
-def recipe(tiny_model, tmp_path_factory):  # noqa: F811
-    directory = tmp_path_factory.mktemp("recipe")
-    path, prompts = directory / "recipe.toml", directory / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": word, "answer": word[0]}) + "\n" for word in PROMPTS))
-    path.write_text(RECIPE.format(model=tiny_model, prompts=prompts))
-    return path
+def recipe(tiny_model, tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("recipe"), tiny_model, PROMPTS)
 
 
 class Phases:
     """Starts phases in forks of the zygote; a TCP store on loopback stands for the launcher's."""
 
     def __init__(self):
-        self.store, self.port = _open_store(Place())
+        self.store, self.port = _open_store(NodeRank())
         command = [sys.executable, "-W", "ignore", "-m", "tests.live.zygote"]
         self.zygote = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.attempts = 0
@@ -79,14 +75,6 @@ def new_run(recipe, tmp_path):
         return run
 
     return make
-
-
-def metrics(run):
-    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
-
-
-def events(run, kind):
-    return [e for e in map(json.loads, run.events.read_text().splitlines()) if e["event"] == kind]
 
 
 def histogram(updates):

@@ -13,10 +13,10 @@ import psutil
 
 from megarl.errors import STOPPED
 from megarl.storage.ledger import LEDGER, parse
+from tests.helpers import ROOT
 from tests.live.conftest import histogram, metrics
 from tests.live.test_live import groups, weights
-from tests.phases.conftest import ROOT
-from tests.store.sample_rollouts import as_bytes
+from tests.storage.sample_rollouts import as_bytes
 
 UPDATES = 96  # more than twenty attempts make on a fast machine
 SETTINGS = {"kind": "live", "stages": 1, "updates_per_stage": UPDATES, "sync_every": 2, "prompts_per_update": 2}

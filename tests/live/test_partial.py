@@ -125,7 +125,7 @@ def test_spans_in_a_live_run_belong_to_their_policies(phases, new_run):
                 mine, policy = versions == version, kept / f"{version:06d}"
                 if (policy / "model.safetensors").exists():
                     expected = logprobs_under(policy, group.prompt_tokens, response.tokens.tolist())
-                    np.testing.assert_allclose(response.logprobs[mine], expected[mine], rtol=0, atol=1e-4)
+                    np.testing.assert_allclose(response.rollout_logprobs[mine], expected[mine], rtol=0, atol=1e-4)
                     compared.add(int(version))
     assert len(compared) >= 3  # else nothing was interrupted
     mixed = [update for update in updates if update["staleness/min"] < update["staleness/max"]]

@@ -3,11 +3,11 @@
 import pytest
 
 from megarl.commands import branch_recipe, optimize_stage, rollout_stage
-from megarl.recipe.load import load_recipe
 from megarl.errors import UserError
-from megarl.workers.nodes import Nodes, Place
-from megarl.workers.preflight import check
+from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
+from megarl.workers.nodes import NodeRank, Nodes
+from megarl.workers.preflight import check
 
 LIVE = ["schedule.kind=live", "schedule.sync_every=2", "schedule.lockstep=true"]
 
@@ -31,8 +31,8 @@ def test_devices_stand_side_by_side(recipe):
 def test_no_phase_of_a_live_run_stands_alone(recipe, tmp_path):
     run = RunDir.create(tmp_path / "run", load_recipe(recipe, LIVE))
     for command in (
-        lambda: rollout_stage(Nodes(Place()), run, 0),
-        lambda: optimize_stage(Nodes(Place()), run, 0),
+        lambda: rollout_stage(Nodes(NodeRank()), run, 0),
+        lambda: optimize_stage(Nodes(NodeRank()), run, 0),
         lambda: branch_recipe(run, 0, []),
     ):
         with pytest.raises(UserError, match="is a live run"):

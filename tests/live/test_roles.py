@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from megarl.recipe.load import load_recipe
-from megarl.phases.live.trainer import find_role
 from megarl.phases.live.service import leave_trainers_devices
+from megarl.phases.live.trainer import find_role
+from megarl.recipe.load import load_recipe
 
 LIVE = ["schedule.kind=live", "schedule.sync_every=2", "schedule.lockstep=true"]
 LIVE += ["actor.processes_per_node=2", "rollout.workers=3"]

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from megarl.errors import UserError
-from megarl.recipe.tables import ScheduleTable
 from megarl.recipe.schedule import LagRule, cut_chunks, nearest_divisor
+from megarl.recipe.tables import ScheduleTable
 
 
 def simulate(rule, updates, chunk, workers, seed):

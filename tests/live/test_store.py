@@ -5,7 +5,7 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.storage.rollouts import Group, Response, RolloutStore, RolloutWriter, seal
-from tests.store.sample_rollouts import POLICY, as_bytes, make_group
+from tests.storage.sample_rollouts import POLICY, as_bytes, make_group
 
 
 def continued(group_id, versions):
@@ -59,7 +59,9 @@ def test_wrong_versions_are_refused(tmp_path):
     with live_writer(tmp_path) as writer:
         group = continued(0, [0, 4])
         for versions, first in ((np.array([0], np.int32), 0), (np.array([0, 4]), 0), (np.array([0, 4], np.int32), 1)):
-            wrong = Response(np.arange(2, dtype=np.int32), group.responses[0].logprobs, 1.0, "stop", first, versions)
+            wrong = Response(
+                np.arange(2, dtype=np.int32), group.responses[0].rollout_logprobs, 1.0, "stop", first, versions
+            )
             with pytest.raises(UserError, match="policy_versions must be int32"):
                 writer.append([Group(0, group.prompt_tokens, (wrong,))], "a" * 64)
 

@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 from functools import cache
 
-import papers
 import pytest
 import torch
-from random_batches import KINDS, random_batch
 
 from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES
+from tests.objectives import papers
+from tests.objectives.random_batches import KINDS, random_batch
 
 BACKENDS = ("torch", "cpp")
 CASES = {

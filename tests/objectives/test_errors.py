@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from random_batches import random_batch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megarl.batch import ContextShard, TokenBatch
 from megarl.errors import UserError
 from megarl.objectives import OBJECTIVES, build_objective
+from tests.objectives.random_batches import random_batch
 
 
 def good() -> TokenBatch:

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from random_batches import random_batch
 
 from megarl.batch import TokenBatch
 from megarl.objectives import build_objective
 from megarl.objectives.parts.histograms import QUANTILES, histogram, quantiles
 from megarl.objectives.parts.summary import summarise
+from tests.objectives.random_batches import random_batch
 
 BATCHES = [random_batch(seed, kind) for kind in ("continuous", "ties", "heavy_tails") for seed in range(20)]
 

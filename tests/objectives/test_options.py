@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_batches import random_batch
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.objectives import OBJECTIVES, build_objective
+from tests.objectives.random_batches import random_batch
 
 
 def trained(batch: TokenBatch, tensor: torch.Tensor) -> torch.Tensor:

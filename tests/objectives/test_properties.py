@@ -10,11 +10,11 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import assume, given, settings
-from random_batches import random_batch
 
 from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES, build_objective
 from megarl.objectives.parts.ratios import prefix_min_log_ratio
+from tests.objectives.random_batches import random_batch
 
 SEVENTHS = st.integers(-40, 40).map(lambda k: k / 7)
 LOG_RATIOS = st.one_of(SEVENTHS, st.floats(-2, 2, width=32))

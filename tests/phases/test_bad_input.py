@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from megarl import cli
-from tests.phases.conftest import megarl
+from tests.helpers import megarl
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megarl.recipe.load import parse_recipe
 from megarl.data.prompts import Prompt
-from megarl.distributed import Peers
+from megarl.distributed import ReplicaGroup
 from megarl.errors import UserError
-from megarl.phases.rollout_worker import Answer, Question
 from megarl.phases.candidates import Candidates, Choice
+from megarl.phases.rollout_worker import ScoredGroup, SeededPrompt
+from megarl.recipe.load import parse_recipe
 from megarl.storage.rollouts import Response
 
 TABLES = {
@@ -65,12 +65,12 @@ def test_nothing_that_is_unknown_changes_a_final_choice():
 
 def answer(group, rewards):
     responses = [Response(np.ones(1, np.int32), np.zeros(1, np.float32), reward, "stop", 0) for reward in rewards]
-    return Answer(0, Question(group, Prompt(group, "", (5,), "", {})), tuple(responses))
+    return ScoredGroup(0, SeededPrompt(group, Prompt(group, "", (5,), "", {})), tuple(responses))
 
 
 def test_replicas_know_of_each_others_groups():
     store = dist.HashStore()
-    one, two = (Candidates(Peers(store, rank, 2), range(20, 28), 2) for rank in range(2))
+    one, two = (Candidates(ReplicaGroup(store, rank, 2), range(20, 28), 2) for rank in range(2))
     two.add(answer(22, [1.0, 0.0]))
     two.add(answer(23, [1.0, 0.0]))
     assert one.may_be_chosen([20, 21]), "lower ids come first, whatever is known of higher ones"
@@ -83,7 +83,7 @@ def test_replicas_know_of_each_others_groups():
 
 
 def test_as_many_candidates_as_groups_are_no_choice():
-    alone = Candidates(Peers(dist.HashStore(), 0, 1), range(4), 4)
+    alone = Candidates(ReplicaGroup(dist.HashStore(), 0, 1), range(4), 4)
     for group in range(4):
         assert alone.may_be_chosen([group]) and not alone.are_enough()
         alone.add(answer(group, [1.0, 0.0]))

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.phases.conftest import megarl
+from tests.helpers import megarl
 
 
 def mount(path, size):

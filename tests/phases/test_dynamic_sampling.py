@@ -12,11 +12,11 @@ import pytest
 from megarl.recipe.load import load_recipe
 from megarl.storage.ledger import parse
 from megarl.storage.policies import copy_policy
-from megarl.storage.run_dir import RunDir
 from megarl.storage.rollouts import RolloutStore
+from megarl.storage.run_dir import RunDir
+from tests.helpers import RECIPE
 from tests.live.conftest import events, metrics, phases  # noqa: F401 - a fixture
-from tests.phases.conftest import RECIPE
-from tests.store.sample_rollouts import as_bytes
+from tests.storage.sample_rollouts import as_bytes
 
 GROUPS, CHUNK = 6, 2
 SETTINGS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 from safetensors.torch import load_file
 
-from tests.phases.conftest import ROOT, megarl
+from tests.helpers import ROOT, megarl
 
 
 def lines(path):

@@ -6,7 +6,7 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from tests.phases.conftest import megarl
+from tests.helpers import megarl
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,8 @@ def test_two_processes_make_the_same_updates(optimized, objective, layout):
 
 
 def test_a_run_continues_in_another_layout_but_not_with_another_recipe(recipe, tmp_path):
-    from megarl.recipe.load import load_recipe
     from megarl.errors import UserError
+    from megarl.recipe.load import load_recipe
     from megarl.storage.run_dir import RunDir
 
     run = RunDir.create(tmp_path, load_recipe(recipe))

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.phases.conftest import megarl
+from tests.helpers import megarl
 
 
 @pytest.fixture(scope="module")
@@ -14,8 +14,8 @@ def poisoned(recipe, tmp_path_factory):
     """A run whose sealed stage has rewards in updates 2 and 5 that overflow."""
     from megarl.recipe.load import load_recipe
     from megarl.storage.policies import copy_policy
-    from megarl.storage.run_dir import RunDir
     from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
+    from megarl.storage.run_dir import RunDir
 
     run = RunDir.create(tmp_path_factory.mktemp("poisoned"), load_recipe(recipe))
     info = copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.policy(0))

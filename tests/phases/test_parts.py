@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 from megarl.commands import branch_recipe
-from megarl.recipe.load import load_recipe, override_recipe, parse_recipe
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
-from megarl.phases.rollout_worker import Answer, Question, join_experts
 from megarl.phases.evaluate import interval, summarise
 from megarl.phases.optimize import remove_stages, summary, to_samples
-from megarl.phases.rollout_stats import Tally, solve_rate_bin
+from megarl.phases.rollout_stats import RolloutStats, solve_rate_bin
+from megarl.phases.rollout_worker import ScoredGroup, SeededPrompt, join_experts
+from megarl.recipe.load import load_recipe, override_recipe, parse_recipe
 from megarl.recipe.tables import ObjectiveTable
 from megarl.rollout.engine import Completion, expert_type
-from megarl.storage.run_dir import RunDir
 from megarl.storage.rollouts import Group, Response
+from megarl.storage.run_dir import RunDir
 
 
 def group(number, rewards):
@@ -84,11 +84,11 @@ def test_summary_of_an_update():
 
 
 def test_tally_of_a_rollout():
-    tally = Tally()
+    stats = RolloutStats()
     for number, rewards in enumerate([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]):
-        question = Question(number, Prompt(number, "", (5,), "", {}))
-        tally.add(Answer(number, question, group(number, rewards).responses))
-    event = tally.event(decoding=6)
+        question = SeededPrompt(number, Prompt(number, "", (5,), "", {}))
+        stats.add(ScoredGroup(number, question, group(number, rewards).responses))
+    event = stats.event(decoding=6)
     assert (event["groups"], event["responses"], event["tokens"], event["decoding"]) == (4, 8, 12, 6)
     assert (event["longest"], event["truncated"], event["reward_sum"]) == (2, 3, 5.0)
     assert event["solve_rates"] == [1, 0, 1, 0, 2]

@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from tests.phases.conftest import ROOT, megarl
+from tests.helpers import ROOT, megarl
 
 
 def test_dead_workers_are_replaced_and_a_second_parent_is_refused(recipe, tmp_path):

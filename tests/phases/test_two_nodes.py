@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from megarl.errors import UserError
-from megarl.workers.nodes import Place, find_place, first_host
 from megarl.storage.rollouts import RolloutStore
-from tests.phases.conftest import ROOT, megarl
+from megarl.workers.nodes import NodeRank, find_node_rank, first_host
+from tests.helpers import ROOT, megarl
 from tests.phases.test_kill import lines, processes_of
 
 # a task of which an untrained model gets some right, one letter in its place being enough: else no gradient flows
@@ -138,7 +138,9 @@ def assert_same_rollouts(one, other):
     assert stores[0].group_ids == stores[1].group_ids
     for one, other in zip(*(store.read(store.group_ids) for store in stores), strict=True):
         for a, b in zip(one.responses, other.responses, strict=True):
-            assert a.tokens.tolist() == b.tokens.tolist() and a.logprobs.tobytes() == b.logprobs.tobytes()
+            assert (
+                a.tokens.tolist() == b.tokens.tolist() and a.rollout_logprobs.tobytes() == b.rollout_logprobs.tobytes()
+            )
 
 
 def assert_same_result(one, other):
@@ -227,16 +229,16 @@ SLURM = {"SLURM_JOB_ID": "20007", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_T
 @pytest.mark.parametrize(
     ("environment", "place"),
     [
-        ({}, Place()),
-        ({"SLURM_JOB_ID": "5", "SLURM_NNODES": "2"}, Place()),  # a batch script outside of any step
-        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07-09],x"}, Place(1, 2, "gpu07", 10007)),
+        ({}, NodeRank()),
+        ({"SLURM_JOB_ID": "5", "SLURM_NNODES": "2"}, NodeRank()),  # a batch script outside of any step
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07-09],x"}, NodeRank(1, 2, "gpu07", 10007)),
         ({**SLURM, "SLURM_STEP_NODELIST": "a,b", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"},
-         Place(1, 2, "10.0.0.1", 99)),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "7"}, Place(0, 2, "h", 7)),
+         NodeRank(1, 2, "10.0.0.1", 99)),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "7"}, NodeRank(0, 2, "h", 7)),
     ],
 )  # fmt: skip
 def test_place(environment, place):
-    assert find_place(environment) == place
+    assert find_node_rank(environment) == place
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,7 @@ def test_place(environment, place):
 )
 def test_wrong_place(environment, message):
     with pytest.raises(UserError, match=message):
-        find_place(environment)
+        find_node_rank(environment)
 
 
 @pytest.mark.parametrize(

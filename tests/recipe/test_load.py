@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from megarl.recipe.load import load_recipe
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
-from tests.phases.conftest import RECIPE, recipe, tiny_model  # noqa: F401 - fixtures
+from megarl.recipe.load import load_recipe
 
 
 @pytest.mark.parametrize(
@@ -17,7 +16,7 @@ from tests.phases.conftest import RECIPE, recipe, tiny_model  # noqa: F401 - fix
         (["schedule.prompts_per_update=1"], "prompts_per_update must be at least 2"),
     ],
 )
-def test_groups_of_one(recipe, settings, words):  # noqa: F811
+def test_groups_of_one(recipe, settings, words):
     single = ["rollout.responses_per_prompt=1", "objective.advantage=batch_normalised"]
     assert load_recipe(recipe, single).rollout.responses_per_prompt == 1
     with pytest.raises(UserError, match=words):
@@ -25,13 +24,13 @@ def test_groups_of_one(recipe, settings, words):  # noqa: F811
 
 
 @pytest.mark.parametrize("size", ["1", "0", '"two"'])
-def test_virtual_stages_are_at_least_two(recipe, size):  # noqa: F811
+def test_virtual_stages_are_at_least_two(recipe, size):
     with pytest.raises(UserError, match="leave it out for one"):
         load_recipe(recipe, [f"megatron.virtual_pipeline_model_parallel_size={size}"])
 
 
 @pytest.mark.parametrize("scaling", [{"type": "yarn", "factor": 4.0}, {"rope_type": "linear", "factor": 2.0}])
-def test_rope_scaling_that_the_actor_lacks_is_refused_under_either_name(tiny_model, tmp_path, scaling):  # noqa: F811
+def test_rope_scaling_that_the_actor_lacks_is_refused_under_either_name(tiny_model, tmp_path, scaling):
     config = json.loads((tiny_model / "config.json").read_text())
     config.pop("rope_parameters", None)
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_theta": 1e4, "rope_scaling": scaling}))

@@ -1,5 +1,6 @@
 import pytest
-from tiny_models import save
+
+from tests.rollout.tiny_models import save
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import save
 from transformers import AutoModelForCausalLM
 
 from megarl.errors import UserError
 from megarl.rollout.builtin import DRAWS, BuiltinEngine, _Decoder
 from megarl.rollout.engine import Sampling, response_seed
+from tests.helpers import ROOT
+from tests.rollout.tiny_models import save
 
 PROMPTS = [
     [5, 9, 3, 30, 12, 38, 7],
@@ -138,10 +139,9 @@ def test_a_token_of_probability_zero_is_never_sampled(moe_dir):
 
 
 DIGEST = """
-import hashlib, sys, torch
-sys.path[:0] = {path!r}
+import hashlib, torch
 torch.set_num_threads(1)
-from test_builtin import PROMPTS, digest
+from tests.rollout.test_builtin import PROMPTS, digest
 print(digest({model!r}))
 """
 
@@ -154,8 +154,8 @@ def digest(model_dir):
 
 
 def test_the_same_chunk_gives_the_same_bytes_in_a_fresh_process(moe_dir):
-    code = DIGEST.format(path=[str(Path(__file__).parent), *sys.path], model=str(moe_dir))
-    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = DIGEST.format(model=str(moe_dir))
+    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert digest(moe_dir) == digest(moe_dir) == fresh.stdout.strip()
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import save
 
 from megarl.errors import UserError
-from megarl.storage.policies import Reference, read_reference, write_reference
 from megarl.rollout.builtin import BuiltinEngine
 from megarl.rollout.drift import check_weights, hugging_face_reference
+from megarl.storage.policies import Reference, read_reference, write_reference
+from tests.rollout.tiny_models import save
 
 
 @pytest.fixture(scope="module")

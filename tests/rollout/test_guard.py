@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from megarl.rollout.sglang.engine import guard
+from megarl.rollout.sglang import guard
 
 # a server: a child in a session of its own, and below it a grandchild that ignores what can be ignored
 SERVER = """

@@ -4,11 +4,11 @@ import itertools
 
 import numpy as np
 import pytest
-from test_builtin import PROMPTS, by_response, sampling
 
 from megarl.errors import UserError
 from megarl.rollout.builtin import BuiltinEngine
 from megarl.rollout.engine import Request, Sampling
+from tests.rollout.test_builtin import PROMPTS, by_response, sampling
 
 
 def test_requests_are_taken_one_after_another_and_answered_as_alone(moe_dir):

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny_models import save
 
 from megarl.errors import UserError
 from megarl.rollout.sglang.engine import Settings, SglangEngine, _environment, _memory_errors, _Running
 from megarl.rollout.sglang.server import ServerFailed, installed_version, server_environment
+from tests.rollout.tiny_models import save
 
 WITHOUT_SGLANG = Path(sys.executable)
 

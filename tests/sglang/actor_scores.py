@@ -9,8 +9,8 @@ import sys
 import torch
 
 from megarl.actor import parallel
-from megarl.recipe.load import parse_recipe
 from megarl.distributed import become_single_process
+from megarl.recipe.load import parse_recipe
 
 
 def main() -> None:

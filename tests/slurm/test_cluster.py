@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.phases.conftest import ROOT, megarl
+from tests.helpers import ROOT, megarl
 from tests.phases.test_kill import lines
 from tests.phases.test_two_nodes import (
     EASY,

@@ -6,9 +6,9 @@ import subprocess
 import pytest
 
 from launch.layout import Link, check_layout
-from megarl.recipe.load import load_without_objective
 from megarl.errors import UserError
-from tests.phases.conftest import ROOT
+from megarl.recipe.load import load_without_objective
+from tests.helpers import ROOT
 
 RECIPES = ROOT / "examples/qwen3_30b_a3b"
 

@@ -52,7 +52,13 @@ def as_bytes(group: Group) -> tuple:
         group.prompt_tokens.dtype.str,
         group.prompt_tokens.tobytes(),
         [
-            (r.tokens.dtype.str, r.tokens.tobytes(), r.logprobs.dtype.str, r.logprobs.tobytes(), r.reward.hex())
+            (
+                r.tokens.dtype.str,
+                r.tokens.tobytes(),
+                r.rollout_logprobs.dtype.str,
+                r.rollout_logprobs.tobytes(),
+                r.reward.hex(),
+            )
             + (r.finish_reason, r.policy_version, experts(r))
             for r in group.responses
         ],

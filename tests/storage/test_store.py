@@ -12,10 +12,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_rollouts import POLICY, as_bytes, contents, make_group, with_experts
 
 from megarl.errors import UserError
 from megarl.storage.rollouts import OPEN_SHARDS, Group, Response, RolloutStore, RolloutWriter, is_sealed, seal
+from tests.storage.sample_rollouts import POLICY, as_bytes, contents, make_group, with_experts
 
 
 def write(directory, *chunks, writer=0, **policy):
@@ -82,7 +82,7 @@ def test_the_file_on_disk_is_plain_arrow_with_the_documented_columns(tmp_path):
     assert table["group_id"].to_pylist() == [0] * 4 + [1] * 4
     assert table["sample"].to_pylist() == [0, 1, 2, 3] * 2
     assert set(table["weights_hash"].to_pylist()) == {POLICY["weights_hash"]}
-    assert table["rollout_logprobs"][5].as_py() == make_group(1).responses[1].logprobs.tolist()
+    assert table["rollout_logprobs"][5].as_py() == make_group(1).responses[1].rollout_logprobs.tolist()
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((3, 2), np.int8), ((1, 1), np.int16), ((48, 8), np.int8)])
@@ -139,7 +139,7 @@ def test_reading_touches_no_other_shard_and_keeps_few_mapped(tmp_path):
     assert len(mapped) == OPEN_SHARDS
     views = store.read([0])[0]  # memory-mapped: no copies, and nobody can change a sealed stage through a view
     with pytest.raises(ValueError, match="read-only"):
-        views.responses[0].logprobs[0] = 0.0
+        views.responses[0].rollout_logprobs[0] = 0.0
 
 
 def test_several_writers_become_one_ledger(tmp_path):
@@ -217,7 +217,8 @@ def test_two_live_writers_with_one_number_are_refused(tmp_path):
     with RolloutWriter(tmp_path, **POLICY) as writer:
         writer.append([make_group(0)])
         RolloutStore(tmp_path)  # a reader closing its own handle of the ledger must not lose the lock
-        code = f"from megarl.storage.rollouts import *; RolloutWriter({str(tmp_path)!r}, weights_hash='x', logprob_mode='y')"
+        writer = f"RolloutWriter({str(tmp_path)!r}, weights_hash='x', logprob_mode='y')"
+        code = f"from megarl.storage.rollouts import *; {writer}"
         other = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
         assert "another process is writing" in other.stderr
         with pytest.raises(UserError, match="another process is writing"):
@@ -233,14 +234,14 @@ ONE = GOOD.responses[1]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokens": ONE.tokens[:0], "logprobs": ONE.logprobs[:0]}, "at least one token"),
+        ({"tokens": ONE.tokens[:0], "rollout_logprobs": ONE.rollout_logprobs[:0]}, "at least one token"),
         ({"tokens": ONE.tokens.astype(np.int64)}, "int32"),
         ({"tokens": ONE.tokens - 40}, "is negative"),
-        ({"logprobs": ONE.logprobs[:-1]}, "float32 .* like its tokens"),
-        ({"logprobs": ONE.logprobs.astype(np.float64)}, "float32"),
-        ({"logprobs": np.full_like(ONE.logprobs, np.nan)}, "finite and <= 0"),
-        ({"logprobs": np.full_like(ONE.logprobs, -np.inf)}, "finite and <= 0"),
-        ({"logprobs": -ONE.logprobs}, "finite and <= 0"),
+        ({"rollout_logprobs": ONE.rollout_logprobs[:-1]}, "float32 .* like its tokens"),
+        ({"rollout_logprobs": ONE.rollout_logprobs.astype(np.float64)}, "float32"),
+        ({"rollout_logprobs": np.full_like(ONE.rollout_logprobs, np.nan)}, "finite and <= 0"),
+        ({"rollout_logprobs": np.full_like(ONE.rollout_logprobs, -np.inf)}, "finite and <= 0"),
+        ({"rollout_logprobs": -ONE.rollout_logprobs}, "finite and <= 0"),
         ({"reward": float("nan")}, "reward is nan"),
         ({"finish_reason": "eos"}, "finish_reason is 'eos'"),
     ],
@@ -281,7 +282,9 @@ def test_bad_experts_are_named_and_nothing_is_written(tmp_path, experts, message
 
 
 def test_the_store_imports_no_model_code():
-    code = "import sys, megarl.storage.rollouts; print({'torch', 'megatron', 'transformers', 'vllm'} & set(sys.modules))"
+    code = (
+        "import sys, megarl.storage.rollouts; print({'torch', 'megatron', 'transformers', 'vllm'} & set(sys.modules))"
+    )
     assert (
         subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True).stdout.strip()
         == "set()"

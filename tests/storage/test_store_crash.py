@@ -10,7 +10,10 @@ import subprocess
 import time
 
 import pytest
-from sample_rollouts import (
+
+from megarl.errors import UserError
+from megarl.storage.rollouts import RolloutStore, RolloutWriter, is_sealed, seal
+from tests.storage.sample_rollouts import (
     POLICY,
     as_bytes,
     contents,
@@ -18,9 +21,6 @@ from sample_rollouts import (
     write_stage,
     write_stage_dying_at,
 )
-
-from megarl.errors import UserError
-from megarl.storage.rollouts import RolloutStore, RolloutWriter, is_sealed, seal
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["pytest", "pyarrow", "megarl.storage.rollouts"])

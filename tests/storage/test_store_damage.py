@@ -3,10 +3,10 @@
 import shutil
 
 import pytest
-from sample_rollouts import POLICY, as_bytes, contents, make_group, with_experts
 
 from megarl.errors import UserError
 from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
+from tests.storage.sample_rollouts import POLICY, as_bytes, contents, make_group, with_experts
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import json
 import sys
 
 from megarl.actor import parallel
-from megarl.recipe.load import parse_recipe
 from megarl.distributed import become_single_process
+from megarl.recipe.load import parse_recipe
 
 
 def main() -> None:

@@ -2,12 +2,9 @@
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))  # tiny_models
 
 REQUIRED = os.environ.get("MEGARL_REQUIRE_VLLM") == "1"
 

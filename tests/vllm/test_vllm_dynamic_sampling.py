@@ -3,13 +3,12 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 from megarl.recipe.load import load_recipe
-from megarl.storage.run_dir import RunDir
 from megarl.storage.rollouts import RolloutStore
+from megarl.storage.run_dir import RunDir
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "rollout.engine": '"vllm"',
     "rollout.oversample": 20,
@@ -25,14 +24,8 @@ SETTINGS = {
 }
 
 
-def test_generation_ends_with_the_choice(tmp_path):
-    sys.path.insert(0, str(ROOT / "examples/quickstart"))
-    try:
-        from make_base import write_initial_model
-    finally:
-        sys.path.pop(0)
-    write_initial_model(tmp_path / "model")
-    settings = [f'model.path="{tmp_path / "model"}"', *[f"{name}={value}" for name, value in SETTINGS.items()]]
+def test_generation_ends_with_the_choice(tiny_model, tmp_path):
+    settings = [f'model.path="{tiny_model}"', *[f"{name}={value}" for name, value in SETTINGS.items()]]
     run = RunDir.create(tmp_path / "run", load_recipe(ROOT / "examples/quickstart/recipe.toml", settings))
     command = [sys.executable, "-m", "megarl.cli", "rollout", str(run.root), "--stage", "0"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)

@@ -4,21 +4,20 @@ import itertools
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from tiny_models import save
 from transformers import AutoModelForCausalLM
 
 from megarl.errors import UserError
 from megarl.rollout.builtin import BuiltinEngine
 from megarl.rollout.drift import check_weights, hugging_face_reference
 from megarl.rollout.engine import Request, Sampling, response_seed
+from tests.helpers import ROOT
+from tests.rollout.tiny_models import save
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 9, 3, 30, 12, 38, 7], [11, 4], [20, 21, 22, 23], [8], [33, 2, 9, 14], [2, 3, 5, 7, 11, 13, 17, 19, 23]]
 TOLERANCE = 1e-4  # nats
 MOE = pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)  # for what is the same for both

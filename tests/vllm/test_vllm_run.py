@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -15,8 +14,8 @@ from safetensors.torch import load_file
 
 from megarl.storage.ledger import parse
 from megarl.storage.rollouts import RolloutStore
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).parents[2]
 UPDATES = 4
 GROUPS = {stage: range(64 * stage, 64 * (stage + 1)) for stage in range(3)}
 SETTINGS = {
@@ -36,17 +35,11 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(tiny_model, tmp_path_factory):
     """A finished run of three stages whose first lost a replica, and the ledger lines that were there at its death."""
     folder = tmp_path_factory.mktemp("vllm_run")
-    sys.path.insert(0, str(ROOT / "examples/quickstart"))
-    try:
-        from make_base import write_initial_model
-    finally:
-        sys.path.pop(0)
-    write_initial_model(folder / "model")
     command = [sys.executable, "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
-    command += ["--run-dir", str(folder / "run"), "--set", f'model.path="{folder / "model"}"']
+    command += ["--run-dir", str(folder / "run"), "--set", f'model.path="{tiny_model}"']
     command += [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
     parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     rollouts = folder / "run/stages/000/rollouts"

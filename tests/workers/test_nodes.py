@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from megarl.distributed import Peers
-from megarl.workers.nodes import Nodes, Place, Report, _open_store
+from megarl.distributed import ReplicaGroup
+from megarl.workers.nodes import NodeRank, Nodes, Report, _open_store
 
 
 def free_port():
@@ -23,13 +23,13 @@ def test_a_follower_that_leaves_says_why(error, outcome, cause):
     port = free_port()
 
     def follow():
-        with contextlib.suppress(type(error)), Nodes(Place(1, 2, "127.0.0.1", port)) as nodes:
+        with contextlib.suppress(type(error)), Nodes(NodeRank(1, 2, "127.0.0.1", port)) as nodes:
             nodes.next_order()
             raise error
 
     follower = threading.Thread(target=follow)
     follower.start()
-    with Nodes(Place(0, 2, "127.0.0.1", port)) as nodes:
+    with Nodes(NodeRank(0, 2, "127.0.0.1", port)) as nodes:
         number = nodes.order(phase="rollout")
         nodes.report(Report("done"))
         reports = nodes.reports(number)
@@ -42,12 +42,12 @@ def test_a_follower_that_left_without_a_word_failed():
     port = free_port()
 
     def follow():
-        with Nodes(Place(1, 2, "127.0.0.1", port)) as nodes:
+        with Nodes(NodeRank(1, 2, "127.0.0.1", port)) as nodes:
             nodes.next_order()
 
     follower = threading.Thread(target=follow)
     follower.start()
-    with Nodes(Place(0, 2, "127.0.0.1", port)) as nodes:
+    with Nodes(NodeRank(0, 2, "127.0.0.1", port)) as nodes:
         number = nodes.order(phase="rollout")
         nodes.report(Report("done"))
         report = nodes.reports(number)[1]
@@ -66,6 +66,6 @@ def test_who_waits_for_peers_can_leave():
         if len(asked) == 3:
             raise Left
 
-    store, _ = _open_store(Place())
+    store, _ = _open_store(NodeRank())
     with pytest.raises(Left):
-        Peers(store, 0, 2, leave).barrier("generated")
+        ReplicaGroup(store, 0, 2, leave).barrier("generated")

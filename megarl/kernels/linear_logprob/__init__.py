@@ -78,7 +78,7 @@ def linear_logprob(
 
 def _load(backend: str) -> ModuleType:
     try:
-        return importlib.import_module(f"megarl.kernels.{backend}_linear_logprob")
+        return importlib.import_module(f"megarl.kernels.linear_logprob.{backend}_backend")
     except ModuleNotFoundError as error:
         package = str(error.name).split(".")[0]
         if package == "megarl":

@@ -1,8 +1,8 @@
 """One pass over packed tokens: log-ratio, running prefix minimum, weight and mask, loss, gradient and metric sums.
 
 What a token's loss is depends on the rule; ``csrc/include/token_rules.h`` holds one small
-function for each, `megarl.kernels.token_pass.triton_rules` the same for Triton. The readable definition is the objective
-itself (`megarl.objectives`, backend ``torch``).
+function for each, `triton_rules` the same for Triton. The readable definition is the objective itself
+(`megarl.objectives`, backend ``torch``).
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from megarl.kernels.token_pass import (
     save_coefficient,
     scale_coefficient,
 )
-from megarl.kernels.tokens import Tokens
 from megarl.kernels.token_pass.triton_rules import (
     LOG_RATIO_LIMIT,
     NEVER,
@@ -37,6 +36,7 @@ from megarl.kernels.token_pass.triton_rules import (
     exponential,
     trust_region,
 )
+from megarl.kernels.tokens import Tokens
 
 TILE = 256  # tokens
 WARPS = 4

@@ -238,4 +238,3 @@ TRITON_RULES = {
     "decoupled": TritonRule(decoupled, 3),
     "clip_log_ratio": TritonRule(clip_log_ratio, 1),
 }
-COMPILE_SPECS: list[Any] = []  # no kernels; those of triton_token_pass contain them

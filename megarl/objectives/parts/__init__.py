@@ -1,0 +1,1 @@
+"""What several objectives share: ratios, clipping, vetoes, batch statistics, metrics."""

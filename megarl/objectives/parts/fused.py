@@ -98,7 +98,7 @@ def _metrics(s: dict[str, torch.Tensor], rule: Rule) -> dict[str, Metric]:
 def _loss_metric(
     segment_sums: torch.Tensor, counts: torch.Tensor | None, batch: TokenBatch, aggregation: str
 ) -> Metric:
-    """As `megarl.objectives.parts.metrics.loss_metric`, from the sums of the segments; counts [segments]: trained tokens of
+    """As `parts.metrics.loss_metric`, from the sums of the segments; counts [segments]: trained tokens of
     each segment's whole sequence, None if it is the segment itself."""
     trained, loss = segment_sums.unbind(1)
     if aggregation == "token_mean":

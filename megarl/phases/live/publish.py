@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megarl.phases.live.state import NOTHING, Board
+from megarl.phases.live.state import NOTHING, LiveState
 from megarl.phases.optimize import export
 from megarl.storage.run_dir import RunDir
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Publisher:
-    """Exports every ``sync_every`` updates. Only rank 0 of the trainers writes to the board and removes what is old."""
+    """Exports every ``sync_every`` updates. Only rank 0 of the trainers writes to the state and removes what is old."""
 
     run: RunDir
     stage: int
-    board: Board
+    state: LiveState
 
     @property
     def before(self) -> int:
@@ -40,7 +40,7 @@ class Publisher:
         versions = self.run.versions()
         for version in (v for v in versions if v >= self.before + done):
             _remove(self.run.version(version))
-        self.board.publish(max([self.before, *(v for v in versions if v < self.before + done)]))
+        self.state.publish(max([self.before, *(v for v in versions if v < self.before + done)]))
 
     def trained(self, actor: Actor, updates: int) -> None:
         """So many updates of the stage are made; publish if a version is due. Collective."""
@@ -50,8 +50,8 @@ class Publisher:
             return
         export(actor, self.run, version, self.run.version(version))
         if dist.get_rank() == 0:
-            self.board.publish(version)
-            self._retire(min(self.board.oldest_in_use(), self._needed_later()))
+            self.state.publish(version)
+            self._retire(min(self.state.oldest_in_use(), self._needed_later()))
 
     def end_stage(self) -> None:
         """Keep what engines of the next stage may need, and nothing after the last one."""

@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megarl.distributed import Peers, Role
+from megarl.distributed import ReplicaGroup, Role
 from megarl.errors import STOPPED, UserError
-from megarl.storage.files import make_directory
-from megarl.phases.rollout_worker import Answerer
-from megarl.phases.live.state import Board
+from megarl.phases.live.state import LiveState
 from megarl.phases.rollout import generate, missing_chunks
+from megarl.phases.rollout_stats import RolloutStats
+from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.stop import StopRequest
-from megarl.phases.rollout_stats import Tally
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import never
-from megarl.storage.run_dir import RunDir
+from megarl.storage.files import make_directory
 from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
+from megarl.storage.run_dir import RunDir
 
 POLL_SECONDS = 0.02
 STORE_SECONDS = 0.2  # between two shards of an engine that stores groups as they come: trainers may wait for them
@@ -30,20 +30,20 @@ APPEAR_SECONDS = 60.0  # on some shared file systems what another node wrote sho
 def serve(run: RunDir, stage: int, role: Role) -> None:
     """What a rollout worker does: chunk after chunk, and the seal."""
     stop = StopRequest()
-    peers = Peers.join(role, stop.exit_if_asked)
-    board = Board(peers.store, peers.world)
+    replicas = ReplicaGroup.join(role, stop.exit_if_asked)
+    state = LiveState(replicas.store, replicas.world)
     if not run.is_sealed(stage):
         make_directory(run.rollouts(stage))
         found = RolloutStore(run.rollouts(stage), one_policy=False).missing(run.groups(stage))
-        if missing := peers.from_first("missing", found if peers.rank == 0 else None):
+        if missing := replicas.from_first("missing", found if replicas.rank == 0 else None):
             leave_trainers_devices(run.recipe, stage)
-            Worker(run, stage, peers, board, stop).work(missing)
+            LiveRolloutWorker(run, stage, replicas, state, stop).work(missing)
         if stop.asked:
             sys.exit(STOPPED)
-        peers.barrier("generated")
-        if peers.rank == 0:
+        replicas.barrier("generated")
+        if replicas.rank == 0:
             seal(run.rollouts(stage), run.groups(stage), one_policy=False)
-    board.leave(peers.rank)
+    state.leave(replicas.rank)
 
 
 def leave_trainers_devices(recipe: Recipe, stage: int) -> None:
@@ -57,17 +57,17 @@ def leave_trainers_devices(recipe: Recipe, stage: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[trainers:count])
 
 
-class Worker:
+class LiveRolloutWorker:
     """One engine replica: loads the version that the next chunk needs, and generates what that version may."""
 
-    def __init__(self, run: RunDir, stage: int, peers: Peers, board: Board, stop: StopRequest) -> None:
-        self.run, self.stage, self.peers, self.board, self.stop = run, stage, peers, board, stop
+    def __init__(self, run: RunDir, stage: int, replicas: ReplicaGroup, state: LiveState, stop: StopRequest) -> None:
+        self.run, self.stage, self.replicas, self.state, self.stop = run, stage, replicas, state, stop
         self.schedule = run.recipe.schedule
         self.rule = self.schedule.lag_rule
         self.seconds = dict.fromkeys(("idle", "load", "generate"), 0.0)
-        self.start, self.tally = time.perf_counter(), Tally()
+        self.start, self.stats = time.perf_counter(), RolloutStats()
         self.fresh = not any(run.checkpoints(stage).glob("update_*"))
-        self.answerer: Answerer | None = None
+        self.worker: RolloutWorker | None = None
         self.loaded = -1
         self.todo: list[Sequence[int]] = []
         self.next: Sequence[int] | None = None  # taken, but not begun
@@ -76,35 +76,35 @@ class Worker:
         """Generate the ``missing`` groups; ends early when asked to stop."""
         if (version := self._wait(lambda: self._version(missing[:1]))) is None:
             return
-        answerer = self._load(version)
-        self.todo = self._chunks(missing, answerer.engine.repeats_chunks)
-        directory, rank = self.run.rollouts(self.stage), self.peers.rank
+        worker = self._load(version)
+        self.todo = self._chunks(missing, worker.engine.repeats_chunks)
+        directory, rank = self.run.rollouts(self.stage), self.replicas.rank
         with RolloutWriter(directory, weights_hash=None, logprob_mode="processed", writer=rank) as writer:
             self._take()
-            while (self.next or answerer.unfinished) and (version := self._wait(self._next_version)) is not None:
+            while (self.next or worker.unfinished) and (version := self._wait(self._next_version)) is not None:
                 self._load(version)
                 start = time.perf_counter()
-                for groups in generate(
-                    answerer, self._chunks_now(), self._interrupted(), STORE_SECONDS, self.tally.add
-                ):
-                    writer.append(groups, answerer.weights_hash)
-                    if self.tally.due():
+                for groups in generate(worker, self._chunks_now(), self._interrupted(), STORE_SECONDS, self.stats.add):
+                    writer.append(groups, worker.weights_hash)
+                    if self.stats.due():
                         self._log_progress()
                 self.seconds["generate"] += time.perf_counter() - start
         self._log_progress()
-        answerer.engine.close()
-        self.board.leave(self.peers.rank)  # before the wait for the other engines, who may need the trainers meanwhile
+        worker.engine.close()
+        self.state.leave(
+            self.replicas.rank
+        )  # before the wait for the other engines, who may need the trainers meanwhile
         if not self.stop.asked:
             self._log_idle()
 
     def _log_progress(self) -> None:
-        assert self.answerer is not None
-        event = self.tally.event(self.answerer.decoding)
-        self.run.log_event("rollout_progress", stage=self.stage, rank=self.peers.rank, **event)
+        assert self.worker is not None
+        event = self.stats.event(self.worker.decoding)
+        self.run.log_event("rollout_progress", stage=self.stage, rank=self.replicas.rank, **event)
 
     def _chunks(self, missing: list[int], whole: bool) -> list[Sequence[int]]:
         present = set(self.run.groups(self.stage)).difference(missing)
-        if self.peers.rank == 0 and present:
+        if self.replicas.rank == 0 and present:
             total = len(self.run.groups(self.stage))
             self.run.log_event(
                 "resume", phase="live", stage=self.stage, skipped=len(present), total=total, unit="groups"
@@ -115,7 +115,7 @@ class Worker:
 
     def _take(self) -> None:
         """The next chunk is this engine's."""
-        number = self.board.take()
+        number = self.state.take()
         self.next = self.todo[number] if number < len(self.todo) else None
 
     def _version(self, chunk: Sequence[int]) -> int | None:
@@ -124,14 +124,14 @@ class Worker:
         return None if newest is None else self.rule.version(chunk[-1] // self.schedule.prompts_per_update, newest)
 
     def _newest(self) -> int | None:
-        newest = self.board.newest()
+        newest = self.state.newest()
         if newest is None and self.fresh:  # the trainers may still be starting, but this is what they start from
             return self.stage * self.schedule.updates_per_stage
         return newest
 
     def _next_version(self) -> int | None:
-        assert self.answerer is not None
-        if self.answerer.unfinished:
+        assert self.worker is not None
+        if self.worker.unfinished:
             return self._newest()
         assert self.next is not None
         return self._version(self.next)
@@ -145,10 +145,10 @@ class Worker:
 
     def _interrupted(self) -> Callable[[], bool]:
         """What ends a generation that is under way."""
-        assert self.answerer is not None
+        assert self.worker is not None
         if self.schedule.partial:
             return lambda: self.stop.asked or self._newest() != self.loaded
-        if self.answerer.engine.repeats_chunks:
+        if self.worker.engine.repeats_chunks:
             return never  # the chunk that is begun is finished
         return lambda: self.stop.asked
 
@@ -165,37 +165,37 @@ class Worker:
 
     def _rest(self) -> None:
         """Leave the devices to the trainers until they have nothing to train."""
-        number = self.board.round()
-        if self.answerer is not None:
-            self.answerer.engine.sleep()
-        self.board.rest(self.peers.rank, number)
-        while self.board.round() == number and not self.stop.asked:
+        number = self.state.round()
+        if self.worker is not None:
+            self.worker.engine.sleep()
+        self.state.rest(self.replicas.rank, number)
+        while self.state.round() == number and not self.stop.asked:
             time.sleep(POLL_SECONDS)
 
-    def _load(self, version: int) -> Answerer:
+    def _load(self, version: int) -> RolloutWorker:
         """The engine, awake, with the weights of ``version``."""
         start, path = time.perf_counter(), self.run.version(version)
-        if self.answerer is not None and version == self.loaded:
-            self.answerer.engine.wake()
-            return self.answerer
-        self.board.announce(self.peers.rank, version)
+        if self.worker is not None and version == self.loaded:
+            self.worker.engine.wake()
+            return self.worker
+        self.state.announce(self.replicas.rank, version)
         _wait_for(path)
-        if self.answerer is None:
-            self.answerer = Answerer.build(self.run.recipe, self.stage, path)
+        if self.worker is None:
+            self.worker = RolloutWorker.build(self.run.recipe, self.stage, path)
         else:
-            self.answerer.load(path)
-        drift = self.answerer.check_weights(path, self.peers)
-        place = {"phase": "live", "stage": self.stage, "rank": self.peers.rank, "version": version}
+            self.worker.load(path)
+        drift = self.worker.check_weights(path, self.replicas)
+        place = {"phase": "live", "stage": self.stage, "rank": self.replicas.rank, "version": version}
         self.run.log_event("weight_drift", **place, **asdict(drift))
         self.loaded = version
         self.seconds["load"] += time.perf_counter() - start
-        return self.answerer
+        return self.worker
 
     def _log_idle(self) -> None:
         """The share of the engines' time in which they waited for a version, and what they did in the rest."""
         seconds = time.perf_counter() - self.start
-        everyone = self.peers.gather("idle", self.seconds | {"all": seconds})
-        if self.peers.rank == 0:
+        everyone = self.replicas.gather("idle", self.seconds | {"all": seconds})
+        if self.replicas.rank == 0:
             total = {name: round(sum(one[name] for one in everyone), 3) for name in everyone[0]}
             self.run.log_event(
                 "idle",

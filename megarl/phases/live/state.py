@@ -7,8 +7,8 @@ import torch.distributed as dist
 NOTHING = 1 << 62  # a version that no policy has: what an engine needs that has no more to do
 
 
-class Board:
-    """Keys of one attempt at a live stage; the next attempt begins with an empty board."""
+class LiveState:
+    """Keys of one attempt at a live stage; the next attempt begins with an empty state."""
 
     def __init__(self, store: dist.Store, workers: int) -> None:
         self._store, self._workers = store, range(workers)

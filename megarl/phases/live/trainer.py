@@ -14,15 +14,15 @@ import torch.distributed as dist
 from megarl.actor import parallel
 from megarl.distributed import Role
 from megarl.errors import UserError
-from megarl.storage.files import make_directory
-from megarl.phases.live.state import Board
-from megarl.phases.optimize import build_actor, groups_of_update, make_updates, resume, saved_updates
 from megarl.phases.live.publish import Publisher
 from megarl.phases.live.service import serve
+from megarl.phases.live.state import LiveState
+from megarl.phases.optimize import build_actor, groups_of_update, make_updates, resume, saved_updates
 from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import Recipe
-from megarl.storage.run_dir import RunDir
+from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, RolloutStore
+from megarl.storage.run_dir import RunDir
 
 if TYPE_CHECKING:
     from megarl.actor.step import Actor
@@ -52,8 +52,8 @@ def train(run: RunDir, stage: int, role: Role, workers: int) -> None:
     """What the trainers do: the updates of the stage, each as soon as its groups are stored."""
     stop = StopRequest()
     device, store = parallel.join(run.recipe, role)
-    board = Board(store, workers)
-    publisher = Publisher(run, stage, board)
+    state = LiveState(store, workers)
+    publisher = Publisher(run, stage, state)
     if run.policy(stage + 1).exists():  # an earlier attempt trained it all, but died before its end
         publisher.continue_after(run.recipe.schedule.updates_per_stage)
     else:
@@ -72,7 +72,7 @@ class LiveBatches:
 
     def __init__(self, actor: Actor, publisher: Publisher, stop: StopRequest) -> None:
         self.actor, self.publisher, self.stop = actor, publisher, stop
-        self.run, self.stage, self.board = publisher.run, publisher.stage, publisher.board
+        self.run, self.stage, self.state = publisher.run, publisher.stage, publisher.state
         make_directory(self.run.rollouts(self.stage))
         self.store = RolloutStore(self.run.rollouts(self.stage), one_policy=False)
         self.idle_seconds = self.last_idle = 0.0
@@ -105,10 +105,10 @@ class LiveBatches:
 
     def _our_turn(self, missing: bool) -> bool:
         """Of trainers that share devices with engines; they give it away when something is missing."""
-        if not self.board.all_rest():
+        if not self.state.all_rest():
             return False
         if missing:
-            self.board.next_round()
+            self.state.next_round()
         return not missing
 
     def _check_lags(self, batch: int, groups: list[Group]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout.sglang.engine import guard
+from megarl.rollout.sglang import guard
 
 HOST = "127.0.0.1"
 HEALTH_SECONDS = 0.25  # between two looks at a server that starts

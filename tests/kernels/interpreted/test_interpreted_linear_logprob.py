@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 
 from megarl.errors import UserError
 from megarl.kernels import reference
-from megarl.kernels.linear_logprob import triton_backend as kernels
 from megarl.kernels.linear_logprob import linear_logprob
+from megarl.kernels.linear_logprob import triton_backend as kernels
 
 TEMPERATURE = 0.7
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from random_batches import KINDS, random_batch
-from test_against_papers import CASES
 from test_token_pass import make_batch
 
 from megarl.batch import TokenBatch
-from megarl.kernels.token_pass import triton_backend as kernels
 from megarl.kernels.segment_summary import NEVER
 from megarl.kernels.token_pass import RULES, Inherited, PassResult, Rule, token_pass
+from megarl.kernels.token_pass import triton_backend as kernels
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES
-from megarl.objectives.parts.fused import constants, tokens_of
 from megarl.objectives.objective import Objective
+from megarl.objectives.parts.fused import constants, tokens_of
+from tests.objectives.random_batches import KINDS, random_batch
+from tests.objectives.test_against_papers import CASES
 
 CPU = torch.device("cpu")
 TILE = 8

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from megarl.views.report import write_report
-from tests.report.synthetic_run import make_recipe, make_run
+from tests.views.synthetic_run import make_recipe, make_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if BROWSER is None and os.environ.get("MEGARL_REQUIRE_BROWSER") != "1":

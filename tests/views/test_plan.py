@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.views import sizes
 from megarl.cli import main
-from megarl.recipe.load import load_recipe, override_recipe
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
+from megarl.recipe.load import load_recipe, override_recipe
+from megarl.views import sizes
 from megarl.views.plan import Census, Plan, alternatives, make_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -9,7 +9,7 @@ import pytest
 from megarl.errors import UserError
 from megarl.views.report import read_run, short_names, summary, write_report
 from megarl.views.report_page import POINTS, make_charts
-from tests.report.synthetic_run import make_recipe, make_run, update_record, write_lines
+from tests.views.synthetic_run import make_recipe, make_run, update_record, write_lines
 
 
 def charts_of(*roots):

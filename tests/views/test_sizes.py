@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.views import sizes
-from megarl.recipe.load import load_recipe, override_recipe
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.layout import Layout
+from megarl.recipe.load import load_recipe, override_recipe
+from megarl.views import sizes
 from megarl.views.sizes import GIB, Assumptions, StageCensus
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.views import progress
 from megarl.recipe.load import override_recipe
+from megarl.views import progress
 from megarl.views.progress import JsonTail, Progress, RunState, describe_state
-from tests.report.synthetic_run import make_events, make_recipe, make_run, update_record, write_lines
+from tests.views.synthetic_run import make_events, make_recipe, make_run, update_record, write_lines
 
 
 def append(path, *records, torn=""):
@@ -202,8 +202,8 @@ import sys, time
 from pathlib import Path
 from megarl.views import progress
 from megarl.recipe.load import override_recipe
-from tests.report.synthetic_run import make_recipe
-from tests.report.test_progress import grow
+from tests.views.synthetic_run import make_recipe
+from tests.views.test_progress import grow
 progress.POLL_SECONDS = 0.05
 root, recipe = Path(sys.argv[1]), make_recipe()
 with progress.Progress(root, recipe):
