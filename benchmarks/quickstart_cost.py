@@ -132,10 +132,10 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
         seconds[name] += time.process_time() - start
         return result
 
-    worker = RolloutWorker.build(recipe, 0, run.policy(0))
+    worker = RolloutWorker.build(recipe, 0, run.stage(0).policy)
     plain = PlainLoop(recipe, worker)
     objective = build_objective(recipe.objective.name, recipe.objective.fields)
-    actor = step.Actor.build(recipe, run.policy(0), torch.device("cpu"))
+    actor = step.Actor.build(recipe, run.stage(0).policy, torch.device("cpu"))
     metrics = MetricsWriter(run.metrics, 0, recipe.run)
 
     def update(store, stage, staleness):
@@ -146,16 +146,16 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
         metrics.append({"update": staleness + 1, **optimize.summary(groups), **values})
         if (staleness + 1) % recipe.actor.checkpoint_every == 0:
             metrics.sync()
-            checkpoint.save(actor, run.checkpoints(stage), staleness + 1, recipe.actor.keep_checkpoints)
+            checkpoint.save(actor, run.stage(stage).checkpoints, staleness + 1, recipe.actor.keep_checkpoints)
 
     for stage in range(recipe.schedule.stages):
-        directory = run.rollouts(stage)
+        directory = run.stage(stage).rollouts
         directory.mkdir(parents=True)
         with RolloutWriter(directory, weights_hash=worker.weights_hash, logprob_mode="processed") as writer:
-            for chunk in rollout.missing_chunks(run, stage, run.groups(stage), whole=True):
+            for chunk in rollout.missing_chunks(run, stage, run.stage(stage).groups, whole=True):
                 timed("megarl/generate", lambda chunk=chunk: writer.append(*rollout.generate(worker, iter([chunk]))))
                 timed("plain/generate", plain.generate, chunk)
-        timed("megarl/generate", seal, directory, run.groups(stage))
+        timed("megarl/generate", seal, directory, run.stage(stage).groups)
         store = RolloutStore(directory)
         updates = range(recipe.schedule.updates_per_stage)
         stored = {u: store.read(optimize.groups_of_update(run, store.chosen, u)) for u in updates}
@@ -182,7 +182,7 @@ def main() -> None:
     parallel.initialize(recipe)
     with tempfile.TemporaryDirectory() as scratch:
         run = RunDir.create(Path(scratch) / "run", recipe)
-        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.policy(0))
+        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.stage(0).policy)
         seconds = measure(recipe, run)
     total = {side: seconds[f"{side}/generate"] + seconds[f"{side}/optimize"] for side in ("plain", "megarl")}
     print(f"{'CPU-seconds':<12}{'generate':>10}{'optimize':>10}{'total':>10}")

@@ -43,7 +43,7 @@ def fill(run: RunDir, vocabulary: int = 28) -> None:
         tokens = rng.integers(3, vocabulary, rng.integers(4, 10)).astype(np.int32)
         return Response(tokens, rng.uniform(-4, -2, len(tokens)).astype(np.float32), float(rng.integers(2)), "stop", 0)
 
-    directory, groups = run.rollouts(0), run.groups(0)
+    directory, groups = run.stage(0).rollouts, run.stage(0).groups
     directory.mkdir(parents=True)
     with RolloutWriter(directory, weights_hash="0" * 64, logprob_mode="processed") as writer:
         for begin in range(0, len(groups), size):
@@ -65,7 +65,7 @@ def measure(length: int, updates: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as scratch:
         run = RunDir.create(Path(scratch) / "run", recipe)
         fill(run)
-        store = RolloutStore(run.rollouts(0))
+        store = RolloutStore(run.stage(0).rollouts)
         actor = step.Actor.build(recipe, recipe.model.path, device)
         objective = build_objective("mu_grpo", {})
         metrics = MetricsWriter(run.metrics, 0, recipe.run)

@@ -14,8 +14,8 @@ TIMES = {"seconds", "tokens_per_second", "idle_seconds"}
 
 
 def groups(run, stage=0):
-    store = RolloutStore(run.rollouts(stage), one_policy=False)
-    return store.read(list(run.groups(stage)))
+    store = RolloutStore(run.stage(stage).rollouts, one_policy=False)
+    return store.read(list(run.stage(stage).groups))
 
 
 def weights(policy):
@@ -121,5 +121,5 @@ def test_two_engines_and_two_trainers(phases, new_run):
         rollout__workers=2, rollout__groups_per_chunk=2,
     )  # fmt: skip
     phases(run, "live")
-    assert [g.group_id for g in groups(run)] == list(run.groups(0))
+    assert [g.group_id for g in groups(run)] == list(run.stage(0).groups)
     assert [update["staleness"] for update in metrics(run)] == [0, 1, 2, 3, 2, 3, 2, 3]

@@ -157,16 +157,16 @@ def test_checkpoints_of_the_last_finished_stages_stay(recipe, tmp_path, keep, st
     overrides = [] if keep is None else [f"actor.keep_stages={keep}"]
     run = RunDir.create(tmp_path / "run", load_recipe(recipe, overrides))
     for stage in range(3):
-        (run.checkpoints(stage) / "update_000006").mkdir(parents=True)
+        (run.stage(stage).checkpoints / "update_000006").mkdir(parents=True)
     remove_stages(run, 3)
-    assert [stage for stage in range(3) if run.checkpoints(stage).exists()] == stay
+    assert [stage for stage in range(3) if run.stage(stage).checkpoints.exists()] == stay
 
 
 def test_a_branch_never_removes_the_checkpoints_of_its_origin(recipe, tmp_path):
     origin = tmp_path / "origin"
     (origin / "update_000006").mkdir(parents=True)
     run = RunDir.create(tmp_path / "run", load_recipe(recipe, ["actor.keep_stages=1"]))
-    run.checkpoints(0).parent.mkdir(parents=True)
-    run.checkpoints(0).symlink_to(origin)
+    run.stage(0).checkpoints.parent.mkdir(parents=True)
+    run.stage(0).checkpoints.symlink_to(origin)
     remove_stages(run, 2)
     assert (origin / "update_000006").exists()
