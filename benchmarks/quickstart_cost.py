@@ -27,8 +27,10 @@ from transformers import AutoModelForCausalLM
 from megarl.actor import parallel
 from megarl.distributed import become_single_process
 from megarl.objectives import build_objective
-from megarl.phases import optimize, rollout
+from megarl.phases import rollout
 from megarl.phases.rollout_worker import RolloutWorker
+from megarl.phases.samples import summary, to_samples
+from megarl.phases.updates import groups_of_update
 from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import Recipe
 from megarl.rewards import reward
@@ -139,26 +141,26 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
     metrics = MetricsWriter(run.metrics, 0, recipe.run)
 
     def update(store, stage, staleness):
-        groups = store.read(optimize.groups_of_update(run, store.chosen, staleness))
-        samples = optimize.to_samples(groups, recipe.objective)
+        groups = store.read(groups_of_update(recipe, store.chosen, staleness))
+        samples = to_samples(groups, recipe.objective)
         batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, torch.device("cpu"))
         values = step.train_step(actor, batches, objective, actor.learning_rate(staleness + 1))
-        metrics.append({"update": staleness + 1, **optimize.summary(groups), **values})
+        metrics.append({"update": staleness + 1, **summary(groups), **values})
         if (staleness + 1) % recipe.actor.checkpoint_every == 0:
             metrics.sync()
             checkpoint.save(actor, run.stage(stage).checkpoints, staleness + 1, recipe.actor.keep_checkpoints)
 
     for stage in range(recipe.schedule.stages):
-        directory = run.stage(stage).rollouts
-        directory.mkdir(parents=True)
-        with RolloutWriter(directory, weights_hash=worker.weights_hash, logprob_mode="processed") as writer:
-            for chunk in rollout.missing_chunks(run, stage, run.stage(stage).groups, whole=True):
+        here = run.stage(stage)
+        here.rollouts.mkdir(parents=True)
+        with RolloutWriter(here.rollouts, weights_hash=worker.weights_hash, logprob_mode="processed") as writer:
+            for chunk in rollout.missing_chunks(here, here.groups, whole=True):
                 timed("megarl/generate", lambda chunk=chunk: writer.append(*rollout.generate(worker, iter([chunk]))))
                 timed("plain/generate", plain.generate, chunk)
-        timed("megarl/generate", seal, directory, run.stage(stage).groups)
-        store = RolloutStore(directory)
+        timed("megarl/generate", seal, here.rollouts, here.groups)
+        store = RolloutStore(here.rollouts)
         updates = range(recipe.schedule.updates_per_stage)
-        stored = {u: store.read(optimize.groups_of_update(run, store.chosen, u)) for u in updates}
+        stored = {u: store.read(groups_of_update(recipe, store.chosen, u)) for u in updates}
         for begin in range(0, len(updates), TURN):
             for staleness in updates[begin : begin + TURN]:
                 timed("megarl/optimize", update, store, stage, staleness)

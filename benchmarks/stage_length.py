@@ -26,7 +26,8 @@ import torch
 from megarl.actor import parallel
 from megarl.distributed import become_single_process
 from megarl.objectives import build_objective
-from megarl.phases import optimize
+from megarl.phases.samples import to_samples
+from megarl.phases.updates import groups_of_update
 from megarl.recipe.load import load_recipe
 from megarl.storage.metrics_log import MetricsWriter
 from megarl.storage.rollouts import Group, Response, RolloutStore, RolloutWriter, seal
@@ -73,8 +74,8 @@ def measure(length: int, updates: int) -> dict[str, float]:
             metrics.append({"update": 0, "loss": 0.0})
 
         def update(staleness: int) -> None:
-            groups = store.read(optimize.groups_of_update(run, store.chosen, staleness))
-            samples = optimize.to_samples(groups, recipe.objective)
+            groups = store.read(groups_of_update(recipe, store.chosen, staleness))
+            samples = to_samples(groups, recipe.objective)
             batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device)
             metrics.append({"update": staleness, **step.train_step(actor, batches, objective, 1e-5)})
 
