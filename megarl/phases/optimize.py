@@ -20,7 +20,7 @@ from megarl.errors import STOPPED, UserError
 from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import ObjectiveTable
-from megarl.storage.files import append_json
+from megarl.storage.json_lines import append_json
 from megarl.storage.metrics_log import MetricsWriter
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir

@@ -14,6 +14,8 @@ from io import FileIO
 from pathlib import Path
 
 from megarl.errors import UserError
+from megarl.storage.files import file_sha256
+from megarl.storage.json_lines import split_lines
 
 LEDGER = "ledger.jsonl"  # writer 0's, and everybody's once sealed
 SEALED = "SEALED"
@@ -71,12 +73,12 @@ def lock(path: Path) -> FileIO:
 
 def parse(path: Path) -> tuple[list[LedgerEntry], int]:
     """Entries of one ledger and the bytes of its intact part: a line torn by a crash at the very end is left out."""
-    *lines, tail = path.read_bytes().split(b"\n")
+    lines, torn = split_lines(path.read_bytes())
     entries, length = [], 0
     for number, line in enumerate(lines, 1):
         entry = from_line(line)
         if entry is None:
-            if number == len(lines) and not tail:
+            if number == len(lines) and not torn:
                 break
             raise UserError(
                 f"line {number} of {path} is damaged: its checksum does not match. Restore the file from a copy, or "
@@ -170,9 +172,8 @@ def check_size(path: Path, entry: LedgerEntry) -> None:
 
 def verify_shard(path: Path, entry: LedgerEntry) -> None:
     check_size(path, entry)
-    with open(path, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
-            raise _damaged(path, "does not match the checksum in its ledger")
+    if file_sha256(path) != entry.sha256:
+        raise _damaged(path, "does not match the checksum in its ledger")
 
 
 def _damaged(path: Path, what: str) -> UserError:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.recipe.tables import RunTable
-from megarl.storage.files import append_json, disk_errors, read_json_lines, write_atomic
+from megarl.storage.files import disk_errors
+from megarl.storage.json_lines import append_json, keep_json_lines
 
 
 class MetricsWriter:
@@ -16,10 +17,7 @@ class MetricsWriter:
     def __init__(self, path: Path, last_update: int, run: RunTable) -> None:
         self.path = path
         if path.exists():
-            kept = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-            records = read_json_lines(path)
-            kept = [line for line, record in zip(kept, records, strict=True) if record["update"] <= last_update]
-            write_atomic(path, b"".join(kept))
+            keep_json_lines(path, lambda record: record["update"] <= last_update)
         self.sinks: list[Any] = []
         if run.tensorboard:
             self.sinks.append(_TensorBoard(path.parent / "tensorboard", last_update + 1))

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from megarl.errors import UserError
-from megarl.storage.policies import weight_files
+from megarl.storage.weights import weight_files
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}

@@ -7,7 +7,6 @@ appended since the last.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megarl.recipe.tables import Recipe
+from megarl.storage.json_lines import JsonTail
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -36,39 +36,6 @@ ANNOUNCED = (
     "evaluation",
     "dynamic_sampling",
 )
-
-
-class JsonTail:
-    """Follows a JSON-lines file that grows, is cut, replaced or missing, and whose last line may be half written."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._offset, self._inode = path, 0, -1
-
-    def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """(True when the file began anew, complete lines that are new), without lines that are not JSON objects."""
-        try:
-            status = os.stat(self.path)
-            anew = (status.st_ino != self._inode or status.st_size < self._offset) and self._inode != -1
-            if status.st_ino != self._inode or anew:
-                self._offset, self._inode = 0, status.st_ino
-            if status.st_size == self._offset:
-                return anew, []
-            with open(self.path, "rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return False, []
-        data = data[: data.rfind(b"\n") + 1]
-        self._offset += len(data)
-        return anew, [record for line in data.splitlines() if (record := _parse(line)) is not None]
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 class RunState:
