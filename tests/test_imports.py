@@ -35,9 +35,11 @@ HEAVY = {  # package: the modules (and everything below them) that may bring it 
 IMPORTERS = HEAVY | {"megatron": ("megarl.actor",)}  # the modules that may hold the import statement, lazy or not
 WITHOUT_TORCH = (
     "megarl",
+    "megarl.cli",
     "megarl.recipe.load",
     "megarl.errors",
     "megarl.storage.files",
+    "megarl.storage.json_lines",
     "megarl.storage.ledger",
     "megarl.recipe.tables",
     "megarl.storage.rollouts",
@@ -116,7 +118,7 @@ def violations(found: dict[str, list[str] | str]) -> list[str]:
     return wrong
 
 
-def test_config_and_store_do_without_torch() -> None:
+def test_command_line_recipe_and_store_do_without_torch() -> None:
     watched = ["torch", *HEAVY]
     assert imported([], list(WITHOUT_TORCH), watched) == {module: [] for module in WITHOUT_TORCH}
 
