@@ -21,10 +21,11 @@ def test_the_first_line_comes_before_torch(tmp_path, command, begun, word):
     if begun:
         run.mkdir()
         (run / "recipe.toml").touch()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     arguments = ["train", "recipe.toml", "--run-dir", run] if command == "train" else [command, run, "--stage", "0"]
     result = subprocess.run(
         [sys.executable, "-m", "megarl.cli", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": str(fake.parent)},
+        env=environment | {"PYTHONPATH": str(fake.parent)},
         cwd=ROOT,
         capture_output=True,
         text=True,
