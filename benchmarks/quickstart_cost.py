@@ -27,8 +27,10 @@ from transformers import AutoModelForCausalLM
 from megarl.actor import parallel
 from megarl.distributed import become_single_process
 from megarl.objectives import build_objective
-from megarl.phases import optimize, rollout
+from megarl.phases import rollout
 from megarl.phases.rollout_worker import RolloutWorker
+from megarl.phases.samples import summary, to_samples
+from megarl.phases.updates import groups_of_update
 from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import Recipe
 from megarl.rewards import reward
@@ -132,33 +134,33 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
         seconds[name] += time.process_time() - start
         return result
 
-    worker = RolloutWorker.build(recipe, 0, run.policy(0))
+    worker = RolloutWorker.build(recipe, 0, run.stage(0).policy)
     plain = PlainLoop(recipe, worker)
     objective = build_objective(recipe.objective.name, recipe.objective.fields)
-    actor = step.Actor.build(recipe, run.policy(0), torch.device("cpu"))
+    actor = step.Actor.build(recipe, run.stage(0).policy, torch.device("cpu"))
     metrics = MetricsWriter(run.metrics, 0, recipe.run)
 
     def update(store, stage, staleness):
-        groups = store.read(optimize.groups_of_update(run, store.chosen, staleness))
-        samples = optimize.to_samples(groups, recipe.objective)
+        groups = store.read(groups_of_update(recipe, store.chosen, staleness))
+        samples = to_samples(groups, recipe.objective)
         batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, torch.device("cpu"))
         values = step.train_step(actor, batches, objective, actor.learning_rate(staleness + 1))
-        metrics.append({"update": staleness + 1, **optimize.summary(groups), **values})
+        metrics.append({"update": staleness + 1, **summary(groups), **values})
         if (staleness + 1) % recipe.actor.checkpoint_every == 0:
             metrics.sync()
-            checkpoint.save(actor, run.checkpoints(stage), staleness + 1, recipe.actor.keep_checkpoints)
+            checkpoint.save(actor, run.stage(stage).checkpoints, staleness + 1, recipe.actor.keep_checkpoints)
 
     for stage in range(recipe.schedule.stages):
-        directory = run.rollouts(stage)
-        directory.mkdir(parents=True)
-        with RolloutWriter(directory, weights_hash=worker.weights_hash, logprob_mode="processed") as writer:
-            for chunk in rollout.missing_chunks(run, stage, run.groups(stage), whole=True):
+        here = run.stage(stage)
+        here.rollouts.mkdir(parents=True)
+        with RolloutWriter(here.rollouts, weights_hash=worker.weights_hash, logprob_mode="processed") as writer:
+            for chunk in rollout.missing_chunks(here, here.groups, whole=True):
                 timed("megarl/generate", lambda chunk=chunk: writer.append(*rollout.generate(worker, iter([chunk]))))
                 timed("plain/generate", plain.generate, chunk)
-        timed("megarl/generate", seal, directory, run.groups(stage))
-        store = RolloutStore(directory)
+        timed("megarl/generate", seal, here.rollouts, here.groups)
+        store = RolloutStore(here.rollouts)
         updates = range(recipe.schedule.updates_per_stage)
-        stored = {u: store.read(optimize.groups_of_update(run, store.chosen, u)) for u in updates}
+        stored = {u: store.read(groups_of_update(recipe, store.chosen, u)) for u in updates}
         for begin in range(0, len(updates), TURN):
             for staleness in updates[begin : begin + TURN]:
                 timed("megarl/optimize", update, store, stage, staleness)
@@ -182,7 +184,7 @@ def main() -> None:
     parallel.initialize(recipe)
     with tempfile.TemporaryDirectory() as scratch:
         run = RunDir.create(Path(scratch) / "run", recipe)
-        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.policy(0))
+        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.stage(0).policy)
         seconds = measure(recipe, run)
     total = {side: seconds[f"{side}/generate"] + seconds[f"{side}/optimize"] for side in ("plain", "megarl")}
     print(f"{'CPU-seconds':<12}{'generate':>10}{'optimize':>10}{'total':>10}")

@@ -26,7 +26,8 @@ import torch
 from megarl.actor import parallel
 from megarl.distributed import become_single_process
 from megarl.objectives import build_objective
-from megarl.phases import optimize
+from megarl.phases.samples import to_samples
+from megarl.phases.updates import groups_of_update
 from megarl.recipe.load import load_recipe
 from megarl.storage.metrics_log import MetricsWriter
 from megarl.storage.rollouts import Group, Response, RolloutStore, RolloutWriter, seal
@@ -43,7 +44,7 @@ def fill(run: RunDir, vocabulary: int = 28) -> None:
         tokens = rng.integers(3, vocabulary, rng.integers(4, 10)).astype(np.int32)
         return Response(tokens, rng.uniform(-4, -2, len(tokens)).astype(np.float32), float(rng.integers(2)), "stop", 0)
 
-    directory, groups = run.rollouts(0), run.groups(0)
+    directory, groups = run.stage(0).rollouts, run.stage(0).groups
     directory.mkdir(parents=True)
     with RolloutWriter(directory, weights_hash="0" * 64, logprob_mode="processed") as writer:
         for begin in range(0, len(groups), size):
@@ -65,7 +66,7 @@ def measure(length: int, updates: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as scratch:
         run = RunDir.create(Path(scratch) / "run", recipe)
         fill(run)
-        store = RolloutStore(run.rollouts(0))
+        store = RolloutStore(run.stage(0).rollouts)
         actor = step.Actor.build(recipe, recipe.model.path, device)
         objective = build_objective("mu_grpo", {})
         metrics = MetricsWriter(run.metrics, 0, recipe.run)
@@ -73,8 +74,8 @@ def measure(length: int, updates: int) -> dict[str, float]:
             metrics.append({"update": 0, "loss": 0.0})
 
         def update(staleness: int) -> None:
-            groups = store.read(optimize.groups_of_update(run, store.chosen, staleness))
-            samples = optimize.to_samples(groups, recipe.objective)
+            groups = store.read(groups_of_update(recipe, store.chosen, staleness))
+            samples = to_samples(groups, recipe.objective)
             batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device)
             metrics.append({"update": staleness, **step.train_step(actor, batches, objective, 1e-5)})
 

@@ -17,6 +17,7 @@ from megarl import __version__
 from megarl.errors import PhaseFailed, UserError
 
 if TYPE_CHECKING:
+    from megarl.storage.run_dir import RunDir, Stage
     from megarl.workers.nodes import Nodes
 
 
@@ -45,14 +46,22 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
         begun = (options.run_dir / "recipe.toml").exists()
         # before the imports of torch and Megatron, which take seconds
         print(f"megarl {__version__}: {'continuing' if begun else 'starting'} {options.run_dir}", flush=True)
-        from megarl.workers.launcher import follow
-        from megarl.workers.nodes import Nodes
+        from megarl.workers.processes import Starter
 
-        with Nodes.join() as nodes:
-            if nodes.rank:
-                follow(nodes)
-            else:
-                lead(options, nodes)
+        with Starter() as starter:
+            if "recipe" in options:
+                from megarl.recipe.load import load_without_objective
+
+                load_without_objective(options.recipe, options.set)  # most mistakes show before any process starts
+            starter.warm_up()  # it imports while this process does
+            from megarl.workers.launcher import follow
+            from megarl.workers.nodes import Nodes
+
+            with Nodes.join(starter) as nodes:
+                if nodes.rank:
+                    follow(nodes)
+                else:
+                    lead(options, nodes)
 
     return command
 
@@ -67,7 +76,7 @@ def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     recipe = load_recipe(options.recipe, options.set)
     run = RunDir(options.run_dir.resolve(), recipe)
     if options.until:
-        run.check_stage(options.until[1])
+        _stage(run, options.until[1])
     check(recipe, nodes.count, optimizes(run, options.until))
     with run.lock():
         run = RunDir.create(run.root, recipe)  # which may write the recipe: only now is nobody else at work
@@ -79,22 +88,22 @@ def _train(options: argparse.Namespace, nodes: Nodes) -> None:
 def _rollout(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands import rollout_stage
 
-    run = _open_stage(options)
-    with run.lock():
-        rollout_stage(nodes, run, options.stage)
+    stage = _open_stage(options)
+    with stage.run.lock():
+        rollout_stage(nodes, stage)
 
 
 def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands import optimize_branch, optimize_stage
 
-    run = _open_stage(options)
+    stage = _open_stage(options)
     if options.output:
-        optimize_branch(nodes, run, options.output, options.stage, options.set)
+        optimize_branch(nodes, stage, options.output, options.set)
         return
     if options.set:
         raise UserError("--set changes the recipe, so it needs --output DIR for the new run directory")
-    with run.lock():
-        optimize_stage(nodes, run, options.stage)
+    with stage.run.lock():
+        optimize_stage(nodes, stage)
 
 
 def _evaluate(options: argparse.Namespace) -> None:
@@ -124,12 +133,16 @@ def _doctor(options: argparse.Namespace) -> None:
     print(diagnose())
 
 
-def _open_stage(options: argparse.Namespace):  # type: ignore[no-untyped-def]
+def _open_stage(options: argparse.Namespace) -> Stage:
     from megarl.storage.run_dir import RunDir
 
-    run = RunDir.open(options.run_dir)
-    run.check_stage(options.stage)
-    return run
+    return _stage(RunDir.open(options.run_dir), options.stage)
+
+
+def _stage(run: RunDir, number: int) -> Stage:
+    if not 0 <= number < run.recipe.schedule.stages:
+        raise UserError(f"--stage {number}: this run has stages 0 to {run.recipe.schedule.stages - 1}")
+    return run.stage(number)
 
 
 def _phase_and_stage(text: str) -> tuple[str, int]:

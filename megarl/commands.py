@@ -12,68 +12,72 @@ from megarl.recipe.load import load_recipe, override_recipe, recipe_diff
 from megarl.recipe.tables import Recipe
 from megarl.storage.files import make_directory
 from megarl.storage.policies import copy_policy
-from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir import RunDir, Stage
 from megarl.views.progress import Progress
 from megarl.views.report import write_report
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
+from megarl.workers.processes import Starter
 
 _BRANCH_TABLES = ("objective.", "optimizer.", "actor.", "megatron.")
 
 
-def rollout_stage(nodes: Nodes, run: RunDir, stage: int) -> None:
+def rollout_stage(nodes: Nodes, stage: Stage) -> None:
     """Generate and seal the rollouts of one stage."""
-    _require_staged(run)
+    _require_staged(stage.run)
+    run = stage.run
     check(run.recipe, nodes.count, optimizes=False)
-    if stage == 0 and not run.policy(0).exists():
-        copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.policy(0))
-    _require_policy(run, stage)
-    if run.is_sealed(stage):
-        print(f"{run.rollouts(stage)} is sealed already")
+    if stage.number == 0 and not stage.policy.exists():
+        copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, stage.policy)
+    _require_policy(stage)
+    if stage.is_sealed():
+        print(f"{stage.rollouts} is sealed already")
         return
     with Progress(run.root, run.recipe):
-        run_phase(nodes, run, "rollout", stage, run.recipe.rollout_of(stage).workers)
-    print(f"sealed {run.rollouts(stage)}")
+        run_phase(nodes, stage, "rollout", stage.rollout.workers)
+    print(f"sealed {stage.rollouts}")
 
 
-def optimize_stage(nodes: Nodes, run: RunDir, stage: int) -> None:
+def optimize_stage(nodes: Nodes, stage: Stage) -> None:
     """All updates of one stage on its sealed rollouts."""
+    run = stage.run
     _require_staged(run)
     check(run.recipe, nodes.count)
-    _require_policy(run, stage)
-    if run.policy(stage + 1).exists():
-        print(f"{run.policy(stage + 1)} exists already")
+    _require_policy(stage)
+    if stage.is_trained():
+        print(f"{stage.next.policy} exists already")
         return
     with Progress(run.root, run.recipe):
-        run_phase(nodes, run, "optimize", stage, run.recipe.actor.processes_per_node)
-    print(f"wrote {run.policy(stage + 1)}")
+        run_phase(nodes, stage, "optimize", run.recipe.actor.processes_per_node)
+    print(f"wrote {stage.next.policy}")
 
 
-def optimize_branch(nodes: Nodes, source: RunDir, target: Path, stage: int, overrides: list[str]) -> None:
+def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: list[str]) -> None:
     """One stage with other settings in a run directory of its own, evaluated before and after."""
-    recipe = branch_recipe(source, stage, overrides)
+    recipe = branch_recipe(source, overrides)
     check(recipe, nodes.count)
     with RunDir(target.resolve(), recipe).lock():
-        run = branch(source, target, stage, recipe)
-        optimize_stage(nodes, run, stage)
-        if run.recipe.eval.every and run.evaluation(stage + 1) is None:
-            run_phase(nodes, run, "evaluate", stage + 1, run.recipe.rollout_of(stage + 1).workers)
-    write_report([run.root], run.root / "report.html")
+        stage = branch(source, target, recipe)
+        optimize_stage(nodes, stage)
+        if recipe.eval.every and stage.next.evaluation() is None:
+            run_phase(nodes, stage.next, "evaluate", stage.next.rollout.workers)
+    write_report([stage.run.root], stage.run.root / "report.html")
 
 
-def branch_recipe(source: RunDir, stage: int, overrides: list[str]) -> Recipe:
+def branch_recipe(source: Stage, overrides: list[str]) -> Recipe:
     """``overrides`` may change only tables that leave the rollouts of ``source`` as they are; these must be there."""
-    _require_staged(source)
-    recipe = override_recipe(source.recipe, overrides)
-    fixed = [line for line in recipe_diff(source.recipe, recipe) if not line.startswith(_BRANCH_TABLES)]
+    before = source.run.recipe
+    _require_staged(source.run)
+    recipe = override_recipe(before, overrides)
+    fixed = [line for line in recipe_diff(before, recipe) if not line.startswith(_BRANCH_TABLES)]
     if fixed:
         raise UserError(f"--set may change {', '.join(_BRANCH_TABLES)} alone, for the rollouts stay: {fixed[0]}")
-    if recipe.actor.routing_replay == "engine" and source.recipe.actor.routing_replay != "engine":
+    if recipe.actor.routing_replay == "engine" and before.actor.routing_replay != "engine":
         raise UserError(
-            f'[actor] routing_replay = "engine": {source.root} was generated without recording experts; use "actor"'
+            f'[actor] routing_replay = "engine": {source.run.root} was generated without recording experts; use "actor"'
         )
-    for path in _origins(source, stage):
+    for path in _origins(source):
         if not path.exists():
             raise UserError(
                 f"{path} does not exist: this stage cannot be optimized yet, or [actor] keep_stages let go of it"
@@ -81,24 +85,25 @@ def branch_recipe(source: RunDir, stage: int, overrides: list[str]) -> Recipe:
     return recipe
 
 
-def _origins(source: RunDir, stage: int) -> list[Path]:
+def _origins(source: Stage) -> list[Path]:
     """The policies, rollouts and checkpoint from which a stage is optimized."""
-    origins = [source.policy(s) for s in ([0, stage] if stage else [0])] + [source.rollouts(stage)]
-    return origins + ([source.checkpoints(stage - 1)] if stage else [])
+    if source.number == 0:
+        return [source.policy, source.rollouts]
+    return [source.run.stage(0).policy, source.policy, source.rollouts, source.previous.checkpoints]
 
 
-def branch(source: RunDir, target: Path, stage: int, recipe: Recipe) -> RunDir:
-    """A new run directory with links to what ``source`` has."""
-    run = RunDir.create(target, recipe)
-    for path in _origins(source, stage):
-        link = run.root / path.relative_to(source.root)
+def branch(source: Stage, target: Path, recipe: Recipe) -> Stage:
+    """The same stage in a new run directory, with links to what ``source`` has."""
+    stage = RunDir.create(target, recipe).stage(source.number)
+    for path in _origins(source):
+        link = stage.run.root / path.relative_to(source.run.root)
         make_directory(link.parent)
         if not link.exists():
             os.symlink(path, link)
-    base = source.evaluation(stage)
-    if base and run.evaluation(stage) is None:
-        run.log_event(**{key: value for key, value in base.items() if key != "time"})
-    return run
+    base = source.evaluation()
+    if base and stage.evaluation() is None:
+        stage.run.log_event(**{key: value for key, value in base.items() if key != "time"})
+    return stage
 
 
 def evaluate_model(target: Path, recipe_path: Path | None, suite: str | None, overrides: list[str]) -> str:
@@ -122,11 +127,12 @@ def evaluate_model(target: Path, recipe_path: Path | None, suite: str | None, ov
         )
     check(recipe)
     with tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch:
-        run = RunDir.create(Path(scratch) / "run", recipe)
-        run.policy(0).parent.mkdir(parents=True)
-        os.symlink(policy, run.policy(0))
-        run_phase(Nodes(NodeRank()), run, "evaluate", 0, recipe.rollout_of(0).workers)
-        result = run.evaluation(0)
+        stage = RunDir.create(Path(scratch) / "run", recipe).stage(0)
+        stage.policy.parent.mkdir(parents=True)
+        os.symlink(policy, stage.policy)
+        with Starter() as starter, Nodes(NodeRank(), starter) as nodes:
+            run_phase(nodes, stage, "evaluate", stage.rollout.workers)
+        result = stage.evaluation()
         assert result is not None
     return f"{policy}\n{describe(result)}"
 
@@ -150,10 +156,8 @@ def _suite_source(suite: str) -> str:
 
 
 def _newest_policy(run: RunDir) -> Path:
-    for stage in range(run.recipe.schedule.stages, -1, -1):
-        if run.policy(stage).exists():
-            return run.policy(stage)
-    return run.recipe.model.path
+    policies = [stage.policy for stage in [run.end, *reversed(run.stages())] if stage.policy.exists()]
+    return policies[0] if policies else run.recipe.model.path
 
 
 def _require_staged(run: RunDir) -> None:
@@ -164,14 +168,14 @@ def _require_staged(run: RunDir) -> None:
         )
 
 
-def _require_policy(run: RunDir, stage: int) -> None:
-    if not run.policy(stage).exists():
-        raise UserError(f"{run.policy(stage)} does not exist: optimize stage {stage - 1} first")
+def _require_policy(stage: Stage) -> None:
+    if not stage.policy.exists():
+        raise UserError(f"{stage.policy} does not exist: optimize stage {stage.number - 1} first")
 
 
 def summarise_run(run: RunDir) -> str:
     """The last lines of a training run: what was gained, where the report is, what to try next."""
-    base, final = run.evaluation(0), run.evaluation(run.recipe.schedule.stages)
+    base, final = run.stage(0).evaluation(), run.end.evaluation()
     lines = []
     if base and final:
         gain = final["accuracy"] - base["accuracy"]

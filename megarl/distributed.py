@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 # A fast replica may wait for hours for a slow one; a dead one is the launcher's business.
+PHASE_ID = "MEGARL_PHASE_ID"  # environment variable: what one attempt at a phase calls its keys in the agents' store
 PATIENCE = timedelta(days=7)
 POLL_SECONDS = 0.02
 
@@ -91,7 +92,7 @@ class ReplicaGroup:
 def _phase_store() -> dist.Store:
     """The launcher's agent hosts it; a process that is a whole phase by itself hosts its own."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if PHASE_ID in os.environ:
         store = dist.TCPStore(address, port, is_master=False, timeout=PATIENCE, wait_for_workers=False)
     else:
         # TCPStore would bind to every interface, so it is handed a socket that is bound to loopback
@@ -100,7 +101,7 @@ def _phase_store() -> dist.Store:
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RUN_ID", "alone"), store)
+    return dist.PrefixStore(os.environ.get(PHASE_ID, "alone"), store)
 
 
 def become_single_process() -> None:

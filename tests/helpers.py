@@ -1,9 +1,14 @@
 """What tests of several folders share: the repository's root, the command line, a tiny recipe, reading a run."""
 
+import contextlib
+import functools
 import json
+import os
 import subprocess
-import sys
+import time
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,10 +44,58 @@ tensorboard = false
 """
 
 
-def megarl(*arguments, timeout=900, **options):
-    """Run the command line in a process of its own."""
-    command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options)
+def megarl(*arguments, timeout=900, env=None):
+    """Run the command line in a fork of a process that has imported it: see zygote.py."""
+    command = start_megarl(*arguments, env=env)
+    command.wait(timeout)
+    return subprocess.CompletedProcess(arguments, command.returncode, command.stdout, command.stderr)
+
+
+def start_megarl(*arguments, env=None):
+    """The same without waiting: a `tests.zygote.Command`."""
+    from tests.zygote import Command
+
+    return Command(zygote(), arguments, dict(os.environ if env is None else env))
+
+
+@functools.cache
+def zygote():
+    """One for all tests of this process; it ends with it."""
+    from megarl.workers.processes import WarmProcess
+
+    return WarmProcess("tests.zygote")
+
+
+def processes_of(pid, phase):
+    """Processes of a phase that a `megarl` started, warm or cold."""
+    found = psutil.Process(pid).children(recursive=True)
+    return [p for p in found if p.name().startswith(f"{phase}:") or {"megarl.phases", phase} <= set(p.cmdline())]
+
+
+def processes_with_files_in(run):
+    """Everything that has the run's directory on its command line or one of its files open: logs at least."""
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, FileNotFoundError):
+            names = [*process.cmdline(), *(file.path for file in process.open_files())]
+            if process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE and str(run) in str(names):
+                left.append(process)
+    return left
+
+
+def wait_until_nobody_works_on(run, seconds=10):
+    """What was killed ends soon, but not at once. Fails with what is left."""
+    deadline = time.monotonic() + seconds
+    while left := processes_with_files_in(run):
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.01)
+
+
+def wait_for(command, condition):
+    """Until ``condition()`` holds while ``command`` runs."""
+    while not condition():
+        assert command.poll() is None, f"it ended before: {command.stdout}{command.stderr}"
+        time.sleep(0.002)
 
 
 def write_recipe(directory, model, words):

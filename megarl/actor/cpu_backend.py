@@ -64,8 +64,9 @@ def _megatron_modules() -> list[types.ModuleType]:
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:
-    """Rebind a function in every Megatron module that imported it by name."""
-    for module in _megatron_modules():
+    """Rebind a function in every module that imported it by name, in this package too."""
+    ours = [module for name, module in list(sys.modules.items()) if name.startswith("megarl.actor.")]
+    for module in _megatron_modules() + ours:
         for name, value in list(vars(module).items()):
             if value is old:
                 setattr(module, name, new)

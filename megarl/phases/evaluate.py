@@ -13,30 +13,28 @@ import torch.distributed as dist
 
 from megarl.distributed import ReplicaGroup
 from megarl.phases.rollout_worker import RolloutWorker, SeededPrompt
-from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir import Stage
 
 _EVALUATION_SEED = 1 << 40  # apart from the seeds of training responses, which are group ids
 
 
-def evaluate(run: RunDir, stage: int) -> None:
-    """Append one ``evaluation`` event for ``run.policy(stage)``."""
+def evaluate(stage: Stage) -> None:
+    """Append one ``evaluation`` event for ``stage.policy``."""
     replicas = ReplicaGroup.join()
     start = time.monotonic()
-    policy = run.policy(stage)
-    worker = RolloutWorker.build(run.recipe, stage, policy, for_training=False)
-    drift = worker.check_weights(policy, replicas)
-    run.log_event("weight_drift", phase="evaluate", stage=stage, rank=replicas.rank, **asdict(drift))
+    worker = RolloutWorker.build(stage.run.recipe, stage.number, stage.policy, for_training=False)
+    drift = worker.check_weights(stage.policy, replicas)
+    stage.log_event("weight_drift", phase="evaluate", rank=replicas.rank, **asdict(drift))
     mine = score_heldout(worker, replicas.store)
     worker.engine.close()
     everyone = replicas.gather("rewards", list(mine.items()))
     if replicas.rank == 0:
         rewards = {index: values for part in everyone for index, values in part}
-        run.log_event(
+        stage.log_event(
             "evaluation",
-            stage=stage,
-            policy=str(policy.relative_to(run.root)),
+            policy=str(stage.policy.relative_to(stage.run.root)),
             **summarise(np.array([rewards[i] for i in sorted(rewards)])),
-            temperature=run.recipe.eval.temperature,
+            temperature=stage.run.recipe.eval.temperature,
             seconds=round(time.monotonic() - start, 3),
         )
     replicas.barrier("evaluated")
@@ -80,7 +78,7 @@ def interval(scores: np.ndarray) -> list[float]:
     """
     n, mean = len(scores), float(scores.mean())
     z = NormalDist().inv_cdf(0.975)
-    # scores between 0 and 1 vary less than a coin of the same mean: that many coins they are worth
+    # n scores in [0, 1] tell as much as n_effective tosses of a coin with the same mean and their variance
     coin, variance = mean * (1 - mean), float(scores.var())
     n_effective = n * coin / variance if variance > 0 and coin > 0 else n
     centre = (mean + z * z / (2 * n_effective)) / (1 + z * z / n_effective)

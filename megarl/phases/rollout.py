@@ -19,33 +19,32 @@ from megarl.recipe.schedule import cut_chunks
 from megarl.rollout.engine import never
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
-from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir import Stage
 
 STORE_SECONDS = 1.0  # between two shards: groups that became whole are lost for no longer than this
 
 
-def rollout(run: RunDir, stage: int) -> None:
+def rollout(stage: Stage) -> None:
     """Fill and seal the store of ``stage``. What an earlier, killed attempt stored is not generated again."""
     stop = StopRequest()
-    if run.is_sealed(stage):
+    if stage.is_sealed():
         return  # a restart after a process that died between sealing and its end
     replicas = ReplicaGroup.join(leave=stop.exit_if_asked)
-    directory = run.rollouts(stage)
-    make_directory(directory)
-    worker = RolloutWorker.build(run.recipe, stage, run.policy(stage))
-    drift = worker.check_weights(run.policy(stage), replicas)
-    run.log_event("weight_drift", phase="rollout", stage=stage, rank=replicas.rank, **asdict(drift))
+    make_directory(stage.rollouts)
+    worker = RolloutWorker.build(stage.run.recipe, stage.number, stage.policy)
+    drift = worker.check_weights(stage.policy, replicas)
+    stage.log_event("weight_drift", phase="rollout", rank=replicas.rank, **asdict(drift))
     whole = worker.engine.repeats_chunks
-    candidates, found = Candidates(replicas, run.groups(stage), run.recipe.groups_per_stage), None
+    candidates, found = Candidates(replicas, stage.groups, stage.run.recipe.groups_per_stage), None
     if replicas.rank == 0:  # for everybody: others may see a shared file system as it was a moment ago
-        store = RolloutStore(directory)
+        store = RolloutStore(stage.rollouts)
         candidates.recall(store)
-        found = store.missing(run.groups(stage))
+        found = store.missing(stage.groups)
     missing = set(replicas.from_first("missing", found))
-    chunks = missing_chunks(run, stage, missing, whole)
-    total = len(run.groups(stage))
+    chunks = missing_chunks(stage, missing, whole)
+    total = len(stage.groups)
     if replicas.rank == 0 and (there := total - sum(map(len, chunks))) > 0:
-        run.log_event("resume", phase="rollout", stage=stage, skipped=there, total=total, unit="groups")
+        stage.log_event("resume", phase="rollout", skipped=there, total=total, unit="groups")
 
     def take() -> Iterator[Sequence[int]]:
         # replicas take the next chunk from the shared counter, so that a slow one does not hold the others
@@ -58,41 +57,41 @@ def rollout(run: RunDir, stage: int) -> None:
         stats.add(group)
         candidates.add(group)
 
-    # who repeats whole chunks ends the one that is begun
+    # an engine that repeats whole chunks finishes the one it has begun
     interrupted = never if whole else lambda: stop.asked or candidates.are_enough()
     with RolloutWriter(
-        directory, weights_hash=worker.weights_hash, logprob_mode="processed", writer=replicas.rank
+        stage.rollouts, weights_hash=worker.weights_hash, logprob_mode="processed", writer=replicas.rank
     ) as writer:
         stats = RolloutStats()
         for groups in generate(worker, take(), interrupted, seen=seen):
             # a chunk that is cut elsewhere than in an earlier attempt has groups that are there
             writer.append([group for group in groups if group.group_id in missing])
             if stats.due():
-                run.log_event("rollout_progress", stage=stage, rank=replicas.rank, **stats.event(worker.decoding))
-    run.log_event("rollout_progress", stage=stage, rank=replicas.rank, **stats.event(worker.decoding))
+                stage.log_event("rollout_progress", rank=replicas.rank, **stats.event(worker.decoding))
+    stage.log_event("rollout_progress", rank=replicas.rank, **stats.event(worker.decoding))
     worker.engine.close()
     if stop.asked:
-        sys.exit(STOPPED)  # the others are told, too
+        sys.exit(STOPPED)  # the other replicas get the same signal
     replicas.barrier("generated")
     if replicas.rank == 0:
         if chosen := candidates.chosen():
-            run.log_event("dynamic_sampling", phase="rollout", stage=stage, **candidates.summary())
-        seal(directory, run.groups(stage), chosen)
+            stage.log_event("dynamic_sampling", phase="rollout", **candidates.summary())
+        seal(stage.rollouts, stage.groups, chosen)
     replicas.barrier("sealed")
 
 
-def missing_chunks(run: RunDir, stage: int, missing: Collection[int], whole: bool) -> list[Sequence[int]]:
+def missing_chunks(stage: Stage, missing: Collection[int], whole: bool) -> list[Sequence[int]]:
     """What is still to be generated, as the chunks that engines take.
 
     whole: the composition of a batch changes the last bits of its log-probs, so chunks of ``groups_per_chunk`` groups
     are always cut at the same places, and a resumed phase repeats all of a chunk: then it repeats it exactly. Else
     single groups, so that an engine takes as many as it has room for.
     """
-    groups, schedule = run.groups(stage), run.recipe.schedule
+    groups, schedule = stage.groups, stage.run.recipe.schedule
     if not whole:
         return [[group] for group in groups if group in missing]
     interval = schedule.sync_every * schedule.prompts_per_update if schedule.sync_every else len(groups)
-    parts = cut_chunks(groups, interval, run.recipe.rollout.groups_per_chunk)
+    parts = cut_chunks(groups, interval, stage.run.recipe.rollout.groups_per_chunk)
     return [part for part in parts if any(group in missing for group in part)]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from megarl.errors import UserError
 from megarl.recipe.layout import is_layout_setting
 from megarl.recipe.load import dump_recipe, load_recipe, recipe_diff
-from megarl.recipe.tables import Recipe
+from megarl.recipe.tables import Recipe, RolloutTable
 from megarl.storage.files import make_directory, write_atomic
 from megarl.storage.json_lines import append_json, read_json_lines
 from megarl.storage.ledger import is_sealed
@@ -78,48 +78,41 @@ class RunDir:
     def logs(self) -> Path:
         return self.root / "logs"
 
-    def rollouts(self, stage: int) -> Path:
-        return self.root / f"stages/{stage:03d}/rollouts"
+    def stage(self, number: int) -> Stage:
+        """A stage of the run; ``schedule.stages`` itself is the end of the run: its policy is the result."""
+        if not 0 <= number <= self.recipe.schedule.stages:
+            raise UserError(f"stage {number}: this run has stages 0 to {self.recipe.schedule.stages - 1}")
+        return Stage(self, number)
 
-    def checkpoints(self, stage: int) -> Path:
-        return self.root / f"stages/{stage:03d}/checkpoints"
+    def stages(self) -> list[Stage]:
+        """All stages, without the end."""
+        return [Stage(self, number) for number in range(self.recipe.schedule.stages)]
 
-    def policy(self, stage: int) -> Path:
-        """The policy that generates in ``stage``; after the last stage the result of the run."""
-        return self.final if stage == self.recipe.schedule.stages else self.root / f"stages/{stage:03d}/policy"
+    @property
+    def end(self) -> Stage:
+        """What comes after the last stage: a policy and its evaluation."""
+        return Stage(self, self.recipe.schedule.stages)
 
     def version(self, version: int) -> Path:
-        """Where a live run publishes the policy behind which ``version`` updates are; between stages it is theirs."""
+        """Where a live run publishes the policy after ``version`` updates; between stages it is the stage's own."""
         stage, inside = divmod(version, self.recipe.schedule.updates_per_stage)
-        return self.policy(stage) if not inside else self.root / f"stages/{stage:03d}/policies/{version:06d}"
+        return self.stage(stage).directory / f"policies/{version:06d}" if inside else self.stage(stage).policy
 
     def versions(self) -> list[int]:
         """What is published at this moment beside the stages' own policies, oldest first."""
         return sorted(int(path.name) for path in self.root.glob("stages/???/policies/[0-9]*"))
 
-    def groups(self, stage: int) -> range:
-        """Group ids of a stage's candidates; a group's id is the place of its prompt in the whole run's order."""
-        size = self.recipe.candidates_per_stage
-        return range(stage * size, (stage + 1) * size)
-
-    def is_sealed(self, stage: int) -> bool:
-        return is_sealed(self.rollouts(stage))
-
-    def check_stage(self, stage: int) -> None:
-        if not 0 <= stage < self.recipe.schedule.stages:
-            raise UserError(f"--stage {stage}: this run has stages 0 to {self.recipe.schedule.stages - 1}")
-
     def log_event(self, event: str, **fields: Any) -> None:
         append_json(self.events, {"time": round(time.time(), 3), "event": event, **fields})
 
-    def evaluation(self, stage: int) -> dict[str, Any] | None:
-        """The recorded evaluation of the policy of ``stage``, if there is one."""
-        if not self.events.exists():
-            return None
-        for event in read_json_lines(self.events):
-            if event.get("event") == "evaluation" and event.get("stage") == stage:
-                return event
-        return None
+    def evaluations(self) -> dict[int, dict[str, Any]]:
+        """The first recorded evaluation of each stage's policy, by stage."""
+        found: dict[int, dict[str, Any]] = {}
+        if self.events.exists():
+            for event in read_json_lines(self.events):
+                if event.get("event") == "evaluation":
+                    found.setdefault(event["stage"], event)
+        return found
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -137,6 +130,69 @@ class RunDir:
             yield
         finally:
             os.close(fd)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run: a policy answers its prompts, then is optimised on the answers."""
+
+    run: RunDir
+    number: int  # from 0
+
+    @property
+    def directory(self) -> Path:
+        return self.run.root / f"stages/{self.number:03d}"
+
+    @property
+    def policy(self) -> Path:
+        """The policy that generates in this stage; after the last stage the result of the run."""
+        return self.run.final if self.number == self.run.recipe.schedule.stages else self.directory / "policy"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.directory / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    @property
+    def next(self) -> Stage:
+        return self.run.stage(self.number + 1)
+
+    @property
+    def previous(self) -> Stage:
+        return self.run.stage(self.number - 1)
+
+    @property
+    def rollout(self) -> RolloutTable:
+        """``[rollout]`` as ``[stages.N]`` changes it."""
+        return self.run.recipe.rollout_of(self.number)
+
+    @property
+    def groups(self) -> range:
+        """Group ids of the stage's candidates; a group's id is the place of its prompt in the whole run's order."""
+        size = self.run.recipe.candidates_per_stage
+        return range(self.number * size, (self.number + 1) * size)
+
+    @property
+    def first_update(self) -> int:
+        """Updates of the run before this stage."""
+        return self.number * self.run.recipe.schedule.updates_per_stage
+
+    def is_sealed(self) -> bool:
+        return is_sealed(self.rollouts)
+
+    def is_trained(self) -> bool:
+        """Whether all updates of the stage are made and exported."""
+        return self.next.policy.exists()
+
+    def evaluation(self) -> dict[str, Any] | None:
+        """The recorded evaluation of the stage's policy, if there is one."""
+        return self.run.evaluations().get(self.number)
+
+    def log_event(self, event: str, **fields: Any) -> None:
+        self.run.log_event(event, stage=self.number, **fields)
 
 
 def _make_root(root: Path) -> None:

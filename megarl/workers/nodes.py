@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 import torch.distributed as dist
 
 from megarl.errors import PhaseFailed, UserError
+from megarl.workers.processes import Starter
 
 HEARTBEAT_SECONDS = 0.5
 DEAD_AFTER_SECONDS = 15.0  # below Slurm's KillWait: the cause is known before the job is killed
@@ -88,7 +89,8 @@ def job_port(job: int) -> int:
 class Nodes:
     """All agents of a run. On rank 0 `order` and `reports`, on the others `next_order`, on all of them `report`."""
 
-    def __init__(self, place: NodeRank) -> None:
+    def __init__(self, place: NodeRank, starter: Starter) -> None:
+        self.starter = starter
         self.rank, self.count, self.address = place.rank, place.count, place.address
         self._store, self.port = _open_store(place)
         self._names: list[str] = []
@@ -105,8 +107,8 @@ class Nodes:
             self._watch.start()
 
     @classmethod
-    def join(cls) -> Self:
-        return cls(find_node_rank(os.environ))
+    def join(cls, starter: Starter) -> Self:
+        return cls(find_node_rank(os.environ), starter)
 
     def _meet(self) -> None:
         """Everybody has come, or a `PhaseFailed` that says who has not."""
@@ -125,12 +127,9 @@ class Nodes:
         """A node, by default this one, as messages call it."""
         return self._names[self.rank if rank is None else rank]
 
-    def phase_store(self) -> dist.Store:
-        """What torch elastic and the processes of the current phase have in common."""
-        return dist.PrefixStore(self.phase_id, self._store)
-
     @property
     def phase_id(self) -> str:
+        """What the processes of the current phase prefix their keys in the store with."""
         return f"phase{self._orders}"
 
     # --- the leader ---

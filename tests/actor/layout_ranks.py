@@ -104,7 +104,7 @@ def recipe_of(layout: Layout, model: Path, **tables: Any) -> Recipe:
 
 def update_samples(rollouts: Path, update: int, routing_replay: str = "none") -> list[Any]:
     """Samples of one update, as an optimize phase reads them from a sealed stage."""
-    from megarl.phases.optimize import to_samples
+    from megarl.phases.samples import to_samples
     from megarl.recipe.tables import ObjectiveTable
     from megarl.storage.rollouts import RolloutStore
 
@@ -195,7 +195,7 @@ def offenders(recipe: Recipe, model: Path, samples: list[Any]) -> list[dict[str,
     """What an update with one bad number says on every rank of the last pipeline stage; all ranks raise it."""
     from megarl.actor import packing, step
     from megarl.actor.nonfinite import NonFiniteUpdate
-    from megarl.phases.optimize import describe
+    from megarl.phases.samples import describe
 
     actor = step.Actor.build(recipe, model, torch.device("cpu"))
     bad = max(range(len(samples)), key=lambda i: len(samples[i].response_tokens))

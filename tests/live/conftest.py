@@ -1,16 +1,16 @@
-"""Live stages of a tiny Qwen3-MoE in processes that are forks of one: see zygote.py."""
+"""Live stages of a tiny Qwen3-MoE, phase by phase."""
 
 import itertools
 import json
-import subprocess
-import sys
 
 import pytest
 
 from megarl.recipe.load import load_recipe
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
-from megarl.workers.nodes import NodeRank, _open_store
+from megarl.workers.launcher import start_here
+from megarl.workers.nodes import NodeRank, Nodes
+from megarl.workers.processes import Starter, supervise
 from tests.helpers import ROOT, events, metrics, write_recipe  # noqa: F401 - the tests import these from here
 
 PROMPTS = ["".join(letters) for letters in itertools.product("abcdef", repeat=4)]
@@ -22,43 +22,40 @@ def recipe(tiny_model, tmp_path_factory):
 
 
 class Phases:
-    """Starts phases in forks of the zygote; a TCP store on loopback stands for the launcher's."""
+    """Starts single phases as the launcher does."""
 
     def __init__(self):
-        self.store, self.port = _open_store(NodeRank())
-        command = [sys.executable, "-W", "ignore", "-m", "tests.live.zygote"]
-        self.zygote = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.attempts = 0
+        self.starter = Starter()
+        self.nodes = Nodes(NodeRank(), self.starter)
 
     def start(self, run, phase, stage=0):
         """The process ids, trainers first."""
-        self.attempts += 1
-        actor, workers = run.recipe.actor.processes_per_node, run.recipe.rollout_of(stage).workers
+        where = run.stage(stage)
+        actor, workers = run.recipe.actor.processes_per_node, where.rollout.workers
         processes = {"live": actor + workers, "optimize": actor, "rollout": workers}[phase]
-        order = {"phase": phase, "run": str(run.root), "stage": stage, "processes": processes, "port": self.port}
-        print(json.dumps(order | {"attempt": self.attempts}), file=self.zygote.stdin, flush=True)
-        return json.loads(self.zygote.stdout.readline())
+        number = self.nodes.order(phase=phase)
+        self.logs = run.logs / f"{number:04d}"
+        self.logs.mkdir(parents=True)
+        self.started = start_here(self.nodes, where, phase, processes, self.logs, self.logs)
+        return self.started.pids
 
     def wait(self):
         """Exit codes, trainers first."""
-        return json.loads(self.zygote.stdout.readline())
+        codes = supervise(self.started).codes
+        return [codes[index] for index in sorted(codes)]
 
     def __call__(self, run, phase, stage=0):
         self.start(run, phase, stage)
         codes = self.wait()
-        logs = "\n".join(path.read_text() for path in sorted(run.root.glob("process_*.log"))) if any(codes) else ""
+        logs = "\n".join(path.read_text() for path in sorted(self.logs.glob("*.log"))) if any(codes) else ""
         assert not any(codes), f"{codes}\n{logs}"
-
-    def close(self):
-        self.zygote.stdin.close()
-        self.zygote.wait()
 
 
 @pytest.fixture(scope="session")
 def phases():
     running = Phases()
-    yield running
-    running.close()
+    with running.starter, running.nodes:
+        yield running
 
 
 @pytest.fixture
@@ -71,7 +68,7 @@ def new_run(recipe, tmp_path):
             for key, value in settings.items()
         ]
         run = RunDir.create(tmp_path / name, load_recipe(recipe, overrides))
-        copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.policy(0))
+        copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.stage(0).policy)
         return run
 
     return make

@@ -5,15 +5,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 
 from megarl.errors import STOPPED
 from megarl.storage.ledger import LEDGER, parse
-from tests.helpers import ROOT
+from tests.helpers import processes_of, start_megarl, wait_for
 from tests.live.conftest import histogram, metrics
 from tests.live.test_live import groups, weights
 from tests.storage.sample_rollouts import as_bytes
@@ -66,9 +64,9 @@ def disturb(phases, run, kills, seed):
 
 
 def check_exactly_once(run):
-    ledger, _ = parse(run.rollouts(0) / LEDGER)
-    assert sorted(group for entry in ledger for group in entry.groups) == list(run.groups(0))
-    assert run.is_sealed(0)
+    ledger, _ = parse(run.stage(0).rollouts / LEDGER)
+    assert sorted(group for entry in ledger for group in entry.groups) == list(run.stage(0).groups)
+    assert run.stage(0).is_sealed()
     assert [update["update"] for update in metrics(run)] == list(range(1, UPDATES + 1))
     assert list(run.root.rglob(".*.tmp")) == []
     assert run.versions() == []
@@ -81,9 +79,11 @@ def test_twenty_kills_in_lockstep_leave_no_trace(phases, new_run):
     check_exactly_once(killed)
     assert weights(killed.final) == weights(undisturbed.final)
     assert [as_bytes(g) for g in groups(killed)] == [as_bytes(g) for g in groups(undisturbed)]
-    shards = sorted(path.name for path in undisturbed.rollouts(0).iterdir())
+    shards = sorted(path.name for path in undisturbed.stage(0).rollouts.iterdir())
     for name in shards:
-        assert (killed.rollouts(0) / name).read_bytes() == (undisturbed.rollouts(0) / name).read_bytes(), name
+        assert (killed.stage(0).rollouts / name).read_bytes() == (undisturbed.stage(0).rollouts / name).read_bytes(), (
+            name
+        )
 
 
 def test_kills_of_a_free_running_stage_with_partial_responses(phases, new_run):
@@ -99,17 +99,12 @@ def test_the_launcher_restarts_a_live_stage(recipe, tmp_path):
     run = tmp_path / "run"
     settings = ["schedule.kind=live", "schedule.stages=1", "schedule.sync_every=2", "schedule.lockstep=true"]
     settings += ["run.max_restarts=2", "eval.every=0"]
-    command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--run-dir", str(run)]
-    command += [part for setting in settings for part in ("--set", setting)]
-    parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for local_rank, updates in (("0", 1), ("1", 3)):  # the trainer, then the engine
-        while lines(run / "metrics.jsonl") < updates:
-            assert parent.poll() is None, parent.stderr.read()
-            time.sleep(0.005)
-        processes = {p.environ().get("LOCAL_RANK"): p for p in psutil.Process(parent.pid).children()}
-        processes[local_rank].send_signal(signal.SIGKILL)
-    _, errors = parent.communicate(timeout=300)
-    assert parent.returncode == 0, errors
+    parent = start_megarl("train", recipe, "--run-dir", run, *(part for s in settings for part in ("--set", s)))
+    for rank, updates in ((0, 1), (1, 3)):  # the trainer, then the engine
+        wait_for(parent, lambda updates=updates: lines(run / "metrics.jsonl") >= updates)
+        (process,) = [p for p in processes_of(parent.pid, "live") if p.name() == f"live:{rank}"]
+        process.send_signal(signal.SIGKILL)
+    assert parent.wait(300) == 0, parent.stderr
     assert [json.loads(line)["update"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
     assert [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()].count("restart") == 2
     assert (run / "final/model.safetensors").exists()
@@ -125,7 +120,7 @@ def test_a_stopped_stage_continues_with_the_same_bytes(phases, new_run):
         os.kill(pid, signal.SIGTERM)
     assert phases.wait() == [STOPPED, STOPPED]
     assert 4 <= lines(stopped.metrics) < UPDATES
-    saved = max(int(path.name[7:]) for path in stopped.checkpoints(0).glob("update_*"))
+    saved = max(int(path.name[7:]) for path in stopped.stage(0).checkpoints.glob("update_*"))
     assert saved == lines(stopped.metrics)  # also between two regular checkpoints
     phases(stopped, "live")
     check_exactly_once(stopped)

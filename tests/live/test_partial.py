@@ -95,7 +95,7 @@ def test_spans_in_a_live_run_belong_to_their_policies(phases, new_run):
 
     def keep_policies():  # the run removes what nobody needs
         while not done.is_set():
-            for path in [*run.root.glob("stages/000/policies/[0-9]*"), run.policy(0)]:
+            for path in [*run.root.glob("stages/000/policies/[0-9]*"), run.stage(0).policy]:
                 target = kept / (path.name if path.name != "policy" else "000000")
                 if not target.exists():
                     target.mkdir(parents=True)

@@ -8,6 +8,7 @@ from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
+from megarl.workers.processes import Starter
 
 LIVE = ["schedule.kind=live", "schedule.sync_every=2", "schedule.lockstep=true"]
 
@@ -29,11 +30,11 @@ def test_devices_stand_side_by_side(recipe):
 
 
 def test_no_phase_of_a_live_run_stands_alone(recipe, tmp_path):
-    run = RunDir.create(tmp_path / "run", load_recipe(recipe, LIVE))
+    run, nodes = RunDir.create(tmp_path / "run", load_recipe(recipe, LIVE)), Nodes(NodeRank(), Starter())
     for command in (
-        lambda: rollout_stage(Nodes(NodeRank()), run, 0),
-        lambda: optimize_stage(Nodes(NodeRank()), run, 0),
-        lambda: branch_recipe(run, 0, []),
+        lambda: rollout_stage(nodes, run.stage(0)),
+        lambda: optimize_stage(nodes, run.stage(0)),
+        lambda: branch_recipe(run.stage(0), []),
     ):
         with pytest.raises(UserError, match="is a live run"):
             command()

@@ -8,19 +8,20 @@ import pytest
 from megarl.phases.live.service import leave_trainers_devices
 from megarl.phases.live.trainer import find_role
 from megarl.recipe.load import load_recipe
+from megarl.storage.run_dir import RunDir
 
 LIVE = ["schedule.kind=live", "schedule.sync_every=2", "schedule.lockstep=true"]
 LIVE += ["actor.processes_per_node=2", "rollout.workers=3"]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_every_node_has_both_roles(recipe, monkeypatch, nodes):
-    settings = load_recipe(recipe, LIVE)
+def test_every_node_has_both_roles(recipe, tmp_path, monkeypatch, nodes):
+    stage = RunDir(tmp_path, load_recipe(recipe, LIVE)).stage(0)
     places = {"trainer": [], "worker": []}
     for node, local in itertools.product(range(nodes), range(5)):
         for name, value in {"LOCAL_RANK": local, "GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes}.items():
             monkeypatch.setenv(name, str(value))
-        role, workers = find_role(settings, 0)
+        role, workers = find_role(stage)
         assert workers == 3 * nodes
         assert role.name == ("trainer" if local < 2 else "worker")
         assert role.size == {"trainer": 2, "worker": 3}[role.name] * nodes
@@ -37,9 +38,9 @@ def test_every_node_has_both_roles(recipe, monkeypatch, nodes):
         ("4,5,6,7,8", ["schedule.colocate=true"], ("1", "4,5,6,7,8")),
     ],
 )
-def test_engines_see_the_gpus_that_trainers_leave(recipe, monkeypatch, visible, settings, expected):
+def test_engines_see_the_gpus_that_trainers_leave(recipe, tmp_path, monkeypatch, visible, settings, expected):
     loaded = load_recipe(recipe, [*LIVE, "actor.backend=cuda", *settings])
     environment = {"LOCAL_RANK": "3"} | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})  # the second engine
     monkeypatch.setattr(os, "environ", environment)
-    leave_trainers_devices(loaded, 0)
+    leave_trainers_devices(RunDir(tmp_path, loaded).stage(0))
     assert (environment["LOCAL_RANK"], environment["CUDA_VISIBLE_DEVICES"]) == expected

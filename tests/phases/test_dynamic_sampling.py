@@ -45,7 +45,7 @@ def new_run(tiny_model, tmp_path_factory):
         settings = SETTINGS | {key.replace("__", "."): value for key, value in settings.items()}
         recipe = load_recipe(path, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
         run = RunDir.create(directory / name, recipe)
-        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.policy(0))
+        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.stage(0).policy)
         return run
 
     return make
@@ -56,7 +56,7 @@ def everything(new_run, phases):  # noqa: F811
     """All candidates of the first stage."""
     run = new_run("everything", schedule__updates_per_stage=CANDIDATES // 2)
     phases(run, "rollout")
-    return RolloutStore(run.rollouts(0)).read(range(CANDIDATES))
+    return RolloutStore(run.stage(0).rollouts).read(range(CANDIDATES))
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +77,11 @@ def undisturbed(new_run, phases):  # noqa: F811
 
 
 def contents(run, stage=0):
-    return {path.name: path.read_bytes() for path in run.rollouts(stage).iterdir()}
+    return {path.name: path.read_bytes() for path in run.stage(stage).rollouts.iterdir()}
 
 
 def test_all_that_is_trained_has_variance(undisturbed, everything, chosen):
-    store = RolloutStore(undisturbed.rollouts(0))
+    store = RolloutStore(undisturbed.stage(0).rollouts)
     assert store.chosen == chosen
     assert [as_bytes(g) for g in store.read(chosen)] == [as_bytes(everything[i]) for i in chosen]
     updates = metrics(undisturbed)
@@ -95,7 +95,7 @@ def test_all_that_is_trained_has_variance(undisturbed, everything, chosen):
 def test_generation_ends_as_soon_as_there_are_enough(undisturbed, everything, chosen):
     generated = (chosen[-1] // CHUNK + 1) * CHUNK
     assert generated < CANDIDATES
-    assert RolloutStore(undisturbed.rollouts(0)).group_ids == list(range(generated))
+    assert RolloutStore(undisturbed.stage(0).rollouts).group_ids == list(range(generated))
     with_variance = sum(len({r.reward for r in g.responses}) > 1 for g in everything[:generated])
     event = events(undisturbed, "dynamic_sampling")[0]
     assert event | {"time": 0} == {
@@ -105,16 +105,16 @@ def test_generation_ends_as_soon_as_there_are_enough(undisturbed, everything, ch
 
 
 def test_no_prompt_of_a_later_stage_was_a_candidate_before(undisturbed):
-    later = RolloutStore(undisturbed.rollouts(1))
-    assert undisturbed.groups(1) == range(CANDIDATES, 2 * CANDIDATES)
-    assert set(later.chosen) <= set(later.group_ids) <= set(undisturbed.groups(1))
+    later = RolloutStore(undisturbed.stage(1).rollouts)
+    assert undisturbed.stage(1).groups == range(CANDIDATES, 2 * CANDIDATES)
+    assert set(later.chosen) <= set(later.group_ids) <= set(undisturbed.stage(1).groups)
     assert len(later.chosen) == GROUPS
 
 
 def test_too_few_are_filled_and_it_is_said(new_run, phases, everything):  # noqa: F811
     run = new_run("too_few", rollout__oversample=4)
     phases(run, "rollout")
-    store = RolloutStore(run.rollouts(0))
+    store = RolloutStore(run.stage(0).rollouts)
     assert store.group_ids == list(range(24))
     with_variance = [g.group_id for g in everything[:24] if len({r.reward for r in g.responses}) > 1]
     assert 0 < len(with_variance) < GROUPS
@@ -127,10 +127,10 @@ def test_too_few_are_filled_and_it_is_said(new_run, phases, everything):  # noqa
 def kill_at_a_shard(phases, run, count):  # noqa: F811
     pids = phases.start(run, "rollout")
     deadline = time.monotonic() + 120
-    while len(list(run.rollouts(0).glob("*.arrow"))) < count and time.monotonic() < deadline:
+    while len(list(run.stage(0).rollouts.glob("*.arrow"))) < count and time.monotonic() < deadline:
         time.sleep(0.001)
     os.kill(pids[-1], signal.SIGKILL)
-    assert any(phases.wait()) and not run.is_sealed(0), "the phase ended before it was killed"
+    assert any(phases.wait()) and not run.stage(0).is_sealed(), "the phase ended before it was killed"
 
 
 def test_a_killed_run_is_the_undisturbed_one(undisturbed, new_run, phases):  # noqa: F811
@@ -141,24 +141,24 @@ def test_a_killed_run_is_the_undisturbed_one(undisturbed, new_run, phases):  # n
     phases(run, "optimize")
     assert contents(run) == contents(undisturbed)
     final = "model.safetensors"
-    assert (run.policy(1) / final).read_bytes() == (undisturbed.policy(1) / final).read_bytes()
+    assert (run.stage(1).policy / final).read_bytes() == (undisturbed.stage(1).policy / final).read_bytes()
 
 
 def test_replicas_of_which_one_is_killed_choose_the_same(new_run, phases, chosen):  # noqa: F811
     run = new_run("replicas", rollout__oversample=10, rollout__workers=2)
     kill_at_a_shard(phases, run, 2)
     phases(run, "rollout")
-    assert RolloutStore(run.rollouts(0)).chosen == chosen
+    assert RolloutStore(run.stage(0).rollouts).chosen == chosen
 
 
 def test_what_is_missing_below_a_chosen_group_is_generated(undisturbed, new_run, phases):  # noqa: F811
     """As when the replica that had the second chunk died, and the others went on to the end."""
     run = new_run("gap", rollout__oversample=10)
-    shutil.copytree(undisturbed.rollouts(0), run.rollouts(0))
-    (run.rollouts(0) / "SEALED").unlink()
-    entries, _ = parse(run.rollouts(0) / "ledger.jsonl")
-    lines = (run.rollouts(0) / "ledger.jsonl").read_bytes().splitlines(keepends=True)
-    (run.rollouts(0) / entries[1].shard).unlink()
-    (run.rollouts(0) / "ledger.jsonl").write_bytes(b"".join(lines[:1] + lines[2:]))
+    shutil.copytree(undisturbed.stage(0).rollouts, run.stage(0).rollouts)
+    (run.stage(0).rollouts / "SEALED").unlink()
+    entries, _ = parse(run.stage(0).rollouts / "ledger.jsonl")
+    lines = (run.stage(0).rollouts / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    (run.stage(0).rollouts / entries[1].shard).unlink()
+    (run.stage(0).rollouts / "ledger.jsonl").write_bytes(b"".join(lines[:1] + lines[2:]))
     phases(run, "rollout")
     assert contents(run) == contents(undisturbed)

@@ -1,18 +1,13 @@
 """SIGKILL at twenty moments: the run still finishes, with every update once and the same bytes as undisturbed."""
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import psutil
 from safetensors.torch import load_file
 
-from tests.helpers import ROOT, megarl
+from tests.helpers import megarl, start_megarl, wait_until_nobody_works_on
 
 
 def lines(path):
@@ -42,28 +37,18 @@ def stage_moments(stage):
     }
 
 
-def processes_of(run):
-    """Everything started by the run, also what a library started under another command line."""
-    others = (p for p in psutil.process_iter(["cmdline", "environ"]) if p.pid != os.getpid())
-    return [p for p in others if str(run) in str([p.info["cmdline"], (p.info["environ"] or {}).values()])]
-
-
 def kill_when(condition, recipe, run, rng):
     """Start or continue the run and kill it once the condition holds; False when it ended first."""
-    command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--run-dir", str(run)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        while process.poll() is None:
-            if condition(run):
-                time.sleep(rng.uniform(0, 0.05))
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                return True
-            time.sleep(0.001)
-        assert process.returncode == 0
-        return False
-    finally:
-        process.kill()
+    command = start_megarl("train", recipe, "--run-dir", run)
+    while command.poll() is None:
+        if condition(run):
+            time.sleep(rng.uniform(0, 0.05))
+            command.kill()
+            command.wait()
+            return True
+        time.sleep(0.001)
+    assert command.returncode == 0, command.stderr
+    return False
 
 
 def test_killed_runs_end_with_the_same_bytes(recipe, tmp_path):
@@ -76,8 +61,7 @@ def test_killed_runs_end_with_the_same_bytes(recipe, tmp_path):
         for name, condition in stage_moments(stage).items():
             assert kill_when(condition, recipe, killed, rng), f"the run ended before: {name}"
             kills += 1
-            time.sleep(0.3)
-            assert not processes_of(killed), f"processes left behind after: {name}"
+            wait_until_nobody_works_on(killed)
     assert kills == 20
     result = megarl("train", recipe, "--run-dir", killed)
     assert result.returncode == 0, result.stderr

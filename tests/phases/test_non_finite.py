@@ -18,18 +18,18 @@ def poisoned(recipe, tmp_path_factory):
     from megarl.storage.run_dir import RunDir
 
     run = RunDir.create(tmp_path_factory.mktemp("poisoned"), load_recipe(recipe))
-    info = copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.policy(0))
+    info = copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.stage(0).policy)
     rng, groups = np.random.default_rng(0), []
-    for group_id in run.groups(0):
+    for group_id in run.stage(0).groups:
         reward = 1e300 if group_id in (4 * 1 + 2, 4 * 4) else 1.0
         tokens = [rng.integers(3, 20, 4).astype(np.int32) for _ in range(4)]
         logprobs = np.full(4, -2, np.float32)
         responses = [Response(t, logprobs, reward * (i == 0), "stop", 0) for i, t in enumerate(tokens)]
         groups.append(Group(group_id, np.array([3, 4], np.int32), tuple(responses)))
-    writer = RolloutWriter(run.rollouts(0), weights_hash=info.weights_hash, logprob_mode="exact")
+    writer = RolloutWriter(run.stage(0).rollouts, weights_hash=info.weights_hash, logprob_mode="exact")
     writer.append(groups)
     writer.close()
-    seal(run.rollouts(0), run.groups(0))
+    seal(run.stage(0).rollouts, run.stage(0).groups)
     return run
 
 

@@ -10,9 +10,10 @@ from megarl.commands import branch_recipe
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.phases.evaluate import interval, summarise
-from megarl.phases.optimize import remove_stages, summary, to_samples
 from megarl.phases.rollout_stats import RolloutStats, solve_rate_bin
 from megarl.phases.rollout_worker import ScoredGroup, SeededPrompt, join_experts
+from megarl.phases.samples import summary, to_samples
+from megarl.phases.updates import remove_checkpoints
 from megarl.recipe.load import load_recipe, override_recipe, parse_recipe
 from megarl.recipe.tables import ObjectiveTable
 from megarl.rollout.engine import Completion, expert_type
@@ -149,7 +150,7 @@ def test_a_branch_keeps_the_rollouts_and_replays_only_experts_that_were_recorded
         "objective.name=grpo": "cannot be optimized yet",
     }.items():
         with pytest.raises(UserError, match=message):
-            branch_recipe(run, 0, [override])
+            branch_recipe(run.stage(0), [override])
 
 
 @pytest.mark.parametrize(("keep", "stay"), [(1, [2]), (2, [1, 2]), (3, [0, 1, 2]), (9, [0, 1, 2]), (None, [0, 1, 2])])
@@ -157,16 +158,16 @@ def test_checkpoints_of_the_last_finished_stages_stay(recipe, tmp_path, keep, st
     overrides = [] if keep is None else [f"actor.keep_stages={keep}"]
     run = RunDir.create(tmp_path / "run", load_recipe(recipe, overrides))
     for stage in range(3):
-        (run.checkpoints(stage) / "update_000006").mkdir(parents=True)
-    remove_stages(run, 3)
-    assert [stage for stage in range(3) if run.checkpoints(stage).exists()] == stay
+        (run.stage(stage).checkpoints / "update_000006").mkdir(parents=True)
+    remove_checkpoints(run, 3)
+    assert [stage for stage in range(3) if run.stage(stage).checkpoints.exists()] == stay
 
 
 def test_a_branch_never_removes_the_checkpoints_of_its_origin(recipe, tmp_path):
     origin = tmp_path / "origin"
     (origin / "update_000006").mkdir(parents=True)
     run = RunDir.create(tmp_path / "run", load_recipe(recipe, ["actor.keep_stages=1"]))
-    run.checkpoints(0).parent.mkdir(parents=True)
-    run.checkpoints(0).symlink_to(origin)
-    remove_stages(run, 2)
+    run.stage(0).checkpoints.parent.mkdir(parents=True)
+    run.stage(0).checkpoints.symlink_to(origin)
+    remove_checkpoints(run, 2)
     assert (origin / "update_000006").exists()

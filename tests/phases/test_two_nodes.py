@@ -5,18 +5,15 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 
-import psutil
 import pytest
 
 from megarl.errors import UserError
 from megarl.storage.rollouts import RolloutStore
 from megarl.workers.nodes import NodeRank, find_node_rank, first_host
-from tests.helpers import ROOT, megarl
-from tests.phases.test_kill import lines, processes_of
+from tests.helpers import megarl, processes_of, start_megarl, wait_until_nobody_works_on
+from tests.phases.test_kill import lines
 
 # a task of which an untrained model gets some right, one letter in its place being enough: else no gradient flows
 EASY = ("reward.kind=reasoning_gym", "reward.correct_above=0.1", "reward.require_stop=false")
@@ -39,44 +36,23 @@ class TwoNodes:
     """The agents of ``megarl train`` on two nodes, one process of each phase on each."""
 
     def __init__(self, recipe, run, *options):
-        command = [
-            sys.executable,
-            "-m",
-            "megarl.cli",
-            "train",
-            str(recipe),
-            "--run-dir",
-            str(run),
-            *settings(),
-            *options,
-        ]
         shared = {**os.environ, "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.run = run
-        self.agents = [
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**shared, "NODE_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in (0, 1)
-        ]
+        arguments = ("train", recipe, "--run-dir", run, *settings(), *options)
+        self.agents = [start_megarl(*arguments, env={**shared, "NODE_RANK": str(rank)}) for rank in (0, 1)]
 
     def wait(self, timeout=900):
         """(exit code, output) of each agent."""
-        outputs = [agent.communicate(timeout=timeout)[0] for agent in self.agents]
-        return [(agent.returncode, output) for agent, output in zip(self.agents, outputs, strict=True)]
+        return [(agent.wait(timeout), agent.stdout + agent.stderr) for agent in self.agents]
 
     def wait_for(self, condition):
         while not condition(self.run):
             for agent in self.agents:
-                assert agent.poll() is None, agent.stdout.read()
+                assert agent.poll() is None, agent.stdout + agent.stderr
             time.sleep(0.005)
 
     def children(self, rank, phase):
-        return [p for p in psutil.Process(self.agents[rank].pid).children() if phase in p.cmdline()]
+        return processes_of(self.agents[rank].pid, phase)
 
     def __enter__(self):
         return self
@@ -98,13 +74,6 @@ def events(run, name):
 
 def last_lines(output, number=20):
     return "\n".join(output.rstrip().splitlines()[-number:])
-
-
-def assert_nothing_left(run):
-    deadline = time.monotonic() + 2
-    while (left := processes_of(run)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +136,7 @@ def test_killed_follower_fails_the_run_with_the_cause(recipe, sealed):
         assert time.monotonic() - killed < 30
     assert code == 1
     assert "the agent of node 1" in last_lines(output, 1) and "died" in last_lines(output, 1)
-    assert_nothing_left(sealed)
+    wait_until_nobody_works_on(sealed)
     assert len(events(sealed, "phase_failed")) == 1
 
 
@@ -180,7 +149,7 @@ def test_killed_leader_ends_the_others(recipe, tmp_path):
         assert time.monotonic() - killed < 15
     assert code == 1
     assert "lost the agent of node 0" in last_lines(output, 1)
-    assert_nothing_left(tmp_path / "run")
+    wait_until_nobody_works_on(tmp_path / "run")
 
 
 def test_sigterm_to_one_agent_saves_between_checkpoints_and_the_run_continues(recipe, two_nodes, sealed):
@@ -192,7 +161,7 @@ def test_sigterm_to_one_agent_saves_between_checkpoints_and_the_run_continues(re
     (saved,) = (sealed / "stages/000/checkpoints").glob("update_*")
     done = int(saved.name.removeprefix("update_"))
     assert 0 < done < 6
-    assert_nothing_left(sealed)
+    wait_until_nobody_works_on(sealed)
     with TwoNodes(recipe, sealed) as two:
         (code, output), _ = two.wait()
     assert code == 0, output

@@ -31,14 +31,14 @@ def test_generation_ends_with_the_choice(tiny_model, tmp_path):
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
 
-    store = RolloutStore(run.rollouts(0))
+    store = RolloutStore(run.stage(0).rollouts)
     varied = [g.group_id for g in store.read(store.group_ids) if len({r.reward for r in g.responses}) > 1]
     assert store.chosen == varied[:4]
     assert store.group_ids[: store.chosen[-1] + 1] == list(range(store.chosen[-1] + 1)), "none before it was left out"
     # groups are begun in the order of their ids, so one that is not there below one that is was cut off
     cut_off = set(range(store.group_ids[-1])) - set(store.group_ids)
     assert cut_off and min(cut_off) > store.chosen[-1]
-    assert len(store.group_ids) + len(cut_off) < len(run.groups(0)) == 80
+    assert len(store.group_ids) + len(cut_off) < len(run.stage(0).groups) == 80
     assert {r.finish_reason for g in store.read(store.group_ids) for r in g.responses} <= {"stop", "length"}
     (event,) = [e for e in map(json.loads, run.events.read_text().splitlines()) if e["event"] == "dynamic_sampling"]
     assert (event["generated"], event["with_variance"]) == (len(store.group_ids), len(varied))

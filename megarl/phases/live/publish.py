@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megarl.phases.live.state import NOTHING, LiveState
-from megarl.phases.optimize import export
-from megarl.storage.run_dir import RunDir
+from megarl.phases.live.state import NO_VERSION, LiveState
+from megarl.phases.updates import export
+from megarl.storage.run_dir import Stage
 
 if TYPE_CHECKING:
     from megarl.actor.step import Actor
@@ -19,36 +19,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Publisher:
-    """Exports every ``sync_every`` updates. Only rank 0 of the trainers writes to the state and removes what is old."""
+    """Exports every ``sync_every`` updates. Only rank 0 of the trainers publishes and removes old versions."""
 
-    run: RunDir
-    stage: int
+    stage: Stage
     state: LiveState
 
-    @property
-    def before(self) -> int:
-        """Updates of earlier stages."""
-        return self.stage * self.run.recipe.schedule.updates_per_stage
-
     def continue_after(self, done: int) -> None:
-        """So many updates of the stage are saved, by an earlier attempt: what it published later is a lost branch."""
+        """An earlier attempt saved so many updates of the stage. Versions that it published after later updates will be
+        made again, perhaps otherwise, and are removed."""
         if dist.get_rank():
             return
-        for leftover in self.run.root.glob("stages/???/policies/.*.tmp"):
+        for leftover in self.stage.run.root.glob("stages/???/policies/.*.tmp"):
             shutil.rmtree(leftover)
-        # the one after `done` updates, if due, is published again once the actor is there
-        versions = self.run.versions()
-        for version in (v for v in versions if v >= self.before + done):
-            _remove(self.run.version(version))
-        self.state.publish(max([self.before, *(v for v in versions if v < self.before + done)]))
+        # a version after exactly `done` updates, if due, is published again once the actor is there
+        run, saved = self.stage.run, self.stage.first_update + done
+        versions = run.versions()
+        for version in (v for v in versions if v >= saved):
+            _remove(run.version(version))
+        self.state.publish(max([self.stage.first_update, *(v for v in versions if v < saved)]))
 
     def trained(self, actor: Actor, updates: int) -> None:
         """So many updates of the stage are made; publish if a version is due. Collective."""
-        schedule, version = self.run.recipe.schedule, self.before + updates
+        run, version = self.stage.run, self.stage.first_update + updates
+        schedule = run.recipe.schedule
         # the stage's first version is its policy, its last one the next stage's
         if not schedule.lag_rule.is_published(version) or updates in (0, schedule.updates_per_stage):
             return
-        export(actor, self.run, version, self.run.version(version))
+        export(actor, run, version, run.version(version))
         if dist.get_rank() == 0:
             self.state.publish(version)
             self._retire(min(self.state.oldest_in_use(), self._needed_later()))
@@ -60,15 +57,16 @@ class Publisher:
 
     def _needed_later(self) -> int:
         """The oldest version that engines of later stages may load."""
-        schedule, following = self.run.recipe.schedule, self.before + self.run.recipe.schedule.updates_per_stage
+        schedule, following = self.stage.run.recipe.schedule, self.stage.next.first_update
         if following == schedule.total_updates:
-            return NOTHING
+            return NO_VERSION
         return following if schedule.lag_rule.delay is None else schedule.lag_rule.exact(following)
 
     def _retire(self, oldest: int) -> None:
         """Remove what is older than ``oldest``."""
-        for version in (v for v in self.run.versions() if v < oldest):
-            _remove(self.run.version(version))
+        run = self.stage.run
+        for version in (v for v in run.versions() if v < oldest):
+            _remove(run.version(version))
 
 
 def _remove(policy: Path) -> None:

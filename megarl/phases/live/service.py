@@ -16,39 +16,39 @@ from megarl.phases.rollout import generate, missing_chunks
 from megarl.phases.rollout_stats import RolloutStats
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.stop import StopRequest
-from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import never
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
-from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir import Stage
 
 POLL_SECONDS = 0.02
 STORE_SECONDS = 0.2  # between two shards of an engine that stores groups as they come: trainers may wait for them
 APPEAR_SECONDS = 60.0  # on some shared file systems what another node wrote shows up late
 
 
-def serve(run: RunDir, stage: int, role: Role) -> None:
+def serve(stage: Stage, role: Role) -> None:
     """What a rollout worker does: chunk after chunk, and the seal."""
     stop = StopRequest()
     replicas = ReplicaGroup.join(role, stop.exit_if_asked)
     state = LiveState(replicas.store, replicas.world)
-    if not run.is_sealed(stage):
-        make_directory(run.rollouts(stage))
-        found = RolloutStore(run.rollouts(stage), one_policy=False).missing(run.groups(stage))
+    if not stage.is_sealed():
+        make_directory(stage.rollouts)
+        found = RolloutStore(stage.rollouts, one_policy=False).missing(stage.groups)
         if missing := replicas.from_first("missing", found if replicas.rank == 0 else None):
-            leave_trainers_devices(run.recipe, stage)
-            LiveRolloutWorker(run, stage, replicas, state, stop).work(missing)
+            leave_trainers_devices(stage)
+            LiveRolloutWorker(stage, replicas, state, stop).work(missing)
         if stop.asked:
             sys.exit(STOPPED)
         replicas.barrier("generated")
         if replicas.rank == 0:
-            seal(run.rollouts(stage), run.groups(stage), one_policy=False)
+            seal(stage.rollouts, stage.groups, one_policy=False)
     state.leave(replicas.rank)
 
 
-def leave_trainers_devices(recipe: Recipe, stage: int) -> None:
+def leave_trainers_devices(stage: Stage) -> None:
     """From here on this process sees the GPUs of the rollout workers alone, as in a rollout phase."""
-    trainers, table = recipe.actor.processes_per_node, recipe.rollout_of(stage)
+    recipe, table = stage.run.recipe, stage.rollout
+    trainers = recipe.actor.processes_per_node
     os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) - trainers)
     if recipe.actor.backend == "cuda" and not recipe.schedule.colocate:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -60,13 +60,13 @@ def leave_trainers_devices(recipe: Recipe, stage: int) -> None:
 class LiveRolloutWorker:
     """One engine replica: loads the version that the next chunk needs, and generates what that version may."""
 
-    def __init__(self, run: RunDir, stage: int, replicas: ReplicaGroup, state: LiveState, stop: StopRequest) -> None:
-        self.run, self.stage, self.replicas, self.state, self.stop = run, stage, replicas, state, stop
-        self.schedule = run.recipe.schedule
+    def __init__(self, stage: Stage, replicas: ReplicaGroup, state: LiveState, stop: StopRequest) -> None:
+        self.stage, self.replicas, self.state, self.stop = stage, replicas, state, stop
+        self.schedule = stage.run.recipe.schedule
         self.rule = self.schedule.lag_rule
         self.seconds = dict.fromkeys(("idle", "load", "generate"), 0.0)
         self.start, self.stats = time.perf_counter(), RolloutStats()
-        self.fresh = not any(run.checkpoints(stage).glob("update_*"))
+        self.fresh = not any(stage.checkpoints.glob("update_*"))
         self.worker: RolloutWorker | None = None
         self.loaded = -1
         self.todo: list[Sequence[int]] = []
@@ -78,7 +78,7 @@ class LiveRolloutWorker:
             return
         worker = self._load(version)
         self.todo = self._chunks(missing, worker.engine.repeats_chunks)
-        directory, rank = self.run.rollouts(self.stage), self.replicas.rank
+        directory, rank = self.stage.rollouts, self.replicas.rank
         with RolloutWriter(directory, weights_hash=None, logprob_mode="processed", writer=rank) as writer:
             self._take()
             while (self.next or worker.unfinished) and (version := self._wait(self._next_version)) is not None:
@@ -91,25 +91,22 @@ class LiveRolloutWorker:
                 self.seconds["generate"] += time.perf_counter() - start
         self._log_progress()
         worker.engine.close()
-        self.state.leave(
-            self.replicas.rank
-        )  # before the wait for the other engines, who may need the trainers meanwhile
+        # before the wait for the other engines, which may need the trainers meanwhile
+        self.state.leave(self.replicas.rank)
         if not self.stop.asked:
             self._log_idle()
 
     def _log_progress(self) -> None:
         assert self.worker is not None
         event = self.stats.event(self.worker.decoding)
-        self.run.log_event("rollout_progress", stage=self.stage, rank=self.replicas.rank, **event)
+        self.stage.log_event("rollout_progress", rank=self.replicas.rank, **event)
 
     def _chunks(self, missing: list[int], whole: bool) -> list[Sequence[int]]:
-        present = set(self.run.groups(self.stage)).difference(missing)
+        present = set(self.stage.groups).difference(missing)
         if self.replicas.rank == 0 and present:
-            total = len(self.run.groups(self.stage))
-            self.run.log_event(
-                "resume", phase="live", stage=self.stage, skipped=len(present), total=total, unit="groups"
-            )
-        chunks = missing_chunks(self.run, self.stage, set(missing), whole)
+            total = len(self.stage.groups)
+            self.stage.log_event("resume", phase="live", skipped=len(present), total=total, unit="groups")
+        chunks = missing_chunks(self.stage, set(missing), whole)
         # groups with continued responses are stored one by one, so of their chunk some may be there
         return [[group for group in chunk if group not in present] for chunk in chunks]
 
@@ -126,7 +123,7 @@ class LiveRolloutWorker:
     def _newest(self) -> int | None:
         newest = self.state.newest()
         if newest is None and self.fresh:  # the trainers may still be starting, but this is what they start from
-            return self.stage * self.schedule.updates_per_stage
+            return self.stage.first_update
         return newest
 
     def _next_version(self) -> int | None:
@@ -174,19 +171,19 @@ class LiveRolloutWorker:
 
     def _load(self, version: int) -> RolloutWorker:
         """The engine, awake, with the weights of ``version``."""
-        start, path = time.perf_counter(), self.run.version(version)
+        start, path = time.perf_counter(), self.stage.run.version(version)
         if self.worker is not None and version == self.loaded:
             self.worker.engine.wake()
             return self.worker
         self.state.announce(self.replicas.rank, version)
         _wait_for(path)
         if self.worker is None:
-            self.worker = RolloutWorker.build(self.run.recipe, self.stage, path)
+            self.worker = RolloutWorker.build(self.stage.run.recipe, self.stage.number, path)
         else:
             self.worker.load(path)
         drift = self.worker.check_weights(path, self.replicas)
-        place = {"phase": "live", "stage": self.stage, "rank": self.replicas.rank, "version": version}
-        self.run.log_event("weight_drift", **place, **asdict(drift))
+        place = {"phase": "live", "rank": self.replicas.rank, "version": version}
+        self.stage.log_event("weight_drift", **place, **asdict(drift))
         self.loaded = version
         self.seconds["load"] += time.perf_counter() - start
         return self.worker
@@ -197,10 +194,9 @@ class LiveRolloutWorker:
         everyone = self.replicas.gather("idle", self.seconds | {"all": seconds})
         if self.replicas.rank == 0:
             total = {name: round(sum(one[name] for one in everyone), 3) for name in everyone[0]}
-            self.run.log_event(
+            self.stage.log_event(
                 "idle",
                 role="rollout",
-                stage=self.stage,
                 idle_seconds=total["idle"],
                 load_seconds=total["load"],
                 generate_seconds=total["generate"],

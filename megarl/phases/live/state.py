@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-NOTHING = 1 << 62  # a version that no policy has: what an engine needs that has no more to do
+NO_VERSION = 1 << 62  # later than any policy: announced by an engine that will load none any more
 
 
 class LiveState:
@@ -14,7 +14,7 @@ class LiveState:
         self._store, self._workers = store, range(workers)
 
     def publish(self, version: int) -> None:
-        """The trainers: ``version`` and no newer one is there to be loaded."""
+        """The trainers: ``version`` is the newest that can be loaded."""
         self._store.set("newest", str(version))
 
     def newest(self) -> int | None:
@@ -30,7 +30,7 @@ class LiveState:
         self._store.set(f"using/{worker}", str(version))
 
     def oldest_in_use(self) -> int:
-        """What is older no engine will load any more. 0 until all engines have announced something."""
+        """No engine will load an older version. 0 until all engines have announced one."""
         return min(self._number(f"using/{worker}") or 0 for worker in self._workers)
 
     # --- taking turns on the same devices: in each round first the engines, then the trainers ---
@@ -48,8 +48,8 @@ class LiveState:
 
     def leave(self, worker: int) -> None:
         """An engine is done with the stage."""
-        self.announce(worker, NOTHING)
-        self.rest(worker, NOTHING)
+        self.announce(worker, NO_VERSION)
+        self.rest(worker, NO_VERSION)
 
     def all_rest(self) -> bool:
         """Whether no engine is awake in this round: the trainers' turn."""

@@ -17,12 +17,11 @@ from megarl.errors import UserError
 from megarl.phases.live.publish import Publisher
 from megarl.phases.live.service import serve
 from megarl.phases.live.state import LiveState
-from megarl.phases.optimize import build_actor, groups_of_update, make_updates, resume, saved_updates
 from megarl.phases.stop import StopRequest
-from megarl.recipe.tables import Recipe
+from megarl.phases.updates import build_actor, groups_of_update, make_updates, resume, saved_updates
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, RolloutStore
-from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir import Stage
 
 if TYPE_CHECKING:
     from megarl.actor.step import Actor
@@ -30,64 +29,65 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.02
 
 
-def live(run: RunDir, stage: int) -> None:
+def live(stage: Stage) -> None:
     """Generate the rollouts of ``stage`` and make its updates, each role in its own processes."""
-    role, workers = find_role(run.recipe, stage)
+    role, workers = find_role(stage)
     if role.name == "trainer":
-        train(run, stage, role, workers)
+        train(stage, role, workers)
     else:
-        serve(run, stage, role)
+        serve(stage, role)
 
 
-def find_role(recipe: Recipe, stage: int) -> tuple[Role, int]:
+def find_role(stage: Stage) -> tuple[Role, int]:
     """This process's role, and how many rollout workers there are. On each node the first processes are trainers."""
     local, node, nodes = (int(os.environ[name]) for name in ("LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"))
-    trainers, workers = recipe.actor.processes_per_node, recipe.rollout_of(stage).workers
+    trainers, workers = stage.run.recipe.actor.processes_per_node, stage.rollout.workers
     if local < trainers:
         return Role("trainer", node * trainers + local, nodes * trainers), nodes * workers
     return Role("worker", node * workers + local - trainers, nodes * workers), nodes * workers
 
 
-def train(run: RunDir, stage: int, role: Role, workers: int) -> None:
+def train(stage: Stage, role: Role, workers: int) -> None:
     """What the trainers do: the updates of the stage, each as soon as its groups are stored."""
     stop = StopRequest()
-    device, store = parallel.join(run.recipe, role)
+    device, store = parallel.join(stage.run.recipe, role)
     state = LiveState(store, workers)
-    publisher = Publisher(run, stage, state)
-    if run.policy(stage + 1).exists():  # an earlier attempt trained it all, but died before its end
-        publisher.continue_after(run.recipe.schedule.updates_per_stage)
+    publisher = Publisher(stage, state)
+    if stage.is_trained():  # an earlier attempt made all updates, but died before its end
+        publisher.continue_after(stage.run.recipe.schedule.updates_per_stage)
     else:
-        publisher.continue_after(saved_updates(run, stage))
-        actor = build_actor(run, stage, device)
-        done = resume(actor, run, stage)
+        publisher.continue_after(saved_updates(stage))
+        actor = build_actor(stage, device)
+        done = resume(actor, stage)
         publisher.trained(actor, done)
         batches = LiveBatches(actor, publisher, stop)
-        make_updates(actor, run, stage, done, batches, stop)
+        make_updates(actor, stage, done, batches, stop)
         batches.log_idle()
     publisher.end_stage()
 
 
 class LiveBatches:
-    """The groups of a stage as engines store them, no token older than the schedule allows."""
+    """The groups of a stage as engines store them, no token older than the schedule allows: `updates.Batches`."""
 
     def __init__(self, actor: Actor, publisher: Publisher, stop: StopRequest) -> None:
         self.actor, self.publisher, self.stop = actor, publisher, stop
-        self.run, self.stage, self.state = publisher.run, publisher.stage, publisher.state
-        make_directory(self.run.rollouts(self.stage))
-        self.store = RolloutStore(self.run.rollouts(self.stage), one_policy=False)
+        self.stage, self.state = publisher.stage, publisher.state
+        self.schedule = self.stage.run.recipe.schedule
+        make_directory(self.stage.rollouts)
+        self.store = RolloutStore(self.stage.rollouts, one_policy=False)
         self.idle_seconds = self.last_idle = 0.0
         self.start = time.perf_counter()
 
     def read(self, update: int) -> list[Group] | None:
         """The groups of an update once they are stored, or None when asked to stop."""
         start = time.perf_counter()
-        wanted = groups_of_update(self.run, self.run.groups(self.stage), update)
+        wanted = groups_of_update(self.stage.run.recipe, self.stage.groups, update)
         while not (ready := self._ready(wanted)):
             if ready is None:
                 return None
             time.sleep(POLL_SECONDS)
         groups = self.store.read(wanted)
-        self._check_lags(self.publisher.before + update, groups)
+        self._check_lags(self.stage.first_update + update, groups)
         self.last_idle = time.perf_counter() - start
         self.idle_seconds += self.last_idle
         return groups
@@ -96,7 +96,7 @@ class LiveBatches:
         """Whether all ranks see the groups and it is the trainers' turn; None: stop. Collective."""
         self.store.refresh()
         missing = bool(self.store.missing(wanted))
-        if self.run.recipe.schedule.colocate and dist.get_rank() == 0 and not self._our_turn(missing):
+        if self.schedule.colocate and dist.get_rank() == 0 and not self._our_turn(missing):
             missing = True
         flags = torch.tensor([float(self.stop.asked), float(missing)], device=self.actor.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
@@ -112,7 +112,7 @@ class LiveBatches:
         return not missing
 
     def _check_lags(self, batch: int, groups: list[Group]) -> None:
-        largest = self.run.recipe.schedule.lag_rule.max_lag
+        largest = self.schedule.lag_rule.max_lag
         for group in groups:
             for response in group.responses:
                 oldest, newest = int(response.versions.min()), int(response.versions.max())
@@ -129,7 +129,7 @@ class LiveBatches:
     def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
         """Lags of the response tokens, in updates, and how often each occurs."""
         versions = np.concatenate([response.versions for group in groups for response in group.responses])
-        lags, tokens = np.unique(self.publisher.before + update - versions, return_counts=True)
+        lags, tokens = np.unique(self.stage.first_update + update - versions, return_counts=True)
         return {
             "staleness": int(lags.max()),
             "staleness/min": int(lags.min()),
@@ -145,5 +145,4 @@ class LiveBatches:
             seconds = time.perf_counter() - self.start
             ratio = round(self.idle_seconds / seconds, 4)
             idle = round(self.idle_seconds, 3)
-            place = {"role": "trainer", "stage": self.stage}
-            self.run.log_event("idle", **place, idle_seconds=idle, seconds=round(seconds, 3), ratio=ratio)
+            self.stage.log_event("idle", role="trainer", idle_seconds=idle, seconds=round(seconds, 3), ratio=ratio)

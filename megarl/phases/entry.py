@@ -1,0 +1,103 @@
+"""What a process of a phase does first and last, however it was started: see `megarl.workers`."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.errors import STOP_SIGNALS, UserError
+
+if TYPE_CHECKING:
+    from megarl.storage.run_dir import Stage
+
+PHASES = ("rollout", "optimize", "live", "evaluate")
+ERROR_FILE = "MEGARL_ERROR_FILE"  # environment variable: where a process writes what went wrong
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent dies, however it dies: no orphan ever writes.
+
+    parent: its process id, where this process knows it; else init is taken for the sign that it died before.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent if parent else os.getppid() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_process(phase: str, run_dir: Path, stage: int) -> int:
+    """Run a phase in this process; returns its exit code. An exception is printed and written to the error file."""
+    if phase != "evaluate":  # which has nothing to save
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until `StopRequest`, through the imports
+    try:
+        _run(phase, run_dir, stage)
+    except SystemExit as end:
+        return int(end.code or 0)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        _write_error(str(error), mistake=True)
+        return 2
+    except BaseException as error:
+        traceback.print_exc()
+        _write_error(f"{type(error).__name__}: {error}", mistake=False)
+        return 1
+    return 0
+
+
+def _run(phase: str, run_dir: Path, stage: int) -> None:
+    # looking for GPUs must not initialise CUDA: engines choose theirs through CUDA_VISIBLE_DEVICES
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    from megarl.storage.run_dir import RunDir
+
+    run = RunDir.open(run_dir)
+    hide_gpus_from_cpu_runs(run.recipe.actor.backend)
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    find_phase(phase)(run.stage(stage))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def hide_gpus_from_cpu_runs(backend: str) -> None:
+    """Megarl and Megatron then see a machine without GPUs; before anything asks CUDA."""
+    if backend == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def find_phase(name: str) -> Callable[[Stage], None]:
+    """Imports no more than the phase needs: rollouts do without Megatron."""
+    if name == "rollout":
+        from megarl.phases.rollout import rollout
+
+        return rollout
+    if name == "optimize":
+        from megarl.phases.optimize import optimize
+
+        return optimize
+    if name == "live":
+        from megarl.phases.live.trainer import live
+
+        return live
+    from megarl.phases.evaluate import evaluate
+
+    return evaluate
+
+
+def _write_error(message: str, mistake: bool) -> None:
+    """For the launcher. On a full disk there may be no file, or half of one."""
+    if path := os.environ.get(ERROR_FILE):
+        try:
+            Path(path).write_text(json.dumps({"message": message, "mistake": mistake, "time": time.time()}))
+        except OSError as error:
+            print(f"cannot write {path}: {error}", file=sys.stderr)

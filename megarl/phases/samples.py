@@ -1,0 +1,94 @@
+"""From stored groups to what the actor trains, and what metrics.jsonl says of both."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from megarl.actor.nonfinite import Offender
+from megarl.actor.packing import Sample
+from megarl.advantages import group_advantages, zero_variance
+from megarl.errors import UserError
+from megarl.recipe.tables import ObjectiveTable
+from megarl.storage.rollouts import Group
+
+
+def to_samples(groups: list[Group], table: ObjectiveTable, experts: bool = False) -> list[Sample]:
+    """All responses of an update with their advantages; groups without variance stay or go as the recipe says.
+
+    experts: with those that the engine recorded. `UserError` where it recorded none.
+    """
+    if experts:
+        check_experts(groups)
+    rewards = rewards_of(groups)
+    advantages = group_advantages(rewards, table.advantage).tolist()
+    keep = ~zero_variance(rewards).numpy() if table.zero_variance == "drop" else np.ones(len(groups), bool)
+    samples = [
+        Sample(
+            prompt_tokens=group.prompt_tokens,
+            response_tokens=response.tokens,
+            rollout_logprobs=response.rollout_logprobs,
+            advantage=advantage,
+            trained=bool(kept),
+            routed_experts=response.routed_experts if experts else None,
+        )
+        for group, row, kept in zip(groups, advantages, keep, strict=True)
+        for response, advantage in zip(group.responses, row, strict=True)
+    ]
+    # a batch with nothing to learn from still makes an update, so that the schedule keeps its length
+    return [sample for sample in samples if sample.trained] or samples[:1]
+
+
+def check_experts(groups: list[Group]) -> None:
+    for group in groups:
+        if any(response.routed_experts is None for response in group.responses):
+            raise UserError(
+                f'[actor] routing_replay = "engine": group {group.group_id} has no routed experts, so it was generated '
+                'under another recipe; use "actor" or "none"'
+            )
+
+
+def rewards_of(groups: list[Group]) -> np.ndarray:
+    """[groups, responses of each] float64."""
+    return np.array([[response.reward for response in group.responses] for group in groups])
+
+
+def summary(groups: list[Group]) -> dict[str, float]:
+    """What metrics.jsonl says of an update's responses."""
+    rewards = rewards_of(groups)
+    responses = [response for group in groups for response in group.responses]
+    return {
+        "reward/mean": float(rewards.mean()),
+        "zero_variance_fraction": float((rewards.min(1) == rewards.max(1)).mean()),
+        "response_tokens/mean": float(np.mean([len(r.tokens) for r in responses])),
+        "truncated_fraction": float(np.mean([r.finish_reason != "stop" for r in responses])),
+    }
+
+
+def throughput(samples: list[Sample], start: float) -> dict[str, Any]:
+    """Of an update that began at ``start``, by `time.perf_counter`."""
+    tokens, seconds = sum(map(len, samples)), time.perf_counter() - start
+    return {"tokens": tokens, "seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1)}
+
+
+def describe(offender: Offender, sample: Sample) -> dict[str, Any]:
+    """A line of non_finite.jsonl; positions count response tokens, numbers that are not finite are text."""
+    shift = len(sample.prompt_tokens) - 1 if offender.whole_sequences else 0
+    now = [offender.logprobs.get(i + shift, math.nan) for i in range(len(sample.response_tokens))]
+
+    def numbers(values: Iterable[float]) -> list[float | str]:
+        return [float(x) if math.isfinite(x) else str(float(x)) for x in values]
+
+    return {
+        "tensor": offender.tensor,
+        "positions": [position - shift for position in offender.positions],
+        "prompt_tokens": sample.prompt_tokens.tolist(),
+        "response_tokens": sample.response_tokens.tolist(),
+        "rollout_logprobs": numbers(sample.rollout_logprobs),
+        "logprobs": numbers(now),
+        "advantage": numbers([sample.advantage])[0],
+    }

@@ -1,0 +1,198 @@
+"""The updates of a stage, staged or live: batch after batch, with checkpoints, metrics and the export at the end."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megarl.actor import checkpoint, hf, packing, parallel, reference
+from megarl.actor.frozen import Field, FrozenPolicy
+from megarl.actor.nonfinite import NonFiniteUpdate
+from megarl.actor.packing import Sample
+from megarl.actor.step import Actor, train_step
+from megarl.errors import STOPPED, UserError
+from megarl.objectives import Objective, WithOptions, build_objective
+from megarl.phases.samples import describe, summary, throughput, to_samples
+from megarl.phases.stop import StopRequest
+from megarl.recipe.tables import Recipe
+from megarl.storage.json_lines import append_json
+from megarl.storage.metrics_log import MetricsWriter
+from megarl.storage.rollouts import Group
+from megarl.storage.run_dir import RunDir, Stage
+
+
+class Batches(Protocol):
+    """Where the updates of a stage get their groups from. ``update`` is one of the stage, from 0."""
+
+    def read(self, update: int) -> list[Group] | None:
+        """What the update trains; None when a stop was asked for while waiting. Collective."""
+
+    def trained(self, updates: int) -> None:
+        """So many updates of the stage are made. Collective."""
+
+    def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
+        """What metrics.jsonl says of the groups' age, ``staleness`` at least."""
+
+
+def groups_of_update(recipe: Recipe, groups: Sequence[int], update: int) -> Sequence[int]:
+    """Of a stage's ``groups`` those of one update, counted from 0."""
+    size = recipe.schedule.prompts_per_update
+    return groups[update * size : (update + 1) * size]
+
+
+def build_actor(stage: Stage, device: torch.device) -> Actor:
+    """The actor with the policy that begins ``stage``, and the policies that it is compared with."""
+    actor = Actor.build(stage.run.recipe, stage.policy, device)
+    actor.frozen = frozen_policies(_objective(stage.run), stage)
+    return actor
+
+
+def frozen_policies(objective: Objective | WithOptions, stage: Stage) -> list[FrozenPolicy]:
+    """The policies whose log-probs or routing an update needs beside the current one's.
+
+    The run's first policy is the reference of a KL term; the one that began the stage gives recomputed log-probs and
+    the experts to replay.
+    """
+    recipe = stage.run.recipe
+    options = objective.options if isinstance(objective, WithOptions) else ()
+    wanted = {name for option in options for name in option.requires}
+    frozen = []
+    if "ref_logprobs" in wanted:
+        frozen.append(FrozenPolicy.build(("ref_logprobs",), recipe, stage.run.stage(0).policy))
+    behaviour: list[Field] = ["old_logprobs"] if "old_logprobs" in wanted else []
+    if recipe.actor.routing_replay == "actor":
+        behaviour.append("routed_experts")
+    if behaviour:
+        frozen.append(FrozenPolicy.build(tuple(behaviour), recipe, stage.policy))
+    return frozen
+
+
+def make_updates(actor: Actor, stage: Stage, done: int, batches: Batches, stop: StopRequest) -> None:
+    """The updates of ``stage`` after the first ``done``, checkpoints on the way, and ``stage.next.policy``."""
+    run, total = stage.run, stage.run.recipe.schedule.updates_per_stage
+    objective, saved = _objective(run), done
+    metrics = _open_metrics(stage, done)
+    for update in range(done, total):
+        start = time.perf_counter()
+        groups = batches.read(update)
+        if groups is not None:
+            ages = batches.metrics(update, groups)
+            place = {
+                "stage": stage.number,
+                "update": stage.first_update + update + 1,
+                "staleness": ages["staleness"],
+            }
+            samples = to_samples(groups, run.recipe.objective, run.recipe.actor.routing_replay == "engine")
+            values = _make_update(actor, run, samples, objective, place)
+            batches.trained(update + 1)
+            if metrics:
+                metrics.append(place | ages | summary(groups) | values | throughput(samples, start))
+        updates = update + (groups is not None)
+        stopping = groups is None or (updates < total and stop.agreed(actor.device))
+        last = updates == total or stopping
+        checkpoint.finish(actor, wait=False)
+        if updates > saved and (updates % run.recipe.actor.checkpoint_every == 0 or last):
+            if metrics:
+                metrics.sync()  # a checkpoint counts on the lines of its updates
+            checkpoint.save(actor, stage.checkpoints, updates, run.recipe.actor.keep_checkpoints, wait=last)
+            saved = updates
+        if stopping:
+            checkpoint.finish(actor)
+            if metrics:
+                metrics.close()
+            sys.exit(STOPPED)
+    export(actor, run, stage.next.first_update, stage.next.policy)
+    if metrics:
+        metrics.close()
+        remove_checkpoints(run, finished=stage.number + 1)
+
+
+def _open_metrics(stage: Stage, done: int) -> MetricsWriter | None:
+    """On the one rank that writes metrics; says from where a stage continues."""
+    if not parallel.reports_metrics():
+        return None
+    schedule = stage.run.recipe.schedule
+    if done:
+        phase = "live" if schedule.kind == "live" else "optimize"
+        stage.log_event("resume", phase=phase, skipped=done, total=schedule.updates_per_stage, unit="updates")
+    return MetricsWriter(stage.run.metrics, stage.first_update + done, stage.run.recipe.run)
+
+
+def _make_update(
+    actor: Actor, run: RunDir, samples: list[Sample], objective: Objective | WithOptions, place: dict[str, int]
+) -> dict[str, float]:
+    micro_batches = packing.micro_batches(samples, run.recipe.actor.tokens_per_micro_batch, actor.device)
+    try:
+        return train_step(actor, micro_batches, objective, actor.learning_rate(place["update"]))
+    except NonFiniteUpdate as error:
+        return skip(actor, run, place, error, samples)
+
+
+def skip(
+    actor: Actor, run: RunDir, place: dict[str, int], error: NonFiniteUpdate, samples: list[Sample]
+) -> dict[str, float]:
+    """Metrics of an update that was left out, after writing out the sequences to blame; `UserError` if too many were.
+
+    The rank that writes metrics writes them.
+    """
+    if parallel.reports_metrics():
+        for offender in error.offenders:
+            if offender.sequence < len(samples):  # not the filler of an empty micro-batch
+                append_json(run.non_finite, place | describe(offender, samples[offender.sequence]))
+    actor.skipped_updates += 1
+    if actor.skipped_updates > actor.recipe.actor.max_skipped_updates:
+        raise UserError(
+            f"update {place['update']}: {error}. The offending sequences are in {run.non_finite}; "
+            f"actor.max_skipped_updates = {actor.recipe.actor.max_skipped_updates} allows no more of them"
+        ) from error
+    return {"skipped_update": 1.0}
+
+
+def export(actor: Actor, run: RunDir, version: int, target: Path) -> None:
+    """Write the policy after ``version`` updates of the run. Collective."""
+    start, budget = time.perf_counter(), run.recipe.actor.tokens_per_micro_batch
+    scores = reference.score(actor.models, hf.fixed_sequences(actor.models[0]), budget, actor.device)
+    hf.export_hf(actor.models, target, run.stage(0).policy, version, scores)
+    if parallel.reports_metrics():
+        policy, seconds = str(target.relative_to(run.root)), round(time.perf_counter() - start, 3)
+        run.log_event("export", policy=policy, version=version, seconds=seconds)
+
+
+def remove_checkpoints(run: RunDir, finished: int) -> None:
+    """Those of all but the last ``actor.keep_stages`` of so many ``finished`` stages."""
+    keep = run.recipe.actor.keep_stages
+    for stage in run.stages()[: max(0, finished - keep) if keep else 0]:
+        if not stage.checkpoints.is_symlink():  # those of the run that this one branched from
+            shutil.rmtree(stage.checkpoints, ignore_errors=True)
+
+
+def saved_updates(stage: Stage) -> int:
+    """Updates of ``stage`` that the newest checkpoint has."""
+    return max((update for update, _ in checkpoint.checkpoints(stage.checkpoints)), default=0)
+
+
+def resume(actor: Actor, stage: Stage) -> int:
+    """Updates of ``stage`` that are done. A stage that begins takes optimizer and random state from the one before."""
+    if dist.get_rank() == 0:
+        checkpoint.remove_unfinished(stage.checkpoints)
+    own = checkpoint.checkpoints(stage.checkpoints)
+    if own:
+        return checkpoint.load(actor, own[-1][1])
+    if stage.number > 0:
+        before = stage.previous
+        earlier = checkpoint.checkpoints(before.checkpoints)
+        if not earlier or earlier[-1][0] != stage.run.recipe.schedule.updates_per_stage:
+            raise UserError(f"{before.checkpoints} lacks the last checkpoint of stage {before.number}")
+        checkpoint.load(actor, earlier[-1][1])
+    return 0
+
+
+def _objective(run: RunDir) -> Objective | WithOptions:
+    return build_objective(run.recipe.objective.name, run.recipe.objective.fields)

@@ -1,0 +1,266 @@
+"""The processes of a phase on one node: started warm or cold, watched until all have ended.
+
+Warm: forks of a process that has imported everything (`megarl.workers.warm`), one a node and run. Cold: new
+interpreters, for engines that want to be imported in a process of their own. Each process leads a session of its own,
+and none outlives the node agent that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from megarl.errors import STOP_SIGNALS
+
+POLL_SECONDS = 0.05
+SHUTDOWN_SECONDS = 30.0  # from the request to stop to SIGKILL; MEGARL_SHUTDOWN_SECONDS overrides
+COLD_ENGINES = ("vllm", "sglang")  # start processes of their own, and want to decide what they inherit
+
+
+@dataclass(frozen=True)
+class Process:
+    """What one process of a phase is started with."""
+
+    phase: str
+    run: str  # directory
+    stage: int
+    log: str  # file for all that it prints
+    environment: dict[str, str]  # beside the agent's own
+
+
+class Processes(Protocol):
+    pids: list[int]
+
+    def poll(self, seconds: float) -> dict[int, int]:
+        """{index: exit code} of those that have ended; waits so long for one more."""
+
+    def signal(self, index: int, number: int, group: bool) -> None:
+        """To a process that has not ended, or to its whole session."""
+
+
+class ColdProcesses:
+    """New interpreters: ``python -m megarl.phases``."""
+
+    def __init__(self, processes: Sequence[Process]) -> None:
+        self._started = [_start_cold(process) for process in processes]
+        self.pids = [process.pid for process in self._started]
+
+    def poll(self, seconds: float) -> dict[int, int]:
+        time.sleep(seconds)
+        return {i: code for i, process in enumerate(self._started) if (code := process.poll()) is not None}
+
+    def signal(self, index: int, number: int, group: bool) -> None:
+        if self._started[index].returncode is None:
+            _signal(self.pids[index], number, group)
+
+
+def _start_cold(process: Process) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-u", "-m", "megarl.phases", process.phase, process.run, str(process.stage)]
+    with open(process.log, "ab") as log:
+        environment = {**os.environ, **process.environment, "MEGARL_AGENT_PID": str(os.getpid())}
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+
+
+class WarmProcess:
+    """The agent's end of `megarl.workers.warm`."""
+
+    def __init__(self, module: str = "megarl.workers.warm") -> None:
+        self._socket, theirs = socket.socketpair()
+        self.process = self._start(theirs, module)
+        theirs.close()
+        self._received = b""
+        self._started: list[int] | None = None
+        self._codes: dict[int, int] = {}
+        self.prepared: str | None = None
+
+    def _start(self, theirs: socket.socket, module: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-u", "-W", "ignore", "-m", module, str(theirs.fileno())]
+        environment = {**os.environ, "MEGARL_AGENT_PID": str(os.getpid())}
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
+        )
+
+    def prepare(self, run_dir: Path) -> None:
+        """Import what the run needs, while there is nothing else to do."""
+        if self.prepared != str(run_dir):
+            self.prepared = str(run_dir)
+            with contextlib.suppress(OSError):  # it ended: `start` will notice
+                self._send({"prepare": str(run_dir)})
+
+    def start(self, processes: Sequence[Process]) -> ForkedProcesses:
+        """Raises OSError when the warm process has ended."""
+        return ForkedProcesses(self, self.fork([vars(process) for process in processes]))
+
+    def fork(self, orders: list[dict[str, Any]]) -> list[int]:
+        """The process ids of one fork an order."""
+        self._send({"start": orders})
+        while self._started is None:
+            self._receive(None)
+        pids, self._started = self._started, None
+        return pids
+
+    def ended(self, pids: Sequence[int], seconds: float) -> dict[int, int]:
+        """{pid: exit code} of those that have ended, each told once; waits so long for more.
+
+        OSError when the warm process itself has ended.
+        """
+        self._receive(seconds)
+        return {pid: self._codes.pop(pid) for pid in pids if pid in self._codes}
+
+    def _receive(self, seconds: float | None) -> None:
+        ready, _, _ = select.select([self._socket], [], [], seconds)
+        if not ready:
+            return
+        data = self._socket.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError("the warm process has ended")
+        *lines, self._received = (self._received + data).split(b"\n")
+        for answer in map(json.loads, lines):
+            if "started" in answer:
+                self._started = answer["started"]
+            else:
+                self._codes[answer["ended"]] = answer["code"]
+
+    def _send(self, order: dict[str, Any]) -> None:
+        self._socket.sendall(json.dumps(order).encode() + b"\n")
+
+    def close(self) -> None:
+        self._socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class ForkedProcesses:
+    def __init__(self, warm: WarmProcess, pids: list[int]) -> None:
+        self._warm, self.pids = warm, pids
+        self._codes: dict[int, int] = {}
+
+    def poll(self, seconds: float) -> dict[int, int]:
+        try:
+            ended = self._warm.ended(self.pids, seconds)
+            self._codes |= {self.pids.index(pid): code for pid, code in ended.items()}
+        except OSError:  # the kernel kills them with the warm process
+            self._codes |= {i: -signal.SIGKILL for i in range(len(self.pids)) if i not in self._codes}
+        return self._codes
+
+    def signal(self, index: int, number: int, group: bool) -> None:
+        if index not in self._codes:
+            _signal(self.pids[index], number, group)
+
+
+def _signal(pid: int, number: int, group: bool) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if group:
+            with contextlib.suppress(ProcessLookupError):  # it leads no session yet
+                os.killpg(pid, number)
+        os.kill(pid, number)
+
+
+class Starter:
+    """Starts the processes of phases, one phase after another; holds the node's warm process."""
+
+    def __init__(self) -> None:
+        self._warm: WarmProcess | None = None
+
+    def warm_up(self) -> WarmProcess:
+        """Start the warm process, if it does not run; returns at once."""
+        if self._warm is not None and self._warm.process.poll() is not None:
+            self._warm.close()
+            self._warm = None
+        if self._warm is None:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")
+            self._warm = WarmProcess()
+        return self._warm
+
+    def start(self, processes: Sequence[Process], cold: bool) -> Processes:
+        if not cold:
+            with contextlib.suppress(OSError):  # it cannot import or was killed: a cold start shows why, or works
+                warm = self.warm_up()
+                warm.prepare(Path(processes[0].run))
+                return warm.start(processes)
+        return ColdProcesses(processes)
+
+    def prepare(self, run_dir: Path) -> None:
+        """Have the warm process import what the run needs."""
+        self.warm_up().prepare(run_dir)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._warm is not None:
+            self._warm.close()
+            self._warm = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the processes of a phase ended on this node, by index."""
+
+    codes: dict[int, int]  # of all; those that had to be killed have -SIGKILL
+    first: frozenset[int]  # the first that failed: they ended before any was told to
+    stopped: bool  # this agent was told to stop
+
+
+def supervise(processes: Processes) -> Ended:
+    """Wait until all have ended. When one fails, or this agent gets a stop signal, the rest is told to stop.
+
+    A second signal kills them at once.
+    """
+    everybody = range(len(processes.pids))
+    with stop_signals_counted() as signals:
+        codes = processes.poll(0)
+        while len(codes) < len(everybody) and not _failed(codes) and not signals:
+            codes = processes.poll(POLL_SECONDS)
+        if _failed(codes):
+            codes = processes.poll(POLL_SECONDS)  # peers that ended for the same reason
+        first, stopped = frozenset(_failed(codes)), bool(signals)
+        told = len(signals)
+        patience = float(os.environ.get("MEGARL_SHUTDOWN_SECONDS", SHUTDOWN_SECONDS))
+        deadline = time.monotonic() + patience
+        if len(codes) < len(everybody):
+            for index in everybody:
+                processes.signal(index, signal.SIGTERM, group=False)
+        while len(codes) < len(everybody):
+            if time.monotonic() > deadline or len(signals) > told:
+                kill(processes)
+            codes = processes.poll(POLL_SECONDS)
+    return Ended(dict(codes), first, stopped)
+
+
+def kill(processes: Processes) -> None:
+    """End all at once, with everything in their sessions."""
+    for index in range(len(processes.pids)):
+        processes.signal(index, signal.SIGKILL, group=True)
+
+
+def _failed(codes: dict[int, int]) -> list[int]:
+    return [index for index, code in codes.items() if code != 0]
+
+
+@contextlib.contextmanager
+def stop_signals_counted() -> Iterator[list[int]]:
+    """Within, `STOP_SIGNALS` interrupt nothing: they are added to the list."""
+    seen: list[int] = []
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, _: seen.append(number))
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

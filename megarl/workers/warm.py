@@ -1,0 +1,167 @@
+"""``python -m megarl.workers.warm FD``: a process that has imported what phases need and forks their processes.
+
+Importing takes seconds, a fork milliseconds. The node agent (`megarl.workers.processes`) sends JSON lines through the
+socket FD: ``{"prepare": RUN_DIR}`` says what will be needed, ``{"start": [process, ...]}`` asks for forks. The answers
+are ``{"started": [pid, ...]}`` and, as processes end, ``{"ended": pid, "code": code}``. Imports go on between orders.
+
+It never initialises CUDA, since a fork could not use it then, and starts no threads of its own. It dies with the agent
+and its forks die with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import STOP_SIGNALS
+from megarl.phases.entry import die_with_parent, hide_gpus_from_cpu_runs, run_process
+
+PR_SET_NAME = 15
+
+
+class WarmProcess:
+    def __init__(self, agent: socket.socket) -> None:
+        self.agent = agent
+        self.agent.setblocking(False)
+        self.received = b""
+        self.children: set[int] = set()
+        self.imports: list[Iterator[None]] = [import_generation()]
+        signal.signal(signal.SIGCHLD, self._reap)  # also in the middle of an import
+
+    def serve(self) -> None:
+        """Until the agent closes its end of the socket."""
+        while True:
+            ready, _, _ = select.select([self.agent], [], [], 0 if self.imports else None)
+            if ready and not self._receive():
+                return
+            if self.imports:
+                self._import_something()
+
+    def _import_something(self) -> None:
+        try:
+            next(self.imports[0])
+        except StopIteration:
+            self.imports.pop(0)
+
+    def _receive(self) -> bool:
+        try:
+            data = self.agent.recv(1 << 16)
+        except BlockingIOError:
+            return True
+        *lines, self.received = (self.received + data).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            if "prepare" in order:
+                self.imports.append(import_for_run(Path(order["prepare"])))
+            else:
+                pids = [self._fork(process) for process in order["start"]]
+                self._send({"started": pids})
+        return bool(data)
+
+    def _fork(self, process: dict[str, Any]) -> int:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until it is known whose end it would tell
+        if pid := os.fork():
+            self.children.add(pid)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            return pid
+        code = 1
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            self.agent.close()
+            code = self.run_child(process)
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)  # what this process inherited is not its to clean up
+
+    def run_child(self, process: dict[str, Any]) -> int:
+        """In the fork: a session, a log and an environment of its own, then the phase. Returns the exit code."""
+        become(process["log"], process["environment"])
+        name_process(f"{process['phase']}:{os.environ['RANK']}")
+        return run_process(process["phase"], Path(process["run"]), process["stage"])
+
+    def _reap(self, *_: object) -> None:
+        for pid in list(self.children):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                self.children.remove(pid)
+                self._send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+
+    def _send(self, answer: dict[str, Any]) -> None:
+        self.agent.setblocking(True)
+        try:
+            self.agent.sendall(json.dumps(answer).encode() + b"\n")
+        finally:
+            self.agent.setblocking(False)
+
+
+def become(log: str, environment: dict[str, str]) -> None:
+    """Give a fork what a new process would have: a session, its output, its environment, default signals."""
+    os.setsid()
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.environ |= environment
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def name_process(name: str) -> None:
+    """As ``ps`` and ``top`` show it: the command line is that of the process it was forked from."""
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])
+
+
+def import_generation() -> Iterator[None]:
+    """What every run needs, whatever its recipe says; a step at a time."""
+    for name in ("torch", "torch.distributed", "transformers", "megarl.phases.evaluate", "megarl.phases.rollout"):
+        importlib.import_module(name)
+        yield
+
+
+def import_for_run(run_dir: Path) -> Iterator[None]:
+    """What the run's recipe asks for: its engine, its data, its model class, Megatron as its backend wants it."""
+    from megarl.storage.run_dir import RunDir
+
+    run = RunDir.open(run_dir)
+    hide_gpus_from_cpu_runs(run.recipe.actor.backend)
+    names = ["megarl.rollout.builtin"] if run.recipe.rollout.engine == "builtin" else []
+    if run.recipe.data.source == "reasoning_gym":
+        names += ["reasoning_gym"]
+    names += ["megarl.phases.optimize"]
+    if run.recipe.actor.backend == "cpu":
+        names += ["megarl.actor.cpu_backend"]
+    if run.recipe.schedule.kind == "live":
+        names += ["megarl.phases.live.trainer"]
+    if run.recipe.run.tensorboard:
+        names += ["torch.utils.tensorboard"]
+    for name in names:
+        importlib.import_module(name)
+        yield
+
+
+def serve(agent: socket.socket) -> None:
+    """Orders of the node agent at the other end, until it closes or dies."""
+    for number in STOP_SIGNALS:  # the agent decides; a scheduler signals every process of a job
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(int(os.environ["MEGARL_AGENT_PID"]))
+    name_process("warm:")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    WarmProcess(agent).serve()
+
+
+if __name__ == "__main__":
+    os.register_at_fork(after_in_child=die_with_parent)
+    serve(socket.socket(fileno=int(sys.argv[1])))

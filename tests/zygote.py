@@ -1,0 +1,155 @@
+"""Runs the command line in forks of one process that has imported everything: seconds less for each `megarl`.
+
+A forked `megarl` gets its warm process as a fork too. All the rest is the code that users run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from megarl.workers.processes import WarmProcess
+from megarl.workers.warm import WarmProcess as Server
+from megarl.workers.warm import become, die_with_parent, import_generation, serve
+from tests.helpers import ROOT
+
+
+class CommandServer(Server):
+    """Its orders are command lines."""
+
+    def run_child(self, order: dict[str, Any]) -> int:
+        from megarl import cli
+        from megarl.workers import processes
+
+        become(order["log"], {})
+        os.environ.clear()
+        os.environ.update(order["environment"])
+        os.dup2(os.open(order["errors"], os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+        os.chdir(ROOT)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        processes.WarmProcess = ForkedWarmProcess
+        sys.argv = ["megarl", *order["arguments"]]
+        try:
+            cli.main(order["arguments"])
+        except SystemExit as end:
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+                return 1
+            return end.code or 0
+        return 0
+
+
+class ForkedWarmProcess(WarmProcess):
+    """The agent's end of a warm process that is a fork of the agent, which has imported everything."""
+
+    def _start(self, theirs: socket.socket, _: str) -> Any:
+        agent = os.getpid()
+        if pid := os.fork():
+            return Child(pid)
+        code = 1
+        try:
+            self._socket.close()
+            os.setsid()
+            os.environ["MEGARL_AGENT_PID"] = str(agent)
+            serve(theirs)
+            code = 0
+        finally:
+            os._exit(code)
+
+
+class Child:
+    """What `subprocess.Popen` offers, of a fork."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.returncode = pid, None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if done else None
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        while self.poll() is None:
+            time.sleep(0.001)
+        return self.returncode
+
+
+class Command:
+    """A `megarl` that runs, as `subprocess.Popen`."""
+
+    def __init__(self, zygote: WarmProcess, arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
+        self.zygote, self.returncode = zygote, None
+        self.folder = tempfile.TemporaryDirectory(prefix="megarl-command-")
+        self.outputs = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
+        order = {"log": str(self.outputs[0]), "errors": str(self.outputs[1])}
+        order |= {"arguments": list(map(str, arguments)), "environment": environment}
+        (self.pid,) = zygote.fork([order])
+
+    def poll(self, seconds: float = 0.0) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.zygote.ended([self.pid], seconds).get(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float = 900.0) -> int:
+        """The exit code; `subprocess.TimeoutExpired` after so many seconds."""
+        deadline = time.monotonic() + timeout
+        while self.poll(0.05) is None:
+            if time.monotonic() > deadline:
+                self.kill()
+                raise subprocess.TimeoutExpired(f"megarl with process id {self.pid}", timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    @property
+    def stdout(self) -> str:
+        return self.outputs[0].read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self.outputs[1].read_text()
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(int(os.environ["MEGARL_AGENT_PID"]))
+    os.register_at_fork(after_in_child=die_with_parent)
+    server = CommandServer(socket.socket(fileno=int(sys.argv[1])))
+    server.imports = [import_generation(), import_rest()]
+    server.serve()
+
+
+def import_rest() -> Any:
+    """What a run of the tests needs beyond what all runs need."""
+    import importlib
+
+    names = ["megarl.cli", "megarl.workers.launcher", "megarl.train", "megarl.commands", "megarl.workers.preflight"]
+    names += ["reasoning_gym", "transformers.models.qwen3_moe", "megarl.rollout.builtin"]
+    names += ["megarl.phases.optimize", "megarl.actor.cpu_backend", "megarl.phases.live.trainer"]
+    names += ["plotly.graph_objects", "rich.live"]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for name in names:
+        importlib.import_module(name)
+        yield
+
+
+if __name__ == "__main__":
+    main()
