@@ -10,6 +10,8 @@ import pytest
 import megarl
 from tests.helpers import ROOT
 
+RECIPE = ROOT / "examples/quickstart/recipe.toml"
+
 
 @pytest.mark.parametrize(("begun", "word"), [(False, "starting"), (True, "continuing")])
 @pytest.mark.parametrize("command", ["train", "rollout", "optimize"])
@@ -22,7 +24,7 @@ def test_the_first_line_comes_before_torch(tmp_path, command, begun, word):
         run.mkdir()
         (run / "recipe.toml").touch()
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    arguments = ["train", "recipe.toml", "--run-dir", run] if command == "train" else [command, run, "--stage", "0"]
+    arguments = ["train", RECIPE, "--run-dir", run] if command == "train" else [command, run, "--stage", "0"]
     result = subprocess.run(
         [sys.executable, "-m", "megarl.cli", *map(str, arguments)],
         env=environment | {"PYTHONPATH": str(fake.parent)},
