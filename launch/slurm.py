@@ -102,7 +102,7 @@ def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Na
     # what processes get to finish their update and save; Slurm itself ends the job `margin` seconds after the signal
     # and the job needs a part of it to be queued again
     seconds = options.margin - options.margin // 10
-    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(seconds), **environment(options)}
+    variables = {"MEGARL_SHUTDOWN_SECONDS": str(seconds), **environment(options)}
     extra: dict[str, object] = {"kill_on_invalid_dep": "yes"}
     if options.after and first:
         extra["dependency"] = f"afterok:{options.after}"
