@@ -50,8 +50,8 @@ def make_directory(path: Path) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary directory beside ``path``; on success sync all of it and rename it to ``path``.
 
-    What earlier, killed attempts left is removed first. The temporary name is new each time, so that a writer that
-    such an attempt left running cannot reach this one. ``path`` itself must not exist.
+    Temporary directories of earlier attempts, which were killed, are removed first. Each attempt has a name of its own,
+    so that a process which an earlier one left running cannot write into it. ``path`` itself must not exist.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}.tmp")
     with disk_errors(path):

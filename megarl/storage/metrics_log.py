@@ -1,4 +1,4 @@
-"""metrics.jsonl: one object an update, every update exactly once, also after a kill. TensorBoard and W&B beside it."""
+"""metrics.jsonl: one object an update, each update exactly once, also after a kill. Copies go to TensorBoard, W&B."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.storage.json_lines import append_json, keep_json_lines
 
 
 class MetricsWriter:
-    """Continues ``path`` after ``last_update``: lines of later updates, lost with a killed process, are dropped."""
+    """Continues ``path`` after ``last_update``: lines of later updates, which a kill undid, are dropped."""
 
     def __init__(self, path: Path, last_update: int, run: RunTable) -> None:
         self.path = path
@@ -25,12 +25,13 @@ class MetricsWriter:
             self.sinks.append(_Wandb(path.parent))
 
     def append(self, record: dict[str, Any]) -> None:
+        """Add the metrics of one update."""
         append_json(self.path, record)
         for sink in self.sinks:
             sink.append(record)
 
     def sync(self) -> None:
-        """Make what was appended durable; called before a checkpoint that counts on it."""
+        """Make what was appended durable: before a checkpoint, after which these updates are not made again."""
         if self.path.exists():
             with disk_errors(self.path), open(self.path, "rb") as file:
                 os.fsync(file.fileno())

@@ -20,12 +20,14 @@ COLOURS = (
     "#4aa3b5",
 )  # on white and on black
 PHASE_COLOURS = {"rollout": "#4c8bd6", "optimize": "#e0803a", "evaluate": "#3fa37a"}
-POINTS = 2000  # of a curve; longer runs are averaged in bins, which a screen cannot tell from the whole
+POINTS = 2000  # of a curve at most; longer runs are averaged in bins, finer than a screen shows
 SMOOTHING = 15  # updates of the moving average of the reward
 
 
 @dataclass
 class Chart:
+    """One chart of the page."""
+
     title: str
     hint: str  # a sentence: what to look for
     traces: list[dict[str, Any]] = field(default_factory=list)
@@ -34,6 +36,7 @@ class Chart:
 
 
 def make_charts(runs: list[Run]) -> list[Chart]:
+    """All charts, in the order of the page; each shows every run that has the data."""
     curves = [
         _accuracy(runs),
         _reward(runs),

@@ -1,7 +1,7 @@
 """What the files of a run directory say about a run, for the report.
 
-Reads recipe.toml, metrics.jsonl and events.jsonl alone, and makes do with what is there: a run that has just begun, or
-was killed in the middle of a line, gives what it has, with a note on what is missing.
+Reads recipe.toml, metrics.jsonl and events.jsonl alone. A run that has just begun, or was killed in the middle of a
+line, gives what it has, with a note on what is missing.
 """
 
 from __future__ import annotations
