@@ -11,7 +11,7 @@ from megarl.recipe.tables import Recipe
 
 @dataclass(frozen=True)
 class Link:
-    """One job: a name, how far it takes the run, and what it asks for."""
+    """One job of a run: ``until`` which phase it goes, whether it ``optimizes``, and the nodes that it asks for."""
 
     name: str
     until: str | None

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import nemo_run as run
 
-# nemo-run's script queues a failed job again, whatever failed; a mistake in recipe or data, exit code 2, stays one
+# nemo-run's script queues a failed job again whatever the cause; after exit code 2, a mistake in recipe or data, that
+# would only fail again
 NOT_AGAIN = """\
 scontrol() {
     [ "$1" = requeue ] && [ "${exitcode:-0}" -eq 2 ] && return
@@ -99,10 +100,10 @@ def agent_arguments(recipe: Recipe, link: Link, options: argparse.Namespace) -> 
 
 
 def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Namespace) -> run.SlurmExecutor:
-    # what processes get to finish their update and save; Slurm itself ends the job `margin` seconds after the signal
-    # and the job needs a part of it to be queued again
+    # Slurm ends the job `margin` seconds after the signal: nine tenths of them are for processes to finish their update
+    # and save, the rest for the job to queue itself again
     seconds = options.margin - options.margin // 10
-    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(seconds), **environment(options)}
+    variables = {"MEGARL_SHUTDOWN_SECONDS": str(seconds), **environment(options)}
     extra: dict[str, object] = {"kill_on_invalid_dep": "yes"}
     if options.after and first:
         extra["dependency"] = f"afterok:{options.after}"

@@ -1,4 +1,8 @@
-"""The command line: ``megarl train | rollout | optimize | eval | report | plan | doctor``."""
+"""The command line: ``megarl train | rollout | optimize | eval | report | plan | doctor``.
+
+Each command imports what it needs; the module itself imports nothing heavy, so that help and the first line of a run
+appear at once.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl import __version__
 from megarl.errors import PhaseFailed, UserError
 
 if TYPE_CHECKING:
@@ -35,9 +40,12 @@ def _complain(message: object, code: int) -> int:
 
 
 def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable[[argparse.Namespace], None]:
-    """The first node runs ``lead``, the others what it orders."""
+    """A command on run directory ``run_dir``: the first node runs ``lead``, the others what it orders."""
 
     def command(options: argparse.Namespace) -> None:
+        begun = (options.run_dir / "recipe.toml").exists()
+        # before the imports of torch and Megatron, which take seconds
+        print(f"megarl {__version__}: {'continuing' if begun else 'starting'} {options.run_dir}", flush=True)
         from megarl.workers.processes import Starter
 
         starter = Starter()
@@ -145,7 +153,7 @@ def _phase_and_stage(text: str) -> tuple[str, int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megarl", description=__doc__)
+    parser = argparse.ArgumentParser(prog="megarl", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, function, help: str) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]

@@ -1,19 +1,19 @@
 """Who may import whom: heavy packages stay behind the one module that needs them, and imports go downwards only.
 
 Each module is imported in a process of its own that has loaded nothing of megarl yet. To pay for torch and Megatron
-once, these processes are forks of one that has loaded a base package and nothing else.
+once, these processes are forks of one that has loaded only packages that the module may bring in.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
+import itertools
 import json
 import pkgutil
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 import megarl
 
@@ -35,15 +35,42 @@ HEAVY = {  # package: the modules (and everything below them) that may bring it 
 IMPORTERS = HEAVY | {"megatron": ("megarl.actor",)}  # the modules that may hold the import statement, lazy or not
 WITHOUT_TORCH = (
     "megarl",
+    "megarl.cli",
     "megarl.recipe.load",
     "megarl.errors",
     "megarl.storage.files",
+    "megarl.storage.json_lines",
     "megarl.storage.ledger",
     "megarl.recipe.tables",
     "megarl.storage.rollouts",
 )
-LIGHT = ("megarl.recipe.load", "megarl.kernels", "megarl.objectives", "megarl.storage.rollouts")
-LAYERS = ("batch", "kernels", "objectives", "actor", "phases", "train", "cli")
+# what a group of modules that may bring a package in has loaded already, so that it is paid for once
+PRELOADED = {
+    "megatron": ["megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer"],
+    "transformers": ["transformers.modeling_utils"],
+}
+# Every folder and module of megarl/, lowest first: each may import those before it and no other.
+LAYERS = (
+    "errors",
+    "batch",
+    "advantages",
+    "distributed",
+    "kernels",
+    "objectives",
+    "recipe",
+    "models",
+    "data",
+    "storage",
+    "rewards",
+    "rollout",
+    "actor",
+    "phases",
+    "workers",
+    "views",
+    "train",
+    "commands",
+    "cli",
+)
 
 FORKS = """
 import importlib, json, os, sys
@@ -91,29 +118,24 @@ def violations(found: dict[str, list[str] | str]) -> list[str]:
     return wrong
 
 
-def test_config_and_store_do_without_torch() -> None:
+def test_command_line_recipe_and_store_do_without_torch() -> None:
     watched = ["torch", *HEAVY]
     assert imported([], list(WITHOUT_TORCH), watched) == {module: [] for module in WITHOUT_TORCH}
 
 
-@pytest.mark.parametrize("module", LIGHT)
-def test_light_packages_in_a_fresh_process(module: str) -> None:
-    script = f"import sys, {module}; print([name for name in {list(HEAVY)} if name in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
-
-
 def test_heavy_packages_come_in_where_they_may() -> None:
-    modules = [module for module in MODULES if not within(module, ("megarl.actor",))]
-    assert violations(imported(["torch"], modules, list(HEAVY))) == []
+    """One process a group of modules that may bring in the same packages: it loads these, and its forks one module."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for module in MODULES:
+        groups.setdefault(tuple(name for name in PRELOADED if within(module, HEAVY[name])), []).append(module)
+    wrong = []
+    for allowed, modules in groups.items():
+        bases = ["torch", *(base for name in allowed for base in PRELOADED[name])]
+        wrong += violations(imported(bases, modules, list(HEAVY)))
+    assert wrong == []
 
 
-def test_actor_imports_no_engine() -> None:
-    bases = ["torch", "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer"]
-    modules = [module for module in MODULES if within(module, ("megarl.actor",))]
-    assert violations(imported(bases, modules, list(HEAVY))) == []
-
-
+@functools.cache
 def statements(module: str) -> list[str]:
     """Everything that `module` imports anywhere in its source, lazily or for type checkers too."""
     path = PACKAGE.parent / Path(*module.split("."))
@@ -138,11 +160,50 @@ def test_import_statements_stand_where_they_may() -> None:
     assert wrong == []
 
 
+def layer(module: str) -> str:
+    """The folder or top-level module of megarl/ that ``module`` belongs to; "" for the package itself."""
+    return [*module.split("."), ""][1]
+
+
+def test_every_folder_and_module_has_a_layer() -> None:
+    assert {layer(module) for module in MODULES} - {""} == set(LAYERS)
+    assert len(LAYERS) == len(set(LAYERS))
+
+
 def test_imports_go_downwards() -> None:
     wrong = []
     for module in MODULES:
-        layer = [*module.split("."), ""][1]
-        if layer in LAYERS:
-            above = tuple(f"megarl.{name}" for name in LAYERS[LAYERS.index(layer) + 1 :])
-            wrong += [f"{module} imports {name}" for name in statements(module) if within(name, above)]
+        above = LAYERS[LAYERS.index(layer(module)) + 1 :] if layer(module) in LAYERS else LAYERS
+        wrong += [f"{module} imports {name}" for name in imports_of(module) if layer(name) in above]
     assert wrong == []
+
+
+def imports_of(module: str) -> list[str]:
+    """The modules of megarl that `statements` names; a name that a package's ``__init__`` defines is the package."""
+    found = set()
+    for name in statements(module):
+        parts = name.split(".")
+        prefixes = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+        found.update(itertools.islice((prefix for prefix in prefixes if prefix in MODULES), 1))
+    return sorted(found - {module})
+
+
+def circles(graph: dict[str, list[str]]) -> list[list[str]]:
+    """The sets of two or more modules that import each other, directly or through others."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        reached[start], pending = set(), [start]
+        while pending:
+            new = set(graph[pending.pop()]) - reached[start]
+            reached[start] |= new
+            pending += new
+    mutual = {module: {other for other in reached[module] if module in reached[other]} for module in graph}
+    return sorted(map(list, {tuple(sorted(members)) for members in mutual.values() if members}))
+
+
+def test_modules_that_import_each_other_are_found() -> None:
+    assert circles({"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": [], "e": ["d"]}) == [["b", "c"]]
+
+
+def test_imports_form_no_circle() -> None:
+    assert circles({module: imports_of(module) for module in MODULES}) == []

@@ -1,4 +1,4 @@
-"""Makes ``.venv``: a thin environment over shared, cached dependencies, with this clone installed editable.
+"""Makes ``.venv``: a thin environment over shared, cached dependencies, with the Python code of this clone.
 
 With the argument ``launch`` makes ``.venv-launch`` instead: nemo-run and what it needs, cached in the same way; with
 ``sglang`` ``.venv-sglang``: SGLang and what it needs without a GPU.
@@ -102,20 +102,28 @@ def link_venv(link: Path, dependencies: Path) -> None:
 
 
 def make_venv(dependencies: Path) -> None:
-    """``.venv`` sees the dependencies through a .pth file, and has nothing of its own but megarl."""
+    """``.venv`` has of its own only megarl's compiled kernels; .pth files add the dependencies and this clone."""
     if VENV.exists() and not MARK.exists():
         sys.exit(f"{VENV} exists, but `make` did not make it; move it away, then try again")
     shutil.rmtree(VENV, ignore_errors=True)
     VENV.mkdir()
     MARK.touch()
     venv.create(VENV, with_pip=False)
-    (VENV / SITE_PACKAGES / "megarl_dependencies.pth").write_text(f"{dependencies / SITE_PACKAGES}\n")
+    site_packages = VENV / SITE_PACKAGES
+    (site_packages / "megarl_dependencies.pth").write_text(f"{dependencies / SITE_PACKAGES}\n")
     python = str(VENV / "bin/python")
     # A CPU build of torch cannot hand tensors to CUDA kernels, so their minute of compiling would be for nothing.
     probe = "import torch; print('AUTO' if torch.version.cuda else 'OFF')"
     cuda = subprocess.run([python, "-c", probe], check=True, text=True, capture_output=True).stdout.strip()
-    command = [python, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", "-e", str(ROOT)]
-    subprocess.run([*command, f"-Ccmake.define.MEGARL_CUDA={cuda}"], check=True)
+    # An editable installation would be a list of the Python files that there are now: a module that is added or moved
+    # later would not be found. So only the kernels are installed, and a .pth file names the clone.
+    settings = [f"-Ccmake.define.MEGARL_CUDA={cuda}", "-Cwheel.exclude=*.py;*.html"]
+    command = [python, "-m", "pip", "install", "-qq", "--no-deps", "--no-build-isolation", *settings, str(ROOT)]
+    subprocess.run(command, check=True)
+    (site_packages / "megarl_source.pth").write_text(f"{ROOT}\n")
+    pip = VENV / "bin/pip"
+    pip.write_text(f"#!{python}\nimport runpy\n\nrunpy.run_module('pip', run_name='__main__')\n")
+    pip.chmod(0o755)
 
 
 if __name__ == "__main__":

@@ -23,19 +23,11 @@ from megatron.core import parallel_state as mpu
 from megarl.actor.hf_names import EMBEDDING, LM_HEAD, HfTensor, all_names, expert_number, hf_tensors
 from megarl.actor.model import PolicyModel
 from megarl.errors import UserError
-from megarl.storage.files import atomic_directory, disk_errors
-from megarl.storage.policies import (
-    INDEX_FILE,
-    PolicyInfo,
-    Reference,
-    combine_hashes,
-    copy_auxiliary,
-    file_sha256,
-    reference_sequences,
-    write_info,
-    write_reference,
-)
+from megarl.storage.files import atomic_directory, disk_errors, file_sha256
+from megarl.storage.policies import PolicyInfo, copy_auxiliary, write_info
+from megarl.storage.reference_logprobs import Reference, reference_sequences, write_reference
 from megarl.storage.tensor_files import Region, TensorFiles, create_file
+from megarl.storage.weights import INDEX_FILE, combine_hashes
 
 MAX_FILE_BYTES = 4 << 30
 BLOCK_BYTES = 4 << 20  # of a whole tensor's rows, over all ranks that share them
@@ -113,7 +105,7 @@ def export_hf(
     """Write the policy as Hugging Face safetensors to ``target``, atomically; collective over all ranks.
 
     Names, dtypes and expert layout of the tensors, configuration and tokenizer are those of ``like``.
-    reference: this model's log-probs of `megarl.storage.policies.reference_sequences`, written beside the weights.
+    reference: this model's log-probs of `reference_sequences`, written beside the weights.
     """
     info: list[Any] = [None]
     if dist.get_rank() == 0:

@@ -22,7 +22,7 @@ from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.phases.samples import describe, summary, throughput, to_samples
 from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import Recipe
-from megarl.storage.files import append_json
+from megarl.storage.json_lines import append_json
 from megarl.storage.metrics_log import MetricsWriter
 from megarl.storage.rollouts import Group
 from megarl.storage.run_dir import RunDir, Stage

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.models.hf_config import read_hf_config
-from megarl.storage.policies import REFERENCE_TOKENS
+from megarl.storage.reference_logprobs import REFERENCE_TOKENS
 
 if TYPE_CHECKING:
     from megarl.recipe.tables import Recipe

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.errors import UserError
 from megarl.rollout.engine import RolloutEngine
-from megarl.storage.policies import Reference, reference_sequences
+from megarl.storage.reference_logprobs import Reference, reference_sequences
 
 # nats, (largest of a token, mean over all). Two float32 implementations differ by some 1e-5. In bfloat16 a token whose
 # experts are nearly tied may go elsewhere, so the mean decides; what a wrong weight does is larger by far.

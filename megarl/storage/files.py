@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import json
+import hashlib
 import os
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
 
 from megarl.errors import UserError
 
@@ -52,8 +50,8 @@ def make_directory(path: Path) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary directory beside ``path``; on success sync all of it and rename it to ``path``.
 
-    What earlier, killed attempts left is removed first. The temporary name is new each time, so that a writer that
-    such an attempt left running cannot reach this one. ``path`` itself must not exist.
+    Temporary directories of earlier attempts, which were killed, are removed first. Each attempt has a name of its own,
+    so that a process which an earlier one left running cannot write into it. ``path`` itself must not exist.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}.tmp")
     with disk_errors(path):
@@ -79,33 +77,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def append_json(path: Path, record: dict[str, Any]) -> None:
-    """Append one JSON line; a torn line that a killed writer left at the end is cut off first."""
-    created = not path.exists()
-    with disk_errors(path), open(path, "ab+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # ranks of several nodes append, which not every file system makes atomic
-        if created:
-            fsync_path(path.parent)
-        end = file.seek(0, os.SEEK_END)
-        if end and _last_byte(file, end) != b"\n":
-            file.seek(0)
-            whole = file.read().rfind(b"\n") + 1
-            file.truncate(whole)
-        file.write(json.dumps(record).encode() + b"\n")
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete lines of a JSON-lines file; a torn last line is left out, a damaged earlier one is a `UserError`."""
-    lines = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise UserError(f"{path}, line {number} is damaged: {error}") from error
-    return records
-
-
-def _last_byte(file: IO[bytes], end: int) -> bytes:
-    file.seek(end - 1)
-    return file.read(1)
+def file_sha256(path: Path) -> str:
+    """Checksum of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

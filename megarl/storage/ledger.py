@@ -14,8 +14,10 @@ from io import FileIO
 from pathlib import Path
 
 from megarl.errors import UserError
+from megarl.storage.files import file_sha256
+from megarl.storage.json_lines import split_lines
 
-LEDGER = "ledger.jsonl"  # writer 0's, and everybody's once sealed
+LEDGER = "ledger.jsonl"  # of writer 0; of all writers once sealed
 SEALED = "SEALED"
 
 
@@ -35,6 +37,7 @@ class LedgerEntry:
 
 
 def to_line(entry: LedgerEntry) -> bytes:
+    """One line of JSON whose last field is the checksum (CRC-32) of what precedes it."""
     body = json.dumps(asdict(entry))[:-1].encode()
     return body + b', "crc": "%08x"}\n' % zlib.crc32(body)
 
@@ -49,13 +52,14 @@ def from_line(line: bytes) -> LedgerEntry | None:
 
 
 def is_sealed(directory: Path) -> bool:
+    """Whether the rollouts in a directory are complete and closed to writers."""
     return (Path(directory) / SEALED).exists()
 
 
 def lock(path: Path) -> FileIO:
-    """Open a ledger for its single writer; closing it, or the death of the process, gives it up.
+    """Open a ledger for its single writer; the lock ends when the file is closed or the process dies.
 
-    Raises `UserError` when a live process has it.
+    Raises `UserError` when a live process holds the lock.
     """
     # flock belongs to the open file: a POSIX record lock would be lost when this process closes a reader of the ledger.
     file = FileIO(path, "r+", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o644))
@@ -71,12 +75,12 @@ def lock(path: Path) -> FileIO:
 
 def parse(path: Path) -> tuple[list[LedgerEntry], int]:
     """Entries of one ledger and the bytes of its intact part: a line torn by a crash at the very end is left out."""
-    *lines, tail = path.read_bytes().split(b"\n")
+    lines, torn = split_lines(path.read_bytes())
     entries, length = [], 0
     for number, line in enumerate(lines, 1):
         entry = from_line(line)
         if entry is None:
-            if number == len(lines) and not tail:
+            if number == len(lines) and not torn:
                 break
             raise UserError(
                 f"line {number} of {path} is damaged: its checksum does not match. Restore the file from a copy, or "
@@ -88,6 +92,7 @@ def parse(path: Path) -> tuple[list[LedgerEntry], int]:
 
 
 def read_ledgers(directory: Path) -> list[LedgerEntry]:
+    """The entries of all ledgers of a directory, by first group id; `UserError` for damage and contradictions."""
     parts = []
     # Sealing moves the other writers' lines into LEDGER and then removes their files: LEDGER read last misses nothing.
     for path in [*sorted(directory.glob("ledger.?????.jsonl")), directory / LEDGER]:
@@ -115,7 +120,7 @@ def merge(parts: Iterable[list[LedgerEntry]], directory: Path) -> list[LedgerEnt
 
 
 def ledger_sizes(directory: Path) -> dict[str, int]:
-    """Bytes of every ledger: another answer when something was appended."""
+    """{name: bytes} of every ledger, which changes whenever something is appended."""
     sizes = {}
     for path in directory.glob("ledger*.jsonl"):
         with contextlib.suppress(FileNotFoundError):  # sealing removes the other writers'
@@ -124,6 +129,7 @@ def ledger_sizes(directory: Path) -> dict[str, int]:
 
 
 def check_one_policy(entries: Sequence[LedgerEntry], directory: Path, weights_hash: str | None = None) -> None:
+    """`UserError` unless all entries were sampled from one policy: ``weights_hash``, or else the first entry's."""
     for entry in entries:
         weights_hash = weights_hash or entry.weights_hash
         if entry.weights_hash != weights_hash:
@@ -131,6 +137,7 @@ def check_one_policy(entries: Sequence[LedgerEntry], directory: Path, weights_ha
 
 
 def check_one_mode(entries: Sequence[LedgerEntry], directory: Path, logprob_mode: str | None = None) -> None:
+    """The same for the kind of log-probs."""
     for entry in entries:
         logprob_mode = logprob_mode or entry.logprob_mode
         if entry.logprob_mode != logprob_mode:
@@ -145,6 +152,7 @@ def _other_policy(shard: Path, what: str, theirs: str, ours: str) -> UserError:
 
 
 def check_seal(directory: Path) -> None:
+    """`UserError` unless the ledger of a sealed directory is the one that was sealed."""
     try:
         expected = json.loads((directory / SEALED).read_bytes())["ledger_sha256"]
         intact = hashlib.sha256((directory / LEDGER).read_bytes()).hexdigest() == expected
@@ -164,15 +172,16 @@ def sealed_choice(directory: Path) -> list[int] | None:
 
 
 def check_size(path: Path, entry: LedgerEntry) -> None:
+    """`UserError` unless the shard is there with the size in its entry."""
     if not path.exists() or path.stat().st_size != entry.bytes:
         raise _damaged(path, f"has {path.stat().st_size} bytes, not {entry.bytes}" if path.exists() else "is gone")
 
 
 def verify_shard(path: Path, entry: LedgerEntry) -> None:
+    """`UserError` unless the shard has the content in its entry; reads all of it."""
     check_size(path, entry)
-    with open(path, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
-            raise _damaged(path, "does not match the checksum in its ledger")
+    if file_sha256(path) != entry.sha256:
+        raise _damaged(path, "does not match the checksum in its ledger")
 
 
 def _damaged(path: Path, what: str) -> UserError:

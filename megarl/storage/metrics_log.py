@@ -1,4 +1,4 @@
-"""metrics.jsonl: one object an update, every update exactly once, also after a kill. TensorBoard and W&B beside it."""
+"""metrics.jsonl: one object an update, each update exactly once, also after a kill. Copies go to TensorBoard, W&B."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from megarl.recipe.tables import RunTable
-from megarl.storage.files import append_json, disk_errors, read_json_lines, write_atomic
+from megarl.storage.files import disk_errors
+from megarl.storage.json_lines import append_json, keep_json_lines
 
 
 class MetricsWriter:
-    """Continues ``path`` after ``last_update``: lines of later updates, lost with a killed process, are dropped."""
+    """Continues ``path`` after ``last_update``: lines of later updates, which a kill undid, are dropped."""
 
     def __init__(self, path: Path, last_update: int, run: RunTable) -> None:
         self.path = path
         if path.exists():
-            kept = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-            records = read_json_lines(path)
-            kept = [line for line, record in zip(kept, records, strict=True) if record["update"] <= last_update]
-            write_atomic(path, b"".join(kept))
+            keep_json_lines(path, lambda record: record["update"] <= last_update)
         self.sinks: list[Any] = []
         if run.tensorboard:
             self.sinks.append(_TensorBoard(path.parent / "tensorboard", last_update + 1))
@@ -27,12 +25,13 @@ class MetricsWriter:
             self.sinks.append(_Wandb(path.parent))
 
     def append(self, record: dict[str, Any]) -> None:
+        """Add the metrics of one update."""
         append_json(self.path, record)
         for sink in self.sinks:
             sink.append(record)
 
     def sync(self) -> None:
-        """Make what was appended durable; called before a checkpoint that counts on it."""
+        """Make what was appended durable: before a checkpoint, after which these updates are not made again."""
         if self.path.exists():
             with disk_errors(self.path), open(self.path, "rb") as file:
                 os.fsync(file.fileno())

@@ -48,8 +48,9 @@ OPEN_SHARDS = 16  # shards a reader keeps mapped: its memory must not grow with 
 class RolloutWriter:
     """Appends groups to one directory. Several writers may share it, each with a number and so with files of its own.
 
-    weights_hash: of the one policy of the stage; None: of several, each append says which.
-    Raises `UserError` for a sealed stage, a number already in use by a live process, groups of another policy
+    weights_hash: of the stage's policy; None where a stage has several, and each `append` says which.
+    logprob_mode: of which distribution the stored log-probs are, as the engine names it.
+    Raises `UserError` for a sealed stage, a number that a live process uses, groups of another policy
     (``weights_hash``), damage in the ledger, and a full disk.
     """
 
@@ -142,7 +143,7 @@ class RolloutWriter:
         self._length += len(line)
 
     def close(self) -> None:
-        """Give up the number. The kernel does the same when the process dies."""
+        """Release the number, as the kernel does when the process dies."""
         self._ledger.close()
 
     def __enter__(self) -> Self:
@@ -153,10 +154,10 @@ class RolloutWriter:
 
 
 class RolloutStore:
-    """What is present in one directory at this moment; sealed or still being written.
+    """The groups of one directory, sealed or still being written, as of the last `refresh`.
 
-    ``entries`` are the ledger lines by first group id; ``group_ids`` the sorted ids present, ``chosen`` those of them
-    that are trained.
+    ``entries`` are the ledger lines by first group id, ``group_ids`` the sorted ids that are present, ``chosen`` those
+    of them that are trained.
     Raises `UserError` for a damaged ledger, and for groups of several policies where ``one_policy`` is asked for.
     """
 
@@ -173,11 +174,11 @@ class RolloutStore:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take in what was stored since."""
+        """Read which groups have been stored since."""
         sizes = ledger_sizes(self.directory)
         if sizes == self._sizes:
             return
-        self._sizes = sizes  # taken before reading, so that what comes meanwhile is read next time
+        self._sizes = sizes  # taken before reading, so that what is appended meanwhile is read next time
         self.entries: tuple[LedgerEntry, ...] = tuple(read_ledgers(self.directory))
         if self.one_policy:
             check_one_policy(self.entries, self.directory)
@@ -187,10 +188,11 @@ class RolloutStore:
 
     @property
     def chosen(self) -> Sequence[int]:
-        """In id order. All that are present, where sealing made no choice."""
+        """The ids of the groups to train, sorted: all that are present, unless `seal` was given a choice."""
         return self.group_ids if self._sealed_choice is None else self._sealed_choice
 
     def missing(self, expected: Sequence[int]) -> list[int]:
+        """Those of ``expected`` that are not present."""
         return [group for group in expected if group not in self._entry_of]
 
     def read(self, group_ids: Sequence[int]) -> list[Group]:
@@ -217,8 +219,9 @@ class RolloutStore:
 def seal(directory: Path, expected: range, chosen: Sequence[int] | None = None, *, one_policy: bool = True) -> None:
     """Freeze a directory that holds exactly the groups ``expected``: one ledger, then SEALED. Repeat it after a kill.
 
-    chosen: the groups to train; then others of ``expected`` may be there or not, and stay what they are.
-    Raises `UserError` when groups are missing or foreign, a shard's size is not its line's, or a writer is live.
+    chosen: the groups to train, which alone must be present; other groups of ``expected`` that are present are kept.
+    Raises `UserError` when groups are missing or foreign, a shard has not the size in its ledger line, or a writer is
+    live.
     """
     directory = Path(directory)
     needed = expected if chosen is None else chosen

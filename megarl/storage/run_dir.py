@@ -16,7 +16,8 @@ from megarl.errors import UserError
 from megarl.recipe.layout import is_layout_setting
 from megarl.recipe.load import dump_recipe, load_recipe, recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
-from megarl.storage.files import append_json, make_directory, read_json_lines, write_atomic
+from megarl.storage.files import make_directory, write_atomic
+from megarl.storage.json_lines import append_json, read_json_lines
 from megarl.storage.ledger import is_sealed
 
 

@@ -28,10 +28,10 @@ SCHEMA = pa.schema(
         ("weights_hash", pa.dictionary(pa.int8(), pa.string())),
     ]
 )
-# a column that a shard has only where a response was continued under another policy; null: policy_version throughout
+# a column of shards with a response that was continued under another policy; null: policy_version for all tokens
 VERSIONS = pa.field("policy_versions", pa.list_(pa.int32()))
-# a column of shards whose engine recorded them, in rows [layers, top_k] of the smallest type that holds an expert's id.
-# Nobody who leaves it alone pays for it: it is mapped, not read
+# a column of shards whose engine recorded them, in rows [layers, top_k] of the smallest type that holds an expert's id;
+# readers that do not touch it pay nothing, since the file is mapped
 EXPERTS = "routed_experts"
 
 
@@ -66,7 +66,7 @@ class Group:
 
 
 class Shard:
-    """One mapped shard; list columns as flat values and offsets, so that a group is a few slices."""
+    """One memory-mapped shard. A list column is flat values and offsets, so that a group is a few slices."""
 
     def __init__(self, path: Path) -> None:
         with pa.memory_map(str(path)) as source:
@@ -84,6 +84,7 @@ class Shard:
         self.rows = {int(i): range(int(f), int(f + n)) for i, f, n in zip(ids, first, count, strict=True)}
 
     def group(self, group_id: int) -> Group:
+        """Read-only views of the file."""
         rows = self.rows[group_id]
         prompt = _slice(self.prompts, rows.start)
         return Group(group_id, prompt, tuple(self._response(row) for row in rows))
@@ -99,7 +100,7 @@ class Shard:
 
 
 def validate(groups: Sequence[Group]) -> None:
-    """`UserError` that names the response with which something is wrong."""
+    """Raise a `UserError` that names the first response with a wrong type, shape or value."""
     _check_experts(groups)
     for group in groups:
         where = f"group {group.group_id}"
@@ -129,7 +130,7 @@ def validate(groups: Sequence[Group]) -> None:
 
 
 def _check_experts(groups: Sequence[Group]) -> None:
-    """All responses of a shard have them, of one shape and type, or none has."""
+    """Either every response of a shard has routed experts, all of one shape and type, or none has."""
     kinds: set[tuple[object, ...] | None] = set()
     for group in groups:
         for index, response in enumerate(group.responses):
@@ -197,7 +198,7 @@ def _list_array(arrays: list[np.ndarray]) -> pa.ListArray:
 
 
 def _experts_array(arrays: list[np.ndarray]) -> pa.ListArray:
-    """A list of [layers][top_k] a response: the file says the shape itself."""
+    """For each response a list of [layers][top_k]; the type of the column holds the shape."""
     flat = np.concatenate(arrays)
     rows = pa.FixedSizeListArray.from_arrays(flat.reshape(-1), flat.shape[2])
     return pa.ListArray.from_arrays(_offsets(arrays), pa.FixedSizeListArray.from_arrays(rows, flat.shape[1]))

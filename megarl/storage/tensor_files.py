@@ -1,7 +1,7 @@
 """safetensors files by position: a few rows of a tensor read or written at a time.
 
 The safetensors library maps whole files into memory and writes a file only from tensors that are all in memory, so a
-rank would hold a share of the model twice. A file is a header, eight bytes of its length before it, and the tensors'
+rank would hold its share of the model twice. A file is a header, eight bytes of its length before it, and the tensors'
 bytes, row-major and without gaps.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from megarl.errors import UserError
-from megarl.storage.policies import weight_files
+from megarl.storage.weights import weight_files
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -46,7 +46,7 @@ class Region:
         return self.shape[0] * self.row_bytes
 
     def part(self, index: int, shape: tuple[int, ...]) -> Region:
-        """The ``index``-th of the tensors of ``shape`` that this one is made of."""
+        """The ``index``-th of the consecutive tensors of ``shape`` that make up this one."""
         return replace(self, offset=self.offset + index * math.prod(shape) * self.dtype.itemsize, shape=shape)
 
     def read(self, first: int, rows: int) -> torch.Tensor:
@@ -88,6 +88,7 @@ class TensorFiles:
         return files
 
     def add(self, path: Path, mode: Literal["rb", "r+b"] = "rb") -> None:
+        """Open one more file; ``r+b`` to write its tensors. `UserError` where it is damaged or repeats a tensor."""
         file = self._open.enter_context(open(path, mode, buffering=0))  # noqa: SIM115, closed by `__exit__`
         for name, region in _read_header(path, file).items():
             if name in self.regions:
@@ -101,7 +102,7 @@ class TensorFiles:
         self._open.close()
 
     def stored_name(self, name: str) -> str | None:
-        """The name under which the file has tensor ``name``: its own, that of a fused tensor, or None."""
+        """The name under which the files hold tensor ``name``: its own, or that of a fused tensor; None: not at all."""
         if name in self.regions:
             return name
         fused = _fused_name(name)
@@ -156,7 +157,7 @@ def _region(file: FileIO, name: str, entry: dict[str, Any], data: int) -> Region
 
 
 def create_file(path: Path, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
-    """A safetensors file of full length whose tensors are still to be written.
+    """Create a safetensors file of full length, whose tensors are still to be written.
 
     Same order and header as the library's: larger dtypes first, so that every tensor is aligned, then by name.
     """

@@ -7,7 +7,6 @@ appended since the last.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -18,12 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from megarl.recipe.tables import Recipe
+from megarl.storage.json_lines import JsonTail
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 POLL_SECONDS = 1.0
-LINE_SECONDS = 10.0  # plain lines: at most one in so many seconds, beside those for phases and evaluations
+LINE_SECONDS = 10.0  # between two plain lines about a phase; phases and evaluations have lines of their own
 RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
 TRAINS = ("optimize", "live")  # the phases that make updates
 ANNOUNCED = (
@@ -38,41 +38,8 @@ ANNOUNCED = (
 )
 
 
-class JsonTail:
-    """Follows a JSON-lines file that grows, is cut, replaced or missing, and whose last line may be half written."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._offset, self._inode = path, 0, -1
-
-    def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """(True when the file began anew, complete lines that are new), without lines that are not JSON objects."""
-        try:
-            status = os.stat(self.path)
-            anew = (status.st_ino != self._inode or status.st_size < self._offset) and self._inode != -1
-            if status.st_ino != self._inode or anew:
-                self._offset, self._inode = 0, status.st_ino
-            if status.st_size == self._offset:
-                return anew, []
-            with open(self.path, "rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return False, []
-        data = data[: data.rfind(b"\n") + 1]
-        self._offset += len(data)
-        return anew, [record for line in data.splitlines() if (record := _parse(line)) is not None]
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
 class RunState:
-    """Where a run stands, told from its files."""
+    """How far a run is, as its files tell."""
 
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
         self.run_dir, self.schedule, self.candidates = run_dir, recipe.schedule, recipe.candidates_per_stage
@@ -135,7 +102,7 @@ class RunState:
 
     @property
     def done(self) -> tuple[int, int, str]:
-        """Of the current phase: how much is done, of how much, of what."""
+        """(amount done, total, unit) of the current phase."""
         if self.phase == "rollout":
             return sum(shard[0] for shard in self._shards.values()), self.candidates, self._unit
         if self.phase in TRAINS:
@@ -153,15 +120,16 @@ class RunState:
 
     @property
     def _recent_of_stage(self) -> list[dict[str, Any]]:
-        """Another stage's updates were rewarded for another policy's answers, which had other lengths."""
+        """Without updates of another stage: these trained on responses of another policy, with other lengths."""
         return [update for update in self.recent if update.get("stage", self.stage) == self.stage]
 
     def of_replicas(self, name: str) -> float:
-        """Sum over the replicas of what they last reported, in this attempt and those before it."""
+        """Sum over the replicas of what each last reported in the current phase, restarts included."""
         return sum(replica.get(name, 0) for replica in self._replicas.values())
 
     @property
     def tokens_per_second(self) -> float | None:
+        """Of the current phase: response tokens generated since it began, or trained in the last updates."""
         if self.phase == "rollout":
             tokens = sum(shard[2] for name, shard in self._shards.items() if name not in self._shards_before)
             return tokens / max(1e-3, time.time() - self.phase_since) if tokens else None
@@ -170,7 +138,7 @@ class RunState:
 
     @property
     def seconds_left(self) -> float | None:
-        """Of the current phase; None while nothing tells."""
+        """Estimate for the current phase; None where there is nothing to estimate from."""
         done, total, _ = self.done
         if self.phase in TRAINS:
             pace = _mean("seconds", self.recent)
@@ -183,7 +151,7 @@ class RunState:
 
     @property
     def run_seconds_left(self) -> float | None:
-        """Of the whole run, once a rollout and an optimize phase have shown how long they take."""
+        """Estimate for the whole run; None until each kind of phase has shown how long it takes."""
         left = self.seconds_left if self.phase else 0.0
         if self.stage == self.schedule.stages:
             return left  # the final evaluation
@@ -213,7 +181,7 @@ class Progress:
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def __enter__(self) -> Progress:
-        self._state.poll()  # what stands there already is history: known, not announced
+        self._state.poll()  # what is there already is not announced
         self._view: _Terminal | _Lines = _Terminal(self._stream) if _is_terminal(self._stream) else _Lines(self._stream)
         self._thread.start()
         return self
@@ -242,7 +210,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 class _Lines:
-    """No terminal: one plain line now and then."""
+    """For output that is no terminal: one plain line now and then."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._next = stream, time.monotonic() + LINE_SECONDS
@@ -336,6 +304,7 @@ def _place(stage: int, phase: str, state: RunState) -> str:
 
 
 def describe_state(state: RunState) -> str:
+    """One line about the current phase."""
     done, total, unit = state.done
     parts = [_place(state.stage, state.phase, state)]
     if total:

@@ -1,74 +1,24 @@
 """One self-contained HTML page about one run or several side by side: `write_report`.
 
-Reads recipe.toml, metrics.jsonl and events.jsonl alone, and makes do with what is there: a run that has just begun, or
-was killed in the middle of a line, still gives a page, with a note on what is missing.
+The page loads nothing: plotly.js stands in it, and a content security policy forbids the browser any request.
 """
 
 from __future__ import annotations
 
+import html
 import json
 import math
-import tomllib
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megarl.errors import UserError
 from megarl.storage.files import write_atomic
-
-Record = dict[str, Any]
-
-
-@dataclass
-class Run:
-    """What a run directory says about a run."""
-
-    name: str
-    recipe: str  # TOML
-    settings: dict[str, Any]  # the recipe, flat: "schedule.stages" -> 4
-    updates: list[Record]  # by update, each once
-    events: list[Record]
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def updates_per_stage(self) -> int:
-        return self.settings["schedule.updates_per_stage"]
-
-    @property
-    def stages(self) -> int:
-        return self.settings["schedule.stages"]
-
-    @property
-    def evaluations(self) -> list[Record]:
-        """The newest evaluation of each policy, in the order of the policies."""
-        found = {e["stage"]: e for e in self.events if e.get("event") == "evaluation" and _is_evaluation(e)}
-        return [found[stage] for stage in sorted(found)]
-
-    @property
-    def phase_seconds(self) -> dict[tuple[int, str], float]:
-        """(stage, phase) -> seconds of wall time, failed attempts included."""
-        seconds: dict[tuple[int, str], float] = {}
-        for event in self.events:
-            if event.get("event") in ("phase_end", "phase_failed"):
-                key = (int(event.get("stage", 0)), str(event.get("phase", "?")))
-                seconds[key] = seconds.get(key, 0.0) + float(event.get("seconds", 0.0))
-        return seconds
-
-    def column(self, name: str) -> tuple[list[int], list[float]]:
-        """(updates, values) of a metric, where it is a finite number."""
-        x, y = [], []
-        for record in self.updates:
-            value = record.get(name)
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                x.append(record["update"])
-                y.append(float(value))
-        return x, y
+from megarl.storage.json_lines import Record
+from megarl.views.report_charts import COLOURS, Chart, make_charts
+from megarl.views.run_reader import Run, half_width, read_run
 
 
 def write_report(run_dirs: list[Path], output: Path) -> Path:
     """Write the page about ``run_dirs`` to ``output`` and return that; `UserError` for what is no run directory."""
-    from megarl.views.report_page import render
-
     runs = [read_run(Path(path), name) for path, name in zip(run_dirs, short_names(run_dirs), strict=True)]
     output = Path(output)
     if output.is_dir():
@@ -88,74 +38,67 @@ def short_names(run_dirs: list[Path]) -> list[str]:
     return names
 
 
-def read_run(root: Path, name: str) -> Run:
-    path = root / "recipe.toml"
-    if not path.is_file():
-        raise UserError(f"{root} is not a run directory: it has no recipe.toml")
-    try:
-        recipe = path.read_text()
-        settings = _flatten(tomllib.loads(recipe))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    for key in ("schedule.stages", "schedule.updates_per_stage"):
-        if not isinstance(settings.get(key), int) or settings[key] < 1:
-            raise UserError(f"{path} is no resolved recipe: {key} is {settings.get(key)!r}")
-    run = Run(name, recipe, settings, [], [])
-    records = _read_lines(root / "metrics.jsonl", run.notes)
-    by_update = {record["update"]: record for record in records if isinstance(record.get("update"), int)}
-    run.updates = [by_update[update] for update in sorted(by_update)]
-    run.events = _read_lines(root / "events.jsonl", run.notes)
-    total = run.stages * run.updates_per_stage
-    if not run.evaluations and settings.get("eval.every"):
-        run.notes.append("no evaluation has been made yet")
-    if len(run.updates) < total:
-        run.notes.append(f"not finished: {len(run.updates)} of {total} updates")
-    return run
+def render(runs: list[Run]) -> str:
+    """The page as HTML text."""
+    from plotly.offline import get_plotlyjs
+
+    charts = [chart for chart in make_charts(runs) if chart.traces or chart.empty]
+    figures = [{"data": chart.traces, "layout": chart.layout} for chart in charts]
+    parts = {
+        "title": html.escape(", ".join(run.name for run in runs)),
+        "notes": "".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(n)}</li>" for r in runs for n in r.notes),
+        "summary": _summary_table(runs),
+        "charts": "\n".join(_card(number, chart) for number, chart in enumerate(charts)),
+        "settings": _settings_table(runs),
+        "recipes": "".join(
+            f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
+            f"<pre>{html.escape(run.recipe)}</pre></details>"
+            for run in runs
+        ),
+        # inside <script> only "</" and "<!--" could end the text; JSON may write < as an escape
+        "figures": json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
+        "plotly": get_plotlyjs(),
+    }
+    page = Path(__file__).with_name("report_page.html").read_text()
+    pieces = page.split("@@")  # text, name, text, name, ..., text: nothing that is filled in is searched for names
+    return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 
 
-def _read_lines(path: Path, notes: list[str]) -> list[Record]:
-    if not path.exists():
-        notes.append(f"{path.name} is not there yet")
-        return []
-    records, damaged = [], 0
-    for line in path.read_bytes().split(b"\n"):
-        if line.strip():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            records.append(record)
-            damaged += not isinstance(record, dict)
-    if damaged:
-        notes.append(f"{path.name}: left out {damaged} line{'s' * (damaged > 1)} that could not be read")
-    return [record for record in records if isinstance(record, dict)]
+def _card(number: int, chart: Chart) -> str:
+    body = f'<div class="plot" id="chart-{number}"></div>'
+    if not chart.traces:
+        body = f'<div class="empty" id="chart-{number}">{html.escape(chart.empty)}</div>'
+    title, hint = html.escape(chart.title), html.escape(chart.hint)
+    return f'<section class="card"><h2>{title}</h2>{body}<p>{hint}</p></section>'
 
 
-def _is_evaluation(event: Record) -> bool:
-    return isinstance(event.get("stage"), int) and isinstance(event.get("accuracy"), (int, float))
+def _summary_table(runs: list[Run]) -> str:
+    rows = [summary(run) for run in runs]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    body = ""
+    for number, row in enumerate(rows):
+        swatch = f'<i style="background:{COLOURS[number % len(COLOURS)]}"></i>' if len(runs) > 1 else ""
+        cells = [html.escape(row.get(name, "-")) for name in columns]
+        body += f"<tr><th>{swatch}{cells[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in cells[1:]) + "</tr>"
+    return f'<table id="summary"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
-def _flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tables.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
-# ----------------------------------------------------------------------------------------------------------- summary
-
-
-def interval(event: Record) -> tuple[float, float]:
-    """The 95 % interval of an evaluation; of no width where none was recorded."""
-    match event.get("ci95"):
-        case [int() | float() as low, int() | float() as high]:
-            return float(low), float(high)
-    return event["accuracy"], event["accuracy"]
-
-
-def half_width(event: Record) -> float:
-    low, high = interval(event)
-    return (high - low) / 2
+def _settings_table(runs: list[Run]) -> str:
+    """The settings in which the runs differ."""
+    if len(runs) < 2:
+        return ""
+    keys = sorted({key for run in runs for key in run.settings})
+    differing = [key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1]
+    if not differing:
+        return "<p>The runs have the same recipe.</p>"
+    head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
+    body = ""
+    for key in differing:
+        values = [json.dumps(run.settings[key], default=str) if key in run.settings else "-" for run in runs]
+        body += f"<tr><th>{html.escape(key)}</th>" + "".join(f"<td>{html.escape(v)}</td>" for v in values) + "</tr>"
+    table = f'<table id="settings"><thead><tr><th>Setting</th>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div class="scroll">{table}</div>'
 
 
 def summary(run: Run) -> dict[str, str]:
@@ -179,13 +122,13 @@ def summary(run: Run) -> dict[str, str]:
         "Gain (95 %)": gain,
         "Updates": f"{len(run.updates):,} / {run.stages * run.updates_per_stage:,}",
         "Largest staleness": f"{max(ages):,.0f}" if ages else "-",
-        "Time in phases": clock(seconds) if seconds else "-",
+        "Time in phases": _clock(seconds) if seconds else "-",
         "Tokens trained on": f"{tokens:,.0f}" if tokens else "-",
-        **idle_shares(run),
+        **_idle_shares(run),
     }
 
 
-def idle_shares(run: Run) -> dict[str, str]:
+def _idle_shares(run: Run) -> dict[str, str]:
     """Of a live run, how much of their time trainers and engines waited for each other; the mean age of a token."""
     if run.settings.get("schedule.kind") != "live":
         return {}
@@ -204,7 +147,7 @@ def _estimate(event: Record | None) -> str:
     return f"{event['accuracy']:.3f} ± {half_width(event):.3f}" if event else "-"
 
 
-def clock(seconds: float) -> str:
+def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

@@ -15,7 +15,7 @@ from megarl.recipe.layout import check_layout
 from megarl.recipe.tables import Recipe, RolloutTable
 from megarl.rollout import AVAILABLE, RECORD_EXPERTS, TEMPERATURES
 from megarl.rollout.sglang.server import installed_version
-from megarl.storage.policies import weight_files
+from megarl.storage.weights import weight_files
 
 
 def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:

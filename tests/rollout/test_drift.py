@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from megarl.errors import UserError
 from megarl.rollout.builtin import BuiltinEngine
 from megarl.rollout.drift import check_weights, hugging_face_reference
-from megarl.storage.policies import Reference, read_reference, write_reference
+from megarl.storage.reference_logprobs import Reference, read_reference, write_reference
 from tests.rollout.tiny_models import save
 
 

@@ -45,7 +45,7 @@ def test_four_nodes(launch, qwen):
     assert "cpus-per-task" not in lines
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert "export TORCHX_MAX_RETRIES=7\n" in script
-    assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=108\n" in script
+    assert "export MEGARL_SHUTDOWN_SECONDS=108\n" in script
     assert "export NCCL_IB_HCA='mlx5_0 mlx5_1'\n" in script
     (srun,) = [line for line in script.splitlines() if line.startswith("srun ")]
     agent = (

@@ -103,8 +103,8 @@ def test_routed_experts_come_back_bit_for_bit(tmp_path, shape, dtype):
     assert table["routed_experts"][5].as_py() == recorded[1].responses[1].routed_experts.tolist()
 
 
-def test_nobody_pays_for_experts_that_he_leaves_alone(tmp_path):
-    """They are views of the mapped file, of which reading a group copies nothing."""
+def test_readers_pay_nothing_for_experts_that_they_do_not_touch(tmp_path):
+    """Experts are views of the mapped file: reading a group copies none of them."""
     group = with_experts(make_group(0, longest=100), (64, 1024))
     size = sum(response.routed_experts.nbytes for response in group.responses)
     with RolloutWriter(tmp_path, **POLICY) as writer:

@@ -17,46 +17,13 @@ import pytest
 
 from megarl.recipe.load import override_recipe
 from megarl.views import progress
-from megarl.views.progress import JsonTail, Progress, RunState, describe_state
+from megarl.views.progress import Progress, RunState, describe_state
 from tests.views.synthetic_run import make_events, make_recipe, make_run, update_record, write_lines
 
 
 def append(path, *records, torn=""):
     with open(path, "a") as file:
         file.write("".join(json.dumps(record) + "\n" for record in records) + torn)
-
-
-def test_tail_reads_only_what_was_appended(tmp_path):
-    tail = JsonTail(tmp_path / "x.jsonl")
-    assert tail.read() == (False, [])
-    append(tail.path, {"a": 1}, {"a": 2}, torn='{"a": ')
-    assert tail.read() == (False, [{"a": 1}, {"a": 2}])
-    assert tail.read() == (False, [])
-    append(tail.path, torn="3}\nnot json\n[4]\n")
-    assert tail.read() == (False, [{"a": 3}])
-    before = tail._offset
-    assert before == os.path.getsize(tail.path)
-
-
-def test_tail_starts_over_when_the_file_is_cut_or_replaced(tmp_path):
-    tail = JsonTail(tmp_path / "x.jsonl")
-    append(tail.path, {"a": 1}, {"a": 2}, {"a": 3})
-    tail.read()
-    write_lines(tail.path, [{"a": 1}])
-    assert tail.read() == (True, [{"a": 1}])
-    append(tmp_path / "y", {"a": 1}, {"a": 5}, {"a": 6})
-    os.replace(tmp_path / "y", tail.path)
-    assert tail.read() == (True, [{"a": 1}, {"a": 5}, {"a": 6}])
-    assert tail.read() == (False, [])
-
-
-def test_a_torn_line_that_is_cut_off_and_written_again_counts_once(tmp_path):
-    tail = JsonTail(tmp_path / "x.jsonl")
-    append(tail.path, {"a": 1}, torn='{"a": 22222')
-    assert tail.read()[1] == [{"a": 1}]
-    os.truncate(tail.path, len('{"a": 1}\n'))
-    append(tail.path, {"a": 2})
-    assert tail.read() == (False, [{"a": 2}])
 
 
 def start(phase, stage, when=None):

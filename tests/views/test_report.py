@@ -7,8 +7,9 @@ import re
 import pytest
 
 from megarl.errors import UserError
-from megarl.views.report import read_run, short_names, summary, write_report
-from megarl.views.report_page import POINTS, make_charts
+from megarl.views.report import short_names, summary, write_report
+from megarl.views.report_charts import POINTS, make_charts
+from megarl.views.run_reader import read_run
 from tests.views.synthetic_run import make_recipe, make_run, update_record, write_lines
 
 

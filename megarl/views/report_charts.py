@@ -1,18 +1,13 @@
-"""The charts of the report and the page around them.
-
-The page loads nothing: plotly.js stands in it, and a content security policy forbids the browser any request.
-"""
+"""The charts of the report, as plotly traces and layouts."""
 
 from __future__ import annotations
 
 import html
-import json
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from megarl.views.report import Run, interval, summary
+from megarl.views.run_reader import Run, interval
 
 COLOURS = (
     "#4c8bd6",
@@ -25,12 +20,14 @@ COLOURS = (
     "#4aa3b5",
 )  # on white and on black
 PHASE_COLOURS = {"rollout": "#4c8bd6", "optimize": "#e0803a", "evaluate": "#3fa37a"}
-POINTS = 2000  # of a curve; longer runs are averaged in bins, which a screen cannot tell from the whole
+POINTS = 2000  # of a curve at most; longer runs are averaged in bins, finer than a screen shows
 SMOOTHING = 15  # updates of the moving average of the reward
 
 
 @dataclass
 class Chart:
+    """One chart of the page."""
+
     title: str
     hint: str  # a sentence: what to look for
     traces: list[dict[str, Any]] = field(default_factory=list)
@@ -38,73 +35,8 @@ class Chart:
     empty: str = ""  # shown when there is nothing to draw; "" leaves the chart out
 
 
-def render(runs: list[Run]) -> str:
-    """The page as HTML text."""
-    from plotly.offline import get_plotlyjs
-
-    charts = [chart for chart in make_charts(runs) if chart.traces or chart.empty]
-    figures = [{"data": chart.traces, "layout": chart.layout} for chart in charts]
-    parts = {
-        "title": html.escape(", ".join(run.name for run in runs)),
-        "notes": "".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(n)}</li>" for r in runs for n in r.notes),
-        "summary": _summary_table(runs),
-        "charts": "\n".join(_card(number, chart) for number, chart in enumerate(charts)),
-        "settings": _settings_table(runs),
-        "recipes": "".join(
-            f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
-            f"<pre>{html.escape(run.recipe)}</pre></details>"
-            for run in runs
-        ),
-        # inside <script> only "</" and "<!--" could end the text; JSON may write < as an escape
-        "figures": json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
-        "plotly": get_plotlyjs(),
-    }
-    page = Path(__file__).with_name("report_page.html").read_text()
-    pieces = page.split("@@")  # text, name, text, name, ..., text: nothing that is filled in is searched for names
-    return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
-
-
-def _card(number: int, chart: Chart) -> str:
-    body = f'<div class="plot" id="chart-{number}"></div>'
-    if not chart.traces:
-        body = f'<div class="empty" id="chart-{number}">{html.escape(chart.empty)}</div>'
-    title, hint = html.escape(chart.title), html.escape(chart.hint)
-    return f'<section class="card"><h2>{title}</h2>{body}<p>{hint}</p></section>'
-
-
-def _summary_table(runs: list[Run]) -> str:
-    rows = [summary(run) for run in runs]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
-    body = ""
-    for number, row in enumerate(rows):
-        swatch = f'<i style="background:{COLOURS[number % len(COLOURS)]}"></i>' if len(runs) > 1 else ""
-        cells = [html.escape(row.get(name, "-")) for name in columns]
-        body += f"<tr><th>{swatch}{cells[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in cells[1:]) + "</tr>"
-    return f'<table id="summary"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-
-
-def _settings_table(runs: list[Run]) -> str:
-    """The settings in which the runs differ."""
-    if len(runs) < 2:
-        return ""
-    keys = sorted({key for run in runs for key in run.settings})
-    differing = [key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1]
-    if not differing:
-        return "<p>The runs have the same recipe.</p>"
-    head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
-    body = ""
-    for key in differing:
-        values = [json.dumps(run.settings[key], default=str) if key in run.settings else "-" for run in runs]
-        body += f"<tr><th>{html.escape(key)}</th>" + "".join(f"<td>{html.escape(v)}</td>" for v in values) + "</tr>"
-    table = f'<table id="settings"><thead><tr><th>Setting</th>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="scroll">{table}</div>'
-
-
-# ------------------------------------------------------------------------------------------------------------ charts
-
-
 def make_charts(runs: list[Run]) -> list[Chart]:
+    """All charts, in the order of the page; each shows every run that has the data."""
     curves = [
         _accuracy(runs),
         _reward(runs),

@@ -1,0 +1,111 @@
+"""Files of JSON objects, one a line, that grow while others read them.
+
+A killed writer may leave half a line at the end: readers leave it out, and the next writer cuts it off. A line before
+it that cannot be read is damage: `read_json_lines` refuses the file, `read_intact_lines` and `JsonTail` skip the line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from megarl.errors import UserError
+from megarl.storage.files import disk_errors, fsync_path, write_atomic
+
+Record = dict[str, Any]
+
+
+def append_json(path: Path, record: Record) -> None:
+    """Append one line, from any process of any node. It is not synced to disk."""
+    created = not path.exists()
+    with disk_errors(path), open(path, "ab+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # ranks of several nodes append, which not every file system makes atomic
+        if created:
+            fsync_path(path.parent)
+        end = file.seek(0, os.SEEK_END)
+        if end and _last_byte(file, end) != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(record).encode() + b"\n")
+
+
+def read_json_lines(path: Path) -> list[Record]:
+    """All objects of a file; `UserError` that names a damaged line."""
+    return [record for record, _ in _records(path)]
+
+
+def read_intact_lines(path: Path) -> tuple[list[Record], int]:
+    """The objects of a file that may be damaged, and how many lines are none, a torn last one included."""
+    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    records = [record for line in lines if (record := _object_or_none(line)) is not None]
+    return records, len(lines) - len(records)
+
+
+def keep_json_lines(path: Path, wanted: Callable[[Record], bool]) -> None:
+    """Replace a file by its lines whose objects are ``wanted``; `UserError` for a damaged line."""
+    write_atomic(path, b"".join(line + b"\n" for record, line in _records(path) if wanted(record)))
+
+
+def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
+    """The whole lines of ``data``, without their newlines, and what is torn after the last of them."""
+    *lines, torn = data.split(b"\n")
+    return lines, torn
+
+
+class JsonTail:
+    """Follows a file that grows; it may also be cut, replaced or missing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._offset, self._inode = path, 0, -1
+
+    def read(self) -> tuple[bool, list[Record]]:
+        """(True when the file began anew, the objects appended since the last call); other lines are skipped."""
+        try:
+            status = os.stat(self.path)
+            anew = (status.st_ino != self._inode or status.st_size < self._offset) and self._inode != -1
+            if status.st_ino != self._inode or anew:
+                self._offset, self._inode = 0, status.st_ino
+            if status.st_size == self._offset:
+                return anew, []
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return False, []
+        lines, torn = split_lines(data)
+        self._offset += len(data) - len(torn)
+        return anew, [record for line in lines if (record := _object_or_none(line)) is not None]
+
+
+def _records(path: Path) -> list[tuple[Record, bytes]]:
+    """(object, its line) of every whole line."""
+    records = []
+    for number, line in enumerate(split_lines(path.read_bytes())[0], 1):
+        try:
+            records.append((_object(line), line))
+        except ValueError as error:
+            raise UserError(f"{path}, line {number} is damaged: {error}") from error
+    return records
+
+
+def _object(line: bytes) -> Record:
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    return record
+
+
+def _object_or_none(line: bytes) -> Record | None:
+    try:
+        return _object(line)
+    except ValueError:
+        return None
+
+
+def _last_byte(file: IO[bytes], end: int) -> bytes:
+    file.seek(end - 1)
+    return file.read(1)

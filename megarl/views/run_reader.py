@@ -1,0 +1,123 @@
+"""What the files of a run directory say about a run, for the report.
+
+Reads recipe.toml, metrics.jsonl and events.jsonl alone. A run that has just begun, or was killed in the middle of a
+line, gives what it has, with a note on what is missing.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import UserError
+from megarl.storage.json_lines import Record, read_intact_lines
+
+
+@dataclass
+class Run:
+    """What a run directory says about a run."""
+
+    name: str
+    recipe: str  # TOML
+    settings: dict[str, Any]  # the recipe, flat: "schedule.stages" -> 4
+    updates: list[Record]  # by update, each once
+    events: list[Record]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def updates_per_stage(self) -> int:
+        return self.settings["schedule.updates_per_stage"]
+
+    @property
+    def stages(self) -> int:
+        return self.settings["schedule.stages"]
+
+    @property
+    def evaluations(self) -> list[Record]:
+        """The newest evaluation of each policy, in the order of the policies."""
+        found = {e["stage"]: e for e in self.events if e.get("event") == "evaluation" and _is_evaluation(e)}
+        return [found[stage] for stage in sorted(found)]
+
+    @property
+    def phase_seconds(self) -> dict[tuple[int, str], float]:
+        """(stage, phase) -> seconds of wall time, failed attempts included."""
+        seconds: dict[tuple[int, str], float] = {}
+        for event in self.events:
+            if event.get("event") in ("phase_end", "phase_failed"):
+                key = (int(event.get("stage", 0)), str(event.get("phase", "?")))
+                seconds[key] = seconds.get(key, 0.0) + float(event.get("seconds", 0.0))
+        return seconds
+
+    def column(self, name: str) -> tuple[list[int], list[float]]:
+        """(updates, values) of a metric, where it is a finite number."""
+        x, y = [], []
+        for record in self.updates:
+            value = record.get(name)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                x.append(record["update"])
+                y.append(float(value))
+        return x, y
+
+
+def read_run(root: Path, name: str) -> Run:
+    """The run in directory ``root``, to be shown as ``name``; `UserError` where no resolved recipe is there."""
+    path = root / "recipe.toml"
+    if not path.is_file():
+        raise UserError(f"{root} is not a run directory: it has no recipe.toml")
+    try:
+        recipe = path.read_text()
+        settings = _flatten(tomllib.loads(recipe))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    for key in ("schedule.stages", "schedule.updates_per_stage"):
+        if not isinstance(settings.get(key), int) or settings[key] < 1:
+            raise UserError(f"{path} is no resolved recipe: {key} is {settings.get(key)!r}")
+    run = Run(name, recipe, settings, [], [])
+    records = _read_lines(root / "metrics.jsonl", run.notes)
+    by_update = {record["update"]: record for record in records if isinstance(record.get("update"), int)}
+    run.updates = [by_update[update] for update in sorted(by_update)]
+    run.events = _read_lines(root / "events.jsonl", run.notes)
+    total = run.stages * run.updates_per_stage
+    if not run.evaluations and settings.get("eval.every"):
+        run.notes.append("no evaluation has been made yet")
+    if len(run.updates) < total:
+        run.notes.append(f"not finished: {len(run.updates)} of {total} updates")
+    return run
+
+
+def _read_lines(path: Path, notes: list[str]) -> list[Record]:
+    if not path.exists():
+        notes.append(f"{path.name} is not there yet")
+        return []
+    records, damaged = read_intact_lines(path)
+    if damaged:
+        notes.append(f"{path.name}: left out {damaged} line{'s' * (damaged > 1)} that could not be read")
+    return records
+
+
+def _is_evaluation(event: Record) -> bool:
+    return isinstance(event.get("stage"), int) and isinstance(event.get("accuracy"), (int, float))
+
+
+def _flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def interval(event: Record) -> tuple[float, float]:
+    """The 95 % interval of an evaluation; of no width where none was recorded."""
+    match event.get("ci95"):
+        case [int() | float() as low, int() | float() as high]:
+            return float(low), float(high)
+    return event["accuracy"], event["accuracy"]
+
+
+def half_width(event: Record) -> float:
+    """Half the width of `interval`."""
+    low, high = interval(event)
+    return (high - low) / 2

@@ -1,0 +1,81 @@
+"""Files of JSON lines that are torn, damaged, cut and replaced while others read them."""
+
+import json
+import os
+
+import pytest
+
+from megarl.errors import UserError
+from megarl.storage.json_lines import JsonTail, append_json, keep_json_lines, read_intact_lines, read_json_lines
+
+
+def append(path, *records, torn=""):
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(record) + "\n" for record in records) + torn)
+
+
+def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_writer(tmp_path):
+    path = tmp_path / "x.jsonl"
+    append_json(path, {"a": 1})
+    append(path, torn='{"a": 2')
+    assert read_json_lines(path) == [{"a": 1}]
+    assert read_intact_lines(path) == ([{"a": 1}], 1)
+    append_json(path, {"a": 3})
+    assert path.read_text() == '{"a": 1}\n{"a": 3}\n'
+    path.write_text('{"a": 4')
+    append_json(path, {"a": 5})
+    assert path.read_text() == '{"a": 5}\n'
+
+
+@pytest.mark.parametrize("damage", ["not json", "[4]", "", '"\udcff"'])
+def test_a_damaged_line_is_named_or_counted(tmp_path, damage):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + damage.encode(errors="surrogateescape") + b'\n{"a": 3}\n')
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=r"x\.jsonl, line 2 is damaged"):
+        read_json_lines(path)
+    with pytest.raises(UserError, match=r"x\.jsonl, line 2 is damaged"):
+        keep_json_lines(path, lambda record: True)
+    assert read_intact_lines(path) == ([{"a": 1}, {"a": 3}], len(damage) > 0)
+    assert JsonTail(path).read() == (False, [{"a": 1}, {"a": 3}])
+    assert path.read_bytes() == before
+
+
+def test_lines_are_kept_byte_for_byte(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a":1,  "b": 0.10}\n{"a": 2}\n{"a": 3}\n{"a": ')
+    keep_json_lines(path, lambda record: record["a"] != 2)
+    assert path.read_text() == '{"a":1,  "b": 0.10}\n{"a": 3}\n'
+
+
+def test_tail_reads_only_what_was_appended(tmp_path):
+    tail = JsonTail(tmp_path / "x.jsonl")
+    assert tail.read() == (False, [])
+    append(tail.path, {"a": 1}, {"a": 2}, torn='{"a": ')
+    assert tail.read() == (False, [{"a": 1}, {"a": 2}])
+    assert tail.read() == (False, [])
+    append(tail.path, torn="3}\nnot json\n[4]\n")
+    assert tail.read() == (False, [{"a": 3}])
+    before = tail._offset
+    assert before == os.path.getsize(tail.path)
+
+
+def test_tail_starts_over_when_the_file_is_cut_or_replaced(tmp_path):
+    tail = JsonTail(tmp_path / "x.jsonl")
+    append(tail.path, {"a": 1}, {"a": 2}, {"a": 3})
+    tail.read()
+    tail.path.write_text(json.dumps({"a": 1}) + "\n")
+    assert tail.read() == (True, [{"a": 1}])
+    append(tmp_path / "y", {"a": 1}, {"a": 5}, {"a": 6})
+    os.replace(tmp_path / "y", tail.path)
+    assert tail.read() == (True, [{"a": 1}, {"a": 5}, {"a": 6}])
+    assert tail.read() == (False, [])
+
+
+def test_a_torn_line_that_is_cut_off_and_written_again_counts_once(tmp_path):
+    tail = JsonTail(tmp_path / "x.jsonl")
+    append(tail.path, {"a": 1}, torn='{"a": 22222')
+    assert tail.read()[1] == [{"a": 1}]
+    os.truncate(tail.path, len('{"a": 1}\n'))
+    append(tail.path, {"a": 2})
+    assert tail.read() == (False, [{"a": 2}])

@@ -1,0 +1,161 @@
+"""The rules of CONTRIBUTING.md that can be counted: sizes, repeated code, and references to modules that are gone."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import token
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+MODULE_LINES, FUNCTION_LINES, SHARED_LINES = 400, 60, 10
+SOURCES = sorted(
+    path for folder in ("megarl", "launch", "tools", "benchmarks") for path in ROOT.glob(f"{folder}/**/*.py")
+)
+PACKAGE = [path for path in SOURCES if path.is_relative_to(ROOT / "megarl")]
+
+
+def test_modules_are_short() -> None:
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {path: count for path, count in lines.items() if count > MODULE_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length} lines"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and (length := node.end_lineno - node.lineno + 1) > FUNCTION_LINES  # type: ignore[operator]
+    ]
+    assert found == []
+
+
+# ---------------------------------------------------------------------------------------------------- repeated code
+
+
+def code_lines(source: str) -> list[tuple[int, str]]:
+    """(line number, its tokens) of the lines that say something: no comments, docstrings, imports or lone brackets."""
+    tree = ast.parse(source)
+    left_out: set[int] = set()
+    for node in ast.walk(tree):
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if docstring or isinstance(node, (ast.Import, ast.ImportFrom)):
+            left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: dict[int, list[str]] = {}
+    for piece in tokenize.generate_tokens(io.StringIO(source).readline):
+        if piece.type not in (token.COMMENT, token.NL, token.NEWLINE, token.INDENT, token.DEDENT, token.ENDMARKER):
+            lines.setdefault(piece.start[0], []).append(piece.string)
+    texts = {number: " ".join(pieces) for number, pieces in lines.items() if number not in left_out}
+    return [(number, text) for number, text in texts.items() if re.search(r"\w", text)]
+
+
+def shared_runs(sources: dict[str, str], length: int) -> list[str]:
+    """Places that repeat ``length`` lines or more of an earlier place, as "file:first-last ~ file:first"."""
+    seen: dict[tuple[str, ...], tuple[str, int]] = {}
+    found: list[str] = []
+    for name, source in sources.items():
+        lines = code_lines(source)
+        reported = -1  # the last line that a run in this file has been reported for
+        for start in range(len(lines) - length + 1):
+            window = lines[start : start + length]
+            original = seen.setdefault(tuple(text for _, text in window), (name, window[0][0]))
+            if original != (name, window[0][0]):
+                if window[0][0] > reported:
+                    found.append(f"{name}:{window[0][0]}-{window[-1][0]} ~ {original[0]}:{original[1]}")
+                reported = window[-1][0]
+    return found
+
+
+def test_a_repeated_run_is_found_whatever_its_comments_and_spaces() -> None:
+    body = [f"value_{number} = compute({number})" for number in range(10)]
+    first = '"""About."""\nimport json\n' + "\n".join(body)
+    second = "def f():\n" + "\n".join(f"    # say {n}\n\n    {line}" for n, line in enumerate(body)).replace("(", "( ")
+    assert shared_runs({"a": first, "b": second}, 10) == ["b:4-31 ~ a:3"]
+    assert shared_runs({"a": first, "b": second.replace("value_5", "other_5")}, 10) == []
+    assert shared_runs({"a": first + "\n" + "\n".join(body)}, 10) == ["a:13-22 ~ a:3"]
+
+
+def test_no_ten_lines_stand_in_two_places() -> None:
+    sources = {str(path.relative_to(ROOT)): path.read_text() for path in PACKAGE}
+    assert shared_runs(sources, SHARED_LINES) == []
+
+
+# ------------------------------------------------------------------------------------------ modules that are named
+
+NO_MODULES = ("megarl.json", "megarl.dist")  # a file of a policy, and the metadata of an installed package
+MADE_BY_THE_BUILD = "megarl/kernels/lib"
+
+
+def tracked_texts() -> Iterator[tuple[str, str]]:
+    """(path, text) of the files that git tracks and that are text."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        path = ROOT / name
+        if path.is_file() and path.suffix not in (".png", ".svg", ".gz", ".parquet", ".safetensors"):
+            yield name, path.read_text()
+
+
+def source_of(module: str) -> Path | None:
+    path = ROOT / Path(*module.split("."))
+    candidates = (path / "__init__.py", path.with_suffix(".py"), path / "__main__.py")
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def is_there(reference: str) -> bool:
+    """Whether ``megarl.a.b`` names a module, or a name that stands in the source of one."""
+    parts = reference.split(".")
+    for length in range(len(parts), 0, -1):
+        if source := source_of(".".join(parts[:length])):
+            return length == len(parts) or re.search(rf"\b{parts[length]}\b", source.read_text()) is not None
+    return False
+
+
+def missing_modules(text: str) -> set[str]:
+    """References ``megarl.a.b`` and paths ``megarl/a/b.py`` of ``text`` that lead nowhere."""
+    dotted = set(re.findall(r"(?<![\w./-])megarl(?:\.(?!__)[A-Za-z_]\w*)+", text)) - set(NO_MODULES)
+    for module, names in re.findall(r"(?m)^\s*from (megarl[\w.]*) import (\([^)]*\)|[^\n(]+)$", text):
+        dotted |= {f"{module}.{name}" for name in re.findall(r"(?m)(?:^|[,(])\s*(\w+)", re.sub("#.*", "", names))}
+    paths = {path.rstrip("./") for path in re.findall(r"(?<![\w.-])megarl/[\w/]+(?:\.\w+|/)", text)}
+    gone = {reference for reference in dotted if not is_there(reference)}
+    return gone | {path for path in paths if not (ROOT / path).exists() and not path.startswith(MADE_BY_THE_BUILD)}
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("from megarl.recipe.load import load_recipe, recipe_diff", set()),
+        ("from megarl.recipe.load import load_recipe  # late, so that it comes last", set()),
+        ("    from megarl.config import load_recipe", {"megarl.config", "megarl.config.load_recipe"}),
+        ("from megarl.data import (\n    load_prompts,\n)", {"megarl.data.load_prompts"}),
+        ("python -m megarl.cli; torch.ops.megarl.gone; megarl.json", set()),
+        ("`megarl.launcher` lies in [it](../megarl/launcher.py)", {"megarl.launcher", "megarl/launcher.py"}),
+        ("`megarl/workers/` and `megarl/objectives/<name>.py`", set()),
+    ],
+)
+def test_a_module_that_is_gone_is_found(text: str, missing: set[str]) -> None:
+    assert missing_modules(text) == missing
+
+
+def test_every_module_that_is_named_exists() -> None:
+    this = str(Path(__file__).relative_to(ROOT))
+    found = {name: gone for name, text in tracked_texts() if name != this and (gone := missing_modules(text))}
+    assert found == {}
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    broken = [
+        f"{name}: {link}"
+        for name, text in tracked_texts()
+        if name.endswith(".md")
+        for link in re.findall(r"\]\((?!https?:|mailto:)([^)\s#]*)", text)
+        if link and not (ROOT / name).parent.joinpath(link).exists()
+    ]
+    assert broken == []
