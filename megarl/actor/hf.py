@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megarl.actor.hf_names import EMBEDDING, LM_HEAD, HfTensor, all_names, expert_number, hf_tensors
+from megarl.actor.hf_names import HfTensor, expert_number, hf_tensors, missing_names
 from megarl.actor.model import PolicyModel
 from megarl.errors import UserError
+from megarl.models import family_of
+from megarl.models.tensors import EMBEDDING, LM_HEAD
 from megarl.storage.files import atomic_directory, disk_errors
 from megarl.storage.policies import (
     INDEX_FILE,
@@ -49,7 +51,7 @@ def load_hf(models: list[PolicyModel], model_dir: Path) -> None:
     """
     tied = models[0].share_embeddings_and_output_weights
     with TensorFiles.of_directory(Path(model_dir)) as source:
-        _refuse_unknown(source, models[0], Path(model_dir))
+        _refuse_unknown(source, models, Path(model_dir))
         for tensor in hf_tensors(models):
             name = EMBEDDING if tied and tensor.name == LM_HEAD else _name_on_this_rank(tensor, models[0])
             region = source.region(name)
@@ -84,10 +86,13 @@ def _name_on_this_rank(tensor: HfTensor, model: PolicyModel) -> str:
     return tensor.name.format(expert_number(tensor.local_expert, rank, model.config))
 
 
-def _refuse_unknown(source: TensorFiles, model: PolicyModel, model_dir: Path) -> None:
+def _refuse_unknown(source: TensorFiles, models: list[PolicyModel], model_dir: Path) -> None:
     """Weights that the model would not use mean that it is another model than megarl would compute."""
-    tied = model.share_embeddings_and_output_weights
-    known = {source.stored_name(name) for name in all_names(model.config, tied)} | ({LM_HEAD} if tied else set())
+    hf = models[0].hf
+    names = family_of(hf).tensor_names(hf) - missing_names(models)
+    known = {source.stored_name(name) for name in names}
+    if models[0].share_embeddings_and_output_weights:
+        known.add(LM_HEAD)  # some files have it all the same
     unknown = sorted(set(source.regions) - known)
     if unknown:
         raise UserError(

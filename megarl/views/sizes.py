@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.models import family_of
 from megarl.recipe.layout import Layout
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import expert_type
@@ -77,29 +78,8 @@ def layer_activation_bytes(
 
     width: bytes of an activation.
     """
-    whole = tokens / layout.context_parallel  # inside attention and MLP
-    shard = whole / layout.tensor_parallel  # between them, under sequence parallelism
-    hidden = hf["hidden_size"]
-    heads, groups = (
-        hf["num_attention_heads"] / layout.tensor_parallel,
-        hf["num_key_value_heads"] / layout.tensor_parallel,
-    )
-    query, key = heads * hf["head_dim"], groups * hf["head_dim"]
-    # input and output of both norms; the fused projection; query and key with RoPE; the output of attention, twice
-    elements = 4 * shard * hidden + whole * ((query + 2 * key) + (query + key) + 2 * query)
-    if hf["model_type"].startswith("qwen3"):
-        elements += whole * query  # the norm of the queries wants them contiguous
-    if layout.context_parallel > 1:
-        elements += 2 * tokens * key  # keys and values of all ranks
-    elements += 4 * whole * hf["head_dim"]  # cosine and sine, for queries and for keys
-    float32 = whole * heads  # log-sum-exp of attention
-    if hf["num_experts"]:
-        routed = shard * hf["num_experts_per_tok"] * layout.expert_tensor_parallel * imbalance
-        elements += routed * (hidden + 6 * hf["moe_intermediate_size"] / layout.expert_tensor_parallel)
-        float32 += shard * hf["num_experts"]
-    else:
-        elements += whole * 5 * hf["intermediate_size"] / layout.tensor_parallel
-    return width * elements + 4 * float32
+    kept = family_of(hf).kept(hf, layout, tokens, imbalance)
+    return width * kept.elements + 4 * kept.float32
 
 
 def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
@@ -181,9 +161,8 @@ def micro_batches_per_rank(recipe: Recipe, layout: Layout, assume: Assumptions) 
 
 
 def kv_bytes_per_token(hf: dict[str, Any], tensor_parallel: int) -> int:
-    """bf16 keys and values of all layers on one GPU; a key-value head is never split."""
-    heads = max(1, hf["num_key_value_heads"] // tensor_parallel)
-    return 2 * 2 * int(hf["num_hidden_layers"]) * heads * int(hf["head_dim"])
+    """bf16 keys and values of all layers on one GPU."""
+    return 2 * int(hf["num_hidden_layers"]) * family_of(hf).attention.cached_elements(hf, tensor_parallel)
 
 
 def rollout_memory(
@@ -201,14 +180,17 @@ def active_parameters(hf: dict[str, Any], parameters: int) -> int:
     embedding = 0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * hf["hidden_size"]
     if not hf["num_experts"]:
         return int(parameters - embedding)
-    expert = 3 * hf["hidden_size"] * hf["moe_intermediate_size"] * hf["num_hidden_layers"]
-    return int(parameters - embedding - expert * (hf["num_experts"] - hf["num_experts_per_tok"]))
+    return int(parameters - embedding - _expert_parameters(hf) * (hf["num_experts"] - hf["num_experts_per_tok"]))
+
+
+def _expert_parameters(hf: dict[str, Any]) -> int:
+    """Of one expert in every layer."""
+    return family_of(hf).feed_forward.expert_parameters(hf) * int(hf["num_hidden_layers"])
 
 
 def forward_flops(hf: dict[str, Any], active: int, length: float) -> float:
     """Of one sequence: two a weight and token, and causal attention."""
-    width = hf["num_attention_heads"] * hf["head_dim"]
-    attention: float = 2 * hf["num_hidden_layers"] * width * length**2
+    attention: float = hf["num_hidden_layers"] * family_of(hf).attention.flops(hf, length)
     return 2 * active * length + attention
 
 
@@ -273,9 +255,8 @@ def touched_parameters(hf: dict[str, Any], parameters: int, tokens: float) -> fl
     """Expected number of parameters that a step of ``tokens`` tokens reads, with uniform routing."""
     if not hf["num_experts"]:
         return parameters
-    experts = 3 * hf["hidden_size"] * hf["moe_intermediate_size"] * hf["num_hidden_layers"] * hf["num_experts"]
     idle: float = (1 - hf["num_experts_per_tok"] / hf["num_experts"]) ** tokens
-    return parameters - experts * idle
+    return parameters - _expert_parameters(hf) * hf["num_experts"] * idle
 
 
 def disk_bytes(hf: dict[str, Any], recipe: Recipe, parameters: int, assume: Assumptions) -> dict[str, float]:
