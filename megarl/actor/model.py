@@ -1,4 +1,4 @@
-"""From a Hugging Face config.json and the recipe to a Megatron-Core GPTModel that answers with token log-probs."""
+"""Builds, from config.json and the recipe, a Megatron-Core GPTModel that returns the log-probs of tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.recipe.tables import Recipe
 
 
 def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
-    """Megatron's configuration of the model; ``[megatron]`` has the last word."""
+    """Megatron's configuration of the model. Fields in ``[megatron]`` override what megarl would set."""
     actor = recipe.actor
     cpu = actor.backend == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
@@ -41,12 +41,12 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         expert_model_parallel_size=actor.expert_parallel,
         expert_tensor_parallel_size=actor.expert_tensor_parallel or actor.tensor_parallel,
         sequence_parallel=actor.tensor_parallel > 1,
-        # packed micro-batches differ in length; between virtual stages of two pipeline ranks Megatron would take the
-        # shape of one message for another's, so there all micro-batches of an update are made equally long
+        # packed micro-batches differ in length; with virtual stages on two pipeline ranks Megatron would confuse the
+        # shapes of two messages, so there all micro-batches of an update are made equally long
         variable_seq_lengths=recipe.virtual_pipeline_stages is None,
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, also for dense models
-        calculate_per_token_loss=True,  # sums now, one global denominator over the whole optimizer batch
-        batch_p2p_comm=False,  # the default lets sends of virtual stages cross silently
+        calculate_per_token_loss=True,  # sums of losses, divided once by the count of the whole optimizer batch
+        batch_p2p_comm=False,  # with the default, virtual stages receive each other's messages, without an error
         use_cpu_initialization=cpu,
         # the fused variants need Transformer Engine, Apex or a compiler at run time
         bias_activation_fusion=False,
@@ -61,7 +61,7 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         settings |= dict(
             moe_grouped_gemm=actor.layers == "transformer_engine",
             moe_router_dtype=None if cpu else "fp32",
-            # load balancing moves the policy's log-probs, which the ratios would then charge to staleness
+            # load balancing would change the policy's log-probs, and ratios would show that as staleness
             moe_router_load_balancing_type="none",
             moe_aux_loss_coeff=0.0,
         )
@@ -128,12 +128,12 @@ class PolicyModel(GPTModel):
 def _layer_spec(config: TransformerConfig, recipe: Recipe, stage: int | None) -> TransformerBlockSubmodules:
     if recipe.actor.layers == "torch":
         return torch_layer_spec(config, vp_stage=stage)
-    # attention over packed sequences, grouped GEMM and fp8 are Transformer Engine's own
+    # Transformer Engine has its own attention over packed sequences, grouped GEMM and fp8
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
 
 
 def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
-    """This rank's model chunks (one, or one a virtual pipeline stage), with weights still to be loaded."""
+    """This rank's model chunks (one, or one for each virtual pipeline stage), with weights still to be loaded."""
     config = transformer_config(hf, recipe)
     tp = recipe.actor.tensor_parallel
     virtual = config.virtual_pipeline_model_parallel_size
