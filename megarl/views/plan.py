@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -59,6 +59,7 @@ class Census:
     """`megarl.actor.census`, run as a separate process."""
 
     def __enter__(self) -> Census:
+        self._counted: dict[str, list[StageCensus]] = {}
         self._errors = tempfile.TemporaryFile("w+")
         command = [sys.executable, "-W", "ignore", "-m", "megarl.actor.census"]
         self._process = subprocess.Popen(
@@ -73,6 +74,13 @@ class Census:
 
     def count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
         """Parameters of each pipeline stage."""
+        layout = asdict(Layout.of(recipe, ranks))
+        asked = json.dumps([hf, layout, recipe.megatron, recipe.actor.layers])  # all on which the numbers depend
+        if asked not in self._counted:
+            self._counted[asked] = self._count(hf, recipe, ranks)
+        return self._counted[asked]
+
+    def _count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
         question, answer = self._process.stdin, self._process.stdout
         assert question is not None and answer is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, and stderr says why
