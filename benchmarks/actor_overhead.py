@@ -3,10 +3,10 @@
 All sides have the same weights, packed micro-batches, schedule, DDP and distributed optimizer. They run in one process
 and thread and take turns after each update, so that other load on the machine slows all of them alike. Times are
 CPU-seconds; ratios are medians over the turns. `plain` is GPTModel's own loss and MegatronOptimizer.step.
-`linear_logprob` replaces full logits and cross-entropy by megarl's log-prob op, with -log-prob * advantage as loss: what
-megarl costs beyond it is the objective, its metrics and the checks for finite numbers. m2po's exact threshold needs all
-log-probs before the first backward pass, so it is compared with sides that run the forward pass twice. Only megarl's
-time includes packing.
+`linear_logprob` replaces full logits and cross-entropy by megarl's log-prob op, with -log-prob * advantage as loss:
+what megarl costs beyond it is the objective, its metrics and the checks for finite numbers. m2po's exact threshold
+needs all log-probs before the first backward pass, so it is compared with sides that run the forward pass twice. Only
+megarl's time includes packing.
 
     python benchmarks/actor_overhead.py [--turns 15] [--objectives mu_grpo m2po] [--sizes small medium]
 """
