@@ -1,13 +1,31 @@
 """Starts the ranks of a test as forks of one process that has imported torch, Megatron and transformers once."""
 
+import fcntl
 import multiprocessing
 import os
+import shutil
 import time
 
 import torch
 import torch.multiprocessing
 
 PRELOADED = ["tests.actor.preloaded", "megarl.phases.optimize", "tests.actor.hf_worker", "tests.actor.layout_ranks"]
+
+
+def once(tmp_path_factory, name, compute):
+    """The folder that ``compute(folder)`` filled. With pytest-xdist one worker does it while the others wait."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # which the workers share
+    folder, done = root / name, root / f"{name}.done"
+    with open(root / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            compute(folder)
+            done.touch()
+    return folder
 
 
 def run_ranks(function, arguments, ranks, timeout=900):

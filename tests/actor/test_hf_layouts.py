@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from megarl.storage.policies import weight_files
 from tests.actor import hf_worker
 from tests.actor.conftest import LLAMA3_ROPE, SHAPE
-from tests.actor.ranks import run_ranks
+from tests.actor.ranks import once, run_ranks
 
 SHAPES = SHAPE | {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 24}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
@@ -94,13 +94,15 @@ def stored(directory):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """A directory in which four processes have taken every model through every layout."""
-    root = tmp_path_factory.mktemp("hf")
+    return once(tmp_path_factory, "hf_layouts", every_model_through_every_layout)
+
+
+def every_model_through_every_layout(root):
     (root / "results").mkdir()
     for name in MODELS:
         (root / "models" / name).mkdir(parents=True)
         make_model(root / "models" / name, name)
     run_ranks(hf_worker.main, (root,), hf_worker.WORLD)
-    return root
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES)

@@ -6,14 +6,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.actor.layout_ranks import CASES, LAYOUTS, resume_worker, updates_of, worker
-from tests.actor.ranks import run_ranks
+from tests.actor.ranks import once, run_ranks
 
 
 @pytest.fixture(scope="module")
 def results(model_and_rollouts, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("layouts")
-    for ranks in sorted({layout.ranks for layout in LAYOUTS.values()}):
-        run_ranks(worker, (ranks, *model_and_rollouts, folder), ranks)
+    def compute(folder):
+        for ranks in sorted({layout.ranks for layout in LAYOUTS.values()}):
+            run_ranks(worker, (ranks, *model_and_rollouts, folder), ranks)
+
+    folder = once(tmp_path_factory, "layouts", compute)
     return {name: torch.load(folder / f"{name}.pt") for name in LAYOUTS}
 
 
