@@ -13,6 +13,8 @@ from megarl.recipe.layout import Layout
 
 @dataclass(frozen=True)
 class GroupedQueryAttention:
+    """Several query heads share a key-value head (Ainslie et al. 2023, arXiv 2305.13245)."""
+
     qk_norm: bool = False  # an RMSNorm over each head of the queries and of the keys
     qkv_bias: bool = False
 

@@ -1,4 +1,8 @@
-"""What megarl must know of a model family: an attention and a feed-forward half, each with the norm before it."""
+"""What megarl must know of a model family.
+
+A layer has two halves, attention and feed-forward, each with the norm before it. A family names one of each; a family
+with another kind of attention or feed-forward brings a class with the methods below.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,8 @@ class Kept(NamedTuple):
 
 
 class Half(Protocol):
+    """What both halves of a layer say of themselves."""
+
     def problems(self, hf: Hf) -> Iterator[str]:
         """Settings of config.json that megarl would not compute, each as the message for the user."""
 
@@ -31,6 +37,8 @@ class Half(Protocol):
 
 
 class Attention(Half, Protocol):
+    """Beside that of every `Half`: the sizes of an attention."""
+
     def kept(self, hf: Hf, layout: Layout, tokens: int) -> Kept:
         """For a micro-batch of ``tokens``, without recompute."""
 
@@ -42,6 +50,8 @@ class Attention(Half, Protocol):
 
 
 class FeedForward(Half, Protocol):
+    """Beside that of every `Half`: the sizes of a feed-forward part."""
+
     def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float) -> Kept:
         """``imbalance``: tokens of the fullest expert rank over the mean."""
 
@@ -51,14 +61,18 @@ class FeedForward(Half, Protocol):
 
 @dataclass(frozen=True)
 class Family:
+    """The kinds of model that share a ``model_type``: all layers alike, RMSNorm, rotary positions."""
+
     attention: Attention
     feed_forward: FeedForward
 
     def problems(self, hf: Hf) -> Iterator[str]:
+        """Every setting for which `read_hf_config` refuses the model, as the message for the user."""
         yield from self.attention.problems(hf)
         yield from self.feed_forward.problems(hf)
 
     def megatron_settings(self, hf: Hf) -> dict[str, Any]:
+        """Fields of Megatron's TransformerConfig that follow from the model alone."""
         whole = dict(
             num_layers=hf["num_hidden_layers"],
             hidden_size=hf["hidden_size"],
@@ -69,6 +83,7 @@ class Family:
         return whole | self.attention.megatron_settings(hf) | self.feed_forward.megatron_settings(hf)
 
     def layer_tensors(self, hf: Hf) -> dict[str, HfTensors]:
+        """The tensors of a layer, by the names that Megatron's torch-native modules give their parameters."""
         return self.attention.tensors(hf) | self.feed_forward.tensors(hf)
 
     def tensor_names(self, hf: Hf) -> set[str]:

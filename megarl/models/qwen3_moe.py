@@ -11,6 +11,8 @@ from megarl.models.feed_forward import MixtureOfExperts
 
 
 class Qwen3Moe(Family):
+    """Refuses models in which some layers are dense."""
+
     def problems(self, hf: dict[str, Any]) -> Iterator[str]:
         if hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers"):
             yield "models that mix dense and sparse layers are not supported"
