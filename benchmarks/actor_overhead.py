@@ -1,11 +1,12 @@
-"""What an update of the actor costs over the same forward, backward and step in plain Megatron-Core.
+"""What an update of the actor costs, compared with the same forward, backward and step in plain Megatron-Core.
 
-Every side has the same weights, packed micro-batches, schedule, DDP and distributed optimizer, in one process and
-thread, taking turns of one update so that the load of the machine falls on all. CPU-seconds, medians of the ratios of
-each turn. `plain` is GPTModel's own loss and MegatronOptimizer.step; `linear_logprob` takes megarl's log-prob op for
-full logits and cross-entropy, with log-prob * advantage for a loss: what remains over it is the objective, its
-metrics and the checks for finite numbers. m2po's exact threshold needs all log-probs before the first backward, so it
-is compared with sides that run the forward twice. Packing is counted for megarl alone.
+All sides have the same weights, packed micro-batches, schedule, DDP and distributed optimizer. They run in one process
+and thread and take turns after each update, so that other load on the machine slows all of them alike. Times are
+CPU-seconds; ratios are medians over the turns. `plain` is GPTModel's own loss and MegatronOptimizer.step.
+`linear_logprob` replaces full logits and cross-entropy by megarl's log-prob op, with -log-prob * advantage as loss:
+what megarl costs beyond it is the objective, its metrics and the checks for finite numbers. m2po's exact threshold
+needs all log-probs before the first backward pass, so it is compared with sides that run the forward pass twice. Only
+megarl's time includes packing.
 
     python benchmarks/actor_overhead.py [--turns 15] [--objectives mu_grpo m2po] [--sizes small medium]
 """
@@ -87,7 +88,7 @@ def megarl_side(recipe: Recipe, name: str) -> Callable[[list[Any]], float]:
 
 
 def plain_side(recipe: Recipe, full_logits: bool, twice: bool) -> Callable[[list[Any]], float]:
-    """The loop that Megatron-Core's own examples write; ``twice``: after a pass without gradient."""
+    """The training loop of Megatron-Core's examples; ``twice``: with a forward pass without gradient before."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

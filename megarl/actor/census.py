@@ -1,7 +1,7 @@
-"""Parameters on each rank of a layout, counted on the real Megatron model without memory or processes for it.
+"""Counts the parameters on each rank of a layout, on the real Megatron model, without its memory or its processes.
 
-The model is built on torch's meta device under its fake process group. That replaces what Megatron-Core sees of torch
-in the whole process, so `megarl.views.plan` runs this module as a process of its own: each line on stdin is a question,
+The model is built on torch's meta device in a fake process group. That changes what Megatron-Core sees of torch in the
+whole process, so `megarl.views.plan` runs this module as a separate process: each line on stdin is a question,
 ``{"hf": settings of the model, "recipe": TOML, "ranks": n}``, and each line on stdout its answer.
 """
 
@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import tomllib
 import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megarl.actor import cpu_backend
+from megarl.actor import cpu_backend, parallel
 from megarl.recipe.load import override_recipe, parse_recipe
 from megarl.recipe.tables import Recipe
 
@@ -32,24 +34,12 @@ def census(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, int
 
 def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[str, int]:
     from megatron.core import parallel_state as mpu
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from megarl.actor.model import build_model
+    from megarl.actor.model import build_model  # after `main` has replaced Megatron's torch
 
-    actor = recipe.actor
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        mpu.initialize_model_parallel(
-            tensor_model_parallel_size=actor.tensor_parallel,
-            pipeline_model_parallel_size=actor.pipeline_parallel,
-            virtual_pipeline_model_parallel_size=recipe.megatron.get("virtual_pipeline_model_parallel_size"),
-            context_parallel_size=actor.context_parallel,
-            expert_model_parallel_size=actor.expert_parallel,
-            expert_tensor_parallel_size=actor.expert_tensor_parallel or actor.tensor_parallel,
-            create_gloo_process_groups=False,
-        )
-        model_parallel_cuda_manual_seed(recipe.run.seed)
+        parallel.build_groups(recipe, gloo=False)
         with torch.device("meta"):
             models = build_model(hf, recipe)
         named = [item for model in models for item in model.named_parameters()]
@@ -65,14 +55,12 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
 
 
 def main() -> None:
-    import tomllib
-
     warnings.filterwarnings("ignore")
     cpu_backend.install(torch.device("meta"))
     for line in sys.stdin:
         question = json.loads(line)
         recipe = parse_recipe(tomllib.loads(question["recipe"]))
-        with contextlib.redirect_stdout(sys.stderr):  # whatever Megatron prints is no answer
+        with contextlib.redirect_stdout(sys.stderr):  # Megatron prints too
             answer = census(question["hf"], recipe, question["ranks"])
         print(json.dumps(answer), flush=True)
 

@@ -1,4 +1,4 @@
-"""Checkpoints inside a stage: everything an update depends on, complete or not there at all."""
+"""Checkpoints inside a stage: all state that the next update depends on, written atomically."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from megarl.storage.files import atomic_directory, make_directory
 
 
 class _ForkedResults:
-    """What the forked writers tell this process, through a file both have open.
+    """Stands in for Megatron's queue of results from the forked writers of one checkpoint: a file both sides have open.
 
-    Megatron's queue is a process of its own, which would outlive a killed rank; a pipe would fill up, since it is read
-    only after the writers have ended.
+    Megatron's queue is served by another process, which would outlive a killed rank. A pipe would fill up, since it is
+    read only after the writers have ended.
     """
 
     def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this process
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - the writers inherit it
 
     def put(self, results: Any) -> None:
         pickle.dump(results, self.file)
@@ -56,10 +56,8 @@ class _ForkedResults:
         return results
 
 
-filesystem_async._results_queue = _ForkedResults()
-
 _NAME = re.compile(r"update_(\d{6})")
-# Megatron-Core 0.16 has one asynchronous writer; 0.19 another one before it, of a package of its own
+# Megatron-Core 0.16 has one asynchronous writer; 0.19 prefers another one, from a separate package
 _WRITER: dict[str, Any] = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
@@ -72,7 +70,7 @@ def checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """What killed attempts were writing in ``directory``. For one process, while none writes."""
+    """Delete what killed attempts left half-written in ``directory``. For one process, while no other writes there."""
     for leftover in directory.glob(".update_*.tmp"):
         shutil.rmtree(leftover)
 
@@ -80,9 +78,11 @@ def remove_unfinished(directory: Path) -> None:
 def save(actor: Actor, directory: Path, update: int, keep: int, wait: bool = True) -> Path:
     """Write ``directory/update_XXXXXX`` under a temporary name and rename it; keep the newest ``keep``. Collective.
 
-    With ``wait`` False only the copy to host memory happens now: forked processes write, and `finish` renames.
+    With ``wait`` False it returns after the copy to host memory: forked processes write, and `finish` renames.
     """
     finish(actor)
+    # a new one for each checkpoint, and of this process: ranks may themselves be forks of one that imported this module
+    filesystem_async._results_queue = _ForkedResults()
     target = directory / f"update_{update:06d}"
     with contextlib.ExitStack() as stack:
         temporary = None
@@ -100,7 +100,7 @@ def save(actor: Actor, directory: Path, update: int, keep: int, wait: bool = Tru
 
 
 def finish(actor: Actor, wait: bool = True) -> None:
-    """Make a checkpoint under way complete; with ``wait`` False only if all ranks have written it. Collective."""
+    """Complete the checkpoint being written, if any; with ``wait`` False only if every rank is done. Collective."""
     if actor.saving.get_num_unfinalized_calls():
         actor.saving.maybe_finalize_async_calls(blocking=wait)
 
@@ -116,8 +116,8 @@ def _rename(stack: contextlib.ExitStack, directory: Path, keep: int) -> None:
 def load(actor: Actor, path: Path) -> int:
     """Restore model, optimizer and random state in place; returns the update inside the stage to continue after.
 
-    The layout may be another than that of the checkpoint; the random state then is not restored, since it belongs to
-    a rank (nothing in an update draws from it).
+    The checkpoint may come from another layout. Then the random state, which belongs to a rank, is not restored; no
+    update draws random numbers.
     """
     with torch.serialization.safe_globals([RatioBounds, SecondMomentMask]):
         common = dist_checkpointing.load_common_state_dict(str(path))
@@ -127,7 +127,7 @@ def load(actor: Actor, path: Path) -> int:
         state = dist_checkpointing.load(state, str(path))
     for index, model in enumerate(actor.models):
         result = model.load_state_dict(state[f"model{index}"], strict=False)
-        lost = [key for key in result.missing_keys if not key.endswith("_extra_state")]  # which only TE has
+        lost = [key for key in result.missing_keys if not key.endswith("_extra_state")]  # Transformer Engine's
         if lost or result.unexpected_keys:
             raise UserError(f"{path} does not fit the model: {[*lost, *result.unexpected_keys][0]}")
     set_adam_step(actor.optimizer, common["adam_step"])
@@ -150,7 +150,7 @@ def _state_to_save(actor: Actor, update: int) -> dict[str, Any]:
 
 
 def _sharded_state(actor: Actor) -> dict[str, Any]:
-    # each layer and expert is a tensor of its own on disk
+    # "singleton_local_shards": on disk each layer and each expert is a separate tensor
     metadata = {
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": True,
@@ -160,7 +160,7 @@ def _sharded_state(actor: Actor) -> dict[str, Any]:
 
 
 def _layout(actor: Actor) -> dict[str, int]:
-    """What decides which rank holds what."""
+    """Everything that determines which rank holds which part of the state."""
     return asdict(Layout.of(actor.recipe, dist.get_world_size()))
 
 
@@ -186,7 +186,7 @@ def _broadcast_path(path: Path | None) -> Path:
 
 
 def _shared_statistics(actor: Actor) -> Any:
-    """The lagged statistics, which only the last pipeline stage has, for rank 0 that writes them."""
+    """The lagged statistics. Rank 0 writes them, but only the last pipeline stage has them. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, _to_device(actor.lagged, torch.device("cpu")))
     return next((statistics for statistics in everyone if statistics is not None), None)

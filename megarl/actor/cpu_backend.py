@@ -1,8 +1,8 @@
 """Lets unmodified Megatron-Core run on the CPU (gloo, float32).
 
 Megatron-Core asks for ``torch.cuda`` and ``device="cuda"``. `install` rebinds the *name* ``torch`` inside loaded
-``megatron.core`` modules to a proxy that answers with the CPU; the real ``torch`` is never modified. Beyond that, each
-patch below names the line of Megatron-Core 0.16.1 that it works around.
+``megatron.core`` modules to a proxy that answers with the CPU; the real ``torch`` is never modified. A few functions of
+Megatron-Core 0.16.1 are patched beyond that; each patch says what it works around.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _installed: torch.device | None = None
 
 
 def install(device: torch.device = _CPU) -> None:
-    """Make every loaded ``megatron.core`` module see ``device``, before a model is built; again: nothing.
+    """Make every loaded ``megatron.core`` module see ``device``; for before a model is built. Safe to call again.
 
-    The meta device is for counting: models get shapes without memory. A process has one device.
+    On the meta device models have shapes but no memory, for counting parameters. A process has one device.
     """
     global _installed
     if _installed is not None:

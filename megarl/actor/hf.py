@@ -1,8 +1,8 @@
 """Hugging Face safetensors to Megatron parameters and back, a block of rows at a time, from and to any layout.
 
-Beside its parameters a rank holds one block: loading reads the rows of its own slices alone, exporting gathers a block
-from the ranks that share a tensor on the one that writes it. What is written has the names, dtypes, shapes and expert
-layout (fused, or one tensor an expert) of the model that the policy started from.
+Beside its parameters a rank holds one block at a time. Loading reads only the rows of the rank's own slices. Exporting
+gathers a block from the ranks that share a tensor on the one that writes it; the files have the names, dtypes, shapes
+and expert layout (fused, or one tensor an expert) of the model that the policy started from.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megarl.actor.hf_names import EMBEDDING, LM_HEAD, HfTensor, all_names, expert_number, hf_tensors
+from megarl.actor.hf_names import HfTensor, expert_number, hf_tensors, missing_names
 from megarl.actor.model import PolicyModel
 from megarl.errors import UserError
+from megarl.models import family_of
+from megarl.models.tensors import EMBEDDING, LM_HEAD
 from megarl.storage.files import atomic_directory, disk_errors, file_sha256
 from megarl.storage.policies import PolicyInfo, copy_auxiliary, write_info
 from megarl.storage.reference_logprobs import Reference, reference_sequences, write_reference
@@ -41,7 +43,7 @@ def load_hf(models: list[PolicyModel], model_dir: Path) -> None:
     """
     tied = models[0].share_embeddings_and_output_weights
     with TensorFiles.of_directory(Path(model_dir)) as source:
-        _refuse_unknown(source, models[0], Path(model_dir))
+        _refuse_unknown(source, models, Path(model_dir))
         for tensor in hf_tensors(models):
             name = EMBEDDING if tied and tensor.name == LM_HEAD else _name_on_this_rank(tensor, models[0])
             region = source.region(name)
@@ -76,10 +78,13 @@ def _name_on_this_rank(tensor: HfTensor, model: PolicyModel) -> str:
     return tensor.name.format(expert_number(tensor.local_expert, rank, model.config))
 
 
-def _refuse_unknown(source: TensorFiles, model: PolicyModel, model_dir: Path) -> None:
-    """Weights that the model would not use mean that it is another model than megarl would compute."""
-    tied = model.share_embeddings_and_output_weights
-    known = {source.stored_name(name) for name in all_names(model.config, tied)} | ({LM_HEAD} if tied else set())
+def _refuse_unknown(source: TensorFiles, models: list[PolicyModel], model_dir: Path) -> None:
+    """Weights that Megatron's model would not use mean that it would compute another function than the file's model."""
+    hf = models[0].hf
+    names = family_of(hf).tensor_names(hf) - missing_names(models)
+    known = {source.stored_name(name) for name in names}
+    if models[0].share_embeddings_and_output_weights:
+        known.add(LM_HEAD)  # which some files store although it is tied
     unknown = sorted(set(source.regions) - known)
     if unknown:
         raise UserError(
@@ -121,7 +126,7 @@ def export_hf(
         dist.broadcast_object_list(box, src=0)
         with disk_errors(target):
             _write_files(models, Path(box[0]), like)
-    dist.broadcast_object_list(info, src=0)  # nobody goes on before the rename
+    dist.broadcast_object_list(info, src=0)  # no rank returns before the rename
     result: PolicyInfo = info[0]
     return result
 
@@ -131,7 +136,7 @@ def fixed_sequences(model: PolicyModel) -> list[list[int]]:
 
 
 def _precision(model: PolicyModel, like: Path) -> str:
-    """Of the model's arithmetic or of the weights as they are stored, whichever is coarser."""
+    """The coarser of two dtypes: of the model's arithmetic, and of the weights as stored."""
     with TensorFiles.of_directory(Path(like)) as source:
         stored = {region.dtype for region in source.regions.values()}
     return "float32" if {model.config.params_dtype, *stored} == {torch.float32} else "bfloat16"
@@ -139,7 +144,7 @@ def _precision(model: PolicyModel, like: Path) -> str:
 
 @dataclass(frozen=True)
 class _Job:
-    """One tensor of the target: the slices that make it, and the ranks that hold them."""
+    """The export of one tensor: this rank's slices of it, and the ranks that hold the others."""
 
     stored_name: str
     slices: list[HfTensor]  # several where experts are fused
@@ -150,7 +155,7 @@ class _Job:
 def _jobs(models: list[PolicyModel], source: TensorFiles) -> Iterator[_Job]:
     """The tensors to whose export this rank contributes, in the same order on all ranks of each group.
 
-    One data-parallel replica does the work; the ranks of a group take turns as writers.
+    Only the first data-parallel replica exports; the ranks of a group take turns as writers.
     """
     slices: dict[str, list[HfTensor]] = {}
     for tensor in hf_tensors(models):
@@ -205,7 +210,7 @@ def _by_file(names: list[str], source: TensorFiles) -> list[list[str]]:
 
 
 def _export(tensor: HfTensor, job: _Job, source: TensorFiles, target: TensorFiles, model: PolicyModel) -> None:
-    """Gather the tensor block by block (of a fused one, the same local expert of every rank) and write it."""
+    """Gather the tensor block by block and write it; for fused experts, the same local expert of every rank at once."""
     stored, group = source.regions[job.stored_name], job.group
     shares = _sharing_group(tensor).size()
     row_bytes = math.prod(tensor.shape[1:]) * stored.dtype.itemsize
@@ -214,7 +219,7 @@ def _export(tensor: HfTensor, job: _Job, source: TensorFiles, target: TensorFile
         parts = [block] if tensor.split is None else _gather(block, group, job.writer)
         if group.rank() != job.writer:
             continue
-        for rank in range(0, len(parts), shares):  # those of one expert, or all
+        for rank in range(0, len(parts), shares):  # the parts of one expert, or all parts
             name = tensor.name
             if tensor.local_expert is not None:
                 expert_rank = rank // shares if group.size() > shares else mpu.get_expert_model_parallel_rank()

@@ -1,7 +1,8 @@
-"""Which Hugging Face tensors a Megatron parameter is made of, as views of the parameter.
+"""Cuts Megatron's parameters into views that are the tensors of a Hugging Face model.
 
-Covers the torch-native modules, Transformer Engine's (norm weights inside the linear layer that follows) and both
-grouped-GEMM forms of the experts.
+`megarl.models` says which tensors a parameter is made of, by the names of the torch-native modules. Here these names
+are found for Transformer Engine's modules (which keep a norm's weight in the linear layer after it) and for all three
+forms of the experts.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.actor.model import PolicyModel
-
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+from megarl.models import family_of
+from megarl.models.tensors import LM_HEAD, OUTSIDE_LAYERS, HfTensors
 
 
 @dataclass(frozen=True)
@@ -43,22 +44,9 @@ class HfTensor:
                 first += block.shape[0]
 
 
-# (Hugging Face name, dimension that tensor parallelism splits) of what is one tensor on both sides
-_TOP = {
-    "embedding.word_embeddings.weight": (EMBEDDING, 0),
-    "output_layer.weight": (LM_HEAD, 0),
-    "decoder.final_layernorm.weight": ("model.norm.weight", None),
-}
-_LAYER = {
-    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight", 1),
-    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight", None),
-    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight", None),
-    "input_layernorm.weight": ("input_layernorm.weight", None),
-    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight", None),
-    "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight", None),
-    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight", None),
-    "mlp.router.weight": ("mlp.gate.weight", None),
-    "mlp.linear_fc2.weight": ("mlp.down_proj.weight", 1),
+_NATIVE_NAMES = {  # of what Transformer Engine calls
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:"
@@ -74,56 +62,59 @@ def hf_tensors(models: list[PolicyModel]) -> Iterator[HfTensor]:
     Tied embeddings come as `LM_HEAD` too, on the last pipeline stage.
     """
     for model in models:
+        in_layers = family_of(model.hf).layer_tensors(model.hf)
         for name, parameter in model.named_parameters():
-            yield from _of_parameter(name, parameter.detach(), model)
+            yield from _of_parameter(name, parameter.detach(), model, in_layers)
         if model.share_embeddings_and_output_weights and model.pre_process and model.post_process:
             weight = model.embedding.word_embeddings.weight.detach()
             yield HfTensor(LM_HEAD, (weight,), 0, "embedding.word_embeddings.weight")
 
 
-def _of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel) -> Iterator[HfTensor]:
-    if name in _TOP:
-        yield HfTensor(_TOP[name][0], (parameter,), _TOP[name][1], name)
-        return
-    _, _, layer, rest = name.split(".", 3)  # decoder.layers.<local>.<rest>
-    prefix = f"model.layers.{model.decoder.layers[int(layer)].layer_number - 1}."
-    if rest in _LAYER:
-        yield HfTensor(prefix + _LAYER[rest][0], (parameter,), _LAYER[rest][1], name)
-    elif rest.startswith("self_attention.linear_qkv."):
-        for letter, views in zip("qkv", _query_key_value(parameter, model.config), strict=True):
-            yield HfTensor(f"{prefix}self_attn.{letter}_proj.{rest.rpartition('.')[2]}", views, 0, name)
-    elif rest == "mlp.linear_fc1.weight":
-        for kind, half in zip(("gate", "up"), parameter.chunk(2), strict=True):
-            yield HfTensor(f"{prefix}mlp.{kind}_proj.weight", (half,), 0, name)
+def _of_parameter(
+    name: str, parameter: torch.Tensor, model: PolicyModel, in_layers: dict[str, HfTensors]
+) -> Iterator[HfTensor]:
+    experts: list[tuple[int | None, torch.Tensor]] = [(None, parameter)]
+    tensors: HfTensors | None
+    if name in OUTSIDE_LAYERS:
+        prefix, tensors = "", OUTSIDE_LAYERS[name]
     else:
-        yield from _of_experts(name, rest, prefix, parameter, model.config)
+        _, _, layer, rest = name.split(".", 3)  # decoder.layers.<local>.<rest>
+        prefix, native = _layer_prefix(model, int(layer)), _NATIVE_NAMES.get(rest, rest)
+        if match := _EXPERT.fullmatch(rest):
+            number, experts = _experts(match, parameter, model.config)
+            native = f"mlp.experts.linear_fc{number}.weight"
+        tensors = in_layers.get(native)
+    if tensors is None:
+        raise NotImplementedError(f"no Hugging Face tensor is known for Megatron's parameter {name}")
+    for expert, weight in experts:
+        for hf_name, views in zip(tensors.names, _views(weight, tensors, model.config), strict=True):
+            yield HfTensor(prefix + hf_name, views, tensors.split, name, expert)
 
 
-def _query_key_value(parameter: torch.Tensor, config: TransformerConfig) -> list[tuple[torch.Tensor, ...]]:
-    """Megatron stores one query group after another: its queries, its key, its value."""
+def _layer_prefix(model: PolicyModel, local: int) -> str:
+    return f"model.layers.{model.decoder.layers[local].layer_number - 1}."
+
+
+def _views(parameter: torch.Tensor, tensors: HfTensors, config: TransformerConfig) -> list[tuple[torch.Tensor, ...]]:
+    """For each of ``tensors`` its views of the parameter."""
+    if tensors.packing == "rows":
+        return [(part,) for part in parameter.chunk(len(tensors.names))]
     queries = config.num_attention_heads // config.num_query_groups
     sizes = [queries * config.kv_channels, config.kv_channels, config.kv_channels]
     groups = [group.split(sizes) for group in parameter.split(sum(sizes))]
     return [tuple(group[i] for group in groups) for i in range(3)]
 
 
-def _of_experts(
-    name: str, rest: str, prefix: str, parameter: torch.Tensor, config: TransformerConfig
-) -> Iterator[HfTensor]:
-    match = _EXPERT.fullmatch(rest)
-    if match is None:
-        raise NotImplementedError(f"no Hugging Face tensor is known for Megatron's parameter {name}")
-    if match["stacked_fc"]:
-        count = config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
-        inputs = config.hidden_size if match["stacked_fc"] == "1" else parameter.shape[0] // count
-        experts = [(i, expert.t()) for i, expert in enumerate(parameter.view(count, inputs, -1))]
-    else:
-        experts = [(int(match["sequential"] or match["grouped"]), parameter)]
-    first_layer = (match["sequential_fc"] or match["grouped_fc"] or match["stacked_fc"]) == "1"
-    for number, weight in experts:
-        kinds, views, split = (("gate", "up"), weight.chunk(2), 0) if first_layer else (("down",), (weight,), 1)
-        for kind, view in zip(kinds, views, strict=True):
-            yield HfTensor(f"{prefix}mlp.experts.{{}}.{kind}_proj.weight", (view,), split, name, number)
+def _experts(
+    match: re.Match[str], parameter: torch.Tensor, config: TransformerConfig
+) -> tuple[str, list[tuple[int | None, torch.Tensor]]]:
+    """Which of an expert's two matrices the parameter holds ("1", "2"), and it: (local expert, [outputs, inputs])."""
+    if not match["stacked_fc"]:
+        local = int(match["sequential"] or match["grouped"])
+        return match["sequential_fc"] or match["grouped_fc"], [(local, parameter)]
+    count = config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
+    inputs = config.hidden_size if match["stacked_fc"] == "1" else parameter.shape[0] // count
+    return match["stacked_fc"], [(i, expert.t()) for i, expert in enumerate(parameter.view(count, inputs, -1))]
 
 
 def expert_number(local: int, rank: int, config: TransformerConfig) -> int:
@@ -132,17 +123,14 @@ def expert_number(local: int, rank: int, config: TransformerConfig) -> int:
     return local + rank * per_rank
 
 
-def all_names(config: TransformerConfig, tied: bool) -> set[str]:
-    """Every tensor name of the whole model, one an expert."""
-    layer = ["input_layernorm", "post_attention_layernorm", *(f"self_attn.{x}_proj" for x in "qkvo")]
-    layer += ["self_attn.q_norm", "self_attn.k_norm"] if config.qk_layernorm else []
-    mlp = ["gate_proj", "up_proj", "down_proj"]
-    if config.num_moe_experts:
-        layer.append("mlp.gate")
-        layer += [f"mlp.experts.{e}.{x}" for e in range(config.num_moe_experts) for x in mlp]
-    else:
-        layer += [f"mlp.{x}" for x in mlp]
-    names = [f"{x}.weight" for x in layer]
-    names += [f"self_attn.{x}_proj.bias" for x in "qkv"] if config.add_qkv_bias else []
-    everywhere = {EMBEDDING, "model.norm.weight"} | (set() if tied else {LM_HEAD})
-    return everywhere | {f"model.layers.{i}.{name}" for i in range(config.num_layers) for name in names}
+def missing_names(models: list[PolicyModel]) -> set[str]:
+    """Tensors of this rank's layers for which Megatron has no parameter, because ``[megatron]`` changed the model."""
+    built = {tensor.name for tensor in hf_tensors(models)}
+    wanted = {
+        _layer_prefix(model, local) + name
+        for model in models
+        for tensors in family_of(model.hf).layer_tensors(model.hf).values()
+        for name in tensors.names
+        for local in range(len(model.decoder.layers))
+    }
+    return wanted - built

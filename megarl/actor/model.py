@@ -1,4 +1,4 @@
-"""From a Hugging Face config.json and the recipe to a Megatron-Core GPTModel that answers with token log-probs."""
+"""Builds, from config.json and the recipe, a Megatron-Core GPTModel that returns the log-probs of tokens."""
 
 from __future__ import annotations
 
@@ -19,28 +19,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.actor.attention import PackedSequences, torch_layer_spec
 from megarl.errors import UserError
 from megarl.kernels.linear_logprob import linear_logprob
+from megarl.models import family_of
 from megarl.recipe.tables import Recipe
 
 
 def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
-    """Megatron's configuration of the model; ``[megatron]`` has the last word."""
+    """Megatron's configuration of the model. Fields in ``[megatron]`` override what megarl would set."""
     actor = recipe.actor
     cpu = actor.backend == "cpu"
     dtype = torch.float32 if cpu else torch.bfloat16
-    settings: dict[str, Any] = dict(
-        num_layers=hf["num_hidden_layers"],
-        hidden_size=hf["hidden_size"],
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf["num_key_value_heads"],
-        kv_channels=hf["head_dim"],
-        ffn_hidden_size=hf["intermediate_size"],
-        layernorm_epsilon=hf["rms_norm_eps"],
-        normalization="RMSNorm",
-        qk_layernorm=hf["model_type"].startswith("qwen3"),
-        add_qkv_bias=hf["model_type"] == "qwen2",
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=F.silu,
+    settings = family_of(hf).megatron_settings(hf) | dict(
+        activation_func=F.silu,  # the only one that families let through
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -52,12 +41,12 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         expert_model_parallel_size=actor.expert_parallel,
         expert_tensor_parallel_size=actor.expert_tensor_parallel or actor.tensor_parallel,
         sequence_parallel=actor.tensor_parallel > 1,
-        # packed micro-batches differ in length; between virtual stages of two pipeline ranks Megatron would take the
-        # shape of one message for another's, so there all micro-batches of an update are made equally long
+        # packed micro-batches differ in length; with virtual stages on two pipeline ranks Megatron would confuse the
+        # shapes of two messages, so there all micro-batches of an update are made equally long
         variable_seq_lengths=recipe.virtual_pipeline_stages is None,
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, also for dense models
-        calculate_per_token_loss=True,  # sums now, one global denominator over the whole optimizer batch
-        batch_p2p_comm=False,  # the default lets sends of virtual stages cross silently
+        calculate_per_token_loss=True,  # sums of losses, divided once by the count of the whole optimizer batch
+        batch_p2p_comm=False,  # with the default, virtual stages receive each other's messages, without an error
         use_cpu_initialization=cpu,
         # the fused variants need Transformer Engine, Apex or a compiler at run time
         bias_activation_fusion=False,
@@ -68,27 +57,20 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         persist_layer_norm=False,
         deterministic_mode=False,
     )
-    if hf["model_type"] == "qwen3_moe":
-        settings |= _moe_settings(hf, cpu) | {"moe_grouped_gemm": actor.layers == "transformer_engine"}
+    if "num_moe_experts" in settings:
+        settings |= dict(
+            moe_grouped_gemm=actor.layers == "transformer_engine",
+            moe_router_dtype=None if cpu else "fp32",
+            # load balancing would change the policy's log-probs, and ratios would show that as staleness
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+        )
     if actor.recompute == "full":
-        settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        settings |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     unknown = sorted(set(recipe.megatron) - set(TransformerConfig.__dataclass_fields__))
     if unknown:
         raise UserError(f"[megatron] {unknown[0]}: Megatron-Core's TransformerConfig has no such field")
     return TransformerConfig(**settings | recipe.megatron)
-
-
-def _moe_settings(hf: dict[str, Any], cpu: bool) -> dict[str, Any]:
-    return dict(
-        num_moe_experts=hf["num_experts"],
-        moe_router_topk=hf["num_experts_per_tok"],
-        moe_ffn_hidden_size=hf["moe_intermediate_size"],
-        moe_router_pre_softmax=not hf.get("norm_topk_prob", True),
-        moe_router_dtype=None if cpu else "fp32",
-        # load balancing moves the policy's log-probs, which the ratios would then charge to staleness
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-    )
 
 
 class PolicyModel(GPTModel):
@@ -101,7 +83,12 @@ class PolicyModel(GPTModel):
 
     temperature: float = 1.0
     head_backend: str = "torch"  # of `megarl.kernels.linear_logprob`
-    true_vocab_size: int  # rows beyond it only pad the vocabulary
+    hf: dict[str, Any]  # settings of the model, from `megarl.models.hf_config.read_hf_config`
+
+    @property
+    def true_vocab_size(self) -> int:
+        """Rows of embedding and lm head; those beyond it only pad the vocabulary."""
+        return int(self.hf["vocab_size"])
 
     def _postprocess(
         self,
@@ -141,12 +128,12 @@ class PolicyModel(GPTModel):
 def _layer_spec(config: TransformerConfig, recipe: Recipe, stage: int | None) -> TransformerBlockSubmodules:
     if recipe.actor.layers == "torch":
         return torch_layer_spec(config, vp_stage=stage)
-    # attention over packed sequences, grouped GEMM and fp8 are Transformer Engine's own
+    # Transformer Engine has its own attention over packed sequences, grouped GEMM and fp8
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
 
 
 def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
-    """This rank's model chunks (one, or one a virtual pipeline stage), with weights still to be loaded."""
+    """This rank's model chunks (one, or one for each virtual pipeline stage), with weights still to be loaded."""
     config = transformer_config(hf, recipe)
     tp = recipe.actor.tensor_parallel
     virtual = config.virtual_pipeline_model_parallel_size
@@ -168,7 +155,7 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
         )
         model.temperature = recipe.rollout.temperature
         model.head_backend = recipe.actor.head_backend
-        model.true_vocab_size = hf["vocab_size"]
+        model.hf = hf
         stays = recipe.actor.backend == "cpu" or config.init_model_with_meta_device
         chunks.append(model if stays else model.cuda())
     return chunks

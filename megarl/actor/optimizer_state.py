@@ -1,9 +1,9 @@
 """Adam's state as pieces of whole tensors, so that a checkpoint of one layout loads into any other.
 
-Megatron's distributed optimizer gives each data-parallel rank a range of the flattened parameters, and its own
-"fully_reshardable" checkpoints gather all of them on every data-parallel rank first: for Qwen3-30B-A3B on 32 GPUs 48 GB
-a rank. A range of a flattened matrix is at most three rectangles of it, and torch's distributed checkpoints store and
-load rectangles. So every rank writes what it has, and nobody gathers.
+Megatron's distributed optimizer gives each data-parallel rank a range of the flattened parameters. Its own
+"fully_reshardable" checkpoints first gather all ranges on every data-parallel rank: 48 GB a rank for Qwen3-30B-A3B on
+32 GPUs. But a range of a flattened matrix is at most three rectangles of that matrix, and torch's distributed
+checkpoints store and load rectangles. So every rank writes what it has, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 def rectangles(start: int, end: int, shape: tuple[int, ...]) -> list[Rectangle]:
-    """The elements [start, end) of a flattened tensor as rectangles of it, in order: at most 2 dims - 1."""
+    """The elements [start, end) of a flattened tensor as rectangles of it, in order: at most 2 len(shape) - 1."""
     if start >= end:
         return []
     if len(shape) == 1:
@@ -43,10 +43,10 @@ def rectangles(start: int, end: int, shape: tuple[int, ...]) -> list[Rectangle]:
 
 
 def sharded_adam_state(optimizer: MegatronOptimizer, model_state: Any) -> dict[str, ShardedTensor]:
-    """This rank's Adam moments, and float32 parameters where the model has others, for `dist_checkpointing`.
+    """This rank's Adam moments, and float32 master weights where the model's are bfloat16, for `dist_checkpointing`.
 
-    model_state: sharded state dicts of all model chunks. The tensors are views of the optimizer's own: loading into
-    them restores it, but for `set_adam_step`.
+    model_state: sharded state dicts of all model chunks. The tensors are views of the optimizer's: loading into them
+    restores all but the step count, which `set_adam_step` does.
     """
     placed = {part.data: part for part in nested_values(model_state) if _is_tensor(part)}
     state = {}
@@ -71,9 +71,9 @@ def _is_tensor(part: Any) -> bool:
 def _pieces(
     placed: ShardedTensor | ShardedTensorFactory, parameter: torch.Tensor, start: int, flat: torch.Tensor, name: str
 ) -> Iterator[ShardedTensor]:
-    """Rectangles of ``flat``, which is ``parameter.view(-1)[start:]`` of some state, in the whole tensors."""
+    """Rectangles of ``flat``, a state of the elements ``parameter.view(-1)[start:]``, placed in the whole tensors."""
     blocks = nested_values(placed.build()) if isinstance(placed, ShardedTensorFactory) else [placed]
-    for block in blocks:  # a fused gate and up projection is two tensors on disk
+    for block in blocks:  # gate and up projection, fused in the parameter, are two tensors on disk
         assert block.data.is_contiguous()
         begin = (block.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
         low, high = max(start, begin), min(start + flat.numel(), begin + block.data.numel())
@@ -89,20 +89,20 @@ def _pieces(
                 global_shape=block.global_shape,
                 global_offset=tuple(a + b for a, b in zip(block.global_offset, offset, strict=True)),
                 axis_fragmentations=None,  # irregular
-                # replicas over tensor parallelism and tied embeddings stay; every data-parallel rank has its own range
+                # replicas by tensor parallelism and tied embeddings remain; data-parallel ranks differ in their ranges
                 replica_id=(*block.replica_id[:2], 0),
                 allow_shape_mismatch=block.allow_shape_mismatch,
             )
 
 
 def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """One for the experts and one for the rest, where there are experts; without ranks that own no parameter."""
+    """The parts of a chained optimizer (experts, all else) of which this rank owns parameters."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not part.is_stub_optimizer]
 
 
 def create_adam_state(optimizer: DistributedOptimizer) -> None:
-    """Adam has no state before its first step."""
+    """Create the moments, as zeros, which Adam itself does at its first step."""
     for group in optimizer.optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.optimizer.state[parameter]
@@ -114,7 +114,7 @@ def create_adam_state(optimizer: DistributedOptimizer) -> None:
 
 
 def adam_step(optimizer: MegatronOptimizer) -> int:
-    """Updates that Adam has made: torch counts them per parameter, Transformer Engine and Apex per group."""
+    """Number of updates made: torch's Adam counts them per parameter, Transformer Engine's and Apex's per group."""
     for part in distributed_optimizers(optimizer):
         for group in part.optimizer.param_groups:
             if "step" in group:
@@ -131,4 +131,4 @@ def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
                 group["step"] = step
                 continue
             for parameter in group["params"]:
-                part.optimizer.state[parameter]["step"] = torch.tensor(float(step))  # one each: Adam advances in place
+                part.optimizer.state[parameter]["step"] = torch.tensor(float(step))  # not shared: Adam adds in place

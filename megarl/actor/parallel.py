@@ -1,4 +1,4 @@
-"""torch.distributed and Megatron's process groups for one rank of an optimize phase."""
+"""torch.distributed and Megatron's process groups for one rank that trains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def initialize(recipe: Recipe) -> torch.device:
 
 
 def join(recipe: Recipe, role: Role | None = None) -> tuple[torch.device, dist.Store]:
-    """`initialize` for the processes of one ``role``; also the store that all processes of the phase share."""
+    """`initialize` among the processes of one ``role``; returns the store of all the phase's processes too."""
     device = torch.device("cpu")
     if recipe.actor.backend == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -31,8 +31,11 @@ def join(recipe: Recipe, role: Role | None = None) -> tuple[torch.device, dist.S
     return device, store
 
 
-def build_groups(recipe: Recipe) -> None:
-    """Megatron's process groups of the recipe's layout over all ranks, and its random state."""
+def build_groups(recipe: Recipe, gloo: bool = True) -> None:
+    """Megatron's process groups of the recipe's layout over all ranks, and its random state.
+
+    gloo: beside the groups of the default backend.
+    """
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -44,13 +47,14 @@ def build_groups(recipe: Recipe) -> None:
         context_parallel_size=actor.context_parallel,
         expert_model_parallel_size=actor.expert_parallel,
         expert_tensor_parallel_size=actor.expert_tensor_parallel or actor.tensor_parallel,
+        create_gloo_process_groups=gloo,
     )
     torch.manual_seed(recipe.run.seed)
     model_parallel_cuda_manual_seed(recipe.run.seed)
 
 
 def reports_metrics() -> bool:
-    """True on the one rank that knows the loss and writes metrics: last pipeline stage, first of everything else."""
+    """True on the one rank that writes metrics: the first in all but the pipeline, whose last stage knows the loss."""
     from megatron.core import parallel_state as mpu
 
     first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_data_parallel_rank(with_context_parallel=True) == 0

@@ -1,4 +1,4 @@
-"""The actor of one rank and its one verb: an optimizer update over packed micro-batches."""
+"""The actor of one rank, and its one operation: an optimizer update over packed micro-batches."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Actor:
     models: list[PolicyModel]  # this rank's chunks; more than one with virtual pipeline stages
     replicas: list[DistributedDataParallel]  # the same chunks, wrapped
     optimizer: MegatronOptimizer
-    frozen: list[FrozenPolicy] = field(default_factory=list)  # what some objectives compare the policy with
-    skipped_updates: int = 0  # of the run, because they were not finite
-    lagged: Any = None  # statistics of the previous update, where ``statistics_scope = "lagged"`` wants them
+    frozen: list[FrozenPolicy] = field(default_factory=list)  # with which some objectives compare the policy
+    skipped_updates: int = 0  # in the whole run, because they were not finite
+    lagged: Any = None  # batch statistics of the previous update, under ``statistics_scope = "lagged"``
     saving: AsyncCallsQueue = field(default_factory=AsyncCallsQueue)  # the checkpoint being written, if any
 
     @classmethod
@@ -82,9 +82,9 @@ def train_step(
 ) -> dict[str, float]:
     """One optimizer update; returns metrics averaged over the whole optimizer batch of all ranks.
 
-    ``micro_batches`` are this data-parallel rank's own. Raises `NonFiniteUpdate` on all ranks, before anything is
-    applied, when the loss or the gradient is not finite. Outside the last pipeline stage only ``grad_norm`` and ``lr``
-    come back.
+    micro_batches: those of this data-parallel rank. Raises `NonFiniteUpdate` on all ranks, before anything is applied,
+    when the loss or the gradient is not finite. Outside the last pipeline stage it returns only ``grad_norm`` and
+    ``lr``.
     """
     logs, metrics = compute_gradients(actor, micro_batches, objective)
     norm = _gradient_norm(actor.optimizer)
@@ -100,7 +100,10 @@ def train_step(
 def compute_gradients(
     actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions
 ) -> tuple[list[MicroBatchLog], dict[str, float]]:
-    """Forward and backward of an update: gradients in the replicas' buffers, reduced; logs and metrics of the batch."""
+    """Forward and backward passes of an update. Leaves the reduced gradients in the replicas' buffers.
+
+    Returns this rank's logs, one a micro-batch, and the metrics of the whole batch.
+    """
     for policy in actor.frozen:
         micro_batches = policy.annotate(micro_batches)
     statistics = _statistics(actor, micro_batches, objective)
@@ -116,23 +119,22 @@ def compute_gradients(
 def _statistics(
     actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions
 ) -> Callable[[TokenBatch], Any]:
-    """Where a micro-batch finds what a batch-level objective needs, by ``actor.statistics_scope``."""
+    """A function from a micro-batch to the statistics that its objective gets, by ``actor.statistics_scope``."""
     scope, backend = actor.recipe.actor.statistics_scope, actor.recipe.actor.kernel_backend
     if not objective.needs_statistics or scope == "micro":
-        return lambda batch: None  # without statistics a micro-batch stands for the whole batch
+        return lambda batch: None  # the objective then takes the statistics of the micro-batch
     if scope == "lagged" and actor.lagged is not None:
         return lambda batch: actor.lagged
     if len(micro_batches) == 1 and mpu.get_pipeline_model_parallel_world_size() == 1:
-        return lambda batch: objective.statistics(
-            batch.detach(), _batch_group(), backend
-        )  # it is all there: no extra pass
+        # this rank's whole batch is one micro-batch: its log-probs are known without an extra pass
+        return lambda batch: objective.statistics(batch.detach(), _batch_group(), backend)
     logs = run_micro_batches(actor.replicas, micro_batches, collect, forward_only=True)
     exact = _whole_batch_statistics(objective, logs, backend)
     return lambda batch: exact
 
 
 def _whole_batch_statistics(objective: Objective | WithOptions, logs: list[MicroBatchLog], backend: str) -> Any:
-    """Exact statistics on the last pipeline stage; elsewhere something that is not None, so that all ranks agree."""
+    """Exact statistics on the last pipeline stage; elsewhere () and not None, so that all ranks know there are some."""
     if not logs:
         return ()
     return objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group(), backend)
@@ -150,7 +152,7 @@ def _loss(
     statistics: Callable[[TokenBatch], Any],
     backend: str,
 ) -> Loss:
-    """The objective in Megatron's contract, (sum, count, log); the gradient is divided once by the global count."""
+    """The objective as Megatron wants it: (sum, count, log). Megatron divides the gradient by the global count."""
     batch = token_batch(micro_batch, output)
     terms = objective(batch, statistics(batch), backend)
     weights = token_weights(batch.loss_mask, batch.cu_seqlens, objective.aggregation, batch.shard)
@@ -162,7 +164,7 @@ def _loss(
 
 
 def _reduce(logs: list[MicroBatchLog]) -> dict[str, float]:
-    """Sums over all micro-batches and data-parallel ranks, then means; the one host sync of an update."""
+    """Means over all micro-batches and data-parallel ranks. The one wait for the device in an update."""
     if not logs:
         return {}  # not the last pipeline stage
     pairs = torch.stack([torch.stack([x for p in log.metrics.values() for x in p]) for log in logs]).sum(0)
@@ -174,14 +176,14 @@ def _reduce(logs: list[MicroBatchLog]) -> dict[str, float]:
 
 
 def _gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """L2 norm of the whole gradient over all ranks; not finite if any of it is not."""
+    """L2 norm of the whole gradient over all ranks; not finite if any element is not."""
     overflow = optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     return math.nan if overflow else norm
 
 
 def _all_finite(loss: float, norm: float) -> bool:
-    """The same answer on all ranks: the norm is known to all, the loss to the last pipeline stage."""
+    """The same answer on all ranks, though only the last pipeline stage knows the loss."""
     finite = math.isfinite(loss) and math.isfinite(norm)
     pipeline = mpu.get_pipeline_model_parallel_group()
     if pipeline.size() == 1:

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face model: the families megarl knows, and a refusal of everything it would not compute."""
+"""config.json of a Hugging Face model: read, made uniform, and refused where megarl would compute another model."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.models import FAMILIES
 
-FAMILIES = ("qwen3_moe", "qwen3", "qwen2", "llama")
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# settings under which Megatron's model and the engine's would differ without a word
-_ONLY = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}
 
 
 def read_hf_config(model_dir: Path) -> dict[str, Any]:
-    """The settings of a supported model, with the names that differ between transformers' versions made one."""
+    """The settings of a supported model, under one name each where versions of transformers differ.
+
+    Beside what the file has: ``rope_theta``, ``rope_scaling_factor`` (of Llama 3, or None), ``num_experts`` (None in a
+    dense model) and ``head_dim``. `UserError` for an unreadable file, an unknown family and what a family refuses.
+    """
     path = Path(model_dir) / "config.json"
     try:
         hf: dict[str, Any] = json.loads(path.read_text())
@@ -28,13 +30,8 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     if hf.get("model_type") not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UserError(f"{path}: model_type {hf.get('model_type')!r} is not supported; known are {known}")
-    if hf["model_type"] == "qwen3_moe" and (hf.get("decoder_sparse_step", 1) != 1 or hf.get("mlp_only_layers")):
-        raise UserError(f"{path}: models that mix dense and sparse layers are not supported")
-    for name, only in _ONLY.items():
-        if hf.get(name, only) != only:
-            raise UserError(f"{path}: {name} = {hf[name]!r} is not supported, only {only!r}")
-    if hf.get("attention_bias") and hf["model_type"] != "qwen2":
-        raise UserError(f"{path}: attention_bias = true is not supported for {hf['model_type']}")
+    for problem in FAMILIES[hf["model_type"]].problems(hf):
+        raise UserError(f"{path}: {problem}")
     hf["rope_theta"], hf["rope_scaling_factor"] = _rope(hf, path)
     hf["num_experts"] = hf.get("num_experts") or hf.get("num_local_experts")
     hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]

@@ -1,7 +1,7 @@
-"""Which parallel layouts a model can have, and the nearest one that works where the asked one does not.
+"""Which parallel layouts a model can have, and the nearest valid one where the requested one is not.
 
-Megatron checks some of these rules after all processes have started, and others not at all: it then trains wrongly
-without a word. Here they are plain arithmetic, before any process.
+Megatron checks some of these rules only after all processes have started, and others not at all: it then trains
+wrongly without an error. Here they are checked by arithmetic before any process starts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
 
-# settings of TransformerConfig that [actor] owns, or without which megarl's loss would be wrong
+# settings of TransformerConfig that follow from [actor], and those without which megarl's loss would be wrong
 _OWNED = {
     "tensor_model_parallel_size": "[actor] tensor_parallel",
     "pipeline_model_parallel_size": "[actor] pipeline_parallel",
@@ -31,7 +31,7 @@ _REQUIRED = {
     "batch_p2p_comm": (False, "messages between virtual pipeline stages would cross without a word"),
 }
 
-# settings that decide where things are computed and how they are kept, not what: a run may be continued with others
+# settings that decide where things are computed and what is kept, but not the result: a run may change them midway
 LAYOUT_SETTINGS = (
     "actor.processes_per_node",
     "actor.tensor_parallel",
@@ -55,18 +55,18 @@ LAYOUT_SETTINGS = (
     "run.wandb",
 )
 _STAGE_LAYOUT = re.compile(r"stages\.\d+\.(workers|tensor_parallel|memory_fraction)")
-# how much a change of a factor moves: the first three cut every layer, the others experts alone
+# cost of changing a factor in the search for the nearest layout: these cut every layer, the others only experts
 _WEIGHT = {"tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": 2}
 
 
 def is_layout_setting(name: str) -> bool:
-    """Of a ``section.key``: whether a run may be continued with another value."""
+    """Whether a run may be continued with another value of this ``section.key``."""
     return name in LAYOUT_SETTINGS or _STAGE_LAYOUT.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks and how the model is cut over them; names as in ``[actor]``."""
+    """The number of ranks and how the model is divided among them; names as in ``[actor]``."""
 
     ranks: int
     tensor_parallel: int = 1
@@ -129,7 +129,7 @@ class Layout:
                 yield f"processes_per_node * nodes = {self.ranks} is no multiple of {' * '.join(names)} = {product}"
 
     def nearest(self, hf: dict[str, Any]) -> Layout | None:
-        """The valid layout on the same ranks that changes the asked factors least."""
+        """The valid layout on the same ranks that differs least from this one; None if there is none."""
         sizes = [n for n in range(1, self.ranks + 1) if self.ranks % n == 0]
         best: tuple[float, Layout] | None = None
         for tensor, pipeline, context in itertools.product(sizes, repeat=3):
@@ -148,7 +148,7 @@ class Layout:
         return sum(_WEIGHT.get(key, 1) * abs(math.log2(theirs[key] / size)) for key, size in mine.items())
 
     def changes(self, other: Layout) -> str:
-        """``other``'s factors that differ, as a recipe would say them."""
+        """The factors in which ``other`` differs, with its values, as a recipe writes them."""
         mine, theirs = asdict(self), asdict(other)
         names = {"virtual_stages": "[megatron] virtual_pipeline_model_parallel_size"}
         return ", ".join(
@@ -161,7 +161,7 @@ class Layout:
 def check_layout(recipe: Recipe, hf: dict[str, Any], nodes: int | None = 1) -> None:
     """`UserError` for a layout that Megatron would refuse or silently get wrong, with the nearest that works.
 
-    nodes: None where the number of ranks is not to be judged.
+    nodes: None where the number of ranks is not known yet and not checked.
     """
     for key, owner in _OWNED.items():
         if key in recipe.megatron:

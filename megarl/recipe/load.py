@@ -1,6 +1,6 @@
 """Recipes as files: read, overridden, checked, written, compared. Every mistake is named before a process starts.
 
-Imports no engine, and torch only once all but ``[objective]`` is known to be right.
+Imports no engine. The fields of ``[objective]`` are checked last, since the objectives need torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def load_without_objective(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The same where torch is not installed: all but the objective's name and own fields is read and checked."""
+    """`load_recipe` for where torch is not installed: leaves out the objective's name and its own fields."""
     shared = set(ObjectiveTable.model_fields) - {"name"}
     tables = _read_tables(path)
     if isinstance(objective := tables.pop("objective", {}), dict):
@@ -59,7 +59,7 @@ def override_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 
 
 def _drop_foreign_fields(table: dict[str, Any]) -> None:
-    """Another objective has fields of its own; what all objectives share stays."""
+    """Keep of ``[objective]`` only what all objectives share: the objective's name has changed."""
     from megarl.objectives import OPTIONS
 
     shared = {*ObjectiveTable.model_fields, *OPTIONS}
@@ -77,7 +77,7 @@ def _absolute_paths(recipe: Recipe) -> Recipe:
     if evaluation.suite and (evaluation.source or data.source) == "file":
         evaluation = evaluation.model_copy(update={"suite": str(Path(evaluation.suite).resolve())})
     rollout = recipe.rollout
-    if rollout.sglang_python:  # the interpreter of an environment is a link that must not be followed
+    if rollout.sglang_python:  # not resolved: an environment's interpreter is a link, and works only under that name
         rollout = rollout.model_copy(update={"sglang_python": rollout.sglang_python.absolute()})
     return recipe.model_copy(update={"model": model, "data": data, "eval": evaluation, "rollout": rollout})
 
@@ -90,8 +90,9 @@ def _validate(tables: dict[str, Any]) -> Recipe:
 
 
 def parse_recipe(tables: dict[str, Any]) -> Recipe:
+    """The checked recipe, with every field of the objective set. `UserError` with one line per mistake."""
     recipe = _validate(tables)
-    from megarl.objectives import build_objective, resolved_fields  # needs torch: once the rest is known to be right
+    from megarl.objectives import build_objective, resolved_fields  # imports torch, so after all other checks
 
     fields = resolved_fields(build_objective(recipe.objective.name, recipe.objective.fields))
     kept = recipe.objective.model_dump(exclude=set(recipe.objective.fields))
@@ -158,7 +159,7 @@ def _short(value: Any) -> str:
 def _nearest(loc: tuple[Any, ...]) -> str:
     table: Any = Recipe
     for part in loc[:-1]:
-        # the one table of tables is [stages]
+        # only [stages] is a table of tables
         table = StageTable if table is dict else table.model_fields[part].annotation
         table = get_origin(table) or table
     known = list(table.model_fields)

@@ -1,7 +1,6 @@
-"""The recipe: one small frozen model a table, units beside defaults, every mistake named before a process starts.
+"""The tables and keys of a recipe, with their defaults, units and allowed values. Imports neither torch nor an engine.
 
-Imports neither torch nor any engine. `megarl.recipe.load` checks the fields of ``[objective]``, against the
-objective's own dataclass.
+`megarl.recipe.load` checks the fields of ``[objective]``, against the objective's own dataclass.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ class RolloutTable(Table):
     max_response_tokens: int = Field(1024, ge=1)  # tokens, stop token included
     responses_per_prompt: int = Field(8, ge=1)  # G, the size of a group
     oversample: float = Field(1.0, ge=1, allow_inf_nan=False)  # candidates for each group that is trained
-    groups_per_chunk: int = Field(128, ge=1)  # groups that an engine has at a time
+    groups_per_chunk: int = Field(128, ge=1)  # groups that an engine is given at a time
     memory_fraction: float = Field(0.92, gt=0, le=1)  # share of GPU memory an engine may take
     response_timeout: float = Field(3600.0, gt=0)  # seconds from its start until a response is cut off
     sglang_python: Path | None = Field(None, strict=False)  # interpreter that has SGLang; default: megarl's own
 
 
 class StageTable(Table):
-    """What one stage sets otherwise than ``[rollout]``."""
+    """``[stages.N]``: settings of ``[rollout]`` that differ in stage N."""
 
     engine: Engine | None = None
     workers: int | None = Field(None, ge=1)
@@ -77,8 +76,8 @@ class ScheduleTable(Table):
     # the rest is for live runs alone (docs/schedules.md)
     sync_every: int | None = Field(None, ge=1)  # updates between two versions of the policy that engines may load
     max_lag: int | None = Field(None, ge=0)  # updates; default with lockstep or delay: what follows from them
-    lockstep: bool = False  # every batch by the newest version: staleness 0 to sync_every - 1
-    delay: int = Field(0, ge=0)  # lockstep so many versions late: staleness delay * sync_every and up
+    lockstep: bool = False  # wait for the newest version before each batch: staleness 0 to sync_every - 1
+    delay: int = Field(0, ge=0)  # versions; lockstep, but with an older version: staleness delay * sync_every and up
     partial: bool = False  # responses that a new version interrupts are continued under it
     colocate: bool = False  # engines and trainer take turns on the same GPUs
 
@@ -88,7 +87,7 @@ class ScheduleTable(Table):
 
     @property
     def lag_rule(self) -> LagRule:
-        """Of a live run."""
+        """For live runs only."""
         assert self.sync_every is not None
         delay = self.delay if self.lockstep or self.delay else None
         implied = (self.delay + 1) * self.sync_every - 1
@@ -162,12 +161,12 @@ class ActorTable(Table):
     kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
     recompute: Literal["none", "full"] = "none"
     layers: Literal["torch", "transformer_engine"] = "torch"  # what the model's modules are made of
-    # experts of a token: chosen by the current policy; by the policy that began the stage; or as the engine recorded
+    # who chooses a token's experts: the current policy; the policy at the start of the stage; the rollout engine
     routing_replay: Literal["none", "actor", "engine"] = "none"
     checkpoint_every: int = Field(64, ge=1)  # updates
-    max_skipped_updates: int = Field(0, ge=0)  # updates that may be left out, in the whole run, for not being finite
+    max_skipped_updates: int = Field(0, ge=0)  # of the whole run; more non-finite updates than this stop it
     keep_checkpoints: int = Field(2, ge=1)  # of a stage; older ones are removed
-    keep_stages: int | None = Field(None, ge=1)  # finished ones whose checkpoints stay; default: all, to branch from
+    keep_stages: int | None = Field(None, ge=1)  # finished stages whose checkpoints are kept; default: all
 
     @property
     def kernel_backend(self) -> str:
@@ -175,7 +174,7 @@ class ActorTable(Table):
 
     @property
     def head_backend(self) -> str:
-        """Of the fused lm head: Triton on a GPU, unless everything is asked of torch."""
+        """Of the fused lm head, which has no C++ or CUDA backend."""
         return "triton" if self.kernel_backend in ("triton", "cuda") else "torch"
 
 
@@ -272,7 +271,7 @@ class Recipe(Table):
         return self
 
     def rollout_of(self, stage: int) -> RolloutTable:
-        """``[rollout]`` as ``[stages.N]`` changes it for a stage. The end of the run counts to the last stage."""
+        """``[rollout]`` with the changes of ``[stages.N]``; the final evaluation uses those of the last stage."""
         own = self.stages.get(str(min(stage, self.schedule.stages - 1)), StageTable())
         return self.rollout.model_copy(update=own.model_dump(exclude_none=True))
 
@@ -283,7 +282,7 @@ class Recipe(Table):
 
     @property
     def devices_per_node(self) -> int:
-        """GPUs, or cores, that a node gives: to trainers and engines in turn, or side by side in a live run."""
+        """GPUs, or cores, that a node needs: trainers and engines take turns, or run side by side in a live run."""
         trainers = self.actor.processes_per_node
         engines = max(table.workers * table.tensor_parallel for table in self.rollouts)
         side_by_side = self.schedule.kind == "live" and not self.schedule.colocate
@@ -296,11 +295,11 @@ class Recipe(Table):
 
     @property
     def groups_per_stage(self) -> int:
-        """Groups that a stage trains."""
+        """Groups that a stage trains on."""
         return self.schedule.updates_per_stage * self.schedule.prompts_per_update
 
     @property
     def candidates_per_stage(self) -> int:
-        """Groups that a stage generates at most, to choose from."""
-        # of the decimal number that the recipe has: 10 groups at 1.1 are 11 candidates, not ceil(11.000000000000002)
+        """Groups that a stage generates at most, from which `groups_per_stage` are chosen."""
+        # the decimal number in the recipe, not its float: 10 groups at 1.1 are 11 candidates, not 12
         return math.ceil(self.groups_per_stage * Fraction(str(self.rollout.oversample)))

@@ -1,4 +1,4 @@
-"""``megarl plan``: memory and time of every phase of a recipe on N nodes, or the first thing that cannot fit."""
+"""``megarl plan``: memory and time of every phase of a recipe on N nodes, or the first thing that does not fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +28,7 @@ ASSUME = Assumptions()
 
 
 def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] = ()) -> str:
-    """The plan as text; `UserError` with the plan, what does not fit and two layouts that do, where it does not."""
+    """The plan as text; `UserError` where it does not fit, with the plan, the reason and up to two layouts that do."""
     recipe = load_recipe(recipe_path, overrides)
     if gpu not in GPUS:
         raise UserError(f"--gpu {gpu}: known are {', '.join(GPUS)}")
@@ -56,9 +56,10 @@ def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] 
 
 
 class Census:
-    """`megarl.actor.census` in a process of its own."""
+    """`megarl.actor.census`, run as a separate process."""
 
     def __enter__(self) -> Census:
+        self._counted: dict[str, list[StageCensus]] = {}
         self._errors = tempfile.TemporaryFile("w+")
         command = [sys.executable, "-W", "ignore", "-m", "megarl.actor.census"]
         self._process = subprocess.Popen(
@@ -73,6 +74,13 @@ class Census:
 
     def count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
         """Parameters of each pipeline stage."""
+        layout = asdict(Layout.of(recipe, ranks))
+        asked = json.dumps([hf, layout, recipe.megatron, recipe.actor.layers])  # all on which the numbers depend
+        if asked not in self._counted:
+            self._counted[asked] = self._count(hf, recipe, ranks)
+        return self._counted[asked]
+
+    def _count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
         question, answer = self._process.stdin, self._process.stdout
         assert question is not None and answer is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, and stderr says why
@@ -84,7 +92,7 @@ class Census:
         return [StageCensus(**stage) for stage in json.loads(line)]
 
     def whole(self, hf: dict[str, Any], recipe: Recipe) -> StageCensus:
-        """All parameters of the model, in one piece."""
+        """All parameters of the model, on one rank."""
         one = [f"actor.{kind}_parallel=1" for kind in ("tensor", "pipeline", "context", "expert", "expert_tensor")]
         plain = recipe.model_copy(update={"megatron": {}})
         return self.count(hf, override_recipe(plain, one), 1)[0]
@@ -97,7 +105,7 @@ def _last_line(errors: IO[str]) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes and times of one recipe; bytes and seconds."""
+    """Sizes (bytes) and times (seconds) of one recipe on some nodes."""
 
     recipe: Recipe
     hf: dict[str, Any]
@@ -121,14 +129,14 @@ class Plan:
 
     @cached_property
     def frozen(self) -> int:
-        """Policies that the objective compares with, each a second model on the same ranks."""
+        """Number of frozen policies that the objective needs, each another model on the same ranks."""
         objective = build_objective(self.recipe.objective.name, self.recipe.objective.fields)
         options = objective.options if isinstance(objective, WithOptions) else ()
         return len({name for option in options for name in option.requires} & {"ref_logprobs", "old_logprobs"})
 
     @cached_property
     def extra_passes(self) -> int:
-        """Forward passes of an update beside the one that is differentiated."""
+        """Forward passes of an update without a backward pass."""
         objective = build_objective(self.recipe.objective.name, self.recipe.objective.fields)
         exact = objective.needs_statistics and self.recipe.actor.statistics_scope == "exact"
         return self.frozen + int(exact)
@@ -158,7 +166,7 @@ class Plan:
         return int(self.rollout["KV cache"] / per_token)
 
     def misfit(self) -> str | None:
-        """The first thing that does not fit, in the order of the phases and of what a phase allocates."""
+        """The first thing that does not fit, in the order in which a run allocates; None if all of it fits."""
         return self.rollout_misfit() or self.optimize_misfit()
 
     def rollout_misfit(self) -> str | None:
@@ -192,7 +200,7 @@ class Plan:
         return None
 
     def table(self) -> str:
-        """All of it for a person."""
+        """The whole plan as text."""
         return "\n".join([*self._heading(), "", *self._memory(), "", *self._disk(), "", *self._time(), "", *_assumed()])
 
     def _heading(self) -> Iterator[str]:
@@ -252,7 +260,7 @@ class Plan:
 
 
 def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
-    """Settings under which the recipe fits these GPUs, least split first."""
+    """Settings with which the recipe fits these GPUs, the least divided layouts first."""
     rollout = _rollout_that_fits(plan) if plan.rollout_misfit() else []
     if rollout is None:
         return
@@ -261,7 +269,7 @@ def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
         return
     for changes, layout in _layouts(plan):
         recipe = override_recipe(plan.recipe, rollout + changes)
-        # an even share is what Megatron's ranks hold at least, so most layouts need no counting
+        # a rank holds at least an even share of the parameters: where that does not fit, nothing need be counted
         pipeline, split = layout.pipeline_parallel, layout.expert_parallel * layout.expert_tensor_parallel
         dense, expert = plan.whole.dense // layout.tensor_parallel, plan.whole.expert // split
         least = StageCensus(plan.whole.layers // pipeline, dense // pipeline, expert // pipeline)
@@ -282,7 +290,10 @@ def _rollout_that_fits(plan: Plan) -> list[str] | None:
 
 
 def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
-    """Changes of ``[actor]`` to every valid layout, least split first; then with recompute, then smaller batches."""
+    """Changes of ``[actor]`` to each valid layout, the least divided first.
+
+    All layouts with the recipe's other settings come first, then with full recompute, then with smaller micro-batches.
+    """
     ranks, table, names = plan.layout.ranks, plan.recipe.actor, ("tensor", "pipeline", "expert", "expert_tensor")
     found = []
     for tensor, pipeline, expert in itertools.product(_divisors(table.processes_per_node), *[_divisors(ranks)] * 2):

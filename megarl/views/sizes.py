@@ -1,7 +1,7 @@
 """Bytes and floating-point operations of a run, by formulas that the tests check by hand and against real models.
 
-Sizes of the optimize phase are those of the torch-native modules in bfloat16 with float32 gradients, Megatron's
-distributed optimizer, and `kernels.linear_logprob`.
+Sizes of the optimize phase are for the torch-native modules in bfloat16 with float32 gradients, Megatron's distributed
+optimizer, and `kernels.linear_logprob`. What depends on the model family comes from `megarl.models`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.models import family_of
 from megarl.recipe.layout import Layout
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import expert_type
@@ -38,7 +39,7 @@ def _assumed(value: float, of: str) -> Any:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no recipe says, with its meaning. Whatever rests on them is an estimate."""
+    """Numbers that no recipe contains, with their meaning. What is computed from them is an estimate."""
 
     mean_prompt: float = _assumed(0.25, "of data.max_prompt_tokens")
     mean_response: float = _assumed(0.5, "of rollout.max_response_tokens")
@@ -62,11 +63,12 @@ class StageCensus:
 
 
 def data_parallel(layout: Layout) -> int:
-    """Replicas of the weights that are no expert's."""
+    """Replicas of the weights outside experts."""
     return layout.ranks // (layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel)
 
 
 def expert_data_parallel(layout: Layout) -> int:
+    """Replicas of the experts' weights."""
     return layout.ranks // (layout.expert_parallel * layout.expert_tensor_parallel * layout.pipeline_parallel)
 
 
@@ -77,33 +79,12 @@ def layer_activation_bytes(
 
     width: bytes of an activation.
     """
-    whole = tokens / layout.context_parallel  # inside attention and MLP
-    shard = whole / layout.tensor_parallel  # between them, under sequence parallelism
-    hidden = hf["hidden_size"]
-    heads, groups = (
-        hf["num_attention_heads"] / layout.tensor_parallel,
-        hf["num_key_value_heads"] / layout.tensor_parallel,
-    )
-    query, key = heads * hf["head_dim"], groups * hf["head_dim"]
-    # input and output of both norms; the fused projection; query and key with RoPE; the output of attention, twice
-    elements = 4 * shard * hidden + whole * ((query + 2 * key) + (query + key) + 2 * query)
-    if hf["model_type"].startswith("qwen3"):
-        elements += whole * query  # the norm of the queries wants them contiguous
-    if layout.context_parallel > 1:
-        elements += 2 * tokens * key  # keys and values of all ranks
-    elements += 4 * whole * hf["head_dim"]  # cosine and sine, for queries and for keys
-    float32 = whole * heads  # log-sum-exp of attention
-    if hf["num_experts"]:
-        routed = shard * hf["num_experts_per_tok"] * layout.expert_tensor_parallel * imbalance
-        elements += routed * (hidden + 6 * hf["moe_intermediate_size"] / layout.expert_tensor_parallel)
-        float32 += shard * hf["num_experts"]
-    else:
-        elements += whole * 5 * hf["intermediate_size"] / layout.tensor_parallel
-    return width * elements + 4 * float32
+    kept = family_of(hf).kept(hf, layout, tokens, imbalance)
+    return width * kept.elements + 4 * kept.float32
 
 
 def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
-    """Forward passes of a pipeline stage whose backward pass is still to come, in whole models of the stage."""
+    """Micro-batches whose activations a pipeline stage holds at its peak; a model chunk counts as its share of one."""
     if layout.virtual_stages == 1:
         return min(micro_batches, layout.pipeline_parallel - stage)
     chunks = 2 * (layout.pipeline_parallel - stage - 1) + (layout.virtual_stages - 1) * layout.pipeline_parallel + 1
@@ -138,7 +119,8 @@ def optimize_memory(
             + census.expert / expert_data_parallel(layout)
         ),
         "frozen policies, bf16": 2.0 * parameters * frozen,
-        # the layer that is going backward holds gradients of what it kept, and under recompute that itself
+        # beside what all layers keep, the one in its backward pass holds the gradients of its activations, and under
+        # recompute these activations again
         "activations": in_flight * census.layers * kept + (2 if kept != layer else 1) * layer,
         "log-probs, chunked, and the head's gradient": head,
     }
@@ -146,10 +128,10 @@ def optimize_memory(
 
 
 def head_bytes(hf: dict[str, Any], layout: Layout, tokens: int, gpu: Gpu) -> float:
-    """`kernels.linear_logprob` with backend torch, in its backward pass on the last pipeline stage.
+    """Bytes of `kernels.linear_logprob` with backend torch, in its backward pass on the last pipeline stage.
 
-    Logits of a chunk in float32, as many again for their exponentials and half for their gradient in bf16; the head's
-    gradient in float32 and bf16; hidden states, gathered, of the trained tokens, and their gradient.
+    Of a chunk of tokens: logits in float32, their exponentials in float32 and their gradient in bf16. Of the head: its
+    gradient in float32 and in bf16. Of the trained tokens: hidden states, gathered, and their gradient.
     """
     rows = math.ceil(hf["vocab_size"] / layout.tensor_parallel)
     tokens //= layout.context_parallel
@@ -158,15 +140,17 @@ def head_bytes(hf: dict[str, Any], layout: Layout, tokens: int, gpu: Gpu) -> flo
 
 
 def micro_batch_tokens(recipe: Recipe) -> int:
-    """Of the largest micro-batch: a response longer than the budget is one of its own."""
+    """Tokens of the largest micro-batch: a sequence longer than the budget gets a micro-batch to itself."""
     return max(recipe.actor.tokens_per_micro_batch, longest_sequence(recipe))
 
 
 def longest_sequence(recipe: Recipe) -> int:
+    """Tokens of a prompt and response at their limits."""
     return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
 
 
 def mean_sequence(recipe: Recipe, assume: Assumptions) -> float:
+    """Tokens of a prompt and response, on average."""
     prompt = assume.mean_prompt * recipe.data.max_prompt_tokens
     return prompt + assume.mean_response * recipe.rollout.max_response_tokens
 
@@ -176,20 +160,20 @@ def responses_per_update(recipe: Recipe) -> int:
 
 
 def micro_batches_per_rank(recipe: Recipe, layout: Layout, assume: Assumptions) -> int:
+    """Of one update."""
     tokens = responses_per_update(recipe) * mean_sequence(recipe, assume) / data_parallel(layout)
     return max(1, math.ceil(tokens / recipe.actor.tokens_per_micro_batch))
 
 
 def kv_bytes_per_token(hf: dict[str, Any], tensor_parallel: int) -> int:
-    """bf16 keys and values of all layers on one GPU; a key-value head is never split."""
-    heads = max(1, hf["num_key_value_heads"] // tensor_parallel)
-    return 2 * 2 * int(hf["num_hidden_layers"]) * heads * int(hf["head_dim"])
+    """bf16 keys and values of all layers on one GPU."""
+    return 2 * int(hf["num_hidden_layers"]) * family_of(hf).attention.cached_elements(hf, tensor_parallel)
 
 
 def rollout_memory(
     hf: dict[str, Any], recipe: Recipe, parameters: int, gpu: Gpu, assume: Assumptions
 ) -> dict[str, float]:
-    """Bytes on one GPU of an engine replica; the KV cache has what is left of its share, at least 0."""
+    """Bytes on one GPU of an engine replica; the KV cache gets what remains of the engine's share, at least 0."""
     tensor = recipe.rollout.tensor_parallel
     items = {"weights, bf16": 2.0 * parameters / tensor, "activations and CUDA graphs": assume.engine_bytes}
     items["KV cache"] = max(0.0, recipe.rollout.memory_fraction * gpu.memory - sum(items.values()))
@@ -197,18 +181,21 @@ def rollout_memory(
 
 
 def active_parameters(hf: dict[str, Any], parameters: int) -> int:
-    """Those that a token meets: all but the input embedding and the experts that it is not routed to."""
+    """Parameters used by a token: all but the input embedding and the experts to which it is not routed."""
     embedding = 0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * hf["hidden_size"]
     if not hf["num_experts"]:
         return int(parameters - embedding)
-    expert = 3 * hf["hidden_size"] * hf["moe_intermediate_size"] * hf["num_hidden_layers"]
-    return int(parameters - embedding - expert * (hf["num_experts"] - hf["num_experts_per_tok"]))
+    return int(parameters - embedding - _expert_parameters(hf) * (hf["num_experts"] - hf["num_experts_per_tok"]))
+
+
+def _expert_parameters(hf: dict[str, Any]) -> int:
+    """Of one expert in every layer."""
+    return family_of(hf).feed_forward.expert_parameters(hf) * int(hf["num_hidden_layers"])
 
 
 def forward_flops(hf: dict[str, Any], active: int, length: float) -> float:
-    """Of one sequence: two a weight and token, and causal attention."""
-    width = hf["num_attention_heads"] * hf["head_dim"]
-    attention: float = 2 * hf["num_hidden_layers"] * width * length**2
+    """Of one sequence of ``length`` tokens: two for each active weight and token, and causal attention."""
+    attention: float = hf["num_hidden_layers"] * family_of(hf).attention.flops(hf, length)
     return 2 * active * length + attention
 
 
@@ -221,7 +208,7 @@ def optimize_seconds(
     gpu: Gpu,
     assume: Assumptions,
 ) -> float:
-    """One update: forward, backward, recompute and forward-only passes, with the pipeline's bubble."""
+    """Of one update: forward, backward, recompute and forward-only passes, with the pipeline's bubble."""
     passes = 3 + (recipe.actor.recompute == "full") + extra_passes
     one = forward_flops(hf, active_parameters(hf, parameters), mean_sequence(recipe, assume))
     micro = micro_batches_per_rank(recipe, layout, assume)
@@ -231,7 +218,7 @@ def optimize_seconds(
 
 
 def engine_responses(recipe: Recipe) -> int:
-    """Responses that an engine replica decodes at a time at most: the limit that `megarl.rollout` starts it with."""
+    """Responses that an engine replica decodes together at most: the limit with which `megarl.rollout` starts it."""
     return recipe.rollout.groups_per_chunk * recipe.rollout.responses_per_prompt
 
 
@@ -243,21 +230,21 @@ def cached_tokens(recipe: Recipe, assume: Assumptions) -> float:
 def running_responses(
     hf: dict[str, Any], recipe: Recipe, parameters: int, nodes: int, gpu: Gpu, assume: Assumptions
 ) -> float:
-    """Responses that a replica decodes at a time: as many as the recipe lets it, fit in its KV cache, and there are."""
+    """Responses that a replica decodes together: the least of its limit, the room in its KV cache, and its share."""
     cache = rollout_memory(hf, recipe, parameters, gpu, assume)["KV cache"]
     fit = cache / (cached_tokens(recipe, assume) * kv_bytes_per_token(hf, recipe.rollout.tensor_parallel))
     return max(1.0, min(fit, engine_responses(recipe), responses_per_replica(recipe, nodes)))
 
 
 def responses_per_replica(recipe: Recipe, nodes: int) -> float:
-    """Of a stage."""
+    """Responses of a stage that each replica generates."""
     return recipe.candidates_per_stage * recipe.rollout.responses_per_prompt / (nodes * recipe.rollout.workers)
 
 
 def rollout_seconds(
     hf: dict[str, Any], recipe: Recipe, parameters: int, nodes: int, gpu: Gpu, assume: Assumptions
 ) -> float:
-    """All responses of a stage: decoding is bound by weights and KV cache read a step, or by arithmetic."""
+    """For all responses of a stage; a decoding step is bound by reading weights and KV cache, or by arithmetic."""
     tensor = recipe.rollout.tensor_parallel
     response = assume.mean_response * recipe.rollout.max_response_tokens
     held = cached_tokens(recipe, assume)
@@ -273,13 +260,12 @@ def touched_parameters(hf: dict[str, Any], parameters: int, tokens: float) -> fl
     """Expected number of parameters that a step of ``tokens`` tokens reads, with uniform routing."""
     if not hf["num_experts"]:
         return parameters
-    experts = 3 * hf["hidden_size"] * hf["moe_intermediate_size"] * hf["num_hidden_layers"] * hf["num_experts"]
     idle: float = (1 - hf["num_experts_per_tok"] / hf["num_experts"]) ** tokens
-    return parameters - experts * idle
+    return parameters - _expert_parameters(hf) * hf["num_experts"] * idle
 
 
 def disk_bytes(hf: dict[str, Any], recipe: Recipe, parameters: int, assume: Assumptions) -> dict[str, float]:
-    """What a run keeps, by kind. A rollout row has int32 tokens, float32 log-probs and, to be replayed, experts."""
+    """What a run keeps, by kind. A response is stored as int32 tokens, float32 log-probs and, for replay, experts."""
     schedule, rollout = recipe.schedule, recipe.rollout
     responses = recipe.candidates_per_stage * rollout.responses_per_prompt
     mean = mean_sequence(recipe, assume) * 4 + assume.mean_response * rollout.max_response_tokens * 4

@@ -1,13 +1,11 @@
-"""One rank that imports every model in every layout and exports it again: ``python -m tests.actor.hf_worker DIR RANK``.
+"""One rank of `test_hf_layouts`: imports every model in every layout and exports it again.
 
 Each layout reads what the layout before it wrote, so every model goes from layout to layout. For each, rank by rank,
-``DIR/results/`` gets the memory that import and export needed beside the parameters.
+``results/`` gets the memory that import and export needed beside the parameters.
 """
 
 import ctypes
 import json
-import os
-import sys
 from pathlib import Path
 
 WORLD = 4  # processes
@@ -36,10 +34,7 @@ def families(layout: str) -> tuple[str, ...]:
 
 
 def peak_memory(function) -> int:
-    """Bytes of resident memory that ``function`` needed at its peak, over what was resident before.
-
-    `test_hf_layouts.start_worker` makes the allocator give freed blocks back to the system at once.
-    """
+    """Bytes of resident memory that ``function`` needed at its peak, over what was resident before."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
@@ -52,18 +47,19 @@ def _status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def main(root: Path, rank: int) -> None:
-    import torch
+def give_freed_blocks_back() -> None:
+    """Have the allocator return them to the system at once, for `peak_memory` measures what is resident."""
+    m_mmap_threshold, m_arena_max = -3, -8  # malloc.h
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(m_mmap_threshold, 65536) and libc.mallopt(m_arena_max, 2)
+
+
+def main(rank: int, root: Path) -> None:
     import torch.distributed as dist
-
-    from megarl.actor import cpu_backend
-
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    cpu_backend.install()
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    give_freed_blocks_back()
     sources = {name: root / "models" / name for name in MOE + DENSE}
     for layout, (ranks, table) in LAYOUTS.items():
         if rank < ranks:
@@ -100,7 +96,3 @@ def round_trip(source: Path, target: Path, layout: str, table: dict[str, int]) -
         "load": peak_memory(lambda: load_hf(models, source)),
         "export": peak_memory(lambda: export_hf(models, target, like=source, version=3)),
     }
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

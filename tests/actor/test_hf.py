@@ -11,12 +11,12 @@ from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def load_models(path, **actor):
+def load_models(path, megatron=None):
     from megarl.actor.hf import load_hf
     from megarl.actor.model import build_model
     from megarl.models.hf_config import read_hf_config
 
-    models = build_model(read_hf_config(path), make_recipe(path, actor={"backend": "cpu", **actor}))
+    models = build_model(read_hf_config(path), make_recipe(path, megatron=megatron or {}))
     load_hf(models, path)
     return models
 
@@ -209,3 +209,9 @@ def test_tied_models_that_store_their_lm_head(tmp_path):
     export_hf(load_models(tmp_path / "in"), tmp_path / "out", tmp_path / "in", 0)
     one, two = (tmp_path / d / "model.safetensors" for d in ("in", "out"))
     assert one.read_bytes() == two.read_bytes()
+
+
+def test_weights_for_which_megatron_is_told_to_build_nothing_are_refused(tmp_path):
+    make_hf_model("qwen3").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"4 tensors that its config.json does not explain.*self_attn\.k_norm"):
+        load_models(tmp_path, megatron={"qk_layernorm": False})

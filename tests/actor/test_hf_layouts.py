@@ -1,10 +1,6 @@
 """Hugging Face -> Megatron -> Hugging Face is the identity, byte for byte, through every layout, in bounded memory."""
 
 import json
-import os
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -14,6 +10,7 @@ from safetensors.torch import save_file
 from megarl.storage.weights import weight_files
 from tests.actor import hf_worker
 from tests.actor.conftest import LLAMA3_ROPE, SHAPE
+from tests.actor.ranks import once, run_ranks
 
 SHAPES = SHAPE | {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 24}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
@@ -97,39 +94,20 @@ def stored(directory):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """A directory in which four processes have taken every model through every layout."""
-    root = tmp_path_factory.mktemp("hf")
+    return once(tmp_path_factory, "hf_layouts", every_model_through_every_layout)
+
+
+def every_model_through_every_layout(root):
     (root / "results").mkdir()
     for name in MODELS:
         (root / "models" / name).mkdir(parents=True)
         make_model(root / "models" / name, name)
-    workers = [start_worker(root, rank) for rank in range(hf_worker.WORLD)]
-    deadline = time.monotonic() + 500
-    while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
-        if any(worker.poll() not in (None, 0) for worker in workers):
-            break  # the others would wait for it
-        time.sleep(0.2)
-    for worker in workers:
-        worker.kill()
-        worker.wait()
-    return root
-
-
-def start_worker(root, rank):
-    command = [sys.executable, "-W", "ignore", "-m", "tests.actor.hf_worker", root, str(rank)]
-    # freed blocks must not stay resident, for the worker measures what is
-    env = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
-    with open(root / f"rank{rank}.log", "w") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
-
-
-def log_tail(root):
-    return "\n".join(path.read_text()[-1500:] for path in sorted(root.glob("rank*.log")))
+    run_ranks(hf_worker.main, (root,), hf_worker.WORLD)
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES)
 def test_identity(root, layout, name):
     source, target = root / "models" / name, root / "exports" / layout / name
-    assert target.exists(), log_tail(root)
     before, after = stored(source), stored(target)
     assert before.keys() == after.keys()
     for key, tensor in before.items():
@@ -146,9 +124,7 @@ def test_memory(root, layout):
     largest = max(tensor.nbytes for tensor in stored(root / "models" / "qwen3_moe_large_fused").values())
     assert largest == 20_001 * 512 * 2
     for rank in range(hf_worker.LAYOUTS[layout][0]):
-        path = root / "results" / f"{layout}-qwen3_moe_large_fused-{rank}.json"
-        assert path.exists(), log_tail(root)
-        result = json.loads(path.read_text())
+        result = json.loads((root / "results" / f"{layout}-qwen3_moe_large_fused-{rank}.json").read_text())
         print(layout, rank, {key: f"{value / 2**20:.1f} MiB" for key, value in result.items()})
         assert max(result.values()) < largest + block, result
 

@@ -1,19 +1,21 @@
-"""No layout changes the result: gradient and 20 updates of each against one rank, on the same sealed rollouts."""
+"""No layout changes the result: gradient and updates of each against one rank, on the same sealed rollouts."""
 
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 
 from tests.actor.layout_ranks import CASES, LAYOUTS, resume_worker, updates_of, worker
+from tests.actor.ranks import once, run_ranks
 
 
 @pytest.fixture(scope="module")
 def results(model_and_rollouts, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("layouts")
-    for ranks in sorted({layout.ranks for layout in LAYOUTS.values()}):
-        mp.spawn(worker, args=(ranks, *model_and_rollouts, folder), nprocs=ranks)
+    def compute(folder):
+        for ranks in sorted({layout.ranks for layout in LAYOUTS.values()}):
+            run_ranks(worker, (ranks, *model_and_rollouts, folder), ranks)
+
+    folder = once(tmp_path_factory, "layouts", compute)
     return {name: torch.load(folder / f"{name}.pt") for name in LAYOUTS}
 
 
@@ -47,14 +49,22 @@ def test_replay_asks_for_the_experts_it_was_given(results):
     assert "routing/disagreement" not in results["one"]["mu_grpo"]["metrics"][0]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_scores_the_reference_alike(results, model_and_rollouts, name):
+@pytest.fixture(scope="module")
+def reference_scores(model_and_rollouts):
+    """Log-probs of the sequences that `layout_ranks.reference_scores` scores, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(model_and_rollouts[0], dtype=torch.float32)
-    for k, (n, scores) in enumerate(zip((2, 9, 30, 61, 17), results[name]["scores"], strict=True)):
+    scores = []
+    for k, n in enumerate((2, 9, 30, 61, 17)):
         tokens = torch.tensor([[(7 * i + 3 * k) % 67 for i in range(n)]])
         with torch.inference_mode():
             logprobs = model(tokens).logits[0, :-1].log_softmax(-1)
-        expected = logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()
+        scores.append(logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy())
+    return scores
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_scores_the_reference_alike(results, reference_scores, name):
+    for scores, expected in zip(results[name]["scores"], reference_scores, strict=True):
         np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
 
 
@@ -73,7 +83,7 @@ CONTINUED = ["TP2 PP2", "DP2 EP2", "CP2 PP2", "TP2 EP4"]
 
 
 def test_a_checkpoint_continues_bit_for_bit_in_its_layout_and_closely_in_others(model_and_rollouts, tmp_path):
-    mp.spawn(resume_worker, args=(4, CONTINUED, *model_and_rollouts, tmp_path), nprocs=4)
+    run_ranks(resume_worker, (4, CONTINUED, *model_and_rollouts, tmp_path), 4)
     results = torch.load(tmp_path / "results.pt")
     for (source, name), losses in results.items():
         undisturbed = results[source, source]

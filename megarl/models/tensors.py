@@ -1,0 +1,41 @@
+"""Which Hugging Face tensors make a Megatron parameter, as data: `megarl.actor.hf_names` cuts the parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class HfTensors:
+    """The Hugging Face tensors of which one Megatron parameter is made.
+
+    names: in their order in the parameter; those of a layer without ``model.layers.N.``, those of an expert with "{}"
+        for its number.
+    split: the dimension of each tensor that tensor parallelism splits; None: every rank has all of it.
+    packing: "rows": the tensors have equally many rows and stand one below another. "query_groups": query, key and
+        value of the first group of query heads, then those of the next.
+    """
+
+    names: tuple[str, ...]
+    split: int | None = None
+    packing: Literal["rows", "query_groups"] = "rows"
+
+
+OUTSIDE_LAYERS = {  # by Megatron's name
+    "embedding.word_embeddings.weight": HfTensors((EMBEDDING,), 0),
+    "decoder.final_layernorm.weight": HfTensors(("model.norm.weight",)),
+    "output_layer.weight": HfTensors((LM_HEAD,), 0),
+}
+
+
+def gate_up(prefix: str) -> HfTensors:
+    """The first matrix of a SwiGLU."""
+    return HfTensors((f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"), 0)
+
+
+def down(prefix: str) -> HfTensors:
+    """The second matrix of a SwiGLU."""
+    return HfTensors((f"{prefix}.down_proj.weight",), 1)

@@ -1,0 +1,56 @@
+"""Starts the ranks of a test as forks of one process that has imported torch, Megatron and transformers once."""
+
+import fcntl
+import multiprocessing
+import os
+import shutil
+import time
+
+import torch
+import torch.multiprocessing
+
+PRELOADED = ["tests.actor.preloaded", "megarl.phases.optimize", "tests.actor.hf_worker", "tests.actor.layout_ranks"]
+
+
+def once(tmp_path_factory, name, compute):
+    """The folder that ``compute(folder)`` filled. With pytest-xdist one worker does it while the others wait."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # which the workers share
+    folder, done = root / name, root / f"{name}.done"
+    with open(root / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            compute(folder)
+            done.touch()
+    return folder
+
+
+def run_ranks(function, arguments, ranks, timeout=900):
+    """``function(rank, *arguments)`` in each of ``ranks`` processes; raises what the first of them to fail raised."""
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    started = torch.multiprocessing.start_processes(
+        run_rank, (function, tuple(arguments)), ranks, join=False, start_method="forkserver"
+    )
+    deadline = time.monotonic() + timeout
+    while not started.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in started.processes:
+                process.kill()
+            raise TimeoutError(f"{ranks} ranks of {function.__name__} did not end within {timeout} s")
+
+
+def run_rank(rank, function, arguments):
+    prepare()
+    function(rank, *arguments)
+
+
+def prepare():
+    """One thread, gloo over loopback, Megatron on the CPU: where the fork has it already this does nothing."""
+    from megarl.actor import cpu_backend
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    cpu_backend.install()
