@@ -108,7 +108,7 @@ def stage(recipe, tmp_path):
 def test_without_a_warm_process_a_phase_starts_cold(stage, monkeypatch):
     class CannotImport(processes.WarmProcess):
         def _start(self, theirs, module):
-            return super()._start(theirs, "megarl.workers.no_such_module")
+            return super()._start(theirs, "no_such_module")
 
     monkeypatch.setattr(processes, "WarmProcess", CannotImport)
     with Nodes(NodeRank()) as nodes:
