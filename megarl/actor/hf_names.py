@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.actor.model import PolicyModel
 from megarl.models import family_of
-from megarl.models.tensors import LM_HEAD, OUTSIDE_LAYERS, HfTensors
+from megarl.models.tensors import LM_HEAD, OUTSIDE_LAYERS, TensorNames
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ def hf_tensors(models: list[PolicyModel]) -> Iterator[HfTensor]:
 
 
 def _of_parameter(
-    name: str, parameter: torch.Tensor, model: PolicyModel, in_layers: dict[str, HfTensors]
+    name: str, parameter: torch.Tensor, model: PolicyModel, in_layers: dict[str, TensorNames]
 ) -> Iterator[HfTensor]:
     experts: list[tuple[int | None, torch.Tensor]] = [(None, parameter)]
-    tensors: HfTensors | None
+    tensors: TensorNames | None
     if name in OUTSIDE_LAYERS:
         prefix, tensors = "", OUTSIDE_LAYERS[name]
     else:
@@ -95,7 +95,7 @@ def _layer_prefix(model: PolicyModel, local: int) -> str:
     return f"model.layers.{model.decoder.layers[local].layer_number - 1}."
 
 
-def _views(parameter: torch.Tensor, tensors: HfTensors, config: TransformerConfig) -> list[tuple[torch.Tensor, ...]]:
+def _views(parameter: torch.Tensor, tensors: TensorNames, config: TransformerConfig) -> list[tuple[torch.Tensor, ...]]:
     """For each of ``tensors`` its views of the parameter."""
     if tensors.packing == "rows":
         return [(part,) for part in parameter.chunk(len(tensors.names))]

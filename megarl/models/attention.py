@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.models.family import Hf, Kept, tokens_inside
-from megarl.models.tensors import HfTensors
+from megarl.models.tensors import TensorNames
 from megarl.recipe.layout import Layout
 
 
@@ -33,20 +33,20 @@ class GroupedQueryAttention:
             add_qkv_bias=self.qkv_bias,
         )
 
-    def tensors(self, hf: Hf) -> dict[str, HfTensors]:
-        def fused(kind: str) -> HfTensors:
-            return HfTensors(tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), 0, "query_groups")
+    def tensors(self, hf: Hf) -> dict[str, TensorNames]:
+        def fused(kind: str) -> TensorNames:
+            return TensorNames(tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), 0, "query_groups")
 
         found = {
-            "input_layernorm.weight": HfTensors(("input_layernorm.weight",)),
+            "input_layernorm.weight": TensorNames(("input_layernorm.weight",)),
             "self_attention.linear_qkv.weight": fused("weight"),
-            "self_attention.linear_proj.weight": HfTensors(("self_attn.o_proj.weight",), 1),
+            "self_attention.linear_proj.weight": TensorNames(("self_attn.o_proj.weight",), 1),
         }
         if self.qkv_bias:
             found["self_attention.linear_qkv.bias"] = fused("bias")
         if self.qk_norm:
-            found["self_attention.q_layernorm.weight"] = HfTensors(("self_attn.q_norm.weight",))
-            found["self_attention.k_layernorm.weight"] = HfTensors(("self_attn.k_norm.weight",))
+            found["self_attention.q_layernorm.weight"] = TensorNames(("self_attn.q_norm.weight",))
+            found["self_attention.k_layernorm.weight"] = TensorNames(("self_attn.k_norm.weight",))
         return found
 
     def kept(self, hf: Hf, layout: Layout, tokens: int) -> Kept:

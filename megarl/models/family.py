@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from megarl.models.tensors import LM_HEAD, OUTSIDE_LAYERS, HfTensors
+from megarl.models.tensors import LM_HEAD, OUTSIDE_LAYERS, TensorNames
 from megarl.recipe.layout import Layout
 
 Hf = dict[str, Any]  # the settings of a model, as `megarl.models.hf_config.read_hf_config` returns them
@@ -32,7 +32,7 @@ class Half(Protocol):
     def megatron_settings(self, hf: Hf) -> dict[str, Any]:
         """Fields of Megatron's TransformerConfig that follow from the model alone."""
 
-    def tensors(self, hf: Hf) -> dict[str, HfTensors]:
+    def tensors(self, hf: Hf) -> dict[str, TensorNames]:
         """The tensors of a layer, by the names that Megatron's torch-native modules give their parameters."""
 
 
@@ -82,7 +82,7 @@ class Family:
         )
         return whole | self.attention.megatron_settings(hf) | self.feed_forward.megatron_settings(hf)
 
-    def layer_tensors(self, hf: Hf) -> dict[str, HfTensors]:
+    def layer_tensors(self, hf: Hf) -> dict[str, TensorNames]:
         """The tensors of a layer, by the names that Megatron's torch-native modules give their parameters."""
         return self.attention.tensors(hf) | self.feed_forward.tensors(hf)
 

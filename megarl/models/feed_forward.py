@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from megarl.models.family import Hf, Kept, tokens_between, tokens_inside
-from megarl.models.tensors import HfTensors, down, gate_up
+from megarl.models.tensors import TensorNames, down, gate_up
 from megarl.recipe.layout import Layout
 
-_NORM = {"pre_mlp_layernorm.weight": HfTensors(("post_attention_layernorm.weight",))}
+_NORM = {"pre_mlp_layernorm.weight": TensorNames(("post_attention_layernorm.weight",))}
 # settings under which Megatron's model and the engine's would differ without an error
 _ONLY = {"hidden_act": "silu", "mlp_bias": False}
 
@@ -29,7 +29,7 @@ class GatedMlp:
     def megatron_settings(self, hf: Hf) -> dict[str, Any]:
         return dict(ffn_hidden_size=hf["intermediate_size"], gated_linear_unit=True)
 
-    def tensors(self, hf: Hf) -> dict[str, HfTensors]:
+    def tensors(self, hf: Hf) -> dict[str, TensorNames]:
         return _NORM | {"mlp.linear_fc1.weight": gate_up("mlp"), "mlp.linear_fc2.weight": down("mlp")}
 
     def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float) -> Kept:
@@ -55,9 +55,9 @@ class MixtureOfExperts:
             moe_router_pre_softmax=not hf.get("norm_topk_prob", True),
         )
 
-    def tensors(self, hf: Hf) -> dict[str, HfTensors]:
+    def tensors(self, hf: Hf) -> dict[str, TensorNames]:
         return _NORM | {
-            "mlp.router.weight": HfTensors(("mlp.gate.weight",)),
+            "mlp.router.weight": TensorNames(("mlp.gate.weight",)),
             "mlp.experts.linear_fc1.weight": gate_up("mlp.experts.{}"),
             "mlp.experts.linear_fc2.weight": down("mlp.experts.{}"),
         }

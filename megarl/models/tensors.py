@@ -9,7 +9,7 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class HfTensors:
+class TensorNames:
     """The Hugging Face tensors of which one Megatron parameter is made.
 
     names: in their order in the parameter; those of a layer without ``model.layers.N.``, those of an expert with "{}"
@@ -25,17 +25,17 @@ class HfTensors:
 
 
 OUTSIDE_LAYERS = {  # by Megatron's name
-    "embedding.word_embeddings.weight": HfTensors((EMBEDDING,), 0),
-    "decoder.final_layernorm.weight": HfTensors(("model.norm.weight",)),
-    "output_layer.weight": HfTensors((LM_HEAD,), 0),
+    "embedding.word_embeddings.weight": TensorNames((EMBEDDING,), 0),
+    "decoder.final_layernorm.weight": TensorNames(("model.norm.weight",)),
+    "output_layer.weight": TensorNames((LM_HEAD,), 0),
 }
 
 
-def gate_up(prefix: str) -> HfTensors:
+def gate_up(prefix: str) -> TensorNames:
     """The first matrix of a SwiGLU."""
-    return HfTensors((f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"), 0)
+    return TensorNames((f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"), 0)
 
 
-def down(prefix: str) -> HfTensors:
+def down(prefix: str) -> TensorNames:
     """The second matrix of a SwiGLU."""
-    return HfTensors((f"{prefix}.down_proj.weight",), 1)
+    return TensorNames((f"{prefix}.down_proj.weight",), 1)

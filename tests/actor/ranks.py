@@ -9,7 +9,7 @@ import time
 import torch
 import torch.multiprocessing
 
-PRELOADED = ["tests.actor.preloaded", "megarl.phases.optimize", "tests.actor.hf_worker", "tests.actor.layout_ranks"]
+PRELOADED = ["tests.actor.preloaded", "megarl.actor.checkpoint", "megarl.actor.reference", "tests.actor.layout_ranks"]
 
 
 def once(tmp_path_factory, name, compute):
