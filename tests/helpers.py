@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+SGLANG_PYTHON = ROOT / "tests/sglang/python"  # the interpreter of .venv-sglang
 
 RECIPE = """
 [model]
