@@ -20,7 +20,7 @@ from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from tests.helpers import ROOT
-from tests.rollout.engines import LONG, PROMPTS, TOLERANCE, generate, on, sampling, stage_recipe, started
+from tests.rollout.engines import LONG, PROMPTS, TOLERANCE, generate, on, other_policy, sampling, stage_recipe, started
 
 pytestmark = [pytest.mark.sglang, on(started("qwen3_moe", "sglang"))]
 
@@ -75,6 +75,19 @@ def test_what_the_server_refuses_is_an_error_at_once(engine, monkeypatch):
         with pytest.raises(ServerFailed, match="SGLang refused /generate"):
             next(responses)
     assert len(generate(engine, [[8]], sampling([[8]]))) == 3
+
+
+def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine):
+    """It may still hold a response that it has sent; here one that is being decoded stands for it."""
+    sampling_params = {"max_new_tokens": LONG, "ignore_eos": True}
+    for step in (lambda: engine.load_weights(other_policy(engine), 9), engine.sleep):
+        body = {"rid": f"held {step}", "input_ids": [8], "sampling_params": sampling_params, "stream": True}
+        events = engine._server.stream("/generate", body)
+        next(events)  # its first token
+        step()
+        assert len(list(events)) == 1
+    engine.wake()
+    assert check_weights(engine, hugging_face_reference(engine.policy_dir)).max < TOLERANCE
 
 
 def test_a_directory_that_sglang_cannot_load_changes_nothing(engine, tmp_path):

@@ -28,6 +28,7 @@ from megarl.rollout.sglang.server import Server, ServerFailed, installed_version
 RECORDS_EXPERTS = True
 TEMPERATURES = (1e-6, float("inf"))  # below, SGLang takes the most likely token
 POLL_SECONDS = 0.1  # longest wait for an event before `interrupted` and the time limits are looked at again
+IDLE_SECONDS = 60  # in which a server that has sent all responses lets go of them
 WHOLE_RESPONSE = 1 << 30  # tokens between two events of a response: only its first token and its end are reported
 # positions that SGLang wants beyond those of a response at full length; without them it ends the response early
 SPARE_POSITIONS = 8
@@ -103,6 +104,7 @@ class SglangEngine(ContinuousEngine):
         if self._asleep:
             self._server.post("/resume_memory_occupation", {})
             self._asleep = False
+        self._wait_until_idle()
         body = {"model_path": str(policy_dir), "weight_version": str(version), "flush_cache": True}
         try:
             self._server.post("/update_weights_from_disk", body)
@@ -116,8 +118,13 @@ class SglangEngine(ContinuousEngine):
     def sleep(self) -> None:
         """On a GPU only the server's processes and its CUDA context stay; a server on a CPU frees nothing."""
         if not self._asleep:
+            self._wait_until_idle()
             self._server.post("/release_memory_occupation", {})
             self._asleep = True
+
+    def _wait_until_idle(self) -> None:
+        """The server may still hold a response that it has sent, and then neither loads weights nor frees memory."""
+        self._server.post(f"/flush_cache?timeout={IDLE_SECONDS}", {})
 
     def wake(self) -> None:
         """The memory for the weights comes back empty, so they are read again."""
