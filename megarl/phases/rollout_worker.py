@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.prompts import Prompt, PromptSource, build_prompts, load_tokenizer, stop_token_ids
+from megarl.data.prompts import Prompt, PromptSource, build_prompts
+from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.distributed import ReplicaGroup
 from megarl.recipe.tables import Recipe
 from megarl.rewards import Verifier, build_verifier, reward

@@ -5,7 +5,6 @@ Imports no engine. The fields of ``[objective]`` are checked last, since the obj
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, get_origin
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from megarl.errors import UserError
+from megarl.errors import UserError, nearest
 from megarl.recipe.tables import ObjectiveTable, Recipe, StageTable
 
 
@@ -145,7 +144,7 @@ def _apply_override(tables: dict[str, Any], override: str) -> None:
 def _explain(error: dict[str, Any]) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"  {where}: unknown {_nearest(error['loc'])}"
+        return f"  {where}: unknown {_unknown(error['loc'])}"
     if error["type"] == "missing":
         return f"  {where}: required, but not set"
     return f"  {where or 'recipe'}: {error['msg'].removeprefix('Value error, ')} (got {_short(error['input'])})"
@@ -156,7 +155,7 @@ def _short(value: Any) -> str:
     return text if len(text) < 80 else text[:77] + "..."
 
 
-def _nearest(loc: tuple[Any, ...]) -> str:
+def _unknown(loc: tuple[Any, ...]) -> str:
     table: Any = Recipe
     for part in loc[:-1]:
         # only [stages] is a table of tables
@@ -164,5 +163,5 @@ def _nearest(loc: tuple[Any, ...]) -> str:
         table = get_origin(table) or table
     known = list(table.model_fields)
     kind = "key" if len(loc) > 1 else "table"
-    close = difflib.get_close_matches(str(loc[-1]), known, 1, 0.5)
-    return f"{kind}; did you mean {close[0]!r}?" if close else f"{kind}; known are {', '.join(known)}"
+    close = nearest(str(loc[-1]), known)
+    return f"{kind}; did you mean {close!r}?" if close else f"{kind}; known are {', '.join(known)}"

@@ -6,17 +6,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from megarl.errors import nearest
+from megarl.recipe.names import ENGINES, VERIFIERS
 from megarl.recipe.schedule import LagRule, nearest_divisor
 
 
 class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+def _one_of(known: Iterable[str]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in known:
+            close = nearest(name, known)
+            hint = f"did you mean {close!r}? " if close else ""
+            raise ValueError(f"unknown; {hint}known are {', '.join(map(repr, known))}")
+        return name
+
+    return AfterValidator(check)
+
+
+Engine = Annotated[str, _one_of(ENGINES)]
+VerifierKind = Annotated[str, _one_of(VERIFIERS)]
 
 
 class ModelTable(Table):
@@ -37,12 +55,9 @@ class DataTable(Table):
 
 
 class RewardTable(Table):
-    kind: Literal["reasoning_gym", "exact", "math"]
+    kind: VerifierKind
     correct_above: float = Field(0.999, gt=0, le=1)  # a verifier's score at or above this is reward 1, else 0
     require_stop: bool = True  # a response cut off by the token limit scores 0
-
-
-Engine = Literal["builtin", "vllm", "sglang"]
 
 
 class RolloutTable(Table):
@@ -219,12 +234,6 @@ class Recipe(Table):
     def _options_are_a_generators(self) -> Recipe:
         if self.data.options and self.data.source == "file":
             raise ValueError('data.options are settings of a reasoning-gym generator, but data.source = "file"')
-        return self
-
-    @model_validator(mode="after")
-    def _verifier_fits_data(self) -> Recipe:
-        if self.reward.kind == "reasoning_gym" and self.data.source != "reasoning_gym":
-            raise ValueError('reward.kind = "reasoning_gym" needs data.source = "reasoning_gym"')
         return self
 
     @model_validator(mode="after")

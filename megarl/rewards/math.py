@@ -1,7 +1,7 @@
 """Mathematical equality of the final answers, decided by math-verify in a process of its own.
 
-SymPy can take hours, or all memory, over a hostile formula, and math-verify's own time limit works in a main thread and
-between two bytecodes only. Here the kernel ends the worker when its time is up, whatever it is doing, and the response
+A hostile formula can cost SymPy hours or all memory, and math-verify's own time limit works only in the main thread and
+between two bytecodes. Here the kernel ends the worker when its time is up, whatever it is doing, and the response
 scores 0.
 """
 
@@ -12,13 +12,23 @@ import subprocess
 import sys
 import threading
 
-from megarl.data.prompts import Prompt
+from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
-from megarl.rewards import right_answer
+from megarl.recipe.tables import Recipe
+from megarl.rewards import Verifier, right_answer
+
+
+def check(recipe: Recipe) -> None:
+    """Suits all data; an answer that is no mathematics is a `UserError` when a response to it is scored."""
+
+
+def build(prompts: PromptSource) -> Verifier:
+    """See `VerifierModule`."""
+    return Math()
 
 
 class Math:
-    """One worker process, started at the first response and again after each one that it did not survive."""
+    """Scores 1 or 0. The worker is started for the first response, and again after each one that it did not survive."""
 
     def __init__(self, seconds: float = 5.0) -> None:
         self.seconds = seconds  # wall time for one response
@@ -37,6 +47,7 @@ class Math:
         return float(verdict == "right")
 
     def close(self) -> None:
+        """End the worker; a later `score` starts another."""
         if self._worker is not None:
             self._worker.kill()
             self._worker.communicate()
@@ -54,7 +65,7 @@ class Math:
             verdict = worker.stdout.readline().strip()
         except BrokenPipeError:
             verdict = ""
-        if not verdict:  # time or memory was up
+        if not verdict:  # it ran out of time or memory
             self.close()
         return verdict
 
@@ -63,5 +74,5 @@ class Math:
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert worker.stdout
         if worker.stdout.readline().strip() != "ready":
-            raise UserError("math-verify does not start; its own message stands above")
+            raise UserError("math-verify does not start; its own message is above")
         return worker

@@ -12,7 +12,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-MEMORY = 4 << 30  # bytes of address space; 10**10**10 would take the machine's
+MEMORY = 4 << 30  # bytes of address space, or 10**10**10 would take all of the machine's
 
 
 @functools.lru_cache(1024)
@@ -30,9 +30,11 @@ def judge(answer: str, response: str) -> str:
 
 
 def serve(seconds: float) -> None:
-    logging.disable(logging.CRITICAL)  # math-verify reports on every formula that it cannot read
+    logging.disable(logging.CRITICAL)  # math-verify logs every formula that it cannot read
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler sends it to every process, but the parent is not done
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # a scheduler sends it to all processes, but the parent still needs this one
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the default action ends the process, also inside C code
     print("ready", flush=True)
     for line in sys.stdin:

@@ -1,9 +1,8 @@
-"""The scorer of the generator that made the prompt, behind a gate: some scorers of the library evaluate the response.
+"""The scorer of the generator that made the prompt, with a guard: some of the library's scorers evaluate the response.
 
-reasoning-gym 0.1.25 hands the response to Python's ``eval`` (string_insertion, spiral_matrix, binary_matrix, n_queens)
-or to SymPy's ``parse_expr``, which evaluates too (countdown, puzzle24, polynomial_multiplication, the integrations). A
-response reaches those only when it is a plain literal or a plain formula; anything else scores 0, as it would be wrong
-anyway.
+reasoning-gym 0.1.25 passes the response to Python's ``eval`` (string_insertion, spiral_matrix, binary_matrix, n_queens)
+or to SymPy's ``parse_expr``, which evaluates too (countdown, puzzle24, polynomial_multiplication, the integrations).
+Only plain literals and plain formulas are passed on to those; anything else would be wrong anyway and scores 0.
 """
 
 from __future__ import annotations
@@ -12,7 +11,10 @@ import ast
 import re
 from typing import Any
 
-from megarl.data.prompts import Prompt
+from megarl.data.prompts import Prompt, PromptSource
+from megarl.errors import UserError
+from megarl.recipe.tables import Recipe
+from megarl.rewards import Verifier
 
 EVAL_SCORERS = {"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"}
 FORMULA_SCORERS = {
@@ -30,14 +32,28 @@ LONGEST_FORMULA = 1000  # characters
 LARGEST_POWER = 64
 
 
+def check(recipe: Recipe) -> None:
+    """Training and evaluation prompts must come from generators, because a file has no scorer."""
+    if recipe.data.source != "reasoning_gym":
+        raise UserError('reward.kind = "reasoning_gym" needs data.source = "reasoning_gym"')
+    if recipe.eval.every and recipe.eval.source == "file":
+        raise UserError('reward.kind = "reasoning_gym" cannot score eval.source = "file"; use "exact" or "math"')
+
+
+def build(prompts: PromptSource) -> Verifier:
+    """See `VerifierModule`."""
+    return ReasoningGym(prompts.scorers)
+
+
 class ReasoningGym:
+    """Scores in [0, 1], with the partial credit that the generator's scorer gives."""
+
     def __init__(self, scorers: dict[str, Any]) -> None:
         self._scorers = scorers  # generator name -> data set
 
     def score(self, prompt: Prompt, response: str) -> float:
-        source = prompt.entry["metadata"].get(
-            "source_dataset", prompt.entry["generator"]
-        )  # the member of a composite generator
+        # of a composite generator, the one that made this item
+        source = prompt.entry["metadata"].get("source_dataset", prompt.entry["generator"])
         if source in EVAL_SCORERS and not LITERAL.fullmatch(response):
             return 0.0
         if source in FORMULA_SCORERS and not is_plain_formula(response):

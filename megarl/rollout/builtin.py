@@ -1,35 +1,54 @@
 """The built-in engine: a decode loop with a KV cache on the exported Hugging Face model, for one CPU.
 
-All rows of a batch stand at the same absolute position: a prompt joins when the loop reaches its length and its
-responses leave when they are finished. So there is no padding, no attention mask, and nothing that could leak from one.
+All rows of a batch are at the same absolute position: a prompt joins when the loop has reached its length, and its
+responses leave when they are finished. So neither padding nor an attention mask is needed.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from megarl.errors import UserError
+from megarl.recipe.tables import Recipe
 from megarl.rollout.drift import score
-from megarl.rollout.engine import Completion, Request, Sampling, check_request, never
+from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, check_request, never, section
 
-DRAWS = 64  # uniforms made at a time for a response; a multiple of the 4 that one Philox counter gives
-SERVED_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)  # what `_Decoder.join` knows how to concatenate
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel
+
+RECORDS_EXPERTS = False
+DRAWS = 64  # uniform numbers made at a time for a response; a multiple of the 4 that one Philox counter gives
+
+
+def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
+    """`UserError` for a replica of several GPUs."""
+    table = recipe.rollout_of(stage)
+    if table.tensor_parallel > 1:
+        raise UserError(
+            f"{section(recipe, stage)} tensor_parallel = {table.tensor_parallel}: "
+            "the built-in engine runs a replica in one process"
+        )
+
+
+def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
+    """See `EngineModule`; this engine records no experts, so ``routed_experts`` must be False."""
+    assert not routed_experts, "`check_engine` refuses this"
+    return BuiltinEngine(
+        policy_dir, version, "cpu" if recipe.actor.backend == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}"
+    )
 
 
 class BuiltinEngine:
-    """A `RolloutEngine` on transformers. The same chunk of prompts and sampling gives the same bytes on one machine.
+    """A `RolloutEngine` on transformers. On one machine the same request always gives the same bytes.
 
-    ``policy_dir`` is a local directory with config.json and safetensors; what is not there in full is a `UserError`.
+    ``policy_dir`` is a local directory with config.json and safetensors; an incomplete one is a `UserError`.
     """
 
     repeats_chunks = True
@@ -62,13 +81,10 @@ class BuiltinEngine:
     def close(self) -> None:
         self.sleep()
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
-        return self._start(Request(prompts, sampling), never)
-
     def serve(
         self, requests: Iterator[Request], interrupted: Callable[[], bool] = never
     ) -> Iterator[tuple[int, Completion]]:
-        """One request after another: what decodes together would change each other's last bits."""
+        """One request after another, because responses that decode together change each other's last bits."""
         for number, request in enumerate(requests):
             for completion in self._start(request, interrupted):
                 yield number, completion
@@ -77,7 +93,7 @@ class BuiltinEngine:
 
     def _start(self, request: Request, interrupted: Callable[[], bool]) -> Iterator[Completion]:
         if self._model is None:
-            raise RuntimeError("the engine sleeps: call wake() before generate()")
+            raise RuntimeError("the engine sleeps: call wake() before serve()")
         config = self._model.config
         check_request(request.prompts, request.sampling, config.vocab_size, config.max_position_embeddings)
         starts, fanout = _starts(request)
@@ -133,7 +149,7 @@ class BuiltinEngine:
 
 
 def _starts(request: Request) -> tuple[list[list[int]], int]:
-    """What is prefilled, and how many rows begin with each: all responses of a prompt, or one that is continued."""
+    """The token sequences to prefill, and how many rows begin with each: a prompt's responses, or one continuation."""
     prompts, prefixes, samples = request.prompts, request.sampling.prefixes, request.sampling.samples
     if not prefixes:
         return prompts, samples
@@ -141,20 +157,20 @@ def _starts(request: Request) -> tuple[list[list[int]], int]:
 
 
 class _Decoder:
-    """The rows that are being decoded, all at ``position``: the logits of their next token and their KV cache."""
+    """The rows that are being decoded, all at ``position``, with the logits of their next tokens and their KV cache."""
 
     def __init__(self, model: PreTrainedModel, sampling: Sampling, fanout: int) -> None:
         self.model, self.fanout, self.temperature = model, fanout, sampling.temperature
         self.stop_token_ids = np.array(sampling.stop_token_ids, np.int64)
         self.rows = np.empty(0, np.int64)  # [n] prompt * samples + sample
         self.position = 0
-        self.cache = DynamicCache(config=model.config)
+        self.cache = _empty_cache(model)
         self.logits = torch.empty(0, model.config.vocab_size, device=model.device)  # [n, V] float32
 
     @torch.inference_mode()
     def join(self, indices: list[int], starts: list[list[int]]) -> None:
-        """Add the starts with these indices, all ``position`` tokens long: prefilled once, for ``fanout`` rows each."""
-        cache = DynamicCache(config=self.model.config)
+        """Add starts, all ``position`` tokens long, with their indices; each is prefilled once for ``fanout`` rows."""
+        cache = _empty_cache(self.model)
         logits = self._forward(torch.tensor(starts), cache).repeat_interleave(self.fanout, 0)
         cache.batch_repeat_interleave(self.fanout)
         if len(self.rows):
@@ -167,7 +183,7 @@ class _Decoder:
 
     @torch.inference_mode()
     def sample(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Next tokens [n] by the inverse CDF at ``uniforms`` [n] float64, their log-probs [n], which are stops [n]."""
+        """Next tokens [n] by the inverse CDF at ``uniforms`` [n] float64, their log-probs [n], and which stop [n]."""
         logprobs = (self.logits / self.temperature).log_softmax(-1)
         cdf = logprobs.double().exp_().cumsum(-1)
         # u <= 1 - 2**-53, so u * total rounds to less than the total: no token of probability 0 can come out.
@@ -196,7 +212,7 @@ class _Decoder:
 
 
 class _Uniforms:
-    """Uniform numbers in [0, 1) of each response: number t depends on its seed and t alone (Philox, counter t // 4)."""
+    """Uniform numbers in [0, 1): a response's number t depends only on its seed and t (Philox, counter t // 4)."""
 
     def __init__(self, seeds: tuple[int, ...]) -> None:
         self.seeds = seeds
@@ -204,14 +220,14 @@ class _Uniforms:
         self._state = self._bits.state
         self._generator = np.random.Generator(self._bits)
         self._block = np.empty((len(seeds), DRAWS))
-        self._drawn = np.full(len(seeds), -1)  # which block of each response it holds
+        self._drawn = np.full(len(seeds), -1)  # which block of each response `_block` holds
 
     def draw(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """Number ``steps[i]`` of response ``rows[i]``, [n] float64."""
         blocks = steps // DRAWS
         due = self._drawn[rows] != blocks
         for row, block in zip(rows[due], blocks[due], strict=True):
-            # One generator moved from key to key: making one for each response costs ten times as much.
+            # One generator is set to key after key: making one for each response takes ten times as long.
             self._state["state"]["key"][0] = self.seeds[row]
             self._state["state"]["counter"][0] = block * (DRAWS // 4)
             self._bits.state = self._state
@@ -220,7 +236,18 @@ class _Uniforms:
         return self._block[rows, steps % DRAWS]
 
 
+def _empty_cache(model: PreTrainedModel) -> DynamicCache:
+    from transformers import DynamicCache  # here and below: the import takes seconds that `check` need not wait for
+
+    return DynamicCache(config=model.config)
+
+
 def _load(policy_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
     if not (policy_dir / "config.json").is_file():
         raise UserError(f"{policy_dir} is no Hugging Face model directory: it has no config.json")
     try:
@@ -230,18 +257,19 @@ def _load(policy_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # so that they stand in the report
+            ignore_mismatched_sizes=True,  # they are then listed in the report
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise UserError(f"cannot load the policy in {policy_dir}: {error}") from error
     model, report = loaded
-    # transformers only warns about these and fills the gaps at random.
+    # transformers only warns about these, and fills gaps with random numbers
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if report[problem]:
             names = ", ".join(sorted(map(str, report[problem]))[:4])
             raise UserError(f"the weights in {policy_dir} do not fit its config.json: {problem} {names}")
-    if not all(type(layer) in SERVED_LAYERS for layer in DynamicCache(config=model.config).layers):
+    served = (DynamicLayer, DynamicSlidingWindowLayer)  # `_Decoder.join` knows how to concatenate these
+    if not all(type(layer) in served for layer in _empty_cache(model).layers):
         raise UserError(
             f"{policy_dir} has layers that keep more than keys and values: the built-in engine does not serve them, "
             "use another [rollout] engine"

@@ -1,6 +1,6 @@
-"""The weight-drift check: an engine has loaded a policy when it scores fixed sequences as the actor does.
+"""The weight-drift check: an engine has the right weights if it scores fixed sequences as the actor does.
 
-A wrong weight sync raises no error anywhere: rewards collapse some updates later. So every load is followed by this.
+A wrong weight sync raises no error anywhere; rewards collapse some updates later. So this check follows every load.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from megarl.errors import UserError
 from megarl.rollout.engine import RolloutEngine
 from megarl.storage.reference_logprobs import Reference, reference_sequences
 
-# nats, (largest of a token, mean over all). Two float32 implementations differ by some 1e-5. In bfloat16 a token whose
-# experts are nearly tied may go elsewhere, so the mean decides; what a wrong weight does is larger by far.
+# nats: (largest at a token, mean over all). Two float32 implementations differ by about 1e-5. In bfloat16 a token whose
+# experts are nearly tied may be routed to others, so the mean decides; a wrong weight does far more than that.
 TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (3.0, 0.1)}
 
 
@@ -32,7 +31,7 @@ class Drift:
 
 
 def check_weights(engine: RolloutEngine, reference: Reference) -> Drift:
-    """Score the reference's sequences with ``engine``. Beyond the tolerance of the coarser precision: `UserError`."""
+    """Compare ``engine`` with the reference; `UserError` if it is beyond the tolerance of the coarser precision."""
     scored = engine.score(reference.sequences)
     difference = np.abs(np.concatenate(scored).astype(np.float64) - np.concatenate(reference.logprobs))
     precision = max(engine.precision, reference.precision, key=lambda name: TOLERANCES[name])
@@ -49,7 +48,12 @@ def check_weights(engine: RolloutEngine, reference: Reference) -> Drift:
 
 @torch.inference_mode()
 def hugging_face_reference(policy_dir: Path) -> Reference:
-    """Of a model that no actor exported: its own, in the precision of the file, on the CPU."""
+    """The reference of a base model, which no actor has exported: transformers' log-probs, on the CPU.
+
+    In the precision of the file.
+    """
+    from transformers import AutoModelForCausalLM  # takes seconds
+
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype="auto", local_files_only=True, use_safetensors=True)
     model.eval()
     sequences = reference_sequences(model.config.vocab_size, model.config.max_position_embeddings)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megarl.errors import UserError
+from megarl.recipe.tables import Recipe
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class Sampling:
     """How to sample. One seed a response, prompt-major: ``seeds[prompt * samples + sample]``.
 
     A response's randomness comes from its seed alone, so it does not depend on what else is in the batch.
+
+    prefixes: () or, for each response, the tokens that an earlier, interrupted request has generated of it. They count
+    towards ``max_tokens``; a completion holds only the tokens that follow them.
     """
 
     temperature: float  # > 0
@@ -26,10 +30,8 @@ class Sampling:
     samples: int  # responses per prompt
     stop_token_ids: tuple[int, ...]  # any of them ends a response and is its last token
     seeds: tuple[int, ...]  # [prompts * samples], each in [0, 2**64)
-    # [prompts * samples] tokens of each response that are there already, or (): all begin with the prompt. They count
-    # to `max_tokens`; a completion holds what follows them.
-    prefixes: tuple[tuple[int, ...], ...] = ()
-    timeout: float = math.inf  # seconds from its start after which a response is cut off, not empty: "timeout"
+    prefixes: tuple[tuple[int, ...], ...] = ()  # [prompts * samples]
+    timeout: float = math.inf  # seconds that a response may take; then it is cut off, but with at least one token
 
     def __post_init__(self) -> None:
         for name in ("temperature", "max_tokens", "samples", "timeout"):
@@ -39,7 +41,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """Prompts that are handed to an engine together."""
+    """Prompts that an engine gets together, as token ids."""
 
     prompts: list[list[int]]
     sampling: Sampling
@@ -54,63 +56,79 @@ class Completion:
     tokens: np.ndarray  # [n] int32, stop token included; n = 0 only when interrupted
     logprobs: np.ndarray  # [n] float32, nats, of the distribution that was sampled: temperature applied
     finish_reason: str  # "stop" | "length" | "timeout" | "interrupted"
-    # [prompt + n - 1, layers, top_k] of `expert_type`, where the engine records them: of all tokens, those of
-    # `prefixes` too, but the last, which went through no layer; -1: not known
+    # [prompt + n - 1, layers, top_k] of `expert_type`, or None if the engine does not record them: the experts of every
+    # token (prefix included) but the last, which no layer has processed; -1 where they are not known
     routed_experts: np.ndarray | None
     policy_version: int
 
 
 def expert_type(experts: int) -> np.dtype[Any]:
-    """The smallest signed integer type for the ids of so many experts and -1."""
+    """The smallest signed integer type that holds expert ids below ``experts`` and -1."""
     return np.min_scalar_type(-experts)
 
 
 def never() -> bool:
-    """The `interrupted` of a generation that runs to its end."""
+    """For `RolloutEngine.serve`: a generation that nothing interrupts."""
     return False
 
 
 class RolloutEngine(Protocol):
-    """What a rollout phase needs: one replica, with the weights of one policy.
+    """What a rollout phase needs of an engine: one replica, with the weights of one policy.
 
-    repeats_chunks: whether the same request always gives the same bytes, so that a resumed phase has to repeat whole
-    requests. Where requests are decoded together, whatever else is in the batch changes the last bits, and only the
-    groups that are missing are generated again.
+    repeats_chunks: the same request always gives the same bytes, so a resumed phase repeats whole requests. Engines
+    that decode several requests together cannot promise that; for them only the missing groups are generated again.
     """
 
     repeats_chunks: bool
     precision: str  # "float32" | "bfloat16"
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
-        """Completions as they finish, in any order. A request that cannot be served is a `UserError` at once."""
-
     def serve(
         self, requests: Iterator[Request], interrupted: Callable[[], bool] = never
     ) -> Iterator[tuple[int, Completion]]:
-        """(number of the request, counted from 0 in the order in which they were taken; completion), in any order.
+        """Pairs (number of the request, completion) as responses end, in any order. Requests are numbered from 0.
 
-        The engine takes the next request when it has room for it, and not before. When ``interrupted()`` turns true
-        it takes no more, and all that is unfinished comes out at once with what there is of it and the finish reason
-        "interrupted". A request that cannot be served is a `UserError` when it is taken.
+        The engine takes the next request only when it has room for it. Once ``interrupted()`` is true it takes no more,
+        and every unfinished response is handed out at once, as far as it got, with the finish reason "interrupted". A
+        request that cannot be served is a `UserError` when it is taken.
         """
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Log-probs at temperature 1 of all but the first token of each sequence, [n - 1] float32."""
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
-        """Take the Hugging Face export in ``policy_dir``; later completions carry ``version``. Also ends a `sleep`.
+        """Load the Hugging Face export in ``policy_dir``; later completions carry ``version``. Also ends a `sleep`.
 
-        In place where that gives what a fresh engine would, else by making one.
+        The result is that of a newly made engine, and an engine that cannot reload in place is made anew.
         """
 
     def sleep(self) -> None:
-        """Give back the memory of weights and caches."""
+        """Free the memory of weights and caches."""
 
     def wake(self) -> None:
-        """Be ready to generate again, with the weights that were loaded last."""
+        """End a `sleep`, with the weights that were loaded last."""
 
     def close(self) -> None:
         """Release everything; the engine is not used again."""
+
+
+class EngineModule(Protocol):
+    """What the module of an engine offers; the rest of megarl knows it by its line in `megarl.recipe.names`.
+
+    Importing the module must be cheap: the engine's own package is imported by ``build`` alone.
+    """
+
+    RECORDS_EXPERTS: bool  # whether completions can have `routed_experts`
+
+    def check(self, recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
+        """`UserError` if the engine is not installed or cannot serve the recipe; ``hf``: from `read_hf_config`."""
+
+    def build(self, recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
+        """One replica with the policy of ``policy_dir``, which records experts if ``routed_experts``."""
+
+
+def section(recipe: Recipe, stage: int) -> str:
+    """The table of the recipe that an error about the engine of a stage should name."""
+    return f"[stages.{stage}]" if str(stage) in recipe.stages else "[rollout]"
 
 
 def response_seed(run_seed: int, group_id: int, sample: int) -> int:
@@ -120,7 +138,10 @@ def response_seed(run_seed: int, group_id: int, sample: int) -> int:
 
 
 def continuation_seed(seed: int, done: int) -> int:
-    """The seed with which an engine that seeds requests continues a response after ``done`` tokens; 0: its own."""
+    """The seed of a request that continues a response after ``done`` tokens, for engines that draw from its start on.
+
+    With the response's own seed they would repeat the draws of its beginning.
+    """
     if not done:
         return seed
     digest = hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=8, person=b"megarl")

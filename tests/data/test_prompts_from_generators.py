@@ -4,7 +4,8 @@ import warnings
 
 import pytest
 
-from megarl.data.prompts import BLOCK, build_prompts
+from megarl.data.prompts import build_prompts
+from megarl.data.sources import BLOCK
 from megarl.errors import UserError
 from tests.data.prompt_sources import char_tokenizer, recipe
 

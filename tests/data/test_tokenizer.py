@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megarl.data.prompts import check_tokenizer_fits, load_tokenizer, stop_token_ids
+from megarl.data.tokenizer import check_tokenizer_fits, load_tokenizer, stop_token_ids
 from megarl.errors import UserError
 from tests.data.prompt_sources import char_tokenizer
 

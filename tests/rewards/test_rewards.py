@@ -1,5 +1,7 @@
 """Scores, the threshold, and what a hostile response may do (nothing)."""
 
+import importlib
+import inspect
 import os
 import threading
 import time
@@ -8,8 +10,9 @@ import pytest
 
 from megarl.data.prompts import Prompt, build_prompts
 from megarl.errors import UserError
+from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import build_verifier, reward
+from megarl.rewards import VerifierModule, build_verifier, check_reward, reward
 from megarl.rewards.exact import Exact
 from megarl.rewards.math import Math
 from megarl.rewards.reasoning_gym import EVAL_SCORERS, FORMULA_SCORERS, is_plain_formula
@@ -186,8 +189,26 @@ def test_plain_formulas():
     assert [t for t in bad if is_plain_formula(t)] == []
 
 
-def test_a_file_of_evaluation_prompts_has_no_reasoning_gym_scorer(tokenizer, tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "1", "answer": "2"}\n')
-    settings = recipe("chain_sum", heldout=1, evaluation={"source": "file", "suite": str(tmp_path / "p.jsonl")})
+def test_only_generators_have_a_reasoning_gym_scorer(tmp_path):
+    file = tmp_path / "p.jsonl"
+    exam = recipe("chain_sum", heldout=1, evaluation={"source": "file", "suite": str(file)})
     with pytest.raises(UserError, match='cannot score eval.source = "file"'):
-        build_verifier(settings, build_prompts(settings, tokenizer))
+        check_reward(exam)
+    with pytest.raises(UserError, match='reward.kind = "reasoning_gym" needs data.source = "reasoning_gym"'):
+        check_reward(recipe(file=file, kind="reasoning_gym"))
+    check_reward(recipe("chain_sum", evaluation={"source": "file", "suite": str(file), "every": 0}))
+    for kind in ("exact", "math"):
+        check_reward(recipe(file=file, kind=kind))
+
+
+@pytest.mark.parametrize("kind", VERIFIERS)
+def test_a_verifier_module_offers_what_megarl_asks_of_it(kind):
+    module = importlib.import_module(VERIFIERS[kind])
+    for function in ("check", "build"):
+        _, *expected = inspect.signature(getattr(VerifierModule, function)).parameters.values()
+        assert list(inspect.signature(getattr(module, function)).parameters.values()) == expected
+
+
+def test_an_unknown_kind_is_named_with_the_nearest():
+    with pytest.raises(ValueError, match=r"unknown; did you mean 'exact'\? known are 'reasoning_gym', 'exact', 'math'"):
+        RewardTable(kind="exat")

@@ -1,8 +1,75 @@
+import json
+import subprocess
+import sys
+
+import psutil
 import pytest
 
+from megarl.rollout import build_engine, engine_module
+from tests.helpers import ROOT
+from tests.rollout.engines import BOTH, CONTEXT, TOGETHER, stage_recipe
 from tests.rollout.tiny_models import save
 
 
 @pytest.fixture(scope="session")
 def moe_dir(tmp_path_factory):
     return save(tmp_path_factory.mktemp("qwen3_moe"))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Two models of each family; heads of 32, the smallest that vLLM serves on a CPU."""
+    folder = tmp_path_factory.mktemp("models")
+    families = ("qwen3_moe", "qwen3")
+    return {
+        kind: [save(folder / kind / str(seed), kind, seed=seed, head_dim=32) for seed in (0, 1)] for kind in families
+    }
+
+
+@pytest.fixture(scope="session")
+def actor():
+    """actor(model, sequences): what the Megatron actor makes of them, from one process for all tests."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.rollout.actor_scores"]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(model, sequences):
+        print(json.dumps({"model": str(model), "sequences": sequences}), file=process.stdin, flush=True)
+        for line in process.stdout:
+            if line.startswith("SCORES "):
+                return json.loads(line.removeprefix("SCORES "))
+        raise AssertionError(f"the actor ended with exit code {process.wait()}; its message is above")
+
+    yield ask
+    process.stdin.close()
+    assert process.wait() == 0
+
+
+@pytest.fixture(scope="session", params=BOTH)
+def engine(request, models, actor):
+    """A started engine, with the first model of a family under version 3. Tests may leave it with the other model.
+
+    It serves all tests of the session that want it, one engine after another. ``actor`` starts before, beside which
+    an engine must leave no process.
+    """
+    name, family = request.param
+    model, before = models[family][0], set(psutil.Process().children(recursive=True))
+    experts = engine_module(name).RECORDS_EXPERTS and family == "qwen3_moe"
+    engine = build_engine(stage_recipe(name, model={"path": str(model)}), 0, model, 3, routed_experts=experts)
+    if name != "builtin":
+        assert (engine.settings.context, engine.settings.responses) == (CONTEXT, TOGETHER)
+    yield engine
+    engine.close()
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+@pytest.fixture
+def name(request):
+    """The name of the test's engine."""
+    return request.node.callspec.params["engine"][0]
+
+
+@pytest.fixture
+def records_experts(request):
+    """Whether the test's engine records experts."""
+    engine, family = request.node.callspec.params["engine"]
+    return engine_module(engine).RECORDS_EXPERTS and family == "qwen3_moe"

@@ -1,9 +1,14 @@
-"""Seeds and sampling settings every engine shares."""
+"""What all engines share: seeds, sampling settings, the functions of their modules, the names in recipes."""
+
+import inspect
 
 import pytest
 
 from megarl.errors import UserError
-from megarl.rollout.engine import Sampling, response_seed
+from megarl.recipe.load import parse_recipe
+from megarl.recipe.names import ENGINES
+from megarl.rollout import engine_module
+from megarl.rollout.engine import EngineModule, Sampling, response_seed
 
 
 def test_response_seeds_are_stable_and_distinct():
@@ -23,3 +28,26 @@ def test_sampling_refuses_what_means_nothing(change):
     Sampling(**good)
     with pytest.raises(UserError, match=f"{next(iter(change))} is .* must be above 0"):
         Sampling(**(good | change))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_module_offers_what_megarl_asks_of_it(name):
+    module = engine_module(name)
+    assert isinstance(module.RECORDS_EXPERTS, bool)
+    for function in ("check", "build"):
+        _, *expected = inspect.signature(getattr(EngineModule, function)).parameters.values()
+        assert list(inspect.signature(getattr(module, function)).parameters.values()) == expected
+
+
+def test_an_unknown_engine_is_named_with_the_nearest():
+    tables = {
+        "model": {"path": "unused"},
+        "data": {"source": "reasoning_gym", "train": "spell_backward"},
+        "reward": {"kind": "reasoning_gym"},
+    }
+    with pytest.raises(
+        UserError, match=r"rollout.engine: unknown; did you mean 'sglang'\? known are 'builtin', 'vllm'"
+    ):
+        parse_recipe(tables | {"rollout": {"engine": "sglan"}})
+    with pytest.raises(UserError, match=r"stages.0.engine: unknown; known are 'builtin', 'vllm', 'sglang' \(got 'q'\)"):
+        parse_recipe(tables | {"stages": {"0": {"engine": "q"}}})

@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from megarl.errors import UserError
-from megarl.rollout.sglang.engine import Settings, SglangEngine, _environment, _memory_errors, _Running
+from megarl.rollout.continuous import Running
+from megarl.rollout.sglang.engine import SglangEngine, SglangSettings, _environment, _memory_errors
 from megarl.rollout.sglang.server import ServerFailed, installed_version, server_environment
 from tests.rollout.tiny_models import save
 
@@ -19,14 +20,14 @@ def test_a_server_that_cannot_start_says_why(tmp_path, capfd):
     model = save(tmp_path / "model", "qwen3")
     before = set(psutil.Process().children())
     with pytest.raises(ServerFailed, match=r"did not start and ended with exit code 1(?s:.)*No module named .*sglang"):
-        SglangEngine(model, 0, Settings("cpu", context=64, responses=4, python=WITHOUT_SGLANG))
+        SglangEngine(model, 0, SglangSettings("cpu", context=64, responses=4, python=WITHOUT_SGLANG))
     assert "No module named" in capfd.readouterr().err  # which is the log of the rank
     assert set(psutil.Process().children()) <= before
     assert installed_version(WITHOUT_SGLANG) is None
 
 
 def test_a_server_that_lacks_memory_names_the_settings():
-    settings = Settings("cuda", context=4096, responses=512, memory_fraction=0.3)
+    settings = SglangSettings("cuda", context=4096, responses=512, memory_fraction=0.3)
     failure = "the SGLang server did not start and ended with exit code 1; the last lines of its log:\nTraceback:\n"
     with pytest.raises(UserError) as error, _memory_errors("starting", settings):
         raise ServerFailed(failure + "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.")
@@ -38,14 +39,18 @@ def test_a_server_that_lacks_memory_names_the_settings():
 
 def test_a_response_that_the_cache_cut_short_is_an_error():
     engine = object.__new__(SglangEngine)
-    engine.settings, engine.version = Settings("cuda", context=4096, responses=512, memory_fraction=0.3), 7
+    engine.settings, engine.version = SglangSettings("cuda", context=4096, responses=512, memory_fraction=0.3), 7
     scored = [[-1.0, 5, None], [-2.0, 6, None]]
+
+    def running(limit):
+        return Running(0, 0, 0, tokens=[1, 2, 3], seed=0, done=0, limit=limit, timeout=60.0)
+
     info = {"finish_reason": {"type": "length", "length": 2}, "output_token_logprobs": scored}
     event = {"output_ids": [5, 6], "meta_info": info | {"weight_versions": [{"version": "7"}]}}
-    whole = engine._completion(_Running(0, 0, 0, 3, limit=2, timeout=60.0), event)
+    _, whole = engine._ended(running(limit=2), event)
     assert (whole.tokens.tolist(), whole.finish_reason) == ([5, 6], "length")
     with pytest.raises(UserError, match=r"after 2 of 9 tokens.*memory_fraction = 0\.3"):
-        engine._completion(_Running(0, 0, 0, 3, limit=9, timeout=60.0), event)
+        engine._ended(running(limit=9), event)
 
 
 def test_a_server_gets_nothing_that_is_meant_for_this_process(monkeypatch):
@@ -64,5 +69,5 @@ def test_a_replica_has_the_gpus_of_its_place_on_the_node(monkeypatch, visible, o
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    settings = Settings("cuda", context=64, responses=4, tensor_parallel=2)
+    settings = SglangSettings("cuda", context=64, responses=4, tensor_parallel=2)
     assert _environment(settings)["CUDA_VISIBLE_DEVICES"] == own

@@ -13,14 +13,15 @@ import pytest
 
 from megarl.storage.ledger import parse
 from megarl.storage.rollouts import RolloutStore
-from tests.helpers import ROOT
-from tests.sglang.conftest import PYTHON
+from tests.helpers import ROOT, SGLANG_PYTHON
+
+pytestmark = pytest.mark.sglang
 
 GROUPS = {0: range(24), 1: range(24, 48)}
 SETTINGS = {
     "stages.0.engine": "vllm",
     "stages.1.engine": "sglang",
-    "rollout.sglang_python": f'"{PYTHON}"',
+    "rollout.sglang_python": f'"{SGLANG_PYTHON}"',
     "rollout.groups_per_chunk": 2,
     "rollout.max_response_tokens": 48,
     "rollout.responses_per_prompt": 4,

@@ -4,10 +4,14 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from megarl.recipe.load import load_recipe
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from tests.helpers import ROOT
+
+pytestmark = pytest.mark.vllm
 
 SETTINGS = {
     "rollout.engine": '"vllm"',

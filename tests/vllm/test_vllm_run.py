@@ -16,6 +16,8 @@ from megarl.storage.ledger import parse
 from megarl.storage.rollouts import RolloutStore
 from tests.helpers import ROOT
 
+pytestmark = pytest.mark.vllm
+
 UPDATES = 4
 GROUPS = {stage: range(64 * stage, 64 * (stage + 1)) for stage in range(3)}
 SETTINGS = {

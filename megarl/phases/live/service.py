@@ -17,6 +17,7 @@ from megarl.phases.rollout_stats import RolloutStats
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import never
+from megarl.rollout.gpus import visible_gpus
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
@@ -51,10 +52,7 @@ def leave_trainers_devices(stage: Stage) -> None:
     trainers = recipe.actor.processes_per_node
     os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) - trainers)
     if recipe.actor.backend == "cuda" and not recipe.schedule.colocate:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        count = trainers + table.workers * table.tensor_parallel
-        devices = visible.split(",") if visible else [str(number) for number in range(count)]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[trainers:count])
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus(trainers, table.workers * table.tensor_parallel)
 
 
 class LiveRolloutWorker:

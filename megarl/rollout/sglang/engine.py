@@ -1,22 +1,14 @@
-"""SGLang as a server process beside this one: every response is a request of its own, all of them decode together.
-
-What stands in a batch with a response changes the last bits of its log-probs and so, now and then, its tokens: the same
-seeds do not promise the same bytes.
-"""
+"""SGLang as a server process beside this one."""
 
 from __future__ import annotations
 
 import base64
-import itertools
-import json
-import os
 import queue
 import re
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +16,21 @@ from typing import Any
 
 import numpy as np
 
+from megarl.data.tokenizer import end_of_sequence
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
-from megarl.rollout.engine import Completion, Request, Sampling, check_request, expert_type, never
-from megarl.rollout.sglang.server import Server, ServerFailed
+from megarl.recipe.tables import Recipe
+from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, limits, out_of_memory
+from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, check_request, expert_type, section
+from megarl.rollout.gpus import replica_gpus
+from megarl.rollout.sglang.server import Server, ServerFailed, installed_version
 
-POLL_SECONDS = 0.1  # between two looks at `interrupted` and at deadlines while no response ends
-WHOLE_RESPONSE = 1 << 30  # tokens between two events of a response: there are its first token and its end
-# positions that SGLang wants beyond a response at full length; without them it ends the response earlier, unasked
+RECORDS_EXPERTS = True
+TEMPERATURES = (1e-6, float("inf"))  # below, SGLang takes the most likely token
+POLL_SECONDS = 0.1  # longest wait for an event before `interrupted` and the time limits are looked at again
+IDLE_SECONDS = 60  # in which a server that has sent all responses lets go of them
+WHOLE_RESPONSE = 1 << 30  # tokens between two events of a response: only its first token and its end are reported
+# positions that SGLang wants beyond those of a response at full length; without them it ends the response early
 SPARE_POSITIONS = 8
 _SHORT_OF_MEMORY = re.compile("out of memory|not enough memory|memory pool size is too small", re.IGNORECASE)
 ENVIRONMENT = {
@@ -42,51 +41,49 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a replica may take, in tokens, responses and GPUs."""
-
-    device: str  # "cpu" | "cuda"
-    context: int  # tokens of the longest prompt with its response
-    responses: int  # decoded together
-    memory_fraction: float = 0.85  # of a GPU, for weights and KV cache
-    tensor_parallel: int = 1  # GPUs
+class SglangSettings(Settings):
     python: Path = Path(sys.executable)  # interpreter that has SGLang
-    routed_experts: bool = False  # record them; a model with experts only
+    routed_experts: bool = False  # record them; only for a model with experts
 
 
-@dataclass
-class _Running:
-    """A response that the engine is working on."""
+def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
+    """`UserError` if the interpreter for SGLang has none, or for temperatures or GPUs that SGLang does not serve."""
+    python = recipe.rollout.sglang_python or Path(sys.executable)
+    try:
+        found = installed_version(python) is not None
+    except OSError as error:
+        raise UserError(f"[rollout] sglang_python: {python} cannot be run: {error.strerror}") from error
+    if not found:
+        raise UserError(
+            f"{section(recipe, stage)} engine = 'sglang', but {python} has no SGLang: install it in an environment of "
+            "its own and name its interpreter in [rollout] sglang_python (docs/rollout_engines.md)"
+        )
+    check_table(recipe, stage, TEMPERATURES)
 
-    request: int
-    prompt: int
-    sample: int
-    tokens: int  # that it was asked to continue
-    limit: int  # tokens that it may add
-    timeout: float  # seconds
-    deadline: float | None = None  # monotonic seconds, from its first token on
-    cut_off: str | None = None  # finish reason once it is to end before its time
+
+def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
+    """See `EngineModule`."""
+    python = recipe.rollout.sglang_python or Path(sys.executable)
+    shared = limits(recipe, stage, policy_dir)
+    return SglangEngine(policy_dir, version, SglangSettings(**shared, python=python, routed_experts=routed_experts))
 
 
-class SglangEngine:
+class SglangEngine(ContinuousEngine):
     """A `RolloutEngine` on an SGLang server.
 
-    ``policy_dir`` is a local directory with config.json and safetensors. Weights are computed with in float32 on a CPU
-    and in bfloat16 on a GPU. A server that dies is a `ServerFailed` with the end of its log, one that lacks memory a
-    `UserError` that names the settings.
+    ``policy_dir`` is a local directory with config.json and safetensors. A server that dies is a `ServerFailed` with
+    the end of its log, one that lacks memory a `UserError` that names the settings.
     """
 
-    repeats_chunks = False
+    settings: SglangSettings
 
-    def __init__(self, policy_dir: Path, version: int, settings: Settings) -> None:
-        self.settings, self.policy_dir, self.version = settings, Path(policy_dir), version
-        self.precision = "float32" if settings.device == "cpu" else "bfloat16"
+    def __init__(self, policy_dir: Path, version: int, settings: SglangSettings) -> None:
+        super().__init__(policy_dir, version, settings)
         self._asleep = False
-        # never used twice: SGLang aborts a name once more, two seconds after the client has its answer
-        self._names = (f"{number}/" for number in itertools.count())  # none begins another: aborts go by beginnings
-        self._hf, self._own_stops = read_hf_config(self.policy_dir), _end_of_sequence(self.policy_dir)
+        self._events: queue.Queue[Any] = queue.Queue()  # of the current `serve`
+        self._hf, self._own_stops = read_hf_config(self.policy_dir), end_of_sequence(self.policy_dir)
         arguments = server_arguments(self.policy_dir, version, settings)
-        self._meeting = tempfile.TemporaryDirectory(prefix="megarl-")  # of the server's processes, in place of a port
+        self._meeting = tempfile.TemporaryDirectory(prefix="megarl-")  # where the server's processes find each other
         environment = _environment(settings) | {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._meeting.name}/store"
         }
@@ -99,14 +96,15 @@ class SglangEngine:
             raise
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
-        """In place, for a model of the same architecture; also drops the cached prefixes of the weights before.
+        """In place, so the model must have the same architecture; a directory that SGLang cannot load is a `UserError`.
 
-        A directory that SGLang cannot load is a `UserError`.
+        Cached prefixes of the previous weights are dropped.
         """
         hf = read_hf_config(policy_dir)
         if self._asleep:
             self._server.post("/resume_memory_occupation", {})
             self._asleep = False
+        self._wait_until_idle()
         body = {"model_path": str(policy_dir), "weight_version": str(version), "flush_cache": True}
         try:
             self._server.post("/update_weights_from_disk", body)
@@ -114,17 +112,22 @@ class SglangEngine:
             if not self._server.alive:
                 raise
             raise UserError(f"SGLang cannot load the policy in {policy_dir}: {error}") from error
-        self._hf, self._own_stops = hf, _end_of_sequence(policy_dir)
+        self._hf, self._own_stops = hf, end_of_sequence(policy_dir)
         self.policy_dir, self.version = Path(policy_dir), version
 
     def sleep(self) -> None:
-        """On a GPU the server keeps its processes and CUDA context alone; a CPU server answers and frees nothing."""
+        """On a GPU only the server's processes and its CUDA context stay; a server on a CPU frees nothing."""
         if not self._asleep:
+            self._wait_until_idle()
             self._server.post("/release_memory_occupation", {})
             self._asleep = True
 
+    def _wait_until_idle(self) -> None:
+        """The server may still hold a response that it has sent, and then neither loads weights nor frees memory."""
+        self._server.post(f"/flush_cache?timeout={IDLE_SECONDS}", {})
+
     def wake(self) -> None:
-        """The memory of released weights comes back empty, so they are read again."""
+        """The memory for the weights comes back empty, so they are read again."""
         if self._asleep:
             self.load_weights(self.policy_dir, self.version)
 
@@ -132,39 +135,14 @@ class SglangEngine:
         self._server.stop()
         self._meeting.cleanup()
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
-        request = Request(prompts, sampling)
-        self._check(request)
-        return (completion for _, completion in self.serve(iter([request])))
-
-    def serve(
-        self, requests: Iterator[Request], interrupted: Callable[[], bool] = never
-    ) -> Iterator[tuple[int, Completion]]:
-        """The engine never waits for the end of a request: it takes the next one as soon as responses have ended."""
-        numbered, more = enumerate(requests), True
-        running: dict[str, _Running] = {}
-        events: queue.Queue[Any] = queue.Queue()
-        try:
-            while more or running:
-                while more and len(running) < self.settings.responses and not interrupted():
-                    if (following := next(numbered, None)) is None:
-                        more = False
-                    else:
-                        running |= self._submit(*following, events)
-                if interrupted():
-                    yield from self._cut_off_all(running, events)
-                    return
-                if running:
-                    yield from self._receive(running, events)
-        finally:
-            if running and self._server.alive:  # the caller left
-                for _ in self._cut_off_all(running, events):
-                    pass
+    def _begin(self) -> None:
+        """Threads of an earlier call may still have something to say; nobody listens to their queue any more."""
+        self._events = queue.Queue()
 
     def _check(self, request: Request) -> None:
         """SGLang's CPU build dies of a token outside the vocabulary, so nothing is sent unchecked."""
         if self._asleep:
-            raise RuntimeError("the engine sleeps: call wake() before generate()")
+            raise RuntimeError("the engine sleeps: call wake() before serve()")
         check_request(request.prompts, request.sampling, self._hf["vocab_size"], self.settings.context)
         stops = set(request.sampling.stop_token_ids)
         if stops and (more := self._own_stops - stops):
@@ -173,99 +151,88 @@ class SglangEngine:
                 "response anyway (eos_token_id of config.json or generation_config.json)"
             )
 
-    def _submit(self, number: int, request: Request, events: queue.Queue[Any]) -> dict[str, _Running]:
-        self._check(request)
-        sampling, submitted = request.sampling, {}
-        body: dict[str, list[Any]] = {"rid": [], "input_ids": [], "sampling_params": []}
-        for index, seed in enumerate(sampling.seeds):
-            prompt, sample = divmod(index, sampling.samples)
-            prefix = sampling.prefixes[index] if sampling.prefixes else ()
-            tokens = [*request.prompts[prompt], *prefix]
-            name = next(self._names)
-            body["rid"].append(name)
-            body["input_ids"].append(tokens)
-            body["sampling_params"].append(_parameters(sampling, seed, len(prefix)))
-            limit = sampling.max_tokens - len(prefix)
-            submitted[name] = _Running(number, prompt, sample, len(tokens), limit, sampling.timeout)
-        threading.Thread(target=self._stream, args=(body, events), daemon=True).start()
-        return submitted
+    def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:
+        """Each begins with the event of its first token."""
+        body = {
+            "rid": list(responses),
+            "input_ids": [response.tokens for response in responses.values()],
+            "sampling_params": [_parameters(sampling, response) for response in responses.values()],
+            "stream": True,
+            "return_logprob": True,
+            "return_routed_experts": self.settings.routed_experts,
+        }
+        threading.Thread(target=self._stream, args=(body, self._events), daemon=True).start()
 
     def _stream(self, body: dict[str, Any], events: queue.Queue[Any]) -> None:
-        """The events of one request, or the exception that ended them, to the thread that serves."""
-        options = {"stream": True, "return_logprob": True, "return_routed_experts": self.settings.routed_experts}
+        """Pass the events of one request, or the exception that ended them, to the thread that serves."""
         try:
-            for event in self._server.stream("/generate", body | options):
+            for event in self._server.stream("/generate", body):
                 events.put(event)
         except Exception as error:
             events.put(error)
 
-    def _receive(self, running: dict[str, _Running], events: queue.Queue[Any]) -> Iterator[tuple[int, Completion]]:
-        """What the next event says, if one comes before it is time to look elsewhere."""
+    def _step(self, running: dict[str, Running]) -> Iterator[tuple[int, Completion]]:
+        """Wait for the next event, but not for long."""
         try:
-            event = events.get(timeout=POLL_SECONDS)
+            event = self._events.get(timeout=POLL_SECONDS)
         except queue.Empty:
-            event = None
-        now = time.monotonic()
+            return
         if isinstance(event, Exception):
-            running.clear()  # nothing more is said of what the server refused
+            running.clear()  # no event will tell of the other responses of this request
             with _memory_errors("decoding", self.settings):
                 raise event
-        if event:
-            name = event["meta_info"]["id"]
-            response = running[name]
-            if event["meta_info"]["finish_reason"]:
-                del running[name]
-                yield response.request, self._completion(response, event)
-            else:
-                response.deadline = now + response.timeout
-        for name, response in running.items():
-            if response.deadline is not None and now > response.deadline and not response.cut_off:
-                response.cut_off = "timeout"
+        name = event["meta_info"]["id"]
+        if event["meta_info"]["finish_reason"]:
+            yield self._ended(running.pop(name), event)
+        else:
+            running[name].begin()
+
+    def _cut_off(self, names: list[str], running: dict[str, Running], why: str) -> Iterator[tuple[int, Completion]]:
+        """The server reports what there is of an aborted response as the response's end."""
+        for name in names:
+            running[name].cut_off = running[name].cut_off or why
+        if why == "timeout":
+            for name in names:
                 self._server.post("/abort_request", {"rid": name})
-
-    def _cut_off_all(self, running: dict[str, _Running], events: queue.Queue[Any]) -> Iterator[tuple[int, Completion]]:
-        """End all responses and hand out what there is of them."""
-        for response in running.values():
-            response.cut_off = response.cut_off or "interrupted"
+            return
         while running:
-            self._server.post("/abort_request", {"abort_all": True})  # again: one may have been on its way
-            yield from self._receive(running, events)
-            while running and not events.empty():
-                yield from self._receive(running, events)
+            self._server.post("/abort_request", {"abort_all": True})  # repeated: a response may have been on its way
+            yield from self._step(running)
+            while running and not self._events.empty():
+                yield from self._step(running)
 
-    def _completion(self, response: _Running, event: dict[str, Any]) -> Completion:
+    def _abandon(self, running: dict[str, Running]) -> None:
+        if self._server.alive:
+            for _ in self._cut_off(list(running), running, "interrupted"):
+                pass
+
+    def _ended(self, response: Running, event: dict[str, Any]) -> tuple[int, Completion]:
         info, tokens = event["meta_info"], event["output_ids"]
         scored = info.get("output_token_logprobs", [])
         if [token for _, token, *_ in scored] != tokens:
-            raise RuntimeError(f"SGLang gave {len(tokens)} tokens and log-probs of others, {len(scored)}")
+            raise RuntimeError(f"SGLang gave {len(tokens)} tokens, but {len(scored)} log-probs of other tokens")
         versions = {span["version"] for span in info.get("weight_versions", [])}
         if tokens and versions != {str(self.version)}:
             raise RuntimeError(f"SGLang sampled with the weights {sorted(versions)}, not with {self.version}")
         reason = _finish_reason(info["finish_reason"], response)
         if reason == "length" and len(tokens) < response.limit:
             raise UserError(
-                f"SGLang ended a response after {len(tokens)} of {response.limit} tokens, for its KV cache holds no "
-                f"more: raise [rollout] memory_fraction = {self.settings.memory_fraction} or lower max_response_tokens"
+                f"SGLang ended a response after {len(tokens)} of {response.limit} tokens, because its KV cache is "
+                f"full: raise [rollout] memory_fraction = {self.settings.memory_fraction} or lower max_response_tokens"
             )
-        return Completion(
-            prompt=response.prompt,
-            sample=response.sample,
-            tokens=np.array(tokens, np.int32),
-            logprobs=np.array([logprob for logprob, *_ in scored], np.float32),
-            finish_reason=reason,
-            routed_experts=self._routed_experts(info, response.tokens + len(tokens) - 1, reason),
-            policy_version=self.version,
-        )
+        logprobs = np.array([logprob for logprob, *_ in scored], np.float32)
+        experts = self._routed_experts(info, len(response.tokens) + len(tokens) - 1, reason)
+        return self._completion(response, np.array(tokens, np.int32), logprobs, reason, experts)
 
     def _routed_experts(self, info: dict[str, Any], length: int, reason: str) -> np.ndarray | None:
-        """[length, layers, top_k]: of all tokens but the last, which no forward pass has seen."""
+        """[length, layers, top_k]: the experts of all tokens but the last, which no forward pass has seen."""
         if not self.settings.routed_experts:
             return None
         shape = length, self._hf["num_hidden_layers"], self._hf["num_experts_per_tok"]
         experts = self._hf["num_experts"]
         if "routed_experts" not in info:
-            if reason not in ("timeout", "interrupted"):  # one that was cut off may have been waiting its turn
-                raise RuntimeError(f"SGLang recorded no experts of a response that ended by {reason}")
+            if reason not in ("timeout", "interrupted"):  # one that was cut off may not have begun
+                raise RuntimeError(f"SGLang recorded no experts of a response with finish reason {reason}")
             return np.full(shape, -1, expert_type(experts))
         found = np.frombuffer(base64.b64decode(info["routed_experts"]), np.int32).reshape(shape)
         if found.size and not 0 <= found.min() <= found.max() < experts:
@@ -273,7 +240,7 @@ class SglangEngine:
         return found.astype(expert_type(experts))
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """Log-probs at temperature 1 of all but the first token of each sequence, [n - 1] float32, in one pass each."""
+        """One forward pass for each sequence."""
         body = {
             "input_ids": sequences,
             "sampling_params": {"max_new_tokens": 1, "ignore_eos": True},
@@ -284,17 +251,17 @@ class SglangEngine:
         return [np.array([logprob for logprob, *_ in of_tokens], np.float32) for of_tokens in scores]
 
 
-def _finish_reason(reason: dict[str, Any], response: _Running) -> str:
+def _finish_reason(reason: dict[str, Any], response: Running) -> str:
     kind = reason["type"]
     if kind == "abort" and response.cut_off:
         return response.cut_off
     if kind == "length" or (kind == "stop" and isinstance(reason["matched"], int)):
         return str(kind)
-    raise RuntimeError(f"SGLang ended a response because of {reason}")  # logits that are not finite, for one
+    raise RuntimeError(f"SGLang ended a response because of {reason}")  # for example logits that are not finite
 
 
-def _parameters(sampling: Sampling, seed: int, done: int) -> dict[str, Any]:
-    """All that shapes the distribution is said, for the policy's generation_config.json has opinions of its own."""
+def _parameters(sampling: Sampling, response: Running) -> dict[str, Any]:
+    """Everything that shapes the distribution is set, because SGLang takes defaults from generation_config.json."""
     return {
         "temperature": sampling.temperature,
         "top_p": 1.0,
@@ -303,25 +270,16 @@ def _parameters(sampling: Sampling, seed: int, done: int) -> dict[str, Any]:
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
-        "max_new_tokens": sampling.max_tokens - done,
-        "sampling_seed": seed >> 1,  # of 63 bits; with the position it makes each draw, so a continuation keeps it
+        "max_new_tokens": response.limit,
+        # 63 bits; a draw depends on the seed and the token's position, so a continuation keeps the seed
+        "sampling_seed": response.seed >> 1,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": not sampling.stop_token_ids,  # it would switch stop_token_ids off, too
+        "ignore_eos": not sampling.stop_token_ids,  # it would ignore stop_token_ids, too
     }
 
 
-def _end_of_sequence(policy_dir: Path) -> set[int]:
-    """Tokens at which the server ends a response by itself."""
-    own: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        path = Path(policy_dir) / name
-        tokens = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        own.update(tokens if isinstance(tokens, list) else [] if tokens is None else [tokens])
-    return own
-
-
-def server_arguments(policy_dir: Path, version: int, settings: Settings) -> list[str]:
-    """Of ``sglang.launch_server``."""
+def server_arguments(policy_dir: Path, version: int, settings: SglangSettings) -> list[str]:
+    """The arguments of ``sglang.launch_server``."""
     context = settings.context + SPARE_POSITIONS
     values = {
         "model-path": policy_dir,
@@ -338,7 +296,11 @@ def server_arguments(policy_dir: Path, version: int, settings: Settings) -> list
         "grammar-backend": "none",
         "log-level": "warning",
     }
-    flags = ["skip-tokenizer-init", "skip-server-warmup", "enable-deterministic-inference"]  # which heeds seeds
+    flags = [
+        "skip-tokenizer-init",
+        "skip-server-warmup",
+        "enable-deterministic-inference",
+    ]  # the last: it alone heeds seeds
     if settings.routed_experts:
         flags.append("enable-return-routed-experts")
     if settings.device == "cpu":
@@ -350,29 +312,21 @@ def server_arguments(policy_dir: Path, version: int, settings: Settings) -> list
     return [part for name, value in values.items() for part in (f"--{name}", str(value))] + [f"--{f}" for f in flags]
 
 
-def _environment(settings: Settings) -> dict[str, str]:
+def _environment(settings: SglangSettings) -> dict[str, str]:
     if settings.device == "cpu":
         return ENVIRONMENT | {"SGLANG_USE_CPU_ENGINE": "1"}
-    count = settings.tensor_parallel
-    first = int(os.environ.get("LOCAL_RANK", "0")) * count
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    own = visible.split(",")[first : first + count] if visible else map(str, range(first, first + count))
-    return ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+    return ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": replica_gpus(settings.tensor_parallel)}
 
 
 @contextmanager
 def _memory_errors(doing: str, settings: Settings) -> Iterator[None]:
-    """What a person can change when memory was short, in place of the server's many lines."""
+    """The server's many lines about memory, as one `UserError` that says what a person can change."""
     try:
         yield
     except ServerFailed as error:
         cause = next((line for line in str(error).splitlines() if _SHORT_OF_MEMORY.search(line)), None)
         if cause is None:
             raise
-        raise UserError(
-            f"SGLang ran out of memory while {doing}: {cause.strip()}. [rollout] memory_fraction = "
-            f"{settings.memory_fraction} is the share for weights and KV cache; groups_per_chunk * "
-            f"responses_per_prompt = {settings.responses} responses decode together, each of up to "
-            f"data.max_prompt_tokens + max_response_tokens = {settings.context} tokens: lower one of these, or raise "
-            "memory_fraction where weights and cache do not fit into it"
-        ) from error
+        share = "the share for weights and KV cache"
+        remedy = "raise memory_fraction where weights and cache do not fit into it"
+        raise out_of_memory("SGLang", doing, cause.strip(), settings, share, remedy) from error

@@ -1,8 +1,8 @@
-"""``python guard.py PARENT COMMAND ...``: a command whose whole tree of processes ends with it and with its parent.
+"""``python guard.py PARENT COMMAND ...``: runs a command, and ends all of its processes when it or PARENT ends.
 
-A phase may be killed at any moment. What the kernel can then do, signal the children, does not reach the children of a
-server. So a server stands below this process, which adopts those of its descendants that lose their parent, and kills
-all of them when the command or PARENT, the process that started this one, ends.
+PARENT is the process that started this one, a phase, which may be killed at any moment. The kernel can then signal its
+children, but not the children of a server. So this process runs between the two: it adopts those descendants that lose
+their parent, and kills them all.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def main() -> None:
     kernel.prctl(PR_SET_CHILD_SUBREAPER, 1)
     kernel.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
-        sys.exit(1)  # it ended before the line above
+        sys.exit(1)  # the parent ended before the line above
     try:
-        # should this process be killed itself, its child goes with it
+        # if this process itself is killed, the kernel kills the command
         server = subprocess.Popen(command, preexec_fn=lambda: kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
         code = server.wait()
     finally:
@@ -37,18 +37,19 @@ def main() -> None:
 
 
 def stop(*_: object) -> None:
+    """End by way of `main`'s ``finally``, and not be interrupted there."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(0)
 
 
 def kill_descendants() -> None:
-    """Returns when none is left."""
+    """Kill until none is left."""
     while True:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         try:
-            os.wait()  # orphans too are children of this process
+            os.wait()  # orphans have become children of this process
         except ChildProcessError:
             return
 

@@ -20,11 +20,11 @@ from typing import Any
 from megarl.rollout.sglang import guard
 
 HOST = "127.0.0.1"
-HEALTH_SECONDS = 0.25  # between two looks at a server that starts
-ANSWER_SECONDS = 10.0  # in which a server that has started says so
-CLOSE_SECONDS = 10.0  # from the end of a connection to the end of the server that caused it
-LOG_LINES = 30  # of the end of its log that an error shows
-# What torch elastic and the phase say to their own processes; a server would take it for itself.
+HEALTH_SECONDS = 0.25  # between two looks at a server that is starting
+ANSWER_SECONDS = 10.0  # limit of a question whether the server has started
+CLOSE_SECONDS = 10.0  # a server that broke a connection by ending has ended after this time
+LOG_LINES = 30  # last lines of the log that an error shows
+# Variables that torch elastic and the launcher set for the phase process; a server would apply them to itself.
 NOT_FOR_THE_SERVER = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "MEGARL_AGENT_PID"),
@@ -36,7 +36,7 @@ class ServerFailed(Exception):
 
 
 def installed_version(python: Path) -> str | None:
-    """The version of SGLang that an interpreter would import, None without it; OSError: it is no interpreter."""
+    """The version of SGLang that an interpreter would import, None if it has none; OSError if it cannot be run."""
     probe = "from importlib import metadata; print(metadata.version('sglang'))"
     environment = server_environment(python, {})
     found = subprocess.run([python, "-c", probe], capture_output=True, text=True, env=environment)
@@ -44,20 +44,20 @@ def installed_version(python: Path) -> str | None:
 
 
 def server_environment(python: Path, settings: dict[str, str]) -> dict[str, str]:
-    """This process' own, less what is meant for it alone, and ``settings``."""
+    """This process' environment without what is meant for it alone, and with ``settings``."""
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in NOT_FOR_THE_SERVER and not name.startswith("TORCHELASTIC_")
     }
-    if str(python) != sys.executable:  # these lead to the packages of this interpreter
+    if str(python) != sys.executable:  # these point to the packages of this interpreter
         for name in ("PYTHONPATH", "PYTHONHOME"):
             environment.pop(name, None)
     return environment | settings
 
 
 class Server:
-    """``python -m sglang.launch_server``, from its start to `stop`; what it prints goes to this process' stderr.
+    """``python -m sglang.launch_server``, from its start to `stop`; its output goes to this process' stderr.
 
     It and all processes below it end when this process does, however that ends: see `megarl.rollout.sglang.guard`.
     """
@@ -82,7 +82,7 @@ class Server:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._tail.append(line.decode(errors="replace").rstrip())
-            with contextlib.suppress(OSError):  # on a full disk: who stopped reading would stop the server
+            with contextlib.suppress(OSError):  # full disk; the server would hang if nobody read its output
                 os.write(2, line)
 
     @property
@@ -90,26 +90,26 @@ class Server:
         return self._process.poll() is None
 
     def wait_until_healthy(self) -> None:
-        """Loading a large model takes minutes, so that a server which lives is waited for."""
+        """Wait as long as the server lives, because loading a large model takes minutes."""
         while True:
             if not self.alive:
                 raise self.failure("did not start")
             try:
                 self._request("GET", "/health", timeout=ANSWER_SECONDS).read()
                 info = json.loads(self._request("GET", "/model_info", timeout=ANSWER_SECONDS).read())
-                if info["served_model_name"] == self._name:  # no other that came to the port first
+                if info["served_model_name"] == self._name:  # it is this server, not another that took the port first
                     return
             except (OSError, http.client.HTTPException, ServerFailed, ValueError, LookupError, TypeError):
                 pass
             time.sleep(HEALTH_SECONDS)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON that the server answers, None for an empty answer; `ServerFailed` with its words for a refusal."""
+        """The JSON that the server answers, None for any other answer; `ServerFailed` with its words for a refusal."""
         try:
             answer = self._request("POST", path, body).read()
         except (OSError, http.client.HTTPException) as error:
             raise self.failure(f"broke the connection of {path}") from error
-        return json.loads(answer) if answer else None
+        return json.loads(answer) if answer.startswith((b"{", b"[")) else None
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Server-sent events, decoded."""
@@ -130,7 +130,7 @@ class Server:
     def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None
     ) -> http.client.HTTPResponse:
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout)  # which knows no proxies
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout)  # ignores proxies
         headers = {"Content-Type": "application/json", "Connection": "close"}
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()
@@ -139,7 +139,7 @@ class Server:
         return response
 
     def failure(self, what: str) -> ServerFailed:
-        """That the server did ``what``, why it ended if it did, and the last that it said."""
+        """An error that says ``what`` the server did, its exit code if it ended, and the last lines of its log."""
         try:
             code = self._process.wait(CLOSE_SECONDS)
             self._log.join(CLOSE_SECONDS)
@@ -149,7 +149,7 @@ class Server:
         return ServerFailed("\n".join([f"the SGLang server {what}; the last lines of its log:", *self._tail]))
 
     def stop(self) -> None:
-        """Returns when all of its processes have ended."""
+        """End the server; returns when all of its processes have ended."""
         self._process.terminate()
         self._process.wait()
         self._log.join()
@@ -163,7 +163,7 @@ def _free_port() -> int:
 
 
 def _message(answer: bytes) -> str:
-    """The words of an error, which come as {"error": {"message": ...}}, {"message": ...} or {"error": ...}."""
+    """The text of an error, which comes as {"error": {"message": ...}}, {"message": ...} or {"error": ...}."""
     try:
         fields = json.loads(answer)
         fields = fields.get("error", fields)

@@ -1,19 +1,17 @@
-"""Continuous submission through the built-in engine: one request after another, interrupted, cut off by time."""
+"""Requests to the built-in engine, step by step: one after another, interrupted, cut off by time."""
 
 import itertools
 
 import numpy as np
-import pytest
 
-from megarl.errors import UserError
 from megarl.rollout.builtin import BuiltinEngine
 from megarl.rollout.engine import Request, Sampling
-from tests.rollout.test_builtin import PROMPTS, by_response, sampling
+from tests.rollout.engines import PROMPTS, by_response, generate, sampling
 
 
 def test_requests_are_taken_one_after_another_and_answered_as_alone(moe_dir):
     engine = BuiltinEngine(moe_dir, 0)
-    requests = [Request(PROMPTS[i : i + 2], sampling(PROMPTS[i : i + 2], seed=i)) for i in (0, 2, 4)]
+    requests = [Request(PROMPTS[i : i + 2], sampling(PROMPTS[i : i + 2], stop=(1, 6, 17), seed=i)) for i in (0, 2, 4)]
     taken, served = [], []
 
     def feed():
@@ -26,7 +24,7 @@ def test_requests_are_taken_one_after_another_and_answered_as_alone(moe_dir):
     assert taken == [(0, 0), (1, 6), (2, 12)]  # the next one only when the last is done
     for number, request in enumerate(requests):
         mine = by_response(c for n, c in served if n == number)
-        alone = by_response(engine.generate(request.prompts, request.sampling))
+        alone = generate(engine, request.prompts, request.sampling)
         assert {k: (c.tokens.tolist(), c.logprobs.tobytes()) for k, c in mine.items()} == {
             k: (c.tokens.tolist(), c.logprobs.tobytes()) for k, c in alone.items()
         }
@@ -34,8 +32,8 @@ def test_requests_are_taken_one_after_another_and_answered_as_alone(moe_dir):
 
 def test_interruption_hands_out_what_there_is_and_takes_no_more(moe_dir):
     engine = BuiltinEngine(moe_dir, 0)
-    request = Request(PROMPTS, sampling(PROMPTS, stop=()))
-    whole = by_response(engine.generate(PROMPTS, request.sampling))
+    request = Request(PROMPTS, sampling(PROMPTS))
+    whole = generate(engine, PROMPTS, request.sampling)
     polls = itertools.count()
     served = list(engine.serve(iter([request, request]), lambda: next(polls) >= 8))
     assert {number for number, _ in served} == {0}
@@ -52,23 +50,9 @@ def test_interruption_hands_out_what_there_is_and_takes_no_more(moe_dir):
 
 def test_a_response_is_cut_off_by_time(moe_dir):
     engine = BuiltinEngine(moe_dir, 0)
-    patient = sampling(PROMPTS, stop=())
+    patient = sampling(PROMPTS)
     hasty = Sampling(1.0, 10, 3, (), patient.seeds, timeout=1e-9)
-    whole = by_response(engine.generate(PROMPTS, patient))
-    for key, c in by_response(engine.generate(PROMPTS, hasty)).items():
+    whole = generate(engine, PROMPTS, patient)
+    for key, c in generate(engine, PROMPTS, hasty).items():
         assert c.finish_reason == "timeout"
         assert c.tokens.tolist() == whole[key].tokens[:2].tolist()  # the clock starts with the first token
-
-
-@pytest.mark.parametrize(
-    ("prefixes", "message"),
-    [
-        (((1,),), "3 responses need as many prefixes, got 1"),
-        (((1,), (), (39,)), "prefix of response 2 has a token outside"),
-        (((1,) * 10, (), ()), "prefix of response 0 has 10 tokens: nothing is left of 10"),
-    ],
-)
-def test_prefixes_that_cannot_be_continued_are_refused(moe_dir, prefixes, message):
-    seeds = sampling([[1]]).seeds
-    with pytest.raises(UserError, match=message):
-        BuiltinEngine(moe_dir, 0).generate([[1]], Sampling(1.0, 10, 3, (), seeds, prefixes))

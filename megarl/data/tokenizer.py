@@ -1,0 +1,69 @@
+"""The tokenizer of a model: read from disk, checked against the model, and the tokens that end a response."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    """The Hugging Face tokenizer of a local directory; nothing is ever downloaded."""
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"no tokenizer: {path} is not a directory; set model.path or model.tokenizer")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exception on a damaged tokenizer.json
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"cannot read a tokenizer from {path}: {reason[0]}") from error
+
+
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> None:
+    """Raise `UserError` unless every token id is a row of the model's embedding and a response can end."""
+    largest = max(tokenizer.get_vocab().values())
+    vocab_size = _read_config(Path(model_dir) / "config.json").get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise UserError(f"{model_dir}/config.json: vocab_size is {vocab_size!r}, expected an integer")
+    if largest >= vocab_size:
+        raise UserError(
+            f"the tokenizer does not fit the model: its largest token id is {largest}, but {model_dir}/config.json has "
+            f"vocab_size = {vocab_size}; set model.tokenizer to the tokenizer that the model was trained with"
+        )
+    too_large = [token for token in stop_token_ids(tokenizer, model_dir) if token >= vocab_size]
+    if too_large:
+        raise UserError(f"stop token id {too_large[0]} is not below vocab_size = {vocab_size} of {model_dir}")
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> tuple[int, ...]:
+    """Token ids that end a response: the tokenizer's end-of-sequence token and those of the model, ascending."""
+    ids = end_of_sequence(model_dir)
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    if not ids:
+        raise UserError(f"no stop token: neither the tokenizer nor {model_dir} names an eos token")
+    return tuple(sorted(ids))
+
+
+def end_of_sequence(model_dir: Path) -> set[int]:
+    """The end-of-sequence tokens (``eos_token_id``) that a model's generation_config.json and config.json name."""
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(model_dir) / name
+        eos = _read_config(path).get("eos_token_id") if path.exists() else None
+        ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return ids
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error

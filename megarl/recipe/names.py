@@ -1,0 +1,20 @@
+"""The rollout engines and verifiers that a recipe can name, and the module of each.
+
+Adding one takes its file and one line here. Modules are named, not imported: an engine's imports take seconds.
+"""
+
+from __future__ import annotations
+
+# [rollout] engine: module with the functions of `megarl.rollout.engine.EngineModule`
+ENGINES = {
+    "builtin": "megarl.rollout.builtin",
+    "vllm": "megarl.rollout.vllm",
+    "sglang": "megarl.rollout.sglang.engine",
+}
+
+# [reward] kind: module with the functions of `megarl.rewards.VerifierModule`
+VERIFIERS = {
+    "reasoning_gym": "megarl.rewards.reasoning_gym",
+    "exact": "megarl.rewards.exact",
+    "math": "megarl.rewards.math",
+}

@@ -1,0 +1,206 @@
+"""What engines share that decode the responses of many requests together: vLLM and SGLang.
+
+Each response is a request of its own to such an engine, which takes the next as soon as one has ended. What else is in
+the batch changes the last bits of a response's log-probs and so, now and then, its tokens: the same seeds do not
+promise the same bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.errors import UserError
+from megarl.models.hf_config import read_hf_config
+from megarl.recipe.tables import Recipe
+from megarl.rollout.engine import Completion, Request, Sampling, never, section
+from megarl.storage.policies import REFERENCE_TOKENS
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a replica may use, in tokens, responses and GPUs."""
+
+    device: str  # "cpu" | "cuda"
+    context: int  # tokens of the longest prompt with its response
+    responses: int  # decoded together
+    memory_fraction: float = 0.92  # of a GPU
+    tensor_parallel: int = 1  # GPUs
+
+
+def limits(recipe: Recipe, stage: int, policy_dir: Path) -> dict[str, Any]:
+    """The fields of `Settings` for the engine of a stage; the sequences of the weight-drift check fit, too."""
+    table = recipe.rollout_of(stage)
+    longest = recipe.data.max_prompt_tokens + table.max_response_tokens
+    return {
+        "device": recipe.actor.backend,
+        "context": max(longest, min(REFERENCE_TOKENS + 1, read_hf_config(policy_dir)["max_position_embeddings"])),
+        "responses": table.groups_per_chunk * table.responses_per_prompt,
+        "memory_fraction": table.memory_fraction,
+        "tensor_parallel": table.tensor_parallel,
+    }
+
+
+def check_table(recipe: Recipe, stage: int, temperatures: tuple[float, float]) -> None:
+    """`UserError` for GPUs on a CPU, or a temperature outside ``temperatures``, the engine's lowest and highest."""
+    table = recipe.rollout_of(stage)
+    if recipe.actor.backend == "cpu" and table.tensor_parallel > 1:
+        raise UserError(
+            f"{section(recipe, stage)} tensor_parallel = {table.tensor_parallel} is for GPUs; "
+            'backend = "cpu" has one replica'
+        )
+    low, high = temperatures
+    for name, value in (("rollout", table.temperature), ("eval", recipe.eval.temperature)):
+        if not low <= value <= high:
+            raise UserError(f"[{name}] temperature = {value}: {table.engine} samples at {low} to {high}")
+
+
+def out_of_memory(engine: str, doing: str, cause: str, settings: Settings, share: str, remedy: str) -> UserError:
+    """The error for a replica that ran out of memory, with the settings that a person can change.
+
+    share: what ``memory_fraction`` is a share of; remedy: how else than by lowering a limit it may be answered.
+    """
+    return UserError(
+        f"{engine} ran out of memory while {doing}: {cause}. [rollout] memory_fraction = {settings.memory_fraction} is "
+        f"{share}; groups_per_chunk * responses_per_prompt = {settings.responses} responses decode together, each of "
+        f"up to data.max_prompt_tokens + max_response_tokens = {settings.context} tokens: lower one of these, or "
+        f"{remedy}"
+    )
+
+
+@dataclass
+class Running:
+    """A response that the engine is working on."""
+
+    request: int  # number of its request
+    prompt: int  # as in `Completion`
+    sample: int
+    tokens: list[int]  # that it continues: the prompt, and the prefix if there is one
+    seed: int
+    done: int  # tokens of the prefix
+    limit: int  # tokens that may still follow
+    timeout: float  # seconds
+    deadline: float | None = None  # monotonic seconds; None while it has not begun
+    cut_off: str | None = None  # the finish reason, once it has been told to end before its time
+
+    def begin(self) -> None:
+        """Its time starts to count."""
+        self.deadline = time.monotonic() + self.timeout
+
+    @property
+    def late(self) -> bool:
+        return self.deadline is not None and not self.cut_off and time.monotonic() > self.deadline
+
+
+class ContinuousEngine(ABC):
+    """The part of a `RolloutEngine` that decides which responses run: submission, time limits, interruption.
+
+    An engine that derives from it says how responses are handed over, decoded and ended early. Weights are computed
+    with in float32 on a CPU and in bfloat16 on a GPU.
+    """
+
+    repeats_chunks = False
+
+    def __init__(self, policy_dir: Path, version: int, settings: Settings) -> None:
+        self.settings, self.policy_dir, self.version = settings, Path(policy_dir), version
+        self.precision = "float32" if settings.device == "cpu" else "bfloat16"
+        # Unique for the engine's lifetime, and none is the beginning of another: SGLang aborts all names that begin
+        # with the given one, and does it once more two seconds after it has answered.
+        self._names = (f"{number}/" for number in itertools.count())
+
+    def serve(
+        self, requests: Iterator[Request], interrupted: Callable[[], bool] = never
+    ) -> Iterator[tuple[int, Completion]]:
+        """The next request is taken when fewer than ``settings.responses`` run, though others have not ended."""
+        numbered, more = enumerate(requests), True
+        running: dict[str, Running] = {}
+        self._begin()
+        try:
+            while more or running:
+                while more and len(running) < self.settings.responses and not interrupted():
+                    if (following := next(numbered, None)) is None:
+                        more = False
+                    else:
+                        running |= self._submit(*following)
+                if interrupted():
+                    yield from self._cut_off(list(running), running, "interrupted")
+                    return
+                if running:
+                    yield from self._step(running)
+                    late = [name for name, response in running.items() if response.late]
+                    yield from self._cut_off(late, running, "timeout")
+        finally:
+            if running:  # an error, or the caller takes no more
+                self._abandon(running)
+
+    def _submit(self, number: int, request: Request) -> dict[str, Running]:
+        self._check(request)
+        sampling, submitted = request.sampling, {}
+        for index, seed in enumerate(sampling.seeds):
+            prompt, sample = divmod(index, sampling.samples)
+            prefix = sampling.prefixes[index] if sampling.prefixes else ()
+            submitted[next(self._names)] = Running(
+                request=number,
+                prompt=prompt,
+                sample=sample,
+                tokens=[*request.prompts[prompt], *prefix],
+                seed=seed,
+                done=len(prefix),
+                limit=sampling.max_tokens - len(prefix),
+                timeout=sampling.timeout,
+            )
+        self._send(submitted, sampling)
+        return submitted
+
+    def _completion(
+        self,
+        response: Running,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        finish_reason: str,
+        routed_experts: np.ndarray | None = None,
+    ) -> tuple[int, Completion]:
+        """What `serve` hands out of a response, from tokens [n] and log-probs [n]."""
+        return response.request, Completion(
+            prompt=response.prompt,
+            sample=response.sample,
+            tokens=tokens.astype(np.int32),
+            logprobs=logprobs.astype(np.float32),
+            finish_reason=finish_reason,
+            routed_experts=routed_experts,
+            policy_version=self.version,
+        )
+
+    def _begin(self) -> None:  # noqa: B027 - most engines have nothing to prepare
+        """Called at the start of every `serve`."""
+
+    @abstractmethod
+    def _check(self, request: Request) -> None:
+        """`UserError` for a request that the engine cannot serve, RuntimeError if the engine sleeps."""
+
+    @abstractmethod
+    def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:
+        """Hand the responses of one request to the engine; each begins (`Running.begin`) now or in a `_step`."""
+
+    @abstractmethod
+    def _step(self, running: dict[str, Running]) -> Iterator[tuple[int, Completion]]:
+        """Decode for a moment; remove from ``running`` the responses that have ended, and hand them out."""
+
+    @abstractmethod
+    def _cut_off(self, names: list[str], running: dict[str, Running], why: str) -> Iterator[tuple[int, Completion]]:
+        """End responses early, with ``why`` as their finish reason.
+
+        "interrupted": all that run; they are handed out here, however short they are. "timeout": these, here or by a
+        later `_step`; none is handed out without a token.
+        """
+
+    @abstractmethod
+    def _abandon(self, running: dict[str, Running]) -> None:
+        """End what still runs when nobody waits for it any more."""

@@ -1,0 +1,95 @@
+"""What the tests of all engines share: the engines and models, requests, and the log-probs to compare with."""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.recipe.load import parse_recipe
+from megarl.recipe.names import ENGINES
+from megarl.rollout.engine import Request, Sampling, response_seed
+from tests.helpers import SGLANG_PYTHON
+
+PROMPTS = [[5, 9, 3, 30, 12, 38, 7], [11, 4], [20, 21, 22, 23], [8], [33, 2, 9, 14], [2, 3, 5, 7, 11, 13, 17, 19, 23]]
+TOLERANCE = 1e-4  # nats, between two float32 implementations
+LONG = 110  # tokens of a response that does not end by itself meanwhile
+CONTEXT = 120  # tokens of the longest prompt with such a response; the models have 128 positions
+TOGETHER = 6  # responses that vLLM and SGLang decode together
+
+
+def started(family, *names):
+    """Parameters of the fixture `engine`: (engine, family of its model), marked where the engine may be missing."""
+    marks = {"vllm": pytest.mark.vllm, "sglang": pytest.mark.sglang}
+    names = names or tuple(ENGINES)
+    return [
+        pytest.param((name, family), id=f"{name}-{family}", marks=[marks[name]] if name in marks else [])
+        for name in names
+    ]
+
+
+MOE = started("qwen3_moe")  # for what does not depend on the family
+BOTH = [parameter for name in ENGINES for family in ("qwen3_moe", "qwen3") for parameter in started(family, name)]
+
+
+def on(parameters):
+    """The engines that a test runs on."""
+    return pytest.mark.parametrize("engine", parameters, indirect=True)
+
+
+def stage_recipe(engine, **tables):
+    """Of a stage that ``engine`` generates on a CPU; ``tables`` names the model at least."""
+    data = {"source": "reasoning_gym", "train": "spell_backward", "options": {"min_word_len": 3, "max_word_len": 8}}
+    rollout = {"engine": engine, "max_response_tokens": LONG, "responses_per_prompt": 3, "groups_per_chunk": 2}
+    return parse_recipe(
+        {
+            "data": data | {"prompt_template": "{word}=", "max_prompt_tokens": CONTEXT - LONG},
+            "reward": {"kind": "reasoning_gym"},
+            "eval": {"every": 0},
+            **tables,
+            "rollout": rollout | {"sglang_python": str(SGLANG_PYTHON)} | tables.get("rollout", {}),
+            "actor": {"backend": "cpu"} | tables.get("actor", {}),
+        }
+    )
+
+
+def sampling(prompts, samples=3, tokens=10, temperature=1.0, stop=(), seed=0, **more):
+    seeds = tuple(response_seed(seed, i, k) for i in range(len(prompts)) for k in range(samples))
+    return Sampling(temperature, tokens, samples, stop, **({"seeds": seeds} | more))
+
+
+def by_response(completions):
+    """{(prompt, sample): completion}; no response may be handed out twice."""
+    completions = list(completions)
+    table = {(c.prompt, c.sample): c for c in completions}
+    assert len(table) == len(completions)
+    return table
+
+
+def generate(engine, prompts, how):
+    """`by_response` of one request, in the order in which the responses ended."""
+    return by_response(completion for _, completion in engine.serve(iter([Request(prompts, how)])))
+
+
+def other_policy(engine):
+    """The directory of the other one of the two models of a family."""
+    return engine.policy_dir.parent / str(1 - int(engine.policy_dir.name))
+
+
+@torch.inference_mode()
+def hugging_face(path, prompt, tokens, temperature=1.0):
+    """[n, V] float32 log-probs of every token of one response: one pass, no cache, no batch, plain attention."""
+    logits = _model(path)(torch.tensor([[*prompt, *map(int, tokens)]]), use_cache=False).logits
+    return (logits[0, len(prompt) - 1 : -1].float() / temperature).log_softmax(-1)
+
+
+def hugging_face_logprobs(path, prompt, tokens, temperature=1.0):
+    """[n] float32: of the tokens themselves."""
+    chosen = torch.tensor([int(token) for token in tokens])[:, None]
+    return hugging_face(path, prompt, tokens, temperature).gather(1, chosen)[:, 0].numpy()
+
+
+@functools.lru_cache(4)
+def _model(path: Path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")

@@ -1,0 +1,248 @@
+"""What every rollout engine promises, asked of the real ones: log-probs, seeds, limits, queue, interruption, weights.
+
+What is particular to an engine is in its own file. One engine of a model serves all tests.
+"""
+
+import itertools
+import threading
+
+import numpy as np
+import psutil
+import pytest
+
+from megarl.errors import UserError
+from megarl.rollout.drift import check_weights, hugging_face_reference
+from megarl.rollout.engine import Request, Sampling
+from tests.rollout.engines import (
+    BOTH,
+    CONTEXT,
+    LONG,
+    MOE,
+    PROMPTS,
+    TOGETHER,
+    TOLERANCE,
+    by_response,
+    generate,
+    hugging_face_logprobs,
+    on,
+    other_policy,
+    sampling,
+    started,
+)
+
+CONTINUOUS = started("qwen3_moe", "vllm", "sglang")
+AGAINST_HUGGING_FACE = {"builtin": 1e-5}  # nats: it runs the same model, and differs by its cache and batch alone
+LENGTHS_WHEN_LATE = {"builtin": {2}, "vllm": {1}, "sglang": set(range(1, LONG))}  # tokens; none is empty
+
+
+@on(BOTH)
+def test_log_probs_and_experts_are_the_actors_and_hugging_faces(engine, actor, name, records_experts):
+    table = generate(engine, PROMPTS, sampling(PROMPTS, stop=(1, 6, 17)))
+    assert sorted(table) == [(i, k) for i in range(len(PROMPTS)) for k in range(3)]
+    sequences = [PROMPTS[i] + c.tokens.tolist() for (i, _), c in table.items()]
+    answers, scored = actor(engine.policy_dir, sequences), engine.score(sequences)
+    for c, answer, own in zip(table.values(), answers, scored, strict=True):
+        assert (c.tokens.dtype, c.logprobs.dtype) == (np.int32, np.float32)
+        assert c.policy_version == engine.version
+        length = len(c.tokens)
+        expected = hugging_face_logprobs(engine.policy_dir, PROMPTS[c.prompt], c.tokens)
+        np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=AGAINST_HUGGING_FACE.get(name, TOLERANCE))
+        np.testing.assert_allclose(c.logprobs, answer["logprobs"][-length:], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(c.logprobs, own[-length:], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(own, answer["logprobs"], rtol=0, atol=TOLERANCE)
+        if records_experts:
+            assert c.routed_experts.dtype == np.int8
+            np.testing.assert_array_equal(np.sort(c.routed_experts), np.sort(answer["experts"]))
+        else:
+            assert c.routed_experts is None
+
+
+@on(BOTH)
+def test_log_probs_are_of_the_distribution_that_was_sampled(engine, name):
+    for c in generate(engine, PROMPTS, sampling(PROMPTS, temperature=0.7)).values():
+        expected = hugging_face_logprobs(engine.policy_dir, PROMPTS[c.prompt], c.tokens, 0.7)
+        np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=AGAINST_HUGGING_FACE.get(name, TOLERANCE))
+
+
+@on(CONTINUOUS)
+def test_nothing_listens_beyond_loopback(engine):
+    beyond = [
+        connection
+        for process in (psutil.Process(), *psutil.Process().children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.ip not in ("127.0.0.1", "::1")
+    ]
+    assert beyond == []
+
+
+@on(MOE)
+def test_a_response_follows_from_its_own_seed(engine):
+    """Not from its position in the request, nor from the other responses in the batch."""
+    request = sampling([[8]], samples=6)
+    forward = generate(engine, [[8]], request)
+    assert len({tuple(c.tokens) for c in forward.values()}) == 6
+    backward = generate(engine, [[8]], Sampling(1.0, 10, 6, (), request.seeds[::-1]))
+    alone = generate(engine, [[8]], Sampling(1.0, 10, 1, (), request.seeds[2:3]))
+    for k in range(6):
+        assert backward[0, 5 - k].tokens.tolist() == forward[0, k].tokens.tolist()
+    assert alone[0, 0].tokens.tolist() == forward[0, 2].tokens.tolist()
+
+
+@on(MOE)
+def test_stop_tokens_and_length(engine, name):
+    table = generate(engine, PROMPTS, sampling(PROMPTS, samples=10, stop=(4, 30)))
+    for c in table.values():
+        stops = np.isin(c.tokens, [4, 30])
+        assert not stops[:-1].any()
+        assert c.finish_reason == ("stop" if stops[-1] else "length")
+        assert len(c.tokens) == len(c.logprobs) and (len(c.tokens) == 10 or c.finish_reason == "stop")
+    reasons = [c.finish_reason for c in table.values()]
+    assert min(reasons.count("stop"), reasons.count("length")) > 5
+    # without stop tokens nothing else ends a response, however long its prompt
+    prompts = [*PROMPTS, [1] * (positions(name) - 10)]
+    assert {len(c.tokens) for c in generate(engine, prompts, sampling(prompts)).values()} == {10}
+
+
+def positions(name):
+    """Tokens that an engine has room for: the model's positions, or the longest that the recipe allows."""
+    return 128 if name == "builtin" else CONTEXT
+
+
+@on(CONTINUOUS)
+def test_the_next_request_is_taken_as_soon_as_there_is_room(engine):
+    prompts = list(itertools.islice(itertools.cycle(PROMPTS), 20))
+    served, taken = [], []
+
+    def feed():
+        for number, prompt in enumerate(prompts):
+            taken.append((number, len(served)))
+            yield Request([prompt], sampling([prompt], samples=2, seed=number, stop=(4, 30, 17, 22)))
+
+    for number, completion in engine.serve(feed()):
+        served.append((number, completion.sample))
+    assert sorted(served) == [(number, k) for number in range(20) for k in range(2)]
+    assert [ended for _, ended in taken[:3]] == [0, 0, 0]  # six responses at once
+    # one is taken when fewer than six are running: never before, and not only when a request has ended as a whole
+    running = [2 * number - ended for number, ended in taken]
+    assert max(running) <= TOGETHER - 1
+    assert sum(n >= 4 for n in running[3:]) > 10
+
+
+@on(MOE)
+def test_interrupted_responses_are_continued(engine, name, records_experts, monkeypatch):
+    """By the built-in engine and SGLang, whose draws depend on the position, as if nothing had happened."""
+    prompts, length = PROMPTS[:2], LONG if name == "sglang" else 12
+    request = Request(prompts, sampling(prompts, tokens=length))
+    whole = generate(engine, prompts, request.sampling)
+    partial = by_response(c for _, c in engine.serve(iter([request, request]), midway(engine, name, monkeypatch)))
+    assert sorted(partial) == sorted(whole)
+    assert {c.finish_reason for c in partial.values()} == {"interrupted"}
+    prefixes = tuple(tuple(partial[key].tokens.tolist()) for key in sorted(partial))
+    assert any(prefixes) and (name == "sglang" or all(prefixes)) and all(len(prefix) < length for prefix in prefixes)
+    rest = generate(engine, prompts, sampling(prompts, tokens=length, prefixes=prefixes))
+    for key, c in rest.items():
+        tokens, logprobs = ([*getattr(partial[key], part), *getattr(c, part)] for part in ("tokens", "logprobs"))
+        assert len(tokens) == length
+        expected = hugging_face_logprobs(engine.policy_dir, prompts[key[0]], tokens)
+        np.testing.assert_allclose(logprobs, expected, rtol=0, atol=TOLERANCE)
+        if name != "vllm":
+            assert tokens == whole[key].tokens.tolist()
+        if records_experts:
+            np.testing.assert_array_equal(np.sort(c.routed_experts), np.sort(whole[key].routed_experts))
+
+
+def midway(engine, name, monkeypatch):
+    """An `interrupted` that becomes true while responses are being decoded."""
+    if name != "sglang":
+        polls = itertools.count()
+        return lambda: next(polls) >= 9
+    begun, stream = threading.Event(), engine._server.stream
+
+    def watched(*arguments):
+        for event in stream(*arguments):
+            begun.set()
+            yield event
+
+    monkeypatch.setattr(engine._server, "stream", watched)
+    return begun.is_set
+
+
+@on(MOE)
+def test_a_response_that_takes_too_long_is_cut_off(engine, name):
+    prompts = PROMPTS if name != "sglang" else PROMPTS[:1]
+    cut = generate(engine, prompts, sampling(prompts, tokens=LONG, timeout=1e-9))
+    assert len(cut) == 3 * len(prompts)
+    assert {c.finish_reason for c in cut.values()} == {"timeout"}
+    assert {len(c.tokens) for c in cut.values()} <= LENGTHS_WHEN_LATE[name]
+    for c in cut.values():
+        expected = hugging_face_logprobs(engine.policy_dir, prompts[c.prompt], c.tokens)
+        np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=TOLERANCE)
+
+
+@on(MOE)
+def test_a_caller_that_leaves_leaves_nothing_behind(engine, name):
+    def feed():
+        yield Request(PROMPTS[:1], sampling(PROMPTS[:1], samples=1, tokens=1))
+        yield Request(PROMPTS, sampling(PROMPTS, tokens=LONG, samples=20))
+
+    expected = generate(engine, [[8]], sampling([[8]]))
+    responses = engine.serve(feed())
+    next(responses)
+    responses.close()
+    if name == "vllm":
+        assert not engine._engine.has_unfinished_requests()
+    if name == "sglang":
+        for thread in threading.enumerate():
+            if "_stream" in thread.name:
+                thread.join(3)  # for twenty times six responses after one another the server takes longer
+                assert not thread.is_alive()
+    after = generate(engine, [[8]], sampling([[8]]))
+    assert {key: c.tokens.tolist() for key, c in after.items()} == {k: c.tokens.tolist() for k, c in expected.items()}
+
+
+@on(MOE)
+@pytest.mark.parametrize(
+    ("prompts", "changes", "message"),
+    [
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1], [2, 39, 3]], {}, r"prompt 1 has token 39, outside .* \[0, 39\)"),
+        ([[1], [2, -1]], {}, "prompt 1 has token -1"),
+        ([[1], "too long"], {}, "prompt 1 has {tokens} tokens; with 10 response tokens .* {positions} positions"),
+        ([[1], [2]], {"seeds": (1, 2, 3)}, "2 prompts with 3 samples each need 6 seeds, got 3"),
+        ([[1]], {"prefixes": ((1,),)}, "3 responses need as many prefixes, got 1"),
+        ([[1]], {"prefixes": ((1,), (), (39,))}, "prefix of response 2 has a token outside"),
+        ([[1]], {"prefixes": ((1,) * 10, (), ())}, "prefix of response 0 has 10 tokens: nothing is left of 10"),
+    ],
+    ids=["empty", "token 39", "token -1", "too long", "seeds", "few prefixes", "prefix outside", "prefix too long"],
+)
+def test_bad_requests_are_refused_and_the_engine_serves_on(engine, name, prompts, changes, message):
+    tokens = positions(name) - 9
+    prompts = [[1] * tokens if prompt == "too long" else prompt for prompt in prompts]
+    message = message.replace("{tokens}", str(tokens)).replace("{positions}", str(positions(name)))
+    good, bad = Request([[8]], sampling([[8]])), Request(prompts, sampling(prompts, **changes))
+    with pytest.raises(UserError, match=message):
+        list(engine.serve(iter([good, bad])))
+    assert len(generate(engine, [[8]], sampling([[8]]))) == 3
+
+
+@on(BOTH)
+def test_weights_are_those_of_the_last_load(engine):
+    first, second = (hugging_face_reference(path) for path in (engine.policy_dir, other_policy(engine)))
+    assert check_weights(engine, first).max < TOLERANCE
+    with pytest.raises(UserError, match="weights are not the policy's.* nats off"):
+        check_weights(engine, second)
+    engine.load_weights(other_policy(engine), 7)
+    assert check_weights(engine, second).max < TOLERANCE
+    (c,) = generate(engine, [[8]], sampling([[8]], samples=1)).values()
+    assert c.policy_version == 7
+    expected = hugging_face_logprobs(engine.policy_dir, [8], c.tokens)
+    np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=TOLERANCE)
+
+
+@on(started("qwen3_moe", "builtin", "sglang"))  # vLLM does this in test_vllm.py, where it wakes with other settings
+def test_an_engine_that_sleeps_serves_nothing_until_it_wakes(engine):
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="call wake"):
+        generate(engine, [[8]], sampling([[8]]))
+    engine.wake()
+    assert check_weights(engine, hugging_face_reference(engine.policy_dir)).max < TOLERANCE

@@ -1,0 +1,109 @@
+"""What is particular to SGLang: recorded experts in a whole stage, what its server refuses, its end.
+
+Runs after test_contract.py, because the last test ends the server.
+"""
+
+import json
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from megarl.distributed import become_single_process
+from megarl.errors import UserError
+from megarl.phases.rollout import rollout
+from megarl.rollout.drift import check_weights, hugging_face_reference
+from megarl.rollout.engine import Request
+from megarl.rollout.sglang.server import ServerFailed
+from megarl.storage.policies import copy_policy
+from megarl.storage.rollouts import RolloutStore
+from megarl.storage.run_dir import RunDir
+from tests.helpers import ROOT
+from tests.rollout.engines import LONG, PROMPTS, TOLERANCE, generate, on, other_policy, sampling, stage_recipe, started
+
+pytestmark = [pytest.mark.sglang, on(started("qwen3_moe", "sglang"))]
+
+
+def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, tiny_model, tmp_path, monkeypatch):
+    """Both phases, on the server that runs already. Before the first update the actor's routers choose the same."""
+    model = engine.policy_dir
+    tables = {
+        "model": {"path": str(model), "tokenizer": str(tiny_model)},
+        "reward": {"kind": "reasoning_gym", "correct_above": 0.02, "require_stop": False},
+        "rollout": {"max_response_tokens": 24, "responses_per_prompt": 6},
+        "schedule": {"stages": 1, "updates_per_stage": 3, "prompts_per_update": 4},
+        "optimizer": {"lr": 1e-2, "warmup_updates": 1},
+        "actor": {"routing_replay": "engine"},
+        "run": {"tensorboard": False},
+    }
+    run = RunDir.create(tmp_path / "run", stage_recipe("sglang", **tables))
+
+    def running_engine(recipe, stage, policy_dir, version, routed_experts):
+        assert (stage, routed_experts) == (0, True)
+        engine.load_weights(policy_dir, version)
+        return engine
+
+    monkeypatch.setattr("megarl.phases.rollout_worker.build_engine", running_engine)
+    monkeypatch.setattr(engine, "close", lambda: None)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    become_single_process()
+    copy_policy(model, tiny_model, run.policy(0))
+    rollout(run, 0)
+    engine.load_weights(model, 3)  # for the tests that follow
+    for group in RolloutStore(run.rollouts(0)).read(range(12)):
+        for response in group.responses:
+            shape = (len(group.prompt_tokens) + len(response.tokens) - 1, 2, 2)
+            assert (response.routed_experts.shape, response.routed_experts.dtype) == (shape, "int8")
+            assert response.routed_experts.min() >= 0
+    command = [sys.executable, "-m", "megarl.cli", "optimize", str(run.root), "--stage", "0"]
+    optimized = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert optimized.returncode == 0, optimized.stderr
+    first, *later = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert first["routing/disagreement"] == 0
+    assert 0 < first["m2/all"] < TOLERANCE**2  # the log-ratio is the difference of two implementations
+    assert [update["staleness"] for update in later] == [1, 2]
+    assert later[0]["grad_norm"] > 0 and 0 < later[1]["routing/disagreement"] < 0.5
+
+
+def test_what_the_server_refuses_is_an_error_at_once(engine, monkeypatch):
+    prompts = [[1] * 200]  # more than its context
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(engine, "_check", lambda request: None)
+        responses = engine.serve(iter([Request(prompts, sampling(prompts))]))
+        with pytest.raises(ServerFailed, match="SGLang refused /generate"):
+            next(responses)
+    assert len(generate(engine, [[8]], sampling([[8]]))) == 3
+
+
+def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine):
+    """It may still hold a response that it has sent; here one that is being decoded stands for it."""
+    sampling_params = {"max_new_tokens": LONG, "ignore_eos": True}
+    for step in (lambda: engine.load_weights(other_policy(engine), 9), engine.sleep):
+        body = {"rid": f"held {step}", "input_ids": [8], "sampling_params": sampling_params, "stream": True}
+        events = engine._server.stream("/generate", body)
+        next(events)  # its first token
+        step()
+        assert len(list(events)) == 1
+    engine.wake()
+    assert check_weights(engine, hugging_face_reference(engine.policy_dir)).max < TOLERANCE
+
+
+def test_a_directory_that_sglang_cannot_load_changes_nothing(engine, tmp_path):
+    version = engine.version
+    (tmp_path / "config.json").write_text((engine.policy_dir / "config.json").read_text())
+    with pytest.raises(UserError, match=f"SGLang cannot load the policy in {tmp_path}"):
+        engine.load_weights(tmp_path, 8)
+    assert engine.version == version
+    assert check_weights(engine, hugging_face_reference(engine.policy_dir)).max < TOLERANCE
+
+
+def test_a_killed_scheduler_is_an_error_with_the_end_of_the_log(engine):
+    below = psutil.Process().children(recursive=True)
+    servers = {process for process in below if any("sglang" in part or "guard" in part for part in process.cmdline())}
+    (scheduler,) = [process for process in servers if process.cmdline()[0].startswith("sglang::scheduler")]
+    scheduler.kill()
+    with pytest.raises(ServerFailed, match="the SGLang server .* the last lines of its log:\n(?s:.)*scheduler"):
+        generate(engine, PROMPTS, sampling(PROMPTS, tokens=LONG))
+    assert not any(process.is_running() for process in servers)
