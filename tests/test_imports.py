@@ -24,7 +24,6 @@ HEAVY = {  # package: the modules (and everything below them) that may bring it 
     "transformers": (
         "megarl.actor",
         "megarl.data.prompts",
-        "megarl.kernels.liger_linear_logprob",
         "megarl.phases",
         "megarl.rollout",
     ),

@@ -229,12 +229,12 @@ MEGARL_VARIANTS double sum_log_ratios(const megarl_tokens& x, int64_t start, int
 }
 
 MEGARL_VARIANTS int32_t find_trigger(const megarl_tokens& x, int64_t start, int64_t end, float threshold) {
-  int32_t first = INT32_MAX;
+  int32_t first = kNever;
 #pragma omp simd reduction(min : first)
   for (int64_t t = start; t < end; ++t) {
     const float l = clamp(x.logprobs[t] - x.rollout_logprobs[t], -kLogRatioLimit, kLogRatioLimit);
     const int fires = (x.mask[t] != 0) & (x.advantages[t] < 0.0f) & (exponential(l) < threshold);
-    const int32_t index = fires ? static_cast<int32_t>(t - start) : INT32_MAX;
+    const int32_t index = fires ? static_cast<int32_t>(t - start) : kNever;
     first = index < first ? index : first;
   }
   return first;
@@ -342,14 +342,16 @@ void run_block(const Pass& pass, int64_t first_segment, int64_t last_segment, do
 }  // namespace
 }  // namespace megarl
 
-extern "C" int megarl_token_pass_cpu(int rule, const double* parameters, const megarl_tokens* tokens,
+extern "C" int megarl_token_pass_cpu(const char* name, const double* parameters, const megarl_tokens* tokens,
                                      const megarl_inherited* inherited, const int64_t* places, float* loss,
                                      float* coefficient, uint8_t* kept, double* segment_sums, double* sums,
                                      int64_t* histograms) {
   using namespace megarl;
   if (!boundaries_are_valid(tokens->cu_seqlens, tokens->num_segments)) return MEGARL_BAD_BOUNDARIES;
+  const int rule = find_rule(name);
+  if (rule < 0) return MEGARL_UNKNOWN_RULE;
   Quantity quantity = Quantity::kNone;
-  if (!with_rule(rule, [&](auto tag) { quantity = decltype(tag)::Rule::kQuantity; })) return MEGARL_UNKNOWN_RULE;
+  with_rule(rule, [&](auto tag) { quantity = decltype(tag)::Rule::kQuantity; });
   const Pass pass{quantity, rule, parameters, *tokens, inherited, places, {loss, coefficient, kept, segment_sums}};
   const std::vector<int64_t> cuts = cut_into_blocks(tokens->cu_seqlens, tokens->num_segments);
   const int64_t num_blocks = static_cast<int64_t>(cuts.size()) - 1;

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from megarl.batch import ContextShard
+
 _CPU = torch.device("cpu")
 _FACTORIES = (
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "empty_like", "zeros_like",
@@ -150,9 +152,7 @@ def _patch_moe_and_rope() -> None:
 
     def position_embedding(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
         # the original pins memory and calls Tensor.cuda()
-        size, rank = cp_group.size(), cp_group.rank()
-        chunks = pos_emb.chunk(2 * size, dim=seq_dim)
-        return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=seq_dim)
+        return ContextShard(cp_group, cp_group.rank(), cp_group.size()).held_part(pos_emb, seq_dim)
 
     _replace_everywhere(moe_utils.maybe_move_tensor_to_cpu, to_host)
     _replace_everywhere(rope_utils.get_pos_emb_on_this_cp_rank, position_embedding)

@@ -10,7 +10,7 @@ from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.kernels.token_pass import Rule
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.balance import contributions, grid, path
+from megarl.objectives.parts.clip_bounds import contributions, grid, path
 from megarl.objectives.parts.clipping import RatioBounds, dual_clip, hard_clip
 from megarl.objectives.parts.fields import choice, number
 from megarl.objectives.parts.fused import constants

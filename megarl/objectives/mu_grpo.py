@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megarl.batch import TokenBatch
-from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass import Quantity, Rule
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.fields import choice, number
@@ -46,4 +46,6 @@ class MuGrpo(Objective):
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         parameters = constants((self.ratio_min, self.ratio_max, self.veto_threshold), batch.loss_mask.device)
-        return Rule(f"veto_{self.veto_scope}", parameters, first="clip_fraction", second="veto_fraction")
+        # triggers veto themselves without a look at the rest of the sequence
+        quantity: Quantity = "none" if self.veto_scope == "trigger" else "trigger"
+        return Rule(f"veto_{self.veto_scope}", parameters, "clip_fraction", "veto_fraction", quantity)

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers import ROOT
+from tests.kernels.benchmark import load_benchmark
 
 SOURCES = sorted((ROOT / "csrc/cuda").glob("*.cu"))
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 
 
-@pytest.fixture
-def cuda_resources(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import cuda_resources
-
-    return cuda_resources
+cuda_resources = load_benchmark("cuda_resources")
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_no_spills_and_no_stack(cuda_resources: Any, source: Path, architecture: int) -> None:
+def test_no_spills_and_no_stack(source: Path, architecture: int) -> None:
     kernels = cuda_resources.resources(source, architecture, "-Werror", "all-warnings")
     assert len(kernels) == {"token_pass": 16, "second_moment": 3}.get(source.stem, 1)
     for kernel in kernels:
@@ -43,7 +38,7 @@ __global__ void __launch_bounds__(1024, 2) greedy(const float* in, float* out) {
 """
 
 
-def test_spills_are_seen(cuda_resources: Any, tmp_path: Path) -> None:
+def test_spills_are_seen(tmp_path: Path) -> None:
     """The check above can fail: 64 values at once in 32 registers."""
     source = tmp_path / "greedy.cu"
     source.write_text(SPILLS)
