@@ -70,10 +70,11 @@ def resources(spec: CompileSpec) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
         cubin.flush()
-        usage = _cuobjdump("--dump-resource-usage", cubin.name)
-        code = _cuobjdump("-sass", cubin.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        command = [tool, "--dump-resource-usage", "--dump-sass", cubin.name]
+        code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", code)
+    assert found, code
 
     def count(pattern: str) -> int:
         return len(re.findall(rf"\s{pattern}\b", code))
@@ -86,11 +87,6 @@ def resources(spec: CompileSpec) -> Resources:
         matrix_instructions=count(r"(?:HGMMA|HMMA|UTC\w*MMA)(?:\.[\w.]+)?"),
         wide_loads=count(r"(?:LDG|LDGSTS)\.[\w.]*128") + count(r"UTMALDG(?:\.[\w.]+)?"),
     )
-
-
-def _cuobjdump(option: str, path: str) -> str:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return subprocess.run([tool, option, path], check=True, capture_output=True, text=True).stdout
 
 
 def linear_logprob_specs(dtype: torch.dtype, architecture: int) -> list[CompileSpec]:
