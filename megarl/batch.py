@@ -77,8 +77,8 @@ class TokenBatch:
     """T tokens of S sequences on one packed axis.
 
     Tokens with ``loss_mask`` False (prompt, tool output, padding) neither count nor influence anything; their other
-    values may be arbitrary. Log-probs are natural logarithms of the sampled tokens' probabilities, stored in float32:
-    float16 moves ratios by up to .8 %, bfloat16 by 6 %.
+    values may be anything. Log-probs are natural logarithms of the sampled tokens' probabilities, in float32: float16
+    would change ratios by up to .8 %, bfloat16 by 6 %.
     """
 
     logprobs: torch.Tensor  # [T] float32, current policy, carries gradient
@@ -86,7 +86,7 @@ class TokenBatch:
     advantages: torch.Tensor  # [T] float32
     loss_mask: torch.Tensor  # [T] bool, True = trains
     cu_seqlens: torch.Tensor  # [S+1] int32, sequence s is tokens cu_seqlens[s] : cu_seqlens[s+1] (of this shard)
-    old_logprobs: torch.Tensor | None = None  # [T] float32, proximal policy, recomputed by the actor
+    old_logprobs: torch.Tensor | None = None  # [T] float32, proximal policy, computed by the actor
     ref_logprobs: torch.Tensor | None = None  # [T] float32, reference policy of the KL term
     entropy: torch.Tensor | None = None  # [T] float32 nats, of the current policy, carries gradient if it is trained
     sequence_index: torch.Tensor | None = None  # [S] int64, place in the optimizer batch, < 2^22; only decides ties

@@ -1,5 +1,5 @@
-// The token pass on the CPU: threads take blocks of segments, tiles of a block stay in the first-level cache, and every
-// loop over a tile is a vector loop, except the running minimum.
+// The token pass on the CPU: threads take blocks of segments, a tile of tokens stays in the first-level cache, and every
+// loop over a tile is a vector loop, except that of the running minimum.
 #include <limits>
 #include <vector>
 
@@ -26,7 +26,7 @@ struct Output {
   double* segment_sums;
 };
 
-// Two tables that take turns: successive tokens often share a bin, and an increment must not wait for the last one.
+// Two tables, used in turn: successive tokens often share a bin, and an increment would wait for the previous one.
 struct Histograms {
   int64_t counts[2][2][MEGARL_BINS + 1] = {};  // the last bin takes the untrained tokens
 };
@@ -56,8 +56,8 @@ MEGARL_VARIANTS void load(const megarl_tokens& x, int64_t start, int n, Tile& ti
   }
 }
 
-// Exclusive running minimum of the trained log-ratios from `least` on, which it returns continued. A NaN enters through
-// the second comparison, and stays, since nothing is less than it.
+// Exclusive running minimum of the trained log-ratios, starting with `least`; returns the minimum after the last token.
+// A NaN enters through the second comparison, and stays, since nothing is less than it.
 float running_min(Tile& tile, int begin, int end, float least) {
   for (int i = begin; i < end; ++i) {
     tile.prefix[i] = least;
@@ -269,7 +269,7 @@ Sequence whole_sequence(const Pass& pass, int64_t s) {
   return {0.0f, 0};
 }
 
-// Where a block stands: the segment of the next token, and what its earlier tokens leave behind.
+// Position in a block: the segment of the next token, and what is known from its earlier tokens.
 struct Cursor {
   int64_t segment;
   bool entering;  // the next token is the first of its segment
@@ -277,7 +277,7 @@ struct Cursor {
   Sequence sequence;
 };
 
-// Walks over the segments of a tile: running minimum, and what each token must know of its sequence.
+// Goes through the segments of a tile: running minimum, and what each token must know of its sequence.
 void walk(const Pass& pass, int64_t start, int n, Tile& tile, Cursor& at) {
   const int32_t* cu_seqlens = pass.tokens.cu_seqlens;
   for (int begin = 0; begin < n;) {

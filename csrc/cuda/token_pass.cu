@@ -1,5 +1,5 @@
-// The token pass on a GPU: a thread block walks over a segment, tile by tile; where eight neighbouring segments are all
-// short, one block takes them, a warp each. Sums are added in an order that the lengths alone decide.
+// The token pass on a GPU: a thread block goes through a segment, tile by tile; eight neighbouring segments that are all
+// short share one block, a warp each. Sums are added in an order that depends on the lengths only.
 #include <cub/block/block_scan.cuh>
 #include <cub/warp/warp_scan.cuh>
 
@@ -31,7 +31,7 @@ using BlockScan = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
 using WarpScan = cub::WarpScan<int>;
 
 struct Shared {
-  // Two that take turns: between two uses of one lies the barrier within the other's.
+  // Two, used in turn: between two uses of one there is the barrier in the scan of the other.
   typename BlockScan::TempStorage block_scan[2];
   typename WarpScan::TempStorage warp_scan[kWarps];
   double partial[kWarps];
@@ -205,7 +205,7 @@ __device__ void measure(const Token& t, int on, const Outcome& o, Totals& totals
   x[kLoss] -= on ? o.value : 0.0f;
 }
 
-// Counts a bin when the next one differs: a running minimum rarely moves.
+// Adds to a bin only when the next bin differs: a running minimum rarely changes.
 struct Run {
   int bin = 0;
   unsigned length = 0;

@@ -1,6 +1,6 @@
 """Lets unmodified Megatron-Core run on the CPU (gloo, float32).
 
-Megatron-Core asks for ``torch.cuda`` and ``device="cuda"``. `install` rebinds the *name* ``torch`` inside loaded
+Megatron-Core asks for ``torch.cuda`` and ``device="cuda"``. `install` rebinds the *name* ``torch`` inside the loaded
 ``megatron.core`` modules to a proxy that answers with the CPU; the real ``torch`` is never modified. Beyond that, each
 patch below names the line of Megatron-Core 0.16.1 that it works around.
 """
@@ -23,7 +23,7 @@ _FACTORIES = (
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "empty_like", "zeros_like",
     "ones_like", "as_tensor",
 )  # fmt: skip
-# Imported lazily by Megatron itself; they must be loaded before their name `torch` can be rebound.
+# Megatron imports these lazily; they must be loaded before their name `torch` can be rebound.
 _LAZY_MODULES = (
     "models.gpt", "optimizer", "optimizer.distrib_optimizer", "distributed", "pipeline_parallel",
     "tensor_parallel.random", "transformer.moe.moe_utils", "models.common.embeddings.rope_utils",
@@ -37,9 +37,10 @@ _installed: torch.device | None = None
 
 
 def install(device: torch.device = _CPU) -> None:
-    """Make every loaded ``megatron.core`` module see ``device``, before a model is built; again: nothing.
+    """Make every loaded ``megatron.core`` module see ``device``; call it before a model is built.
 
-    The meta device is for counting: models get shapes without memory. A process has one device.
+    A second call does nothing: a process has one device. The meta device gives models shapes without memory, to count
+    their parameters.
     """
     global _installed
     if _installed is not None:
@@ -74,7 +75,7 @@ def _replace_everywhere(old: Any, new: Any) -> None:
 
 
 class _NullStream:
-    """Stands for Stream and Event: work on the CPU is already ordered."""
+    """Replaces Stream and Event: work on the CPU is ordered anyway."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def wait_stream(self, *_: Any) -> None: ...

@@ -21,7 +21,7 @@ class MinPro(Objective):
 
     objective_t = sg(clip(m_t rho_t, 1 - eps_low, 1 + eps_high)) A_t log pi(t), averaged over tokens; m_t = min_{i<t}
     rho_i over the earlier trained tokens of the response, 1 for the first. Every token keeps its gradient, through
-    log pi alone; what follows an unlikely prefix has a small weight.
+    log pi alone; tokens after an unlikely prefix have a small weight.
     """
 
     ratio_form: ClassVar[bool] = False

@@ -106,7 +106,7 @@ class IcePop(Option):
 
 @dataclass(frozen=True)
 class SequenceMask(Option):
-    """OPSM (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): a response with A < 0 loses its gradient when the mean of
+    """OPSM (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): a response with A < 0 has no gradient if the mean of
     log pi_rollout - log pi over its tokens exceeds `delta`. The paper gives no value; 1e-4 is slime's default."""
 
     delta: float = number(1e-4, 0)

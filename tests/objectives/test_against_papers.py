@@ -193,10 +193,8 @@ def test_the_fused_pass_reports_the_metrics_of_the_definition(name: str) -> None
         assert fused.metrics.keys() == definition.metrics.keys(), where
         for total, count in fused.metrics.values():
             assert total.dtype == count.dtype == torch.float64 and total.dim() == count.dim() == 0
-        pairs = [
-            torch.stack([terms.metrics[k][i] for k in fused.metrics]) for i in (0, 1) for terms in (definition, fused)
-        ]
-        rows.append(pairs)
+        both = [torch.stack([torch.stack(terms.metrics[k]) for k in fused.metrics], 1) for terms in (definition, fused)]
+        rows.append([*both[0], *both[1]])
         for key, counts in definition.histograms.items():
             assert torch.equal(fused.histograms[key], counts), (where, key)
     total, count, our_total, our_count = (torch.stack([row[i] for row in rows]) for i in range(4))  # [160, metrics]

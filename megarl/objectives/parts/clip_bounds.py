@@ -19,8 +19,8 @@ from megarl.kernels.tokens import Tokens
 
 
 def grid(start: float, end: float, step: float, device: torch.device, cut: bool = False) -> torch.Tensor:
-    """start, start + step, ... up to end, float64; `cut`: one shorter step reaches end. Steps are counted, since adding
-    floats would lose the last one."""
+    """start, start + step, ... up to end, float64; `cut`: a shorter last step reaches end. The number of steps is
+    computed, since adding floats would lose the last one."""
     steps = (end - start) / step
     count = math.ceil(steps - 1e-9) if cut else math.floor(steps + 1e-9)
     points = start + step * torch.arange(count + 1, dtype=torch.float64, device=device)
@@ -28,7 +28,7 @@ def grid(start: float, end: float, step: float, device: torch.device, cut: bool 
 
 
 def path(first: int, second: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Grid indices [first + second - 1] of the states in order: one bound walks to its end, then the other."""
+    """Grid indices [first + second - 1] of both bounds in the states: one goes to its end, then the other."""
     step = torch.arange(first + second - 1, device=device)
     return step.clamp(max=first - 1), (step - first + 1).clamp(min=0)
 

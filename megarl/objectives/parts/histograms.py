@@ -22,8 +22,8 @@ def histogram(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 
 
 def quantiles(counts: torch.Tensor, levels: tuple[float, ...] = QUANTILES) -> list[float]:
-    """Log-ratio quantiles (smallest value with at least that share at or below it), to half a bin: 3.1 % of the
-    log-ratio, or 2^-14 nats. NaN for an empty histogram."""
+    """Log-ratio quantiles (the smallest value with at least that share at or below it), exact to half a bin: 3.1 % of
+    the log-ratio, or 2^-14 nats. NaN for an empty histogram."""
     cumulative = counts.double().cumsum(0)
     total = float(cumulative[-1])
     if total == 0:

@@ -26,7 +26,7 @@ _ORDER_DIGITS = ((33, 11), (22, 11), (11, 11), (0, 11))  # of the 2 * POSITION_B
 class SecondMomentMask:
     """Trust-region tokens with |l| below `threshold` are kept, and those at it if their tie order is below `order`."""
 
-    threshold: torch.Tensor  # 0-d float32, inf if all stay
+    threshold: torch.Tensor  # 0-d float32, inf if all are kept
     order: torch.Tensor  # 0-d int64
 
     def masked(self, l: torch.Tensor, trust: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
@@ -64,20 +64,20 @@ def select_second_moment(
     whole = []
     for shift, bits in _VALUE_DIGITS:
         table = _reduced(histograms.values(value, shift, bits), group)
-        bin_, all_fit, count, total = _first_that_cannot_stay(table, count, total, threshold)
+        bin_, all_fit, count, total = _first_bin_to_cut(table, count, total, threshold)
         value = value + (bin_ << shift)
         whole.append(all_fit)
     for shift, bits in _ORDER_DIGITS if ordered else ():
         table = _reduced(histograms.ties(value, boundary, shift, bits), group)
-        bin_, _, count, total = _first_that_cannot_stay(table, count, total, threshold)
+        bin_, _, count, total = _first_bin_to_cut(table, count, total, threshold)
         boundary = boundary + (bin_ << shift)
     return SecondMomentMask(torch.where(whole[0], torch.inf, value.int().view(torch.float32)), boundary)
 
 
-def _first_that_cannot_stay(
+def _first_bin_to_cut(
     table: torch.Tensor, count: torch.Tensor, total: torch.Tensor, threshold: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first bin that cannot stay whole, whether all can, and count and sum of all tokens below that bin."""
+    """The first bin that cannot be kept whole, whether all can, and count and sum of all tokens below that bin."""
     counts, sums = count + table[0].cumsum(0), total + table[1].cumsum(0)
     fits = sums.double() <= threshold * SQUARE_SCALE * counts.double()
     bin_ = fits.long().cumprod(0).sum()
@@ -90,8 +90,8 @@ def _first_that_cannot_stay(
 
 
 def winsorising_level(histograms: Histograms, threshold: float, group: ProcessGroup | None) -> torch.Tensor:
-    """0-d float32 |l| at which the released code caps: the largest |l| in T such that mean_T min(l^2, cap^2)
-    stays below `threshold`; 0 if there is none, inf if the plain mean is not above it. Three all-reduces of 32 KiB and
+    """0-d float32 |l| at which the released code clips: the largest |l| in T such that mean_T min(l^2, level^2) stays
+    below `threshold`; 0 if there is none, inf if the mean of l^2 itself is within it. Three all-reduces of 32 KiB and
     one of a scalar."""
     keys = histograms.keys
     count = total = prefix = keys.new_zeros((), dtype=torch.int64)
