@@ -1,4 +1,4 @@
-"""What every benchmark shares: one printed table, also as CSV with hardware, versions and commit; child processes."""
+"""What all benchmarks share: a table, printed and written as CSV with hardware, versions and commit; processes."""
 
 from __future__ import annotations
 

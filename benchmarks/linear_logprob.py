@@ -1,8 +1,7 @@
 """The lm head: log-probability and entropy of a token, forward and backward, fused and with materialised logits.
 
-On the CPU the fused op runs beside log_softmax over materialised logits, each in processes of its own, for its peak of
-memory and its time. `gpu.py` measures it on a GPU, beside Liger and CCE where installed, for shards of Qwen3's
-vocabulary.
+On the CPU the fused op is compared with log_softmax over materialised logits, each in a process of its own, by peak
+memory and time. `gpu.py` measures it on a GPU, beside Liger and CCE where installed, for shards of Qwen3's vocabulary.
 
     python benchmarks/linear_logprob.py [--tokens 4096 --width 512 --vocabulary 151936] [--repeats 2]
 """

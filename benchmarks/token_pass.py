@@ -21,7 +21,8 @@ import torch
 from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES
 from megarl.objectives.parts.clipping import hard_clip
-from megarl.objectives.parts.ratios import log_ratio, prefix_min_log_ratio
+from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
+from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.veto import veto_mask
 
 BYTES = 4 + 4 + 4 + 1 + 4 + 4 + 1 + 8

@@ -1,18 +1,165 @@
 """Registers, shared memory, spills and wide loads of the Triton kernels, by architecture. Needs no GPU.
 
-python benchmarks/triton_resources.py
+    python benchmarks/triton_resources.py
+
+Every way in which megarl launches a kernel is a `CompileSpec`, which Triton compiles ahead of time. Triton brings the
+compiler of machine code (ptxas) and the tool that reads it (cuobjdump).
 """
 
 from __future__ import annotations
 
-from common import write_table
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from megarl.kernels.aot import compile_specs, resources
+import torch
+import triton
+from common import write_table
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from megarl.kernels.linear_logprob.triton_backend import Tile, launch_options, logit_gradients_kernel, statistics_kernel
+from megarl.kernels.token_pass.triton_backend import LAUNCH_OPTIONS, kernel_constants, token_pass_kernel
+from megarl.kernels.token_pass.triton_rules import TRITON_RULES
+
+SHARED_MEMORY = {80: 163, 90: 227, 100: 227}  # KiB a block may use, by architecture: CUDA C++ programming guide
+
+
+@dataclass(frozen=True)
+class CompileSpec:
+    """One way to launch a kernel: what the just-in-time compiler would derive from the arguments of that launch.
+
+    signature: a Triton type (``*bf16``, ``i32``, ``tensordesc<bf16[128, 64]>``) for each argument that is no constexpr.
+    aligned: the arguments (pointers, integers) that 16 divides; without it there are no 128-bit loads.
+    """
+
+    name: str  # of the launch: kernel, dtype, variant
+    kernel: Any  # what @triton.jit made
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    architecture: int  # 80, 90, 100: sm_80, sm_90, sm_100
+    aligned: tuple[str, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the launch: num_warps, num_stages, enable_fp_fusion
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the machine code of one kernel needs, and how often some instructions occur in it."""
+
+    registers: int  # per thread
+    shared_bytes: int  # per block
+    stack_bytes: int  # per thread; local memory: spilled registers or arrays that are indexed at run time
+    spills: int  # loads and stores of local memory
+    matrix_instructions: int
+    wide_loads: int  # global memory, 128 bits per thread, or a tile through the tensor memory accelerator
+
+
+def resources(spec: CompileSpec) -> Resources:
+    """Compile to machine code and measure; Triton's error where it cannot be compiled."""
+    kernel = spec.kernel if hasattr(spec.kernel, "arg_names") else spec.kernel.fn
+    names = kernel.arg_names
+    signature = {name: spec.signature.get(name, "constexpr") for name in names}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(spec.constants), attrs=attributes)
+    target = GPUTarget("cuda", spec.architecture, 32)
+    compiled = triton.compile(source, target=target, options=dict(spec.options))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+        command = [tool, "--dump-resource-usage", "--dump-sass", cubin.name]
+        code = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", code)
+    assert found, code
+
+    def count(pattern: str) -> int:
+        return len(re.findall(rf"\s{pattern}\b", code))
+
+    return Resources(
+        registers=int(found[1]),
+        shared_bytes=compiled.metadata.shared,
+        stack_bytes=int(found[2]),
+        spills=count(r"(?:LDL|STL)(?:\.[\w.]+)?"),
+        matrix_instructions=count(r"(?:HGMMA|HMMA|UTC\w*MMA)(?:\.[\w.]+)?"),
+        wide_loads=count(r"(?:LDG|LDGSTS)\.[\w.]*128") + count(r"UTMALDG(?:\.[\w.]+)?"),
+    )
+
+
+def linear_logprob_specs(dtype: torch.dtype, architecture: int) -> list[CompileSpec]:
+    kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    tile = Tile.of(dtype, architecture)
+
+    def argument(kind: str, rows: int, columns: int) -> str:
+        return f"tensordesc<{kind}[{rows}, {columns}]>" if tile.descriptors else f"*{kind}"
+
+    def spec(name: str, kernel: Any, signature: dict[str, str], stages: int) -> CompileSpec:
+        operands = dict(h=argument(kind, tile.tokens, tile.depth), w=argument(kind, tile.columns, tile.depth))
+        signature |= operands | dict(targets="*i64", tokens="i32", vocabulary="i32", scale="fp32")
+        aligned = [name for name, type in signature.items() if type.startswith("*")]
+        return CompileSpec(
+            name=f"linear_logprob.{name} {kind}",
+            kernel=kernel,
+            signature=signature,
+            constants=tile.constants(hidden_size=2048),
+            architecture=architecture,
+            aligned=(*aligned, *(["out_stride"] if "out_stride" in signature else [])),
+            options=launch_options(tile.warps, stages),
+        )
+
+    gradients = dict(coefficients="*fp32", stride="i32", out_stride="i32")
+    gradients["out"] = argument("bf16" if kind == "bf16" else "fp32", tile.tokens, tile.columns // 2)
+    return [
+        spec("statistics", statistics_kernel, dict(out="*fp32", splits="i32"), tile.stages),
+        spec("logit_gradients", logit_gradients_kernel, gradients, tile.stages - 1),
+    ]
+
+
+POINTERS = dict(
+    parameters="*fp64", logprobs="*fp32", rollout_logprobs="*fp32", old_logprobs="*fp32", advantages="*fp32",
+    mask="*i1", cu_seqlens="*i32", prefix_min="*fp32", sequence_log_ratio="*fp32", first_trigger="*i32", places="*i64",
+    loss="*fp32", coefficient="*fp32", kept="*i1", rows="*fp64", histograms="*i64",
+)  # fmt: skip
+
+
+def token_pass_spec(name: str, inherited: bool, architecture: int) -> CompileSpec:
+    rule = TRITON_RULES[name]
+    absent = [] if inherited else ["prefix_min", "sequence_log_ratio", "first_trigger"]
+    absent += [] if rule.quantity == "ties" else ["places"]
+    signature = {argument: type for argument, type in POINTERS.items() if argument not in absent}
+    return CompileSpec(
+        name=f"token_pass.{name}" + (" inherited" if inherited else ""),
+        kernel=token_pass_kernel,
+        signature=signature,
+        constants=kernel_constants(rule) | dict.fromkeys(absent),
+        architecture=architecture,
+        aligned=tuple(signature),
+        options=LAUNCH_OPTIONS,
+    )
+
+
+SPECS = [
+    *(
+        spec
+        for architecture in SHARED_MEMORY
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for spec in linear_logprob_specs(dtype, architecture)
+    ),
+    *(
+        token_pass_spec(name, inherited, architecture)
+        for architecture in SHARED_MEMORY
+        for name in TRITON_RULES
+        for inherited in ((False, True) if name == "clip_prefix" else (False,))
+    ),
+]
 
 
 def main() -> None:
     rows = []
-    for spec in compile_specs():
+    for spec in SPECS:
         used = resources(spec)
         rows.append(
             {

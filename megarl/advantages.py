@@ -16,15 +16,15 @@ STD_FLOOR = 1e-6  # added to the standard deviation, as GRPO's released code doe
 
 
 def group_advantages(rewards: torch.Tensor | np.ndarray, kind: str = "group_mean_std") -> torch.Tensor:
-    """[N, G] rewards -> [N, G] float32 advantages, one a response.
+    """[N, G] rewards -> [N, G] float32 advantages, one for each response.
 
     group_mean_std    (r - mean) / (std + 1e-6) within the group; std unbiased (G - 1), as torch.std in GRPO's code
     group_mean        r - mean within the group (Dr. GRPO, arXiv:2503.20783)
     leave_one_out     r - mean of the other G - 1 responses (RLOO, arXiv:2402.14740)
     batch_normalised  (r - mean) / (std + 1e-6) over all N * G responses (REINFORCE++, arXiv:2501.03262)
 
-    Pass the whole optimizer batch: batch_normalised depends on all of it. In the three group-relative kinds a group
-    without variance gets exactly 0. Raises `UserError` for an unknown kind, non-finite rewards or a group of one.
+    Pass the whole optimizer batch: batch_normalised depends on all of it. In the other kinds, groups whose rewards are
+    all equal get exactly 0. Raises `UserError` for an unknown kind, non-finite rewards or a group of one.
     """
     if kind not in KINDS:
         raise UserError(f"objective.advantage is {kind!r}; expected one of {', '.join(KINDS)}")

@@ -1,4 +1,4 @@
-"""Packed token batches: the one data structure that objectives, actor and phases share. No padding anywhere."""
+"""Packed token batches, the data structure that objectives, actor and phases share, and how ranks split sequences."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from megarl.errors import UserError
@@ -18,15 +19,57 @@ _FLOATS = ("logprobs", "rollout_logprobs", "advantages", "old_logprobs", "ref_lo
 
 @dataclass(frozen=True)
 class ContextShard:
-    """Which part of its sequences a rank holds under context parallelism (Megatron's zigzag over packed sequences).
+    """Which part of every sequence a rank holds under context parallelism: Megatron's zigzag over packed sequences.
 
-    Every sequence is cut into ``2 * size`` chunks of equal length. Rank r holds chunks r and 2 * size - 1 - r, in this
-    order, so every rank has the same ``cu_seqlens``, and each sequence's local length is even.
+    A sequence is cut into ``2 * size`` chunks of equal length. Rank r holds chunk r and then chunk 2 * size - 1 - r, so
+    that under a causal mask all ranks have the same work. Each sequence has the same number of tokens on every rank, so
+    all ranks have the same ``cu_seqlens``.
     """
 
     group: ProcessGroup  # the context-parallel ranks, in the order of `rank`
     rank: int
     size: int
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks a sequence is cut into; its length is a multiple of this."""
+        return 2 * self.size
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The two chunks of every sequence that this rank holds, in the order in which it holds them."""
+        return self.rank, self.chunks - 1 - self.rank
+
+    def held_tokens(self, lengths: np.ndarray) -> np.ndarray:
+        """Indices [T / size] of this rank's tokens on the packed axis of whole sequences; lengths [S] of these."""
+        starts, chunk_lengths = np.cumsum(lengths) - lengths, lengths // self.chunks
+        return np.concatenate(
+            [
+                start + chunk * length + np.arange(length)
+                for start, length in zip(starts, chunk_lengths, strict=True)
+                for chunk in self.held
+            ]
+        )
+
+    def held_part(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """This rank's two chunks of x, whose dimension ``dim`` is one whole sequence."""
+        chunks = x.chunk(self.chunks, dim)
+        return torch.cat([chunks[i] for i in self.held], dim)
+
+    def chunk_boundaries(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """[S + 1] boundaries of this rank's tokens by sequence -> [2 S + 1] boundaries by chunk, same dtype."""
+        middle = cu_seqlens[:-1] + cu_seqlens.diff() // 2
+        return torch.cat([torch.stack([cu_seqlens[:-1], middle], 1).flatten(), cu_seqlens[-1:]])
+
+    def chunk_starts(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        """[S, 2] int64: index of the first token of this rank's two chunks in their whole sequence."""
+        length = cu_seqlens.diff().long() // 2
+        return torch.stack([chunk * length for chunk in self.held], 1)
+
+    @staticmethod
+    def in_order(gathered: torch.Tensor) -> torch.Tensor:
+        """[size, 2, ...], what each rank has of its two chunks -> [2 size, ...] in the order of the sequence."""
+        return torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])
 
 
 @dataclass(frozen=True)
@@ -34,8 +77,8 @@ class TokenBatch:
     """T tokens of S sequences on one packed axis.
 
     Tokens with ``loss_mask`` False (prompt, tool output, padding) neither count nor influence anything; their other
-    values may be arbitrary. Log-probs are natural logarithms of the sampled tokens' probabilities, stored in float32:
-    float16 moves ratios by up to .8 %, bfloat16 by 6 %.
+    values may be anything. Log-probs are natural logarithms of the sampled tokens' probabilities, in float32: float16
+    would change ratios by up to .8 %, bfloat16 by 6 %.
     """
 
     logprobs: torch.Tensor  # [T] float32, current policy, carries gradient
@@ -43,10 +86,10 @@ class TokenBatch:
     advantages: torch.Tensor  # [T] float32
     loss_mask: torch.Tensor  # [T] bool, True = trains
     cu_seqlens: torch.Tensor  # [S+1] int32, sequence s is tokens cu_seqlens[s] : cu_seqlens[s+1] (of this shard)
-    old_logprobs: torch.Tensor | None = None  # [T] float32, proximal policy, recomputed by the actor
+    old_logprobs: torch.Tensor | None = None  # [T] float32, proximal policy, computed by the actor
     ref_logprobs: torch.Tensor | None = None  # [T] float32, reference policy of the KL term
     entropy: torch.Tensor | None = None  # [T] float32 nats, of the current policy, carries gradient if it is trained
-    sequence_index: torch.Tensor | None = None  # [S] int64, place in the optimizer batch, < 2^22; decides ties alone
+    sequence_index: torch.Tensor | None = None  # [S] int64, place in the optimizer batch, < 2^22; only decides ties
     shard: ContextShard | None = None  # None: whole sequences
 
     def detach(self) -> TokenBatch:
@@ -67,18 +110,50 @@ class TokenBatch:
                 merged[f.name] = torch.cat(parts)
         return TokenBatch(**merged)
 
-    def validate(self) -> TokenBatch:
-        """Return self, or raise `UserError` naming tensor, index and value. Waits for the device."""
-        length = self.logprobs.numel()
+    @property
+    def segments(self) -> torch.Tensor:
+        """Boundaries of what is contiguous in its sequence: the sequences [S + 1], or this rank's chunks [2 S + 1]."""
+        return self.cu_seqlens if self.shard is None else self.shard.chunk_boundaries(self.cu_seqlens)
+
+    @property
+    def sequence_ids(self) -> torch.Tensor:
+        """[T] int64, the sequence of each token."""
+        return segment_ids(self.cu_seqlens, self.loss_mask.numel())
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[T] int64, the index of each token in its whole sequence."""
+        boundaries, tokens = self.segments, self.loss_mask.numel()
+        ids = segment_ids(boundaries, tokens)
+        index = torch.arange(tokens, device=ids.device) - boundaries.long()[ids]
+        return index if self.shard is None else index + self.shard.chunk_starts(self.cu_seqlens).flatten()[ids]
+
+    def check(self) -> None:
+        """`UserError` for a wrong shape or dtype, without reading a value: nothing waits for the device."""
         for name in (*_FLOATS, "loss_mask"):
-            _check_vector(name, getattr(self, name), length)
-        _check_boundaries(self.cu_seqlens, length, self.shard)
-        if self.sequence_index is not None and self.sequence_index.shape != (self.cu_seqlens.numel() - 1,):
-            shape = tuple(self.sequence_index.shape)
-            raise UserError(f"TokenBatch.sequence_index has shape {shape}; expected [{self.cu_seqlens.numel() - 1}]")
+            _check_vector(name, getattr(self, name), self.logprobs.numel())
+        cu_seqlens, index = self.cu_seqlens, self.sequence_index
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            found = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+            raise UserError(f"TokenBatch.cu_seqlens is {found}; expected int32 [S+1]")
+        sequences = cu_seqlens.numel() - 1
+        if index is not None and index.shape != (sequences,):
+            raise UserError(f"TokenBatch.sequence_index has shape {tuple(index.shape)}; expected [{sequences}]")
+
+    def validate(self) -> TokenBatch:
+        """Return self, or raise `UserError` naming tensor, index and value. Reads values: waits for the device."""
+        self.check()
+        _check_boundaries(self.cu_seqlens.tolist(), self.logprobs.numel(), self.shard)
         for name in _FLOATS:
             _check_finite(name, getattr(self, name), self.loss_mask)
         return self
+
+
+def segment_ids(boundaries: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[segments + 1] -> [tokens] int64, the segment of each token. Does not wait for the device."""
+    lengths = boundaries.diff().long()
+    index = torch.arange(lengths.numel(), device=boundaries.device)
+    return torch.repeat_interleave(index, lengths, output_size=tokens)
 
 
 def _detach(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -101,11 +176,7 @@ def _check_vector(name: str, tensor: Any, length: int) -> None:
         raise UserError(f"TokenBatch.{name} is {tensor.dtype}; expected {wanted[0]}")
 
 
-def _check_boundaries(cu_seqlens: torch.Tensor, length: int, shard: ContextShard | None) -> None:
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        shape = tuple(cu_seqlens.shape)
-        raise UserError(f"TokenBatch.cu_seqlens is {cu_seqlens.dtype} {shape}; expected int32 [S+1]")
-    bounds = cu_seqlens.tolist()
+def _check_boundaries(bounds: list[int], length: int, shard: ContextShard | None) -> None:
     if bounds[0] != 0:
         raise UserError(f"TokenBatch.cu_seqlens[0] is {bounds[0]}; the first sequence must start at token 0")
     for i, (start, end) in enumerate(pairwise(bounds), start=1):
@@ -114,7 +185,7 @@ def _check_boundaries(cu_seqlens: torch.Tensor, length: int, shard: ContextShard
         if shard is not None and (end - start) % 2:
             raise UserError(
                 f"TokenBatch.cu_seqlens[{i}] is {end}: sequence {i - 1} has {end - start} local tokens, but a zigzag "
-                f"shard holds two chunks of equal length; pad sequences to a multiple of {2 * shard.size} tokens"
+                f"shard holds two chunks of equal length; pad sequences to a multiple of {shard.chunks} tokens"
             )
     if bounds[-1] != length:
         raise UserError(

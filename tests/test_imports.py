@@ -25,7 +25,6 @@ HEAVY = {  # package: the modules (and everything below them) that may bring it 
     "transformers": (
         "megarl.actor",
         "megarl.data",
-        "megarl.kernels.liger_linear_logprob",
         "megarl.phases",
         "megarl.rollout",
     ),

@@ -11,14 +11,14 @@ MEGARL_VARIANTS void summarise(const megarl_tokens& x, int64_t s, float threshol
   float minimum = std::numeric_limits<float>::infinity();
   double total = 0.0;
   int64_t trained = 0;
-  int32_t trigger = INT32_MAX;
+  int32_t trigger = kNever;
   for (int64_t t = x.cu_seqlens[s]; t < x.cu_seqlens[s + 1]; ++t) {
     if (!x.mask[t]) continue;
     const float l = clamp(x.logprobs[t] - x.rollout_logprobs[t], -kLogRatioLimit, kLogRatioLimit);
     if (l < minimum || l != l) minimum = l;  // a NaN stays: nothing is less than it
     total += l;
     ++trained;
-    if (trigger == INT32_MAX && x.advantages[t] < 0.0f && exponential(l) < threshold) {
+    if (trigger == kNever && x.advantages[t] < 0.0f && exponential(l) < threshold) {
       trigger = static_cast<int32_t>(t - x.cu_seqlens[s]);
     }
   }

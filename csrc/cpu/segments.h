@@ -1,4 +1,4 @@
-// What the CPU kernels share: threads, vector variants, and the checks and cuts of the packed axis.
+// What the CPU kernels share: work per thread, vector variants, checks of the boundaries, and blocks of segments.
 #ifndef MEGARL_CPU_SEGMENTS_H
 #define MEGARL_CPU_SEGMENTS_H
 
@@ -16,7 +16,7 @@
 
 namespace megarl {
 
-constexpr int64_t kBlockTokens = 16384;  // work of a thread at a time; with less, waking the others costs more
+constexpr int64_t kBlockTokens = 16384;  // a thread's unit of work; less is not worth waking another thread for
 
 inline bool boundaries_are_valid(const int32_t* cu_seqlens, int64_t num_segments) {
   if (cu_seqlens[0] != 0) return false;
@@ -26,8 +26,8 @@ inline bool boundaries_are_valid(const int32_t* cu_seqlens, int64_t num_segments
   return true;
 }
 
-// Segments [cuts[b], cuts[b + 1]) make up block b, at least kBlockTokens except in the last. The cut depends on the
-// lengths alone, and so do sums that are taken block by block.
+// Block b is segments [cuts[b], cuts[b + 1]), at least kBlockTokens tokens except in the last. The blocks depend on the
+// lengths only, and so do sums that are taken block by block.
 inline std::vector<int64_t> cut_into_blocks(const int32_t* cu_seqlens, int64_t num_segments) {
   std::vector<int64_t> cuts{0};
   for (int64_t s = 0; s < num_segments; ++s) {

@@ -1,5 +1,5 @@
-// The token pass on the CPU: threads take blocks of segments, tiles of a block stay in the first-level cache, and every
-// loop over a tile is a vector loop, except the running minimum.
+// The token pass on the CPU: threads take blocks of segments, a tile of tokens stays in the first-level cache, and every
+// loop over a tile is a vector loop, except that of the running minimum.
 #include <limits>
 #include <vector>
 
@@ -26,7 +26,7 @@ struct Output {
   double* segment_sums;
 };
 
-// Two tables that take turns: successive tokens often share a bin, and an increment must not wait for the last one.
+// Two tables, used in turn: successive tokens often share a bin, and an increment would wait for the previous one.
 struct Histograms {
   int64_t counts[2][2][MEGARL_BINS + 1] = {};  // the last bin takes the untrained tokens
 };
@@ -56,8 +56,8 @@ MEGARL_VARIANTS void load(const megarl_tokens& x, int64_t start, int n, Tile& ti
   }
 }
 
-// Exclusive running minimum of the trained log-ratios from `least` on, which it returns continued. A NaN enters through
-// the second comparison, and stays, since nothing is less than it.
+// Exclusive running minimum of the trained log-ratios, starting with `least`; returns the minimum after the last token.
+// A NaN enters through the second comparison, and stays, since nothing is less than it.
 float running_min(Tile& tile, int begin, int end, float least) {
   for (int i = begin; i < end; ++i) {
     tile.prefix[i] = least;
@@ -229,12 +229,12 @@ MEGARL_VARIANTS double sum_log_ratios(const megarl_tokens& x, int64_t start, int
 }
 
 MEGARL_VARIANTS int32_t find_trigger(const megarl_tokens& x, int64_t start, int64_t end, float threshold) {
-  int32_t first = INT32_MAX;
+  int32_t first = kNever;
 #pragma omp simd reduction(min : first)
   for (int64_t t = start; t < end; ++t) {
     const float l = clamp(x.logprobs[t] - x.rollout_logprobs[t], -kLogRatioLimit, kLogRatioLimit);
     const int fires = (x.mask[t] != 0) & (x.advantages[t] < 0.0f) & (exponential(l) < threshold);
-    const int32_t index = fires ? static_cast<int32_t>(t - start) : INT32_MAX;
+    const int32_t index = fires ? static_cast<int32_t>(t - start) : kNever;
     first = index < first ? index : first;
   }
   return first;
@@ -269,7 +269,7 @@ Sequence whole_sequence(const Pass& pass, int64_t s) {
   return {0.0f, 0};
 }
 
-// Where a block stands: the segment of the next token, and what its earlier tokens leave behind.
+// Position in a block: the segment of the next token, and what is known from its earlier tokens.
 struct Cursor {
   int64_t segment;
   bool entering;  // the next token is the first of its segment
@@ -277,7 +277,7 @@ struct Cursor {
   Sequence sequence;
 };
 
-// Walks over the segments of a tile: running minimum, and what each token must know of its sequence.
+// Goes through the segments of a tile: running minimum, and what each token must know of its sequence.
 void walk(const Pass& pass, int64_t start, int n, Tile& tile, Cursor& at) {
   const int32_t* cu_seqlens = pass.tokens.cu_seqlens;
   for (int begin = 0; begin < n;) {
@@ -342,14 +342,16 @@ void run_block(const Pass& pass, int64_t first_segment, int64_t last_segment, do
 }  // namespace
 }  // namespace megarl
 
-extern "C" int megarl_token_pass_cpu(int rule, const double* parameters, const megarl_tokens* tokens,
+extern "C" int megarl_token_pass_cpu(const char* name, const double* parameters, const megarl_tokens* tokens,
                                      const megarl_inherited* inherited, const int64_t* places, float* loss,
                                      float* coefficient, uint8_t* kept, double* segment_sums, double* sums,
                                      int64_t* histograms) {
   using namespace megarl;
   if (!boundaries_are_valid(tokens->cu_seqlens, tokens->num_segments)) return MEGARL_BAD_BOUNDARIES;
+  const int rule = find_rule(name);
+  if (rule < 0) return MEGARL_UNKNOWN_RULE;
   Quantity quantity = Quantity::kNone;
-  if (!with_rule(rule, [&](auto tag) { quantity = decltype(tag)::Rule::kQuantity; })) return MEGARL_UNKNOWN_RULE;
+  with_rule(rule, [&](auto tag) { quantity = decltype(tag)::Rule::kQuantity; });
   const Pass pass{quantity, rule, parameters, *tokens, inherited, places, {loss, coefficient, kept, segment_sums}};
   const std::vector<int64_t> cuts = cut_into_blocks(tokens->cu_seqlens, tokens->num_segments);
   const int64_t num_blocks = static_cast<int64_t>(cuts.size()) - 1;

@@ -5,7 +5,7 @@ namespace megarl {
 namespace {
 
 constexpr int kLimbs = 6;
-constexpr int kSharedBins = 1000;  // 48 KB; a finer grid goes to device memory at once
+constexpr int kSharedBins = 1000;  // 48 KB; the table of a finer grid is in device memory
 
 struct Grid {
   const double* low;
@@ -16,8 +16,7 @@ struct Grid {
   __host__ __device__ int bins() const { return num_low + num_high + 4; }
 };
 
-// The running contribution of a thread. Successive tokens mostly share a bin, and only a change costs additions to the
-// table. bins == 0: there is no table in shared memory.
+// A thread's sum for its current bin. Successive tokens mostly share a bin; the sum goes to the table when the bin changes.
 struct Contribution {
   int bin = 0;
   int64_t limbs[kLimbs] = {};

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ Summary of_warp[kWarps];
   const int64_t s = blockIdx.x;
   const uint32_t start = tokens.cu_seqlens[s], end = tokens.cu_seqlens[s + 1];
-  Summary mine{kNone, 0.0, 0, INT32_MAX};
+  Summary mine{kNone, 0.0, 0, kNever};
   for (uint32_t tile = start & ~3u; tile < end; tile += kThreads * kItems) {
     const uint32_t first = tile + threadIdx.x * kItems;
     const Quad q = load(tokens, wide, first, start, end);
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
       if (!q.on[i]) continue;
       const float l = clamped_log_ratio(q, i);
       const bool fires = q.advantage[i] < 0.0f && exponential(l) < *threshold;
-      mine.add({to_key(l), l, 1, fires ? static_cast<int>(first + i - start) : INT32_MAX});
+      mine.add({to_key(l), l, 1, fires ? static_cast<int>(first + i - start) : kNever});
     }
   }
   mine = {warp_min(mine.key), warp_sum(mine.sum), warp_sum(mine.count), warp_min(mine.trigger)};

@@ -98,7 +98,7 @@ __device__ inline void add(int64_t* to, int64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(value));
 }
 
-// A 64-bit sum in shared memory, where 64-bit atomics are loops: the lower half tells when it overflows.
+// A 64-bit sum in shared memory, where 64-bit atomics would be loops: two 32-bit atomics with a carry.
 struct WideSum {
   uint32_t low, high;
 
@@ -128,8 +128,8 @@ inline int launch_status() {
   return error == cudaSuccess ? MEGARL_OK : MEGARL_CUDA_ERROR + static_cast<int>(error);
 }
 
-// Blocks for a loop over `num_tokens` in strides of the grid: no more than keep every multiprocessor busy, since each
-// of them ends with additions to one table.
+// Blocks for a loop over `num_tokens` in strides of the grid: only as many as keep every multiprocessor busy, since each
+// of them adds to one table at its end.
 inline unsigned strided_blocks(int64_t num_tokens) {
   constexpr int64_t kTokensOfBlock = 8 * kThreads * kItems, kMost = 1024;
   const int64_t blocks = (num_tokens + kTokensOfBlock - 1) / kTokensOfBlock;

@@ -1,5 +1,5 @@
-// The token pass on a GPU: a thread block walks over a segment, tile by tile; where eight neighbouring segments are all
-// short, one block takes them, a warp each. Sums are added in an order that the lengths alone decide.
+// The token pass on a GPU: a thread block goes through a segment, tile by tile; eight neighbouring segments that are all
+// short share one block, a warp each. Sums are added in an order that depends on the lengths only.
 #include <cub/block/block_scan.cuh>
 #include <cub/warp/warp_scan.cuh>
 
@@ -31,7 +31,7 @@ using BlockScan = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
 using WarpScan = cub::WarpScan<int>;
 
 struct Shared {
-  // Two that take turns: between two uses of one lies the barrier within the other's.
+  // Two, used in turn: between two uses of one there is the barrier in the scan of the other.
   typename BlockScan::TempStorage block_scan[2];
   typename WarpScan::TempStorage warp_scan[kWarps];
   double partial[kWarps];
@@ -106,7 +106,7 @@ __device__ Sequence whole_sequence(const Pass& pass, Shared& shared, int64_t s, 
   } else if constexpr (quantity == Quantity::kFirstTrigger) {
     if (pass.has_inherited) return {0.0f, pass.inherited.first_trigger[s]};
     const float threshold = static_cast<float>(pass.parameters[2]);
-    int first = INT32_MAX;
+    int first = kNever;
     for (uint32_t tile = start & ~3u; tile < end; tile += Team::kTile) {
       const uint32_t t = tile + Team::rank() * kItems;
       const Quad q = load(pass.tokens, pass.wide, t, start, end);
@@ -205,7 +205,7 @@ __device__ void measure(const Token& t, int on, const Outcome& o, Totals& totals
   x[kLoss] -= on ? o.value : 0.0f;
 }
 
-// Counts a bin when the next one differs: a running minimum rarely moves.
+// Adds to a bin only when the next bin differs: a running minimum rarely changes.
 struct Run {
   int bin = 0;
   unsigned length = 0;
@@ -368,20 +368,21 @@ void launch(const Pass& pass, cudaStream_t stream) {
 }  // namespace
 }  // namespace megarl
 
-extern "C" int megarl_token_pass_cuda(int rule, const double* parameters, const megarl_tokens* tokens,
+extern "C" int megarl_token_pass_cuda(const char* name, const double* parameters, const megarl_tokens* tokens,
                                       const megarl_inherited* inherited, const int64_t* places, float* loss,
                                       float* coefficient, uint8_t* kept, double* segment_sums, double* sums,
                                       int64_t* histograms, double* scratch, void* stream) {
   using namespace megarl;
+  const int rule = find_rule(name);
+  if (rule < 0) return MEGARL_UNKNOWN_RULE;
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   const bool wide = can_load_wide(*tokens) && are_aligned({loss, coefficient}, 16) && are_aligned({kept}, 4);
   const Pass pass{parameters,  *tokens, inherited != nullptr, inherited ? *inherited : megarl_inherited{},
                   places,      loss,    coefficient,          kept,
                   segment_sums, histograms, scratch,          wide};
-  const bool known = with_rule(rule, [&](auto tag) {
+  with_rule(rule, [&](auto tag) {
     if (tokens->num_segments > 0) launch<typename decltype(tag)::Rule>(pass, on);
   });
-  if (!known) return MEGARL_UNKNOWN_RULE;
   add_rows<<<MEGARL_NUM_SUMS, kThreads, 0, on>>>(scratch, tokens->num_segments, sums);
   return launch_status();
 }

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define MEGARL_ABI_VERSION 2 /* rises when a signature or its meaning changes; Python refuses another one */
+#define MEGARL_ABI_VERSION 3 /* rises when a signature or its meaning changes; Python refuses another one */
 
 #define MEGARL_OK 0
 #define MEGARL_BAD_BOUNDARIES 1 /* cu_seqlens does not start at 0, or decreases */
@@ -22,16 +22,8 @@ extern "C" {
 
 int megarl_abi_version(void);
 
-/* out[t] = minimum of log_ratio over the earlier tokens of t's sequence whose mask is not 0; 0 where there is none.
- *
- * log_ratio, mask, out [T] with T = cu_seqlens[num_sequences]; cu_seqlens [num_sequences + 1] starts at 0 and never
- * decreases. A masked token influences nothing, whatever its value. A trained NaN makes all later tokens of its
- * sequence NaN.
- */
-int megarl_prefix_min_cpu(const float* log_ratio, const uint8_t* mask, const int32_t* cu_seqlens,
-                          int64_t num_sequences, float* out);
-int megarl_prefix_min_cuda(const float* log_ratio, const uint8_t* mask, const int32_t* cu_seqlens,
-                           int64_t num_sequences, float* out, void* stream);
+/* 1 if the token pass knows the rule of that name (MEGARL_RULES in token_rules.h), else 0. */
+int megarl_has_rule(const char* rule);
 
 /* Packed tokens. A segment is a sequence, or one of the two chunks that a context-parallel rank holds of it. Where the
  * mask is 0 the other values may be anything, NaN included. */
@@ -45,31 +37,12 @@ typedef struct {
   int64_t num_segments;
 } megarl_tokens;
 
-/* What a segment inherits from the rest of its sequence; NULL: segments are whole sequences. */
+/* What a segment needs to know of the rest of its sequence; NULL: segments are whole sequences. */
 typedef struct {
   const float* prefix_min;       /* [num_segments] least log-ratio of the earlier segments, inf for none */
   const float* log_ratio;        /* [num_segments] mean or sum of the log-ratios of the whole sequence */
   const int32_t* first_trigger;  /* [num_segments] first trigger of the sequence, counted from the segment's start */
 } megarl_inherited;
-
-/* Rules of the token pass, see token_rules.h for their parameters. */
-enum megarl_rule {
-  MEGARL_REINFORCE = 0,
-  MEGARL_CLIP_TOKEN = 1,
-  MEGARL_CLIP_PREFIX = 2,
-  MEGARL_CLIP_SEQUENCE_MEAN = 3,
-  MEGARL_CLIP_DUAL = 4,
-  MEGARL_SOFT_CLIP_TOKEN = 5,
-  MEGARL_SOFT_CLIP_PREFIX = 6,
-  MEGARL_TAPERED_SEQUENCE = 7,
-  MEGARL_VETO_SEQUENCE = 8,
-  MEGARL_VETO_SUFFIX = 9,
-  MEGARL_VETO_NON_TRIGGER_SUFFIX = 10,
-  MEGARL_VETO_TRIGGER = 11,
-  MEGARL_SECOND_MOMENT = 12,
-  MEGARL_DECOUPLED = 13,
-  MEGARL_CLIP_LOG_RATIO = 14
-};
 
 /* Sums over trained tokens; l is the clamped log-ratio, m the prefix minimum of the ratios, T the trust region
  * (A > 0, l > 0 or A < 0, l < 0). "first" and "second" are the rule's own two flags. */
@@ -105,45 +78,44 @@ enum megarl_sum {
   MEGARL_NUM_SUMS
 };
 
-/* Bins of the log-ratio histograms: |l| by the upper 12 bits of its float32 pattern, 16 to an octave from 2^-14 to 20,
- * on both sides of one bin around 0. */
+/* Bins of the log-ratio histograms: 16 per octave of |l| from 2^-14 to 20 (the upper bits of its float32 pattern), on
+ * both sides of one bin around 0. */
 #define MEGARL_BINS_PER_SIGN 293
 #define MEGARL_BINS (2 * MEGARL_BINS_PER_SIGN + 1)
 
 /* Log-ratio, prefix minimum, weight and mask, loss, its gradient and every sum of the metrics, in one pass.
  *
- * parameters: float64, on the device; see token_rules.h.
- * places [num_segments] int64 or NULL: where a segment's first token stands in the order of ties of MEGARL_SECOND_MOMENT.
+ * rule: one of the names in MEGARL_RULES of token_rules.h. parameters: float64, on the device; see there.
+ * places [num_segments] int64 or NULL: position of a segment's first token in the order of ties of "second_moment".
  * loss, coefficient [T]: loss of a token and its derivative with respect to the log-prob, 0 where the mask is 0.
  * kept [T] uint8: trained tokens whose gradient survives.
  * segment_sums [num_segments, 2] float64: trained tokens and sum of the loss.
  * sums [MEGARL_NUM_SUMS] float64. histograms [2, MEGARL_BINS] int64, of l and of log m; the CUDA function adds to them.
  * scratch (CUDA): float64 [num_segments, MEGARL_NUM_SUMS].
  */
-int megarl_token_pass_cpu(int rule, const double* parameters, const megarl_tokens* tokens,
+int megarl_token_pass_cpu(const char* rule, const double* parameters, const megarl_tokens* tokens,
                           const megarl_inherited* inherited, const int64_t* places, float* loss, float* coefficient,
                           uint8_t* kept, double* segment_sums, double* sums, int64_t* histograms);
-int megarl_token_pass_cuda(int rule, const double* parameters, const megarl_tokens* tokens,
+int megarl_token_pass_cuda(const char* rule, const double* parameters, const megarl_tokens* tokens,
                            const megarl_inherited* inherited, const int64_t* places, float* loss, float* coefficient,
                            uint8_t* kept, double* segment_sums, double* sums, int64_t* histograms, double* scratch,
                            void* stream);
 
-/* What the other segments of a sequence need to know of each: least clamped log-ratio (inf for none) [num_segments]
- * float32, sum of the clamped log-ratios float64 and trained tokens int64, first trigger (A < 0 and ratio <
- * veto_threshold; INT32_MAX for none) counted from the segment's start, int32. */
+/* What the other segments of a sequence need to know of each segment, [num_segments] each: the least clamped log-ratio
+ * of its trained tokens (inf for none, NaN if one is NaN), their sum and number, and the first trigger (A < 0 and
+ * ratio < veto_threshold) counted from the segment's start, INT32_MAX for none. */
 int megarl_segment_summary_cpu(const megarl_tokens* tokens, const float* veto_threshold, float* least, double* sum,
                                int64_t* count, int32_t* first_trigger);
 int megarl_segment_summary_cuda(const megarl_tokens* tokens, const float* veto_threshold, float* least, double* sum,
                                 int64_t* count, int32_t* first_trigger, void* stream);
 
-/* M2PO's radix selection. State [4] int64 on the device: key prefix found so far, count and sum of what lies below it,
- * and 1 while a boundary exists.
+/* M2PO's radix selection.
  *
- * keys: keys [T] uint32 = bit pattern of |l| for tokens of the trust region, 0xFFFFFFFF elsewhere.
- * histogram: adds to table [2, 1 << bits] int64 the number of tokens, and the sum of their l^2 in units of 2^-30,
- * whose key agrees with the state above shift + bits, by the bits of the key from shift on.
- * ties: the same over the tie orders of the tokens whose key is exactly *key (see megarl_token_pass: places), which
- * agree with the state above shift + bits.
+ * keys [T] uint32: bit pattern of |l| for tokens of the trust region, 0xFFFFFFFF elsewhere.
+ * histogram: adds to table [2, 1 << bits] int64 the number of the keys, and the sum of their l^2 in units of 2^-30, that
+ * agree with *prefix (on the device) above bit shift + bits, binned by their next `bits` bits.
+ * ties: the same for the tie orders (token_rules.h) of the tokens whose key is exactly *key; places [num_segments] as in
+ * the token pass.
  */
 int megarl_moment_keys_cpu(const megarl_tokens* tokens, uint32_t* keys);
 int megarl_moment_keys_cuda(const megarl_tokens* tokens, int64_t num_tokens, uint32_t* keys, void* stream);

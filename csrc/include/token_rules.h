@@ -1,9 +1,11 @@
-// One small function an objective: what a trained token adds to it, with which gradient. Shared by the CPU and the CUDA
-// token pass. The definitions are those of megarl/objectives; a rule's parameters come in the order of its fields.
+// One small function per objective: what a trained token contributes, and with which gradient. The token passes on the
+// CPU and in CUDA share them. The definitions are those of megarl/objectives; a rule's parameters come in the order of
+// its fields. Constants are compared with megarl/kernels/constants.py by tests/kernels/test_constants.py.
 #ifndef MEGARL_TOKEN_RULES_H
 #define MEGARL_TOKEN_RULES_H
 
 #include <math.h>
+#include <string.h>
 
 #include "megarl_kernels.h"
 
@@ -16,8 +18,18 @@
 namespace megarl {
 
 constexpr float kLogRatioLimit = 20.0f;
+constexpr float kSequenceLogRatioLimit = 80.0f;  // e^80 is beyond any bound, and still a float32
 constexpr float kDampened = 0.8f;
 constexpr float kLogDampened = -0.22314355131420976f;  // log .8
+constexpr int32_t kNever = 0x7FFFFFFF;                 // index of a trigger that is not there
+constexpr int kPositionBits = 22;                      // of a token's position in its sequence, and of the sequence's
+constexpr uint32_t kOutside = 0xFFFFFFFFu;             // key of a token outside the trust region
+constexpr double kSquareScale = 1073741824.0;          // 2^30: fixed-point l^2
+constexpr double kLargestSquare = 1024.0;
+constexpr double kLimbScale = 16777216.0;  // 2^24: limbs of a contribution
+constexpr double kLargestContribution = 274877906944.0;  // 2^38
+constexpr int kHistogramShift = 19;   // leaves sign, exponent and 4 bits of the mantissa of a float32
+constexpr int kHistogramBase = 1807;  // one less than the shifted bits of 2^-14
 
 // (e^x - 1 - x) / x^2 for |x| <= .35, in plain arithmetic.
 MEGARL_INLINE float exponential_remainder(float x) {
@@ -172,8 +184,7 @@ struct TaperedSequence : Bounded {
   static constexpr Quantity kQuantity = Quantity::kSum;
   using Bounded::Bounded;
   MEGARL_INLINE Outcome operator()(const Token& t, const Sequence& s) const {
-    // beyond +-80 the weight is far outside any bound, and the exponential would leave its range
-    const float ratio = exponential(clamp(s.log_ratio, -80.0f, 80.0f));
+    const float ratio = exponential(clamp(s.log_ratio, -kSequenceLogRatioLimit, kSequenceLogRatioLimit));
     const int negative = t.advantage < 0.0f;
     const float weight = (t.advantage > 0.0f ? 1.0f : clamp(ratio, low, high)) * t.advantage;
     return {weight * t.logprob, weight, 1, negative & ((ratio < low) | (ratio > high)), 0};
@@ -192,7 +203,7 @@ struct Veto : Bounded {
     const int negative = t.advantage < 0.0f;
     const int trigger = negative & (t.ratio < threshold);
     int vetoed = trigger;
-    if (scope == Scope::kSequence) vetoed = negative & (s.index < INT32_MAX);
+    if (scope == Scope::kSequence) vetoed = negative & (s.index < kNever);
     if (scope == Scope::kSuffix) vetoed = negative & (t.index > s.index);
     if (scope == Scope::kNonTriggerSuffix) vetoed = negative & (t.index > s.index) & !trigger;
     Outcome o = hard_clip(t.ratio, t.advantage, low, high, t.clamped);
@@ -245,7 +256,6 @@ MEGARL_INLINE float excess(float l, float ratio) {
 }
 
 // Algorithm 1 of M2PO removes the first of equals in (sequence, position) order: later ones have lower tie orders.
-constexpr int kPositionBits = 22;
 MEGARL_INLINE int64_t tie_order(int64_t place) { return (int64_t{1} << 2 * kPositionBits) - 1 - place; }
 
 // Last index of a segment that is refused among tokens at the threshold; -1 for none.
@@ -253,8 +263,6 @@ MEGARL_INLINE int last_refused_tie(double order, int64_t place) {
   const int64_t last = tie_order(static_cast<int64_t>(order)) - place;
   return last < -1 ? -1 : (last > INT32_MAX ? INT32_MAX : static_cast<int>(last));
 }
-
-constexpr uint32_t kOutside = 0xFFFFFFFFu;  // key of a token outside the trust region
 
 // l^2 in units of 2^-30 from the bit pattern of |l|; exact in every order of addition.
 MEGARL_INLINE int64_t fixed_point_square(uint32_t key) {
@@ -265,7 +273,7 @@ MEGARL_INLINE int64_t fixed_point_square(uint32_t key) {
   magnitude.bits = key;
   const double l = magnitude.value;
   const double square = l * l;
-  return static_cast<int64_t>(rint((square > 1024.0 ? 1024.0 : square) * 1073741824.0));
+  return static_cast<int64_t>(rint((square > kLargestSquare ? kLargestSquare : square) * kSquareScale));
 }
 
 // Number of edges below x: bin i holds edges[i-1] < x <= edges[i].
@@ -284,11 +292,11 @@ MEGARL_INLINE int bin_below(double x, const double* edges, int num_edges) {
 
 // Limbs of a contribution, multiples of 1, 2^-24 and 2^-48, which add exactly in any order.
 MEGARL_INLINE void limbs_of(double x, int64_t out[3]) {
-  double rest = x > 274877906944.0 ? 274877906944.0 : (x >= 0.0 ? x : 0.0);  // 2^38; NaN counts as 0
+  double rest = x > kLargestContribution ? kLargestContribution : (x >= 0.0 ? x : 0.0);  // NaN counts as 0
   for (int i = 0; i < 2; ++i) {
     const double whole = floor(rest);
     out[i] = static_cast<int64_t>(whole);
-    rest = (rest - whole) * 16777216.0;
+    rest = (rest - whole) * kLimbScale;
   }
   out[2] = static_cast<int64_t>(rint(rest));
 }
@@ -300,7 +308,7 @@ MEGARL_INLINE int bin_of(float l) {
     int32_t bits;
   } x;
   x.value = l;
-  const int step = ((x.bits & 0x7FFFFFFF) >> 19) - 1807;  // 1808: 2^-14
+  const int step = ((x.bits & 0x7FFFFFFF) >> kHistogramShift) - kHistogramBase;
   const int magnitude = step < 0 ? 0 : (step > MEGARL_BINS_PER_SIGN ? MEGARL_BINS_PER_SIGN : step);
   return x.bits < 0 ? MEGARL_BINS_PER_SIGN - magnitude : MEGARL_BINS_PER_SIGN + magnitude;
 }
@@ -310,27 +318,43 @@ struct Tag {
   using Rule = R;
 };
 
-// Calls visit with the tag of the rule of that number; false if there is none. For the host: it chooses the kernel.
+// Every rule: the name by which an objective asks for it (`Objective.rule` in Python), and its type.
+#define MEGARL_RULES(rule)                                            \
+  rule("reinforce", Reinforce)                                        \
+  rule("clip_token", ClipToken)                                       \
+  rule("clip_log_ratio", ClipLogRatio)                                \
+  rule("clip_prefix", ClipPrefix)                                     \
+  rule("clip_sequence_mean", ClipSequenceMean)                        \
+  rule("clip_dual", ClipDual)                                         \
+  rule("soft_clip_token", SoftClipToken)                              \
+  rule("soft_clip_prefix", SoftClipPrefix)                            \
+  rule("tapered_sequence", TaperedSequence)                           \
+  rule("veto_sequence", Veto<Scope::kSequence>)                       \
+  rule("veto_suffix", Veto<Scope::kSuffix>)                           \
+  rule("veto_non_trigger_suffix", Veto<Scope::kNonTriggerSuffix>)     \
+  rule("veto_trigger", Veto<Scope::kTrigger>)                         \
+  rule("second_moment", SecondMoment)                                 \
+  rule("decoupled", Decoupled)
+
+// The number of the rule of that name in MEGARL_RULES, -1 if there is none.
+inline int find_rule(const char* name) {
+  int number = 0;
+#define MEGARL_COMPARE(rule, Type)           \
+  if (strcmp(name, rule) == 0) return number; \
+  ++number;
+  MEGARL_RULES(MEGARL_COMPARE)
+#undef MEGARL_COMPARE
+  return -1;
+}
+
+// Calls visit with the tag of the rule of that number, on the host: it chooses the kernel.
 template <class Visit>
-inline __attribute__((always_inline)) bool with_rule(int rule, Visit&& visit) {
-  switch (rule) {
-    case MEGARL_REINFORCE: visit(Tag<Reinforce>()); return true;
-    case MEGARL_CLIP_TOKEN: visit(Tag<ClipToken>()); return true;
-    case MEGARL_CLIP_PREFIX: visit(Tag<ClipPrefix>()); return true;
-    case MEGARL_CLIP_SEQUENCE_MEAN: visit(Tag<ClipSequenceMean>()); return true;
-    case MEGARL_CLIP_DUAL: visit(Tag<ClipDual>()); return true;
-    case MEGARL_SOFT_CLIP_TOKEN: visit(Tag<SoftClipToken>()); return true;
-    case MEGARL_SOFT_CLIP_PREFIX: visit(Tag<SoftClipPrefix>()); return true;
-    case MEGARL_TAPERED_SEQUENCE: visit(Tag<TaperedSequence>()); return true;
-    case MEGARL_VETO_SEQUENCE: visit(Tag<Veto<Scope::kSequence>>()); return true;
-    case MEGARL_VETO_SUFFIX: visit(Tag<Veto<Scope::kSuffix>>()); return true;
-    case MEGARL_VETO_NON_TRIGGER_SUFFIX: visit(Tag<Veto<Scope::kNonTriggerSuffix>>()); return true;
-    case MEGARL_VETO_TRIGGER: visit(Tag<Veto<Scope::kTrigger>>()); return true;
-    case MEGARL_SECOND_MOMENT: visit(Tag<SecondMoment>()); return true;
-    case MEGARL_DECOUPLED: visit(Tag<Decoupled>()); return true;
-    case MEGARL_CLIP_LOG_RATIO: visit(Tag<ClipLogRatio>()); return true;
-  }
-  return false;
+inline __attribute__((always_inline)) void with_rule(int wanted, Visit&& visit) {
+  int number = 0;
+#define MEGARL_VISIT(rule, Type) \
+  if (wanted == number++) return visit(Tag<Type>());
+  MEGARL_RULES(MEGARL_VISIT)
+#undef MEGARL_VISIT
 }
 
 }  // namespace megarl

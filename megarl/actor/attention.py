@@ -1,4 +1,4 @@
-"""Torch-native layer spec: RMSNorm that knows sequence parallelism, attention that takes packed sequences.
+"""Layer spec of plain torch modules: RMSNorm that supports sequence parallelism, attention over packed sequences.
 
 Megatron-Core's own `DotProductAttention` refuses packed sequences and `WrappedTorchNorm` refuses sequence parallelism;
 Transformer Engine has both, but is not on every machine.
@@ -73,16 +73,16 @@ class PackedAttention(MegatronModule):
 
     def _sharded(
         self,
-        query: torch.Tensor,  # [T / cp, heads, head_dim], zigzag chunks
+        query: torch.Tensor,  # [T / cp, heads, head_dim], this rank's chunks
         key: torch.Tensor,
         value: torch.Tensor,
         runs: tuple[tuple[int, int], ...],
         shard: ContextShard,
     ) -> torch.Tensor:
-        """As `forward`, for this rank's queries and everyone's keys and values.
+        """As `forward`, for the queries of this rank and the keys and values of all ranks.
 
-        A chunk attends to itself and all chunks before it, so each of the two chunks is one call with a causal mask
-        that ends in the lower right corner.
+        A chunk attends to itself and to all chunks before it, so each of the two chunks is one call, whose causal mask
+        is aligned to the lower right corner.
         """
         gathered = (gather_from_sequence_parallel_region(x, group=shard.group) for x in (key, value))
         keys, values = (x.view(shard.size, -1, *x.shape[1:]) for x in gathered)
@@ -91,30 +91,29 @@ class PackedAttention(MegatronModule):
         for (count, length), q, k, v in zip(
             runs, query.split(sizes), keys.split(sizes, 1), values.split(sizes, 1), strict=True
         ):
-            chunk = length // (2 * shard.size)
-            k, v = (_in_order(x, count, chunk) for x in (k, v))
-            q = q.view(count, 2, chunk, *q.shape[1:])
-            halves = []
-            for half, place in enumerate((shard.rank, 2 * shard.size - 1 - shard.rank)):
-                end = (place + 1) * chunk
+            chunk_length = length // shard.chunks
+            k, v = (_whole(x, count, chunk_length, shard) for x in (k, v))
+            q = q.view(count, 2, chunk_length, *q.shape[1:])
+            attended = []
+            for i, chunk in enumerate(shard.held):
+                end = (chunk + 1) * chunk_length
                 out = F.scaled_dot_product_attention(
-                    q[:, half].transpose(1, 2),
+                    q[:, i].transpose(1, 2),
                     k[:, :, :end],
                     v[:, :, :end],
-                    attn_mask=causal_lower_right(chunk, end),
+                    attn_mask=causal_lower_right(chunk_length, end),
                     scale=self.scale,
                     enable_gqa=True,
                 )
-                halves.append(out.transpose(1, 2))
-            outputs.append(torch.stack(halves, 1).reshape(2 * count * chunk, -1))
+                attended.append(out.transpose(1, 2))
+            outputs.append(torch.stack(attended, 1).reshape(count * 2 * chunk_length, -1))
         return torch.cat(outputs)
 
 
-def _in_order(gathered: torch.Tensor, count: int, chunk: int) -> torch.Tensor:
-    """[cp, count * 2 * chunk, heads, head_dim] zigzag chunks of every rank -> [count, heads, length, head_dim]."""
-    size = gathered.size(0)
-    halves = gathered.view(size, count, 2, chunk, *gathered.shape[2:])
-    ordered = torch.cat([halves[:, :, 0], halves[:, :, 1].flip(0)])  # [2 cp, count, chunk, heads, head_dim]
+def _whole(gathered: torch.Tensor, count: int, chunk_length: int, shard: ContextShard) -> torch.Tensor:
+    """[cp, count * 2 * chunk_length, heads, head_dim], the chunks of every rank -> [count, heads, length, head_dim]."""
+    by_chunk = gathered.view(shard.size, count, 2, chunk_length, *gathered.shape[2:]).transpose(1, 2)
+    ordered = shard.in_order(by_chunk)  # [2 cp, count, chunk_length, heads, head_dim]
     return ordered.permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 

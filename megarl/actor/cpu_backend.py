@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
+from megarl.batch import ContextShard
+
 _CPU = torch.device("cpu")
 _FACTORIES = (
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "empty_like", "zeros_like",
     "ones_like", "as_tensor",
 )  # fmt: skip
-# Imported lazily by Megatron itself; they must be loaded before their name `torch` can be rebound.
+# Megatron imports these lazily; they must be loaded before their name `torch` can be rebound.
 _LAZY_MODULES = (
     "models.gpt", "optimizer", "optimizer.distrib_optimizer", "distributed", "pipeline_parallel",
     "tensor_parallel.random", "transformer.moe.moe_utils", "models.common.embeddings.rope_utils",
@@ -35,9 +37,10 @@ _installed: torch.device | None = None
 
 
 def install(device: torch.device = _CPU) -> None:
-    """Make every loaded ``megatron.core`` module see ``device``; for before a model is built. Safe to call again.
+    """Make every loaded ``megatron.core`` module see ``device``; call it before a model is built.
 
-    On the meta device models have shapes but no memory, for counting parameters. A process has one device.
+    A second call does nothing: a process has one device. The meta device gives models shapes without memory, to count
+    their parameters.
     """
     global _installed
     if _installed is not None:
@@ -73,7 +76,7 @@ def _replace_everywhere(old: Any, new: Any) -> None:
 
 
 class _NullStream:
-    """Stands for Stream and Event: work on the CPU is already ordered."""
+    """Replaces Stream and Event: work on the CPU is ordered anyway."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def wait_stream(self, *_: Any) -> None: ...
@@ -151,9 +154,7 @@ def _patch_moe_and_rope() -> None:
 
     def position_embedding(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
         # the original pins memory and calls Tensor.cuda()
-        size, rank = cp_group.size(), cp_group.rank()
-        chunks = pos_emb.chunk(2 * size, dim=seq_dim)
-        return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=seq_dim)
+        return ContextShard(cp_group, cp_group.rank(), cp_group.size()).held_part(pos_emb, seq_dim)
 
     _replace_everywhere(moe_utils.maybe_move_tensor_to_cpu, to_host)
     _replace_everywhere(rope_utils.get_pos_emb_on_this_cp_rank, position_embedding)

@@ -1,4 +1,4 @@
-"""Policies that never change, for objectives that compare the current one with them, log-prob by log-prob."""
+"""Policies whose weights do not change, for objectives that compare the current policy with them token by token."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ Field = Literal["ref_logprobs", "old_logprobs", "routed_experts"]
 class FrozenPolicy:
     """A second model in the actor's layout.
 
-    fields: what it writes into micro-batches. "ref_logprobs": as reference of a KL term; "old_logprobs": as behaviour
-    policy in the actor's own arithmetic; "routed_experts": the experts it chooses, for the actor to replay.
+    fields: what it writes into micro-batches. "ref_logprobs": its log-probs as reference of a KL term;
+    "old_logprobs": its log-probs as behaviour policy, computed by the actor instead of the engine; "routed_experts":
+    the experts it chooses, for the actor to replay.
     """
 
     fields: tuple[Field, ...]
@@ -40,15 +41,16 @@ class FrozenPolicy:
 
     def annotate(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches with this policy's values in ``fields``. Collective over the pipeline."""
-        plain = [replace(batch, routed_experts=None) for batch in micro_batches]
+        plain = [replace(micro, routed_experts=None) for micro in micro_batches]
         routed: list[routing.Experts] = [{} for _ in micro_batches]
         logs = run_micro_batches(self.models, plain, collect, forward_only=True, routed=routed)
-        values: list[dict[str, Any]] = [{} for _ in micro_batches]
-        for name in self.fields:
-            if name == "routed_experts":
-                for value, experts in zip(values, routed, strict=True):
-                    value[name] = experts
-            elif logs:  # only the last pipeline stage computes log-probs
-                for value, log in zip(values, logs, strict=True):
-                    value[name] = log.batch.logprobs
-        return [replace(batch, **value) for batch, value in zip(micro_batches, values, strict=True)]
+        if "routed_experts" in self.fields:
+            micro_batches = [replace(m, routed_experts=r) for m, r in zip(micro_batches, routed, strict=True)]
+        names = [name for name in self.fields if name != "routed_experts"]
+        if not logs:  # only the last pipeline stage computes log-probs
+            return micro_batches
+        annotated = []
+        for micro, log in zip(micro_batches, logs, strict=True):
+            logprobs: dict[str, Any] = dict.fromkeys(names, log.batch.logprobs)
+            annotated.append(replace(micro, batch=replace(micro.batch, **logprobs)))
+        return annotated

@@ -1,4 +1,4 @@
-"""An update that is not finite: which sequences are to blame, on every rank of the batch together."""
+"""An update whose loss or gradient is not finite: finds the sequences that cause it, over all ranks of the batch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from megarl.actor.schedule import MicroBatchLog
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.objectives import Objective, WithOptions
-from megarl.objectives.parts.sequences import positions, sequence_ids
 
 _INPUTS = ("rollout_logprobs", "advantages", "logprobs", "old_logprobs", "ref_logprobs", "entropy")
 
 
 @dataclass(frozen=True)
 class Offender:
-    """A sequence of the optimizer batch. Positions count input tokens under context parallelism, else response tokens;
-    `megarl.phases.optimize` turns both into response tokens."""
+    """A sequence of the optimizer batch that is not finite.
+
+    Positions count input tokens under context parallelism and response tokens otherwise; `megarl.phases.optimize` turns
+    both into response tokens.
+    """
 
     sequence: int  # place in the optimizer batch
-    tensor: str  # the first that is not finite there; "gradient": none, the model's gradient alone is not
+    tensor: str  # the first one that is not finite there; "gradient": only the gradient of the model is not
     positions: list[int]  # where it is not
     logprobs: dict[int, float]  # the actor's log-prob at every position with a label
     whole_sequences: bool  # positions count input tokens
@@ -71,8 +73,7 @@ def non_finite_update(
 
 def _examine(batch: TokenBatch, objective: Objective | WithOptions) -> list[tuple[int, str, list[int], Any, bool]]:
     """(sequence, first tensor that is not finite or "", positions, log-probs, whether positions count input tokens)."""
-    tokens, mask = batch.loss_mask.numel(), batch.loss_mask
-    ids, place = sequence_ids(batch.cu_seqlens, tokens), positions(batch.cu_seqlens, tokens, batch.shard)
+    mask, ids, place = batch.loss_mask, batch.sequence_ids, batch.positions
     assert batch.sequence_index is not None
     bad = {name: mask & ~torch.isfinite(getattr(batch, name)) for name in _INPUTS if getattr(batch, name) is not None}
     bad["loss"] = mask & ~_loss_is_finite(batch, objective)

@@ -1,4 +1,4 @@
-"""Responses of one update -> packed micro-batches by token budget, the same on every rank without communication."""
+"""Packs the responses of one update into micro-batches by token budget; all ranks agree without communication."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from megarl.actor.attention import PackedSequences
-from megarl.batch import ContextShard
+from megarl.batch import ContextShard, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """T packed input tokens for the model, and N <= T labels for the objective.
+    """T packed input tokens for the model, and what the objective needs to know about N <= T of their labels.
 
-    The objective sees the response tokens alone, packed anew: prompt tokens would only be masked out again. Under
-    context parallelism all of it is this rank's zigzag chunks, and the objective sees all tokens of these: its prefix
-    and sequence sums need chunks of equal length on every rank.
+    The objective sees the response tokens only, packed anew: prompt tokens would only be masked out again. Under
+    context parallelism all tensors are this rank's chunks, and the objective sees every token of these: its prefix
+    minima and sequence sums need chunks of equal length on every rank.
     """
 
     tokens: torch.Tensor  # [1, T] int64
     labels: torch.Tensor  # [1, T] int64, the token after each input
     positions: torch.Tensor  # [1, T] int64
     packed: PackedSequences
-    rollout_logprobs: torch.Tensor  # [N] float32
-    advantages: torch.Tensor  # [N] float32
-    loss_mask: torch.Tensor  # [N] bool
-    cu_seqlens: torch.Tensor  # [S + 1] int32, over the N labels
-    sequence_index: torch.Tensor  # [S] int64, place of each sequence in the optimizer batch
+    batch: TokenBatch  # N tokens; logprobs are NaN until `megarl.actor.schedule.token_batch` puts in the model's
     token_count: int  # labels under loss_mask
     sequence_count: int  # sequences with at least one of them; all of them on the first context-parallel rank
-    old_logprobs: torch.Tensor | None = None  # [N] float32, behaviour policy recomputed by the actor
-    ref_logprobs: torch.Tensor | None = None  # [N] float32, reference policy
     # layer number, from 1 -> [tokens that this rank's routers see, top_k] int; -1 where the router decides itself
     routed_experts: dict[int, torch.Tensor] | None = None
 
@@ -59,9 +53,9 @@ class MicroBatch:
 def assign(lengths: Sequence[int], replicas: int, budget: int, rounds: int = 1) -> list[list[list[int]]]:
     """Sample indices as [replica][micro-batch][...], every replica with the same number of micro-batches.
 
-    Longest first onto the emptiest bin; as few micro-batches as keep every bin within ``budget`` tokens. A sample
-    longer than the budget gets a bin of its own. Bins may stay empty when there are fewer samples than replicas, or
-    where the number of micro-batches of a replica must be a multiple of ``rounds``.
+    The longest sample goes first, always onto the emptiest bin; there are as few micro-batches as keep every bin within
+    ``budget`` tokens. A sample longer than the budget gets a bin of its own. Bins may stay empty when there are fewer
+    samples than replicas, or when the number of micro-batches of a replica must be a multiple of ``rounds``.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     alone = sum(length > budget for length in lengths)
@@ -79,20 +73,6 @@ def assign(lengths: Sequence[int], replicas: int, budget: int, rounds: int = 1) 
         per_replica += rounds
 
 
-def zigzag(lengths: np.ndarray, rank: int, size: int) -> np.ndarray:
-    """Places on the packed axis of rank's chunks ``rank`` and ``2 size - 1 - rank`` of each sequence, in this order.
-
-    lengths: multiples of 2 size. Under a causal mask every rank so has the same work.
-    """
-    starts, halves = np.cumsum(lengths) - lengths, lengths // (2 * size)
-    chunks = [
-        start + chunk * half + np.arange(half)
-        for start, half in zip(starts, halves, strict=True)
-        for chunk in (rank, 2 * size - 1 - rank)
-    ]
-    return np.concatenate(chunks)
-
-
 def pack(
     samples: Sequence[Sample],
     indices: Sequence[int],
@@ -102,25 +82,24 @@ def pack(
 ) -> MicroBatch:
     """Concatenate samples, sorted by length, without padding; ``indices``: their places in the optimizer batch.
 
-    For a ``shard`` each sequence is padded to a multiple of two chunks a context-parallel rank, and only this rank's
-    chunks are kept. Where more than `packed_length` ``tokens`` are wanted, sequences that no label comes from follow.
+    With a ``shard`` each sequence is padded to a multiple of its chunks, and only this rank's chunks are kept. If
+    ``tokens`` asks for a longer axis, it ends with filler sequences, which have no label.
     """
     order = sorted(range(len(samples)), key=lambda i: len(samples[i]))
     samples = [samples[i] for i in order]
-    rank, size = (shard.rank, shard.size) if shard else (0, 1)
     lengths = _padded_lengths(samples, shard)
     real = int(lengths.sum())
     filler = 0 if tokens is None else tokens - real
     columns = _columns(samples, lengths, filler)
-    # no longer than real ones, lest attention to nothing costs more than attention to something
+    # filler sequences are no longer than real ones, so that their attention costs no more
     extra = [lengths[-1]] * (filler // lengths[-1]) + [filler % lengths[-1]] * bool(filler % lengths[-1])
     runs = np.append(lengths, np.array(extra, np.int64))
-    kept = zigzag(runs, rank, size) if shard else np.arange(real + filler)
+    kept = shard.held_tokens(runs) if shard else np.arange(real + filler)
     columns = {name: column[kept] for name, column in columns.items()}
     trained = columns["is_response"].nonzero()[0]
-    seen = slice(0, real // size) if shard else trained  # what the objective sees
+    sizes = lengths // shard.size if shard else np.array([len(s.response_tokens) for s in samples])
+    seen = slice(0, int(sizes.sum())) if shard else trained  # what the objective sees
     mask = columns["loss_mask"][seen]
-    sizes = lengths // size if shard else np.array([len(s.response_tokens) for s in samples])
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
@@ -144,13 +123,17 @@ def pack(
             trained=tensor(trained),
             shard=shard,
         ),
-        rollout_logprobs=tensor(columns["rollout_logprobs"][seen]),
-        advantages=tensor(columns["advantages"][seen]),
-        loss_mask=tensor(mask),
-        cu_seqlens=offsets(sizes),
-        sequence_index=tensor(np.array([indices[i] for i in order], np.int64)),
+        batch=TokenBatch(
+            logprobs=torch.full(mask.shape, torch.nan, device=device),
+            rollout_logprobs=tensor(columns["rollout_logprobs"][seen]),
+            advantages=tensor(columns["advantages"][seen]),
+            loss_mask=tensor(mask),
+            cu_seqlens=offsets(sizes),
+            sequence_index=tensor(np.array([indices[i] for i in order], np.int64)),
+            shard=shard,
+        ),
         token_count=int(mask.sum()),
-        sequence_count=sum(s.trained for s in samples) if rank == 0 else 0,
+        sequence_count=sum(s.trained for s in samples) if shard is None or shard.rank == 0 else 0,
         routed_experts=_routed_experts(samples, lengths, filler, kept, device),
     )
 
@@ -172,13 +155,13 @@ def _routed_experts(
 
 
 def _padded_lengths(samples: Sequence[Sample], shard: ContextShard | None) -> np.ndarray:
-    chunks = 2 * shard.size if shard else 1
+    chunks = shard.chunks if shard else 1
     return np.array([-(-len(s) // chunks) * chunks for s in samples], np.int64)
 
 
 def packed_length(samples: Sequence[Sample], multiple: int, shard: ContextShard | None) -> int:
     """Tokens of a micro-batch over all context-parallel ranks, on each of them a ``multiple``."""
-    chunks = 2 * shard.size if shard else 1
+    chunks = shard.chunks if shard else 1
     return -(-int(_padded_lengths(samples, shard).sum()) // (multiple * chunks)) * multiple * chunks
 
 
@@ -213,8 +196,8 @@ def context_shard() -> ContextShard | None:
 def micro_batches(samples: Sequence[Sample], budget: int, device: torch.device) -> list[MicroBatch]:
     """This data-parallel rank's micro-batches of an update; every rank gets equally many.
 
-    Sequence parallelism wants T to be a multiple of its ranks; virtual pipeline stages want a multiple of the pipeline
-    ranks in number, all equally long.
+    Sequence parallelism needs T to be a multiple of its ranks. Virtual pipeline stages need all micro-batches equally
+    long, and their number to be a multiple of the pipeline ranks.
     """
     replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     virtual = mpu.get_virtual_pipeline_model_parallel_world_size() is not None
@@ -234,7 +217,7 @@ def micro_batches(samples: Sequence[Sample], budget: int, device: torch.device) 
 
 
 def _sequence_parallel(batch: MicroBatch) -> MicroBatch:
-    """Routers see the part of the packed axis that sequence parallelism leaves this rank."""
+    """Keeps the experts of the tokens that this rank's routers see under sequence parallelism."""
     if batch.routed_experts is None or mpu.get_tensor_model_parallel_world_size() == 1:
         return batch
     size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()

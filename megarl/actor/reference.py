@@ -1,4 +1,4 @@
-"""What the actor makes of a few fixed sequences, exported with the policy: engines are compared with it."""
+"""The actor's log-probs of a few fixed sequences, exported with the policy: engines are compared with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from megarl.actor.model import PolicyModel
 from megarl.actor.packing import Sample, micro_batches
 from megarl.actor.schedule import collect, run_micro_batches
 from megarl.batch import TokenBatch
-from megarl.objectives.parts.sequences import positions, sequence_ids
 
 
 def score(
@@ -44,10 +43,11 @@ def score(
 
 
 def _parts(batch: TokenBatch) -> list[tuple[int, list[int], list[float]]]:
-    """(sequence, places, log-probs there) of this rank; behind one prompt token, input and response places agree."""
-    mask = batch.loss_mask
-    ids = sequence_ids(batch.cu_seqlens, mask.numel())
-    place = positions(batch.cu_seqlens, mask.numel(), batch.shard)
+    """(sequence, positions, log-probs at these) of this rank.
+
+    The prompt is one token: positions of input tokens, which a shard has, and of response tokens are the same.
+    """
+    mask, ids, place = batch.loss_mask, batch.sequence_ids, batch.positions
     assert batch.sequence_index is not None
     parts = []
     for local, sequence in enumerate(batch.sequence_index.tolist()):

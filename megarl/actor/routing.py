@@ -1,7 +1,7 @@
-"""Which experts a token goes to, decided elsewhere: routing replay, exact per pipeline micro-batch and recomputation.
+"""Routing replay: the experts of each token are given with the micro-batch, instead of chosen by the routers.
 
-In place of Megatron's RouterReplay, whose state is one tensor a router: with several micro-batches in flight and full
-recomputation it silently replays the wrong one. Here the decision belongs to the micro-batch. A chunk's routers get it
+It replaces Megatron's RouterReplay, which keeps one tensor per router: with several micro-batches in flight and full
+recomputation it silently replays the wrong one. Here the routers of a model chunk get the experts of a micro-batch
 before the chunk's forward pass, and again when the backward pass of that micro-batch reaches the chunk.
 """
 
@@ -18,12 +18,12 @@ Experts = dict[int, torch.Tensor]  # layer number, from 1 -> [tokens of this ran
 
 
 class LayerRouting:
-    """Stands where a router looks for its RouterReplay."""
+    """Takes the place of a router's RouterReplay."""
 
     def __init__(self, layer: int, replays: bool) -> None:
         self.layer, self.replays = layer, replays
         self.target: torch.Tensor | None = None
-        self.own: torch.Tensor | None = None  # the router's latest choice
+        self.own: torch.Tensor | None = None  # what the router itself chose last
         self.counts = False  # False while a forward pass is repeated
         self.agreement: torch.Tensor | None = None  # [2] float64: choices that differ from the target, choices
 
@@ -54,7 +54,7 @@ class LayerRouting:
 
 
 def install(models: Sequence[torch.nn.Module], replays: bool) -> None:
-    """Let micro-batches decide over the routers of these chunks; without ``replays`` only compare."""
+    """Let micro-batches set the experts in these chunks; without ``replays`` only compare them."""
     for model in models:
         routers = [m for m in model.modules() if isinstance(m, TopKRouter)]
         layers = [LayerRouting(router.layer_number, replays) for router in routers]
@@ -64,7 +64,7 @@ def install(models: Sequence[torch.nn.Module], replays: bool) -> None:
 
 
 def routings(model: torch.nn.Module) -> list[LayerRouting]:
-    """Of a chunk, wrapped or not; empty without `install`."""
+    """The routers' `LayerRouting` in a chunk, wrapped or not; empty without `install`."""
     inner: Any = model
     while hasattr(inner, "module"):
         inner = inner.module
@@ -72,17 +72,20 @@ def routings(model: torch.nn.Module) -> list[LayerRouting]:
 
 
 def begin(model: torch.nn.Module, experts: Experts | None) -> None:
-    """Before the forward pass of a micro-batch."""
-    _aim(routings(model), experts, counts=True)
+    """Call before the forward pass of a micro-batch."""
+    _set_targets(routings(model), experts, counts=True)
 
 
 def end(model: torch.nn.Module, experts: Experts | None, output: Any) -> Experts:
-    """After it: what the routers chose themselves. Their targets come back when its backward pass begins."""
+    """Call after the forward pass; returns what the routers chose themselves.
+
+    Sets the targets again when the backward pass of the micro-batch begins, for the forward pass that it recomputes.
+    """
     layers = routings(model)
     if experts is not None and layers:
 
         def again(gradient: torch.Tensor) -> torch.Tensor:
-            _aim(layers, experts, counts=False)
+            _set_targets(layers, experts, counts=False)
             return gradient
 
         for tensor in output if isinstance(output, tuple) else (output,):
@@ -91,14 +94,14 @@ def end(model: torch.nn.Module, experts: Experts | None, output: Any) -> Experts
     return {layer.layer: layer.own for layer in layers if layer.own is not None}
 
 
-def _aim(layers: list[LayerRouting], experts: Experts | None, counts: bool) -> None:
+def _set_targets(layers: list[LayerRouting], experts: Experts | None, counts: bool) -> None:
     for layer in layers:
         layer.target = None if experts is None else experts[layer.layer]
         layer.counts = counts
 
 
 def disagreement(models: Sequence[torch.nn.Module], device: torch.device) -> dict[str, float]:
-    """``routing/disagreement``: share of the experts asked for that the routers themselves would not have chosen.
+    """``routing/disagreement``: share of the given experts that the routers themselves would not have chosen.
 
     Over all layers, tokens and ranks since the last call; collective over all ranks. Empty without `install`.
     """

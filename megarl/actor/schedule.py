@@ -1,9 +1,9 @@
-"""Packed micro-batches through Megatron's forward-backward schedule, with or without a backward pass."""
+"""Runs packed micro-batches through Megatron's forward-backward schedule, with or without a backward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from megarl.objectives import Metric
 
 @dataclass(frozen=True)
 class MicroBatchLog:
-    """What a micro-batch leaves behind on the last pipeline stage."""
+    """What is kept of a micro-batch on the last pipeline stage."""
 
     batch: TokenBatch  # detached
     metrics: dict[str, Metric]
@@ -37,9 +37,10 @@ def run_micro_batches(
     forward_only: bool = False,
     routed: list[routing.Experts] | None = None,
 ) -> list[MicroBatchLog]:
-    """All micro-batches through Megatron's schedule; the log of each comes back on the last pipeline stage.
+    """Run all micro-batches through Megatron's schedule; returns the log of each on the last pipeline stage, else [].
 
-    routed: one dict a micro-batch, filled with what the routers of this rank choose (see `routing.install`).
+    routed: one dict for each micro-batch, filled with the experts that this rank's routers choose, see
+    `routing.install`.
     """
 
     def forward_step(numbered: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -53,7 +54,7 @@ def run_micro_batches(
 
     iterators = [enumerate(micro_batches) for _ in models]
     several = len(models) > 1
-    with torch.set_grad_enabled(not forward_only):  # the schedule alone would build the graph of a forward pass
+    with torch.set_grad_enabled(not forward_only):  # the schedule itself would build a graph in forward_only too
         logs: list[MicroBatchLog] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if several else iterators[0],
@@ -67,32 +68,23 @@ def run_micro_batches(
 
 
 def token_batch(micro_batch: MicroBatch, output: LogprobsAndEntropy) -> TokenBatch:
-    logprobs, entropy = output
-    packed = micro_batch.packed
-    if packed.shard is not None:
+    """What the objective sees of a micro-batch, with the model's log-probs and entropy."""
+    batch, packed = micro_batch.batch, micro_batch.packed
+    if batch.shard is not None:
         assert packed.trained is not None
-        logprobs, entropy = (_spread(x, packed.trained, micro_batch.loss_mask.numel()) for x in output)
-    return TokenBatch(
-        logprobs=logprobs,
-        rollout_logprobs=micro_batch.rollout_logprobs,
-        advantages=micro_batch.advantages,
-        loss_mask=micro_batch.loss_mask,
-        cu_seqlens=micro_batch.cu_seqlens,
-        # one update a batch: without a frozen policy the proximal one is where the update starts
-        old_logprobs=logprobs.detach() if micro_batch.old_logprobs is None else micro_batch.old_logprobs,
-        ref_logprobs=micro_batch.ref_logprobs,
-        entropy=entropy,
-        sequence_index=micro_batch.sequence_index,
-        shard=packed.shard,
-    )
+        output = _spread(output[0], packed.trained, batch), _spread(output[1], packed.trained, batch)
+    logprobs, entropy = output
+    # without a frozen policy the proximal policy is the one before the update: each batch gets one update
+    old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    return replace(batch, logprobs=logprobs, entropy=entropy, old_logprobs=old_logprobs)
 
 
-def _spread(values: torch.Tensor, places: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[N] values of the trained labels to their places among all ``tokens`` of this rank; 0 elsewhere."""
-    return values.new_zeros(tokens).index_copy(0, places, values)
+def _spread(values: torch.Tensor, indices: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """[N] values of the trained labels at their ``indices`` among all tokens of the batch, 0 elsewhere."""
+    return values.new_zeros(batch.loss_mask.numel()).index_copy(0, indices, values)
 
 
 def collect(micro_batch: MicroBatch, output: LogprobsAndEntropy) -> Loss:
-    """The loss of a forward-only pass that is after the log-probs alone."""
+    """Stands in for the loss in a forward-only pass that only wants the log-probs."""
     zero = torch.zeros((), device=output[0].device)
     return zero, zero.int(), MicroBatchLog(token_batch(micro_batch, output).detach(), {}, {})

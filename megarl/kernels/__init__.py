@@ -1,1 +1,1 @@
-"""Fused operations, one file each; `megarl.kernels.reference` defines what "correct" means."""
+"""Fused operations. Each has a readable torch definition beside its compiled backends, to which tests compare them."""

@@ -1,4 +1,4 @@
-"""Finds and loads the compiled kernels (`csrc/`, plain C ABI) of the installed megarl distribution."""
+"""Finds, loads and calls the compiled kernels (`csrc/`, plain C ABI) of the installed megarl distribution."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 
 from megarl.errors import UserError
 
-ABI_VERSION = 2  # MEGARL_ABI_VERSION of csrc/include/megarl_kernels.h
+ABI_VERSION = 3  # MEGARL_ABI_VERSION of csrc/include/megarl_kernels.h
+
+BAD_BOUNDARIES, UNKNOWN_RULE, CUDA_ERROR = 1, 2, 100  # return codes, likewise; 100 + e: cudaError_t e
 
 _REMEDY = {
-    "cpu": "install megarl where a C++ compiler is at hand: pip install .",
+    "cpu": "install megarl where there is a C++ compiler: pip install .",
     "cuda": "install megarl where nvcc is on PATH: pip install . -C cmake.define.MEGARL_CUDA=ON",
 }
-_CODES = {1: "cu_seqlens must start at 0 and never decrease", 2: "unknown rule"}
-_CUDA_ERROR = 100
+_MESSAGES = {BAD_BOUNDARIES: "cu_seqlens must start at 0 and never decrease", UNKNOWN_RULE: "unknown rule"}
 
 
 def find_library(device: str) -> Path | None:
-    """Where the compiled kernels for ``cpu`` or ``cuda`` lie, None if they are not installed.
+    """Path of the compiled kernels for ``cpu`` or ``cuda``, None if they are not installed.
 
-    The path comes from the distribution's metadata: in an editable installation the libraries do not lie beside
-    the Python sources.
+    It comes from the distribution's metadata: an editable installation does not put the libraries beside the sources.
     """
     try:
         distribution = importlib.metadata.distribution("megarl")
@@ -49,12 +49,17 @@ def load_library(device: str) -> ctypes.CDLL:
     return library
 
 
+def has_rule(device: str, rule: str) -> bool:
+    """Whether the token pass for ``cpu`` or ``cuda`` knows the rule of that name."""
+    return bool(load_library(device).megarl_has_rule(rule.encode()))
+
+
 def check(code: int, function: str) -> None:
     """Raise for a non-zero return code of a kernel."""
-    if code in _CODES:
-        raise ValueError(f"{function}: {_CODES[code]}")
+    if code in _MESSAGES:
+        raise ValueError(f"{function}: {_MESSAGES[code]}")
     if code:
-        raise RuntimeError(f"{function} failed with CUDA error {code - _CUDA_ERROR}")
+        raise RuntimeError(f"{function} failed with CUDA error {code - CUDA_ERROR}")
 
 
 class TokenPointers(ctypes.Structure):
@@ -73,8 +78,8 @@ class InheritedPointers(ctypes.Structure):
 
 
 def call(name: str, device: torch.device, *arguments: Any) -> None:
-    """Run ``megarl_<name>_<device>``: tensors become pointers, structures are passed by reference, None is NULL, an int
-    is int64_t. CUDA functions get the current stream as last argument."""
+    """Call ``megarl_<name>_<device>``: tensors become pointers, structures are passed by reference, a str is a C
+    string, an int is int64_t, None is NULL. CUDA functions get the current stream as last argument."""
     converted: list[Any] = [_convert(a) for a in arguments]
     function = getattr(load_library(device.type), f"megarl_{name}_{device.type}")
     if device.type == "cuda":
@@ -91,6 +96,8 @@ def _convert(argument: Any) -> Any:
         return ctypes.c_void_p(argument.data_ptr())
     if isinstance(argument, ctypes.Structure):
         return ctypes.byref(argument)
+    if isinstance(argument, str):
+        return ctypes.c_char_p(argument.encode())
     if argument is None:
         return ctypes.c_void_p(None)
     return ctypes.c_int64(argument) if isinstance(argument, int) else argument

@@ -1,4 +1,4 @@
-"""The packed tokens that the token-wise kernels read, checked once, and the backends they have."""
+"""The packed tokens that the token-wise kernels read, checked once, and the backends of these kernels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from megarl.batch import TokenBatch, segment_ids
 from megarl.errors import UserError
 from megarl.kernels import library
+from megarl.kernels.constants import LOG_RATIO_LIMIT, POSITION_BITS
 
-LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8 still squares within float32
 BACKENDS = ("torch", "cpp", "cuda", "triton")
-STATISTICS_IN_TORCH = ("torch", "triton")  # backends without kernels of the batch statistics and segment summaries
+STATISTICS_IN_TORCH = ("torch", "triton")  # these compute batch statistics and segment summaries in torch
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,33 @@ class Tokens:
                 found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
                 raise ValueError(f"{name} is {found}; expected contiguous {dtype} {tuple(length)} on {device}")
 
+    @classmethod
+    def of(cls, batch: TokenBatch) -> Tokens:
+        """The batch as the kernels take it. Under context parallelism the two chunks of a sequence are two segments."""
+        old = batch.old_logprobs
+        return cls(
+            batch.logprobs.float().contiguous(),
+            batch.rollout_logprobs.detach().float().contiguous(),
+            batch.advantages.detach().float().contiguous(),
+            batch.loss_mask.contiguous(),
+            batch.segments.int().contiguous(),
+            None if old is None else old.detach().float().contiguous(),
+        )
+
     @property
     def segments(self) -> int:
         return self.cu_seqlens.numel() - 1
+
+    @property
+    def segment_ids(self) -> torch.Tensor:
+        """[T] int64, the segment of each token."""
+        return segment_ids(self.cu_seqlens, self.mask.numel())
+
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        """[T] logprobs - rollout_logprobs without gradient, clamped, 0 where not trained."""
+        difference = torch.where(self.mask, self.logprobs.detach() - self.rollout_logprobs, 0)
+        return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
     def pointers(self) -> library.TokenPointers:
         tensors = (self.logprobs, self.rollout_logprobs, self.old_logprobs, self.advantages, self.mask, self.cu_seqlens)
@@ -54,6 +79,21 @@ _DTYPES = {
     "cu_seqlens": torch.int32,
     "old_logprobs": torch.float32,
 }
+
+
+def tie_places(batch: TokenBatch) -> torch.Tensor:
+    """[segments] int64: place of each segment's first token in the (sequence, position) order of M2PO's ties.
+
+    ``sequence_index`` gives the order of sequences over all ranks; without it, it is their order in the batch.
+    """
+    sequences = batch.cu_seqlens.numel() - 1
+    index = batch.sequence_index
+    if index is None:
+        index = torch.arange(sequences, device=batch.cu_seqlens.device)
+    places = index.long() << POSITION_BITS
+    if batch.shard is None:
+        return places
+    return (places[:, None] + batch.shard.chunk_starts(batch.cu_seqlens)).flatten()
 
 
 def check_backend(backend: str, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Reinforcement-learning objectives: one short file a paper, pure tensor functions of a packed batch."""
+"""Reinforcement-learning objectives: one short file per paper, pure tensor functions of a packed batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.objectives.m2po import M2Po
 from megarl.objectives.minpro import MinPro
 from megarl.objectives.mu_grpo import MuGrpo
 from megarl.objectives.objective import Objective
-from megarl.objectives.options import OPTIONS, WithOptions
+from megarl.objectives.options import OPTIONS, WithOptions, name_of
 from megarl.objectives.parts.aggregation import denominator, token_weights
 from megarl.objectives.parts.fields import build
 from megarl.objectives.parts.metrics import Metric
@@ -78,6 +78,5 @@ def build_objective(name: str, fields: dict[str, Any]) -> Objective | WithOption
 def resolved_fields(objective: Objective | WithOptions) -> dict[str, Any]:
     """Every field of an objective and its options, defaults too, as `build_objective` takes them."""
     if isinstance(objective, WithOptions):
-        names = {option: name for name, option in OPTIONS.items()}
-        return asdict(objective.objective) | {names[type(o)]: asdict(o) for o in objective.options}
+        return asdict(objective.objective) | {name_of(o): asdict(o) for o in objective.options}
     return asdict(objective)

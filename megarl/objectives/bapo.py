@@ -10,7 +10,7 @@ from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.kernels.token_pass import Rule
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.balance import contributions, grid, path
+from megarl.objectives.parts.clip_bounds import contributions, grid, path
 from megarl.objectives.parts.clipping import RatioBounds, dual_clip, hard_clip
 from megarl.objectives.parts.fields import choice, number
 from megarl.objectives.parts.fused import constants
@@ -57,7 +57,7 @@ class Bapo(Objective):
                 raise UserError(f"Bapo.{side}_end is {end}; expected a finite number, at least {side}_start = {start}")
 
     def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> RatioBounds:
-        """The bounds at which the search stops, over all ranks of `group`; one all-reduce."""
+        """The bounds at which the search over the tokens of all ranks of `group` stops; one all-reduce."""
         released, device = self.variant == "released", batch.loss_mask.device
         lows = grid(self.low_start, self.low_end, self.low_step, device, cut=released)
         highs = grid(self.high_start, self.high_end, self.high_step, device, cut=released)
@@ -69,8 +69,8 @@ class Bapo(Objective):
         positive, negative = contributions(batch, lows, highs, not released, group, backend)
         positive, negative = positive[high], negative[low]  # [states]
         whole = negative + 1e-8 if released else positive + negative
-        wanting = (positive < self.positive_target * whole) & (negative > 0)
-        stop = wanting.long().cumprod(0).sum().clamp(max=low.numel() - 1)
+        short = (positive < self.positive_target * whole) & (negative > 0)
+        stop = short.long().cumprod(0).sum().clamp(max=low.numel() - 1)
         return RatioBounds(*(x.take(stop) for x in (lows[low], highs[high], positive, negative)))
 
     def terms(self, batch: TokenBatch, statistics: RatioBounds) -> Terms:

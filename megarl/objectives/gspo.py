@@ -37,4 +37,4 @@ class Gspo(Objective):
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)
-        return Rule("clip_sequence_mean", bounds, first="clip_fraction")
+        return Rule("clip_sequence_mean", bounds, first="clip_fraction", quantity="mean")

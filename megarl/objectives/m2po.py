@@ -13,8 +13,8 @@ from megarl.objectives.parts.fields import choice, number
 from megarl.objectives.parts.metrics import fraction_metrics
 from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.second_moment import (
+    Histograms,
     SecondMomentMask,
-    moment_histograms,
     select_second_moment,
     winsorising_level,
 )
@@ -50,7 +50,7 @@ class M2Po(Objective):
         self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch"
     ) -> SecondMomentMask | LogRatioBound:
         """The mask's threshold (paper) or the clip bounds (released) over all ranks of `group`."""
-        histograms = moment_histograms(batch, backend)
+        histograms = Histograms(batch, backend)
         if self.variant == "paper":
             ordered = group is None or batch.sequence_index is not None
             return select_second_moment(histograms, self.m2_threshold, ordered, group)
@@ -65,7 +65,7 @@ class M2Po(Objective):
             bounded = l.detach().clamp(-statistics.level, statistics.level).exp()
             value = torch.where(muted, bounded, ratio) * batch.advantages.detach()
         else:
-            muted = statistics.refused(l, trust_region(l, batch), batch)
+            muted = statistics.masked(l, trust_region(l, batch), batch)
             value = torch.where(muted, 0, ratio * batch.advantages.detach())
         metrics = fraction_metrics("m2_mask_fraction", muted, batch)
         return make_terms(self.aggregation, batch, -value, ~muted & ~clamped, l, clamped, metrics)
@@ -74,4 +74,4 @@ class M2Po(Objective):
         if isinstance(statistics, LogRatioBound):
             return Rule("clip_log_ratio", statistics.level.double().view(1), first="m2_mask_fraction")
         parameters = torch.stack([statistics.threshold.double(), statistics.order.double()])
-        return Rule("second_moment", parameters, first="m2_mask_fraction")
+        return Rule("second_moment", parameters, first="m2_mask_fraction", quantity="ties")

@@ -10,7 +10,8 @@ from megarl.objectives.parts.clipping import soft_clip
 from megarl.objectives.parts.fields import number
 from megarl.objectives.parts.fused import constants
 from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.parts.ratios import log_ratio, prefix_min_log_ratio
+from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
+from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.terms import Terms, make_terms
 
 
@@ -20,7 +21,7 @@ class MinPro(Objective):
 
     objective_t = sg(clip(m_t rho_t, 1 - eps_low, 1 + eps_high)) A_t log pi(t), averaged over tokens; m_t = min_{i<t}
     rho_i over the earlier trained tokens of the response, 1 for the first. Every token keeps its gradient, through
-    log pi alone; what follows an unlikely prefix has a small weight.
+    log pi alone; tokens after an unlikely prefix have a small weight.
     """
 
     ratio_form: ClassVar[bool] = False

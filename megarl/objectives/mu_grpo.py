@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megarl.batch import TokenBatch
-from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass import Quantity, Rule
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.fields import choice, number
@@ -22,10 +22,10 @@ class MuGrpo(Objective):
     """mu-GRPO ("How Off-Policy Can GRPO Be?", section 4): relaxed clipping with a negative-advantage veto.
 
     objective_t = keep_t min(rho_t A_t, clip(rho_t, ratio_min, ratio_max) A_t), rho_t = pi(t) / pi_rollout(t). keep_t is
-    0 for the tokens that `parts.veto.veto_mask` names; only responses with A < 0 are ever vetoed. It is
-    recomputed at every update and not differentiated through. Vetoed tokens stay in the denominator.
+    0 for the tokens of `parts.veto.veto_mask`, all of them in responses with A < 0. It is computed anew at every update
+    and not differentiated. Vetoed tokens stay in the denominator.
 
-    Inferred, for the paper's inline mathematics is not in its text: ratio_min 0 (trigger tokens keep a small gradient
+    Inferred, because the text lacks the paper's inline mathematics: ratio_min 0 (trigger tokens keep a small gradient
     without the veto), veto_threshold 1e-4 (the third of four values swept), token_mean.
     """
 
@@ -46,4 +46,6 @@ class MuGrpo(Objective):
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         parameters = constants((self.ratio_min, self.ratio_max, self.veto_threshold), batch.loss_mask.device)
-        return Rule(f"veto_{self.veto_scope}", parameters, first="clip_fraction", second="veto_fraction")
+        # triggers veto themselves without a look at the rest of the sequence
+        quantity: Quantity = "none" if self.veto_scope == "trigger" else "trigger"
+        return Rule(f"veto_{self.veto_scope}", parameters, "clip_fraction", "veto_fraction", quantity)

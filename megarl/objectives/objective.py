@@ -1,15 +1,16 @@
-"""What an objective is: settings, a readable definition in torch, and the rule by which the fused pass computes it."""
+"""The base of all objectives: settings, a readable definition in torch, and the rule of the fused token pass for it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
-from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass import Rule, has_rule
 from megarl.objectives.parts.fields import check_fields, choice
 from megarl.objectives.parts.fused import fused_terms
 from megarl.objectives.parts.terms import Terms
@@ -37,8 +38,9 @@ class Objective:
         """Loss, kept tokens and metrics. Without statistics the batch counts as the whole optimizer batch.
 
         backend: ``torch`` evaluates the definition; ``cpp``, ``cuda`` and ``triton`` make one fused pass
-        (`megarl.kernels.token_pass`), `UserError` if that is not installed.
+        (`megarl.kernels.token_pass`). `UserError` if that is not installed, and for a batch of wrong shapes or dtypes.
         """
+        batch.check()
         if statistics is None and self.needs_statistics:
             statistics = self.statistics(batch.detach(), batch.shard.group if batch.shard else None, backend)
         if backend == "torch":
@@ -49,7 +51,26 @@ class Objective:
         raise NotImplementedError
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
-        raise UserError(f"{type(self).__name__} has no rule for the fused token pass; use the kernel backend 'torch'")
+        raise UserError(f"{type(self).__name__} has no rule for the fused token pass")
+
+    def check(self, backend: str, live: bool) -> None:
+        """`UserError` for what can be known before any process starts: ``backend`` cannot evaluate this objective.
+
+        backend: of the kernels, as in a call. live: of a run whose rollouts come from several policies; any objective
+        can train in it, but not every option.
+        """
+        if backend == "torch":
+            return
+        if type(self).rule is Objective.rule or not has_rule(self._rule_name(), backend):
+            raise UserError(
+                f"{type(self).__name__} has no rule for the fused token pass of kernels = {backend!r}: use "
+                '[actor] kernels = "torch", which evaluates its definition'
+            )
+
+    def _rule_name(self) -> str:
+        nothing = torch.zeros(0)
+        batch = TokenBatch(nothing, nothing, nothing, nothing.bool(), torch.zeros(1, dtype=torch.int32), nothing)
+        return self.rule(batch, self.statistics(batch)).name
 
     def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> Any:
         """What the call needs to know about the whole optimizer batch: None unless `needs_statistics`.

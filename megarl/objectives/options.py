@@ -1,7 +1,7 @@
-"""Terms and weights that combine with any objective: each is one small dataclass, switched on by its recipe table.
+"""Terms and weights that combine with any objective: one small dataclass each, switched on by its recipe table.
 
-An option may change the batch that the objective sees (`before`) and the terms it returns (`after`). Metrics of the
-objective itself describe what it saw.
+An option may change the batch that the objective sees (`before`) and the terms that it returns (`after`). The metrics
+of the objective describe the changed batch.
 """
 
 from __future__ import annotations
@@ -30,6 +30,15 @@ class Option:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def check(self, live: bool) -> None:
+        """`UserError` if a live run, in which several policies generate a stage's rollouts, cannot have this option."""
+        if live and "old_logprobs" in self.requires:
+            raise UserError(
+                f"[objective.{name_of(self)}] recomputes log-probs with the policy that generated the stage "
+                "(old_logprobs), but in a live run several do: leave it out, so that those of the engine count, or "
+                '[schedule] kind = "staged"'
+            )
 
     def before(self, batch: TokenBatch) -> TokenBatch:
         return batch
@@ -97,7 +106,7 @@ class IcePop(Option):
 
 @dataclass(frozen=True)
 class SequenceMask(Option):
-    """OPSM (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): a response with A < 0 loses its gradient when the mean of
+    """OPSM (DeepSeek-V3.2, arXiv:2512.02556, section 3.1): a response with A < 0 has no gradient if the mean of
     log pi_rollout - log pi over its tokens exceeds `delta`. The paper gives no value; 1e-4 is slime's default."""
 
     delta: float = number(1e-4, 0)
@@ -154,6 +163,11 @@ OPTIONS: dict[str, type[Option]] = {
 }
 
 
+def name_of(option: Option) -> str:
+    """The recipe table of an option."""
+    return next(name for name, kind in OPTIONS.items() if type(option) is kind)
+
+
 @dataclass(frozen=True)
 class WithOptions:
     """An objective and its options, with the interface of an objective."""
@@ -180,6 +194,12 @@ class WithOptions:
     @property
     def requires(self) -> tuple[str, ...]:
         return self.objective.requires + tuple(name for option in self.options for name in option.requires)
+
+    def check(self, backend: str, live: bool) -> None:
+        """As `Objective.check`, and for the options."""
+        self.objective.check(backend, live)
+        for option in self.options:
+            option.check(live)
 
     def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> Any:
         return self.objective.statistics(self._seen(batch), group, backend)

@@ -10,7 +10,8 @@ from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.fields import choice, number
 from megarl.objectives.parts.fused import constants
 from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.parts.ratios import log_ratio, prefix_min_log_ratio
+from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
+from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.terms import Terms, make_terms
 
 

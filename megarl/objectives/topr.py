@@ -43,4 +43,4 @@ class Topr(Objective):
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         bounds = constants((self.ratio_min, self.ratio_max), batch.loss_mask.device)
-        return Rule("tapered_sequence", bounds, first="clip_fraction")
+        return Rule("tapered_sequence", bounds, first="clip_fraction", quantity="sum")

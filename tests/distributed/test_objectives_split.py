@@ -15,12 +15,12 @@ import torch.multiprocessing as mp
 
 from megarl.batch import ContextShard, TokenBatch
 from megarl.objectives import OBJECTIVES, build_objective, denominator, token_weights
+from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
 
 FEATURES, VOCABULARY, LONGEST = 6, 9, 40
 LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(4, 1), (2, 2), (1, 4)]}  # (data parallel, context parallel)
 REFERENCE = "reference"
-# a random assignment of sequences to ranks and micro-batches for each, a layout and objective
-BACKENDS = ("torch", "cpp")
+BACKENDS = ("torch", "cpp")  # each has its own random assignment of sequences to ranks and micro-batches
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in OBJECTIVES} | {
     "m2po-released": ("m2po", {"variant": "released"}),
@@ -129,10 +129,6 @@ def update(
             dist.all_reduce(x, group=world)
         return x
 
-    def total_all(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        summed = total(torch.stack(list(tensors.values())))
-        return dict(zip(tensors, summed, strict=True))
-
     count = total(sum(denominator(b.loss_mask, b.cu_seqlens, objective.aggregation, b.shard) for b, _ in batches))
     kept = torch.zeros(data["mask"].shape, dtype=torch.int64)
     metrics: dict[str, torch.Tensor] = {}
@@ -146,18 +142,17 @@ def update(
         pairs |= {f"histogram/{name}": counts for name, counts in terms.histograms.items()}
         metrics = {name: metrics.get(name, 0) + pair for name, pair in pairs.items()}
     (gradient,) = torch.autograd.grad(loss, policy.weight)
+    results = {"loss": loss.detach(), "gradient": gradient, "kept": kept}
+    results |= {f"metrics {name}": pair for name, pair in metrics.items()}
+    parts = total(torch.cat([x.double().flatten() for x in results.values()])).split(
+        [x.numel() for x in results.values()]
+    )
+    summed = {name: part.view_as(x).to(x.dtype) for (name, x), part in zip(results.items(), parts, strict=True)}
     return {
-        "loss": total(loss.detach()),
-        "gradient": total(gradient),
-        "kept": total(kept),
-        "metrics": {**total_all(pairs_of(metrics, counts=False)), **total_all(pairs_of(metrics, counts=True))},
+        **{name: summed.pop(name) for name in ("loss", "gradient", "kept")},
+        "metrics": {name.removeprefix("metrics "): pair for name, pair in summed.items()},
         "statistics": [x for x in vars(statistics).values() if x is not None] if statistics is not None else [],
     }
-
-
-def pairs_of(metrics: dict[str, torch.Tensor], counts: bool) -> dict[str, torch.Tensor]:
-    """The histograms, or the (sum, count) pairs."""
-    return {name: pair for name, pair in metrics.items() if name.startswith("histogram/") == counts}
 
 
 def deal(layout: tuple[int, int], rank: int, partition: int, sequences: int) -> list[list[int]]:
@@ -170,38 +165,57 @@ def deal(layout: tuple[int, int], rank: int, partition: int, sequences: int) -> 
     return [mine[: cuts[0]], mine[cuts[0] : cuts[1]], mine[cuts[1] :]]
 
 
-def worker(rank: int, size: int, folder: str) -> None:
+def with_nan(rank: int, shard: ContextShard | None) -> list[torch.Tensor]:
+    """Whole sequences, one of which has a NaN that trains: their prefix minima, at the places of this rank's tokens."""
+    data = make_data(ties=False)
+    batch, where = make_batch(data, Policy(data["weight"]), list(range(12)), shard)
+    l = torch.where(data["mask"], torch.linspace(-1, 1, len(data["mask"])), 5.0)
+    first, last = int(data["cu"][5]), int(data["cu"][6])
+    l[first + data["mask"][first:last].nonzero()[2]] = torch.nan
+    return [where, prefix_min_log_ratio(l[where], batch)]
+
+
+def worker(rank: int, folder: str) -> None:
+    """One of four ranks; a layout of fewer takes the first ones."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size)
-    results = {}
-    for layout in LAYOUTS[size]:
-        data_parallel, context_parallel = layout
-        shard = None
-        for d in range(data_parallel):
-            group = dist.new_group(list(range(d * context_parallel, (d + 1) * context_parallel)))
-            if d == rank // context_parallel and context_parallel > 1:
-                shard = ContextShard(group, rank % context_parallel, context_parallel)
-        for ties in (False, True):
-            data = make_data(ties)
-            for case in CASES:
-                for partition, backend in enumerate(BACKENDS):
-                    micro_batches = deal(layout, rank, partition, len(data["cu"]) - 1)
-                    key = (case, ties, layout, backend)
-                    results[key] = update(data, case, micro_batches, shard, dist.group.WORLD, backend)
-    if rank == 0:
-        torch.save(results, f"{folder}/results{size}.pt")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=max(LAYOUTS))
+    results, minima = {}, {}
+    for size, layouts in LAYOUTS.items():
+        world = dist.new_group(list(range(size)))
+        for layout in layouts:
+            data_parallel, context_parallel = layout
+            shard = None
+            for d in range(data_parallel):
+                group = dist.new_group(list(range(d * context_parallel, (d + 1) * context_parallel)))
+                if d == rank // context_parallel and context_parallel > 1:
+                    shard = ContextShard(group, rank % context_parallel, context_parallel)
+            if rank >= size:
+                continue
+            minima[layout] = with_nan(rank, shard)
+            for ties in (False, True):
+                data = make_data(ties)
+                for case in CASES:
+                    for partition, backend in enumerate(BACKENDS):
+                        micro_batches = deal(layout, rank, partition, len(data["cu"]) - 1)
+                        key = (case, ties, layout, backend)
+                        results[key] = update(data, case, micro_batches, shard, world, backend)
+    torch.save((results, minima), f"{folder}/results{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each rank saved. The ranks are forks of this process, which has imported everything."""
     folder = tmp_path_factory.mktemp("split")
-    merged: dict[Any, Any] = {}
-    for size in LAYOUTS:
-        mp.spawn(worker, args=(size, str(folder)), nprocs=size)
-        merged |= torch.load(Path(folder) / f"results{size}.pt")
+    mp.start_processes(worker, args=(str(folder),), nprocs=max(LAYOUTS), start_method="fork")
+    return [torch.load(Path(folder) / f"results{rank}.pt") for rank in range(max(LAYOUTS))]
+
+
+@pytest.fixture(scope="module")
+def results(ranks: list[Any]) -> dict[Any, Any]:
+    merged: dict[Any, Any] = dict(ranks[0][0])
     for ties in (False, True):
         data = make_data(ties)
         for case in CASES:
@@ -209,6 +223,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
                 whole = [list(range(len(data["cu"]) - 1))]
                 merged[case, ties, REFERENCE, backend] = update(data, case, whole, None, None, backend)
     return merged
+
+
+def test_a_nan_reaches_every_later_prefix_minimum_of_its_sequence_alone(ranks: list[Any]) -> None:
+    """On whichever rank, as in one process; a mask would not, since the NaN trains."""
+    where, one = with_nan(0, None)
+    assert torch.equal(where, torch.arange(len(one))) and 0 < int(one.isnan().sum()) < LONGEST
+    for layouts in LAYOUTS.values():
+        for data_parallel, context_parallel in layouts:
+            held = [ranks[rank][1][data_parallel, context_parallel] for rank in range(context_parallel)]
+            together = torch.full_like(one, 9.0)
+            for places, minima in held:
+                together[places] = minima
+            torch.testing.assert_close(together, one, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers import ROOT
+from tests.kernels.benchmark import load_benchmark
 
 SOURCES = sorted((ROOT / "csrc/cuda").glob("*.cu"))
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 
 
-@pytest.fixture
-def cuda_resources(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import cuda_resources
+cuda_resources = load_benchmark("cuda_resources")
 
-    return cuda_resources
+
+def compiled(source: Path, architecture: int) -> list[dict[str, Any]]:
+    """What the compiler says of a file; of the same sources, flags and compiler it is remembered from the last run."""
+    flags = ("-Werror", "all-warnings")
+    seen = hashlib.sha256(f"{source.name} {architecture} {flags}".encode())
+    for path in sorted((ROOT / "csrc").rglob("*.*")):
+        if path == source or path.suffix in (".h", ".cuh"):
+            seen.update(path.read_bytes())
+    seen.update((ROOT / "benchmarks/cuda_resources.py").read_bytes())
+    seen.update(subprocess.run(["nvcc", "--version"], check=True, capture_output=True).stdout)
+    cache = Path(os.environ.get("MEGARL_CACHE", "~/.cache/megarl")).expanduser() / "cuda_resources"
+    path = cache / f"{seen.hexdigest()}.json"
+    if not path.exists():
+        rows = cuda_resources.resources(source, architecture, *flags)
+        cache.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(rows))
+        unfinished.replace(path)
+    return json.loads(path.read_text())
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
-def test_no_spills_and_no_stack(cuda_resources: Any, source: Path, architecture: int) -> None:
-    kernels = cuda_resources.resources(source, architecture, "-Werror", "all-warnings")
+def test_no_spills_and_no_stack(source: Path, architecture: int) -> None:
+    kernels = compiled(source, architecture)
     assert len(kernels) == {"token_pass": 16, "second_moment": 3}.get(source.stem, 1)
     for kernel in kernels:
         assert kernel["stack_bytes"] == kernel["spill_bytes"] == 0, kernel
@@ -43,7 +63,7 @@ __global__ void __launch_bounds__(1024, 2) greedy(const float* in, float* out) {
 """
 
 
-def test_spills_are_seen(cuda_resources: Any, tmp_path: Path) -> None:
+def test_spills_are_seen(tmp_path: Path) -> None:
     """The check above can fail: 64 values at once in 32 registers."""
     source = tmp_path / "greedy.cu"
     source.write_text(SPILLS)

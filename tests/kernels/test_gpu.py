@@ -1,7 +1,11 @@
-"""The CUDA and Triton backends on a GPU against the definitions on the same device: values, bits, waits."""
+"""The CUDA and Triton backends on a GPU against the definitions on the same device: values, bits, waits.
+
+Without a GPU, or without the CUDA kernels, these tests are skipped; with MEGARL_REQUIRE_GPU=1 they fail instead.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -10,21 +14,21 @@ import pytest
 import torch
 
 from megarl.batch import TokenBatch
-from megarl.kernels import library, reference
-from megarl.kernels.linear_logprob import linear_logprob
-from megarl.kernels.segment_summary import NEVER
-from megarl.kernels.token_pass import RULES, Inherited, PassResult, Rule, token_pass
+from megarl.kernels import library
+from megarl.kernels.constants import NEVER
+from megarl.kernels.linear_logprob import definition, linear_logprob
+from megarl.kernels.token_pass import Inherited, PassResult, Rule, token_pass
+from megarl.kernels.token_pass.triton_rules import TRITON_RULES
 from megarl.objectives import OBJECTIVES
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.fused import constants
+from megarl.objectives.parts.prefix_min import exclusive_min
 from tests.kernels.test_token_pass import BORDERS, as_tokens, make_batch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-CUDA = pytest.param(
-    "cuda",
-    marks=pytest.mark.skipif(library.find_library("cuda") is None, reason="the CUDA kernels are not installed"),
-)
+REQUIRED = os.environ.get("MEGARL_REQUIRE_GPU") == "1"
+pytestmark = pytest.mark.skipif(not (REQUIRED or torch.cuda.is_available()), reason="needs a CUDA device")
+no_kernels = not REQUIRED and library.find_library("cuda") is None
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(no_kernels, reason="the CUDA kernels are not installed"))
 both = pytest.mark.parametrize("backend", [CUDA, "triton"])
 CASES = {
     **{name: kind() for name, kind in OBJECTIVES.items()},
@@ -82,7 +86,7 @@ def test_equals_the_definition(name: str, backend: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", TRITON_RULES)
 def test_inherited_values(name: str, backend: str) -> None:
     """What the chunks of a context-parallel rank take over, against the C++ pass."""
     batch = make_batch([5, 900, 0, 8, 40])
@@ -133,10 +137,21 @@ def test_lm_head_equals_the_reference_without_a_wait(dtype: torch.dtype) -> None
         second = run()
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    outputs = reference.linear_logprob(h, w, targets, 0.7, 5000)
+    outputs = definition.linear_logprob(h, w, targets, 0.7, 5000)
     exact = [*outputs, *torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), (h, w))]
     for ours, right in zip(first[:2], exact[:2], strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=0, atol=2e-5)
     for ours, right in zip(first[2:], exact[2:], strict=True):
         step = torch.finfo(dtype).eps if dtype is not torch.float32 else 1e-5
         torch.testing.assert_close(ours.double(), right, rtol=step, atol=2 * step * right.abs().max().item())
+
+
+def test_prefix_min_of_the_definition() -> None:
+    g = torch.Generator().manual_seed(0)
+    lengths = [0, 1, 1023, 1024, 1025, 5000]
+    log_ratio = torch.randn(sum(lengths), generator=g).cumsum(0)
+    log_ratio[3000] = torch.nan
+    mask = torch.rand(sum(lengths), generator=g) < 0.8
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    out = exclusive_min(log_ratio.cuda(), mask.cuda(), cu_seqlens.cuda())
+    torch.testing.assert_close(out.cpu(), exclusive_min(log_ratio, mask, cu_seqlens), rtol=0, atol=0, equal_nan=True)

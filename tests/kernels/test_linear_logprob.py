@@ -1,4 +1,4 @@
-"""The fused lm head against `megarl.kernels.reference` and finite differences, whole and split over ranks."""
+"""The fused lm head against its definition and finite differences, whole and split over ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.autograd import gradcheck
 
 from megarl.errors import UserError
 from megarl.kernels import linear_logprob as fused
-from megarl.kernels import reference
-from megarl.kernels.linear_logprob import linear_logprob
+from megarl.kernels.linear_logprob import chunking, definition, linear_logprob
 from megarl.kernels.linear_logprob import torch_backend as plain_torch
+from tests.kernels.benchmark import load_benchmark
 
 TOKENS, WIDTH, VOCAB, PADDED = 13, 6, 17, 24
 
@@ -43,7 +43,7 @@ def gradients(outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor], use
 def test_equals_materialised_logits(chunk_tokens: int | None, temperature: float, uses: str) -> None:
     hidden, weight, targets = problem()
     ours = linear_logprob(hidden, weight, targets, temperature, chunk_tokens=chunk_tokens, vocab_size=VOCAB)
-    wanted = reference.linear_logprob(hidden, weight, targets, temperature, VOCAB)
+    wanted = definition.linear_logprob(hidden, weight, targets, temperature, VOCAB)
     torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
     grads = gradients(ours, [hidden, weight], uses)
     torch.testing.assert_close(grads, gradients(wanted, [hidden, weight], uses), rtol=0, atol=1e-12)
@@ -66,15 +66,19 @@ def test_two_tokens_by_hand() -> None:
 
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
-def test_frozen_input_gets_no_gradient(needs: tuple[bool, bool]) -> None:
+def test_frozen_input_costs_no_gradient(needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product for each of the three chunks: that of the input that is frozen is not computed at all."""
+    products: list[torch.Tensor] = []
+    plain = fused._product
+    monkeypatch.setattr(fused, "_product", lambda *a, **k: products.append(z := plain(*a, **k)) or z)
     hidden, weight, targets = problem()
-    wanted = gradients(reference.linear_logprob(hidden, weight, targets), [hidden, weight], "both")
+    wanted = gradients(definition.linear_logprob(hidden, weight, targets), [hidden, weight], "both")
     h, w = hidden.detach().requires_grad_(needs[0]), weight.detach().requires_grad_(needs[1])
     outputs = linear_logprob(h, w, targets, chunk_tokens=5)
     grads = gradients(outputs, [h if needs[0] else w], "both")
     torch.testing.assert_close(grads[0], wanted[0 if needs[0] else 1], rtol=0, atol=1e-12)
-    gradients_left = (h.grad, w.grad)
-    assert gradients_left == (None, None)
+    assert len(products) == 3
+    assert {len(z) for z in products} == ({5, 3} if needs[0] else {PADDED})
 
 
 def test_no_tokens() -> None:
@@ -88,7 +92,7 @@ def test_no_tokens() -> None:
 def test_large_logits_stay_finite_and_right() -> None:
     hidden, weight, targets = problem(torch.float32)
     outputs = linear_logprob(hidden * 300, weight, targets)
-    exact = reference.linear_logprob(hidden.double() * 300, weight.double(), targets)
+    exact = definition.linear_logprob(hidden.double() * 300, weight.double(), targets)
     torch.testing.assert_close(outputs[0].double(), exact[0], rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(outputs[1].double(), exact[1], rtol=1e-3, atol=1e-4)
 
@@ -99,7 +103,7 @@ def test_half_precision_inputs_give_float32_logits(dtype: torch.dtype) -> None:
     hidden, weight, targets = problem(dtype)
     outputs = linear_logprob(hidden, weight, targets, 0.8, chunk_tokens=4)
     h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    exact = reference.linear_logprob(h, w, targets, 0.8)
+    exact = definition.linear_logprob(h, w, targets, 0.8)
     for ours, wanted in zip(outputs, exact, strict=True):
         assert ours.dtype is torch.float32
         torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=2e-6)
@@ -114,7 +118,7 @@ def test_default_chunk_bounds_the_logits(monkeypatch: pytest.MonkeyPatch) -> Non
     sizes: list[int] = []
     plain = plain_torch._logits
     monkeypatch.setattr(plain_torch, "_logits", lambda *a: sizes.append((z := plain(*a)).numel() * z.itemsize) or z)
-    monkeypatch.setattr(fused, "CPU_BUFFER_BYTES", 5 * PADDED * 4)
+    monkeypatch.setattr(chunking, "CPU_BUFFER_BYTES", 5 * PADDED * 4)
     hidden, weight, targets = problem(torch.float32)
     linear_logprob(hidden, weight, targets)[0].sum().backward()
     assert max(sizes) == 5 * PADDED * 4
@@ -162,20 +166,18 @@ def test_unlikely_tokens_cost_no_more() -> None:
 
 def test_backend_must_exist() -> None:
     hidden, weight, targets = problem()
-    with pytest.raises(UserError, match="'cuda'; expected one of torch, triton, liger"):
+    with pytest.raises(UserError, match="'cuda'; expected one of torch, triton"):
         linear_logprob(hidden, weight, targets, backend="cuda")
 
 
-@pytest.mark.parametrize(("backend", "package"), [("triton", "triton"), ("liger", "liger_kernel")])
-def test_missing_package_is_named_with_the_remedy(backend: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+def test_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, f"megarl.kernels.linear_logprob.{backend}_backend", raising=False)
-    monkeypatch.delitem(sys.modules, "megarl.kernels.aot", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "megarl.kernels.linear_logprob.triton_backend", raising=False)
     hidden, weight, targets = problem()
-    with pytest.raises(UserError, match=f"'{backend}' needs the package {package}.*pip install"):
-        linear_logprob(hidden, weight, targets, backend=backend)
+    with pytest.raises(UserError, match="'triton' needs the package triton.*pip install"):
+        linear_logprob(hidden, weight, targets, backend="triton")
 
 
 def test_triton_needs_a_gpu() -> None:
@@ -184,38 +186,24 @@ def test_triton_needs_a_gpu() -> None:
         linear_logprob(hidden, weight, targets, backend="triton")
 
 
-def test_liger_equals_the_reference() -> None:
+def test_the_benchmark_compares_with_a_liger_that_computes_the_same() -> None:
+    """float32 on a CPU; for bfloat16 Liger 0.8 rounds logits and gradients."""
     hidden, weight, targets = problem(torch.float32)
-    outputs = linear_logprob(hidden, weight, targets, 0.7, vocab_size=VOCAB, backend="liger")
-    wanted = reference.linear_logprob(hidden, weight, targets, 0.7, VOCAB)
-    torch.testing.assert_close(outputs, wanted, rtol=0, atol=5e-6)
-    grads = gradients(outputs, [hidden, weight], "both")
-    torch.testing.assert_close(grads, gradients(wanted, [hidden, weight], "both"), rtol=0, atol=2e-5)
+    logprobs = load_benchmark("linear_logprob").HEADS["liger"](hidden, weight, targets)
+    wanted, _ = definition.linear_logprob(hidden, weight, targets)
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=5e-6)
+    grads = torch.autograd.grad(logprobs.sum(), [hidden, weight])
+    torch.testing.assert_close(grads, torch.autograd.grad(wanted.sum(), [hidden, weight]), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("backend", ["torch", "liger"])
-def test_target_outside_the_vocabulary_is_nan_and_has_no_gradient(backend: str) -> None:
+def test_target_outside_the_vocabulary_is_nan_and_has_no_gradient() -> None:
     hidden, weight, targets = problem(torch.float32)
     targets[3], targets[5] = VOCAB, -1
-    logprobs, entropy = linear_logprob(hidden, weight, targets, vocab_size=VOCAB, backend=backend)
+    logprobs, entropy = linear_logprob(hidden, weight, targets, vocab_size=VOCAB)
     assert logprobs.isnan().nonzero().flatten().tolist() == [3, 5]
-    torch.testing.assert_close(entropy, reference.linear_logprob(hidden, weight, targets * 0, 1.0, VOCAB)[1])
+    torch.testing.assert_close(entropy, definition.linear_logprob(hidden, weight, targets * 0, 1.0, VOCAB)[1])
     (grad,) = torch.autograd.grad(logprobs.sum(), hidden)
     assert grad.isfinite().all() and grad.any(1).logical_not().nonzero().flatten().tolist() == [3, 5]
-
-
-def test_liger_without_tokens() -> None:
-    hidden, weight, targets = problem(torch.float32)
-    logprobs, entropy = linear_logprob(hidden[:0], weight, targets[:0], backend="liger")
-    assert logprobs.shape == entropy.shape == (0,)
-    (logprobs.sum() + entropy.sum()).backward()
-    assert weight.grad is not None and not weight.grad.any()
-
-
-def test_liger_is_refused_where_it_rounds() -> None:
-    hidden, weight, targets = problem(torch.bfloat16)
-    with pytest.raises(UserError, match="got torch.bfloat16, which Liger rounds"):
-        linear_logprob(hidden, weight, targets, backend="liger")
 
 
 def test_vocabulary_size_must_fit() -> None:
@@ -248,7 +236,7 @@ def _rank(rank: int, ranks: int, directory: str) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     directory = tmp_path_factory.mktemp("ranks")
-    mp.spawn(_rank, (2, str(directory)), nprocs=2)  # type: ignore[no-untyped-call]
+    mp.start_processes(_rank, (2, str(directory)), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
     return [torch.load(directory / f"{r}.pt") for r in range(2)]
 
 
@@ -256,7 +244,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("vocab", SPLITS)
 def test_vocabulary_split_over_two_ranks(two_ranks: list[dict[Any, Any]], vocab: int, uses: str) -> None:
     hidden, weight, targets = problem()
-    wanted = reference.linear_logprob(hidden, weight, targets % vocab, 0.7, vocab)
+    wanted = definition.linear_logprob(hidden, weight, targets % vocab, 0.7, vocab)
     grad_hidden, grad_weight = gradients(wanted, [hidden, weight], uses)
     first, second = (rank[vocab, uses] for rank in two_ranks)
     for outputs in (first, second):

@@ -5,10 +5,8 @@ tests/distributed."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import hashlib
+import multiprocessing
 
 import pytest
 import torch
@@ -16,15 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
-from megarl.kernels import token_pass as op
+from megarl.kernels import library
 from megarl.kernels.segment_summary import segment_summary
-from megarl.kernels.token_pass import RULES, SUMS, Rule, token_pass
+from megarl.kernels.token_pass import Rule, token_pass
+from megarl.kernels.token_pass.compiled import token_pass_compiled
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES, build_objective
 from megarl.objectives.parts.fused import constants
-from tests.helpers import ROOT
-
-HEADER = ROOT / "csrc/include/megarl_kernels.h"
 
 
 def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
@@ -56,34 +52,28 @@ def test_tiles_and_blocks_have_no_borders(name: str) -> None:
     assert all(torch.equal(fused.histograms[k], counts) for k, counts in definition.histograms.items())
 
 
-THREADS = """
-import hashlib, json
-import torch
-from tests.kernels.test_token_pass import BORDERS, make_batch
-from megarl.objectives import OBJECTIVES
-digest = hashlib.sha256()
-for name in OBJECTIVES:
-    batch = make_batch(BORDERS * 3)
-    objective = OBJECTIVES[name]()
-    terms = objective(batch, backend="cpp")
-    gradient = torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0]
-    numbers = [x for pair in terms.metrics.values() for x in pair] + list(terms.histograms.values())
-    statistics = objective.statistics(batch.detach(), None, "cpp")
-    numbers += [] if statistics is None else [x for x in vars(statistics).values() if x is not None]
-    for tensor in (terms.loss, terms.kept, gradient, *numbers):
-        digest.update(tensor.detach().numpy().tobytes())
-print(json.dumps(digest.hexdigest()))
-"""
+def digest(threads: int) -> str:
+    """Of everything that every objective computes, with so many threads of OpenMP. For a process of its own."""
+    openmp = library.load_library("cpu")
+    openmp.omp_set_num_threads(threads)
+    assert openmp.omp_get_max_threads() == threads
+    found = hashlib.sha256()
+    for name in OBJECTIVES:
+        batch = make_batch(BORDERS * 3)
+        objective = OBJECTIVES[name]()
+        terms = objective(batch, backend="cpp")
+        gradient = torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0]
+        numbers = [x for pair in terms.metrics.values() for x in pair] + list(terms.histograms.values())
+        statistics = objective.statistics(batch.detach(), None, "cpp")
+        numbers += [] if statistics is None else [x for x in vars(statistics).values() if x is not None]
+        for tensor in (terms.loss, terms.kept, gradient, *numbers):
+            found.update(tensor.detach().numpy().tobytes())
+    return found.hexdigest()
 
 
 def test_every_number_of_threads_gives_the_same_bytes() -> None:
-    digests = set()
-    for threads in (1, 2, 3, 7):
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        command = [sys.executable, "-c", THREADS]
-        out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-        digests.add(json.loads(out.splitlines()[-1]))
-    assert len(digests) == 1
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        assert len(set(pool.map(digest, (1, 2, 3, 7), chunksize=1))) == 1
 
 
 def as_tokens(batch: TokenBatch) -> Tokens:
@@ -95,22 +85,10 @@ def test_the_operation_is_registered_correctly() -> None:
     batch = make_batch([5, 0, 9])
     tokens = as_tokens(batch)
     arguments = (
-        RULES.index("clip_token"), constants((0.8, 1.2), torch.device("cpu")), tokens.logprobs, tokens.rollout_logprobs,
+        "clip_token", constants((0.8, 1.2), torch.device("cpu")), tokens.logprobs, tokens.rollout_logprobs,
         None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None, None,
     )  # fmt: skip
-    torch.library.opcheck(op._token_pass, arguments)
-
-
-def test_names_stand_in_the_order_of_the_header() -> None:
-    """An enumerator out of place would report one metric under the name of another."""
-    text = HEADER.read_text()
-    rules = [line.split("=")[0].strip() for line in text.split("enum megarl_rule {")[1].split("}")[0].split(",\n")]
-    assert [r.removeprefix("MEGARL_").lower() for r in rules if r] == list(RULES)
-    body = text.split("enum megarl_sum {")[1].split("}")[0]
-    sums = [
-        word for line in body.splitlines() for word in line.split("/*")[0].replace(",", " ").split() if "MEGARL" in word
-    ]
-    assert [s.removeprefix("MEGARL_").lower() for s in sums] == [*SUMS, "num_sums"]
+    torch.library.opcheck(token_pass_compiled, arguments)
 
 
 def test_wrong_input_is_named() -> None:
@@ -129,21 +107,26 @@ def test_wrong_input_is_named() -> None:
     )
     with pytest.raises(ValueError, match="cu_seqlens ends at 5, but there are 14 tokens"):
         token_pass(rule, shorter)
-    backwards = torch.tensor([0, 16, 14], dtype=torch.int32)
-    with pytest.raises(ValueError, match="must start at 0 and never decrease"):
-        token_pass(rule, Tokens(batch.logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, backwards))
+    for bounds in ([0, 16, 14], [1, 14]):
+        wrong = torch.tensor(bounds, dtype=torch.int32)
+        with pytest.raises(ValueError, match="must start at 0 and never decrease"):
+            token_pass(rule, Tokens(batch.logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, wrong))
+    with pytest.raises(ValueError, match="token_pass: unknown rule"):
+        token_pass(Rule("clip", constants((), torch.device("cpu"))), as_tokens(batch))
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.7])
 def test_segment_summary_equals_its_torch_version(threshold: float) -> None:
     batch = make_batch(BORDERS[:10])
     batch.rollout_logprobs[~batch.loss_mask] = torch.nan
+    batch.rollout_logprobs[300], batch.loss_mask[300] = torch.nan, True  # a NaN that trains, in segment 1
     bound = torch.tensor(threshold)
     ours, definition = (segment_summary(as_tokens(batch.detach()), bound, b) for b in ("cpp", "torch"))
-    assert torch.equal(ours.least, definition.least)
+    torch.testing.assert_close(ours.least, definition.least, rtol=0, atol=0, equal_nan=True)
+    assert ours.least.isnan().nonzero().flatten().tolist() == [1]
     assert torch.equal(ours.count, definition.count)
     assert torch.equal(ours.first_trigger, definition.first_trigger)
-    torch.testing.assert_close(ours.sum, definition.sum, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours.sum, definition.sum, rtol=1e-12, atol=1e-12, equal_nan=True)
     assert (ours.first_trigger < 1000).any() == (threshold > 0)
 
 

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from triton.runtime.jit import JITFunction
 
 import megarl.kernels
-from megarl.kernels.aot import SHARED_MEMORY, CompileSpec, compile_specs, resources
+from tests.kernels.benchmark import load_benchmark
 
-SPECS = compile_specs()
+benchmark = load_benchmark("triton_resources")
+SPECS, SHARED_MEMORY, resources = benchmark.SPECS, benchmark.SHARED_MEMORY, benchmark.resources
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"sm_{spec.architecture} {spec.name}")
-def test_no_spills_and_no_stack(spec: CompileSpec) -> None:
-    used = resources(spec)
+@functools.cache
+def compiled(index: int) -> Any:
+    """The resources of one of SPECS, once for all tests."""
+    return resources(SPECS[index])
+
+
+@pytest.mark.parametrize("index", range(len(SPECS)), ids=lambda i: f"sm_{SPECS[i].architecture} {SPECS[i].name}")
+def test_no_spills_and_no_stack(index: int) -> None:
+    spec, used = SPECS[index], compiled(index)
     assert used.spills == 0 and used.stack_bytes == 0, used
     assert used.shared_bytes <= SHARED_MEMORY[spec.architecture] * 1024, used
 
 
 def test_every_kernel_is_compiled_for_every_architecture() -> None:
-    """A kernel is what its module launches: by convention its name ends so."""
+    """A kernel is what its module launches: by convention its name ends with _kernel."""
     found = {
         (module.name, name)
         for module in pkgutil.walk_packages(megarl.kernels.__path__, "megarl.kernels.")
@@ -46,7 +55,7 @@ def test_spills_are_seen() -> None:
 
 def test_matrix_units_and_wide_loads_are_used() -> None:
     """Half precision goes through the matrix units, and operands come 128 bits or a tile at a time."""
-    for spec in SPECS:
+    for index, spec in enumerate(SPECS):
         if spec.name in ("linear_logprob.statistics bf16", "linear_logprob.logit_gradients bf16"):
-            used = resources(spec)
+            used = compiled(index)
             assert used.matrix_instructions > 0 and used.wide_loads > 0, spec

@@ -11,6 +11,7 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES
+from megarl.objectives.objective import Objective
 from tests.objectives import papers
 from tests.objectives.random_batches import KINDS, random_batch
 
@@ -48,39 +49,55 @@ def batch_and_tokens(seed: int) -> tuple[TokenBatch, torch.Tensor, list[list[pap
     return batch, precise, papers.responses(batch, precise)
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor, where: str) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-6, msg=lambda m: f"{where}: {m}")
+def describe(seeds: torch.Tensor) -> str:
+    return ", ".join(f"seed {seed} ({KINDS[seed % len(KINDS)]})" for seed in seeds.unique().tolist())
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, what: str, seeds: torch.Tensor) -> None:
+    wrong = ~torch.isclose(ours, theirs, rtol=2e-5, atol=1e-6)
+    assert not wrong.any(), f"{what}: {ours[wrong]} and {theirs[wrong]} in {describe(seeds[wrong])}"
+
+
+def evaluate(objective: Objective, batches: list[TokenBatch], backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and kept tokens of every batch, one after the other.
+
+    A loss that depends on its own sequence alone is computed for all batches at once, as sequences of one batch.
+    """
+    together = batches if objective.needs_statistics else [TokenBatch.concatenate(batches)]
+    terms = [objective(batch, backend=backend) for batch in together]
+    assert all(t.loss.dtype == torch.float32 for t in terms)
+    return torch.cat([t.loss for t in terms]), torch.cat([t.kept for t in terms])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
     objective, literal = CASES[name]
-    kept_count = dropped_count = 0
+    batches, precise, values, kept = [], [], [], []
     for seed in range(504):
-        batch, precise, rs = batch_and_tokens(seed)
-        tokens = batch.logprobs.numel()
-        value, kept = literal(rs)
-        expected = [-value[i] if i in value else precise.new_zeros(()) for i in range(tokens)]
-        expected = torch.stack(expected) if tokens else precise.new_zeros(0)
-        expected_kept = torch.tensor([kept.get(i, False) for i in range(tokens)], dtype=torch.bool)
-
-        weights = torch.linspace(0.5, 1.5, tokens)
-        theirs = torch.zeros_like(precise)
-        if expected.requires_grad:
-            (theirs,) = torch.autograd.grad((expected * weights.double()).sum(), precise, retain_graph=True)
-        for backend in BACKENDS:
-            terms = objective(batch, backend=backend)
-            where = f"{name}, {backend}, seed {seed} ({KINDS[seed % len(KINDS)]})"
-            assert terms.loss.dtype == torch.float32
-            assert torch.equal(terms.kept, expected_kept), where
-            assert (terms.loss[~batch.loss_mask] == 0).all(), where
-            close(terms.loss.double(), expected.detach(), where)
-            (ours,) = torch.autograd.grad((terms.loss * weights).sum(), batch.logprobs)
-            close(ours.double(), theirs, where)
-        kept_count += int(terms.kept.sum())
-        dropped_count += int((batch.loss_mask & ~terms.kept).sum())
-    assert kept_count > 1000
-    assert dropped_count > 20 or name in ("cispo", "minpro", "topr")
+        batch, logprobs, rs = batch_and_tokens(seed)
+        value, keeps = literal(rs)
+        tokens = range(batch.logprobs.numel())
+        batches.append(batch)
+        precise.append(logprobs)
+        values += [-value[i] if i in value else logprobs.new_zeros(()) for i in tokens]
+        kept += [keeps.get(i, False) for i in tokens]
+    expected, expected_kept = torch.stack(values), torch.tensor(kept)
+    sizes = [batch.logprobs.numel() for batch in batches]
+    weights = torch.cat([torch.linspace(0.5, 1.5, size) for size in sizes])
+    mask = torch.cat([batch.loss_mask for batch in batches])
+    seeds = torch.arange(504).repeat_interleave(torch.tensor(sizes))
+    gradients = torch.autograd.grad((expected * weights).sum(), precise, retain_graph=True, allow_unused=True)
+    theirs = torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(precise, gradients, strict=True)])
+    for backend in BACKENDS:
+        loss, ours_kept = evaluate(objective, batches, backend)
+        (wrong,) = (ours_kept != expected_kept).nonzero(as_tuple=True)
+        assert not len(wrong), f"{name}, {backend}: tokens of {describe(seeds[wrong])}"
+        assert (loss[~mask] == 0).all()
+        close(loss.double(), expected.detach(), f"{name}, {backend}, loss", seeds)
+        ours = torch.cat(torch.autograd.grad((loss * weights).sum(), [batch.logprobs for batch in batches]))
+        close(ours.double(), theirs, f"{name}, {backend}, gradient", seeds)
+    assert int(expected_kept.sum()) > 1000
+    assert int((mask & ~expected_kept).sum()) > 20 or name in ("cispo", "minpro", "topr")
 
 
 def test_gspo_tokens_average_to_the_sequence_objective() -> None:
@@ -168,15 +185,20 @@ def test_released_m2po_mutes_more_than_the_paper() -> None:
 def test_the_fused_pass_reports_the_metrics_of_the_definition(name: str) -> None:
     """Names, sums, counts and histograms; a sum may lose what its largest terms cannot hold."""
     objective, _ = CASES[name]
+    rows: list[list[torch.Tensor]] = []
     for seed in range(160):
         batch = random_batch(seed)
         definition, fused = (objective(batch, backend=backend) for backend in BACKENDS)
         where = f"{name}, seed {seed} ({KINDS[seed % len(KINDS)]})"
         assert fused.metrics.keys() == definition.metrics.keys(), where
-        for key, (total, count) in definition.metrics.items():
-            ours, our_count = fused.metrics[key]
-            assert ours.dtype == our_count.dtype == torch.float64 and ours.dim() == our_count.dim() == 0
-            assert float(our_count) == float(count), (where, key)
-            assert float(ours) == pytest.approx(float(total), rel=1e-5, abs=2e-6), (where, key)
+        for total, count in fused.metrics.values():
+            assert total.dtype == count.dtype == torch.float64 and total.dim() == count.dim() == 0
+        both = [torch.stack([torch.stack(terms.metrics[k]) for k in fused.metrics], 1) for terms in (definition, fused)]
+        rows.append([*both[0], *both[1]])
         for key, counts in definition.histograms.items():
             assert torch.equal(fused.histograms[key], counts), (where, key)
+    total, count, our_total, our_count = (torch.stack([row[i] for row in rows]) for i in range(4))  # [160, metrics]
+    assert torch.equal(our_count, count)
+    bound = torch.maximum(1e-5 * total.abs(), torch.tensor(2e-6))  # as pytest.approx(total, rel=1e-5, abs=2e-6)
+    wrong = ~((our_total - total).abs() <= bound)
+    assert not wrong.any(), [(int(seed), list(fused.metrics)[i]) for seed, i in wrong.nonzero()]

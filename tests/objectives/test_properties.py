@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 
 from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES, build_objective
-from megarl.objectives.parts.ratios import prefix_min_log_ratio
+from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
 from tests.objectives.random_batches import random_batch
 
 SEVENTHS = st.integers(-40, 40).map(lambda k: k / 7)

@@ -1,22 +1,21 @@
-"""lm head -> token log-probability and entropy without materialising the logits: vocabulary-parallel and exact.
+"""The language-model head to token log-probability and entropy, without materialising the logits; vocabulary-parallel.
 
 With z = hidden weight^T / T, p = softmax(z) and H the entropy, the gradients are
 
     d log p_y / d z_j = 1[j = y] - p_j            d H / d z_j = -p_j (log p_j + H)
 
-so log-sum-exp and entropy, two numbers a token, are all the backward pass needs beside its inputs; it recomputes the
-logits of one chunk of tokens at a time, and adds each chunk's gradient of weight in float32.
+so log-sum-exp and entropy, two numbers per token, are all that the backward pass needs beside its inputs; it
+recomputes the logits of one chunk of tokens at a time, and adds up the chunks' gradients of weight in float32.
 
-Backends work in base 2, where the scale of a logit, log2(e) / T, is the alpha of a matrix product and 2^x is the
-exponential of the hardware. They return four float32 (or float64) numbers a token: the largest scaled logit m, the sums
-of 2^(z - m) and of 2^(z - m) (z - m), and the scaled logit of the target.
+Backends work in base 2: the scale of a logit, log2(e) / T, is the alpha of a matrix product, and 2^x is what the
+hardware computes. They return four float32 (or float64) numbers per token: the largest scaled logit m, the sums of
+2^(z - m) and of 2^(z - m) (z - m), and the scaled logit of the target.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -26,10 +25,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megarl.errors import UserError
+from megarl.kernels.linear_logprob import torch_backend
+from megarl.kernels.linear_logprob.chunking import chunks
 
-BACKENDS = ("torch", "triton", "liger")
-CPU_BUFFER_BYTES = 256 * 2**20
-_REMEDY = {"triton": "pip install triton", "liger": 'pip install "liger-kernel>=0.8.5"'}
+BACKENDS = ("torch", "triton")
 
 
 def linear_logprob(
@@ -49,8 +48,8 @@ def linear_logprob(
     the vocabulary is NaN, without gradient.
 
     backend: ``torch`` (any device); ``triton`` (a GPU), which keeps the logits in registers and writes nothing but
-    their gradient, in bfloat16 for bfloat16 inputs; ``liger`` (float32, one rank: elsewhere Liger rounds logits,
-    entropy or gradients). `UserError` with the remedy where a backend is missing or does not compute this.
+    their gradient, in bfloat16 for bfloat16 inputs. `UserError` with the remedy where a backend is missing or does not
+    take these inputs. `megarl.kernels.linear_logprob.definition` is the readable definition of both.
     """
     if backend not in BACKENDS:
         raise UserError(f"kernel backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
@@ -64,27 +63,26 @@ def linear_logprob(
     first = rank * rows
     shard_rows = max(0, min(rows, total - first))  # rows of this rank that are not padding
     kernels = _load(backend)
-    if backend == "liger":
-        outputs = kernels.linear_logprob(hidden, weight[:shard_rows], targets, temperature, group)
-    else:
-        inside = (targets >= first) & (targets < first + shard_rows)
-        local = torch.where(inside, targets - first, -1)
-        if chunk_tokens is None:
-            chunk_tokens = kernels.chunk_tokens(hidden, shard_rows)
-        outputs = _LinearLogprob.apply(hidden, weight, local, temperature, group, chunk_tokens, shard_rows, kernels)
+    inside = (targets >= first) & (targets < first + shard_rows)
+    local = torch.where(inside, targets - first, -1)
+    if chunk_tokens is None:
+        chunk_tokens = kernels.chunk_tokens(hidden, shard_rows)
+    outputs = _LinearLogprob.apply(hidden, weight, local, temperature, group, chunk_tokens, shard_rows, kernels)
     logprobs, entropy = outputs
     return logprobs.masked_fill((targets < 0) | (targets >= total), torch.nan), entropy
 
 
 def _load(backend: str) -> ModuleType:
+    if backend == "torch":
+        return torch_backend
     try:
-        return importlib.import_module(f"megarl.kernels.linear_logprob.{backend}_backend")
+        return importlib.import_module("megarl.kernels.linear_logprob.triton_backend")
     except ModuleNotFoundError as error:
         package = str(error.name).split(".")[0]
         if package == "megarl":
             raise
         raise UserError(
-            f"kernel backend {backend!r} needs the package {package}, which is not installed; {_REMEDY[backend]}"
+            f"kernel backend 'triton' needs the package {package}, which is not installed; pip install triton"
         ) from error
 
 
@@ -139,16 +137,6 @@ class _LinearLogprob(torch.autograd.Function):
                 if need_weight:
                     grad_w = _product(dz.t(), h[chunk], add_to=grad_w)
         return grad_h, _with_padding(grad_w, weight) if need_weight else None, None, None, None, None, None, None
-
-
-def buffer_bytes(device: torch.device) -> int:
-    """What the logits of a chunk may take: on a GPU a 64th of its memory, 2.2 GB of 141, for efficient products."""
-    return torch.cuda.get_device_properties(device).total_memory // 64 if device.type == "cuda" else CPU_BUFFER_BYTES
-
-
-def chunks(tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    for start in range(0, tokens, chunk_tokens):
-        yield slice(start, start + chunk_tokens)
 
 
 def _combine(statistics: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -1,14 +1,14 @@
 """`linear_logprob` in plain torch: the portable backend, and the one for a CPU.
 
-The matrix products run over chunks of tokens, large enough for them to be efficient. What follows each product runs
-over blocks of its rows, small enough to stay in a CPU's cache; on a GPU a block is a chunk.
+The matrix products run over chunks of tokens, large enough to be efficient. What follows a product runs over blocks of
+its rows, small enough to stay in a CPU's cache; on a GPU a block is a whole chunk.
 """
 
 from __future__ import annotations
 
 import torch
 
-from megarl.kernels.linear_logprob import buffer_bytes, chunks
+from megarl.kernels.linear_logprob.chunking import buffer_bytes, chunks
 
 CPU_BLOCK_BYTES = 16 * 2**20
 

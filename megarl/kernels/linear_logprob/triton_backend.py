@@ -1,13 +1,14 @@
 """`linear_logprob` in Triton: the logits live in registers, never in memory.
 
-Forward, a program holds a block of tokens and walks through one split of the vocabulary, tile by tile, with the online
-statistics of its tokens; the splits are merged afterwards, in a fixed order. Backward, programs recompute the tiles of
-a chunk of tokens and write nothing but the gradient of the logits, which cuBLAS multiplies. No atomics: results are
-the same bits every time. The order of tiles keeps some token blocks and some vocabulary tiles in the L2 cache together.
+In the forward pass a program holds a block of tokens and goes through one split of the vocabulary, tile by tile,
+updating the statistics of its tokens; the splits are merged afterwards in a fixed order. In the backward pass programs
+recompute the tiles of a chunk of tokens and write only the gradient of the logits, which cuBLAS multiplies. There are
+no atomics: results are the same bits every time. The order of tiles lets neighbouring programs share token blocks and
+vocabulary tiles in the L2 cache.
 
-On Hopper the loops over tiles are flattened with those over the hidden size, so that a tile's operands load while the
-one before it is finished. There a tile is 128 x 256, which moves three quarters of the operands that
-128 x 128 moves; it goes through the statistics in halves, which keeps it in registers.
+On Hopper the loop over tiles is flattened with that over the hidden size, so that a tile's operands load while the
+previous tile is finished. A tile there is 128 x 256, which loads three quarters of the operands that 128 x 128 tiles
+would; its statistics are computed in two halves, so that they fit into the registers.
 """
 
 from __future__ import annotations
@@ -23,18 +24,17 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megarl.errors import UserError
-from megarl.kernels.aot import CompileSpec
-from megarl.kernels.linear_logprob import buffer_bytes
+from megarl.kernels.linear_logprob.chunking import buffer_bytes
 
-GROUP = 16  # token blocks whose programs run together, on as many vocabulary tiles as there are programs left
-WAVES = 4  # programs a multiprocessor gets at least, so that the last ones leave few idle
+GROUP = 16  # token blocks whose programs run at the same time, so that they share vocabulary tiles in the L2 cache
+WAVES = 4  # least number of programs per multiprocessor, so that few idle at the end
 _LEAST = tl.constexpr(-3.0e38)  # below every logit, and finite: the difference of two is no NaN
 _MASKED = tl.constexpr(-1.0e30)  # logit of a column beyond the vocabulary: 2^(z - m) is 0, and so is its product with z
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a step multiplies, and how: the constants of both kernels for one dtype and architecture."""
+    """Tile sizes and launch settings of both kernels for one dtype and architecture."""
 
     tokens: int
     columns: int  # of the vocabulary
@@ -124,7 +124,7 @@ def statistics_kernel(
     tiles = tl.cdiv(vocabulary, BLOCK_V)
     for tile in tl.range(split * tiles // splits, (split + 1) * tiles // splits, flatten=FLAT):
         z = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-        for k in range(0, H, BLOCK_H):  # here and not in a function, which costs 70 registers
+        for k in range(0, H, BLOCK_H):  # inlined by hand: as a function it costs 70 registers
             left = _operand(h, block * BLOCK_N, k, tokens, H, BLOCK_N, BLOCK_H, DESCRIPTORS)
             right = _operand(w, tile * BLOCK_V, k, vocabulary, H, BLOCK_V, BLOCK_H, DESCRIPTORS)
             z = tl.dot(left, right.T, z, input_precision="ieee")
@@ -167,7 +167,7 @@ def logit_gradients_kernel(
     for program in tl.range(tl.program_id(0), blocks * tiles, tl.num_programs(0), flatten=FLAT):
         block, tile = _place(program, blocks, tiles, GROUP)
         z = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-        for k in range(0, H, BLOCK_H):  # here and not in a function, which costs 70 registers
+        for k in range(0, H, BLOCK_H):  # inlined by hand: as a function it costs 70 registers
             left = _operand(h, block * BLOCK_N, k, tokens, H, BLOCK_N, BLOCK_H, DESCRIPTORS)
             right = _operand(w, tile * BLOCK_V, k, vocabulary, H, BLOCK_V, BLOCK_H, DESCRIPTORS)
             z = tl.dot(left, right.T, z, input_precision="ieee")
@@ -240,7 +240,7 @@ def statistics(
             splits,
             scale,
             **tile.constants(h.shape[1]),
-            **_options(tile.warps, tile.stages),
+            **launch_options(tile.warps, tile.stages),
         )
     top, mass, expected, target = partial.unbind(1)
     torch.amax(top, 0, out=out[0])
@@ -265,7 +265,7 @@ def logit_gradients(
     out = buffer[:tokens]
     tile = Tile.of(h.dtype, _architecture(h))
     programs = triton.cdiv(tokens, tile.tokens) * triton.cdiv(vocabulary, tile.columns)
-    if tile.flat:  # persistent: that is what lets the next tile load early
+    if tile.flat:  # persistent programs: the next tile can load early
         programs = min(programs, _multiprocessors(h))
     with torch.cuda.device_of(h):
         logit_gradients_kernel[(programs,)](
@@ -280,7 +280,7 @@ def logit_gradients(
             vocabulary,
             scale,
             **tile.constants(h.shape[1]),
-            **_options(tile.warps, tile.stages - 1),
+            **launch_options(tile.warps, tile.stages - 1),
         )
     return out
 
@@ -312,42 +312,6 @@ def _multiprocessors(x: torch.Tensor) -> int:
     return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
 
 
-def _options(warps: int, stages: int) -> dict[str, Any]:
+def launch_options(warps: int, stages: int) -> dict[str, Any]:
+    """Triton's options of a launch."""
     return dict(num_warps=warps, num_stages=stages, enable_fp_fusion=True)
-
-
-def _compile_specs(dtype: torch.dtype, architecture: int) -> list[CompileSpec]:
-    kind = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    tile = Tile.of(dtype, architecture)
-
-    def argument(kind: str, rows: int, columns: int) -> str:
-        return f"tensordesc<{kind}[{rows}, {columns}]>" if tile.descriptors else f"*{kind}"
-
-    def spec(name: str, kernel: Any, signature: dict[str, str], stages: int) -> CompileSpec:
-        operands = dict(h=argument(kind, tile.tokens, tile.depth), w=argument(kind, tile.columns, tile.depth))
-        signature |= operands | dict(targets="*i64", tokens="i32", vocabulary="i32", scale="fp32")
-        aligned = [name for name, type in signature.items() if type.startswith("*")]
-        return CompileSpec(
-            name=f"linear_logprob.{name} {kind}",
-            kernel=kernel,
-            signature=signature,
-            constants=tile.constants(hidden_size=2048),
-            architecture=architecture,
-            aligned=(*aligned, *(["out_stride"] if "out_stride" in signature else [])),
-            options=_options(tile.warps, stages),
-        )
-
-    gradients = dict(coefficients="*fp32", stride="i32", out_stride="i32")
-    gradients["out"] = argument("bf16" if kind == "bf16" else "fp32", tile.tokens, tile.columns // 2)
-    return [
-        spec("statistics", statistics_kernel, dict(out="*fp32", splits="i32"), tile.stages),
-        spec("logit_gradients", logit_gradients_kernel, gradients, tile.stages - 1),
-    ]
-
-
-COMPILE_SPECS = [
-    spec
-    for architecture in (80, 90, 100)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    for spec in _compile_specs(dtype, architecture)
-]

@@ -1,28 +1,27 @@
-"""The token pass in Triton: one kernel, which takes an objective's rule as a constant.
+"""The token pass in Triton: one kernel, which takes an objective's rule as a compile-time constant.
 
-A program walks over a segment, tile by tile. Sums are added lane by lane, then over the lanes, then over the segments,
-each in an order that the lengths alone decide; histograms are integers. Results are the same bits every time.
+A program goes through one segment, tile by tile. Sums are added lane by lane, then over the lanes, then over the
+segments, in an order that depends on the lengths only; histograms are integers. Results are the same bits every time.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from megarl.kernels.aot import CompileSpec
-from megarl.kernels.token_pass import (
+from megarl.kernels.constants import (
     BINS,
     BINS_PER_SIGN,
-    RULES,
-    SUMS,
-    empty_outputs,
-    fake_outputs,
-    save_coefficient,
-    scale_coefficient,
+    DAMPENED,
+    HISTOGRAM_BASE,
+    HISTOGRAM_SHIFT,
+    LAST_PLACE,
 )
+from megarl.kernels.token_pass.outputs import SUMS, empty_outputs, fake_outputs, save_coefficient, scale_coefficient
 from megarl.kernels.token_pass.triton_rules import (
     LOG_RATIO_LIMIT,
     NEVER,
@@ -40,15 +39,17 @@ from megarl.kernels.tokens import Tokens
 
 TILE = 256  # tokens
 WARPS = 4
-_ROW = tl.constexpr(32)  # sums of a segment: those of SUMS, the loss, three of nothing
+_ROW = tl.constexpr(32)  # sums of a segment: those of SUMS, the loss, three unused
 _LOSS = len(SUMS)
-_STRETCH = tl.constexpr(64)  # tiles whose float32 sums go into float64 sums together
+_STRETCH = tl.constexpr(64)  # tiles that are summed in float32 before the sum is added to a float64 sum
 _BINS = tl.constexpr(BINS)
 _PER_SIGN = tl.constexpr(BINS_PER_SIGN)
 _TABLE = tl.constexpr(triton.next_power_of_2(BINS))  # its last bin takes the untrained tokens
-_LAST_PLACE = tl.constexpr(2**44 - 1)  # in the order of ties, see csrc/include/token_rules.h
-_DAMPENED = tl.constexpr(0.8)
-_LOG_DAMPENED = tl.constexpr(-0.22314355131420976)  # log .8
+_SHIFT = tl.constexpr(HISTOGRAM_SHIFT)
+_BASE = tl.constexpr(HISTOGRAM_BASE)
+_LAST_PLACE = tl.constexpr(LAST_PLACE)
+_DAMPENED = tl.constexpr(DAMPENED)
+_LOG_DAMPENED = tl.constexpr(math.log(DAMPENED))
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def _whole_sequence(
     parameters, logprobs, rollout_logprobs, advantages, mask, start, end,
     segment, sequence_log_ratio, first_trigger, places, QUANTITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`Sequence` of a segment: inherited, or from a look at all its tokens, which the pass then finds in the cache."""
+    """`Sequence` of a segment: inherited, or from a first pass over its tokens, which leaves them in the cache."""
     log_ratio, index = 0.0, 0
     if QUANTITY == "ties":
         order = tl.load(parameters + 1).to(tl.int64)
@@ -116,7 +117,7 @@ def _whole_sequence(
 @triton.jit
 def _bin_of(l, on):
     bits = l.to(tl.int32, bitcast=True)
-    step = ((bits & 0x7FFFFFFF) >> 19) - 1807  # 1808: 2^-14
+    step = ((bits & 0x7FFFFFFF) >> _SHIFT) - _BASE
     step = tl.minimum(tl.maximum(step, 0), _PER_SIGN)
     return tl.where(on, _PER_SIGN + tl.where(bits < 0, -step, step), _TABLE - 1)
 
@@ -221,7 +222,7 @@ def token_pass_kernel(
 
 @torch.library.custom_op("megarl::token_pass_triton", mutates_args=(), device_types=("cpu", "cuda"))
 def token_pass_triton(
-    rule: int,
+    rule: str,
     parameters: torch.Tensor,
     logprobs: torch.Tensor,
     rollout_logprobs: torch.Tensor,
@@ -234,10 +235,10 @@ def token_pass_triton(
     first_trigger: torch.Tensor | None,
     places: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `megarl.kernels.token_pass._token_pass`; on a CPU in Triton's interpreter alone. cu_seqlens is not checked:
-    that would wait for the device."""
+    """As `megarl.kernels.token_pass.token_pass`, whose arguments these are; on a CPU only in Triton's interpreter.
+    cu_seqlens is not checked: that would wait for the device."""
     segments = Tokens(logprobs, rollout_logprobs, advantages, mask, cu_seqlens, old_logprobs).segments
-    chosen = TRITON_RULES[RULES[rule]]
+    chosen = TRITON_RULES[rule]
     loss, coefficient, kept, *_, histograms = empty_outputs(logprobs, mask, cu_seqlens)
     rows = logprobs.new_empty(segments, _ROW.value, dtype=torch.float64)
     if segments:
@@ -246,7 +247,7 @@ def token_pass_triton(
                 parameters, logprobs, rollout_logprobs, old_logprobs, advantages, mask, cu_seqlens,
                 prefix_min, log_ratio, first_trigger, places,
                 loss, coefficient, kept, rows, histograms,
-                **_constants(chosen), **_OPTIONS,
+                **kernel_constants(chosen), **LAUNCH_OPTIONS,
             )  # fmt: skip
     segment_sums = torch.stack([rows[:, 0], rows[:, _LOSS]], 1)
     return loss, coefficient, kept, segment_sums, rows[:, : len(SUMS)].sum(0), histograms
@@ -256,39 +257,9 @@ token_pass_triton.register_fake(fake_outputs)
 token_pass_triton.register_autograd(scale_coefficient, setup_context=save_coefficient)
 
 # The limit of registers is above what any rule needs: without one, ptxas spills a few to reach a round number.
-_OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=True, maxnreg=192)
+LAUNCH_OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=True, maxnreg=192)
 
 
-def _constants(rule: TritonRule) -> dict[str, Any]:
+def kernel_constants(rule: TritonRule) -> dict[str, Any]:
+    """The constexpr arguments of `token_pass_kernel`."""
     return dict(RULE=rule.function, PARAMETERS=rule.parameters, QUANTITY=rule.quantity, TILE=TILE)
-
-
-_POINTERS = dict(
-    parameters="*fp64", logprobs="*fp32", rollout_logprobs="*fp32", old_logprobs="*fp32", advantages="*fp32",
-    mask="*i1", cu_seqlens="*i32", prefix_min="*fp32", sequence_log_ratio="*fp32", first_trigger="*i32", places="*i64",
-    loss="*fp32", coefficient="*fp32", kept="*i1", rows="*fp64", histograms="*i64",
-)  # fmt: skip
-
-
-def _compile_spec(name: str, inherited: bool, architecture: int) -> CompileSpec:
-    rule = TRITON_RULES[name]
-    absent = [] if inherited else ["prefix_min", "sequence_log_ratio", "first_trigger"]
-    absent += [] if rule.quantity == "ties" else ["places"]
-    signature = {argument: type for argument, type in _POINTERS.items() if argument not in absent}
-    return CompileSpec(
-        name=f"token_pass.{name}" + (" inherited" if inherited else ""),
-        kernel=token_pass_kernel,
-        signature=signature,
-        constants=_constants(rule) | dict.fromkeys(absent),
-        architecture=architecture,
-        aligned=tuple(signature),
-        options=_OPTIONS,
-    )
-
-
-COMPILE_SPECS = [
-    _compile_spec(name, inherited, architecture)
-    for architecture in (80, 90, 100)
-    for name in RULES
-    for inherited in ((False, True) if name == "clip_prefix" else (False,))
-]

@@ -1,8 +1,8 @@
-"""One small device function an objective: what a trained token adds to it, with which gradient.
+"""One small device function per objective: what a trained token contributes, and with which gradient.
 
-The Triton counterpart of ``csrc/include/token_rules.h``, whose comments say where each rule's parameters come from. A
-function maps a tile of tokens, [TILE] each, to its `Outcome`; the token pass takes it as a constant, so that each
-objective is a kernel of its own. A comparison with a NaN is false, as in C; hence no minimum and maximum here.
+The Triton counterpart of ``csrc/include/token_rules.h``, whose comments name each rule's parameters. A function maps a
+tile of tokens, [TILE] each, to its `Outcome`; the token pass takes it as a compile-time constant, so that each rule is
+a kernel of its own. Comparisons with NaN are false, as in C, so there is no minimum or maximum here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-LOG_RATIO_LIMIT = tl.constexpr(20.0)  # of megarl.kernels.tokens
-NEVER = tl.constexpr(2**31 - 1)  # of megarl.kernels.segment_summary
+from megarl.kernels import constants
+
+LOG_RATIO_LIMIT = tl.constexpr(constants.LOG_RATIO_LIMIT)
+SEQUENCE_LOG_RATIO_LIMIT = tl.constexpr(constants.SEQUENCE_LOG_RATIO_LIMIT)
+NEVER = tl.constexpr(constants.NEVER)
 
 
 class Token(NamedTuple):
@@ -152,7 +155,7 @@ def soft_clip_prefix(t, s, p):
 
 @triton.jit
 def tapered_sequence(t, s, p):
-    ratio = exponential(clamp(s.log_ratio, -80.0, 80.0))  # beyond, far outside any bound and its own range
+    ratio = exponential(clamp(s.log_ratio, -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT))
     negative = t.advantage < 0
     weight = tl.where(t.advantage > 0, 1.0, clamp(ratio, p[0], p[1])) * t.advantage
     first = negative & ((ratio < p[0]) | (ratio > p[1]))
@@ -214,14 +217,14 @@ def decoupled(t, s, p):
 
 @dataclass(frozen=True)
 class TritonRule:
-    """A rule's function; how many parameters it has; what it must know of the whole sequence."""
+    """A rule's function; how many parameters it has; what it must know of the whole sequence, see `Rule.quantity`."""
 
     function: Any
     parameters: int
-    quantity: str = "none"  # none, mean or sum (of the log-ratios), trigger (the first), ties (order of)
+    quantity: str = "none"
 
 
-TRITON_RULES = {
+TRITON_RULES = {  # by the name that `Rule.name` gives
     "reinforce": TritonRule(reinforce, 0),
     "clip_token": TritonRule(clip_token, 2),
     "clip_prefix": TritonRule(clip_prefix, 2),

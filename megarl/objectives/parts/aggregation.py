@@ -1,4 +1,4 @@
-"""How per-token losses become one number: sum(weights * loss) / count, the count taken over the whole optimizer batch.
+"""How per-token losses become one number: sum(weights * loss) / count, with the count of the whole optimizer batch.
 
 `token_mean`: weights 1, count = trained tokens. `sequence_mean`: weights 1 / trained tokens of the response, count =
 responses with at least one trained token. Counts are integers that add over data- and context-parallel ranks and
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from megarl.batch import ContextShard
-from megarl.objectives.parts.sequences import sequence_ids, sequence_sum
+from megarl.batch import ContextShard, segment_ids
+from megarl.objectives.parts.sequences import sequence_sum
 
 
 def token_weights(
@@ -20,7 +20,7 @@ def token_weights(
     if aggregation == "token_mean":
         return loss_mask.float()
     lengths = sequence_sum(loss_mask, cu_seqlens, shard)  # [S]
-    return loss_mask / lengths[sequence_ids(cu_seqlens, loss_mask.numel())].clamp(min=1)
+    return loss_mask / lengths[segment_ids(cu_seqlens, loss_mask.numel())].clamp(min=1)
 
 
 def denominator(

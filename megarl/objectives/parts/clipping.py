@@ -1,4 +1,4 @@
-"""Hard clip (the gradient stops outside) and soft clip (the weight saturates, the gradient stays)."""
+"""Hard clip (no gradient outside the bounds) and soft clip (a bounded weight; every token keeps its gradient)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def soft_clip(
 def dual_clip(value: torch.Tensor, advantages: torch.Tensor, ratio_c: float) -> tuple[torch.Tensor, torch.Tensor]:
     """max(value, c A) for A < 0 (arXiv:1912.09729) and [T] bool where the bound is strictly larger: no gradient.
 
-    value [T]: a clipped objective of the form ratio * A; it bounds what a large ratio can do to a bad token.
+    value [T]: a clipped objective of the form ratio * A. This bounds the loss of a token with A < 0 and a large ratio.
     """
     advantages = advantages.detach()
     capped = (advantages < 0) & (value.detach() < ratio_c * advantages)

@@ -1,4 +1,4 @@
-"""Fields of objective dataclasses that know their allowed values, and the check that names a wrong one."""
+"""Fields of objective dataclasses with their allowed values, and the check that names a wrong value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An objective by the fused token pass: the same `Terms` as its definition, from one kernel."""
+"""Evaluates an objective by the fused token pass: the same `Terms` as its definition, from one kernel."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 
 from megarl.batch import TokenBatch
-from megarl.kernels.segment_summary import NEVER, segment_summary
-from megarl.kernels.token_pass import SUMS, Inherited, Rule, token_pass
-from megarl.kernels.tokens import Tokens
+from megarl.kernels.constants import NEVER
+from megarl.kernels.segment_summary import segment_summary
+from megarl.kernels.token_pass import Inherited, Rule, token_pass
+from megarl.kernels.token_pass.outputs import SUMS
+from megarl.kernels.tokens import Tokens, tie_places
 from megarl.objectives.parts.aggregation import sequence_count
 from megarl.objectives.parts.metrics import Metric, mean_metric
-from megarl.objectives.parts.ratios import chunk_carry
+from megarl.objectives.parts.prefix_min import min_of_earlier_chunks
 from megarl.objectives.parts.terms import Terms
-
-_POSITION_BITS = 22  # of csrc/include/token_rules.h
 
 
 @functools.lru_cache(maxsize=64)
@@ -25,38 +25,10 @@ def constants(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(values or (0.0,), dtype=torch.float64, device=device)
 
 
-def tokens_of(batch: TokenBatch) -> Tokens:
-    """The batch as the kernels take it. Under context parallelism the two chunks of a sequence are two segments."""
-    cu_seqlens = batch.cu_seqlens.int()
-    if batch.shard is not None:
-        middle = cu_seqlens[:-1] + cu_seqlens.diff() // 2
-        cu_seqlens = torch.cat([torch.stack([cu_seqlens[:-1], middle], 1).flatten(), cu_seqlens[-1:]])
-    old = None if batch.old_logprobs is None else batch.old_logprobs.detach().float().contiguous()
-    return Tokens(
-        batch.logprobs.float().contiguous(),
-        batch.rollout_logprobs.detach().float().contiguous(),
-        batch.advantages.detach().float().contiguous(),
-        batch.loss_mask.contiguous(),
-        cu_seqlens.contiguous(),
-        old,
-    )
-
-
-def places_of(batch: TokenBatch) -> torch.Tensor:
-    """[segments] int64: where the first token of each segment stands in the order of ties, see
-    `megarl.objectives.parts.second_moment.tie_order`."""
-    sequences = batch.cu_seqlens.numel() - 1
-    index = batch.sequence_index
-    if index is None:
-        index = torch.arange(sequences, device=batch.cu_seqlens.device)
-    places = index.long() << _POSITION_BITS
-    return places if batch.shard is None else (places[:, None] + _chunk_starts(batch)).flatten()
-
-
 def fused_terms(rule: Rule, batch: TokenBatch, aggregation: str, backend: str) -> Terms:
     """`Terms` of the objective that `rule` stands for; loss and metrics agree with its definition to rounding."""
-    tokens = tokens_of(batch)
-    places = places_of(batch) if rule.name == "second_moment" else None
+    tokens = Tokens.of(batch)
+    places = tie_places(batch) if rule.quantity == "ties" else None
     inherited, counts = None, None
     if batch.shard is not None:
         inherited, counts = _inherit(rule, tokens, batch, backend)
@@ -98,8 +70,8 @@ def _metrics(s: dict[str, torch.Tensor], rule: Rule) -> dict[str, Metric]:
 def _loss_metric(
     segment_sums: torch.Tensor, counts: torch.Tensor | None, batch: TokenBatch, aggregation: str
 ) -> Metric:
-    """As `parts.metrics.loss_metric`, from the sums of the segments; counts [segments]: trained tokens of
-    each segment's whole sequence, None if it is the segment itself."""
+    """As `parts.metrics.loss_metric`, from the sums of the segments. counts [segments]: trained tokens of the whole
+    sequence of each segment; None: segments are whole sequences."""
     trained, loss = segment_sums.unbind(1)
     if aggregation == "token_mean":
         return loss.sum(), trained.sum()
@@ -110,18 +82,18 @@ def _loss_metric(
 
 
 def _inherit(rule: Rule, tokens: Tokens, batch: TokenBatch, backend: str) -> tuple[Inherited, torch.Tensor]:
-    """What the chunks of this rank take over from those of the others, and [segments] the trained tokens of the chunk's
-    whole sequence: one all-gather and two all-reduces of a few numbers a sequence."""
+    """What this rank's chunks must know of their whole sequences, and [segments] the trained tokens of these: one
+    all-gather and two all-reduces of a few numbers per sequence."""
     shard = batch.shard
     assert shard is not None
-    threshold = rule.parameters[2] if rule.name.startswith("veto") else rule.parameters[0] * 0  # 0: nothing triggers
+    threshold = rule.parameters[2] if rule.quantity == "trigger" else rule.parameters[0] * 0  # 0: nothing triggers
     summary = segment_summary(tokens, threshold.float(), backend)
-    carry = chunk_carry(summary.least.view(-1, 2), shard).flatten()
+    before = min_of_earlier_chunks(summary.least.view(-1, 2), shard).flatten()
     pair = torch.stack([summary.sum.view(-1, 2).sum(1), summary.count.view(-1, 2).sum(1).double()])  # [2, S]
     dist.all_reduce(pair, group=shard.group)
     total, count = pair
-    mean = total / count.clamp(min=1) if rule.name.endswith("mean") else total
-    starts = _chunk_starts(batch)
+    mean = total / count.clamp(min=1) if rule.quantity == "mean" else total
+    starts = shard.chunk_starts(batch.cu_seqlens)
     local = summary.first_trigger.view(-1, 2).long()
     first = torch.where(local == NEVER, NEVER, local + starts).amin(1)  # [S], in the whole sequence
     dist.all_reduce(first, dist.ReduceOp.MIN, group=shard.group)
@@ -130,12 +102,4 @@ def _inherit(rule: Rule, tokens: Tokens, batch: TokenBatch, backend: str) -> tup
     def twice(values: torch.Tensor) -> torch.Tensor:
         return values.repeat_interleave(2, output_size=2 * values.numel())
 
-    return Inherited(carry, twice(mean).float(), relative.flatten().int()), twice(count)
-
-
-def _chunk_starts(batch: TokenBatch) -> torch.Tensor:
-    """[S, 2] int64: position of the first token of this rank's two chunks in their whole sequence."""
-    shard = batch.shard
-    assert shard is not None
-    chunk = batch.cu_seqlens.diff().long() // 2
-    return torch.stack([shard.rank * chunk, (2 * shard.size - 1 - shard.rank) * chunk], 1)
+    return Inherited(before, twice(mean).float(), relative.flatten().int()), twice(count)

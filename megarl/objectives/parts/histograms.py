@@ -7,27 +7,23 @@ import struct
 
 import torch
 
-from megarl.kernels.token_pass import BINS, BINS_PER_SIGN
-from megarl.kernels.tokens import LOG_RATIO_LIMIT
+from megarl.kernels.constants import BINS, BINS_PER_SIGN, HISTOGRAM_BASE, HISTOGRAM_SHIFT, LOG_RATIO_LIMIT
 
-SMALLEST = 2.0**-14  # nats; log-ratios below share the bin of 0
 QUANTILES = (0.0, 0.01, 0.05, 0.5, 0.95, 0.99, 1.0)
-_SHIFT = 19  # leaves sign, exponent and 4 bits of the mantissa of a float32
-_BASE = 1807  # one less than the shifted bits of SMALLEST
 
 
 def histogram(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     """[T] log-ratios, [T] bool -> counts [BINS] int64; bin BINS_PER_SIGN holds 0, higher bins larger values."""
     magnitude = values.detach().float().abs().contiguous().view(torch.int32).long()
-    step = ((magnitude >> _SHIFT) - _BASE).clamp(0, BINS_PER_SIGN)
+    step = ((magnitude >> HISTOGRAM_SHIFT) - HISTOGRAM_BASE).clamp(0, BINS_PER_SIGN)
     index = torch.where(where, BINS_PER_SIGN + torch.where(values < 0, -step, step), BINS)
     counts = torch.zeros(BINS + 1, dtype=torch.int64, device=values.device)
     return counts.index_add_(0, index, torch.ones_like(index))[:-1]
 
 
 def quantiles(counts: torch.Tensor, levels: tuple[float, ...] = QUANTILES) -> list[float]:
-    """Log-ratio quantiles (smallest value with at least that share at or below it), to half a bin: 3.1 % of the
-    log-ratio, or 2^-14 nats. NaN for an empty histogram."""
+    """Log-ratio quantiles (the smallest value with at least that share at or below it), exact to half a bin: 3.1 % of
+    the log-ratio, or 2^-14 nats. NaN for an empty histogram."""
     cumulative = counts.double().cumsum(0)
     total = float(cumulative[-1])
     if total == 0:
@@ -48,7 +44,7 @@ def _edge(step: int) -> float:
     """Lower edge of |l| of the bin `step` bins from 0; the last bin ends at the limit."""
     if step > BINS_PER_SIGN:
         return LOG_RATIO_LIMIT
-    return float(struct.unpack("<f", struct.pack("<i", (step + _BASE) << _SHIFT))[0])
+    return float(struct.unpack("<f", struct.pack("<i", (step + HISTOGRAM_BASE) << HISTOGRAM_SHIFT))[0])
 
 
 def _centre(step: int) -> float:

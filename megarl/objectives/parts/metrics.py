@@ -7,12 +7,11 @@ import math
 import torch
 
 from megarl.batch import TokenBatch
+from megarl.kernels.constants import DAMPENED
 from megarl.objectives.parts.aggregation import denominator, token_weights
 
-Metric = tuple[
-    torch.Tensor, torch.Tensor
-]  # (sum, count), float64 0-d: add both over ranks and micro-batches, then divide
-DAMPEN_THRESHOLD = 0.8  # 1 - eps of the paper; the text names no number for either "dampened" or "bad prefix"
+# (sum, count), float64 0-d: add both over ranks and micro-batches, then divide
+Metric = tuple[torch.Tensor, torch.Tensor]
 
 
 def mean_metric(values: torch.Tensor, where: torch.Tensor) -> Metric:
@@ -38,14 +37,13 @@ def loss_metric(loss: torch.Tensor, batch: TokenBatch, aggregation: str) -> Metr
 
 
 def dampen_metrics(ratio: torch.Tensor, prefix: torch.Tensor, batch: TokenBatch, name: str) -> dict[str, Metric]:
-    """How selectively an effective ratio dampens tokens behind an unlikely prefix (Prefix-Ratio GRPO, Table 2).
+    """How selectively an effective ratio dampens tokens after an unlikely prefix (Prefix-Ratio GRPO, Table 2).
 
-    Share of tokens whose effective ratio [T] is below .8, after good prefixes (m_t >= .8) and after bad ones.
-
+    The share of tokens whose effective ratio [T] is below .8, after good prefixes (m_t >= .8) and after bad ones.
     prefix: log m_t [T]. Selectivity is the share after bad prefixes over that after good ones.
     """
-    dampened = (ratio.detach() < DAMPEN_THRESHOLD).double()
-    bad = prefix < math.log(DAMPEN_THRESHOLD)
+    dampened = (ratio.detach() < DAMPENED).double()
+    bad = prefix < math.log(DAMPENED)
     return {
         f"{name}/good_prefix": mean_metric(dampened, batch.loss_mask & ~bad),
         f"{name}/bad_prefix": mean_metric(dampened, batch.loss_mask & bad),

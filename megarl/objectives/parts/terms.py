@@ -10,7 +10,7 @@ from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.objectives.parts.histograms import histogram
 from megarl.objectives.parts.metrics import Metric, dampen_metrics, fraction_metrics, loss_metric, mean_metric
-from megarl.objectives.parts.ratios import prefix_min_log_ratio
+from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,7 @@ def make_terms(
     ``ratio/mean`` and ``ratio/square_mean`` give the effective sample size mean^2 / square_mean; ``kl/k1`` and
     ``kl/k3`` estimate KL(behaviour || current) from behaviour samples (http://joschu.net/blog/kl-approx.html);
     ``m2/before`` is the mean squared log-ratio of trust-region tokens, ``m2/after`` that of those that are kept;
-    ``dampen/token`` and ``dampen/prefix`` are the dampen rates of rho_t and of m_t rho_t (Prefix-Ratio GRPO, Table 2),
-    whichever objective trains.
+    ``dampen/token`` and ``dampen/prefix`` are the dampen rates of rho_t and of m_t rho_t (Prefix-Ratio GRPO, Table 2).
     """
     mask = batch.loss_mask
     loss, kept = torch.where(mask, loss, 0), kept & mask

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from megarl.batch import TokenBatch
-from megarl.objectives.parts.sequences import positions, sequence_ids, sequence_min
+from megarl.kernels.constants import NEVER
+from megarl.objectives.parts.sequences import sequence_min
 
 SCOPES = ("sequence", "suffix", "non_trigger_suffix", "trigger")
-_NEVER = 2**62  # a position no token has
 
 
 def veto_mask(ratio: torch.Tensor, batch: TokenBatch, threshold: float, scope: str) -> torch.Tensor:
@@ -22,11 +22,10 @@ def veto_mask(ratio: torch.Tensor, batch: TokenBatch, threshold: float, scope: s
     trigger = negative & (ratio.detach() < threshold)
     if scope == "trigger":
         return trigger
-    tokens = ratio.numel()
-    position = positions(batch.cu_seqlens, tokens, batch.shard)
-    first = sequence_min(torch.where(trigger, position, _NEVER), _NEVER, batch.cu_seqlens, batch.shard)  # [S]
-    tau = first[sequence_ids(batch.cu_seqlens, tokens)]
+    position = batch.positions
+    first = sequence_min(torch.where(trigger, position, NEVER), NEVER, batch.cu_seqlens, batch.shard)  # [S]
+    tau = first[batch.sequence_ids]
     if scope == "sequence":
-        return negative & (tau < _NEVER)
+        return negative & (tau < NEVER)
     suffix = negative & (position > tau)
     return suffix & ~trigger if scope == "non_trigger_suffix" else suffix

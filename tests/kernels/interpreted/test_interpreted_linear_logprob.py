@@ -1,4 +1,4 @@
-"""The Triton backend of the fused lm head, in Triton's interpreter, against `megarl.kernels.reference` in float64.
+"""The Triton backend of the fused lm head, in Triton's interpreter, against the definition in float64.
 
 The interpreter is silently wrong in bfloat16, so these tests use float32 (tiles of 64 x 64) and float16 (128 x 256).
 """
@@ -13,8 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megarl.errors import UserError
-from megarl.kernels import reference
-from megarl.kernels.linear_logprob import linear_logprob
+from megarl.kernels.linear_logprob import definition, linear_logprob
 from megarl.kernels.linear_logprob import triton_backend as kernels
 
 TEMPERATURE = 0.7
@@ -41,7 +40,7 @@ def exact(
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...], float]:
     """Outputs and gradients in float64 on the same rounded inputs, and the largest logit, with which errors scale."""
     h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    outputs = reference.linear_logprob(h, w, targets, TEMPERATURE, vocab)
+    outputs = definition.linear_logprob(h, w, targets, TEMPERATURE, vocab)
     largest = (h @ w.t()).abs().max().item() / TEMPERATURE if len(h) else 0.0
     return [x.detach() for x in outputs], gradients(outputs, [h, w], uses), largest
 
@@ -147,7 +146,7 @@ def test_logits_far_apart() -> None:
     """Beyond what float32 exponentials hold: nothing overflows, and the masked tail is below all of them."""
     hidden, weight, targets = problem(65, 8, 70, 67, torch.float32)
     outputs = linear_logprob(hidden * -1000, weight.abs(), targets, vocab_size=67, backend="triton")
-    wanted = reference.linear_logprob(hidden.double() * -1000, weight.double().abs(), targets, 1.0, 67)
+    wanted = definition.linear_logprob(hidden.double() * -1000, weight.double().abs(), targets, 1.0, 67)
     torch.testing.assert_close(outputs[0].double(), wanted[0], rtol=1e-6, atol=1e-2)
     torch.testing.assert_close(outputs[1].double(), wanted[1], rtol=0, atol=1e-2)
 
@@ -187,7 +186,7 @@ def _rank(rank: int, ranks: int, directory: str) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, list[torch.Tensor]]]:
     directory = tmp_path_factory.mktemp("ranks")
-    mp.spawn(_rank, (2, str(directory)), nprocs=2)  # type: ignore[no-untyped-call]
+    mp.start_processes(_rank, (2, str(directory)), nprocs=2, start_method="fork")  # type: ignore[no-untyped-call]
     return [torch.load(directory / f"{r}.pt") for r in range(2)]
 
 

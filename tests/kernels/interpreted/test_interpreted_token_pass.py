@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from test_token_pass import make_batch
 
 from megarl.batch import TokenBatch
-from megarl.kernels.segment_summary import NEVER
-from megarl.kernels.token_pass import RULES, Inherited, PassResult, Rule, token_pass
+from megarl.kernels.constants import NEVER
+from megarl.kernels.token_pass import Inherited, PassResult, Rule, token_pass
 from megarl.kernels.token_pass import triton_backend as kernels
+from megarl.kernels.token_pass.triton_rules import TRITON_RULES
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.fused import constants, tokens_of
+from megarl.objectives.parts.fused import constants
+from tests.kernels.test_token_pass import make_batch
 from tests.objectives.random_batches import KINDS, random_batch
 from tests.objectives.test_against_papers import CASES
 
@@ -58,8 +59,9 @@ def test_equals_the_definition(name: str) -> None:
 
 def test_every_rule_is_compared_with_its_definition() -> None:
     batch = random_batch(0)
-    used = {objective.rule(batch, objective.statistics(batch.detach())).name for objective, _ in CASES.values()}
-    assert used | {"clip_dual"} == set(RULES)  # and that one below
+    rules = [objective.rule(batch, objective.statistics(batch.detach())) for objective, _ in CASES.values()]
+    assert all(rule.quantity == TRITON_RULES[rule.name].quantity for rule in rules)
+    assert {rule.name for rule in rules} | {"clip_dual"} == set(TRITON_RULES)  # and that one below
 
 
 BORDERS = [TILE - 1, TILE, TILE + 1, 0, 0, 1, 2 * TILE - 1, 2 * TILE, 2 * TILE + 1, 0, 5 * TILE + 3, 0]
@@ -80,7 +82,7 @@ def test_tiles_and_stretches_have_no_borders(objective: Objective) -> None:
 
 
 def both(rule: Rule, batch: TokenBatch, *segments: Any) -> tuple[PassResult, PassResult]:
-    tokens = tokens_of(batch.detach())
+    tokens = Tokens.of(batch.detach())
     ours, theirs = (token_pass(rule, tokens, *segments, backend=backend) for backend in ("triton", "cpp"))
     return ours, theirs
 
@@ -93,7 +95,7 @@ def check(ours: PassResult, theirs: PassResult) -> None:
     torch.testing.assert_close(ours.sums, theirs.sums, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", TRITON_RULES)
 def test_inherited_values_and_places(name: str) -> None:
     """What the chunks of a context-parallel rank take over, against the C++ pass: nothing, a part, everything."""
     batch = make_batch([5, 9, 0, 8, 3])
@@ -160,9 +162,9 @@ def test_same_bits_every_time_and_no_gradient_where_nothing_trains() -> None:
 
 def test_the_operation_is_registered_correctly() -> None:
     """Schema, fake, autograd and tracing: torch's own checks."""
-    tokens = tokens_of(make_batch([5, 0, 9]))
+    tokens = Tokens.of(make_batch([5, 0, 9]))
     arguments = (
-        RULES.index("clip_token"), constants((0.8, 1.2), CPU), tokens.logprobs, tokens.rollout_logprobs,
+        "clip_token", constants((0.8, 1.2), CPU), tokens.logprobs, tokens.rollout_logprobs,
         None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None, None,
     )  # fmt: skip
     torch.library.opcheck(kernels.token_pass_triton, arguments)

@@ -1,0 +1,116 @@
+"""What `csrc` repeats of `megarl.kernels.constants` and of names is the same there, and nothing in it is left out."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import struct
+from typing import Any
+
+import pytest
+
+from megarl.kernels import constants, library
+from megarl.kernels.token_pass import triton_rules
+from megarl.kernels.token_pass.outputs import SUMS
+from megarl.objectives.parts import second_moment
+from tests.helpers import ROOT
+
+HEADERS = [(ROOT / "csrc/include" / name).read_text() for name in ("megarl_kernels.h", "token_rules.h")]
+ABI, RULES = HEADERS
+
+EXPECTED = {
+    "MEGARL_ABI_VERSION": library.ABI_VERSION,
+    "MEGARL_OK": 0,
+    "MEGARL_BAD_BOUNDARIES": library.BAD_BOUNDARIES,
+    "MEGARL_UNKNOWN_RULE": library.UNKNOWN_RULE,
+    "MEGARL_CUDA_ERROR": library.CUDA_ERROR,
+    "MEGARL_BINS_PER_SIGN": constants.BINS_PER_SIGN,
+    "MEGARL_BINS": constants.BINS,
+    "kLogRatioLimit": constants.LOG_RATIO_LIMIT,
+    "kSequenceLogRatioLimit": constants.SEQUENCE_LOG_RATIO_LIMIT,
+    "kDampened": constants.DAMPENED,
+    "kLogDampened": math.log(constants.DAMPENED),
+    "kNever": constants.NEVER,
+    "kPositionBits": constants.POSITION_BITS,
+    "kOutside": constants.OUTSIDE % 2**32,
+    "kSquareScale": constants.SQUARE_SCALE,
+    "kLargestSquare": constants.LARGEST_SQUARE,
+    "kLimbScale": 2.0**constants.LIMB_BITS,
+    "kLargestContribution": constants.LARGEST_CONTRIBUTION,
+    "kHistogramShift": constants.HISTOGRAM_SHIFT,
+    "kHistogramBase": constants.HISTOGRAM_BASE,
+}
+
+
+def header_constants() -> dict[str, Any]:
+    """Every constant that the headers define."""
+    found: dict[str, Any] = {}
+    definitions = re.findall(r"^#define (MEGARL_\w+) ([^/\n]+)", "\n".join(HEADERS), re.M)
+    definitions += re.findall(r"^constexpr \w+ (k\w+) = ([^;]+);", "\n".join(HEADERS), re.M)
+    for name, value in definitions:
+        if re.fullmatch(r"[-\w.+* ()]+", value) and "__" not in value and "inline" not in value:
+            plain = value if value.strip().startswith("0x") else re.sub(r"(?<=[\d.])f\b", "", value)
+            found[name] = eval(plain.strip().removesuffix("u"), {}, found)
+    return found
+
+
+def test_constants_of_the_headers() -> None:
+    found = header_constants()
+    assert found.keys() == EXPECTED.keys()
+    for name, value in EXPECTED.items():
+        assert found[name] == pytest.approx(value, rel=1e-15), name
+
+
+def test_the_histogram_ends_where_the_log_ratio_does() -> None:
+    """The last bin is that of the limit, the first beside 0 begins at 2^-14."""
+    assert bits(constants.LOG_RATIO_LIMIT) >> 19 == constants.BINS_PER_SIGN + constants.HISTOGRAM_BASE
+    assert bits(2.0**-14) >> constants.HISTOGRAM_SHIFT == constants.HISTOGRAM_BASE + 1
+
+
+def bits(x: float) -> int:
+    return struct.unpack("<i", struct.pack("<f", x))[0]
+
+
+def test_digits_of_the_radix_selection() -> None:
+    """Each level takes the bits that are left, and no more than the CUDA kernel's table has."""
+    most = int(re.search(r"kMaxBits = (\d+)", (ROOT / "csrc/cuda/second_moment.cu").read_text())[1])
+    for digits, total in (
+        (second_moment._VALUE_DIGITS, 31),
+        (second_moment._ORDER_DIGITS, 2 * constants.POSITION_BITS),
+    ):
+        assert [shift for shift, _ in digits] == [sum(b for _, b in digits[i + 1 :]) for i in range(len(digits))]
+        assert sum(b for _, b in digits) == total and max(b for _, b in digits) <= most
+
+
+def test_sums_have_the_names_and_the_order_of_the_header() -> None:
+    """An enumerator out of place would report one metric under the name of another."""
+    body = ABI.split("enum megarl_sum {")[1].split("}")[0]
+    sums = [
+        word for line in body.splitlines() for word in line.split("/*")[0].replace(",", " ").split() if "MEGARL" in word
+    ]
+    assert [s.removeprefix("MEGARL_").lower() for s in sums] == [*SUMS, "num_sums"]
+
+
+def test_every_kind_of_device_has_the_same_rules() -> None:
+    """In the header for the CPU and CUDA, by name in the loaded library, and in Triton; with the same quantities."""
+    rules = dict(re.findall(r'rule\("(\w+)", ([\w:<>]+)\)', RULES))
+    assert rules.keys() == triton_rules.TRITON_RULES.keys()
+    assert all(library.has_rule("cpu", rule) for rule in rules) and not library.has_rule("cpu", "clip")
+    names = {"kNone": "none", "kMean": "mean", "kSum": "sum", "kFirstTrigger": "trigger", "kTies": "ties"}
+    for rule, kind in rules.items():
+        body = re.search(rf"^struct {kind.split('<')[0]}\b.*?^}};", RULES, re.M | re.S)[0]
+        quantities = re.findall(r"Quantity::(\w+)", body)
+        last = quantities[0] if rule in ("veto_trigger",) else quantities[-1]
+        assert names[last] == triton_rules.TRITON_RULES[rule].quantity, rule
+
+
+def test_triton_and_cpp_approximate_exponentials_alike() -> None:
+    def numbers(source: str) -> list[float]:
+        code = re.sub(r"//.*|#.*", "", source)
+        found = [float(x) for x in re.findall(r"(?<![\w.])\d+\.\d+(?:e-?\d+)?", code)]
+        return sorted(x for x in found if x not in (0.0, 0.5, 12582912.0))  # what rounds to the nearest integer
+
+    for function in ("exponential_remainder", "exponential"):
+        theirs = re.search(rf"^MEGARL_INLINE float {function}\(.*?^}}", RULES, re.M | re.S)[0]
+        assert numbers(inspect.getsource(getattr(triton_rules, function).fn)) == numbers(theirs), function

@@ -1,0 +1,30 @@
+"""Finding and loading the compiled kernels: what is said where they are missing or outdated."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import UserError
+from megarl.kernels import library
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_missing_library_names_the_remedy(installed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if installed:
+        empty = importlib.metadata.PathDistribution(tmp_path / "megarl.dist-info")
+        monkeypatch.setattr(importlib.metadata, "distribution", lambda name: empty)
+    else:
+        monkeypatch.setattr(importlib.metadata.Distribution, "discover", lambda **kwargs: iter(()))
+    assert library.find_library("cpu") is None
+    with pytest.raises(UserError, match=r"compiled cpu kernels are not installed; .*: pip install \."):
+        library.load_library.__wrapped__("cpu")
+
+
+def test_outdated_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = library.ABI_VERSION
+    monkeypatch.setattr(library, "ABI_VERSION", current + 1)
+    with pytest.raises(UserError, match=f"has ABI version {current}, but megarl needs {current + 1}"):
+        library.load_library.__wrapped__("cpu")

@@ -1,0 +1,105 @@
+"""What can evaluate an objective, said before any process starts; a new objective needs no fused rule to train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.batch import TokenBatch
+from megarl.errors import UserError
+from megarl.kernels import library
+from megarl.kernels.token_pass import Rule
+from megarl.objectives import OBJECTIVES, OPTIONS, Objective, build_objective
+from megarl.objectives.parts.ratios import log_ratio
+from megarl.objectives.parts.terms import Terms, make_terms
+from tests.helpers import ROOT
+from tests.objectives.random_batches import random_batch
+
+FUSED = ("cpp", "triton", "cuda")
+
+
+@dataclass(frozen=True)
+class HalfReinforce(Objective):
+    """All that a new objective needs: rho A / 2."""
+
+    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
+        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
+        return make_terms(self.aggregation, batch, -l.exp() * batch.advantages / 2, ~clamped, l, clamped, {})
+
+
+@dataclass(frozen=True)
+class WithoutKernels(HalfReinforce):
+    """Names a rule that no kind of device has."""
+
+    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
+        return Rule("half", torch.zeros(1, dtype=torch.float64))
+
+
+def test_an_objective_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OBJECTIVES, "half", HalfReinforce)
+    objective = build_objective("half", {"aggregation": "sequence_mean", "opsm": {}})
+    objective.check("torch", live=False)
+    objective.check("torch", live=True)
+    half, whole = build_objective("half", {}), build_objective("reinforce", {})
+    for seed in range(16):
+        batch = random_batch(seed)
+        torch.testing.assert_close(half(batch).loss, whole(batch).loss / 2)
+        assert objective(batch).metrics.keys() > whole(batch).metrics.keys()
+
+
+@pytest.mark.parametrize("backend", FUSED)
+@pytest.mark.parametrize("options", [{}, {"opsm": {}}])
+def test_an_objective_without_a_rule_is_refused(
+    backend: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "has_rule", lambda device, rule, has=library.has_rule: has("cpu", rule))
+    for kind in (HalfReinforce, WithoutKernels):
+        monkeypatch.setitem(OBJECTIVES, "half", kind)
+        with pytest.raises(UserError, match=rf'{kind.__name__} .*{backend}.*\[actor\] kernels = "torch"'):
+            build_objective("half", options).check(backend, live=False)
+
+
+@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_of_megarl_has_a_rule_everywhere(
+    name: str, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The header with the rules of the CPU is that of CUDA."""
+    monkeypatch.setattr(library, "has_rule", lambda device, rule, has=library.has_rule: has("cpu", rule))
+    for backend in ("torch", *FUSED):
+        build_objective(name, {"variant": variant} if name in ("m2po", "bapo") else {}).check(backend, live=True)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_live_run_has_no_one_policy_to_recompute_with(option: str) -> None:
+    objective = build_objective("grpo", {option: {}})
+    objective.check("cpp", live=False)
+    if option in ("truncated_importance", "icepop"):
+        with pytest.raises(UserError, match=rf"objective.{option}.*old_logprobs.*in a live run several do.*staged"):
+            objective.check("cpp", live=True)
+    else:
+        objective.check("cpp", live=True)
+
+
+def test_decoupled_ppo_recomputes_nothing_and_may_run_live() -> None:
+    """Its proximal policy is the one before the update, which the update itself knows."""
+    build_objective("decoupled_ppo", {}).check("cpp", live=True)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_a_batch_of_wrong_shapes_is_refused_in_the_call(backend: str) -> None:
+    batch = random_batch(0)
+    for options in ({}, {"opsm": {}}):
+        with pytest.raises(UserError, match="advantages has 2 tokens"):
+            build_objective("grpo", options)(replace(batch, advantages=torch.ones(2)), backend=backend)
+
+
+def test_an_objective_touches_its_file_and_one_other() -> None:
+    """Beside its own file, its subclasses and its line in objectives/__init__.py no module knows an objective."""
+    sources = {path: path.read_text() for path in (ROOT / "megarl").rglob("*.py")}
+    for name, kind in OBJECTIVES.items():
+        knowing = {path.name for path, text in sources.items() if f" import {kind.__name__}\n" in text}
+        assert knowing - {"dapo.py"} == {"__init__.py"}, name

@@ -1,0 +1,86 @@
+"""The exclusive running minimum of packed sequences against a loop."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.objectives.parts.prefix_min import exclusive_min
+
+NAN, INF = math.nan, math.inf
+
+
+def loop(log_ratio: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """The definition: minimum of the log-ratios of the earlier trained tokens of the sequence; 0 for none."""
+    out = torch.zeros_like(log_ratio)
+    for start, end in pairwise(cu_seqlens.tolist()):
+        for t in range(start, end):
+            earlier = log_ratio[start:t][mask[start:t]]
+            out[t] = earlier.min() if earlier.numel() else 0.0
+    return out
+
+
+def tensors(values: list[float], mask: list[int], lengths: list[int]) -> tuple[torch.Tensor, ...]:
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    return torch.tensor(values, dtype=torch.float32), torch.tensor(mask, dtype=torch.bool), cu_seqlens
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_by_hand() -> None:
+    values = [-1.0, 0.5, -2.0, 7.0, 3.0, -9.0, 2.0, 5.0]
+    mask = [1, 1, 1, 1, 1, 0, 1, 1]  # -9 is a prompt token
+    out = exclusive_min(*tensors(values, mask, [4, 4]))
+    equal(out, torch.tensor([0.0, -1.0, -1.0, -2.0, 0.0, 3.0, 3.0, 2.0]))
+
+
+def test_nan_and_infinity() -> None:
+    values = [1.0, NAN, -INF, 2.0, NAN, INF, 0.0, INF]
+    mask = [1, 1, 1, 1, 0, 1, 0, 1]  # the second NaN is masked
+    equal(exclusive_min(*tensors(values, mask, [4, 4])), torch.tensor([0.0, 1.0, NAN, NAN, 0.0, 0.0, INF, INF]))
+    equal(exclusive_min(*tensors([-NAN, 1.0, -INF], [1, 1, 1], [3])), torch.tensor([0.0, NAN, NAN]))
+
+
+def test_what_precedes_a_segment() -> None:
+    """Its minimum enters; none (inf) leaves 0 for the first token; NaN makes the whole segment NaN."""
+    inputs = tensors([1.0, -1.0, 1.0, 1.0, -3.0, 1.0], [1, 1, 0, 1, 1, 1], [2, 2, 2])
+    out = exclusive_min(*inputs, before=torch.tensor([-0.5, INF, NAN]))
+    equal(out, torch.tensor([-0.5, -0.5, 0.0, 0.0, NAN, NAN]))
+
+
+floats = st.floats(width=32, allow_nan=True) | st.sampled_from([0.0, -0.0, 1e-45, -1e-45, INF, -INF])
+sequences = st.lists(st.lists(st.tuples(floats, st.booleans()), max_size=9), max_size=7)
+
+
+@settings(max_examples=200, deadline=None)
+@given(packed=sequences)
+def test_equals_the_loop(packed: list[list[tuple[float, bool]]]) -> None:
+    tokens = [token for sequence in packed for token in sequence]
+    inputs = tensors([v for v, _ in tokens], [m for _, m in tokens], [len(s) for s in packed])
+    equal(exclusive_min(*inputs), loop(*inputs))
+
+
+def test_many_long_sequences() -> None:
+    """The reference here is torch's own running minimum, sequence by sequence."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 4000, (40,), generator=generator).tolist()
+    total = sum(lengths)
+    log_ratio = torch.randn(total, generator=generator).cumsum(0)
+    mask = torch.rand(total, generator=generator) < 0.8
+    out = exclusive_min(log_ratio, mask, torch.tensor([0, *lengths]).cumsum(0).int())
+    for got, values, trained in zip(out.split(lengths), log_ratio.split(lengths), mask.split(lengths), strict=True):
+        running = torch.where(trained, values, INF).cummin(0).values if len(values) else values
+        wanted = torch.cat([running.new_full((1,), INF), running])[: len(values)]
+        equal(got, torch.where(wanted == INF, 0, wanted))
+
+
+def test_takes_strided_inputs() -> None:
+    values, mask, cu_seqlens = tensors([3.0, -1.0, 2.0], [1, 1, 1], [3])
+    strided = torch.stack([values, values + 9], 1)[:, 0]
+    equal(exclusive_min(strided, mask, cu_seqlens), torch.tensor([0.0, 3.0, -1.0]))
