@@ -21,7 +21,7 @@ from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import Completion, Request, Sampling, never, section
-from megarl.storage.policies import REFERENCE_TOKENS
+from megarl.storage.reference_logprobs import REFERENCE_TOKENS
 
 
 @dataclass(frozen=True)
