@@ -3,17 +3,19 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 KERNELS := CMakeLists.txt $(shell find csrc -type f)
-# tests of whole runs, of several processes and with clocks, take turns
-RUNS := tests/phases tests/live tests/slurm tests/vllm tests/sglang
-
-.PHONY: quickstart test test-megatron-next lint bench launch sglang
+.PHONY: quickstart test test-engines test-cluster test-megatron-next lint bench launch sglang
 
 quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
 
-test: .venv/.stamp
-	$(RUN) -m pytest -x -q -n 2 --dist loadfile $(addprefix --ignore=,$(RUNS))
-	$(RUN) -m pytest -x -q --durations=10 $(RUNS)
+test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm
+	$(RUN) -m pytest -q -n 2 --dist worksteal --durations=15 --ignore=tests/slurm -m "not vllm and not sglang"
+
+test-engines: .venv/.stamp
+	$(RUN) -m pytest -q --durations=10 -m "vllm or sglang"
+
+test-cluster: .venv/.stamp
+	$(RUN) -m pytest -q --durations=10 tests/slurm
 
 # the actor on Megatron-Core 0.19, in front of the tested 0.16; its wheels are built for Python 3.12, and its compiled
 # part, a data loader's, is not used

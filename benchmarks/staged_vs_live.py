@@ -1,5 +1,7 @@
 """What switching between generation and optimisation costs, and how long trainers wait: staged and live schedules.
 
+- the quickstart as it is, on one device: ten phases, three rollouts, three optimisations and four evaluations.
+
 The quickstart's task, model and budget of updates and samples on two devices (cores), evaluations off. Staged phases
 have both devices, two engines and then two trainers; live runs have one engine and one trainer.
 
@@ -28,14 +30,15 @@ from common import ROOT, write_table
 SYNC_EVERY = 4
 
 
-def train(run: Path, processes: int, **schedule: Any) -> tuple[float, float]:
-    """`megarl train` of the quickstart with another schedule and so many engines, and trainers.
-
-    Returns seconds of wall and of CPU time.
-    """
+def on_devices(processes: int, **schedule: Any) -> dict[str, Any]:
+    """Settings of the quickstart with another schedule and so many engines, and trainers."""
     settings = {f"schedule.{name}": value for name, value in schedule.items()}
     settings |= {"eval.every": 0, "run.tensorboard": False, "rollout.groups_per_chunk": 64}
-    settings |= {"rollout.workers": processes, "actor.processes_per_node": processes}
+    return settings | {"rollout.workers": processes, "actor.processes_per_node": processes}
+
+
+def train(run: Path, settings: dict[str, Any]) -> tuple[float, float]:
+    """`megarl train` of the quickstart; seconds of wall and of CPU time."""
     command = [sys.executable, "-W", "ignore", "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
     command += ["--run-dir", str(run)]
     command += [part for name, value in settings.items() for part in ("--set", f"{name}={json.dumps(value)}")]
@@ -54,11 +57,14 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def shard_seconds(rollouts: Path) -> float:
-    """Seconds of generation of a staged run, from the times at which its engines stored their equally large chunks."""
-    times = sorted(path.stat().st_mtime for path in rollouts.glob("*.arrow"))
-    engines = len({path.name[:6] for path in rollouts.glob("*.arrow")})
-    return (times[-1] - times[0]) * len(times) / (len(times) - engines)
+def generation_seconds(events: list[dict[str, Any]]) -> float:
+    """Of a staged run: the slowest engine of each rollout phase, and the evaluations."""
+    slowest: dict[int, float] = {}
+    for event in events:
+        if event["event"] == "rollout_progress":
+            slowest[event["stage"]] = max(event["seconds"], slowest.get(event["stage"], 0.0))
+    scored = sum(event["generate_seconds"] for event in events if event["event"] == "evaluation")
+    return sum(slowest.values()) + scored
 
 
 def account(name: str, run: Path, wall: float, cpu: float) -> dict[str, Any]:
@@ -70,7 +76,7 @@ def account(name: str, run: Path, wall: float, cpu: float) -> dict[str, Any]:
     optimise = sum(update["seconds"] for update in updates) - waited - sum(exports)
     generate = sum(e["generate_seconds"] for e in events if e["event"] == "idle" and e["role"] == "rollout")
     if not idle:
-        generate = sum(map(shard_seconds, run.glob("stages/*/rollouts")))
+        generate = generation_seconds(events)
     row = {"schedule": name, "updates": len(updates), "cpu_s": cpu, "wall_s": wall}
     row |= {"generate_s": generate, "optimise_s": optimise}
     ages = [update["staleness"] for update in updates]
@@ -86,17 +92,18 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     budget = {"stages": options.stages, "updates_per_stage": options.updates}
     live = {"kind": "live", "sync_every": SYNC_EVERY}
-    schedules: dict[str, dict[str, Any]] = {
-        f"staged, S = {options.updates}": {"kind": "staged"},
-        f"live lockstep, S = {SYNC_EVERY}": live | {"lockstep": True},
+    runs: dict[str, dict[str, Any]] = {
+        "quickstart, 3 x S = 96": {},
+        f"staged, S = {options.updates}": on_devices(2, kind="staged", **budget),
+        f"live lockstep, S = {SYNC_EVERY}": on_devices(1, lockstep=True, **live, **budget),
     }
-    schedules |= {f"live, max_lag = {lag}": live | {"max_lag": lag} for lag in (4, 16, 64)}
+    runs |= {f"live, max_lag = {lag}": on_devices(1, max_lag=lag, **live, **budget) for lag in (4, 16, 64)}
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        for number, (name, schedule) in enumerate(schedules.items()):
+        for number, (name, settings) in enumerate(runs.items()):
             run = Path(scratch) / str(number)
-            row = account(name, run, *train(run, 2 if number == 0 else 1, **budget, **schedule))
-            if number < 2:  # side by side, generation and optimisation overlap: the rest is no sum
+            row = account(name, run, *train(run, settings))
+            if number < 3:  # side by side, generation and optimisation overlap: the rest is no sum
                 row["neither_s"] = row["wall_s"] - row["generate_s"] - row["optimise_s"]
             rows.append(row)
             print(json.dumps(row), flush=True)

@@ -48,20 +48,20 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
         print(f"megarl {__version__}: {'continuing' if begun else 'starting'} {options.run_dir}", flush=True)
         from megarl.workers.processes import Starter
 
-        with Starter() as starter:
-            if "recipe" in options:
-                from megarl.recipe.load import load_without_objective
+        starter = Starter()
+        if "recipe" in options:
+            from megarl.recipe.load import load_without_objective
 
-                load_without_objective(options.recipe, options.set)  # most mistakes show before any process starts
-            starter.warm_up()  # it imports while this process does
-            from megarl.workers.launcher import follow
-            from megarl.workers.nodes import Nodes
+            load_without_objective(options.recipe, options.set)  # most mistakes show before any process starts
+        starter.warm_up()  # it imports while this process does
+        from megarl.workers.launcher import follow
+        from megarl.workers.nodes import Nodes
 
-            with Nodes.join(starter) as nodes:
-                if nodes.rank:
-                    follow(nodes)
-                else:
-                    lead(options, nodes)
+        with Nodes.join(starter) as nodes:
+            if nodes.rank:
+                follow(nodes)
+            else:
+                lead(options, nodes)
 
     return command
 

@@ -18,7 +18,6 @@ from megarl.views.report import write_report
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
-from megarl.workers.processes import Starter
 
 _BRANCH_TABLES = ("objective.", "optimizer.", "actor.", "megatron.")
 
@@ -130,7 +129,7 @@ def evaluate_model(target: Path, recipe_path: Path | None, suite: str | None, ov
         stage = RunDir.create(Path(scratch) / "run", recipe).stage(0)
         stage.policy.parent.mkdir(parents=True)
         os.symlink(policy, stage.policy)
-        with Starter() as starter, Nodes(NodeRank(), starter) as nodes:
+        with Nodes(NodeRank()) as nodes:
             run_phase(nodes, stage, "evaluate", stage.rollout.workers)
         result = stage.evaluation()
         assert result is not None

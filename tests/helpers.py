@@ -51,11 +51,11 @@ def megarl(*arguments, timeout=900, env=None):
     return subprocess.CompletedProcess(arguments, command.returncode, command.stdout, command.stderr)
 
 
-def start_megarl(*arguments, env=None):
-    """The same without waiting: a `tests.zygote.Command`."""
+def start_megarl(*arguments, env=None, hold=None):
+    """The same without waiting: a `tests.zygote.Command`. ``hold``: the arguments of `tests.zygote.hold`."""
     from tests.zygote import Command
 
-    return Command(zygote(), arguments, dict(os.environ if env is None else env))
+    return Command(zygote(), arguments, dict(os.environ if env is None else env), hold)
 
 
 @functools.cache

@@ -5,7 +5,10 @@ A forked `megarl` gets its warm process as a fork too. All the rest is the code 
 
 from __future__ import annotations
 
+import builtins
+import io
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -35,6 +38,8 @@ class CommandServer(Server):
         os.chdir(ROOT)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         processes.WarmProcess = ForkedWarmProcess
+        if order["hold"]:
+            hold(*order["hold"])
         sys.argv = ["megarl", *order["arguments"]]
         try:
             cli.main(order["arguments"])
@@ -44,6 +49,32 @@ class CommandServer(Server):
                 return 1
             return end.code or 0
         return 0
+
+
+def hold(pattern: str, count: int, marker: str) -> None:
+    """From here on the ``count``-th file operation that matches ``pattern`` writes ``marker`` and never returns.
+
+    It counts in each process for itself, and holds in forks of this one too. An operation reads ``open PATH`` or
+    ``replace FROM TO``.
+    """
+    seen = [0]
+
+    def wrap(name: str, function: Any) -> Any:
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            text = f"{name} {' '.join(str(x) for x in arguments[:2])}"
+            if re.search(pattern, text):
+                seen[0] += 1
+                if seen[0] == count:
+                    Path(marker).touch()
+                    while True:
+                        time.sleep(1)
+            return function(*arguments, **options)
+
+        return wrapped
+
+    builtins.open = io.open = wrap("open", open)
+    os.open = wrap("open", os.open)
+    os.replace, os.rename = wrap("replace", os.replace), wrap("replace", os.rename)
 
 
 class ForkedWarmProcess(WarmProcess):
@@ -89,12 +120,14 @@ class Child:
 class Command:
     """A `megarl` that runs, as `subprocess.Popen`."""
 
-    def __init__(self, zygote: WarmProcess, arguments: tuple[Any, ...], environment: dict[str, str]) -> None:
+    def __init__(
+        self, zygote: WarmProcess, arguments: tuple[Any, ...], environment: dict[str, str], hold: list[Any] | None
+    ) -> None:
         self.zygote, self.returncode = zygote, None
         self.folder = tempfile.TemporaryDirectory(prefix="megarl-command-")
         self.outputs = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
         order = {"log": str(self.outputs[0]), "errors": str(self.outputs[1])}
-        order |= {"arguments": list(map(str, arguments)), "environment": environment}
+        order |= {"arguments": list(map(str, arguments)), "environment": environment, "hold": hold}
         (self.pid,) = zygote.fork([order])
 
     def poll(self, seconds: float = 0.0) -> int | None:

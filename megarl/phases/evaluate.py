@@ -25,7 +25,9 @@ def evaluate(stage: Stage) -> None:
     worker = RolloutWorker.build(stage.run.recipe, stage.number, stage.policy, for_training=False)
     drift = worker.check_weights(stage.policy, replicas)
     stage.log_event("weight_drift", phase="evaluate", rank=replicas.rank, **asdict(drift))
+    generation = time.monotonic()
     mine = score_heldout(worker, replicas.store)
+    generated = round(time.monotonic() - generation, 3)
     worker.engine.close()
     everyone = replicas.gather("rewards", list(mine.items()))
     if replicas.rank == 0:
@@ -35,6 +37,7 @@ def evaluate(stage: Stage) -> None:
             policy=str(stage.policy.relative_to(stage.run.root)),
             **summarise(np.array([rewards[i] for i in sorted(rewards)])),
             temperature=stage.run.recipe.eval.temperature,
+            generate_seconds=generated,
             seconds=round(time.monotonic() - start, 3),
         )
     replicas.barrier("evaluated")

@@ -44,12 +44,14 @@ class RolloutStats:
 
     def event(self, decoding: int) -> dict[str, Any]:
         """decoding: responses that the engine has taken and not finished."""
+        seconds = time.monotonic() - self.start
         return {
+            "seconds": round(seconds, 3),
             "groups": self.groups,
             "responses": self.responses,
             "decoding": decoding,
             "tokens": self.tokens,
-            "tokens_per_second": round(self.tokens / max(1e-9, time.monotonic() - self.start), 1),
+            "tokens_per_second": round(self.tokens / max(1e-9, seconds), 1),
             "longest": self.longest,
             "truncated": self.unstopped,
             "reward_sum": self.rewards,

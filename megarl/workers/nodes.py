@@ -89,8 +89,8 @@ def job_port(job: int) -> int:
 class Nodes:
     """All agents of a run. On rank 0 `order` and `reports`, on the others `next_order`, on all of them `report`."""
 
-    def __init__(self, place: NodeRank, starter: Starter) -> None:
-        self.starter = starter
+    def __init__(self, place: NodeRank, starter: Starter | None = None) -> None:
+        self.starter = starter or Starter()
         self.rank, self.count, self.address = place.rank, place.count, place.address
         self._store, self.port = _open_store(place)
         self._names: list[str] = []
@@ -249,6 +249,7 @@ class Nodes:
             else:
                 self._store.set(f"left/{self.rank}", "1")
         self._closing.set()
+        self.starter.close()
 
     def _left(self, rank: int) -> bool:
         return rank in self.dead or self._store.check([f"left/{rank}"])

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from megarl.errors import STOP_SIGNALS
 
@@ -198,10 +198,7 @@ class Starter:
         """Have the warm process import what the run needs."""
         self.warm_up().prepare(run_dir)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._warm is not None:
             self._warm.close()
             self._warm = None

@@ -10,7 +10,7 @@ from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
 from megarl.workers.launcher import start_here
 from megarl.workers.nodes import NodeRank, Nodes
-from megarl.workers.processes import Starter, supervise
+from megarl.workers.processes import supervise
 from tests.helpers import ROOT, events, metrics, write_recipe  # noqa: F401 - the tests import these from here
 
 PROMPTS = ["".join(letters) for letters in itertools.product("abcdef", repeat=4)]
@@ -25,8 +25,7 @@ class Phases:
     """Starts single phases as the launcher does."""
 
     def __init__(self):
-        self.starter = Starter()
-        self.nodes = Nodes(NodeRank(), self.starter)
+        self.nodes = Nodes(NodeRank())
 
     def start(self, run, phase, stage=0):
         """The process ids, trainers first."""
@@ -54,7 +53,7 @@ class Phases:
 @pytest.fixture(scope="session")
 def phases():
     running = Phases()
-    with running.starter, running.nodes:
+    with running.nodes:
         yield running
 
 

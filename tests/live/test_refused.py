@@ -8,7 +8,6 @@ from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
-from megarl.workers.processes import Starter
 
 LIVE = ["schedule.kind=live", "schedule.sync_every=2", "schedule.lockstep=true"]
 
@@ -30,7 +29,7 @@ def test_devices_stand_side_by_side(recipe):
 
 
 def test_no_phase_of_a_live_run_stands_alone(recipe, tmp_path):
-    run, nodes = RunDir.create(tmp_path / "run", load_recipe(recipe, LIVE)), Nodes(NodeRank(), Starter())
+    run, nodes = RunDir.create(tmp_path / "run", load_recipe(recipe, LIVE)), Nodes(NodeRank())
     for command in (
         lambda: rollout_stage(nodes, run.stage(0)),
         lambda: optimize_stage(nodes, run.stage(0)),

@@ -1,54 +1,50 @@
-"""SIGKILL at twenty moments: the run still finishes, with every update once and the same bytes as undisturbed."""
+"""SIGKILL at twenty moments: the run still finishes, with every update once and the same bytes as undisturbed.
+
+The run is held at a moment, by its own file operations, until it is killed: see `hold` in tests/zygote.py.
+"""
 
 import json
-import random
-import time
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from safetensors.torch import load_file
 
-from tests.helpers import megarl, start_megarl, wait_until_nobody_works_on
+from tests.helpers import ROOT, megarl, start_megarl, wait_for, wait_until_nobody_works_on
 
 
 def lines(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def stage_moments(stage):
-    """Conditions on a run directory that hold in the middle of each kind of work of one stage."""
-
-    def at(pattern, count=1):
-        return lambda run: len(list(run.glob(pattern))) >= count
-
-    rollouts, checkpoints = f"stages/{stage:03d}/rollouts", f"stages/{stage:03d}/checkpoints"
-    after = "stages/001/policy" if stage == 0 else "final"
-    temporary = "stages/001/.policy.*.tmp" if stage == 0 else ".final.*.tmp"
+def moments(stage):
+    """(pattern of a file operation, how many of them in one attempt) in the middle of each kind of work of a stage."""
+    folder, policy = f"stages/{stage:03d}", r"stages/001/\.policy" if stage == 0 else r"/\.final"
     return {
-        f"stage {stage}: evaluation": at(f"logs/{stage:03d}_evaluate/attempt_0/rank_0000.log"),
-        f"stage {stage}: first shard": at(f"{rollouts}/*.arrow"),
-        f"stage {stage}: ledger": lambda run: lines(run / rollouts / "ledger.jsonl") >= 2,
-        f"stage {stage}: last shard, sealing": at(f"{rollouts}/*.arrow", 3),
-        f"stage {stage}: sealed": at(f"{rollouts}/SEALED"),
-        f"stage {stage}: first update": lambda run: lines(run / "metrics.jsonl") >= 6 * stage + 1,
-        f"stage {stage}: first checkpoint under way": at(f"{checkpoints}/.update_000002.*.tmp"),
-        f"stage {stage}: between checkpoints": lambda run: lines(run / "metrics.jsonl") >= 6 * stage + 3,
-        f"stage {stage}: last checkpoint under way": at(f"{checkpoints}/.update_000006.*.tmp"),
-        f"stage {stage}: export": lambda run: bool(list(run.glob(temporary))) or (run / after).exists(),
+        "evaluation": (f"open .*logs/{stage:03d}_evaluate/attempt_0/rank_0000.log", 1),
+        "first shard": (rf"replace .*{folder}/rollouts/.*\.arrow", 1),
+        "ledger": (f"open .*{folder}/rollouts/ledger.jsonl", 3),
+        "last shard": (rf"replace .*{folder}/rollouts/.*\.arrow", 1),
+        "sealing": (f"replace .*{folder}/rollouts/SEALED", 1),
+        "sealed": (f"open .*logs/{stage:03d}_optimize/attempt_0/rank_0000.log", 1),
+        "first update": ("open .*metrics.jsonl", 1),
+        "first checkpoint under way": (rf"open .*{folder}/checkpoints/\.update_000002\..*\.tmp/.", 1),
+        "between checkpoints": ("open .*metrics.jsonl", 5),
+        "last checkpoint under way": (rf"open .*{folder}/checkpoints/\.update_000006\..*\.tmp/.", 1),
+        "export": (rf"open .*{policy}\..*\.tmp/.", 1),
     }
 
 
-def kill_when(condition, recipe, run, rng):
-    """Start or continue the run and kill it once the condition holds; False when it ended first."""
-    command = start_megarl("train", recipe, "--run-dir", run)
-    while command.poll() is None:
-        if condition(run):
-            time.sleep(rng.uniform(0, 0.05))
-            command.kill()
-            command.wait()
-            return True
-        time.sleep(0.001)
-    assert command.returncode == 0, command.stderr
-    return False
+def kill_at(pattern, count, recipe, run):
+    """Start or continue the run, hold it at a moment and kill it."""
+    held = run.with_name("held")
+    held.unlink(missing_ok=True)
+    command = start_megarl("train", recipe, "--run-dir", run, hold=[pattern, count, str(held)])
+    wait_for(command, held.exists)
+    command.kill()
+    command.wait()
+    wait_until_nobody_works_on(run)
 
 
 def test_killed_runs_end_with_the_same_bytes(recipe, tmp_path):
@@ -56,16 +52,36 @@ def test_killed_runs_end_with_the_same_bytes(recipe, tmp_path):
     result = megarl("train", recipe, "--run-dir", undisturbed)
     assert result.returncode == 0, result.stderr
 
-    rng, kills = random.Random(0), 0
-    for stage in (0, 1):
-        for name, condition in stage_moments(stage).items():
-            assert kill_when(condition, recipe, killed, rng), f"the run ended before: {name}"
-            kills += 1
-            wait_until_nobody_works_on(killed)
-    assert kills == 20
+    kills = [moment for stage in (0, 1) for moment in moments(stage).values()]
+    assert len(kills) == 22
+    for pattern, count in kills:
+        kill_at(pattern, count, recipe, killed)
     result = megarl("train", recipe, "--run-dir", killed)
     assert result.returncode == 0, result.stderr
+    assert_same_run(undisturbed, killed)
 
+
+def test_a_run_that_was_started_from_a_shell_is_killed_three_times(recipe, tmp_path):
+    """With interpreters and warm processes of their own, as users start them."""
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    assert megarl("train", recipe, "--run-dir", undisturbed).returncode == 0
+    command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--run-dir", str(killed)]
+    for reached in (
+        lambda: list(killed.glob("stages/000/rollouts/*.arrow")),
+        lambda: lines(killed / "metrics.jsonl") >= 3,
+        lambda: (killed / "stages/001/policy").exists(),
+    ):
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while not reached():
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        wait_until_nobody_works_on(killed)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert_same_run(undisturbed, killed)
+
+
+def assert_same_run(undisturbed, killed):
     updates = [json.loads(line)["update"] for line in (killed / "metrics.jsonl").read_text().splitlines()]
     assert updates == list(range(1, 13))
     for policy in ("stages/001/policy", "final"):

@@ -72,8 +72,9 @@ def events(run, name):
     return [event for event in found if event["event"] == name]
 
 
-def last_lines(output, number=20):
-    return "\n".join(output.rstrip().splitlines()[-number:])
+def complaint(output):
+    """The last thing that megarl itself said; torch may still print a trace of its own."""
+    return output[output.rindex("megarl: ") :]
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,7 @@ def test_killed_follower_fails_the_run_with_the_cause(recipe, sealed):
         (code, output), _ = two.wait(60)
         assert time.monotonic() - killed < 30
     assert code == 1
-    assert "the agent of node 1" in last_lines(output, 1) and "died" in last_lines(output, 1)
+    assert "the agent of node 1" in complaint(output) and "died" in complaint(output)
     wait_until_nobody_works_on(sealed)
     assert len(events(sealed, "phase_failed")) == 1
 
@@ -148,7 +149,7 @@ def test_killed_leader_ends_the_others(recipe, tmp_path):
         _, (code, output) = two.wait(60)
         assert time.monotonic() - killed < 15
     assert code == 1
-    assert "lost the agent of node 0" in last_lines(output, 1)
+    assert "lost the agent of node 0" in complaint(output)
     wait_until_nobody_works_on(tmp_path / "run")
 
 
@@ -157,7 +158,7 @@ def test_sigterm_to_one_agent_saves_between_checkpoints_and_the_run_continues(re
         two.wait_for(lambda run: lines(run / "metrics.jsonl") >= 1)
         two.agents[1].send_signal(signal.SIGTERM)
         (code, output), _ = two.wait(60)
-    assert code == 130 and "start the same command again" in last_lines(output, 1), output
+    assert code == 130 and "start the same command again" in complaint(output), output
     (saved,) = (sealed / "stages/000/checkpoints").glob("update_*")
     done = int(saved.name.removeprefix("update_"))
     assert 0 < done < 6
@@ -189,7 +190,7 @@ def test_mistake_ends_all_agents_at_once(recipe, tmp_path):
     with TwoNodes(recipe, tmp_path / "run", "--set", "actor.pipeline_parallel=3") as two:
         (code, output), (other, _) = two.wait(60)
     assert (code, other) == (2, 0)
-    assert "pipeline_parallel = 3" in last_lines(output, 1)
+    assert "pipeline_parallel = 3" in complaint(output)
 
 
 SLURM = {"SLURM_JOB_ID": "20007", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers import ROOT, megarl
+from tests.helpers import ROOT, megarl, wait_until_nobody_works_on
 from tests.phases.test_kill import lines
 from tests.phases.test_two_nodes import (
     EASY,
-    assert_nothing_left,
     assert_same_result,
     assert_same_rollouts,
+    complaint,
     events,
     updates,
 )
@@ -179,8 +179,8 @@ def test_killed_agent_fails_the_job_with_the_cause_and_leaves_nothing(recipe, su
     killed = time.monotonic()
     assert job.wait() == "FAILED"
     assert time.monotonic() - killed < 45
-    assert "the agent of node 1" in job.output().rstrip().splitlines()[-1]
-    assert_nothing_left(run)
+    assert "the agent of node 1" in complaint(job.output())
+    wait_until_nobody_works_on(run)
 
 
 def test_killed_agent_with_retries_finishes(recipe, local, submit, tmp_path):

@@ -1,0 +1,151 @@
+"""How a node starts the processes of a phase, warm and cold, and how it ends them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from megarl.recipe.load import load_recipe
+from megarl.storage.policies import copy_policy
+from megarl.storage.run_dir import RunDir
+from megarl.workers import processes
+from megarl.workers.launcher import run_phase
+from megarl.workers.nodes import NodeRank, Nodes
+from megarl.workers.processes import kill, supervise
+from tests.helpers import ROOT
+
+SCRIPTS = {
+    "done": "pass",
+    "fails": "import sys; sys.exit(1)",
+    "waits": "import signal as s, sys; s.signal(s.SIGTERM, lambda *_: sys.exit(143)); print('ready'); s.pause()",
+    "ignores": "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print('ready')\nwhile True: s.pause()",
+}
+
+
+class Scripts:
+    """`processes.Processes` of little scripts; the handlers of those that wait are there from the start."""
+
+    def __init__(self, *names):
+        self.started = [
+            subprocess.Popen([sys.executable, "-u", "-c", SCRIPTS[n]], stdout=subprocess.PIPE, start_new_session=True)
+            for n in names
+        ]
+        self.pids = [process.pid for process in self.started]
+        for name, process in zip(names, self.started, strict=True):
+            if name in ("waits", "ignores"):
+                process.stdout.readline()
+
+    def poll(self, seconds):
+        time.sleep(seconds)
+        return {i: p.returncode for i, p in enumerate(self.started) if p.poll() is not None}
+
+    def signal(self, index, number, group):
+        if self.started[index].poll() is None:
+            processes._signal(self.pids[index], number, group)
+
+
+def test_all_done():
+    ended = supervise(Scripts("done", "done"))
+    assert (ended.codes, ended.first, ended.stopped) == ({0: 0, 1: 0}, frozenset(), False)
+
+
+def test_when_one_fails_the_others_are_told_to_stop():
+    ended = supervise(Scripts("waits", "fails", "waits"))
+    assert ended.codes == {0: 143, 1: 1, 2: 143}
+    assert (ended.first, ended.stopped) == (frozenset({1}), False)
+
+
+def test_who_does_not_stop_is_killed_after_the_patience(monkeypatch):
+    monkeypatch.setenv("MEGARL_SHUTDOWN_SECONDS", "0.2")
+    ended = supervise(Scripts("ignores", "fails"))
+    assert (ended.codes, ended.first) == ({0: -signal.SIGKILL, 1: 1}, frozenset({1}))
+
+
+def test_a_signal_to_the_agent_is_passed_on_once_and_a_second_one_kills():
+    scripts = Scripts("waits", "ignores")
+
+    def signal_twice():
+        os.kill(os.getpid(), signal.SIGTERM)
+        while scripts.started[0].poll() is None:  # the first has arrived
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Timer(0.1, signal_twice)
+    thread.start()
+    ended = supervise(scripts)
+    thread.join()
+    assert ended.stopped and ended.codes == {0: 143, 1: -signal.SIGKILL}
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_kill_ends_whole_sessions():
+    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid); sys.stdin.read()"
+    parent = subprocess.Popen(
+        [sys.executable, "-u", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    child = psutil.Process(int(parent.stdout.readline()))
+    started = Scripts()
+    started.started, started.pids = [parent], [parent.pid]
+    kill(started)
+    child.wait(10)
+    assert parent.wait() == -signal.SIGKILL
+
+
+@pytest.fixture
+def stage(recipe, tmp_path):
+    run = RunDir.create(tmp_path / "run", load_recipe(recipe))
+    copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.stage(0).policy)
+    return run.stage(0)
+
+
+def test_without_a_warm_process_a_phase_starts_cold(stage, monkeypatch):
+    class CannotImport(processes.WarmProcess):
+        def _start(self, theirs, module):
+            return super()._start(theirs, "megarl.workers.no_such_module")
+
+    monkeypatch.setattr(processes, "WarmProcess", CannotImport)
+    with Nodes(NodeRank()) as nodes:
+        run_phase(nodes, stage, "evaluate", 1)
+    assert stage.evaluation()["prompts"] == 16
+    assert "no_such_module" not in (stage.run.logs / "000_evaluate/attempt_0/rank_0000.log").read_text()
+
+
+def test_warm_and_cold_phases_write_the_same(stage, monkeypatch):
+    with Nodes(NodeRank()) as nodes:
+        run_phase(nodes, stage, "evaluate", 1)
+        warm = stage.evaluation()
+        stage.run.events.unlink()
+        monkeypatch.setattr("megarl.workers.launcher.COLD_ENGINES", ("builtin",))
+        run_phase(nodes, stage, "evaluate", 1)
+    cold = stage.evaluation()
+    for changing in ("time", "seconds"):
+        del warm[changing], cold[changing]
+    assert warm == cold
+
+
+READY_TO_FORK = """
+import json, os, sys
+from pathlib import Path
+from megarl.workers import warm
+for _ in warm.import_generation(): pass
+for _ in warm.import_for_run(Path(sys.argv[1])): pass
+import torch
+threads = [Path(f"/proc/self/task/{t}/comm").read_text().strip() for t in os.listdir("/proc/self/task")]
+print(json.dumps([torch.cuda.is_initialized(), sorted(threads)[:-1] if len(threads) > 1 else []]))
+"""
+
+
+def test_a_warm_process_can_be_forked(stage):
+    """No CUDA context, and no thread but that of Arrow's jemalloc, which knows what to do in a fork."""
+    command = [sys.executable, "-W", "ignore", "-c", READY_TO_FORK, str(stage.run.root)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    initialized, threads = json.loads(result.stdout.splitlines()[-1])
+    assert not initialized
+    assert set(threads) <= {"jemalloc_bg_thd"}
