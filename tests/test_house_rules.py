@@ -90,7 +90,8 @@ def test_no_ten_lines_stand_in_two_places() -> None:
 
 # ------------------------------------------------------------------------------------------ modules that are named
 
-NO_MODULES = ("megarl.json", "megarl.dist")  # a file of a policy, and the metadata of an installed package
+# a file of a policy, the metadata of an installed package, and a test's module that cannot be imported
+NO_MODULES = ("megarl.json", "megarl.dist", "megarl.workers.no_such_module")
 MADE_BY_THE_BUILD = "megarl/kernels/lib"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -101,13 +102,8 @@ def pack(
     seen = slice(0, int(sizes.sum())) if shard else trained  # what the objective sees
     mask = columns["loss_mask"][seen]
 
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
-
-    def offsets(sizes: np.ndarray) -> torch.Tensor:
-        return tensor(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
-
-    cu_seqlens, longest = offsets(runs), int(runs.max())
+    tensor = partial(_tensor, device)
+    cu_seqlens, longest = tensor(_offsets(runs)), int(runs.max())
     return MicroBatch(
         tokens=tensor(columns["tokens"])[None],
         labels=tensor(columns["labels"])[None],
@@ -128,7 +124,7 @@ def pack(
             rollout_logprobs=tensor(columns["rollout_logprobs"][seen]),
             advantages=tensor(columns["advantages"][seen]),
             loss_mask=tensor(mask),
-            cu_seqlens=offsets(sizes),
+            cu_seqlens=tensor(_offsets(sizes)),
             sequence_index=tensor(np.array([indices[i] for i in order], np.int64)),
             shard=shard,
         ),
@@ -136,6 +132,15 @@ def pack(
         sequence_count=sum(s.trained for s in samples) if shard is None or shard.rank == 0 else 0,
         routed_experts=_routed_experts(samples, lengths, filler, kept, device),
     )
+
+
+def _tensor(device: torch.device, array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+
+def _offsets(sizes: np.ndarray) -> np.ndarray:
+    """[len(sizes) + 1] int32, where each of the packed sequences begins and the last one ends."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
 
 def _routed_experts(
@@ -150,7 +155,7 @@ def _routed_experts(
     for sample, start in zip(samples, np.cumsum(lengths) - lengths, strict=True):
         if sample.routed_experts is not None:
             experts[start : start + len(sample)] = sample.routed_experts
-    on_device = torch.from_numpy(np.ascontiguousarray(experts[kept].swapaxes(0, 1))).to(device, non_blocking=True)
+    on_device = _tensor(device, experts[kept].swapaxes(0, 1))
     return {layer + 1: chosen for layer, chosen in enumerate(on_device)}
 
 

@@ -22,6 +22,48 @@ COLOURS = (
 PHASE_COLOURS = {"rollout": "#4c8bd6", "optimize": "#e0803a", "evaluate": "#3fa37a"}
 POINTS = 2000  # of a curve at most; longer runs are averaged in bins, finer than a screen shows
 SMOOTHING = 15  # updates of the moving average of the reward
+# title, hint, {metric: (label, dash)} and y axis of the charts that show metrics as they are
+PLAIN_CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]], ...] = (
+    (
+        "Second moment of the log-ratio (M2)",
+        "Mean squared log-ratio where clipping can bite; the wider the gap, the more of it the objective holds "
+        "back. Growth by orders of magnitude announces a collapse.",
+        {"m2/before": ("before", "solid"), "m2/after": ("after clip and veto", "dot")},
+        {"type": "log", "exponentformat": "power", "dtick": 1, "autorangeoptions": {"minallowed": -6}},
+    ),
+    (
+        "Effective sample size",
+        "Share of the tokens that the importance weights leave in effect: 1 on fresh data, near 0 when few rule.",
+        {"ess": ("", "solid")},
+        {"rangemode": "tozero"},
+    ),
+    (
+        "Entropy",
+        "Nats a token. A slow fall is learning; a plunge means that the policy has stopped exploring, "
+        "a rise that it falls apart.",
+        {"entropy": ("", "solid")},
+        {"rangemode": "tozero"},
+    ),
+    (
+        "Gradient norm",
+        "Before clipping, logarithmic. Look for spikes, and for growth towards the end of a stage.",
+        {"grad_norm": ("", "solid")},
+        {"type": "log", "exponentformat": "none"},
+    ),
+    (
+        "Response length",
+        "Mean tokens of a response. A drift to the token limit or to nothing is more often a reward being gamed "
+        "than a gain.",
+        {"response_tokens/mean": ("", "solid")},
+        {"rangemode": "tozero"},
+    ),
+    (
+        "Staleness",
+        "Updates since the weights that generated the data. In a staged run each tooth is one stage.",
+        {"staleness": ("", "solid")},
+        {"rangemode": "tozero"},
+    ),
+)
 
 
 @dataclass
@@ -42,51 +84,7 @@ def make_charts(runs: list[Run]) -> list[Chart]:
         _reward(runs),
         _ratios(runs),
         _fractions(runs),
-        _lines(
-            runs,
-            "Second moment of the log-ratio (M2)",
-            "Mean squared log-ratio where clipping can bite; the wider the gap, the more of it the objective holds "
-            "back. Growth by orders of magnitude announces a collapse.",
-            {"m2/before": ("before", "solid"), "m2/after": ("after clip and veto", "dot")},
-            yaxis={"type": "log", "exponentformat": "power", "dtick": 1, "autorangeoptions": {"minallowed": -6}},
-        ),
-        _lines(
-            runs,
-            "Effective sample size",
-            "Share of the tokens that the importance weights leave in effect: 1 on fresh data, near 0 when few rule.",
-            {"ess": ("", "solid")},
-            yaxis={"rangemode": "tozero"},
-        ),
-        _lines(
-            runs,
-            "Entropy",
-            "Nats a token. A slow fall is learning; a plunge means that the policy has stopped exploring, "
-            "a rise that it falls apart.",
-            {"entropy": ("", "solid")},
-            yaxis={"rangemode": "tozero"},
-        ),
-        _lines(
-            runs,
-            "Gradient norm",
-            "Before clipping, logarithmic. Look for spikes, and for growth towards the end of a stage.",
-            {"grad_norm": ("", "solid")},
-            yaxis={"type": "log", "exponentformat": "none"},
-        ),
-        _lines(
-            runs,
-            "Response length",
-            "Mean tokens of a response. A drift to the token limit or to nothing is more often a reward being gamed "
-            "than a gain.",
-            {"response_tokens/mean": ("", "solid")},
-            yaxis={"rangemode": "tozero"},
-        ),
-        _lines(
-            runs,
-            "Staleness",
-            "Updates since the weights that generated the data. In a staged run each tooth is one stage.",
-            {"staleness": ("", "solid")},
-            yaxis={"rangemode": "tozero"},
-        ),
+        *(_lines(runs, title, hint, metrics, yaxis=yaxis) for title, hint, metrics, yaxis in PLAIN_CURVES),
     ]
     for chart in curves:
         total = max(run.stages * run.updates_per_stage for run in runs)

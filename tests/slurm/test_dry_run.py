@@ -1,5 +1,7 @@
 """What launch/slurm.py would submit, and the layouts it refuses. Needs nemo-run, but no Slurm."""
 
+import json
+import os
 import re
 import subprocess
 
@@ -16,6 +18,47 @@ RECIPES = ROOT / "examples/qwen3_30b_a3b"
 @pytest.fixture
 def qwen():
     return RECIPES / "mu_grpo.toml"
+
+
+# runs launch/slurm.py once a line, each time in a fork of a process that has imported nemo-run, which takes seconds
+FORKS = """
+import json, os, runpy, sys
+import nemo_run
+for line in sys.stdin:
+    *sys.argv, output, errors = json.loads(line)
+    if (child := os.fork()) == 0:
+        for number, path in ((1, output), (2, errors)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def imported_launcher(launch_python, tmp_path_factory):
+    environment = {**os.environ, "NEMORUN_HOME": str(tmp_path_factory.mktemp("nemo"))}
+    environment.pop("PYTHONPATH", None)
+    command = [str(launch_python), "-c", FORKS]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def launch(imported_launcher, tmp_path):
+    """Run launch/slurm.py without any Slurm."""
+
+    def run(*arguments):
+        outputs = tmp_path / "stdout", tmp_path / "stderr"
+        order = ["launch/slurm.py", *arguments, *outputs]
+        print(json.dumps([str(part) for part in order]), file=imported_launcher.stdin, flush=True)
+        code = int(imported_launcher.stdout.readline())
+        return subprocess.CompletedProcess(order, code, *(path.read_text() for path in outputs))
+
+    return run
 
 
 SUBMIT = ("--run-dir", "runs/x", "--account", "lab", "--partition", "gpu", "--time", "08:00:00", "--dry-run")

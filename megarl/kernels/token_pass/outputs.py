@@ -1,12 +1,14 @@
-"""What every backend of the token pass returns, and its gradient."""
+"""What every backend of the token pass takes and returns, and its gradient."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from megarl.kernels.constants import BINS
+from megarl.kernels.tokens import Tokens
 
 # over the trained tokens, as enum megarl_sum of csrc/include/megarl_kernels.h explains
 SUMS = (
@@ -41,21 +43,61 @@ SUMS = (
 )
 
 
-def empty_outputs(logprobs: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+class Arguments(NamedTuple):
+    """Of `megarl.kernels.token_pass.token_pass`, one tensor each, as an operator of torch wants them."""
+
+    rule: str
+    parameters: torch.Tensor
+    logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    old_logprobs: torch.Tensor | None
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    cu_seqlens: torch.Tensor
+    prefix_min: torch.Tensor | None
+    log_ratio: torch.Tensor | None
+    first_trigger: torch.Tensor | None
+    places: torch.Tensor | None
+
+    @property
+    def tokens(self) -> Tokens:
+        return Tokens(
+            self.logprobs, self.rollout_logprobs, self.advantages, self.mask, self.cu_seqlens, self.old_logprobs
+        )
+
+
+_TYPES = {"str": "str", "torch.Tensor": "Tensor", "torch.Tensor | None": "Tensor?"}
+_SCHEMA = ", ".join(f"{_TYPES[str(kind)]} {name}" for name, kind in Arguments.__annotations__.items())
+
+
+def operator(name: str) -> Callable[[Callable[[Arguments], tuple[torch.Tensor, ...]]], Any]:
+    """Register a backend as ``torch.ops.megarl.<name>``, with the same signature, fake and gradient as the others."""
+
+    def register(function: Callable[[Arguments], tuple[torch.Tensor, ...]]) -> Any:
+        registered = torch.library.custom_op(
+            f"megarl::{name}",
+            lambda *arguments: function(Arguments(*arguments)),
+            mutates_args=(),
+            device_types=("cpu", "cuda"),
+            schema=f"({_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        )
+        registered.register_fake(lambda *arguments: empty_outputs(Arguments(*arguments)))
+        registered.register_autograd(scale_coefficient, setup_context=save_coefficient)
+        return registered
+
+    return register
+
+
+def empty_outputs(a: Arguments) -> tuple[torch.Tensor, ...]:
     """loss, coefficient, kept, segment_sums, sums, histograms, the last three zero."""
     return (
-        torch.empty_like(logprobs),
-        torch.empty_like(logprobs),
-        torch.empty_like(mask),
-        logprobs.new_zeros(cu_seqlens.numel() - 1, 2, dtype=torch.float64),
-        logprobs.new_zeros(len(SUMS), dtype=torch.float64),
-        logprobs.new_zeros(2, BINS, dtype=torch.int64),
+        torch.empty_like(a.logprobs),
+        torch.empty_like(a.logprobs),
+        torch.empty_like(a.mask),
+        a.logprobs.new_zeros(a.cu_seqlens.numel() - 1, 2, dtype=torch.float64),
+        a.logprobs.new_zeros(len(SUMS), dtype=torch.float64),
+        a.logprobs.new_zeros(2, BINS, dtype=torch.int64),
     )
-
-
-def fake_outputs(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """Outputs without values, for tracing."""
-    return empty_outputs(arguments[2], arguments[6], arguments[7])
 
 
 def save_coefficient(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:

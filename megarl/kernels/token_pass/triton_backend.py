@@ -158,14 +158,12 @@ def _sums(t, log_m, on, o):
 @triton.jit
 def token_pass_kernel(
     parameters,  # [PARAMETERS] float64
-    logprobs, rollout_logprobs,  # [T] float32
-    old_logprobs,  # [T] float32 or None
+    logprobs, rollout_logprobs, old_logprobs,  # [T] float32, the last one or None
     advantages, mask, cu_seqlens,  # [T] float32, [T] bool, [segments + 1] int32
     prefix_min, sequence_log_ratio, first_trigger,  # [segments] each, see `Inherited`, or None
     places,  # [segments] int64 or None
     loss, coefficient, kept,  # [T]
-    rows,  # [segments, 32] float64
-    histograms,  # [2, BINS] int64
+    rows, histograms,  # [segments, 32] float64, [2, BINS] int64
     RULE: tl.constexpr, PARAMETERS: tl.constexpr, QUANTITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0)
@@ -220,41 +218,20 @@ def token_pass_kernel(
     tl.atomic_add(histograms + _BINS + bins, by_minimum.to(tl.int64), mask=counted, sem="relaxed")
 
 
-@torch.library.custom_op("megarl::token_pass_triton", mutates_args=(), device_types=("cpu", "cuda"))
-def token_pass_triton(
-    rule: str,
-    parameters: torch.Tensor,
-    logprobs: torch.Tensor,
-    rollout_logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor | None,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    prefix_min: torch.Tensor | None,
-    log_ratio: torch.Tensor | None,
-    first_trigger: torch.Tensor | None,
-    places: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `megarl.kernels.token_pass.token_pass`, whose arguments these are; on a CPU only in Triton's interpreter.
-    cu_seqlens is not checked: that would wait for the device."""
-    segments = Tokens(logprobs, rollout_logprobs, advantages, mask, cu_seqlens, old_logprobs).segments
-    chosen = TRITON_RULES[rule]
-    loss, coefficient, kept, *_, histograms = empty_outputs(logprobs, mask, cu_seqlens)
-    rows = logprobs.new_empty(segments, _ROW.value, dtype=torch.float64)
+@operator("token_pass_triton")
+def token_pass_triton(a: Arguments) -> tuple[torch.Tensor, ...]:
+    """On a GPU, or on a CPU in Triton's interpreter. cu_seqlens is not checked: that would wait for the device."""
+    segments, chosen = a.tokens.segments, TRITON_RULES[a.rule]
+    loss, coefficient, kept, *_, histograms = empty_outputs(a)
+    rows = a.logprobs.new_empty(segments, _ROW.value, dtype=torch.float64)
     if segments:
-        with torch.cuda.device_of(logprobs):
+        with torch.cuda.device_of(a.logprobs):
             token_pass_kernel[(segments,)](
-                parameters, logprobs, rollout_logprobs, old_logprobs, advantages, mask, cu_seqlens,
-                prefix_min, log_ratio, first_trigger, places,
-                loss, coefficient, kept, rows, histograms,
-                **kernel_constants(chosen), **LAUNCH_OPTIONS,
-            )  # fmt: skip
+                *a[1:], loss, coefficient, kept, rows, histograms, **kernel_constants(chosen), **LAUNCH_OPTIONS
+            )
     segment_sums = torch.stack([rows[:, 0], rows[:, _LOSS]], 1)
     return loss, coefficient, kept, segment_sums, rows[:, : len(SUMS)].sum(0), histograms
 
-
-token_pass_triton.register_fake(fake_outputs)
-token_pass_triton.register_autograd(scale_coefficient, setup_context=save_coefficient)
 
 # The limit of registers is above what any rule needs: without one, ptxas spills a few to reach a round number.
 LAUNCH_OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=True, maxnreg=192)
