@@ -34,27 +34,17 @@ def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
     check_reward(recipe)
     for stage in range(recipe.schedule.stages):
         check_engine(recipe, stage, hf)
-    check_live(recipe)
-    if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
-        raise UserError("[run] wandb = true, but wandb is not installed: pip install wandb")
-    check_layout(recipe, hf, nodes if optimizes else None)
     check_devices(recipe)
-
-
-def check_live(recipe: Recipe) -> None:
-    """`UserError` for settings that a live run lacks the basis for: one policy that generated the whole stage."""
-    if recipe.schedule.kind == "staged":
-        return
-    if "old_logprobs" in build_objective(recipe.objective.name, recipe.objective.fields).requires:
-        raise UserError(
-            "[objective] recomputes log-probs with the policy that generated the stage (old_logprobs), but in a live "
-            'run several do: use those of the engine, or [schedule] kind = "staged"'
-        )
-    if recipe.actor.routing_replay == "actor":
+    live = recipe.schedule.kind == "live"
+    build_objective(recipe.objective.name, recipe.objective.fields).check(recipe.actor.kernel_backend, live)
+    if live and recipe.actor.routing_replay == "actor":
         raise UserError(
             '[actor] routing_replay = "actor" replays the policy that generated the stage, but in a live run several '
             'do: use "engine" or "none", or [schedule] kind = "staged"'
         )
+    if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
+        raise UserError("[run] wandb = true, but wandb is not installed: pip install wandb")
+    check_layout(recipe, hf, nodes if optimizes else None)
 
 
 def check_devices(recipe: Recipe) -> None:

@@ -15,10 +15,11 @@ LIVE = ["schedule.kind=live", "schedule.sync_every=2", "schedule.lockstep=true"]
 def test_what_needs_the_one_policy_of_a_stage(recipe):
     check(load_recipe(recipe, LIVE))
     with pytest.raises(UserError, match="old_logprobs.*in a live run several do.*staged"):
-        check(load_recipe(recipe, [*LIVE, "objective.name=decoupled_ppo"]))
+        check(load_recipe(recipe, [*LIVE, "objective.icepop={}"]))
     with pytest.raises(UserError, match='routing_replay = "actor".*in a live run several do'):
         check(load_recipe(recipe, [*LIVE, "actor.routing_replay=actor"]))
-    check(load_recipe(recipe, ["objective.name=decoupled_ppo"]))
+    check(load_recipe(recipe, ["objective.icepop={}"]))
+    check(load_recipe(recipe, [*LIVE, "objective.name=decoupled_ppo"]))  # whose proximal policy is the current one
 
 
 def test_devices_stand_side_by_side(recipe):

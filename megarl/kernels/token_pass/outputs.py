@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
@@ -66,8 +66,8 @@ class Arguments(NamedTuple):
         )
 
 
-_TYPES = {"str": "str", "torch.Tensor": "Tensor", "torch.Tensor | None": "Tensor?"}
-_SCHEMA = ", ".join(f"{_TYPES[str(kind)]} {name}" for name, kind in Arguments.__annotations__.items())
+_TYPES = {str: "str", torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?"}
+_SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Arguments).items())
 
 
 def operator(name: str) -> Callable[[Callable[[Arguments], tuple[torch.Tensor, ...]]], Any]:

@@ -21,7 +21,7 @@ from megarl.kernels.constants import (
     HISTOGRAM_SHIFT,
     LAST_PLACE,
 )
-from megarl.kernels.token_pass.outputs import SUMS, empty_outputs, fake_outputs, save_coefficient, scale_coefficient
+from megarl.kernels.token_pass.outputs import SUMS, Arguments, empty_outputs, operator
 from megarl.kernels.token_pass.triton_rules import (
     LOG_RATIO_LIMIT,
     NEVER,
@@ -35,7 +35,6 @@ from megarl.kernels.token_pass.triton_rules import (
     exponential,
     trust_region,
 )
-from megarl.kernels.tokens import Tokens
 
 TILE = 256  # tokens
 WARPS = 4
