@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import itertools
 import os
 import re
 import signal
@@ -166,7 +167,7 @@ def main() -> None:
     die_with_parent(int(os.environ["MEGARL_AGENT_PID"]))
     os.register_at_fork(after_in_child=die_with_parent)
     server = CommandServer(socket.socket(fileno=int(sys.argv[1])))
-    server.imports = [import_generation(), import_rest()]
+    server.generation = itertools.chain(import_generation(), import_rest())
     server.serve()
 
 

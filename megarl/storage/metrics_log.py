@@ -49,9 +49,12 @@ class _TensorBoard:
         self.writer = SummaryWriter(str(directory), purge_step=first_update)
 
     def append(self, record: dict[str, Any]) -> None:
-        for name, value in record.items():
-            if name != "update" and not isinstance(value, dict):  # a histogram stays in the file
-                self.writer.add_scalar(name, value, record["update"])
+        from torch.utils.tensorboard.summary import scalar
+
+        scalars = {k: v for k, v in record.items() if k != "update" and not isinstance(v, dict)}  # no histograms
+        values = [value for name, number in scalars.items() for value in scalar(name, number).value]
+        # one event with all of an update's numbers: an event each would take five times as long
+        self.writer.file_writer.add_summary(type(scalar("", 0.0))(value=values), record["update"])
 
     def close(self) -> None:
         self.writer.close()

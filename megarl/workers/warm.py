@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
+import itertools
 import json
 import os
 import select
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,23 +38,19 @@ class WarmProcess:
         self.agent.setblocking(False)
         self.received = b""
         self.children: set[int] = set()
-        self.imports: list[Iterator[None]] = [import_generation()]
+        self.generation: Iterator[None] = import_generation()  # what remains to be imported for rollouts, evaluations
+        self.training: Iterator[None] = iter(())  # and for updates
+        self.started = False  # the first phase of a run usually generates: training can be imported meanwhile
         signal.signal(signal.SIGCHLD, self._reap)  # also in the middle of an import
 
     def serve(self) -> None:
         """Until the agent closes its end of the socket."""
+        busy = True
         while True:
-            ready, _, _ = select.select([self.agent], [], [], 0 if self.imports else None)
+            ready, _, _ = select.select([self.agent], [], [], 0 if busy else None)
             if ready and not self._receive():
                 return
-            if self.imports:
-                self._import_something()
-
-    def _import_something(self) -> None:
-        try:
-            next(self.imports[0])
-        except StopIteration:
-            self.imports.pop(0)
+            busy = advance(self.generation) or (self.started and advance(self.training))
 
     def _receive(self) -> bool:
         try:
@@ -62,11 +61,19 @@ class WarmProcess:
         for line in lines:
             order = json.loads(line)
             if "prepare" in order:
-                self.imports.append(import_for_run(Path(order["prepare"])))
+                generation, self.training = imports_of_run(Path(order["prepare"]))
+                self.generation = itertools.chain(self.generation, generation)
             else:
-                pids = [self._fork(process) for process in order["start"]]
-                self._send({"started": pids})
+                self._send({"started": self._start(order["start"])})
         return bool(data)
+
+    def _start(self, processes: list[dict[str, Any]]) -> list[int]:
+        deque(self.generation, maxlen=0)
+        if processes[0].get("phase") in ("optimize", "live"):  # better once here than once in each process
+            deque(self.training, maxlen=0)
+        gc.freeze()  # what is imported stays: no collection in a fork needs to look at it, or copies its pages
+        self.started = True
+        return [self._fork(process) for process in processes]
 
     def _fork(self, process: dict[str, Any]) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until it is known whose end it would tell
@@ -89,6 +96,7 @@ class WarmProcess:
     def run_child(self, process: dict[str, Any]) -> int:
         """In the fork: a session, a log and an environment of its own, then the phase. Returns the exit code."""
         become(process["log"], process["environment"])
+        gc.enable()
         name_process(f"{process['phase']}:{os.environ['RANK']}")
         return run_process(process["phase"], Path(process["run"]), process["stage"])
 
@@ -124,29 +132,48 @@ def name_process(name: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])
 
 
+def advance(imports: Iterator[None]) -> bool:
+    """Import one thing more; False when all is there."""
+    return next(imports, True) is None
+
+
 def import_generation() -> Iterator[None]:
-    """What every run needs, whatever its recipe says; a step at a time."""
-    for name in ("torch", "torch.distributed", "transformers", "megarl.phases.evaluate", "megarl.phases.rollout"):
-        importlib.import_module(name)
+    """What engines and verifiers need, whatever the recipe says; a step at a time."""
+    yield from import_modules("torch", "torch.distributed", "transformers")
+    import transformers
+
+    for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):  # which are imported when asked for
+        getattr(transformers, name)
         yield
+    yield from import_modules("megarl.phases.evaluate", "megarl.phases.rollout")
 
 
-def import_for_run(run_dir: Path) -> Iterator[None]:
-    """What the run's recipe asks for: its engine, its data, its model class, Megatron as its backend wants it."""
+def imports_of_run(run_dir: Path) -> tuple[Iterator[None], Iterator[None]]:
+    """What the run's recipe asks for beyond that: for generation, and for training."""
     from megarl.storage.run_dir import RunDir
 
-    run = RunDir.open(run_dir)
-    hide_gpus_from_cpu_runs(run.recipe.actor.backend)
-    names = ["megarl.rollout.builtin"] if run.recipe.rollout.engine == "builtin" else []
-    if run.recipe.data.source == "reasoning_gym":
-        names += ["reasoning_gym"]
-    names += ["megarl.phases.optimize"]
-    if run.recipe.actor.backend == "cpu":
-        names += ["megarl.actor.cpu_backend"]
-    if run.recipe.schedule.kind == "live":
-        names += ["megarl.phases.live.trainer"]
-    if run.recipe.run.tensorboard:
-        names += ["torch.utils.tensorboard"]
+    recipe = RunDir.open(run_dir).recipe
+    hide_gpus_from_cpu_runs(recipe.actor.backend)
+    generation = ["reasoning_gym"] if recipe.data.source == "reasoning_gym" else []
+    training = ["megarl.actor", "megarl.phases.optimize", "megarl.phases.live.trainer"]
+    if recipe.actor.backend == "cpu":
+        training += ["megarl.actor.cpu_backend"]
+    if recipe.run.tensorboard:
+        training += ["torch.utils.tensorboard"]
+    engine = import_builtin_engine(recipe.model.path) if recipe.rollout.engine == "builtin" else iter(())
+    return itertools.chain(import_modules(*generation), engine), import_modules(*training)
+
+
+def import_builtin_engine(model: Path) -> Iterator[None]:
+    """The engine and transformers' class of the model."""
+    yield from import_modules("megarl.rollout.builtin")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(model, local_files_only=True))]
+    yield
+
+
+def import_modules(*names: str) -> Iterator[None]:
     for name in names:
         importlib.import_module(name)
         yield
@@ -158,6 +185,7 @@ def serve(agent: socket.socket) -> None:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(int(os.environ["MEGARL_AGENT_PID"]))
     name_process("warm:")
+    gc.disable()  # imports make no garbage worth looking for
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     WarmProcess(agent).serve()
 

@@ -134,8 +134,8 @@ READY_TO_FORK = """
 import json, os, sys
 from pathlib import Path
 from megarl.workers import warm
-for _ in warm.import_generation(): pass
-for _ in warm.import_for_run(Path(sys.argv[1])): pass
+generation, training = warm.imports_of_run(Path(sys.argv[1]))
+for _ in (*warm.import_generation(), *generation, *training): pass
 import torch
 threads = [Path(f"/proc/self/task/{t}/comm").read_text().strip() for t in os.listdir("/proc/self/task")]
 print(json.dumps([torch.cuda.is_initialized(), sorted(threads)[:-1] if len(threads) > 1 else []]))
