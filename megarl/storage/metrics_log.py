@@ -54,7 +54,7 @@ class _TensorBoard:
         scalars = {k: v for k, v in record.items() if k != "update" and not isinstance(v, dict)}  # no histograms
         values = [value for name, number in scalars.items() for value in scalar(name, number).value]
         # one event with all of an update's numbers: an event each would take five times as long
-        self.writer.file_writer.add_summary(type(scalar("", 0.0))(value=values), record["update"])
+        self.writer._get_file_writer().add_summary(type(scalar("", 0.0))(value=values), record["update"])
 
     def close(self) -> None:
         self.writer.close()
