@@ -54,12 +54,12 @@ def test_a_response_that_the_cache_cut_short_is_an_error():
 
 
 def test_a_server_gets_nothing_that_is_meant_for_this_process(monkeypatch):
-    for name in ("RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "PYTHONPATH", "HOME"):
+    for name in ("RANK", "MASTER_PORT", "MEGARL_PHASE_ID", "PYTHONPATH", "HOME"):
         monkeypatch.setenv(name, "7")
     kept = {"HOME", "PATH", "ADDED"}
     other = server_environment(Path("/another/python"), {"ADDED": "1"})
     assert kept <= set(other) <= (set(os.environ) | kept) - {"RANK", "MASTER_PORT", "PYTHONPATH"}
-    assert not any(name.startswith("TORCHELASTIC_") for name in other)
+    assert not any(name.startswith("MEGARL_") for name in other)
     assert server_environment(WITHOUT_SGLANG, {})["PYTHONPATH"] == "7"
 
 

@@ -24,10 +24,10 @@ HEALTH_SECONDS = 0.25  # between two looks at a server that is starting
 ANSWER_SECONDS = 10.0  # limit of a question whether the server has started
 CLOSE_SECONDS = 10.0  # a server that broke a connection by ending has ended after this time
 LOG_LINES = 30  # last lines of the log that an error shows
-# Variables that torch elastic and the launcher set for the phase process; a server would apply them to itself.
+# Variables that the launcher sets for the phase process; a server would apply them to itself.
 NOT_FOR_THE_SERVER = (
-    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
-    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "MEGARL_AGENT_PID"),
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
 )
 
 
@@ -48,7 +48,7 @@ def server_environment(python: Path, settings: dict[str, str]) -> dict[str, str]
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in NOT_FOR_THE_SERVER and not name.startswith("TORCHELASTIC_")
+        if name not in NOT_FOR_THE_SERVER and not name.startswith("MEGARL_")
     }
     if str(python) != sys.executable:  # these point to the packages of this interpreter
         for name in ("PYTHONPATH", "PYTHONHOME"):
