@@ -7,6 +7,7 @@ appear at once.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -43,21 +44,23 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
     """A command on run directory ``run_dir``: the first node runs ``lead``, the others what it orders."""
 
     def command(options: argparse.Namespace) -> None:
-        begun = (options.run_dir / "recipe.toml").exists()
-        # before the imports of torch and Megatron, which take seconds
-        print(f"megarl {__version__}: {'continuing' if begun else 'starting'} {options.run_dir}", flush=True)
+        from megarl.workers.node_rank import find_node_rank
         from megarl.workers.processes import Starter
 
-        starter = Starter()
-        if "recipe" in options:
+        node = find_node_rank(os.environ)
+        if node.rank == 0:  # before the imports of torch and Megatron, which take seconds
+            new = not (options.run_dir / "recipe.toml").exists()
+            print(f"megarl {__version__}: {'starting' if new else 'continuing'} {options.run_dir}", flush=True)
+        if node.count == 1 and "recipe" in options:
             from megarl.recipe.load import load_without_objective
 
             load_without_objective(options.recipe, options.set)  # most mistakes show before any process starts
+        starter = Starter()
         starter.warm_up()  # it imports while this process does
         from megarl.workers.launcher import follow
         from megarl.workers.nodes import Nodes
 
-        with Nodes.join(starter) as nodes:
+        with Nodes(node, starter) as nodes:
             if nodes.rank:
                 follow(nodes)
             else:

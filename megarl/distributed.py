@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-# A fast replica may wait for hours for a slow one; a dead one is the launcher's business.
 PHASE_ID = "MEGARL_PHASE_ID"  # environment variable: what one attempt at a phase calls its keys in the agents' store
+# A fast replica may wait for hours for a slow one; a dead one is the launcher's business.
 PATIENCE = timedelta(days=7)
 POLL_SECONDS = 0.02
 
@@ -46,8 +46,8 @@ def join_process_group(backend: str, role: Role | None = None) -> dist.Store:
 class ReplicaGroup:
     """Processes that share a counter and a few values, but no tensors: engine replicas.
 
-    Without a process group, since an engine makes one of its own, in which the replicas must not meet. ``name`` tells
-    the occasions of a phase apart.
+    Without a process group, since an engine makes one of its own, in which the replicas must not meet. ``name``: the
+    key in the store, another one for each exchange of a phase.
     """
 
     store: dist.Store

@@ -67,10 +67,23 @@ def zygote():
     return WarmProcess("tests.zygote")
 
 
+def children():
+    """All processes below this one, without those of the zygote."""
+    found = set(psutil.Process().children(recursive=True))
+    if zygote.cache_info().currsize:
+        own = psutil.Process(zygote().process.pid)
+        found -= {own, *own.children(recursive=True)}
+    return found
+
+
 def processes_of(pid, phase):
     """Processes of a phase that a `megarl` started, warm or cold."""
-    found = psutil.Process(pid).children(recursive=True)
-    return [p for p in found if p.name().startswith(f"{phase}:") or {"megarl.phases", phase} <= set(p.cmdline())]
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if process.name().startswith(f"{phase}:") or {"megarl.phases", phase} <= set(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def processes_with_files_in(run):

@@ -27,6 +27,7 @@ HEAVY = {  # package: the modules (and everything below them) that may bring it 
         "megarl.data",
         "megarl.phases",
         "megarl.rollout",
+        "megarl.workers.warm",
     ),
     "nemo_run": (),
     **{name: (module,) for name, module in ENGINES.items()},  # an engine is named like its package

@@ -37,7 +37,6 @@ class CommandServer(Server):
         os.environ.update(order["environment"])
         os.dup2(os.open(order["errors"], os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
         os.chdir(ROOT)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         processes.WarmProcess = ForkedWarmProcess
         if order["hold"]:
             hold(*order["hold"])

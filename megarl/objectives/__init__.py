@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import asdict
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.errors import UserError, nearest
 from megarl.objectives.bapo import Bapo
 from megarl.objectives.cispo import Cispo
 from megarl.objectives.dapo import Dapo
@@ -61,8 +60,8 @@ def build_objective(name: str, fields: dict[str, Any]) -> Objective | WithOption
     `UserError` names a wrong name, field, type or value, the nearest known one and the allowed range.
     """
     if name not in OBJECTIVES:
-        close = difflib.get_close_matches(name, OBJECTIVES, 1, 0.4)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        close = nearest(name, OBJECTIVES)
+        hint = f"did you mean {close!r}? " if close else ""
         raise UserError(f"objective.name is {name!r}; {hint}known objectives: {', '.join(OBJECTIVES)}")
     own = {key: value for key, value in fields.items() if key not in OPTIONS}
     objective: Objective = build(OBJECTIVES[name], own, f"objective {name!r}", also=tuple(OPTIONS))

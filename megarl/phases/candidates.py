@@ -21,7 +21,8 @@ LOOK_SECONDS = 0.2  # between two looks at what other replicas tell while respon
 
 
 class Choice:
-    """The first ``wanted`` candidates with variance, in id order; if there are fewer, the first without fill up.
+    """The first ``wanted`` candidates with variance, in id order. If there are too few, the first groups
+    without variance complete the choice.
 
     So it depends on the candidates alone: not on which of several replicas was faster or which was killed, and groups
     with long responses are chosen as often as those with short ones.
@@ -34,7 +35,7 @@ class Choice:
         self._unknown = candidates.start  # the first that is not known
 
     def add(self, group: int, varies: bool) -> None:
-        """A candidate is known from here on. Again: no difference."""
+        """Record whether a candidate has variance; recording it twice changes nothing."""
         if group in self.varies:
             return
         self.varies[group] = varies
@@ -65,7 +66,7 @@ class Choice:
 class Candidates:
     """The choice of a stage, as replicas tell each other of the groups that they have generated.
 
-    With as many candidates as groups are wanted there is nothing to choose, and nobody tells anything.
+    With as many candidates as groups are wanted there is nothing to choose, and nothing is published.
     """
 
     def __init__(self, replicas: ReplicaGroup, candidates: range, wanted: int) -> None:
@@ -76,7 +77,7 @@ class Candidates:
         self._next_look = 0.0
 
     def recall(self, store: RolloutStore) -> None:
-        """Tell what an earlier attempt stored."""
+        """Publish the groups that an earlier attempt stored."""
         if self._chooses:
             for number in store.group_ids:  # one at a time: the store keeps few shards open
                 (group,) = store.read([number])
@@ -84,7 +85,7 @@ class Candidates:
             self._tell(self._choice.varies)
 
     def add(self, group: ScoredGroup) -> None:
-        """Tell of a group that will be stored, or the phase fails and starts again with what is."""
+        """Publish a group before it is stored. If storing fails, the phase does too, and starts again from the disk."""
         if self._chooses:
             self._tell({group.seeded.number: _varies(group.responses)})
 
@@ -104,7 +105,7 @@ class Candidates:
         return chunk[0] < self._choice.end
 
     def are_enough(self) -> bool:
-        """Whether the choice is made before all candidates are known. For every step of an engine."""
+        """Whether the choice is made before all candidates are known. Cheap enough for every decoding step."""
         if not self._chooses or time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + LOOK_SECONDS

@@ -40,7 +40,11 @@ def run_process(phase: str, run_dir: Path, stage: int) -> int:
     try:
         _run(phase, run_dir, stage)
     except SystemExit as end:
-        return int(end.code or 0)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            _write_error(end.code, mistake=False)
+            return 1
+        return end.code or 0
     except UserError as error:
         print(error, file=sys.stderr)
         _write_error(str(error), mistake=True)

@@ -21,7 +21,7 @@ from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 
-STORE_SECONDS = 1.0  # between two shards: groups that became whole are lost for no longer than this
+STORE_SECONDS = 1.0  # between two shards: a kill loses at most the groups completed in this time
 
 
 def rollout(stage: Stage) -> None:

@@ -133,8 +133,8 @@ class RolloutWorker:
         continues = bool(pending)
         for number, completion in self.engine.serve(requests(), interrupted):
             self.decoding -= 1
-            one = continues and number == 0  # response a prompt
-            group, k = rows[number][completion.prompt if one else completion.prompt * samples + completion.sample]
+            single = continues and number == 0  # the continuation has one response a prompt
+            group, k = rows[number][completion.prompt if single else completion.prompt * samples + completion.sample]
             group.parts.setdefault(k, []).append(completion)
             if completion.finish_reason == "interrupted":
                 continue

@@ -76,9 +76,23 @@ def frozen_policies(objective: Objective | WithOptions, stage: Stage) -> list[Fr
 
 def make_updates(actor: Actor, stage: Stage, done: int, batches: Batches, stop: StopRequest) -> None:
     """The updates of ``stage`` after the first ``done``, checkpoints on the way, and ``stage.next.policy``."""
+    metrics = _open_metrics(stage, done)
+    try:
+        _make_updates(actor, stage, done, batches, stop, metrics)
+    finally:
+        if metrics:
+            metrics.close()
+    run = stage.run
+    export(actor, run, stage.next.first_update, stage.next.policy)
+    if metrics:
+        remove_checkpoints(run, finished=stage.number + 1)
+
+
+def _make_updates(
+    actor: Actor, stage: Stage, done: int, batches: Batches, stop: StopRequest, metrics: MetricsWriter | None
+) -> None:
     run, total = stage.run, stage.run.recipe.schedule.updates_per_stage
     objective, saved = _objective(run), done
-    metrics = _open_metrics(stage, done)
     for update in range(done, total):
         start = time.perf_counter()
         groups = batches.read(update)
@@ -105,13 +119,7 @@ def make_updates(actor: Actor, stage: Stage, done: int, batches: Batches, stop: 
             saved = updates
         if stopping:
             checkpoint.finish(actor)
-            if metrics:
-                metrics.close()
             sys.exit(STOPPED)
-    export(actor, run, stage.next.first_update, stage.next.policy)
-    if metrics:
-        metrics.close()
-        remove_checkpoints(run, finished=stage.number + 1)
 
 
 def _open_metrics(stage: Stage, done: int) -> MetricsWriter | None:

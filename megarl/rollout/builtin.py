@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
 RECORDS_EXPERTS = False
+COLD_START = False
 DRAWS = 64  # uniform numbers made at a time for a response; a multiple of the 4 that one Philox counter gives
 
 

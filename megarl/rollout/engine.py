@@ -118,6 +118,7 @@ class EngineModule(Protocol):
     """
 
     RECORDS_EXPERTS: bool  # whether completions can have `routed_experts`
+    COLD_START: bool  # whether its process must be a new interpreter, not a fork of one that has imported torch
 
     def check(self, recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
         """`UserError` if the engine is not installed or cannot serve the recipe; ``hf``: from `read_hf_config`."""

@@ -30,6 +30,7 @@ from megarl.rollout.engine import (
 from megarl.rollout.gpus import replica_gpus
 
 RECORDS_EXPERTS = False
+COLD_START = True
 TEMPERATURES = (0.01, 2.0)  # vLLM raises lower ones without a word and refuses higher ones
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # its attention kernel for CPUs fails on others
 # No process beside this one, no socket beyond loopback, nothing from the network, no log line for each request.

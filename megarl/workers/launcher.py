@@ -17,13 +17,14 @@ from pathlib import Path
 from megarl.distributed import PHASE_ID
 from megarl.errors import STOPPED, PhaseFailed, UserError
 from megarl.phases.entry import ERROR_FILE
+from megarl.rollout import engine_module
 from megarl.storage.files import INTACT
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.workers.nodes import Nodes, Report
-from megarl.workers.processes import COLD_ENGINES, Ended, Process, Processes, kill, supervise
+from megarl.workers.processes import Ended, Process, Processes, kill, stop_signals_noted, supervise
 
 NEARLY_FULL = 1 << 20  # bytes
-NOT_FROM_PEERS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)  # no process dies of these because another one did
+NEVER_SECONDARY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)  # no process dies of these because another one did
 
 
 def run_phase(nodes: Nodes, stage: Stage, phase: str, processes: int) -> None:
@@ -93,9 +94,10 @@ def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path
     """One attempt at a phase on this node."""
     # in a folder of its own: beside the logs there may be no space left to say so
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
-        started = start_here(nodes, stage, phase, processes, logs, Path(folder))
-        with nodes.killable(lambda: kill(started)):
-            ended = supervise(started)
+        with stop_signals_noted() as signals:  # from here on: one during the start is for the processes too
+            started = start_here(nodes, stage, phase, processes, logs, Path(folder))
+            with nodes.killable(lambda: kill(started)):
+                ended = supervise(started, signals)
         failures = {rank: _failure(rank, logs, Path(folder)) for rank in _ranks(nodes, processes)}
         return _report(ended, nodes, stage, phase, failures)
 
@@ -112,7 +114,7 @@ def start_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Pat
         )
         for rank in _ranks(nodes, processes)
     ]
-    cold = phase != "optimize" and stage.rollout.engine in COLD_ENGINES
+    cold = phase != "optimize" and engine_module(stage.rollout.engine).COLD_START
     return nodes.starter.start(specs, cold)
 
 
@@ -168,10 +170,10 @@ def _report(ended: Ended, nodes: Nodes, stage: Stage, phase: str, failures: dict
     ranks = list(failures)
     codes = {ranks[index]: ended.codes[index] for index in ended.first}
     codes = {rank: code for rank, code in codes.items() if code not in (STOPPED, -signal.SIGTERM)}
-    if not codes:
-        # a signal may also have reached the processes alone
-        done = not ended.stopped and not ended.first
-        return Report("done") if done else Report("stopped", time=time.time())
+    if not any(ended.codes.values()):
+        return Report("done")
+    if not codes or ended.stopped:  # a signal may also have reached the processes alone
+        return Report("stopped", time=time.time())
     if nodes.aborted() and all(code == -signal.SIGKILL for code in codes.values()):
         return Report("aborted", "ended because of another node", time=time.time())
     rank = min(codes, key=lambda rank: (not _primary(codes[rank]), failures[rank].time))
@@ -184,7 +186,7 @@ def _report(ended: Ended, nodes: Nodes, stage: Stage, phase: str, failures: dict
 
 
 def _primary(code: int) -> bool:
-    return -code in NOT_FROM_PEERS
+    return -code in NEVER_SECONDARY
 
 
 def _explain(failure: Failure, code: int, run: RunDir) -> tuple[str, bool]:

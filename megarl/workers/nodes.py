@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
-from megarl.errors import PhaseFailed, UserError
+from megarl.errors import PhaseFailed
+from megarl.workers.node_rank import NodeRank
 from megarl.workers.processes import Starter
 
 HEARTBEAT_SECONDS = 0.5
@@ -31,68 +30,23 @@ LOST = (RuntimeError, ConnectionError)  # what a TCPStore raises once its server
 
 
 @dataclass(frozen=True)
-class NodeRank:
-    """Where this agent stands: ``rank`` of ``count`` nodes; ``address``, ``port`` of the store on the first one."""
-
-    rank: int = 0
-    count: int = 1
-    address: str = "127.0.0.1"
-    port: int = 0
-
-
-@dataclass(frozen=True)
 class Report:
     """How a phase ended on one node. ``aborted``: its processes were ended because of another node."""
 
     outcome: Literal["done", "failed", "stopped", "aborted"]
     cause: str = ""  # for a person, log included
     mistake: bool = False  # the cause is a `UserError`: trying again would not help
-    primary: bool = False  # killed by a signal that no peer causes
+    primary: bool = False  # killed by a signal that is never the consequence of another process's failure
     time: float = 0.0  # of the first failure, seconds since the epoch
-
-
-def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
-    """From a Slurm step, or from ``NNODES NODE_RANK MASTER_ADDR MASTER_PORT``; one node where neither is set."""
-    if "NNODES" in environ:
-        missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
-        if missing:
-            raise UserError(f"NNODES is set, but {missing[0]} is not: a run on several nodes needs both")
-        rank, count = int(environ["NODE_RANK"]), int(environ["NNODES"])
-        if not 0 <= rank < count:
-            raise UserError(f"NODE_RANK = {rank}, but NNODES = {count}")
-        place = NodeRank(rank, count, environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
-    elif "SLURM_STEP_NODELIST" in environ:
-        count, tasks = int(environ["SLURM_STEP_NUM_NODES"]), int(environ["SLURM_STEP_NUM_TASKS"])
-        if tasks != count:
-            raise UserError(f"{tasks} tasks on {count} nodes: start one a node (srun --ntasks-per-node=1)")
-        address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
-        port = int(environ.get("MASTER_PORT") or job_port(int(environ["SLURM_JOB_ID"])))
-        place = NodeRank(int(environ["SLURM_NODEID"]), count, address, port)
-    else:
-        return NodeRank()
-    return place if place.count > 1 else NodeRank()
-
-
-def first_host(nodelist: str) -> str:
-    """The first host of a Slurm list: ``gpu[07-09,12],login1`` -> ``gpu07``."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
-    if not first:
-        raise UserError(f"no host in the Slurm node list {nodelist!r}")
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
-
-
-def job_port(job: int) -> int:
-    """A port below the ephemeral ones, the same on all nodes, another for the next jobs of a shared node."""
-    return 10000 + job % 20000
 
 
 class Nodes:
     """All agents of a run. On rank 0 `order` and `reports`, on the others `next_order`, on all of them `report`."""
 
-    def __init__(self, place: NodeRank, starter: Starter | None = None) -> None:
+    def __init__(self, node: NodeRank, starter: Starter | None = None) -> None:
         self.starter = starter or Starter()
-        self.rank, self.count, self.address = place.rank, place.count, place.address
-        self._store, self.port = _open_store(place)
+        self.rank, self.count, self.address = node.rank, node.count, node.address
+        self._store, self.port = _open_store(node)
         self._names: list[str] = []
         self._orders = 0
         self._kill: Callable[[], None] | None = None
@@ -105,10 +59,6 @@ class Nodes:
             self._meet()
             self._watch = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._watch.start()
-
-    @classmethod
-    def join(cls, starter: Starter) -> Self:
-        return cls(find_node_rank(os.environ), starter)
 
     def _meet(self) -> None:
         """Everybody has come, or a `PhaseFailed` that says who has not."""
@@ -143,7 +93,7 @@ class Nodes:
     def reports(self, number: int) -> dict[int, Report]:
         """The report of every node on an order; of a dead one a failure that says so."""
         found: dict[int, Report] = {}
-        while len(found) < self.count:
+        while True:
             for rank in range(self.count):
                 if rank in found:
                     continue
@@ -154,8 +104,9 @@ class Nodes:
                 elif self._left(rank) and not self._store.check([f"report/{number}/{rank}"]):
                     cause = f"the agent of {self.name(rank)} left: see its output"
                     found[rank] = Report("failed", cause, time=time.time())
+            if len(found) == self.count:
+                return found
             time.sleep(POLL_SECONDS)
-        return found
 
     # --- the others ---
 
@@ -199,7 +150,11 @@ class Nodes:
 
     def aborted(self) -> bool:
         """Whether another node ended the current order, or is gone."""
-        return self.leader_lost or bool(self.dead) or self._store.check([f"abort/{self._orders}"])
+        try:
+            return self.leader_lost or bool(self.dead) or self._store.check([f"abort/{self._orders}"])
+        except LOST:
+            self.leader_lost = True
+            return True
 
     def _beat(self) -> None:
         store = _client(self.address, self.port)  # a connection of its own: the other may be waiting
@@ -237,7 +192,7 @@ class Nodes:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         """The leader dismisses the others and waits for them, since the store ends with it; they say why they left."""
         with contextlib.suppress(*LOST, PhaseFailed):
-            if self.rank and error is not None:
+            if error is not None and self.count > 1:
                 stopped = isinstance(error, KeyboardInterrupt)
                 cause = f"{self.name()}: {error!r}"
                 self.report(Report("stopped" if stopped else "failed", cause, time=time.time()))
@@ -255,19 +210,19 @@ class Nodes:
         return rank in self.dead or self._store.check([f"left/{rank}"])
 
 
-def _open_store(place: NodeRank) -> tuple[dist.TCPStore, int]:
-    if place.count == 1:
+def _open_store(node: NodeRank) -> tuple[dist.TCPStore, int]:
+    if node.count == 1:
         # TCPStore would bind to every interface, so it is handed a socket that is bound to loopback
-        listener = socket.create_server((place.address, 0))
+        listener = socket.create_server((node.address, 0))
         port = listener.getsockname()[1]
-        return dist.TCPStore(place.address, port, is_master=True, master_listen_fd=listener.detach()), port
-    if place.rank:
-        return _client(place.address, place.port), place.port
+        return dist.TCPStore(node.address, port, is_master=True, master_listen_fd=listener.detach()), port
+    if node.rank:
+        return _client(node.address, node.port), node.port
     try:
-        return dist.TCPStore(place.address, place.port, is_master=True, wait_for_workers=False), place.port
+        return dist.TCPStore(node.address, node.port, is_master=True, wait_for_workers=False), node.port
     except LOST as error:
         raise PhaseFailed(
-            f"cannot listen on port {place.port} of {place.address} for the other nodes: {str(error).splitlines()[0]}; "
+            f"cannot listen on port {node.port} of {node.address} for the other nodes: {str(error).splitlines()[0]}; "
             "set MASTER_PORT to a free one"
         ) from error
 

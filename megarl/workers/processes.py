@@ -21,11 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from megarl.errors import STOP_SIGNALS
 
 POLL_SECONDS = 0.05
+INSISTS_SECONDS = 1.0  # a closed terminal sends two signals at once; a person who presses Ctrl-C again takes longer
 SHUTDOWN_SECONDS = 30.0  # from the request to stop to SIGKILL; MEGARL_SHUTDOWN_SECONDS overrides
-COLD_ENGINES = ("vllm", "sglang")  # start processes of their own, and want to decide what they inherit
+CANNOT_FORK = 3  # exit code of a warm process in which an import has initialised CUDA
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,13 @@ class ColdProcesses:
     """New interpreters: ``python -m megarl.phases``."""
 
     def __init__(self, processes: Sequence[Process]) -> None:
-        self._started = [_start_cold(process) for process in processes]
+        self._started: list[subprocess.Popen[bytes]] = []
+        try:
+            self._started += map(_start_cold, processes)
+        except OSError:
+            for started in self._started:
+                started.kill()
+            raise
         self.pids = [process.pid for process in self._started]
 
     def poll(self, seconds: float) -> dict[int, int]:
@@ -87,7 +96,7 @@ class WarmProcess:
         self.prepared: str | None = None
 
     def _start(self, theirs: socket.socket, module: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-u", "-W", "ignore", "-m", module, str(theirs.fileno())]
+        command = [sys.executable, "-u", "-m", module, str(theirs.fileno())]
         environment = {**os.environ, "MEGARL_AGENT_PID": str(os.getpid())}
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
@@ -99,6 +108,11 @@ class WarmProcess:
             self.prepared = str(run_dir)
             with contextlib.suppress(OSError):  # it ended: `start` will notice
                 self._send({"prepare": str(run_dir)})
+
+    def generating_elsewhere(self) -> None:
+        """A phase was started cold: import what training needs meanwhile."""
+        with contextlib.suppress(OSError):
+            self._send({"started": True})
 
     def start(self, processes: Sequence[Process]) -> ForkedProcesses:
         """Raises OSError when the warm process has ended."""
@@ -113,7 +127,7 @@ class WarmProcess:
         return pids
 
     def ended(self, pids: Sequence[int], seconds: float) -> dict[int, int]:
-        """{pid: exit code} of those that have ended, each told once; waits so long for more.
+        """{pid: exit code} of those that have ended, each reported once; waits so long for more.
 
         OSError when the warm process itself has ended.
         """
@@ -153,7 +167,12 @@ class ForkedProcesses:
             ended = self._warm.ended(self.pids, seconds)
             self._codes |= {self.pids.index(pid): code for pid, code in ended.items()}
         except OSError:  # the kernel kills them with the warm process
-            self._codes |= {i: -signal.SIGKILL for i in range(len(self.pids)) if i not in self._codes}
+            left = {i: pid for i, pid in enumerate(self.pids) if i not in self._codes}
+            for pid in left.values():
+                _signal(pid, signal.SIGKILL, group=True)
+            while any(map(_runs, left.values())):  # the phase may be started again: nobody else must be writing then
+                time.sleep(POLL_SECONDS)
+            self._codes |= dict.fromkeys(left, -signal.SIGKILL)
         return self._codes
 
     def signal(self, index: int, number: int, group: bool) -> None:
@@ -169,11 +188,21 @@ def _signal(pid: int, number: int, group: bool) -> None:
         os.kill(pid, number)
 
 
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Starter:
     """Starts the processes of phases, one phase after another; holds the node's warm process."""
 
     def __init__(self) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._warm: WarmProcess | None = None
+        self._always_cold = False
 
     def warm_up(self) -> WarmProcess:
         """Start the warm process, if it does not run; returns at once."""
@@ -181,17 +210,19 @@ class Starter:
             self._warm.close()
             self._warm = None
         if self._warm is None:
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
-            os.environ.setdefault("HF_HUB_OFFLINE", "1")
             self._warm = WarmProcess()
         return self._warm
 
     def start(self, processes: Sequence[Process], cold: bool) -> Processes:
-        if not cold:
-            with contextlib.suppress(OSError):  # it cannot import or was killed: a cold start shows why, or works
-                warm = self.warm_up()
+        if cold and self._warm is not None:
+            self._warm.generating_elsewhere()
+        if not cold and not self._always_cold:
+            warm = self.warm_up()
+            try:
                 warm.prepare(Path(processes[0].run))
                 return warm.start(processes)
+            except OSError:  # it cannot import or was killed: a cold start shows why, or works
+                self._always_cold = warm.process.wait() == CANNOT_FORK
         return ColdProcesses(processes)
 
     def prepare(self, run_dir: Path) -> None:
@@ -209,34 +240,32 @@ class Ended:
     """How the processes of a phase ended on this node, by index."""
 
     codes: dict[int, int]  # of all; those that had to be killed have -SIGKILL
-    first: frozenset[int]  # the first that failed: they ended before any was told to
+    first: frozenset[int]  # those that had failed before the others were asked to stop
     stopped: bool  # this agent was told to stop
 
 
-def supervise(processes: Processes) -> Ended:
-    """Wait until all have ended. When one fails, or this agent gets a stop signal, the rest is told to stop.
+def supervise(processes: Processes, stop_signals: Sequence[float] = ()) -> Ended:
+    """Wait until all have ended. When one fails, or this agent gets a stop signal, the rest is asked to stop.
 
-    A second signal kills them at once.
+    stop_signals: when they came, as `stop_signals_noted` notes them; one that comes a second after the first kills all.
     """
     everybody = range(len(processes.pids))
-    with stop_signals_counted() as signals:
-        codes = processes.poll(0)
-        while len(codes) < len(everybody) and not _failed(codes) and not signals:
-            codes = processes.poll(POLL_SECONDS)
-        if _failed(codes):
-            codes = processes.poll(POLL_SECONDS)  # peers that ended for the same reason
-        first, stopped = frozenset(_failed(codes)), bool(signals)
-        told = len(signals)
-        patience = float(os.environ.get("MEGARL_SHUTDOWN_SECONDS", SHUTDOWN_SECONDS))
-        deadline = time.monotonic() + patience
-        if len(codes) < len(everybody):
-            for index in everybody:
-                processes.signal(index, signal.SIGTERM, group=False)
-        while len(codes) < len(everybody):
-            if time.monotonic() > deadline or len(signals) > told:
-                kill(processes)
-            codes = processes.poll(POLL_SECONDS)
-    return Ended(dict(codes), first, stopped)
+    codes = processes.poll(0)
+    while len(codes) < len(everybody) and not _failed(codes) and not stop_signals:
+        codes = processes.poll(POLL_SECONDS)
+    if _failed(codes):
+        codes = processes.poll(POLL_SECONDS)  # others that ended for the same reason
+    first = frozenset(_failed(codes))
+    deadline = time.monotonic() + float(os.environ.get("MEGARL_SHUTDOWN_SECONDS", SHUTDOWN_SECONDS))
+    if len(codes) < len(everybody):
+        for index in everybody:
+            processes.signal(index, signal.SIGTERM, group=False)
+    while len(codes) < len(everybody):
+        insisted = stop_signals and stop_signals[-1] - stop_signals[0] > INSISTS_SECONDS
+        if time.monotonic() > deadline or insisted:
+            kill(processes)
+        codes = processes.poll(POLL_SECONDS)
+    return Ended(dict(codes), first, bool(stop_signals))
 
 
 def kill(processes: Processes) -> None:
@@ -250,12 +279,12 @@ def _failed(codes: dict[int, int]) -> list[int]:
 
 
 @contextlib.contextmanager
-def stop_signals_counted() -> Iterator[list[int]]:
-    """Within, `STOP_SIGNALS` interrupt nothing: they are added to the list."""
-    seen: list[int] = []
+def stop_signals_noted() -> Iterator[list[float]]:
+    """Within, `STOP_SIGNALS` interrupt nothing: their times (`time.monotonic`) are added to the list."""
+    seen: list[float] = []
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, _: seen.append(number))
+        signal.signal(number, lambda *_: seen.append(time.monotonic()))
     try:
         yield seen
     finally:

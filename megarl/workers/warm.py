@@ -4,8 +4,8 @@ Importing takes seconds, a fork milliseconds. The node agent (`megarl.workers.pr
 socket FD: ``{"prepare": RUN_DIR}`` says what will be needed, ``{"start": [process, ...]}`` asks for forks. The answers
 are ``{"started": [pid, ...]}`` and, as processes end, ``{"ended": pid, "code": code}``. Imports go on between orders.
 
-It never initialises CUDA, since a fork could not use it then, and starts no threads of its own. It dies with the agent
-and its forks die with it.
+It never initialises CUDA, since a fork could not use it then. Its imports start no thread but that of Arrow's jemalloc,
+which survives a fork. It dies with the agent and its forks die with it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,23 @@ import select
 import signal
 import socket
 import sys
+import traceback
+import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import STOP_SIGNALS
 from megarl.phases.entry import die_with_parent, hide_gpus_from_cpu_runs, run_process
+from megarl.workers.processes import CANNOT_FORK
 
 PR_SET_NAME = 15
 
 
 class WarmProcess:
-    def __init__(self, agent: socket.socket) -> None:
+    def __init__(self, agent: socket.socket, warning_filters: Sequence[Any] = ()) -> None:
+        self.warnings = list(warning_filters)  # of the processes that are forked
         self.agent = agent
         self.agent.setblocking(False)
         self.received = b""
@@ -60,7 +64,9 @@ class WarmProcess:
         *lines, self.received = (self.received + data).split(b"\n")
         for line in lines:
             order = json.loads(line)
-            if "prepare" in order:
+            if "started" in order:
+                self.started = True
+            elif "prepare" in order:
                 generation, self.training = imports_of_run(Path(order["prepare"]))
                 self.generation = itertools.chain(self.generation, generation)
             else:
@@ -71,12 +77,18 @@ class WarmProcess:
         deque(self.generation, maxlen=0)
         if processes[0].get("phase") in ("optimize", "live"):  # better once here than once in each process
             deque(self.training, maxlen=0)
+        import torch
+
+        if torch.cuda.is_initialized():
+            sys.exit(CANNOT_FORK)
         gc.freeze()  # what is imported stays: no collection in a fork needs to look at it, or copies its pages
         self.started = True
         return [self._fork(process) for process in processes]
 
     def _fork(self, process: dict[str, Any]) -> int:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # until it is known whose end it would tell
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, [signal.SIGCHLD]
+        )  # until the child's id is in `children`, else its end would be missed
         if pid := os.fork():
             self.children.add(pid)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
@@ -87,6 +99,8 @@ class WarmProcess:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             self.agent.close()
             code = self.run_child(process)
+        except BaseException:
+            traceback.print_exc()
         finally:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
@@ -97,22 +111,35 @@ class WarmProcess:
         """In the fork: a session, a log and an environment of its own, then the phase. Returns the exit code."""
         become(process["log"], process["environment"])
         gc.enable()
+        warnings.filters[:] = self.warnings  # type: ignore[index]
         name_process(f"{process['phase']}:{os.environ['RANK']}")
         return run_process(process["phase"], Path(process["run"]), process["stage"])
 
     def _reap(self, *_: object) -> None:
-        for pid in list(self.children):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                self.children.remove(pid)
-                self._send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
+        with no_child_ends():  # one handler at a time
+            for pid in list(self.children):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self.children.remove(pid)
+                    self._send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _send(self, answer: dict[str, Any]) -> None:
-        self.agent.setblocking(True)
-        try:
-            self.agent.sendall(json.dumps(answer).encode() + b"\n")
-        finally:
-            self.agent.setblocking(False)
+        with no_child_ends():  # whose answer would go into the middle of this one
+            self.agent.setblocking(True)
+            try:
+                self.agent.sendall(json.dumps(answer).encode() + b"\n")
+            finally:
+                self.agent.setblocking(False)
+
+
+@contextlib.contextmanager
+def no_child_ends() -> Iterator[None]:
+    """Within, the handler of SIGCHLD does not run; what ended meanwhile is seen after it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def become(log: str, environment: dict[str, str]) -> None:
@@ -186,8 +213,10 @@ def serve(agent: socket.socket) -> None:
     die_with_parent(int(os.environ["MEGARL_AGENT_PID"]))
     name_process("warm:")
     gc.disable()  # imports make no garbage worth looking for
+    shown = warnings.filters[:]
+    warnings.simplefilter("ignore")  # what packages say while they are imported would go into the agent's display
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    WarmProcess(agent).serve()
+    WarmProcess(agent, shown).serve()
 
 
 if __name__ == "__main__":

@@ -175,6 +175,10 @@ def test_released_m2po_mutes_more_than_the_paper() -> None:
         advantages=torch.randn(tokens, generator=g),
         loss_mask=torch.ones(tokens, dtype=torch.bool),
         cu_seqlens=torch.tensor([0, tokens]),
+        old_logprobs=None,
+        ref_logprobs=None,
+        entropy=None,
+        sequence_index=None,
     )
     paper, released = OBJECTIVES["m2po"]()(batch), OBJECTIVES["m2po"](variant="released")(batch)
     muted = [int((~terms.kept).sum()) for terms in (paper, released)]

@@ -1,4 +1,4 @@
-"""SIGKILL at twenty moments: the run still finishes, with every update once and the same bytes as undisturbed.
+"""SIGKILL at 22 moments: the run still finishes, with every update once and the same bytes as undisturbed.
 
 The run is held at a moment, by its own file operations, until it is killed: see `hold` in tests/zygote.py.
 """
@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -25,7 +26,7 @@ def moments(stage):
         "evaluation": (f"open .*logs/{stage:03d}_evaluate/attempt_0/rank_0000.log", 1),
         "first shard": (rf"replace .*{folder}/rollouts/.*\.arrow", 1),
         "ledger": (f"open .*{folder}/rollouts/ledger.jsonl", 3),
-        "last shard": (rf"replace .*{folder}/rollouts/.*\.arrow", 1),
+        "last shard": (rf"replace .*{folder}/rollouts/.*000002\.arrow", 1),
         "sealing": (f"replace .*{folder}/rollouts/SEALED", 1),
         "sealed": (f"open .*logs/{stage:03d}_optimize/attempt_0/rank_0000.log", 1),
         "first update": ("open .*metrics.jsonl", 1),
@@ -74,6 +75,7 @@ def test_a_run_that_was_started_from_a_shell_is_killed_three_times(recipe, tmp_p
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while not reached():
             assert process.poll() is None
+            time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
         process.wait()
         wait_until_nobody_works_on(killed)

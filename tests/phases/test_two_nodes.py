@@ -11,7 +11,7 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.storage.rollouts import RolloutStore
-from megarl.workers.nodes import NodeRank, find_node_rank, first_host
+from megarl.workers.node_rank import NodeRank, find_node_rank, first_host
 from tests.helpers import megarl, processes_of, start_megarl, wait_until_nobody_works_on
 from tests.phases.test_kill import lines
 

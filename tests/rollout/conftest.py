@@ -2,11 +2,10 @@ import json
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from megarl.rollout import build_engine, engine_module
-from tests.helpers import ROOT
+from tests.helpers import ROOT, children
 from tests.rollout.engines import BOTH, CONTEXT, TOGETHER, stage_recipe
 from tests.rollout.tiny_models import save
 
@@ -52,14 +51,14 @@ def engine(request, models, actor):
     an engine must leave no process.
     """
     name, family = request.param
-    model, before = models[family][0], set(psutil.Process().children(recursive=True))
+    model, before = models[family][0], children()
     experts = engine_module(name).RECORDS_EXPERTS and family == "qwen3_moe"
     engine = build_engine(stage_recipe(name, model={"path": str(model)}), 0, model, 3, routed_experts=experts)
     if name != "builtin":
         assert (engine.settings.context, engine.settings.responses) == (CONTEXT, TOGETHER)
     yield engine
     engine.close()
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert children() <= before
 
 
 @pytest.fixture

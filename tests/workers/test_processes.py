@@ -17,7 +17,7 @@ from megarl.storage.run_dir import RunDir
 from megarl.workers import processes
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
-from megarl.workers.processes import kill, supervise
+from megarl.workers.processes import WarmProcess, kill, stop_signals_noted, supervise
 from tests.helpers import ROOT
 
 SCRIPTS = {
@@ -74,12 +74,14 @@ def test_a_signal_to_the_agent_is_passed_on_once_and_a_second_one_kills():
         os.kill(os.getpid(), signal.SIGTERM)
         while scripts.started[0].poll() is None:  # the first has arrived
             time.sleep(0.01)
+        time.sleep(1.1)  # a second that comes at once is the terminal's
         os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Timer(0.1, signal_twice)
-    thread.start()
-    ended = supervise(scripts)
+    with stop_signals_noted() as signals:
+        thread = threading.Thread(target=signal_twice)
+        thread.start()
+        ended = supervise(scripts, signals)
     thread.join()
     assert ended.stopped and ended.codes == {0: 143, 1: -signal.SIGKILL}
     assert signal.getsignal(signal.SIGTERM) is before
@@ -117,17 +119,61 @@ def test_without_a_warm_process_a_phase_starts_cold(stage, monkeypatch):
     assert "no_such_module" not in (stage.run.logs / "000_evaluate/attempt_0/rank_0000.log").read_text()
 
 
+def test_a_cold_phase_needs_nothing_of_the_warm_process(stage, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("megarl.rollout.builtin.COLD_START", True)
+    with Nodes(NodeRank()) as nodes:
+        run_phase(nodes, stage, "evaluate", 1)
+    assert stage.evaluation()["prompts"] == 16
+
+
 def test_warm_and_cold_phases_write_the_same(stage, monkeypatch):
     with Nodes(NodeRank()) as nodes:
         run_phase(nodes, stage, "evaluate", 1)
         warm = stage.evaluation()
         stage.run.events.unlink()
-        monkeypatch.setattr("megarl.workers.launcher.COLD_ENGINES", ("builtin",))
+        monkeypatch.setattr("megarl.rollout.builtin.COLD_START", True)
         run_phase(nodes, stage, "evaluate", 1)
     cold = stage.evaluation()
     for changing in ("time", "seconds", "generate_seconds"):
         del warm[changing], cold[changing]
     assert warm == cold
+
+
+@pytest.fixture
+def warm():
+    process = WarmProcess("tests.workers.trivial_forks")
+    yield process
+    process.close()
+
+
+def test_every_end_of_forks_that_end_together_is_told(warm):
+    for _ in range(50):
+        pids, ended = warm.fork([{"code": code} for code in range(8)]), {}
+        while len(ended) < 8:
+            ended |= warm.ended(pids, 10)
+        assert [ended[pid] for pid in pids] == list(range(8))
+
+
+def test_what_fails_in_a_fork_before_the_phase_is_printed(capfd, warm):
+    (pid,) = warm.fork([{"code": "no number"}])
+    while not (ended := warm.ended([pid], 10)):
+        pass
+    assert ended == {pid: 1}
+    assert "no number" in capfd.readouterr().err
+
+
+def test_an_import_that_initialised_cuda_makes_all_phases_cold(stage, monkeypatch):
+    class Initialised(processes.WarmProcess):
+        def _start(self, theirs, module):
+            return super()._start(theirs, "tests.workers.cuda_initialised")
+
+    monkeypatch.setattr(processes, "WarmProcess", Initialised)
+    with Nodes(NodeRank()) as nodes:
+        run_phase(nodes, stage, "evaluate", 1)
+        assert stage.evaluation()["prompts"] == 16
+        assert nodes.starter._always_cold
 
 
 READY_TO_FORK = """

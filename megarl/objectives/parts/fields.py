@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import field, fields
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.errors import UserError, nearest
 
 
 def number(default: float, low: float, high: float = math.inf) -> Any:
@@ -52,5 +51,5 @@ def build(cls: type, values: dict[str, Any], owner: str, also: tuple[str, ...] =
 
 
 def _suggest(value: Any, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(value), list(known), 1, 0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = nearest(str(value), known)
+    return f"; did you mean {close!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""The rollout service of a live stage: engines that answer while the trainers train, each by the right policy."""
+"""The rollout service of a live stage: engines generate while trainers train, with the versions that they may use."""
 
 from __future__ import annotations
 

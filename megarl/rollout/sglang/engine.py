@@ -26,6 +26,7 @@ from megarl.rollout.gpus import replica_gpus
 from megarl.rollout.sglang.server import Server, ServerFailed, installed_version
 
 RECORDS_EXPERTS = True
+COLD_START = True
 TEMPERATURES = (1e-6, float("inf"))  # below, SGLang takes the most likely token
 POLL_SECONDS = 0.1  # longest wait for an event before `interrupted` and the time limits are looked at again
 IDLE_SECONDS = 60  # in which a server that has sent all responses lets go of them
