@@ -49,10 +49,10 @@ def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, ti
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")
     become_single_process()
-    copy_policy(model, tiny_model, run.policy(0))
-    rollout(run, 0)
+    copy_policy(model, tiny_model, run.stage(0).policy)
+    rollout(run.stage(0))
     engine.load_weights(model, 3)  # for the tests that follow
-    for group in RolloutStore(run.rollouts(0)).read(range(12)):
+    for group in RolloutStore(run.stage(0).rollouts).read(range(12)):
         for response in group.responses:
             shape = (len(group.prompt_tokens) + len(response.tokens) - 1, 2, 2)
             assert (response.routed_experts.shape, response.routed_experts.dtype) == (shape, "int8")

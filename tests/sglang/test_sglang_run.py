@@ -57,7 +57,7 @@ def run(tiny_model, tmp_path_factory):
     command += [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
     parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     rollouts = folder / "run/stages/001/rollouts"
-    while not list(rollouts.glob("*.arrow")):
+    while not any(b"\n" in ledger.read_bytes() for ledger in rollouts.glob("ledger*.jsonl")):
         assert parent.poll() is None, parent.stdout.read()
         time.sleep(0.01)
     os.kill(servers(parent.pid)[0].pid, signal.SIGKILL)
