@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).parents[1]
 SGLANG_PYTHON = ROOT / "tests/sglang/python"  # the interpreter of .venv-sglang
@@ -65,6 +66,16 @@ def zygote():
     from megarl.workers.processes import WarmProcess
 
     return WarmProcess("tests.zygote")
+
+
+def mount_tmpfs(path, options):
+    """Mount a small disk at ``path``, or skip; with MEGARL_REQUIRE_TMPFS=1 fail."""
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
+    if mounted.returncode:
+        why = f"needs root and permission to mount a tmpfs: {mounted.stderr.strip()}"
+        pytest.fail(why) if os.environ.get("MEGARL_REQUIRE_TMPFS") == "1" else pytest.skip(why)
 
 
 def children():

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(int(os.environ["MEGARL_AGENT_PID"]))
     os.register_at_fork(after_in_child=die_with_parent)
-    server = CommandServer(socket.socket(fileno=int(sys.argv[1])))
+    shown = warnings.filters[:]
+    warnings.simplefilter("ignore")
+    server = CommandServer(socket.socket(fileno=int(sys.argv[1])), shown)
     server.generation = itertools.chain(import_generation(), import_rest())
     server.serve()
 

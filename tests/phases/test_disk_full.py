@@ -4,21 +4,12 @@ import os
 import subprocess
 import time
 
-import pytest
-
-from tests.helpers import megarl
-
-
-def mount(path, size):
-    path.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path]).returncode:
-        why = "needs root and permission to mount a tmpfs"
-        pytest.fail(why) if os.environ.get("MEGARL_REQUIRE_TMPFS") == "1" else pytest.skip(why)
+from tests.helpers import megarl, mount_tmpfs
 
 
 def test_a_full_disk_loses_nothing_sealed(recipe, tmp_path):
     disk = tmp_path / "disk"
-    mount(disk, "40m")
+    mount_tmpfs(disk, "size=40m")
     try:
         run = disk / "run"
         ballast = disk / "ballast"

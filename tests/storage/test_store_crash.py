@@ -13,6 +13,7 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.storage.rollouts import RolloutStore, RolloutWriter, is_sealed, seal
+from tests.helpers import mount_tmpfs
 from tests.storage.sample_rollouts import (
     POLICY,
     as_bytes,
@@ -83,18 +84,8 @@ def test_killed_at_random_moments_again_and_again(tmp_path):
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 1 MiB and 200 inodes."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
     mount = tmp_path / "disk"
-    mount.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=200", "tmpfs", mount],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    if mounted.returncode:
-        pytest.skip(f"no small tmpfs here: {mounted.stderr.strip()}")
+    mount_tmpfs(mount, "size=1m,nr_inodes=200")
     yield mount
     subprocess.run(["umount", "-l", mount], check=True)
 
