@@ -79,11 +79,11 @@ def mount_tmpfs(path, options):
 
 
 def children():
-    """All processes below this one, without those of the zygote."""
+    """All processes below this one, without the zygote and warm processes, which serve several tests."""
     found = set(psutil.Process().children(recursive=True))
-    if zygote.cache_info().currsize:
-        own = psutil.Process(zygote().process.pid)
-        found -= {own, *own.children(recursive=True)}
+    for process in psutil.Process().children():
+        if {"tests.zygote", "megarl.workers.warm"} & set(process.cmdline()):
+            found -= {process, *process.children(recursive=True)}
     return found
 
 

@@ -24,9 +24,9 @@ def moments(stage):
     folder, policy = f"stages/{stage:03d}", r"stages/001/\.policy" if stage == 0 else r"/\.final"
     return {
         "evaluation": (f"open .*logs/{stage:03d}_evaluate/attempt_0/rank_0000.log", 1),
-        "first shard": (rf"replace .*{folder}/rollouts/.*\.arrow", 1),
+        "first shard": (rf"replace .*{folder}/rollouts/.*_{24 * stage:08d}\.arrow", 1),  # of three, 8 groups each
         "ledger": (f"open .*{folder}/rollouts/ledger.jsonl", 3),
-        "last shard": (rf"replace .*{folder}/rollouts/.*000002\.arrow", 1),
+        "last shard": (rf"replace .*{folder}/rollouts/.*_{24 * stage + 16:08d}\.arrow", 1),
         "sealing": (f"replace .*{folder}/rollouts/SEALED", 1),
         "sealed": (f"open .*logs/{stage:03d}_optimize/attempt_0/rank_0000.log", 1),
         "first update": ("open .*metrics.jsonl", 1),

@@ -13,7 +13,7 @@ class TrivialForks(WarmProcess):
 
 
 if __name__ == "__main__":
+    os.dup2(os.open(os.environ["FORKS_LOG"], os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     server = TrivialForks(socket.socket(fileno=int(sys.argv[1])))
     server.generation = iter(())
-    os.environ.pop("PYTHONUNBUFFERED", None)
     server.serve()
