@@ -26,7 +26,7 @@ import psutil
 from megarl.errors import STOP_SIGNALS
 
 POLL_SECONDS = 0.05
-INSISTS_SECONDS = 1.0  # a closed terminal sends two signals at once; a person who presses Ctrl-C again takes longer
+INSISTS_SECONDS = 1.0  # a person who presses Ctrl-C again takes longer than a terminal that sends a signal twice
 SHUTDOWN_SECONDS = 30.0  # from the request to stop to SIGKILL; MEGARL_SHUTDOWN_SECONDS overrides
 CANNOT_FORK = 3  # exit code of a warm process in which an import has initialised CUDA
 
@@ -244,10 +244,11 @@ class Ended:
     stopped: bool  # this agent was told to stop
 
 
-def supervise(processes: Processes, stop_signals: Sequence[float] = ()) -> Ended:
+def supervise(processes: Processes, stop_signals: Sequence[tuple[int, float]] = ()) -> Ended:
     """Wait until all have ended. When one fails, or this agent gets a stop signal, the rest is asked to stop.
 
-    stop_signals: when they came, as `stop_signals_noted` notes them; one that comes a second after the first kills all.
+    stop_signals: (number, time) as `stop_signals_noted` notes them. A second Ctrl-C kills at once. A second SIGTERM
+    does not: Slurm sends one when it wants a job to end, and another at the end of its time.
     """
     everybody = range(len(processes.pids))
     codes = processes.poll(0)
@@ -261,11 +262,15 @@ def supervise(processes: Processes, stop_signals: Sequence[float] = ()) -> Ended
         for index in everybody:
             processes.signal(index, signal.SIGTERM, group=False)
     while len(codes) < len(everybody):
-        insisted = stop_signals and stop_signals[-1] - stop_signals[0] > INSISTS_SECONDS
-        if time.monotonic() > deadline or insisted:
+        if time.monotonic() > deadline or _insists(stop_signals):
             kill(processes)
         codes = processes.poll(POLL_SECONDS)
     return Ended(dict(codes), first, bool(stop_signals))
+
+
+def _insists(stop_signals: Sequence[tuple[int, float]]) -> bool:
+    times = [at for number, at in stop_signals if number == signal.SIGINT]
+    return bool(times) and times[-1] - times[0] > INSISTS_SECONDS
 
 
 def kill(processes: Processes) -> None:
@@ -279,12 +284,12 @@ def _failed(codes: dict[int, int]) -> list[int]:
 
 
 @contextlib.contextmanager
-def stop_signals_noted() -> Iterator[list[float]]:
-    """Within, `STOP_SIGNALS` interrupt nothing: their times (`time.monotonic`) are added to the list."""
-    seen: list[float] = []
+def stop_signals_noted() -> Iterator[list[tuple[int, float]]]:
+    """Within, `STOP_SIGNALS` interrupt nothing: number and time (`time.monotonic`) of each are added to the list."""
+    seen: list[tuple[int, float]] = []
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: seen.append(time.monotonic()))
+        signal.signal(number, lambda number, _: seen.append((number, time.monotonic())))
     try:
         yield seen
     finally:

@@ -67,14 +67,16 @@ def test_who_does_not_stop_is_killed_after_the_patience(monkeypatch):
     assert (ended.codes, ended.first) == ({0: -signal.SIGKILL, 1: 1}, frozenset({1}))
 
 
-def test_a_signal_to_the_agent_is_passed_on_once_and_a_second_one_kills():
+def test_a_signal_to_the_agent_is_passed_on_once_and_a_second_interrupt_kills():
     scripts = Scripts("waits", "ignores")
 
     def signal_twice():
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
         while scripts.started[0].poll() is None:  # the first has arrived
             time.sleep(0.01)
         time.sleep(1.1)  # a second that comes at once is the terminal's
+        os.kill(os.getpid(), signal.SIGTERM)  # Slurm's, at the end of the time it has granted
+        assert scripts.started[1].poll() is None
         os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.getsignal(signal.SIGTERM)
