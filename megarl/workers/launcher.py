@@ -167,12 +167,14 @@ def _failure(rank: int, logs: Path, errors: Path) -> Failure:
 
 
 def _report(ended: Ended, nodes: Nodes, stage: Stage, phase: str, failures: dict[int, Failure]) -> Report:
+    if ended.stopped:  # also when the phase was just done: the run is to stop here
+        return Report("stopped", time=time.time())
     ranks = list(failures)
     codes = {ranks[index]: ended.codes[index] for index in ended.first}
     codes = {rank: code for rank, code in codes.items() if code not in (STOPPED, -signal.SIGTERM)}
     if not any(ended.codes.values()):
         return Report("done")
-    if not codes or ended.stopped:  # a signal may also have reached the processes alone
+    if not codes:  # a signal reached the processes alone
         return Report("stopped", time=time.time())
     if nodes.aborted() and all(code == -signal.SIGKILL for code in codes.values()):
         return Report("aborted", "ended because of another node", time=time.time())

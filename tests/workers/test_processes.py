@@ -14,7 +14,7 @@ import pytest
 from megarl.recipe.load import load_recipe
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
-from megarl.workers import processes
+from megarl.workers import launcher, processes
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.processes import WarmProcess, kill, stop_signals_noted, supervise
@@ -87,6 +87,15 @@ def test_a_signal_to_the_agent_is_passed_on_once_and_a_second_interrupt_kills():
     thread.join()
     assert ended.stopped and ended.codes == {0: 143, 1: -signal.SIGKILL}
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("code", "stopped", "outcome"), [(0, False, "done"), (0, True, "stopped"), (1, True, "stopped")]
+)
+def test_a_stop_signal_ends_the_run_even_where_the_phase_was_just_done(tmp_path, code, stopped, outcome):
+    ended = processes.Ended({0: code}, frozenset({0} if code else ()), stopped)
+    report = launcher._report(ended, None, None, "optimize", {0: launcher.Failure(0, tmp_path / "log")})
+    assert report.outcome == outcome
 
 
 def test_kill_ends_whole_sessions():
