@@ -47,8 +47,8 @@ def actor():
 def engine(request, models, actor):
     """A started engine, with the first model of a family under version 3. Tests may leave it with the other model.
 
-    It serves all tests of the session that want it, one engine after another. ``actor`` starts before, beside which
-    an engine must leave no process.
+    It serves all tests of the session that want it, one engine after another. None of its processes may outlive it;
+    those that ``actor`` and other tests' fixtures started, before it or since, are not its own.
     """
     name, family = request.param
     model, before = models[family][0], children()
@@ -56,9 +56,11 @@ def engine(request, models, actor):
     engine = build_engine(stage_recipe(name, model={"path": str(model)}), 0, model, 3, routed_experts=experts)
     if name != "builtin":
         assert (engine.settings.context, engine.settings.responses) == (CONTEXT, TOGETHER)
+    own = children() - before
     yield engine
+    own |= {process for parent in own if parent.is_running() for process in parent.children(recursive=True)}
     engine.close()
-    assert children() <= before
+    assert not own & children()
 
 
 @pytest.fixture
