@@ -80,7 +80,7 @@ def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     run = RunDir(options.run_dir.resolve(), recipe)
     if options.until:
         _stage(run, options.until[1])
-    check(recipe, nodes.count, optimizes(run, options.until))
+    check(nodes.starter, recipe, nodes.count, optimizes(run, options.until))
     with run.lock():
         run = RunDir.create(run.root, recipe)  # which may write the recipe: only now is nobody else at work
         train(nodes, run, options.until)

@@ -26,7 +26,7 @@ def rollout_stage(nodes: Nodes, stage: Stage) -> None:
     """Generate and seal the rollouts of one stage."""
     _require_staged(stage.run)
     run = stage.run
-    check(run.recipe, nodes.count, optimizes=False)
+    check(nodes.starter, run.recipe, nodes.count, optimizes=False)
     if stage.number == 0 and not stage.policy.exists():
         copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, stage.policy)
     _require_policy(stage)
@@ -42,7 +42,7 @@ def optimize_stage(nodes: Nodes, stage: Stage) -> None:
     """All updates of one stage on its sealed rollouts."""
     run = stage.run
     _require_staged(run)
-    check(run.recipe, nodes.count)
+    check(nodes.starter, run.recipe, nodes.count)
     _require_policy(stage)
     if stage.is_trained():
         print(f"{stage.next.policy} exists already")
@@ -55,7 +55,7 @@ def optimize_stage(nodes: Nodes, stage: Stage) -> None:
 def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: list[str]) -> None:
     """One stage with other settings in a run directory of its own, evaluated before and after."""
     recipe = branch_recipe(source, overrides)
-    check(recipe, nodes.count)
+    check(nodes.starter, recipe, nodes.count)
     with RunDir(target.resolve(), recipe).lock():
         stage = branch(source, target, recipe)
         optimize_stage(nodes, stage)
@@ -124,13 +124,12 @@ def evaluate_model(target: Path, recipe_path: Path | None, suite: str | None, ov
             f"{before.eval.prompts if before.eval.every else 'no'} prompts were held out from training; "
             "--suite evaluates on others"
         )
-    check(recipe)
-    with tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch, Nodes(NodeRank()) as nodes:
+        check(nodes.starter, recipe)
         stage = RunDir.create(Path(scratch) / "run", recipe).stage(0)
         stage.policy.parent.mkdir(parents=True)
         os.symlink(policy, stage.policy)
-        with Nodes(NodeRank()) as nodes:
-            run_phase(nodes, stage, "evaluate", stage.rollout.workers)
+        run_phase(nodes, stage, "evaluate", stage.rollout.workers)
         result = stage.evaluation()
         assert result is not None
     return f"{policy}\n{describe(result)}"

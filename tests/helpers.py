@@ -63,7 +63,7 @@ def start_megarl(*arguments, env=None, hold=None):
 @functools.cache
 def zygote():
     """One for all tests of this process; it ends with it."""
-    from megarl.workers.processes import WarmProcess
+    from tests.zygote import WarmProcess
 
     return WarmProcess("tests.zygote")
 

@@ -34,11 +34,16 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def run_process(phase: str, run_dir: Path, stage: int) -> int:
-    """Run a phase in this process; returns its exit code. An exception is printed and written to the error file."""
+    """Run a phase in this process; returns its exit code."""
     if phase != "evaluate":  # which has nothing to save
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until `StopRequest`, through the imports
+    return report_errors(lambda: _run(phase, run_dir, stage))
+
+
+def report_errors(function: Callable[[], None]) -> int:
+    """Call it; returns what the process is to end with. An exception is printed and written to the error file."""
     try:
-        _run(phase, run_dir, stage)
+        function()
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

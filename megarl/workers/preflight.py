@@ -6,19 +6,40 @@ What belongs to an engine, the data, a verifier or a layout is checked by its ow
 from __future__ import annotations
 
 import importlib.util
+import json
+import tempfile
+from pathlib import Path
 
 from megarl.data.prompts import check_data
-from megarl.errors import UserError
+from megarl.errors import PhaseFailed, UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.objectives import build_objective
+from megarl.phases.entry import ERROR_FILE
 from megarl.recipe.layout import check_layout
+from megarl.recipe.load import dump_recipe
 from megarl.recipe.tables import Recipe
 from megarl.rewards import check_reward
 from megarl.rollout import check_engine
 from megarl.storage.weights import weight_files
+from megarl.workers.processes import Starter
 
 
-def check(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
+def check(starter: Starter, recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
+    """`check_recipe` in a fork of the warm process, which imports anyway what this takes seconds to import."""
+    with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
+        error = Path(folder) / "error.json"
+        order = {"check": dump_recipe(recipe), "nodes": nodes, "optimizes": optimizes}
+        code = starter.run(order | {"environment": {ERROR_FILE: str(error)}})
+        if code is None:
+            check_recipe(recipe, nodes, optimizes)
+        elif code:
+            said = json.loads(error.read_text()) if error.exists() else {"message": f"exit code {code}"}
+            if said.get("mistake"):
+                raise UserError(said["message"])
+            raise PhaseFailed(f"the recipe could not be checked: {said['message']}")
+
+
+def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
     """`UserError` for whatever would keep the run from starting: model, data, reward, engines, objective, devices.
 
     ``optimizes`` is False where only engines will run: then ``nodes`` need not suit the actor.

@@ -225,6 +225,20 @@ class Starter:
                 self._always_cold = warm.process.wait() == CANNOT_FORK
         return ColdProcesses(processes)
 
+    def run(self, order: dict[str, Any]) -> int | None:
+        """Have one fork of the warm process carry out ``order``. Returns its exit code; None where nothing can fork."""
+        if self._always_cold:
+            return None
+        warm = self.warm_up()
+        try:
+            (pid,) = warm.fork([order])
+            while not (ended := warm.ended([pid], POLL_SECONDS)):
+                pass
+        except OSError:  # as in `start`
+            self._always_cold = warm.process.wait() == CANNOT_FORK
+            return None
+        return ended[pid]
+
     def prepare(self, run_dir: Path) -> None:
         """Have the warm process import what the run needs."""
         self.warm_up().prepare(run_dir)

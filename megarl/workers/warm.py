@@ -1,8 +1,9 @@
 """``python -m megarl.workers.warm FD``: a process that has imported what phases need and forks their processes.
 
 Importing takes seconds, a fork milliseconds. The node agent (`megarl.workers.processes`) sends JSON lines through the
-socket FD: ``{"prepare": RUN_DIR}`` says what will be needed, ``{"start": [process, ...]}`` asks for forks. The answers
-are ``{"started": [pid, ...]}`` and, as processes end, ``{"ended": pid, "code": code}``. Imports go on between orders.
+socket FD: ``{"prepare": RUN_DIR}`` says what will be needed, ``{"start": [process, ...]}`` asks for forks, of which one
+may be ``{"check": RECIPE, ...}``. The answers are ``{"started": [pid, ...]}`` and, as processes end, ``{"ended": pid,
+"code": code}``. Imports go on between orders.
 
 It never initialises CUDA, since a fork could not use it then. Its imports start no thread but that of Arrow's jemalloc,
 which survives a fork. It dies with the agent and its forks die with it.
@@ -21,16 +22,20 @@ import select
 import signal
 import socket
 import sys
+import tomllib
 import traceback
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.errors import STOP_SIGNALS
-from megarl.phases.entry import die_with_parent, hide_gpus_from_cpu_runs, run_process
+from megarl.phases.entry import die_with_parent, hide_gpus_from_cpu_runs, report_errors, run_process
 from megarl.workers.processes import CANNOT_FORK
+
+if TYPE_CHECKING:
+    from megarl.recipe.tables import Recipe
 
 PR_SET_NAME = 15
 
@@ -75,6 +80,8 @@ class WarmProcess:
 
     def _start(self, processes: list[dict[str, Any]]) -> list[int]:
         deque(self.generation, maxlen=0)
+        if "check" in processes[0]:
+            deque(import_prompts(parse(processes[0]["check"])), maxlen=0)
         if processes[0].get("phase") in ("optimize", "live"):  # better once here than once in each process
             deque(self.training, maxlen=0)
         import torch
@@ -109,9 +116,11 @@ class WarmProcess:
 
     def run_child(self, process: dict[str, Any]) -> int:
         """In the fork: a session, a log and an environment of its own, then the phase. Returns the exit code."""
-        become(process["log"], process["environment"])
         gc.enable()
         warnings.filters[:] = self.warnings  # type: ignore[index]
+        if "check" in process:
+            return run_check(**process)
+        become(process["log"], process["environment"])
         name_process(f"{process['phase']}:{os.environ['RANK']}")
         return run_process(process["phase"], Path(process["run"]), process["stage"])
 
@@ -130,6 +139,22 @@ class WarmProcess:
                 self.agent.sendall(json.dumps(answer).encode() + b"\n")
             finally:
                 self.agent.setblocking(False)
+
+
+def run_check(check: str, nodes: int, optimizes: bool, environment: dict[str, str]) -> int:
+    """In a fork: `megarl.workers.preflight.check_recipe`. What it prints goes where the agent's output goes."""
+    from megarl.workers.preflight import check_recipe
+
+    os.environ |= environment
+    recipe = parse(check)
+    hide_gpus_from_cpu_runs(recipe.actor.backend)
+    return report_errors(lambda: check_recipe(recipe, nodes, optimizes))
+
+
+def parse(recipe: str) -> Recipe:
+    from megarl.recipe.load import parse_recipe
+
+    return parse_recipe(tomllib.loads(recipe))
 
 
 @contextlib.contextmanager
@@ -181,14 +206,18 @@ def imports_of_run(run_dir: Path) -> tuple[Iterator[None], Iterator[None]]:
 
     recipe = RunDir.open(run_dir).recipe
     hide_gpus_from_cpu_runs(recipe.actor.backend)
-    generation = ["reasoning_gym"] if recipe.data.source == "reasoning_gym" else []
     training = ["megarl.actor", "megarl.phases.optimize", "megarl.phases.live.trainer"]
     if recipe.actor.backend == "cpu":
         training += ["megarl.actor.cpu_backend"]
     if recipe.run.tensorboard:
         training += ["torch.utils.tensorboard"]
     engine = import_builtin_engine(recipe.model.path) if recipe.rollout.engine == "builtin" else iter(())
-    return itertools.chain(import_modules(*generation), engine), import_modules(*training)
+    return itertools.chain(import_prompts(recipe), engine), import_modules(*training)
+
+
+def import_prompts(recipe: Recipe) -> Iterator[None]:
+    """Where the prompts come from."""
+    yield from import_modules(*(["reasoning_gym"] if recipe.data.source == "reasoning_gym" else []))
 
 
 def import_builtin_engine(model: Path) -> Iterator[None]:

@@ -7,19 +7,20 @@ from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
 from megarl.workers.nodes import NodeRank, Nodes
-from megarl.workers.preflight import check
+from megarl.workers.preflight import check_recipe
 
 LIVE = ["schedule.kind=live", "schedule.sync_every=2", "schedule.lockstep=true"]
 
 
 def test_what_needs_the_one_policy_of_a_stage(recipe):
-    check(load_recipe(recipe, LIVE))
+    check_recipe(load_recipe(recipe, LIVE))
     with pytest.raises(UserError, match="old_logprobs.*in a live run several do.*staged"):
-        check(load_recipe(recipe, [*LIVE, "objective.icepop={}"]))
+        check_recipe(load_recipe(recipe, [*LIVE, "objective.icepop={}"]))
     with pytest.raises(UserError, match='routing_replay = "actor".*in a live run several do'):
-        check(load_recipe(recipe, [*LIVE, "actor.routing_replay=actor"]))
-    check(load_recipe(recipe, ["objective.icepop={}"]))
-    check(load_recipe(recipe, [*LIVE, "objective.name=decoupled_ppo"]))  # whose proximal policy is the current one
+        check_recipe(load_recipe(recipe, [*LIVE, "actor.routing_replay=actor"]))
+    check_recipe(load_recipe(recipe, ["objective.icepop={}"]))
+    current = "objective.name=decoupled_ppo"  # the policy of the moment is its proximal one
+    check_recipe(load_recipe(recipe, [*LIVE, current]))
 
 
 def test_devices_stand_side_by_side(recipe):

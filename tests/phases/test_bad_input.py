@@ -6,16 +6,25 @@ import json
 import os
 import shutil
 import sys
+from collections import deque
 
 import pytest
 
 from megarl import cli
+from megarl.workers import processes
+from megarl.workers.warm import import_generation
 from tests.helpers import megarl
+from tests.zygote import ForkedWarmProcess
 
 
 @pytest.fixture
-def fails(capfd):
-    """Run the command line in this process; it must end with exit code 2 and one message that has all the words."""
+def fails(capfd, monkeypatch):
+    """Run the command line in this process; it must end with exit code 2 and one message that has all the words.
+
+    Its warm process is a fork of this one, so that it sees what a test has changed here.
+    """
+    deque(import_generation(), maxlen=0)
+    monkeypatch.setattr(processes, "WarmProcess", ForkedWarmProcess)
 
     def run(*arguments, words):
         with pytest.raises(SystemExit) as exit:

@@ -11,12 +11,14 @@ import time
 import psutil
 import pytest
 
-from megarl.recipe.load import load_recipe
+from megarl.errors import UserError
+from megarl.recipe.load import load_recipe, override_recipe
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
 from megarl.workers import launcher, processes
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
+from megarl.workers.preflight import check
 from megarl.workers.processes import WarmProcess, kill, stop_signals_noted, supervise
 from tests.helpers import ROOT
 
@@ -125,6 +127,9 @@ def test_without_a_warm_process_a_phase_starts_cold(stage, monkeypatch):
 
     monkeypatch.setattr(processes, "WarmProcess", CannotImport)
     with Nodes(NodeRank()) as nodes:
+        check(nodes.starter, stage.run.recipe)
+        with pytest.raises(UserError, match="torch sees 0"):
+            check(nodes.starter, override_recipe(stage.run.recipe, ["actor.backend=cuda"]))
         run_phase(nodes, stage, "evaluate", 1)
     assert stage.evaluation()["prompts"] == 16
     assert "no_such_module" not in (stage.run.logs / "000_evaluate/attempt_0/rank_0000.log").read_text()
