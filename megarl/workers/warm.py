@@ -38,6 +38,14 @@ if TYPE_CHECKING:
     from megarl.recipe.tables import Recipe
 
 PR_SET_NAME = 15
+# an order waits for the import under way, so that of Megatron, 1.5 s, is made in parts; another torch may lack some
+SLOW_PARTS_OF_MEGATRON = (
+    "torch.distributed.checkpoint",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.decomposition",
+    "torch._inductor.kernel.flex",
+    "megatron.core",
+)
 
 
 class WarmProcess:
@@ -212,7 +220,9 @@ def imports_of_run(run_dir: Path) -> tuple[Iterator[None], Iterator[None]]:
     if recipe.run.tensorboard:
         training += ["torch.utils.tensorboard"]
     engine = import_builtin_engine(recipe.model.path) if recipe.rollout.engine == "builtin" else iter(())
-    return itertools.chain(import_prompts(recipe), engine), import_modules(*training)
+    return itertools.chain(import_prompts(recipe), engine), itertools.chain(
+        import_megatron(), import_modules(*training)
+    )
 
 
 def import_prompts(recipe: Recipe) -> Iterator[None]:
@@ -232,6 +242,13 @@ def import_builtin_engine(model: Path) -> Iterator[None]:
 def import_modules(*names: str) -> Iterator[None]:
     for name in names:
         importlib.import_module(name)
+        yield
+
+
+def import_megatron() -> Iterator[None]:
+    for name in SLOW_PARTS_OF_MEGATRON:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
         yield
 
 
