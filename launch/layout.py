@@ -48,7 +48,7 @@ def check_layout(recipe: Recipe, link: Link, gpus: int | None) -> None:
         live = recipe.schedule.kind == "live" and not recipe.schedule.colocate  # trainers and engines side by side
         beside = actor.processes_per_node if live else 0
         used = {} if live else {"[actor] processes_per_node": actor.processes_per_node}
-        for stage, rollout in enumerate(recipe.rollouts):
+        for stage, rollout in recipe.distinct_rollouts.items():
             table = f"[stages.{stage}]" if str(stage) in recipe.stages else "[rollout]"
             setting = f"{table} workers * tensor_parallel" + " + [actor] processes_per_node" * live
             used[setting] = rollout.workers * rollout.tensor_parallel + beside

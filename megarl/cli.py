@@ -7,6 +7,7 @@ appear at once.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -17,22 +18,37 @@ from typing import TYPE_CHECKING
 from megarl import __version__
 from megarl.errors import PhaseFailed, UserError
 
+# of files and directories, which another try would meet again
+_MISTAKES = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+
 if TYPE_CHECKING:
     from megarl.storage.run_dir import RunDir, Stage
     from megarl.workers.nodes import Nodes
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Exit codes: 0 done, 1 failed and worth trying again, 2 a mistake to correct first, 130 stopped by a signal."""
     options = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is an interruption like any other
+    interrupted = []
+
+    def interrupt(*_: object) -> None:
+        interrupted.append(True)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)  # a scheduler's stop is an interruption like any other
     try:
         options.command(options)
-    except UserError as error:
-        sys.exit(_complain(error, 2))
-    except KeyboardInterrupt:
-        sys.exit(_complain("interrupted; start the same command again to continue", 130))
-    except PhaseFailed as error:
-        sys.exit(_complain(error, 1))
+    except BaseException as error:
+        if interrupted:  # extension modules turn a KeyboardInterrupt in their import into other exceptions
+            sys.exit(_complain("interrupted; start the same command again to continue", 130))
+        if isinstance(error, UserError):
+            sys.exit(_complain(error, 2))
+        if isinstance(error, PhaseFailed):
+            sys.exit(_complain(error, 1))
+        if isinstance(error, OSError) and error.filename is not None:
+            sys.exit(_complain(f"{error.filename}: {error.strerror}", 2 if error.errno in _MISTAKES else 1))
+        raise
 
 
 def _complain(message: object, code: int) -> int:
@@ -139,7 +155,9 @@ def _doctor(options: argparse.Namespace) -> None:
 def _open_stage(options: argparse.Namespace) -> Stage:
     from megarl.storage.run_dir import RunDir
 
-    return _stage(RunDir.open(options.run_dir), options.stage)
+    run = RunDir.open(options.run_dir)
+    run.check_links()
+    return _stage(run, options.stage)
 
 
 def _stage(run: RunDir, number: int) -> Stage:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import load_recipe, override_recipe, recipe_diff
 from megarl.recipe.tables import Recipe
 from megarl.storage.files import make_directory
@@ -18,8 +19,6 @@ from megarl.views.report import write_report
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
-
-_BRANCH_TABLES = ("objective.", "optimizer.", "actor.", "megatron.")
 
 
 def rollout_stage(nodes: Nodes, stage: Stage) -> None:
@@ -69,9 +68,9 @@ def branch_recipe(source: Stage, overrides: list[str]) -> Recipe:
     before = source.run.recipe
     _require_staged(source.run)
     recipe = override_recipe(before, overrides)
-    fixed = [line for line in recipe_diff(before, recipe) if not line.startswith(_BRANCH_TABLES)]
+    fixed = [line for line in recipe_diff(before, recipe) if not line.startswith(TRAINING_TABLES)]
     if fixed:
-        raise UserError(f"--set may change {', '.join(_BRANCH_TABLES)} alone, for the rollouts stay: {fixed[0]}")
+        raise UserError(f"--set may change {', '.join(TRAINING_TABLES)} alone, for the rollouts stay: {fixed[0]}")
     if recipe.actor.routing_replay == "engine" and before.actor.routing_replay != "engine":
         raise UserError(
             f'[actor] routing_replay = "engine": {source.run.root} was generated without recording experts; use "actor"'

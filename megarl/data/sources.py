@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from typing import Any
 
 from megarl.errors import UserError, nearest
 
+MAX_LINE = 16 << 20  # bytes of a row of a .jsonl file: no prompt is as long, and a file that is no JSON lines has one
 Item = dict[str, Any]  # {"question": str | chat messages, "answer": str, "metadata": dict}, as reasoning-gym has it
 
 # reasoning-gym draws item i of a data set from Random(seed + i), so seeds next to each other share all but one of
@@ -117,12 +120,17 @@ def read_prompt_file(path: Path) -> list[Item]:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for number in itertools.count(1):
+            line = file.readline(MAX_LINE + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE:
+                raise UserError(f"{path}, line {number} is longer than {MAX_LINE >> 20} MB")
             if not line.strip():
                 continue
             try:
                 yield f"{path}, line {number}", json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line {number} is not JSON: {error}") from error
 
 
@@ -151,8 +159,13 @@ def _item_of_row(row: Any, where: str) -> Item:
         raise UserError(
             f"{where}: prompt must be a text or a list of messages with role and content, got {prompt!r:.60}"
         )
-    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)) or not str(answer).strip():
-        raise UserError(f"{where}: answer must be a text or a number, got {answer!r:.60}")
+    number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    if not number and not (isinstance(answer, str) and answer.strip()):
+        raise UserError(f"{where}: answer must be a text or a finite number, got {answer!r:.60}")
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except (ValueError, RecursionError) as error:  # half of a surrogate pair, which no tokenizer takes
+        raise UserError(f"{where}: not valid text: {error}") from error
     metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
     return {"question": prompt, "answer": str(answer), "metadata": metadata}
 

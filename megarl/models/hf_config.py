@@ -20,13 +20,15 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     """
     path = Path(model_dir) / "config.json"
     try:
-        hf: dict[str, Any] = json.loads(path.read_text())
+        hf = json.loads(path.read_text())
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror}; [model] path must be a Hugging Face model directory"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(hf, dict):
+        raise UserError(f"{path} holds no object, but {type(hf).__name__}")
     if hf.get("model_type") not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UserError(f"{path}: model_type {hf.get('model_type')!r} is not supported; known are {known}")

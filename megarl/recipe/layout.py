@@ -31,6 +31,9 @@ _REQUIRED = {
     "batch_p2p_comm": (False, "messages between virtual pipeline stages would cross without a word"),
 }
 
+# tables that leave the rollouts as they are: the same rollouts can be trained with others
+TRAINING_TABLES = ("objective.", "optimizer.", "actor.", "megatron.")
+
 # settings that decide where things are computed and what is kept, but not the result: a run may change them midway
 LAYOUT_SETTINGS = (
     "actor.processes_per_node",

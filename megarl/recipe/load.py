@@ -16,6 +16,8 @@ from pydantic import BaseModel, ValidationError
 from megarl.errors import UserError, nearest
 from megarl.recipe.tables import ObjectiveTable, Recipe, StageTable
 
+MAX_SIZE = 16 << 20  # bytes of a recipe
+
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a TOML recipe, apply ``section.key=value`` overrides (TOML values) and check all of it.
@@ -43,10 +45,14 @@ def load_without_objective(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def _read_tables(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text())
+        with open(path, "rb") as file:
+            text = file.read(MAX_SIZE + 1)
+        if len(text) > MAX_SIZE:
+            raise UserError(f"{path} is longer than {MAX_SIZE >> 20} MB, so it is no recipe")
+        return tomllib.loads(text.decode())
     except OSError as error:
         raise UserError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
 
 
@@ -126,12 +132,18 @@ def _apply_overrides(tables: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _apply_override(tables: dict[str, Any], override: str) -> None:
+    try:
+        override.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"--set {override!a} is not valid UTF-8") from error
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
     if not equals or not sections or not key:
         raise UserError(f"--set {override!r}: expected section.key=value")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
+    except RecursionError as error:
+        raise UserError(f"--set {name}: {error}") from error
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string: --set objective.name=grpo
     for section in sections:

@@ -19,7 +19,14 @@ from megarl.recipe.schedule import LagRule, nearest_divisor
 
 
 class Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+    )
 
 
 def _one_of(known: Iterable[str]) -> AfterValidator:
@@ -50,8 +57,8 @@ class DataTable(Table):
     source: Literal["file", "reasoning_gym"]
     train: str  # a .jsonl / .parquet file with columns prompt, answer; or the name of a reasoning-gym generator
     options: dict[str, Any] = {}  # reasoning-gym: the generator's own settings, for example { min_word_len = 3 }
-    prompt_template: str = "{prompt}"
-    max_prompt_tokens: int = Field(1024, ge=1)  # tokens; longer prompts are an error that names the prompt
+    prompt_template: str = Field("{prompt}", max_length=1_000_000)
+    max_prompt_tokens: int = Field(1024, ge=1, le=10**9)  # tokens; longer prompts are an error that names the prompt
 
 
 class RewardTable(Table):
@@ -62,13 +69,13 @@ class RewardTable(Table):
 
 class RolloutTable(Table):
     engine: Engine = "builtin"
-    workers: int = Field(1, ge=1)  # engine replicas on each node
-    tensor_parallel: int = Field(1, ge=1)  # GPUs per replica
+    workers: int = Field(1, ge=1, le=1024)  # engine replicas on each node
+    tensor_parallel: int = Field(1, ge=1, le=1024)  # GPUs per replica
     temperature: float = Field(1.0, gt=0)
-    max_response_tokens: int = Field(1024, ge=1)  # tokens, stop token included
-    responses_per_prompt: int = Field(8, ge=1)  # G, the size of a group
-    oversample: float = Field(1.0, ge=1, allow_inf_nan=False)  # candidates for each group that is trained
-    groups_per_chunk: int = Field(128, ge=1)  # groups that an engine is given at a time
+    max_response_tokens: int = Field(1024, ge=1, le=10**9)  # tokens, stop token included
+    responses_per_prompt: int = Field(8, ge=1, le=10**5)  # G, the size of a group
+    oversample: float = Field(1.0, ge=1, le=1000)  # candidates for each group that is trained
+    groups_per_chunk: int = Field(128, ge=1, le=10**6)  # groups that an engine is given at a time
     memory_fraction: float = Field(0.92, gt=0, le=1)  # share of GPU memory an engine may take
     response_timeout: float = Field(3600.0, gt=0)  # seconds from its start until a response is cut off
     sglang_python: Path | None = Field(None, strict=False)  # interpreter that has SGLang; default: megarl's own
@@ -78,16 +85,16 @@ class StageTable(Table):
     """``[stages.N]``: settings of ``[rollout]`` that differ in stage N."""
 
     engine: Engine | None = None
-    workers: int | None = Field(None, ge=1)
-    tensor_parallel: int | None = Field(None, ge=1)
+    workers: int | None = Field(None, ge=1, le=1024)
+    tensor_parallel: int | None = Field(None, ge=1, le=1024)
     memory_fraction: float | None = Field(None, gt=0, le=1)
 
 
 class ScheduleTable(Table):
     kind: Literal["staged", "live"] = "staged"
-    stages: int = Field(4, ge=1)
-    updates_per_stage: int = Field(1024, ge=1)  # S; of a staged run also the largest staleness
-    prompts_per_update: int = Field(32, ge=1)
+    stages: int = Field(4, ge=1, le=10**5)
+    updates_per_stage: int = Field(1024, ge=1, le=10**7)  # S; of a staged run also the largest staleness
+    prompts_per_update: int = Field(32, ge=1, le=10**6)
     # the rest is for live runs alone (docs/schedules.md)
     sync_every: int | None = Field(None, ge=1)  # updates between two versions of the policy that engines may load
     max_lag: int | None = Field(None, ge=0)  # updates; default with lockstep or delay: what follows from them
@@ -137,7 +144,7 @@ class ScheduleTable(Table):
 class ObjectiveTable(BaseModel):
     """``name`` and the objective's own fields, checked against its dataclass by `megarl.objectives`."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow", frozen=True, ser_json_inf_nan="constants")
     name: str = "mu_grpo"
     advantage: Literal["group_mean_std", "group_mean", "leave_one_out", "batch_normalised"] = "group_mean_std"
     zero_variance: Literal["keep", "drop"] = "keep"  # keep: groups without variance stay in the denominator
@@ -165,7 +172,7 @@ class OptimizerTable(Table):
 
 class ActorTable(Table):
     backend: Literal["cpu", "cuda"] = "cuda"
-    processes_per_node: int = Field(1, ge=1)
+    processes_per_node: int = Field(1, ge=1, le=1024)
     tensor_parallel: int = Field(1, ge=1)
     pipeline_parallel: int = Field(1, ge=1)
     context_parallel: int = Field(1, ge=1)
@@ -196,14 +203,14 @@ class ActorTable(Table):
 class EvalTable(Table):
     source: Literal["file", "reasoning_gym"] | None = None  # default: [data] source
     suite: str | None = None  # file or generator; default: held-out prompts of [data] train
-    prompts: int = Field(1024, ge=1)
-    samples: int = Field(1, ge=1)  # k of avg@k and pass@k
+    prompts: int = Field(1024, ge=1, le=10**6)
+    samples: int = Field(1, ge=1, le=10**5)  # k of avg@k and pass@k
     temperature: float = Field(1.0, gt=0)
     every: int = Field(1, ge=0)  # stages; 0 turns evaluation off
 
 
 class RunTable(Table):
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**32)
     max_restarts: int = Field(0, ge=0)  # times a failed phase is started again
     tensorboard: bool = True
     wandb: bool = False
@@ -226,7 +233,7 @@ class Recipe(Table):
     @model_validator(mode="after")
     def _stages_exist(self) -> Recipe:
         for name in self.stages:
-            if name not in map(str, range(self.schedule.stages)):
+            if not name.isdecimal() or str(int(name)) != name or int(name) >= self.schedule.stages:
                 raise ValueError(f"[stages.{name}]: this recipe has stages 0 to {self.schedule.stages - 1}")
         return self
 
@@ -285,15 +292,17 @@ class Recipe(Table):
         return self.rollout.model_copy(update=own.model_dump(exclude_none=True))
 
     @property
-    def rollouts(self) -> list[RolloutTable]:
-        """`rollout_of` every stage."""
-        return [self.rollout_of(stage) for stage in range(self.schedule.stages)]
+    def distinct_rollouts(self) -> dict[int, RolloutTable]:
+        """`rollout_of` the stages that ``[stages.N]`` changes, and of the first that it does not."""
+        numbers = {int(name) for name in self.stages}
+        others = (stage for stage in range(self.schedule.stages) if stage not in numbers)
+        return {stage: self.rollout_of(stage) for stage in sorted({*numbers, next(others, 0)})}
 
     @property
     def devices_per_node(self) -> int:
         """GPUs, or cores, that a node needs: trainers and engines take turns, or run side by side in a live run."""
         trainers = self.actor.processes_per_node
-        engines = max(table.workers * table.tensor_parallel for table in self.rollouts)
+        engines = max(table.workers * table.tensor_parallel for table in self.distinct_rollouts.values())
         side_by_side = self.schedule.kind == "live" and not self.schedule.colocate
         return trainers + engines if side_by_side else max(trainers, engines)
 

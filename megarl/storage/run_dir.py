@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.recipe.layout import is_layout_setting
+from megarl.recipe.layout import TRAINING_TABLES, is_layout_setting
 from megarl.recipe.load import dump_recipe, load_recipe, recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
 from megarl.storage.files import make_directory, write_atomic
@@ -30,13 +30,16 @@ class RunDir:
     def create(cls, root: Path, recipe: Recipe) -> RunDir:
         """A new or continued run; `UserError` with the difference when the directory belongs to another recipe.
 
-        A run may be continued in another parallel layout, which then is the recipe's.
+        A run may be continued in another parallel layout, and one that has trained nothing yet with other settings of
+        training: a mistake that shows only there costs no rollouts.
         """
         root = Path(root).resolve()
         path = root / "recipe.toml"
         if path.exists():
             everything = recipe_diff(load_recipe(path), recipe)
             difference = [line for line in everything if not is_layout_setting(line.partition(":")[0])]
+            if not cls(root, recipe).has_trained() and recipe.actor.routing_replay != "engine":
+                difference = [line for line in difference if not line.startswith(TRAINING_TABLES)]
             if difference:
                 raise UserError(
                     f"{root} belongs to a run with another recipe (old -> new):\n  "
@@ -44,7 +47,8 @@ class RunDir:
                     + "\nuse another --run-dir, or the old settings to continue this one"
                 )
             if everything:
-                write_atomic(path, dump_recipe(recipe))  # from here on in another layout
+                write_atomic(path, dump_recipe(recipe))
+            cls(root, recipe).check_links()
         else:
             _make_root(root)
             write_atomic(path, dump_recipe(recipe))
@@ -101,6 +105,20 @@ class RunDir:
     def versions(self) -> list[int]:
         """What is published at this moment beside the stages' own policies, oldest first."""
         return sorted(int(path.name) for path in self.root.glob("stages/???/policies/[0-9]*"))
+
+    def check_links(self) -> None:
+        """`UserError` when the run that this one branched from is no longer where it was."""
+        for path in self.root.glob("stages/*/*"):
+            if path.is_symlink() and not path.exists():
+                raise UserError(
+                    f"{path} is a link to {os.readlink(path)}, which is not there: the run that this one branched from "
+                    f"was moved or removed. Put it back, or point the link to where it is now: ln -sfn NEW {path}"
+                )
+
+    def has_trained(self) -> bool:
+        """Whether there is a checkpoint or a live run, whose rollouts come from policies in training."""
+        live = self.recipe.schedule.kind == "live"
+        return live or any(self.root.glob("stages/*/checkpoints/update_*")) or self.end.policy.exists()
 
     def log_event(self, event: str, **fields: Any) -> None:
         append_json(self.events, {"time": round(time.time(), 3), "event": event, **fields})

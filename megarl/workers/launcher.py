@@ -201,6 +201,8 @@ def _explain(failure: Failure, code: int, run: RunDir) -> tuple[str, bool]:
     if os.strerror(errno.ENOSPC) in (failure.message or "") + text or full:
         return _no_space_left(run, failure.log), True
     cause = f"killed by signal {-code}" if code < 0 else failure.message or "died"
+    if code == -signal.SIGKILL:
+        cause += ", most often because the machine or the job ran out of memory (`dmesg`, or Slurm's accounting, says)"
     tail = "\n".join(text.splitlines()[-15:])
     return f"{cause}\n{tail}\nfull log: {failure.log}", False
 

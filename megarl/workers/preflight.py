@@ -53,7 +53,7 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
     hf = read_hf_config(recipe.model.path)
     check_data(recipe, hf)
     check_reward(recipe)
-    for stage in range(recipe.schedule.stages):
+    for stage in recipe.distinct_rollouts:
         check_engine(recipe, stage, hf)
     check_devices(recipe)
     live = recipe.schedule.kind == "live"

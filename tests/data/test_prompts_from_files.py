@@ -106,7 +106,7 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
         ("p.jsonl", b"[1, 2]\n", "line 1: expected an object with prompt and answer, got list"),
         ("p.jsonl", b'{"prompt": 3, "answer": "2"}\n', "line 1: prompt must be a text or a list of messages"),
         ("p.jsonl", b'{"prompt": "", "answer": "2"}\n', "line 1: prompt must be"),
-        ("p.jsonl", b'{"prompt": "3", "answer": null}\n', "line 1: answer must be a text or a number, got None"),
+        ("p.jsonl", b'{"prompt": "3", "answer": null}\n', "line 1: answer must be a text or a finite number, got None"),
         ("p.jsonl", GOOD, "too few different prompts to hold one out"),
         ("p.parquet", b"not parquet", "cannot read .*p.parquet"),
         ("p.csv", GOOD, "ends in .jsonl or .parquet"),

@@ -97,6 +97,14 @@ def test_a_batch_of_wrong_shapes_is_refused_in_the_call(backend: str) -> None:
             build_objective("grpo", options)(replace(batch, advantages=torch.ones(2)), backend=backend)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_a_ratio_without_an_upper_bound_clips_nothing_above(backend: str) -> None:
+    endless, far = (build_objective("mu_grpo", {"ratio_max": high}) for high in (float("inf"), 1e30))
+    for seed in range(4):
+        batch = random_batch(seed)
+        torch.testing.assert_close(endless(batch, backend=backend).loss, far(batch, backend=backend).loss)
+
+
 def test_an_objective_touches_its_file_and_one_other() -> None:
     """Beside its own file, its subclasses and its line in objectives/__init__.py no module knows an objective."""
     sources = {path: path.read_text() for path in (ROOT / "megarl").rglob("*.py")}

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import sys
 from collections import deque
 
@@ -13,7 +14,7 @@ import pytest
 from megarl import cli
 from megarl.workers import processes
 from megarl.workers.warm import import_generation
-from tests.helpers import megarl
+from tests.helpers import megarl, mount_tmpfs
 from tests.zygote import ForkedWarmProcess
 
 
@@ -46,6 +47,16 @@ def fails(capfd, monkeypatch):
         ("optimiser.lr=1e-3", ["optimiser", "'optimizer'"]),
         ("schedule.stages=two", ["schedule.stages", "integer", "'two'"]),
         ("schedule.stages=0", ["schedule.stages", "greater than or equal to 1"]),
+        ("schedule.stages=1000000000000000000", ["schedule.stages", "less than or equal to 100000"]),
+        ("eval.prompts=1000000000", ["eval.prompts", "less than or equal to 1000000"]),
+        ("run.seed=4294967296", ["run.seed", "less than 4294967296"]),
+        ("optimizer.lr=inf", ["optimizer.lr", "finite number"]),
+        ("optimizer.eps=nan", ["optimizer.eps", "finite number"]),
+        ("rollout.response_timeout=inf", ["rollout.response_timeout", "finite number"]),
+        ("objective.ratio_max=nan", ["ratio_max", "nan"]),
+        ("data.prompt_template=" + "x" * 1_000_001, ["data.prompt_template", "at most 1000000 characters"]),
+        ("data.prompt_template=\udcff", ["--set", "not valid UTF-8"]),
+        ("data.options=" + "[" * 100_000, ["--set data.options", "recursion"]),
         ("optimizer.lr=-1.0", ["optimizer.lr", "greater than 0"]),
         ("objective.name=mu_grop", ["mu_grop", "mu_grpo"]),
         ("objective.ratio_mx=5.0", ["ratio_mx", "ratio_max"]),
@@ -115,6 +126,10 @@ def test_a_recipe_that_is_missing_or_no_toml(fails, tmp_path):
     fails("train", tmp_path / "none.toml", "--run-dir", tmp_path / "run", words=["none.toml"])
     (tmp_path / "bad.toml").write_text("[model\npath=")
     fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", "line 1"])
+    (tmp_path / "bad.toml").write_text("x = " + "[" * 100_000)
+    fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", "recursion"])
+    (tmp_path / "bad.toml").write_text("#" * ((16 << 20) + 1))
+    fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", "16 MB"])
 
 
 def test_a_mistake_ends_the_process_with_code_2_before_anything_starts(recipe, tmp_path):
@@ -138,6 +153,9 @@ def test_a_model_that_would_be_computed_wrongly(fails, recipe, tiny_model, tmp_p
         (model / "config.json").write_text(json.dumps(config | {key: value}))
         command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", f"model.path={model}"]
         fails(*command, words=["config.json", key])
+    for text, words in {"[]": ["no object"], "[" * 100_000: ["JSON", "recursion"]}.items():
+        (model / "config.json").write_text(text)
+        fails(*command, words=["config.json", *words])
 
 
 def test_another_objective_leaves_the_fields_of_the_first(recipe):
@@ -175,6 +193,14 @@ def test_prompt_files_with_mistakes(fails, recipe, tmp_path):
     fails(*command, words=["prompts.jsonl", "answer"])
     prompts.write_text('{"prompt": "ab", "answer": "ba"}\n{"prompt": "a')
     fails(*command, words=["prompts.jsonl", "line 2"])
+    prompts.write_text('{"prompt": "ab", "answer": NaN}\n')
+    fails(*command, words=["prompts.jsonl, line 1", "finite number", "nan"])
+    prompts.write_text('{"prompt": "\\ud800", "answer": "b"}\n')
+    fails(*command, words=["prompts.jsonl, line 1", "not valid text", "surrogates"])
+    prompts.write_text("[" * 100_000)
+    fails(*command, words=["prompts.jsonl, line 1", "not JSON", "recursion"])
+    prompts.write_text('{"prompt": "' + "a" * (16 << 20) + '", "answer": "b"}\n')
+    fails(*command, words=["prompts.jsonl, line 1", "longer than 16 MB"])
 
 
 def test_damage_to_a_run_directory(fails, recipe, tmp_path):
@@ -189,7 +215,7 @@ def test_damage_to_a_run_directory(fails, recipe, tmp_path):
     assert megarl("rollout", run, "--stage", "0").returncode == 0
     sealed = {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()}
 
-    fails(*command, "--set", "optimizer.lr=0.5", words=["optimizer.lr", "0.001", "0.5"])
+    fails(*command, "--set", "rollout.temperature=0.5", words=["rollout.temperature", "1.0", "0.5"])
     fails("rollout", run, "--stage", "7", words=["7"])
     fails("optimize", run, "--stage", "1", words=["stages/001/policy"])
 
@@ -205,3 +231,50 @@ def test_damage_to_a_run_directory(fails, recipe, tmp_path):
 
     assert megarl("optimize", run, "--stage", "0").returncode == 0
     assert {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()} == sealed
+
+
+def test_a_mistake_of_training_alone_costs_no_rollouts(recipe, tmp_path):
+    """It may be corrected until a checkpoint holds updates made with it."""
+    run, command = tmp_path / "run", ["train", recipe, "--run-dir", tmp_path / "run"]
+    assert megarl(*command, "--set", "optimizer.lr=0.5", "--until", "rollout:0").returncode == 0
+    sealed = {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()}
+    refused = megarl(*command, "--set", "rollout.temperature=0.9")
+    assert refused.returncode == 2 and "rollout.temperature" in refused.stderr
+    done = megarl(*command, "--set", "optimizer.lr=0.001", "--until", "optimize:0")
+    assert done.returncode == 0, done.stderr
+    assert "lr = 0.001" in (run / "recipe.toml").read_text()
+    assert {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()} == sealed
+    refused = megarl(*command, "--set", "optimizer.lr=0.5")
+    assert refused.returncode == 2 and "optimizer.lr" in refused.stderr
+
+
+def test_file_systems_that_refuse(fails, recipe, tmp_path):
+    mount_tmpfs(tmp_path / "disk", "size=1m,ro")
+    fails("train", recipe, "--run-dir", tmp_path / "disk/run", words=["disk/run", "Read-only file system"])
+    (tmp_path / "run/.lock").mkdir(parents=True)
+    fails("train", recipe, "--run-dir", tmp_path / "run", words=["run/.lock", "Is a directory"])
+
+
+def test_a_branch_whose_source_has_moved(fails, recipe, tmp_path):
+    run, branch = tmp_path / "run", tmp_path / "branch"
+    assert megarl("train", recipe, "--run-dir", run, "--until", "rollout:0").returncode == 0
+    assert megarl("optimize", run, "--stage", "0", "--output", branch).returncode == 0
+    run.rename(tmp_path / "elsewhere")
+    for command in (["optimize", branch, "--stage", "0"], ["train", branch / "recipe.toml", "--run-dir", branch]):
+        fails(*command, words=[f"link to {run}", "moved or removed", "ln -sfn"])
+
+
+def test_an_interrupted_import_is_an_interruption(capfd, monkeypatch, tmp_path):
+    """Also where an extension module makes another exception of it."""
+
+    def interrupted(_):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            signal.pause()
+        except KeyboardInterrupt as error:
+            raise SystemError("initialization failed") from error
+
+    monkeypatch.setattr(cli, "_doctor", interrupted)
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["doctor"])
+    assert exit.value.code == 130 and "interrupted" in capfd.readouterr().err

@@ -104,7 +104,7 @@ def test_a_run_continues_with_other_memory_and_replicas_but_not_with_another_eng
         "stages": {"1": {"engine": "vllm"}},
     }
     recipe = parse_recipe(tables)
-    assert [table.engine for table in recipe.rollouts] == ["builtin", "vllm", "builtin", "builtin"]
+    assert {stage: table.engine for stage, table in recipe.distinct_rollouts.items()} == {0: "builtin", 1: "vllm"}
     assert recipe.rollout_of(4) == recipe.rollout_of(3) == recipe.rollout
     RunDir.create(tmp_path, recipe)
     smaller = override_recipe(

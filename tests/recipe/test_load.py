@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.errors import UserError
-from megarl.recipe.load import load_recipe
+from megarl.recipe.load import dump_recipe, load_recipe
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,10 @@ def test_groups_of_one(recipe, settings, words):
 def test_virtual_stages_are_at_least_two(recipe, size):
     with pytest.raises(UserError, match="leave it out for one"):
         load_recipe(recipe, [f"megatron.virtual_pipeline_model_parallel_size={size}"])
+
+
+def test_a_ratio_without_an_upper_bound_is_read_written_and_read_again(recipe, tmp_path):
+    first = load_recipe(recipe, ["objective.ratio_max=inf"])
+    (tmp_path / "again.toml").write_text(dump_recipe(first))
+    assert load_recipe(tmp_path / "again.toml") == first
+    assert first.objective.fields["ratio_max"] == float("inf")
