@@ -9,6 +9,7 @@ Runs in an environment of its own (`pip install` what the extra ``launch`` of py
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import sys
@@ -23,6 +24,7 @@ scontrol() {
     [ "$1" = requeue ] && [ "${exitcode:-0}" -eq 2 ] && return
     command scontrol "$@"
 }"""
+SECRETS = {"KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS"}  # in names of variables
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # megarl is not installed here, and only its recipes are read
 
@@ -64,7 +66,9 @@ def parse_options() -> argparse.Namespace:
     add("--optimize-partition", help="with --chain: partition of the optimize jobs, default --partition")
     add("--container-image", help="image with megarl's dependencies (needs pyxis); default: no container")
     add("--container-mounts", action="append", default=[], metavar="SRC:DST")
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="environment of the job")
+    add(
+        "--env", action="append", default=[], metavar="NAME[=VALUE]", help="environment of the job; NAME: as it is here"
+    )
     add("--python", default="python", help="interpreter that has megarl and its dependencies, as the nodes see it")
     add("--packager", choices=["none", "git"], default="none", help="git: ship this repository's HEAD with the job")
     add("--dry-run", action="store_true", help="print the sbatch scripts, submit nothing")
@@ -78,9 +82,21 @@ def parse_options() -> argparse.Namespace:
     if options.local and (options.chain or options.nodes > 1):
         parser.error("--local is one machine and one process after another: no --chain, no --nodes")
     for variable in options.env:
-        if "=" not in variable or not variable.partition("=")[0].isupper():
-            parser.error(f"--env {variable}: expected NAME=VALUE with NAME in capitals, as nemo-run exports it")
+        if problem := problem_with_variable(variable):
+            parser.error(f"--env {variable.partition('=')[0]}: {problem}")
     return options
+
+
+def problem_with_variable(variable: str) -> str | None:
+    """Values are written into the job's script, which others may read, and printed in its log; names alone are not."""
+    name, equals, _ = variable.partition("=")
+    if not name.isupper():
+        return "a name in capitals, as nemo-run exports it"
+    if not equals and name not in os.environ:
+        return "without =VALUE it is passed as it is here, but it is not set here"
+    if equals and SECRETS & set(name.split("_")):
+        return f"a secret would stand in the job's script and log: export {name} here and pass --env {name}"
+    return None
 
 
 def agent_arguments(recipe: Recipe, link: Link, options: argparse.Namespace) -> list[str]:
@@ -116,6 +132,8 @@ def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Na
         signal=f"TERM@{options.margin}",
         container_image=options.container_image,
         container_mounts=options.container_mounts,
+        # sbatch hands on all of this environment; an image may set the same names otherwise
+        container_env=[name for name in options.env if "=" not in name] or None,
         env_vars={name: shlex.quote(value) for name, value in variables.items()},
         setup_lines=NOT_AGAIN,
         packager=packager(options),
@@ -135,7 +153,8 @@ def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Na
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
-    return dict(variable.split("=", 1) for variable in options.env)
+    """What is written into the job's script."""
+    return dict(variable.split("=", 1) for variable in options.env if "=" in variable)
 
 
 def packager(options: argparse.Namespace) -> run.Packager:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections import deque
 
@@ -249,8 +250,11 @@ def test_a_mistake_of_training_alone_costs_no_rollouts(recipe, tmp_path):
 
 
 def test_file_systems_that_refuse(fails, recipe, tmp_path):
-    mount_tmpfs(tmp_path / "disk", "size=1m,ro")
-    fails("train", recipe, "--run-dir", tmp_path / "disk/run", words=["disk/run", "Read-only file system"])
+    mount_tmpfs(disk := tmp_path / "disk", "size=1m,ro")
+    try:
+        fails("train", recipe, "--run-dir", disk / "run", words=["disk/run", "Read-only file system"])
+    finally:
+        subprocess.run(["umount", disk], check=True)
     (tmp_path / "run/.lock").mkdir(parents=True)
     fails("train", recipe, "--run-dir", tmp_path / "run", words=["run/.lock", "Is a directory"])
 

@@ -28,7 +28,7 @@ for line in sys.stdin:
     *sys.argv, output, errors = json.loads(line)
     if (child := os.fork()) == 0:
         for number, path in ((1, output), (2, errors)):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         runpy.run_path(sys.argv[0], run_name="__main__")
         sys.exit()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -38,6 +38,7 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def imported_launcher(launch_python, tmp_path_factory):
     environment = {**os.environ, "NEMORUN_HOME": str(tmp_path_factory.mktemp("nemo"))}
+    environment["WANDB_API_KEY"] = "f00dcafe"
     environment.pop("PYTHONPATH", None)
     command = [str(launch_python), "-c", FORKS]
     with subprocess.Popen(
@@ -125,6 +126,20 @@ def test_container(launch, qwen):
     (srun,) = [line for line in result.stdout.splitlines() if line.startswith("srun ")]
     assert "--container-image nvcr.io/nvidia/pytorch:25.09-py3 --container-mounts /fast:/fast," in srun
     assert " /fast/venv/bin/python -m megarl.cli train " in srun
+
+
+def test_secrets_go_by_name_and_stand_nowhere(launch, qwen):
+    image = ("--container-image", "image", "--env", "WANDB_API_KEY", "--env", "TOKENIZERS_PARALLELISM=false")
+    result = launch(qwen, *SUBMIT, "--nodes", 4, *image)
+    assert result.returncode == 0, result.stderr
+    assert "--container-env WANDB_API_KEY" in result.stdout and "f00dcafe" not in result.stdout + result.stderr
+    assert "export TOKENIZERS_PARALLELISM=false\n" in result.stdout
+    for variable, words in {
+        "WANDB_API_KEY=f00dcafe": "pass --env WANDB_API_KEY",
+        "NOT_SET_HERE": "not set here",
+    }.items():
+        refused = launch(qwen, *SUBMIT, "--env", variable)
+        assert refused.returncode == 2 and words in refused.stderr and "f00dcafe" not in refused.stderr
 
 
 def test_chain(launch, qwen):
