@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
 
+from megarl.actor.experts import GroupedExperts
 from megarl.batch import ContextShard
 
 
@@ -132,6 +133,8 @@ def torch_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
     )
+    if config.num_moe_experts is not None:
+        layer.submodules.mlp.submodules.experts = GroupedExperts
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
