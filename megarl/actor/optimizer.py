@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 
@@ -23,12 +25,23 @@ def wrap(models: list[PolicyModel], recipe: Recipe) -> tuple[list[DistributedDat
         replicas,
         use_gloo_process_groups=recipe.actor.backend == "cpu",
     )
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = _finalize
     config.grad_scale_func = optimizer.scale_loss
     if ddp.overlap_grad_reduce:  # gradients leave during the backward pass of the last micro-batch
         several = len(replicas) > 1
         config.no_sync_func = [r.no_sync for r in replicas] if several else replicas[0].no_sync
     return replicas, optimizer
+
+
+def _finalize(replicas: list[DistributedDataParallel], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's, except that the count by which gradients are divided stays on the device; it asks whether it is 0."""
+    finalize_model_grads(replicas, None, **kwargs)
+    if num_tokens is None:
+        return
+    dist.broadcast(num_tokens, mpu.get_pipeline_model_parallel_last_rank(), mpu.get_pipeline_model_parallel_group())
+    dist.all_reduce(num_tokens, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    for replica in replicas:
+        replica.scale_gradients(1.0 / num_tokens.clamp(min=1))
 
 
 def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
