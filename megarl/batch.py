@@ -51,6 +51,23 @@ class ContextShard:
             ]
         )
 
+    def attended_tokens(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which tokens each held chunk attends to under a causal mask: those of its sequence up to its own end.
+
+        lengths [S] of the whole sequences -> indices among the tokens of all ranks, rank by rank, in the order of the
+        chunks that this rank holds, and how many belong to each chunk [2 S].
+        """
+        starts, chunk_lengths = (np.cumsum(lengths) - lengths) // self.size, lengths // self.chunks
+        total = int(lengths.sum()) // self.size
+        indices, counts = [], []
+        for start, length in zip(starts, chunk_lengths, strict=True):
+            owners = [(c, 0) if c < self.size else (self.chunks - 1 - c, 1) for c in range(self.chunks)]
+            whole = np.concatenate([r * total + start + half * length + np.arange(length) for r, half in owners])
+            for chunk in self.held:
+                indices.append(whole[: (chunk + 1) * length])
+                counts.append(len(indices[-1]))
+        return np.concatenate(indices), np.array(counts, np.int64)
+
     def held_part(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """This rank's two chunks of x, whose dimension ``dim`` is one whole sequence."""
         chunks = x.chunk(self.chunks, dim)

@@ -6,6 +6,7 @@ Transformer Engine has both, but is not on every machine.
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +21,28 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 
+from megarl.actor.dispatch import RoutedExperts
+from megarl.actor.experts import GroupedExperts
 from megarl.batch import ContextShard
+from megarl.errors import UserError
+
+# torch 2.12 wants to be told that a key has several queries, 2.11 does not ask
+_GROUPED_QUERIES: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+@dataclass(frozen=True)
+class AttendedKeys:
+    """Which keys each chunk of queries attends to under context parallelism, for one call on the device."""
+
+    rows: torch.Tensor  # [K] int64, among the keys of all ranks, rank by rank; see `ContextShard.attended_tokens`
+    cu_seqlens_q: torch.Tensor  # [2 S + 1] int32, boundaries of this rank's chunks
+    cu_seqlens_k: torch.Tensor  # [2 S + 1] int32, of what they attend to
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
 @dataclass
@@ -34,18 +55,45 @@ class PackedSequences(PackedSeqParams):
 
     length_runs: tuple[tuple[int, int], ...] = ()
     trained: torch.Tensor | None = None
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # `rotary_tables`, for the torch-native attention
     shard: ContextShard | None = None  # under context parallelism; lengths are those of the whole, padded sequences
+    attended: AttendedKeys | None = None  # under context parallelism, on GPUs
+
+
+def rotary_tables(
+    positions: torch.Tensor, inverse_frequencies: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and signed sines [T, 1, head_dim] of each token's angles, for `rotate`; positions [1, T].
+
+    Megatron-Core cuts its tables by lengths that it asks the device for, in every layer, for queries and for keys.
+    """
+    angles = positions[0, :, None, None].float() * inverse_frequencies.to(positions.device)
+    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat([cosines, cosines], -1), torch.cat([-sines, sines], -1)
+
+
+def rotate(x: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding of [T, heads, head_dim], of which the two halves are the two coordinates."""
+    return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), signed_sines)
 
 
 class PackedAttention(MegatronModule):
     """Causal attention of each packed sequence over itself; [T, heads, head_dim] -> [T, heads * head_dim].
 
-    Runs of equally long sequences are one batched call, so neither a padding token nor a [T, T] mask is ever computed.
+    It rotates queries and keys, which Megatron's layer leaves to it where the model has no rotary embedding of its own.
+    Neither a padding token nor a [T, T] mask is ever computed. On GPUs all sequences are one call of flash attention,
+    which has no float32; elsewhere each run of equally long sequences is one batched call.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        if config.rotary_interleaved:
+            raise UserError('[megatron] rotary_interleaved: the attention of layers = "torch" rotates halves')
+        if config.bf16 and (config.kv_channels % 8 or config.kv_channels > 256):
+            raise UserError(
+                f"a head has {config.kv_channels} dimensions; torch's flash attention takes multiples of 8 up to 256"
+            )
 
     def forward(
         self,
@@ -57,7 +105,10 @@ class PackedAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> torch.Tensor:
-        assert packed_seq_params is not None, "megarl packs every batch"
+        assert packed_seq_params is not None and packed_seq_params.rotary is not None, "megarl packs every batch"
+        query, key = (rotate(x, *packed_seq_params.rotary) for x in (query, key))
+        if query.is_cuda and query.dtype != torch.float32:
+            return self._fused(query, key, value, packed_seq_params)
         runs, shard = packed_seq_params.length_runs, packed_seq_params.shard
         if shard is not None:
             return self._sharded(query, key, value, runs, shard)
@@ -70,6 +121,34 @@ class PackedAttention(MegatronModule):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
             outputs.append(out.transpose(1, 2).reshape(count * length, -1))
         return torch.cat(outputs)
+
+    def _fused(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
+        """As `forward`, in one call; its causal mask is aligned to the lower right corner."""
+        keys: PackedSequences | AttendedKeys = packed
+        cu_seqlens_k, max_seqlen_k = packed.cu_seqlens_kv, packed.max_seqlen_kv
+        if packed.shard is not None:
+            assert packed.attended is not None
+            keys = packed.attended
+            cu_seqlens_k, max_seqlen_k = keys.cu_seqlens_k, keys.max_seqlen_k
+            key, value = (
+                gather_from_sequence_parallel_region(x, group=packed.shard.group).index_select(0, keys.rows)
+                for x in (key, value)
+            )
+        out: Any = varlen_attn(
+            query,
+            key,
+            value,
+            keys.cu_seqlens_q,
+            cu_seqlens_k,
+            keys.max_seqlen_q,
+            max_seqlen_k,
+            scale=self.scale,
+            window_size=(-1, 0),  # causal
+            **_GROUPED_QUERIES,
+        )
+        return out.flatten(1)
 
     def _sharded(
         self,
@@ -132,6 +211,9 @@ def torch_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
     )
+    if config.num_moe_experts is not None:
+        layer.submodules.mlp.module = RoutedExperts
+        layer.submodules.mlp.submodules.experts = GroupedExperts
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention

@@ -25,9 +25,12 @@ from megarl.recipe.tables import Recipe
 
 def census(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, int]]:
     """For each pipeline stage: layers, and on the fullest of its ranks parameters of experts and all others."""
-    recipe = override_recipe(
-        recipe, ["megatron.init_model_with_meta_device=true", "megatron.perform_initialization=false"]
+    settings = (
+        "actor.layers=torch",
+        "megatron.init_model_with_meta_device=true",
+        "megatron.perform_initialization=false",
     )
+    recipe = override_recipe(recipe, settings)
     per_stage = ranks // recipe.actor.pipeline_parallel
     return [_count(hf, recipe, ranks, stage * per_stage) for stage in range(recipe.actor.pipeline_parallel)]
 

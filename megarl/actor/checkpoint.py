@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from megarl.actor.optimizer import gather_parameters
 from megarl.actor.optimizer_state import adam_step, set_adam_step, sharded_adam_state
 from megarl.actor.step import Actor
 from megarl.errors import UserError
@@ -81,6 +82,7 @@ def save(actor: Actor, directory: Path, update: int, keep: int, wait: bool = Tru
     With ``wait`` False it returns after the copy to host memory: forked processes write, and `finish` renames.
     """
     finish(actor)
+    gather_parameters(actor.replicas)
     # a new one for each checkpoint, and of this process: ranks may themselves be forks of one that imported this module
     filesystem_async._results_queue = _ForkedResults()
     target = directory / f"update_{update:06d}"

@@ -1,8 +1,8 @@
 """Cuts Megatron's parameters into views that are the tensors of a Hugging Face model.
 
 `megarl.models` says which tensors a parameter is made of, by the names of the torch-native modules. Here these names
-are found for Transformer Engine's modules (which keep a norm's weight in the linear layer after it) and for all three
-forms of the experts.
+are found for Transformer Engine's modules (which keep a norm's weight in the linear layer after it) and for both forms
+of the experts.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ _NATIVE_NAMES = {  # of what Transformer Engine calls
 }
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:"
-    r"local_experts\.(?P<sequential>\d+)\.linear_fc(?P<sequential_fc>[12])\.weight"
-    r"|linear_fc(?P<grouped_fc>[12])\.weight(?P<grouped>\d+)"  # TEGroupedMLP
-    r"|weight(?P<stacked_fc>[12]))"  # GroupedMLP: all experts in one tensor, input dimension first
+    r"weight(?P<stacked_fc>[12])"  # `megarl.actor.experts`: all experts in one tensor
+    r"|linear_fc(?P<grouped_fc>[12])\.weight(?P<grouped>\d+))"  # TEGroupedMLP
 )
 
 
@@ -81,7 +80,7 @@ def _of_parameter(
         _, _, layer, rest = name.split(".", 3)  # decoder.layers.<local>.<rest>
         prefix, native = _layer_prefix(model, int(layer)), _NATIVE_NAMES.get(rest, rest)
         if match := _EXPERT.fullmatch(rest):
-            number, experts = _experts(match, parameter, model.config)
+            number, experts = _experts(match, parameter)
             native = f"mlp.experts.linear_fc{number}.weight"
         tensors = in_layers.get(native)
     if tensors is None:
@@ -105,16 +104,11 @@ def _views(parameter: torch.Tensor, tensors: TensorNames, config: TransformerCon
     return [tuple(group[i] for group in groups) for i in range(3)]
 
 
-def _experts(
-    match: re.Match[str], parameter: torch.Tensor, config: TransformerConfig
-) -> tuple[str, list[tuple[int | None, torch.Tensor]]]:
+def _experts(match: re.Match[str], parameter: torch.Tensor) -> tuple[str, list[tuple[int | None, torch.Tensor]]]:
     """Which of an expert's two matrices the parameter holds ("1", "2"), and it: (local expert, [outputs, inputs])."""
-    if not match["stacked_fc"]:
-        local = int(match["sequential"] or match["grouped"])
-        return match["sequential_fc"] or match["grouped_fc"], [(local, parameter)]
-    count = config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
-    inputs = config.hidden_size if match["stacked_fc"] == "1" else parameter.shape[0] // count
-    return match["stacked_fc"], [(i, expert.t()) for i, expert in enumerate(parameter.view(count, inputs, -1))]
+    if match["stacked_fc"]:
+        return match["stacked_fc"], list(enumerate(parameter))
+    return match["grouped_fc"], [(int(match["grouped"]), parameter)]
 
 
 def expert_number(local: int, rank: int, config: TransformerConfig) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,20 +14,24 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.actor.attention import PackedSequences, torch_layer_spec
-from megarl.errors import UserError
+from megarl.actor.attention import PackedSequences, rotary_tables, torch_layer_spec
 from megarl.kernels.linear_logprob import linear_logprob
 from megarl.models import family_of
 from megarl.recipe.tables import Recipe
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # Megatron-Core 0.16.1 imports the name with Transformer Engine alone, but its routers ask whether it is None
+    moe_utils.te_general_gemm = None
 
 
 def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     """Megatron's configuration of the model. Fields in ``[megatron]`` override what megarl would set."""
     actor = recipe.actor
-    cpu = actor.backend == "cpu"
+    cpu, transformer_engine = actor.backend == "cpu", actor.layer_kind == "transformer_engine"
     dtype = torch.float32 if cpu else torch.bfloat16
     settings = family_of(hf).megatron_settings(hf) | dict(
         activation_func=F.silu,  # the only one that families let through
@@ -48,18 +53,20 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         calculate_per_token_loss=True,  # sums of losses, divided once by the count of the whole optimizer batch
         batch_p2p_comm=False,  # with the default, virtual stages receive each other's messages, without an error
         use_cpu_initialization=cpu,
-        # the fused variants need Transformer Engine, Apex or a compiler at run time
-        bias_activation_fusion=False,
+        # without these Transformer Engine's layers wait for the device several times a layer
+        apply_rope_fusion=transformer_engine,
+        moe_permute_fusion=transformer_engine,
+        bias_activation_fusion=transformer_engine,
+        # the other fused variants need Apex
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
         persist_layer_norm=False,
         deterministic_mode=False,
     )
     if "num_moe_experts" in settings:
         settings |= dict(
-            moe_grouped_gemm=actor.layers == "transformer_engine",
+            moe_grouped_gemm=transformer_engine,
             moe_router_dtype=None if cpu else "fp32",
             # load balancing would change the policy's log-probs, and ratios would show that as staleness
             moe_router_load_balancing_type="none",
@@ -67,9 +74,6 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         )
     if actor.recompute == "full":
         settings |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    unknown = sorted(set(recipe.megatron) - set(TransformerConfig.__dataclass_fields__))
-    if unknown:
-        raise UserError(f"[megatron] {unknown[0]}: Megatron-Core's TransformerConfig has no such field")
     return TransformerConfig(**settings | recipe.megatron)
 
 
@@ -89,6 +93,23 @@ class PolicyModel(GPTModel):
     def true_vocab_size(self) -> int:
         """Rows of embedding and lm head; those beyond it only pad the vocabulary."""
         return int(self.hf["vocab_size"])
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """GPTModel's. The torch-native attention gets its rotary tables, once for all layers, with the sequences."""
+        if packed_seq_params is not None and self.position_embedding_type == "none":
+            tables = rotary_tables(position_ids, self.rotary_pos_emb.inv_freq, self.config.params_dtype)
+            packed_seq_params = replace(packed_seq_params, rotary=tables)
+        return super().forward(
+            input_ids, position_ids, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
+        )
 
     def _postprocess(
         self,
@@ -126,7 +147,7 @@ class PolicyModel(GPTModel):
 
 
 def _layer_spec(config: TransformerConfig, recipe: Recipe, stage: int | None) -> TransformerBlockSubmodules:
-    if recipe.actor.layers == "torch":
+    if recipe.actor.layer_kind == "torch":
         return torch_layer_spec(config, vp_stage=stage)
     # Transformer Engine has its own attention over packed sequences, grouped GEMM and fp8
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
@@ -153,6 +174,8 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
             rope_scaling_factor=hf["rope_scaling_factor"] or 1.0,
             vp_stage=stage,
         )
+        if recipe.actor.layer_kind == "torch":
+            model.position_embedding_type = "none"  # `PackedAttention` rotates
         model.temperature = recipe.rollout.temperature
         model.head_backend = recipe.actor.head_backend
         model.hf = hf

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state as mpu
 
-from megarl.actor.attention import PackedSequences
+from megarl.actor.attention import AttendedKeys, PackedSequences
 from megarl.batch import ContextShard, TokenBatch
 
 
@@ -118,6 +118,7 @@ def pack(
             length_runs=tuple((len(list(run)), int(length)) for length, run in groupby(runs)),
             trained=tensor(trained),
             shard=shard,
+            attended=_attended_keys(runs, shard, device) if shard and device.type == "cuda" else None,
         ),
         batch=TokenBatch(
             logprobs=torch.full(mask.shape, torch.nan, device=device),
@@ -134,8 +135,23 @@ def pack(
     )
 
 
+def _attended_keys(lengths: np.ndarray, shard: ContextShard, device: torch.device) -> AttendedKeys:
+    rows, counts = shard.attended_tokens(lengths)
+    queries = np.repeat(lengths // shard.chunks, 2)
+    return AttendedKeys(
+        rows=_tensor(device, rows),
+        cu_seqlens_q=_tensor(device, _offsets(queries)),
+        cu_seqlens_k=_tensor(device, _offsets(counts)),
+        max_seqlen_q=int(queries.max()),
+        max_seqlen_k=int(counts.max()),
+    )
+
+
 def _tensor(device: torch.device, array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # without it the host waits for the copy
+    return tensor.to(device, non_blocking=True)
 
 
 def _offsets(sizes: np.ndarray) -> np.ndarray:

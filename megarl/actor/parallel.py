@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from megarl.distributed import Role, join_process_group
+from megarl.distributed import PATIENCE, Role, join_process_group
 from megarl.recipe.tables import Recipe
 
 
@@ -20,6 +21,7 @@ def join(recipe: Recipe, role: Role | None = None) -> tuple[torch.device, dist.S
     """`initialize` among the processes of one ``role``; returns the store of all the phase's processes too."""
     device = torch.device("cpu")
     if recipe.actor.backend == "cuda":
+        _prepare_cuda(recipe)
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     else:
@@ -27,8 +29,21 @@ def join(recipe: Recipe, role: Role | None = None) -> tuple[torch.device, dist.S
 
         cpu_backend.install()
     store = join_process_group("gloo" if recipe.actor.backend == "cpu" else "nccl", role)
-    build_groups(recipe)
+    build_groups(recipe, gloo=recipe.actor.backend == "cpu")
     return device, store
+
+
+def _prepare_cuda(recipe: Recipe) -> None:
+    """Settings that CUDA and torch's allocator read when they are first used; those of the environment prevail."""
+    actor = recipe.actor
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(os.environ) and not recipe.megatron_ddp.get(
+        "nccl_ub"
+    ):
+        # micro-batches differ in length: fixed segments would fragment. NCCL's registered buffers cannot have it
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if actor.tensor_parallel > 1 or actor.context_parallel > 1:
+        # one hardware queue: a collective starts before the computation that was launched after it
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def build_groups(recipe: Recipe, gloo: bool = True) -> None:
@@ -48,6 +63,7 @@ def build_groups(recipe: Recipe, gloo: bool = True) -> None:
         expert_model_parallel_size=actor.expert_parallel,
         expert_tensor_parallel_size=actor.expert_tensor_parallel or actor.tensor_parallel,
         create_gloo_process_groups=gloo,
+        distributed_timeout_minutes=PATIENCE // timedelta(minutes=1),
     )
     torch.manual_seed(recipe.run.seed)
     model_parallel_cuda_manual_seed(recipe.run.seed)

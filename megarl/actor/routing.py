@@ -100,19 +100,23 @@ def _set_targets(layers: list[LayerRouting], experts: Experts | None, counts: bo
         layer.counts = counts
 
 
-def disagreement(models: Sequence[torch.nn.Module], device: torch.device) -> dict[str, float]:
-    """``routing/disagreement``: share of the given experts that the routers themselves would not have chosen.
+def count_disagreement(models: Sequence[torch.nn.Module], device: torch.device) -> torch.Tensor | None:
+    """[2] float64: choices of experts that differ from the given ones, and all of them, since the last call.
 
-    Over all layers, tokens and ranks since the last call; collective over all ranks. Empty without `install`.
+    Over all layers, tokens and ranks; collective over all ranks. None without `install`.
     """
     layers = [layer for model in models for layer in routings(model)]
     if not layers:
-        return {}
+        return None
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for layer in layers:
         if layer.agreement is not None:
             total += layer.agreement
             layer.agreement = None
     dist.all_reduce(total)
-    differ, count = total.tolist()
+    return total
+
+
+def disagreement(differ: float, count: float) -> dict[str, float]:
+    """``routing/disagreement``: share of the given experts that the routers themselves would not have chosen."""
     return {"routing/disagreement": differ / count} if count else {}

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
 
 from megarl.actor import routing
 from megarl.actor.frozen import FrozenPolicy
 from megarl.actor.hf import load_hf
 from megarl.actor.model import PolicyModel, build_model
 from megarl.actor.nonfinite import non_finite_update
+from megarl.actor.optimizer import wrap
 from megarl.actor.packing import MicroBatch
 from megarl.actor.schedule import LogprobsAndEntropy, Loss, MicroBatchLog, collect, run_micro_batches, token_batch
 from megarl.batch import TokenBatch
@@ -44,31 +44,16 @@ class Actor:
     saving: AsyncCallsQueue = field(default_factory=AsyncCallsQueue)  # the checkpoint being written, if any
 
     @classmethod
-    def build(cls, recipe: Recipe, policy_dir: Path, device: torch.device) -> Actor:
-        """Model with the weights of ``policy_dir``, Megatron's DDP and distributed optimizer. Collective."""
+    def build(cls, recipe: Recipe, policy_dir: Path, device: torch.device, load: bool = True) -> Actor:
+        """Model with the weights of ``policy_dir``, Megatron's DDP and distributed optimizer. Collective.
+
+        load: False leaves the weights to `megarl.actor.checkpoint.load`.
+        """
         models = build_model(read_hf_config(policy_dir), recipe)
-        load_hf(models, policy_dir)
+        if load:
+            load_hf(models, policy_dir)
         routing.install(models, replays=recipe.actor.routing_replay != "none")
-        config, table = models[0].config, recipe.optimizer
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        replicas = [DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=table.lr,
-                adam_beta1=table.betas[0],
-                adam_beta2=table.betas[1],
-                adam_eps=table.eps,
-                weight_decay=table.weight_decay,
-                clip_grad=table.clip_grad,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=True,
-            ),
-            replicas,
-        )
-        config.finalize_model_grads_func = finalize_model_grads
-        config.grad_scale_func = optimizer.scale_loss
+        replicas, optimizer = wrap(models, recipe)
         return cls(recipe, device, models, replicas, optimizer)
 
     def learning_rate(self, update: int) -> float:
@@ -87,8 +72,8 @@ def train_step(
     ``lr``.
     """
     logs, metrics = compute_gradients(actor, micro_batches, objective)
-    norm = _gradient_norm(actor.optimizer)
-    if not _all_finite(metrics.get("loss", 0.0), norm):
+    norm, finite = _norm_and_finite(actor.optimizer, metrics.get("loss", 0.0), actor.device)
+    if not finite:
         raise non_finite_update(logs, objective, metrics, norm, _batch_group())
     _apply_gradients(actor.optimizer, norm, lr)
     metrics |= {"grad_norm": norm, "lr": lr}
@@ -113,7 +98,7 @@ def compute_gradients(
     backend = actor.recipe.actor.kernel_backend
     loss = partial(_loss, objective=objective, statistics=statistics, backend=backend)
     logs = run_micro_batches(actor.replicas, micro_batches, loss)
-    return logs, _reduce(logs) | routing.disagreement(actor.models, actor.device)
+    return logs, _reduce(logs, routing.count_disagreement(actor.models, actor.device))
 
 
 def _statistics(
@@ -163,47 +148,60 @@ def _loss(
     return loss, torch.tensor(count, dtype=torch.int, device=loss.device), log
 
 
-def _reduce(logs: list[MicroBatchLog]) -> dict[str, float]:
-    """Means over all micro-batches and data-parallel ranks. The one wait for the device in an update."""
+def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None) -> dict[str, float]:
+    """Means over all micro-batches and data-parallel ranks, with one wait for the device.
+
+    routed: [2], choices of experts that differ from the given ones, and all of them; already of all ranks.
+    """
+    values = [] if routed is None else [routed]
+    if logs:  # on the last pipeline stage
+        pairs = torch.stack([torch.stack([x for p in log.metrics.values() for x in p]) for log in logs]).sum(0)
+        counts = torch.stack([torch.stack(list(log.histograms.values())) for log in logs]).sum(0)
+        dist.all_reduce(pairs, group=_batch_group())
+        dist.all_reduce(counts, group=_batch_group())
+        values += [pairs, counts]
+    if not values:
+        return {}
+    host = torch.cat([value.flatten().double() for value in values]).cpu()
+    parts = iter(host.split([value.numel() for value in values]))
+    extra = {} if routed is None else routing.disagreement(*next(parts).tolist())
     if not logs:
-        return {}  # not the last pipeline stage
-    pairs = torch.stack([torch.stack([x for p in log.metrics.values() for x in p]) for log in logs]).sum(0)
-    counts = torch.stack([torch.stack(list(log.histograms.values())) for log in logs]).sum(0)
-    dist.all_reduce(pairs, group=_batch_group())
-    dist.all_reduce(counts, group=_batch_group())
-    metrics = {name: tuple(p) for name, p in zip(logs[0].metrics, pairs.cpu().view(-1, 2), strict=True)}
-    return summarise(metrics, dict(zip(logs[0].histograms, counts.cpu(), strict=True)))
+        return extra
+    on_host, counted = next(parts).to(pairs.dtype).view(-1, 2), next(parts).to(counts.dtype).view(counts.shape)
+    metrics = {name: tuple(p) for name, p in zip(logs[0].metrics, on_host, strict=True)}
+    return summarise(metrics, dict(zip(logs[0].histograms, counted, strict=True))) | extra
 
 
-def _gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """L2 norm of the whole gradient over all ranks; not finite if any element is not."""
+def _norm_and_finite(optimizer: MegatronOptimizer, loss: float, device: torch.device) -> tuple[float, bool]:
+    """L2 norm of the whole gradient, and whether loss and gradient are finite on all ranks. One wait for the device.
+
+    Only the last pipeline stage knows the loss. (Without Transformer Engine, Megatron-Core's norm waits for every
+    parameter.)
+    """
     overflow = optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm())
-    return math.nan if overflow else norm
-
-
-def _all_finite(loss: float, norm: float) -> bool:
-    """The same answer on all ranks, though only the last pipeline stage knows the loss."""
-    finite = math.isfinite(loss) and math.isfinite(norm)
-    pipeline = mpu.get_pipeline_model_parallel_group()
-    if pipeline.size() == 1:
-        return finite
-    flag = torch.tensor([float(finite)], device=_device_of(pipeline))
-    dist.all_reduce(flag, dist.ReduceOp.MIN, group=pipeline)
-    return bool(flag)
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    gradients = [gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]
+    total = torch.zeros(2, device=device)  # square of the norm, ranks with something that is not finite
+    if gradients:
+        total[0] = torch.stack(torch._foreach_norm(gradients)).square().sum()
+    total[1] = float(overflow or not math.isfinite(loss))
+    dist.all_reduce(total, group=parts[0].get_grad_stats_parallel_group())
+    square, not_finite = total.tolist()
+    norm = math.sqrt(square)
+    return norm, math.isfinite(norm) and not not_finite
 
 
 def _apply_gradients(optimizer: MegatronOptimizer, norm: float, lr: float) -> None:
-    """The rest of MegatronOptimizer.step, after `_gradient_norm`."""
+    """The rest of MegatronOptimizer.step, after `_norm_and_finite`."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         # what Megatron's own scheduler would do: no decay on norms and biases
         group["weight_decay"] = optimizer.config.weight_decay * group.get("wd_mult", 1.0)
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.config.clip_grad > 0 and part.get_parameters():
-            clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=part.config.clip_grad, total_norm=norm)
+    clip = optimizer.config.clip_grad
+    if 0 < clip < norm:
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            # where Megatron keeps a gradient of another type than the parameter
+            name = "decoupled_grad" if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+            gradients = [getattr(parameter, name, None) for parameter in part.get_parameters()]
+            torch._foreach_mul_([g for g in gradients if g is not None], clip / (norm + 1e-6))
     optimizer.step_with_ready_grads()

@@ -5,6 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,21 @@ def load_library(device: str) -> ctypes.CDLL:
     if version != ABI_VERSION:
         raise UserError(f"{path} has ABI version {version}, but megarl needs {ABI_VERSION}; {_REMEDY[device]}")
     return library
+
+
+def triton_lacks() -> str | None:
+    """What Triton's kernels need on this machine and do not find, with the remedy; None if they run.
+
+    Triton compiles its driver in C when the first kernel runs, against Python's headers (triton/runtime/build.py).
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "triton needs a C compiler when it runs: install gcc or clang, or set CC"
+    include = sysconfig.get_paths()["include"]
+    if not (Path(include) / "Python.h").exists():
+        return f"triton needs Python's headers when it runs, but {include} has no Python.h: install python3-dev"
+    return None
 
 
 def has_rule(device: str, rule: str) -> bool:

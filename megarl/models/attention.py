@@ -55,7 +55,6 @@ class GroupedQueryAttention:
         query, key = heads * hf["head_dim"], hf["num_key_value_heads"] / layout.tensor_parallel * hf["head_dim"]
         # the fused projection; query and key with RoPE; the output of attention, twice
         elements = inside * ((query + 2 * key) + (query + key) + 2 * query)
-        elements += 4 * inside * hf["head_dim"]  # cosine and sine, for queries and for keys
         if self.qk_norm:
             elements += inside * query  # the norm of the queries wants them contiguous
         if layout.context_parallel > 1:

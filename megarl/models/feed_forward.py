@@ -66,7 +66,7 @@ class MixtureOfExperts:
         between = tokens_between(layout, tokens)
         routed = between * hf["num_experts_per_tok"] * layout.expert_tensor_parallel * imbalance
         width = hf["moe_intermediate_size"] / layout.expert_tensor_parallel
-        return Kept(routed * (hf["hidden_size"] + 6 * width), between * hf["num_experts"])
+        return Kept(routed * (hf["hidden_size"] + 5 * width), between * hf["num_experts"])
 
     def expert_parameters(self, hf: Hf) -> int:
         return 3 * int(hf["hidden_size"]) * int(hf["moe_intermediate_size"])

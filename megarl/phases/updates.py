@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megarl.actor import checkpoint, hf, packing, parallel, reference
 from megarl.actor.frozen import Field, FrozenPolicy
 from megarl.actor.nonfinite import NonFiniteUpdate
+from megarl.actor.optimizer import gather_parameters
 from megarl.actor.packing import Sample
 from megarl.actor.step import Actor, train_step
 from megarl.errors import STOPPED, UserError
@@ -48,8 +49,11 @@ def groups_of_update(recipe: Recipe, groups: Sequence[int], update: int) -> Sequ
 
 
 def build_actor(stage: Stage, device: torch.device) -> Actor:
-    """The actor with the policy that begins ``stage``, and the policies that it is compared with."""
-    actor = Actor.build(stage.run.recipe, stage.policy, device)
+    """The actor with the policy that begins ``stage``, and the policies that it is compared with.
+
+    Weights that `resume` is going to replace are not read.
+    """
+    actor = Actor.build(stage.run.recipe, stage.policy, device, load=_checkpoint_to_load(stage) is None)
     actor.frozen = frozen_policies(_objective(stage.run), stage)
     return actor
 
@@ -166,6 +170,7 @@ def skip(
 def export(actor: Actor, run: RunDir, version: int, target: Path) -> None:
     """Write the policy after ``version`` updates of the run. Collective."""
     start, budget = time.perf_counter(), run.recipe.actor.tokens_per_micro_batch
+    gather_parameters(actor.replicas)
     scores = reference.score(actor.models, hf.fixed_sequences(actor.models[0]), budget, actor.device)
     hf.export_hf(actor.models, target, run.stage(0).policy, version, scores)
     if parallel.reports_metrics():
@@ -190,16 +195,25 @@ def resume(actor: Actor, stage: Stage) -> int:
     """Updates of ``stage`` that are done. A stage that begins takes optimizer and random state from the one before."""
     if dist.get_rank() == 0:
         checkpoint.remove_unfinished(stage.checkpoints)
+    path = _checkpoint_to_load(stage)
+    if path is None:
+        return 0
+    done = checkpoint.load(actor, path)
+    return done if path.parent == stage.checkpoints else 0
+
+
+def _checkpoint_to_load(stage: Stage) -> Path | None:
+    """The newest of ``stage``, or the last of the stage before it; None at the beginning of a run."""
     own = checkpoint.checkpoints(stage.checkpoints)
     if own:
-        return checkpoint.load(actor, own[-1][1])
-    if stage.number > 0:
-        before = stage.previous
-        earlier = checkpoint.checkpoints(before.checkpoints)
-        if not earlier or earlier[-1][0] != stage.run.recipe.schedule.updates_per_stage:
-            raise UserError(f"{before.checkpoints} lacks the last checkpoint of stage {before.number}")
-        checkpoint.load(actor, earlier[-1][1])
-    return 0
+        return own[-1][1]
+    if stage.number == 0:
+        return None
+    before = stage.previous
+    earlier = checkpoint.checkpoints(before.checkpoints)
+    if not earlier or earlier[-1][0] != stage.run.recipe.schedule.updates_per_stage:
+        raise UserError(f"{before.checkpoints} lacks the last checkpoint of stage {before.number}")
+    return earlier[-1][1]
 
 
 def _objective(run: RunDir) -> Objective | WithOptions:

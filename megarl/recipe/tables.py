@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterable
 from fractions import Fraction
@@ -14,6 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from megarl.errors import nearest
+from megarl.recipe.megatron import CONFIGS
+from megarl.recipe.megatron import problems as megatron_problems
 from megarl.recipe.names import ENGINES, VERIFIERS
 from megarl.recipe.schedule import LagRule, nearest_divisor
 
@@ -182,13 +185,22 @@ class ActorTable(Table):
     statistics_scope: Literal["exact", "lagged", "micro"] = "exact"
     kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
     recompute: Literal["none", "full"] = "none"
-    layers: Literal["torch", "transformer_engine"] = "torch"  # what the model's modules are made of
+    # what the model's modules are made of; auto: Transformer Engine where it is installed, on GPUs
+    layers: Literal["auto", "torch", "transformer_engine"] = "auto"
     # who chooses a token's experts: the current policy; the policy at the start of the stage; the rollout engine
     routing_replay: Literal["none", "actor", "engine"] = "none"
     checkpoint_every: int = Field(64, ge=1)  # updates
     max_skipped_updates: int = Field(0, ge=0)  # of the whole run; more non-finite updates than this stop it
     keep_checkpoints: int = Field(2, ge=1)  # of a stage; older ones are removed
     keep_stages: int | None = Field(None, ge=1)  # finished stages whose checkpoints are kept; default: all
+
+    @property
+    def layer_kind(self) -> Literal["torch", "transformer_engine"]:
+        """``layers``, with "auto" decided for this machine."""
+        if self.layers != "auto":
+            return self.layers
+        installed = self.backend == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+        return "transformer_engine" if installed else "torch"
 
     @property
     def kernel_backend(self) -> str:
@@ -227,6 +239,8 @@ class Recipe(Table):
     optimizer: OptimizerTable = OptimizerTable()
     actor: ActorTable = ActorTable()
     megatron: dict[str, Any] = {}  # passed through to megatron.core's TransformerConfig
+    megatron_ddp: dict[str, Any] = {}  # and to its DistributedDataParallelConfig
+    megatron_optimizer: dict[str, Any] = {}  # and to its OptimizerConfig; a torch.dtype by name, as "bfloat16"
     eval: EvalTable = EvalTable()
     run: RunTable = RunTable()
 
@@ -284,6 +298,13 @@ class Recipe(Table):
                 f"megatron.virtual_pipeline_model_parallel_size = {size!r}: model chunks of a pipeline rank, "
                 "at least 2; leave it out for one"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _megatron_has_these_settings(self) -> Recipe:
+        wrong = [p for table in CONFIGS for p in megatron_problems(table, getattr(self, table))]
+        if wrong:
+            raise ValueError("; ".join(wrong))
         return self
 
     def rollout_of(self, stage: int) -> RolloutTable:

@@ -27,7 +27,7 @@ def diagnose() -> str:
     """A table of hardware, packages and compiled kernels, one finding a line."""
     import torch
 
-    from megarl.kernels.library import find_library
+    from megarl.kernels.library import find_library, triton_lacks
 
     memory = psutil.virtual_memory()
     lines = [
@@ -44,6 +44,7 @@ def diagnose() -> str:
         lines.append('gpu                 none that torch sees: use [actor] backend = "cpu"')
     library = find_library("cpu")
     lines.append(f"cpu kernels         {library or 'missing: `pip install .` builds them (needs a C++ compiler)'}")
+    lines.append(f"triton kernels      {triton_lacks() or 'can be compiled when they run (GPUs)'}")
     for package, remedy in _PACKAGES.items():
         try:
             lines.append(f"{package:<20}{importlib.metadata.version(package)}")

@@ -48,7 +48,7 @@ class Assumptions:
     fragmentation: float = _assumed(0.05, "of a GPU that the allocator cannot use")
     engine_bytes: float = _assumed(6 * GIB, "activations and CUDA graphs of a rollout engine")
     mfu_dense: float = _assumed(0.35, "of the GPU's bf16 peak, in an update of a dense model")
-    mfu_experts: float = _assumed(0.15, "the same with experts, one after another")
+    mfu_experts: float = _assumed(0.15, "the same with experts")
     decode_efficiency: float = _assumed(0.5, "of memory bandwidth or of the peak, in decoding")
     storage: float = _assumed(2e9, "bytes a second to shared storage, all nodes together")
 

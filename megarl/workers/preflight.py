@@ -17,7 +17,7 @@ from megarl.objectives import build_objective
 from megarl.phases.entry import ERROR_FILE
 from megarl.recipe.layout import check_layout
 from megarl.recipe.load import dump_recipe
-from megarl.recipe.tables import Recipe
+from megarl.recipe.tables import ActorTable, Recipe
 from megarl.rewards import check_reward
 from megarl.rollout import check_engine
 from megarl.storage.weights import weight_files
@@ -79,7 +79,7 @@ def check_devices(recipe: Recipe) -> None:
                 '[actor] layers = "transformer_engine", but it is not installed: '
                 "pip install transformer-engine[pytorch]"
             )
-    _check_kernels(actor.backend, actor.kernel_backend)
+    _check_kernels(actor)
     if actor.backend == "cuda":
         import torch
 
@@ -91,14 +91,15 @@ def check_devices(recipe: Recipe) -> None:
             )
 
 
-def _check_kernels(device: str, kernels: str) -> None:
-    from megarl.kernels.library import load_library
+def _check_kernels(actor: ActorTable) -> None:
+    from megarl.kernels.library import load_library, triton_lacks
 
+    device, kernels = actor.backend, actor.kernel_backend
     runs_on = {"cpp": "cpu", "cuda": "cuda", "triton": "cuda"}
     if runs_on.get(kernels, device) != device:
         usable = [name for name in ("torch", *runs_on) if runs_on.get(name, device) == device]
         raise UserError(f"[actor] kernels = {kernels!r} do not run on backend = {device!r}; use {' or '.join(usable)}")
     if kernels in ("cpp", "cuda"):
         load_library(device)
-    if kernels == "triton" and importlib.util.find_spec("triton") is None:
-        raise UserError("[actor] kernels = 'triton', but triton is not installed: pip install triton")
+    if actor.head_backend == "triton" and (lacks := triton_lacks()):
+        raise UserError(f"[actor] kernels = {kernels!r}: {lacks}")

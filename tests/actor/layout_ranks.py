@@ -53,8 +53,10 @@ class Layout:
     ranks: int
     actor: dict[str, int] = field(default_factory=dict)
     megatron: dict[str, int] = field(default_factory=dict)
+    ddp: dict[str, bool] = field(default_factory=dict)
 
 
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}  # as on GPUs
 LAYOUTS = {
     "one": Layout(1),
     "TP2 ETP2": Layout(2, {"tensor_parallel": 2}),
@@ -68,6 +70,7 @@ LAYOUTS = {
     "TP2 EP4": Layout(4, {"tensor_parallel": 2, "expert_tensor_parallel": 1, "expert_parallel": 4}),
     "CP2 PP2": Layout(4, {"context_parallel": 2, "pipeline_parallel": 2}),
     "DP2 EP2": Layout(4, {"expert_parallel": 2}),
+    "DP2 EP2 overlapped": Layout(4, {"expert_parallel": 2}, ddp=OVERLAPPED),
     "TP2 CP2": Layout(4, {"tensor_parallel": 2, "context_parallel": 2}),
 }
 
@@ -99,6 +102,7 @@ def recipe_of(layout: Layout, model: Path, **tables: Any) -> Recipe:
     actor = {"processes_per_node": layout.ranks, "tokens_per_micro_batch": 128} | layout.actor
     tables["actor"] = actor | tables.get("actor", {})
     tables["megatron"] = layout.megatron | tables.get("megatron", {})
+    tables["megatron_ddp"] = layout.ddp
     return make_recipe(model, optimizer={"lr": 1e-3, "weight_decay": 0.01}, **tables)
 
 

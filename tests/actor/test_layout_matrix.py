@@ -79,7 +79,7 @@ def test_every_layout_names_the_sequence_that_is_not_finite(results, name):
 
 
 # layouts of four ranks, each continued from its own checkpoint and from those of all before it
-CONTINUED = ["TP2 PP2", "DP2 EP2", "CP2 PP2", "TP2 EP4"]
+CONTINUED = ["TP2 PP2", "DP2 EP2 overlapped", "CP2 PP2", "TP2 EP4"]
 
 
 def test_a_checkpoint_continues_bit_for_bit_in_its_layout_and_closely_in_others(model_and_rollouts, tmp_path):

@@ -1,0 +1,190 @@
+"""Sends tokens to their experts and back with indices and counts that stay on the device.
+
+Megatron-Core's dispatcher waits for the device several times a layer: for the positions that ``masked_select`` finds,
+and for counts with which it cuts tensors. Here the sizes of all tensors are known beforehand, since every token has
+``moe_router_topk`` experts; only the exchange between ranks needs counts on the host, one wait a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    all_to_all,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class IndexDispatcher(MoETokenDispatcher):
+    """Megatron's interface of token dispatchers; the order of tokens is that of its all-to-all dispatcher."""
+
+    def __init__(
+        self, local_expert_indices: Sequence[int], config: TransformerConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.local = slice(local_expert_indices[0], local_expert_indices[-1] + 1)
+        self.exchanges = self.tp_size * self.ep_size > 1
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows sorted by expert: [..., hidden] -> [t top_k, hidden], probs [t, experts] -> [t top_k]."""
+        self.hidden_shape, self.probs_dtype = hidden_states.shape, probs.dtype
+        self.tokens_per_expert = routing_map.sum(0)
+        if self.exchanges:
+            self._start_exchange_of_counts()
+        experts, top_k = routing_map.shape[1], self.config.moe_router_topk
+        pairs = torch.nonzero_static(routing_map.flatten(), size=routing_map.shape[0] * top_k)[:, 0]
+        pairs, order = _sort(pairs, pairs % experts)
+        self.tokens = (pairs // experts)[:, None]  # row -> its token
+        self.rows = _inverse(order).view(-1, top_k)  # token -> its rows
+        hidden = hidden_states.view(-1, self.hidden_shape[-1])
+        return gather_rows(hidden, self.tokens, self.rows), probs.flatten().index_select(0, pairs)
+
+    def _start_exchange_of_counts(self) -> None:
+        """What each rank sends to each local expert; the totals are on their way to the host from here on."""
+        everyone = self.tokens_per_expert.new_empty(self.tp_ep_group.size() * len(self.tokens_per_expert))
+        dist.all_gather_into_tensor(everyone, self.tokens_per_expert, group=self.tp_ep_group)
+        ranks = everyone.view(self.ep_size, self.tp_size, -1).transpose(0, 1)  # [tp, ep, experts]
+        received = ranks[:, :, self.local]
+        sent = self.tokens_per_expert.view(self.ep_size, -1).sum(1)
+        from_rank = received.sum(2)
+        self.chunks = received.flatten(0, 1)  # [tp ep, local experts], in the order in which they arrive
+        self.tokens_per_expert = self.chunks.sum(0)
+        self.totals = HostCopy(torch.cat([sent, from_rank[self.tp_rank], from_rank.sum(1)]))
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All-to-all between expert-parallel ranks; the layer's one wait for the device is here."""
+        if not self.exchanges:
+            return hidden_states, probs
+        totals = self.totals.wait()
+        ep = self.ep_size
+        self.sent, self.received, self.from_tp = totals[:ep], totals[ep : 2 * ep], totals[2 * ep :]
+        arrived = (all_to_all(self.ep_group, x, self.received, self.sent) for x in (hidden_states, probs))
+        return next(arrived), next(arrived)
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows of all ranks, sorted by local expert."""
+        if self.tp_size > 1:
+            hidden_states, probs = (
+                gather_from_sequence_parallel_region(x, group=self.tp_group, output_split_sizes=self.from_tp)
+                for x in (hidden_states, probs)
+            )
+        if self._sorts_again():
+            self.arrival = chunk_order(self.chunks, len(hidden_states))
+            self.sorted_place = _inverse(self.arrival)
+            hidden_states = gather_rows(hidden_states, self.arrival[:, None], self.sorted_place[:, None])
+            probs = probs.index_select(0, self.arrival)
+        return hidden_states, self.tokens_per_expert, probs
+
+    def _sorts_again(self) -> bool:
+        return self.exchanges and self.chunks.shape[1] > 1
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Rows in the order in which they arrived, summed over the ranks that share an expert."""
+        if self._sorts_again():
+            hidden_states = gather_rows(hidden_states, self.sorted_place[:, None], self.arrival[:, None])
+        if self.tp_size > 1:
+            dtype = hidden_states.dtype
+            hidden_states = reduce_scatter_to_sequence_parallel_region(
+                hidden_states.to(self.probs_dtype), group=self.tp_group, input_split_sizes=self.from_tp
+            ).to(dtype)
+        return hidden_states
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """All-to-all back."""
+        if self.exchanges:
+            hidden_states = all_to_all(self.ep_group, hidden_states, self.sent, self.received)
+        return hidden_states
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The sum of each token's rows: [t top_k, hidden] -> [..., hidden]."""
+        return gather_rows(hidden_states, self.rows, self.tokens).view(self.hidden_shape)
+
+
+class HostCopy:
+    """Values of a small tensor on their way to the host, while the device works on."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values.to("cpu", non_blocking=True)  # torch pins the memory of such a copy
+        self.event = torch.cuda.current_stream().record_event() if values.is_cuda else None
+
+    def wait(self) -> list[int]:
+        if self.event is not None:
+            self.event.synchronize()
+        return [int(value) for value in self.values.tolist()]
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(targets)
+        return _summed(rows, sources)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _summed(gradient, ctx.saved_tensors[0]), None, None
+
+
+def gather_rows(rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """out[i] = sum over j of rows[sources[i, j]]; ``targets[k]``: all i whose sum has row k.
+
+    The sum is in float32 and in the order of j, and so is that of the gradient: no atomic additions.
+    """
+    return _GatherRows.apply(rows, sources, targets)
+
+
+def _summed(rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+    taken = rows.index_select(0, sources.flatten())
+    # torch adds up bfloat16 in float32
+    return taken if sources.shape[1] == 1 else taken.view(*sources.shape, -1).sum(1)
+
+
+def _sort(values: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    order = keys.argsort(stable=True)
+    return values[order], order
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    """The permutation that undoes ``order``."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def chunk_order(chunks: torch.Tensor, rows: int) -> torch.Tensor:
+    """Where the rows come from when chunks that arrived rank by rank are put in order expert by expert.
+
+    chunks: [ranks, experts] lengths on the device, ``rows`` in all; expert by expert within a rank. -> [rows] int64.
+    """
+    begin = (chunks.flatten().cumsum(0) - chunks.flatten()).view_as(chunks).t().flatten()  # as they arrived
+    lengths = chunks.t().flatten()
+    shift = begin - (lengths.cumsum(0) - lengths)
+    return torch.arange(rows, device=chunks.device) + shift.repeat_interleave(lengths, output_size=rows)
+
+
+class RoutedExperts(MoELayer):
+    """Megatron's MoE layer with `IndexDispatcher`, where ``[megatron]`` asks for no other dispatch."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MoESubmodules,
+        layer_number: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        groups = pg_collection or get_default_pg_collection()
+        super().__init__(config, submodules, layer_number, groups)
+        drops = config.moe_expert_capacity_factor is not None or config.moe_router_padding_for_quantization
+        alltoall = config.moe_token_dispatcher_type == "alltoall" and not config.moe_permute_fusion
+        if alltoall and not drops and config.cuda_graph_impl == "none":
+            self.token_dispatcher = IndexDispatcher(self.local_expert_indices, config, groups)

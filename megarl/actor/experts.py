@@ -1,0 +1,131 @@
+"""The experts of a layer as two grouped products, on every device, without a loop over experts in Python."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.errors import UserError
+
+_ALIGNMENT = 16  # bytes: what `grouped_mm` demands of rows
+# settings of Megatron's experts that would change the function computed here
+_UNSUPPORTED = (
+    "add_bias_linear", "moe_apply_probs_on_input", "moe_latent_size", "activation_func_clamp_value",
+    "glu_linear_offset", "fp8", "fp4",
+)  # fmt: skip
+
+
+class GroupedExperts(MegatronModule):
+    """SwiGLU experts with Megatron's interface of experts.
+
+    weight1: [experts of this rank, 2 F, hidden], gate above up; weight2: [experts of this rank, hidden, F]. F is this
+    rank's part of an expert's width under expert tensor parallelism. Checkpoints have one tensor an expert, under the
+    names of Megatron's SequentialMLP and TEGroupedMLP.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config=config)
+        for name in _UNSUPPORTED:
+            if getattr(config, name):
+                raise UserError(f'[megatron] {name}: the experts of layers = "torch" do not have it')
+        self.groups = pg_collection
+        shards: int = pg_collection.expt_tp.size()
+        if config.moe_ffn_hidden_size % shards:
+            raise UserError(
+                f"actor.expert_tensor_parallel = {shards} does not divide the experts' width, "
+                f"{config.moe_ffn_hidden_size}"
+            )
+        width = config.moe_ffn_hidden_size // shards
+        on_default = config.use_cpu_initialization or config.init_model_with_meta_device
+        for name, shape, split, initialise in (
+            ("weight1", (num_local_experts, 2 * width, config.hidden_size), 1, config.init_method),
+            ("weight2", (num_local_experts, config.hidden_size, width), 2, config.output_layer_init_method),
+        ):
+            empty = torch.empty(shape, dtype=config.params_dtype, device=None if on_default else "cuda")
+            weight = torch.nn.Parameter(initialise(empty) if config.perform_initialization else empty)
+            # Megatron reduces the gradients of these over other ranks, and counts them once in the gradient's norm
+            weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+            set_tensor_model_parallel_attributes(weight, True, split, 1)
+            self.register_parameter(name, weight)
+
+    def forward(
+        self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """tokens [n, hidden], sorted by expert, tokens_per_expert [local experts], probs [n] -> [n, hidden]."""
+        ends = tokens_per_expert.to(tokens.device).cumsum(0, dtype=torch.int32)
+        gate, up = grouped_linear(tokens, self.weight1, ends).chunk(2, -1)
+        weighted = (self.config.activation_func(gate) * up * probs[:, None]).to(tokens.dtype)
+        return grouped_linear(weighted, self.weight2, ends), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensorFactory]:
+        """One tensor on disk for each expert's gate, up and down projection."""
+        assert metadata and metadata["singleton_local_shards"] and not sharded_offsets, "as megarl saves"
+        replica = (0, 0, self.groups.expt_dp.rank())
+        return {
+            f"{prefix}weight{n}": ShardedTensorFactory(
+                f"{prefix}experts.linear_fc{n}.weight",
+                weight,
+                partial(self._shards, parts=parts, split=split),
+                partial(_merge, shape=weight.shape),
+                replica,
+            )
+            for n, weight, parts, split in ((1, self.weight1, ("_w", "_v"), 0), (2, self.weight2, ("",), 1))
+        }
+
+    def _shards(
+        self,
+        key: str,
+        weight: torch.Tensor,
+        replica: tuple[int, ...],
+        _: Any,
+        parts: tuple[str, ...],
+        split: int,
+    ) -> list[ShardedTensor]:
+        """Views of the parameter, in its order. Megatron has put the number of the layer into ``key``."""
+        before, after = key.rsplit("linear_fc", 1)
+        first = self.groups.ep.rank() * len(weight)
+        offset = (split, self.groups.expt_tp.rank(), self.groups.expt_tp.size())
+        return [
+            ShardedTensor.from_rank_offsets(
+                f"{before}{first + local}.linear_fc{after}{part}", data, offset, replica_id=replica
+            )
+            for local, expert in enumerate(weight.detach())
+            for part, data in zip(parts, expert.chunk(len(parts)), strict=True)
+        ]
+
+    def backward_dw(self) -> None:
+        """Part of Megatron's interface: weight gradients are never delayed here."""
+
+
+def _merge(parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    return torch.cat(parts).view(shape)
+
+
+def grouped_linear(tokens: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """[n, in], weight [groups, out, in], rows ``ends[g - 1]`` to ``ends[g]`` belong to group g -> [n, out].
+
+    ``ends`` [groups] int32 stays on the device. `grouped_mm` demands rows of a multiple of 16 bytes: others are filled
+    up with zeros for the product, which costs a copy of the weight.
+    """
+    outputs, inputs = weight.shape[1:]
+    if not len(tokens):
+        return tokens @ weight[0].t()  # a weight of which no rank has a token still gets a gradient
+    unit = _ALIGNMENT // tokens.element_size()
+    more_outputs, more_inputs = -outputs % unit, -inputs % unit
+    if more_outputs or more_inputs:
+        weight, tokens = F.pad(weight, (0, more_inputs, 0, more_outputs)), F.pad(tokens, (0, more_inputs))
+    products = F.grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
+    return products[:, :outputs] if more_outputs else products

@@ -1,0 +1,94 @@
+"""Megatron's DistributedDataParallel and distributed optimizer around the model, as the recipe asks for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+
+from megarl.actor.model import PolicyModel
+from megarl.errors import UserError
+from megarl.recipe.megatron import DTYPES
+from megarl.recipe.tables import Recipe
+
+
+def wrap(models: list[PolicyModel], recipe: Recipe) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
+    """The chunks with gradient buffers, and the optimizer of their parameters. Collective."""
+    config, ddp = models[0].config, ddp_config(recipe)
+    replicas = [DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
+    optimizer = get_megatron_optimizer(
+        optimizer_config(recipe, config.params_dtype),
+        replicas,
+        use_gloo_process_groups=recipe.actor.backend == "cpu",
+    )
+    config.finalize_model_grads_func = _finalize
+    config.grad_scale_func = optimizer.scale_loss
+    if ddp.overlap_grad_reduce:  # gradients leave during the backward pass of the last micro-batch
+        several = len(replicas) > 1
+        config.no_sync_func = [r.no_sync for r in replicas] if several else replicas[0].no_sync
+    return replicas, optimizer
+
+
+def _finalize(replicas: list[DistributedDataParallel], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's, except that the count by which gradients are divided stays on the device; it asks whether it is 0."""
+    finalize_model_grads(replicas, None, **kwargs)
+    if num_tokens is None:
+        return
+    dist.broadcast(num_tokens, mpu.get_pipeline_model_parallel_last_rank(), mpu.get_pipeline_model_parallel_group())
+    dist.all_reduce(num_tokens, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    for replica in replicas:
+        replica.scale_gradients(1.0 / num_tokens.clamp(min=1))
+
+
+def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
+    """On GPUs communication overlaps with computation, unless ``[megatron_ddp]`` says otherwise."""
+    overlaps = recipe.actor.backend == "cuda"
+    settings: dict[str, Any] = dict(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlaps,
+        overlap_param_gather=overlaps,
+    )
+    settings |= recipe.megatron_ddp
+    for name in ("use_megatron_fsdp", "use_custom_fsdp", "align_param_gather"):
+        if settings.get(name):
+            raise UserError(f"[megatron_ddp] {name}: megarl's checkpoints and schedules do not have it")
+    if not settings["use_distributed_optimizer"]:
+        raise UserError("[megatron_ddp] use_distributed_optimizer = false: megarl's checkpoints need it")
+    return DistributedDataParallelConfig(**settings)
+
+
+def optimizer_config(recipe: Recipe, params_dtype: torch.dtype) -> OptimizerConfig:
+    """``[optimizer]``, and what ``[megatron_optimizer]`` adds to it."""
+    table = recipe.optimizer
+    settings: dict[str, Any] = dict(
+        optimizer="adam",
+        lr=table.lr,
+        adam_beta1=table.betas[0],
+        adam_beta2=table.betas[1],
+        adam_eps=table.eps,
+        weight_decay=table.weight_decay,
+        clip_grad=table.clip_grad,
+        bf16=params_dtype == torch.bfloat16,
+        params_dtype=params_dtype,
+        use_distributed_optimizer=True,
+    )
+    own = {"lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"} & set(recipe.megatron_optimizer)
+    if own:
+        raise UserError(f"[megatron_optimizer] {sorted(own)[0]} is a setting of [optimizer]")
+    given = {k: getattr(torch, v) if v in DTYPES else v for k, v in recipe.megatron_optimizer.items()}
+    return OptimizerConfig(**settings | given)
+
+
+def gather_parameters(replicas: list[DistributedDataParallel]) -> None:
+    """Wait for updated parameters that other ranks own; before the weights are read. Collective.
+
+    With ``overlap_param_gather`` they otherwise come during the next forward pass.
+    """
+    for replica in replicas:
+        if replica.ddp_config.overlap_param_gather:
+            replica.start_param_sync(force_sync=True)

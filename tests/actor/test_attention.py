@@ -1,0 +1,79 @@
+"""One call of flash attention for a whole micro-batch against the batched calls, one a length, of other devices."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.actor.conftest import SHAPE, make_recipe
+from tests.actor.flash import flash_attention_on
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+HF = SHAPE | dict(model_type="qwen3", num_experts=None, rope_theta=1e4, rope_scaling_factor=None)
+LENGTHS = np.array([4, 4, 12, 20])
+
+
+def attention_and_inputs(tokens):
+    from megarl.actor.attention import PackedAttention
+    from megarl.actor.model import transformer_config
+
+    torch.manual_seed(0)
+    shapes = ((tokens, 4, 16), (tokens, 2, 16), (tokens, 2, 16))
+    return PackedAttention(transformer_config(HF, make_recipe())), [torch.randn(s).bfloat16() for s in shapes]
+
+
+def packed(lengths, shard=None, **fields):
+    from megarl.actor.attention import PackedSequences
+
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    runs = tuple((int((lengths == n).sum()), int(n)) for n in np.unique(lengths))
+    return PackedSequences(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=int(lengths.max()),
+        max_seqlen_kv=int(lengths.max()),
+        length_runs=runs,
+        rotary=(torch.ones(1), torch.zeros(1)),
+        shard=shard,
+        **fields,
+    )
+
+
+def run(attention, inputs, sequences, fused):
+    inputs = [x.clone().requires_grad_() for x in (inputs if fused else [x.float() for x in inputs])]
+    if fused:
+        with flash_attention_on("CPU"):
+            out = attention._fused(*inputs, sequences)
+            return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+    out = attention(*inputs, packed_seq_params=sequences)
+    return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+
+
+def test_one_call_for_all_lengths():
+    attention, inputs = attention_and_inputs(int(LENGTHS.sum()))
+    for a, b in zip(
+        run(attention, inputs, packed(LENGTHS), True), run(attention, inputs, packed(LENGTHS), False), strict=True
+    ):
+        torch.testing.assert_close(a.float(), b, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_call_for_both_chunks_of_a_context_parallel_rank(rank, monkeypatch):
+    """What a rank computes for its queries, against attention over whole sequences."""
+    from megarl.actor import attention as module
+    from megarl.actor.packing import _attended_keys
+    from megarl.batch import ContextShard
+
+    attention, whole = attention_and_inputs(int(LENGTHS.sum()))
+    shards = [ContextShard(None, r, 2) for r in (0, 1)]
+    held = [torch.from_numpy(s.held_tokens(LENGTHS)) for s in shards]
+    everyone = {id(x): torch.cat([x[index] for index in held]) for x in whole[1:]}
+    mine = [x[held[rank]] for x in whole]
+    gathered = iter([everyone[id(x)] for x in whole[1:]])
+    monkeypatch.setattr(module, "gather_from_sequence_parallel_region", lambda x, group: next(gathered))
+    attended = _attended_keys(LENGTHS, shards[rank], torch.device("cpu"))
+    sequences = packed(LENGTHS, shards[rank], attended=attended)
+    with flash_attention_on("CPU"):
+        out = attention._fused(*mine, sequences)
+    expected = run(attention, whole, packed(LENGTHS), False)[0][held[rank]]
+    torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)

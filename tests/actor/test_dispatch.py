@@ -1,0 +1,82 @@
+"""Tokens to experts and back: order, sums, and no question to the device."""
+
+import pytest
+import torch
+
+from tests.actor.conftest import SHAPE, make_recipe
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+HF = SHAPE | dict(
+    num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, rope_theta=1e4, rope_scaling_factor=None
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_token_gets_the_sum_of_its_experts(dtype):
+    """Rows of one expert stay in the order of tokens; sums are those of float32, rounded once."""
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    from megarl.actor.dispatch import IndexDispatcher
+    from megarl.actor.model import transformer_config
+
+    torch.manual_seed(0)
+    config = transformer_config(HF | {"model_type": "qwen3_moe", "num_experts": 5}, make_recipe())
+    config.moe_router_topk = 3
+    dispatcher = IndexDispatcher(range(5), config, get_default_pg_collection())
+    hidden = torch.randn(7, 1, 32).to(dtype).requires_grad_()
+    chosen = torch.stack([torch.randperm(5)[:3] for _ in range(7)])
+    routing_map = torch.zeros(7, 5, dtype=torch.bool).scatter(1, chosen, True)
+    probs = torch.where(routing_map, torch.rand(7, 5), 0).requires_grad_()
+    rows, counts, row_probs = dispatcher.dispatch_postprocess(
+        *dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(hidden, routing_map, probs))
+    )
+    pairs = [(e, t) for e in range(5) for t in range(7) if routing_map[t, e]]
+    assert torch.equal(rows, torch.stack([hidden[t, 0] for _, t in pairs]))
+    assert torch.equal(row_probs, torch.stack([probs[t, e] for e, t in pairs]))
+    assert counts.tolist() == routing_map.sum(0).tolist()
+
+    outputs = torch.randn_like(rows).requires_grad_()
+    total = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(outputs)))
+    expected = torch.zeros(7, 32).index_add(0, torch.tensor([t for _, t in pairs]), outputs.detach().float())
+    assert total.shape == hidden.shape
+    torch.testing.assert_close(total[:, 0], expected.to(dtype), rtol=0, atol=1e-6)
+    gradient = torch.randn_like(total)
+    total.backward(gradient)
+    assert torch.equal(outputs.grad, torch.stack([gradient[t, 0] for _, t in pairs]))
+    gradient = torch.randn_like(rows)
+    rows.backward(gradient)
+    expected = torch.zeros(7, 32).index_add(0, torch.tensor([t for _, t in pairs]), gradient.float())
+    torch.testing.assert_close(hidden.grad[:, 0], expected.to(dtype), rtol=0, atol=1e-6)
+
+
+def test_chunks_of_several_ranks_are_put_in_order():
+    from megarl.actor.dispatch import chunk_order
+
+    chunks = torch.tensor([[2, 0, 3], [1, 4, 0]])  # rank 0 sent 2 rows to expert 0 and 3 to expert 2
+    assert chunk_order(chunks, 10).tolist() == [0, 1, 5, 6, 7, 8, 9, 2, 3, 4]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "llama"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_layers_ask_the_device_for_nothing(family, recompute):
+    """Forward and backward pass on tensors without values: `.item()`, `.tolist()` and masks would raise."""
+    from megarl.actor.model import build_model
+    from megarl.actor.packing import Sample, micro_batches
+
+    meta = torch.device("meta")
+    hf = HF | {"model_type": family, "num_experts": 4 if "moe" in family else None}
+    (model,) = build_model(hf, make_recipe(actor={"recompute": recompute}))
+    samples = [
+        Sample(torch.ones(2).int().numpy(), torch.ones(n).int().numpy(), torch.zeros(n).numpy(), 1.0) for n in (3, 3, 5)
+    ]
+    (batch,) = micro_batches(samples, 100, torch.device("cpu"))
+    model.to(meta, torch.bfloat16)  # as on GPUs; `grouped_mm` has no float32 without values
+    model.config.params_dtype = torch.bfloat16
+    model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to(meta)
+    model.post_process = False  # the log-probs are not part of the layers
+    for name, value in vars(batch.packed).items():
+        if torch.is_tensor(value):
+            setattr(batch.packed, name, value.to(meta))
+    output = model(batch.tokens.to(meta), batch.positions.to(meta), None, packed_seq_params=batch.packed)
+    output.backward(torch.empty_like(output))
+    assert all(p.grad is not None for name, p in model.decoder.named_parameters() if "final" not in name)

@@ -1,0 +1,49 @@
+"""The tables that go to Megatron-Core are checked against its source before anything starts."""
+
+import pytest
+
+from megarl.errors import UserError
+from megarl.recipe.load import load_recipe
+from megarl.recipe.megatron import CONFIGS, fields
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("megatron.moe_router_topk_scaling_facto=1.0", "did you mean 'moe_router_topk_scaling_factor'"),
+        ("megatron.recompute_granularity=3", r"recompute_granularity = 3: Megatron-Core wants Optional"),
+        ("megatron_ddp.overlap_grad_reduce=1", "overlap_grad_reduce = 1: Megatron-Core wants bool"),
+        ("megatron_ddp.overlap_grads=true", "DistributedDataParallelConfig has no such field"),
+        ("megatron_ddp.bucket_size=true", r"bucket_size = True: Megatron-Core wants Optional\[int\]"),
+        ("megatron_optimizer.exp_avg_dtype=bf16", "exp_avg_dtype = 'bf16': Megatron-Core wants torch.dtype"),
+        ('megatron_optimizer.optimizer_offload_fraction="all"', "optimizer_offload_fraction = 'all'"),
+    ],
+)
+def test_mistakes_are_named(recipe, setting, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(recipe, [setting])
+
+
+def test_settings_that_fit(recipe):
+    loaded = load_recipe(
+        recipe,
+        [
+            "megatron.recompute_modules=['core_attn']",
+            "megatron.moe_router_topk_scaling_factor=2",
+            "megatron_ddp.bucket_size=1000",
+            "megatron_optimizer.exp_avg_dtype=bfloat16",
+            "megatron_optimizer.optimizer_offload_fraction=0.5",
+        ],
+    )
+    assert loaded.megatron_ddp == {"bucket_size": 1000}
+    assert loaded.megatron_optimizer == {"exp_avg_dtype": "bfloat16", "optimizer_offload_fraction": 0.5}
+
+
+def test_fields_are_those_of_the_dataclasses():
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    classes = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
+    for table, config in zip(CONFIGS, classes, strict=True):
+        assert set(fields(table)) == set(config.__dataclass_fields__)
