@@ -3,9 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megarl.errors import UserError
+from megarl.rollout.continuous import Running
 from megarl.rollout.drift import check_weights, hugging_face_reference
+from megarl.rollout.engine import response_seed
 from tests.rollout.engines import BOTH, TOLERANCE, generate, on, other_policy, sampling, started
 
 pytestmark = pytest.mark.vllm
@@ -18,6 +21,33 @@ def test_temperatures_that_vllm_would_change_or_refuse(engine):
     for temperature in (0.009, 2.5):
         with pytest.raises(UserError, match=rf"temperature {temperature}: vLLM samples at 0.01 to 2.0"):
             generate(engine, [[8]], sampling([[8]], temperature=temperature))
+
+
+def test_every_seed_fits_into_the_gpu_runners_states(monkeypatch):
+    """vLLM's own class, of the runner that it uses on GPUs alone, with its pinned buffers on the CPU."""
+    from vllm.v1.worker.gpu.sample import states
+
+    from megarl.rollout.vllm import _parameters
+
+    monkeypatch.setattr(states, "UvaBackedTensor", PlainBuffer)
+    kept = states.SamplingStates(64, vocab_size=39)
+    for row in range(64):  # half of them go on after a token
+        response = Running(0, 0, row, [8], response_seed(0, 7, row), done=row % 2, limit=4, timeout=1.0)
+        parameters = _parameters(sampling([[8]], stop=(1,)), response)
+        assert not kept.add_request(row, parameters), "the distribution is the model's own"
+        assert parameters.seed is not None and kept.seeds.np[row] == parameters.seed
+    assert len(set(kept.seeds.np)) == 64
+
+
+class PlainBuffer:
+    """Stands in for memory that a GPU can read."""
+
+    def __init__(self, size, dtype):
+        self.cpu = torch.zeros(size, dtype=dtype)
+        self.np = self.cpu.numpy()
+
+    def copy_to_uva(self):
+        return self.cpu
 
 
 @on(VLLM)

@@ -272,8 +272,7 @@ def _parameters(sampling: Sampling, response: Running) -> dict[str, Any]:
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
         "max_new_tokens": response.limit,
-        # 63 bits; a draw depends on the seed and the token's position, so a continuation keeps the seed
-        "sampling_seed": response.seed >> 1,
+        "sampling_seed": response.seed,  # a draw depends on it and the token's position: a continuation keeps it
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": not sampling.stop_token_ids,  # it would ignore stop_token_ids, too
     }
