@@ -33,6 +33,7 @@ class Settings:
     responses: int  # decoded together
     memory_fraction: float = 0.92  # of a GPU
     tensor_parallel: int = 1  # GPUs
+    float32_head: bool = True  # logits are not rounded to the precision of the weights
 
 
 def limits(recipe: Recipe, stage: int, policy_dir: Path) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def limits(recipe: Recipe, stage: int, policy_dir: Path) -> dict[str, Any]:
         "responses": table.groups_per_chunk * table.responses_per_prompt,
         "memory_fraction": table.memory_fraction,
         "tensor_parallel": table.tensor_parallel,
+        "float32_head": table.float32_head,
     }
 
 

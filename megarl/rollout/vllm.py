@@ -240,6 +240,7 @@ def engine_arguments(policy_dir: Path, settings: Settings) -> dict[str, Any]:
         "generation_config": "vllm",  # the policy's own would change the distribution
         "tensor_parallel_size": settings.tensor_parallel,
         "disable_log_stats": True,
+        "hf_overrides": {"head_dtype": "float32" if settings.float32_head else "model"},
     }
     if settings.device == "cpu":
         cache = {"block_size": CPU_BLOCK, "kv_cache_memory_bytes": _cache_bytes(policy_dir, settings)}

@@ -175,9 +175,21 @@ def rollout_memory(
 ) -> dict[str, float]:
     """Bytes on one GPU of an engine replica; the KV cache gets what remains of the engine's share, at least 0."""
     tensor = recipe.rollout.tensor_parallel
-    items = {"weights, bf16": 2.0 * parameters / tensor, "activations and CUDA graphs": assume.engine_bytes}
+    items = {
+        "weights, bf16": 2.0 * parameters / tensor,
+        "activations and CUDA graphs": assume.engine_bytes,
+        "logits and log-probs of a step": decoding_logit_bytes(hf, recipe),
+    }
     items["KV cache"] = max(0.0, recipe.rollout.memory_fraction * gpu.memory - sum(items.values()))
     return items
+
+
+def decoding_logit_bytes(hf: dict[str, Any], recipe: Recipe) -> float:
+    """Of one token of every response that decodes: logits as the head gives them, a rank's share and all ranks', a copy
+    in float32 if the head gives bf16, and log-probs in float32."""
+    tensor, width = recipe.rollout.tensor_parallel, 4 if recipe.rollout.float32_head else 2
+    share = width / tensor if tensor > 1 else 0
+    return engine_responses(recipe) * hf["vocab_size"] * (width + share + 4 * (width == 2) + 4)
 
 
 def active_parameters(hf: dict[str, Any], parameters: int) -> int:

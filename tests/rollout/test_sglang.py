@@ -67,6 +67,11 @@ def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, ti
     assert later[0]["grad_norm"] > 0 and 0 < later[1]["routing/disagreement"] < 0.5
 
 
+def test_the_server_has_a_float32_head(engine):
+    answer = engine._server._request("GET", "/server_info").read()
+    assert json.loads(answer)["enable_fp32_lm_head"] is True
+
+
 def test_what_the_server_refuses_is_an_error_at_once(engine, monkeypatch):
     prompts = [[1] * 200]  # more than its context
     with monkeypatch.context() as unchecked:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -9,7 +10,7 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.rollout.continuous import Running
-from megarl.rollout.sglang.engine import SglangEngine, SglangSettings, _environment, _memory_errors
+from megarl.rollout.sglang.engine import SglangEngine, SglangSettings, _environment, _memory_errors, server_arguments
 from megarl.rollout.sglang.server import ServerFailed, installed_version, server_environment
 from tests.rollout.tiny_models import save
 
@@ -24,6 +25,13 @@ def test_a_server_that_cannot_start_says_why(tmp_path, capfd):
     assert "No module named" in capfd.readouterr().err  # which is the log of the rank
     assert set(psutil.Process().children()) <= before
     assert installed_version(WITHOUT_SGLANG) is None
+
+
+def test_logits_are_rounded_only_where_the_recipe_says_so(tmp_path):
+    settings = SglangSettings("cuda", context=64, responses=4)
+    for wanted in (True, False):
+        arguments = server_arguments(tmp_path, 0, replace(settings, float32_head=wanted))
+        assert ("--enable-fp32-lm-head" in arguments) is wanted
 
 
 def test_a_server_that_lacks_memory_names_the_settings():

@@ -1,12 +1,13 @@
 """What is particular to vLLM: a wrong reload of experts, temperatures, memory, steps. Runs after test_contract.py."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megarl.errors import UserError
-from megarl.rollout.continuous import Running
+from megarl.rollout.continuous import Running, Settings
 from megarl.rollout.drift import check_weights, hugging_face_reference
 from megarl.rollout.engine import response_seed
 from tests.rollout.engines import BOTH, TOLERANCE, generate, on, other_policy, sampling, started
@@ -48,6 +49,29 @@ class PlainBuffer:
 
     def copy_to_uva(self):
         return self.cpu
+
+
+@pytest.mark.parametrize(("float32_head", "error"), [(True, 0.0), (False, 2**-9)])
+def test_logits_of_a_bfloat16_model_are_not_rounded(models, float32_head, error):
+    """By vLLM's own layer with the arguments of an engine in bfloat16, as on a GPU."""
+    from vllm import EngineArgs
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    from megarl.rollout.vllm import engine_arguments
+
+    settings = Settings("cpu", context=64, responses=2, float32_head=float32_head)
+    arguments = engine_arguments(models["qwen3"][0], settings) | {"dtype": "bfloat16"}
+    with set_current_vllm_config(EngineArgs(**arguments).create_engine_config()):
+        processor = LogitsProcessor(39)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((8, 64), (39, 64)))
+    head = SimpleNamespace(weight=weight, quant_method=UnquantizedEmbeddingMethod())
+    head.cpu_linear = torch.nn.functional.linear
+    logits, exact = processor._apply_head(head, hidden, None), hidden.double() @ weight.double().T
+    worst = float(((logits - exact) / exact.abs().max()).abs().max())
+    assert error / 4 <= worst <= max(2 * error, 1e-6)
 
 
 @on(VLLM)

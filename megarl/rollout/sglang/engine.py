@@ -301,6 +301,8 @@ def server_arguments(policy_dir: Path, version: int, settings: SglangSettings) -
         "skip-server-warmup",
         "enable-deterministic-inference",
     ]  # the last: it alone heeds seeds
+    if settings.float32_head:
+        flags.append("enable-fp32-lm-head")
     if settings.routed_experts:
         flags.append("enable-return-routed-experts")
     if settings.device == "cpu":
