@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ class Settings:
     device: str  # "cpu" | "cuda"
     context: int  # tokens of the longest prompt with its response
     responses: int  # decoded together
-    memory_fraction: float = 0.92  # of a GPU
+    memory_fraction: float | None = None  # of a GPU; None: the engine's own default
     tensor_parallel: int = 1  # GPUs
     float32_head: bool = True  # logits are not rounded to the precision of the weights
+    options: Mapping[str, Any] = field(default_factory=dict)  # the engine's own, from its table in the recipe
 
 
 def limits(recipe: Recipe, stage: int, policy_dir: Path) -> dict[str, Any]:
@@ -47,6 +48,7 @@ def limits(recipe: Recipe, stage: int, policy_dir: Path) -> dict[str, Any]:
         "memory_fraction": table.memory_fraction,
         "tensor_parallel": table.tensor_parallel,
         "float32_head": table.float32_head,
+        "options": getattr(table, table.engine),
     }
 
 
@@ -69,8 +71,9 @@ def out_of_memory(engine: str, doing: str, cause: str, settings: Settings, share
 
     share: what ``memory_fraction`` is a share of; remedy: how else than by lowering a limit it may be answered.
     """
+    fraction = "(not set)" if settings.memory_fraction is None else f"= {settings.memory_fraction}"
     return UserError(
-        f"{engine} ran out of memory while {doing}: {cause}. [rollout] memory_fraction = {settings.memory_fraction} is "
+        f"{engine} ran out of memory while {doing}: {cause}. [rollout] memory_fraction {fraction} is "
         f"{share}; groups_per_chunk * responses_per_prompt = {settings.responses} responses decode together, each of "
         f"up to data.max_prompt_tokens + max_response_tokens = {settings.context} tokens: lower one of these, or "
         f"{remedy}"

@@ -180,8 +180,20 @@ def rollout_memory(
         "activations and CUDA graphs": assume.engine_bytes,
         "logits and log-probs of a step": decoding_logit_bytes(hf, recipe),
     }
-    items["KV cache"] = max(0.0, recipe.rollout.memory_fraction * gpu.memory - sum(items.values()))
+    items["KV cache"] = max(0.0, engine_share(hf, recipe, gpu, assume) - sum(items.values()))
     return items
+
+
+def engine_share(hf: dict[str, Any], recipe: Recipe, gpu: Gpu, assume: Assumptions) -> float:
+    """Bytes of a GPU that an engine fills. SGLang's fraction is of weights and KV cache alone, without the rest.
+
+    Without a fraction: vLLM 0.32 takes .92, SGLang 0.5.23 leaves 10 GiB to the rest on GPUs of more than 60 GiB.
+    """
+    fraction = recipe.rollout.memory_fraction
+    if recipe.rollout.engine == "sglang":
+        rest = assume.engine_bytes + decoding_logit_bytes(hf, recipe)
+        return gpu.memory - 10 * GIB + rest if fraction is None else fraction * gpu.memory + rest
+    return (fraction or 0.92) * gpu.memory
 
 
 def decoding_logit_bytes(hf: dict[str, Any], recipe: Recipe) -> float:

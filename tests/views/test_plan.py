@@ -106,6 +106,14 @@ def test_first_misfit(census, whole, changes, gpu, first):
         assert again.misfit() is None
 
 
+def test_what_comes_on_top_of_sglangs_share_must_fit(census, whole):
+    for fraction, fits in ((0.92, False), (0.88, True)):
+        changes = ["rollout.engine=sglang", f"rollout.memory_fraction={fraction}"]
+        misfit = plan_of(MOE, census, whole, 4, "h100", changes).misfit()
+        assert (misfit is None) is fits
+        assert fits or f"rollout.memory_fraction = {fraction} of SGLang" in misfit
+
+
 def test_two_layouts_that_fit(census, whole):
     """The least split first."""
     plan = plan_of(MOE, census, whole, changes=["actor.expert_parallel=2"])

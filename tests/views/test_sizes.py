@@ -85,6 +85,19 @@ def test_rollout():
     assert sizes.rollout_memory(HF, rounded, 30_532_122_624, H200, Assumptions())[step] == 1024 * 151_936 * (3 + 4 + 4)
 
 
+def test_share_of_an_engine():
+    """vLLM's fraction covers all; SGLang's weights and cache alone, and by default 10 GiB are left for the rest."""
+    h100, rest = sizes.GPUS["h100"], 6 * GIB + 1024 * 151_936 * 10
+
+    def share(*changes):
+        return sizes.engine_share(HF, override_recipe(RECIPE, changes), h100, Assumptions())
+
+    assert share() == pytest.approx(0.92 * h100.memory)
+    assert share("rollout.memory_fraction=0.5") == 0.5 * h100.memory
+    assert share("rollout.engine=sglang") == h100.memory - 10 * GIB + rest
+    assert share("rollout.engine=sglang", "rollout.memory_fraction=0.5") == 0.5 * h100.memory + rest
+
+
 def test_responses_that_decode_together():
     """The least of: what the KV cache holds at mean length, what the engine is started with, what a replica gets."""
 
