@@ -18,10 +18,8 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import UserError
-from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import Completion, Request, Sampling, never, section
-from megarl.storage.reference_logprobs import REFERENCE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -37,13 +35,12 @@ class Settings:
     options: Mapping[str, Any] = field(default_factory=dict)  # the engine's own, from its table in the recipe
 
 
-def limits(recipe: Recipe, stage: int, policy_dir: Path) -> dict[str, Any]:
-    """The fields of `Settings` for the engine of a stage; the sequences of the weight-drift check fit, too."""
+def limits(recipe: Recipe, stage: int) -> dict[str, Any]:
+    """The fields of `Settings` for the engine of a stage."""
     table = recipe.rollout_of(stage)
-    longest = recipe.data.max_prompt_tokens + table.max_response_tokens
     return {
         "device": recipe.actor.backend,
-        "context": max(longest, min(REFERENCE_TOKENS + 1, read_hf_config(policy_dir)["max_position_embeddings"])),
+        "context": recipe.data.max_prompt_tokens + table.max_response_tokens,
         "responses": table.groups_per_chunk * table.responses_per_prompt,
         "memory_fraction": table.memory_fraction,
         "tensor_parallel": table.tensor_parallel,
@@ -108,7 +105,7 @@ class ContinuousEngine(ABC):
     """The part of a `RolloutEngine` that decides which responses run: submission, time limits, interruption.
 
     An engine that derives from it says how responses are handed over, decoded and ended early. Weights are computed
-    with in float32 on a CPU and in bfloat16 on a GPU.
+    with in float32 on a CPU and in bfloat16 on a GPU, unless its options quantise them.
     """
 
     repeats_chunks = False
@@ -116,6 +113,8 @@ class ContinuousEngine(ABC):
     def __init__(self, policy_dir: Path, version: int, settings: Settings) -> None:
         self.settings, self.policy_dir, self.version = settings, Path(policy_dir), version
         self.precision = "float32" if settings.device == "cpu" else "bfloat16"
+        if "quantization" in settings.options:
+            self.precision = "quantised"
         # Unique for the engine's lifetime, and none is the beginning of another: SGLang aborts all names that begin
         # with the given one, and does it once more two seconds after it has answered.
         self._names = (f"{number}/" for number in itertools.count())

@@ -80,7 +80,7 @@ class RolloutEngine(Protocol):
     """
 
     repeats_chunks: bool
-    precision: str  # "float32" | "bfloat16"
+    precision: str  # "float32" | "bfloat16" | "quantised"
 
     def serve(
         self, requests: Iterator[Request], interrupted: Callable[[], bool] = never

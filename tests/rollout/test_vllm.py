@@ -8,9 +8,9 @@ import torch
 
 from megarl.errors import UserError
 from megarl.rollout.continuous import Running, Settings
-from megarl.rollout.drift import check_weights, hugging_face_reference
+from megarl.rollout.drift import check_weights
 from megarl.rollout.engine import response_seed
-from tests.rollout.engines import BOTH, TOLERANCE, generate, on, other_policy, sampling, started
+from tests.rollout.engines import BOTH, TOLERANCE, generate, on, other_policy, reference_of, sampling, started
 
 pytestmark = pytest.mark.vllm
 VLLM = [parameter for parameter in BOTH if parameter.values[0][0] == "vllm"]
@@ -79,7 +79,7 @@ def test_a_wrong_reload_is_caught(engine):
     """vLLM's in-place reload of experts on a CPU is wrong without an error; only the drift check notices it."""
     engine.policy_dir = other_policy(engine)
     engine._reload()
-    reference = hugging_face_reference(engine.policy_dir)
+    reference = reference_of(engine.policy_dir)
     if engine._has_experts:
         with pytest.raises(UserError, match="weights are not the policy's.* nats off"):
             check_weights(engine, reference)
@@ -99,7 +99,7 @@ def test_memory_and_steps_after_a_sleep(engine):
         VllmEngine(engine.policy_dir, 0, replace(engine.settings, memory_fraction=1e-9))
     engine.settings = replace(engine.settings, responses=100)
     engine.wake()
-    assert check_weights(engine, hugging_face_reference(engine.policy_dir)).max < TOLERANCE
+    assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE
     prompts = [[i % 39] * 53 for i in range(100)]
     assert len(prompts) * 53 > CPU_STEP
     assert len(generate(engine, prompts, sampling(prompts, samples=1, tokens=2))) == 100

@@ -76,7 +76,7 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
             "its own and name its interpreter in [rollout] sglang_python (docs/rollout_engines.md)"
         )
     check_table(recipe, stage, TEMPERATURES)
-    settings = SglangSettings(**limits(recipe, stage, recipe.model.path), python=python)
+    settings = SglangSettings(**limits(recipe, stage), python=python)
     own = server_arguments(recipe.model.path, 0, settings)
     check_options("sglang", settings.options, own, python, _PARSER, server_environment(python, {}))
 
@@ -84,7 +84,7 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
     """See `EngineModule`."""
     python = recipe.rollout.sglang_python or Path(sys.executable)
-    shared = limits(recipe, stage, policy_dir)
+    shared = limits(recipe, stage)
     return SglangEngine(policy_dir, version, SglangSettings(**shared, python=python, routed_experts=routed_experts))
 
 
