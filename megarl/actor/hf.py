@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -27,7 +26,7 @@ from megarl.models import family_of
 from megarl.models.tensors import EMBEDDING, LM_HEAD
 from megarl.storage.files import atomic_directory, disk_errors, file_sha256
 from megarl.storage.policies import PolicyInfo, copy_auxiliary, write_info
-from megarl.storage.reference_logprobs import Reference, reference_sequences, write_reference
+from megarl.storage.reference_logprobs import Reference, write_reference
 from megarl.storage.tensor_files import Region, TensorFiles, create_file
 from megarl.storage.weights import INDEX_FILE, combine_hashes
 
@@ -105,12 +104,12 @@ def _check_shape(region: Region, tensor: HfTensor, group: dist.ProcessGroup, nam
 
 
 def export_hf(
-    models: list[PolicyModel], target: Path, like: Path, version: int, reference: list[np.ndarray] | None = None
+    models: list[PolicyModel], target: Path, like: Path, version: int, reference: Reference | None = None
 ) -> PolicyInfo:
     """Write the policy as Hugging Face safetensors to ``target``, atomically; collective over all ranks.
 
     Names, dtypes and expert layout of the tensors, configuration and tokenizer are those of ``like``.
-    reference: this model's log-probs of `reference_sequences`, written beside the weights.
+    reference: what this model makes of text of the run, written beside the weights.
     """
     info: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -118,9 +117,7 @@ def export_hf(
             dist.broadcast_object_list([str(temporary)], src=0)
             info = [_merge(_write_files(models, temporary, like), temporary, like, version)]
             if reference is not None:
-                write_reference(
-                    temporary, Reference(fixed_sequences(models[0]), reference, _precision(models[0], like))
-                )
+                write_reference(temporary, reference)
     else:
         box: list[Any] = [None]
         dist.broadcast_object_list(box, src=0)
@@ -131,11 +128,7 @@ def export_hf(
     return result
 
 
-def fixed_sequences(model: PolicyModel) -> list[list[int]]:
-    return reference_sequences(model.true_vocab_size, model.max_sequence_length)
-
-
-def _precision(model: PolicyModel, like: Path) -> str:
+def precision(model: PolicyModel, like: Path) -> str:
     """The coarser of two dtypes: of the model's arithmetic, and of the weights as stored."""
     with TensorFiles.of_directory(Path(like)) as source:
         stored = {region.dtype for region in source.regions.values()}

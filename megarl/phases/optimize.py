@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.actor import parallel
 from megarl.errors import UserError
+from megarl.phases.exports import Exporter
 from megarl.phases.stop import StopRequest
 from megarl.phases.updates import build_actor, groups_of_update, make_updates, resume
 from megarl.storage.rollouts import Group, RolloutStore
@@ -23,7 +24,9 @@ def optimize(stage: Stage) -> None:
         raise UserError(f"{stage.rollouts} is not sealed: run `{command}` first")
     device = parallel.initialize(stage.run.recipe)
     actor = build_actor(stage, device)
-    make_updates(actor, stage, resume(actor, stage), SealedBatches(stage, RolloutStore(stage.rollouts)), stop)
+    done = resume(actor, stage)
+    batches = SealedBatches(stage, RolloutStore(stage.rollouts))
+    make_updates(actor, stage, done, batches, stop, Exporter(actor, stage, done))
 
 
 @dataclass(frozen=True)

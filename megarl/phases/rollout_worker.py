@@ -39,6 +39,7 @@ class ScoredGroup:
     responses: tuple[Response, ...]
 
 
+PROMPTS, PROMPT_TOKENS = 16, 128  # that a base model scores, on a CPU
 CONTINUED = -1  # the chunk of a group that an earlier call began
 
 
@@ -98,8 +99,9 @@ class RolloutWorker:
         reference = read_reference(policy_dir)
         if reference is None:  # a base model, which is its own reference: computed once for all replicas
             name = f"reference of {self.weights_hash}"
+            text = [list(self.prompts.train(number).tokens[:PROMPT_TOKENS]) for number in range(PROMPTS)]
             reference = decode_reference(
-                replicas.once(name, lambda: encode_reference(hugging_face_reference(policy_dir)))
+                replicas.once(name, lambda: encode_reference(hugging_face_reference(policy_dir, text)))
             )
         return check_weights(self.engine, reference)
 

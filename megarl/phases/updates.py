@@ -6,20 +6,19 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megarl.actor import checkpoint, hf, packing, parallel, reference
+from megarl.actor import checkpoint, packing, parallel
 from megarl.actor.frozen import Field, FrozenPolicy
 from megarl.actor.nonfinite import NonFiniteUpdate
-from megarl.actor.optimizer import gather_parameters
 from megarl.actor.packing import Sample
 from megarl.actor.step import Actor, train_step
 from megarl.errors import STOPPED, UserError
 from megarl.objectives import Objective, WithOptions, build_objective
+from megarl.phases.exports import Exporter
 from megarl.phases.samples import describe, summary, throughput, to_samples
 from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import Recipe
@@ -78,22 +77,29 @@ def frozen_policies(objective: Objective | WithOptions, stage: Stage) -> list[Fr
     return frozen
 
 
-def make_updates(actor: Actor, stage: Stage, done: int, batches: Batches, stop: StopRequest) -> None:
+def make_updates(
+    actor: Actor, stage: Stage, done: int, batches: Batches, stop: StopRequest, exporter: Exporter
+) -> None:
     """The updates of ``stage`` after the first ``done``, checkpoints on the way, and ``stage.next.policy``."""
     metrics = _open_metrics(stage, done)
     try:
-        _make_updates(actor, stage, done, batches, stop, metrics)
+        _make_updates(actor, stage, done, batches, stop, exporter, metrics)
     finally:
         if metrics:
             metrics.close()
-    run = stage.run
-    export(actor, run, stage.next.first_update, stage.next.policy)
+    exporter.export(stage.next.first_update, stage.next.policy)
     if metrics:
-        remove_checkpoints(run, finished=stage.number + 1)
+        remove_checkpoints(stage.run, finished=stage.number + 1)
 
 
 def _make_updates(
-    actor: Actor, stage: Stage, done: int, batches: Batches, stop: StopRequest, metrics: MetricsWriter | None
+    actor: Actor,
+    stage: Stage,
+    done: int,
+    batches: Batches,
+    stop: StopRequest,
+    exporter: Exporter,
+    metrics: MetricsWriter | None,
 ) -> None:
     run, total = stage.run, stage.run.recipe.schedule.updates_per_stage
     objective, saved = _objective(run), done
@@ -101,6 +107,7 @@ def _make_updates(
         start = time.perf_counter()
         groups = batches.read(update)
         if groups is not None:
+            exporter.see(groups)
             ages = batches.metrics(update, groups)
             place = {
                 "stage": stage.number,
@@ -165,17 +172,6 @@ def skip(
             f"actor.max_skipped_updates = {actor.recipe.actor.max_skipped_updates} allows no more of them"
         ) from error
     return {"skipped_update": 1.0}
-
-
-def export(actor: Actor, run: RunDir, version: int, target: Path) -> None:
-    """Write the policy after ``version`` updates of the run. Collective."""
-    start, budget = time.perf_counter(), run.recipe.actor.tokens_per_micro_batch
-    gather_parameters(actor.replicas)
-    scores = reference.score(actor.models, hf.fixed_sequences(actor.models[0]), budget, actor.device)
-    hf.export_hf(actor.models, target, run.stage(0).policy, version, scores)
-    if parallel.reports_metrics():
-        policy, seconds = str(target.relative_to(run.root)), round(time.perf_counter() - start, 3)
-        run.log_event("export", policy=policy, version=version, seconds=seconds)
 
 
 def remove_checkpoints(run: RunDir, finished: int) -> None:

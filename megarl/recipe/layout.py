@@ -32,7 +32,7 @@ _REQUIRED = {
 }
 
 # tables that leave the rollouts as they are: the same rollouts can be trained with others
-TRAINING_TABLES = ("objective.", "optimizer.", "actor.", "megatron.")
+TRAINING_TABLES = ("objective.", "optimizer.", "actor.", "megatron.", "megatron_ddp.", "megatron_optimizer.")
 
 # settings that decide where things are computed and what is kept, but not the result: a run may change them midway
 LAYOUT_SETTINGS = (

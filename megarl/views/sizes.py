@@ -175,9 +175,33 @@ def rollout_memory(
 ) -> dict[str, float]:
     """Bytes on one GPU of an engine replica; the KV cache gets what remains of the engine's share, at least 0."""
     tensor = recipe.rollout.tensor_parallel
-    items = {"weights, bf16": 2.0 * parameters / tensor, "activations and CUDA graphs": assume.engine_bytes}
-    items["KV cache"] = max(0.0, recipe.rollout.memory_fraction * gpu.memory - sum(items.values()))
+    items = {
+        "weights, bf16": 2.0 * parameters / tensor,
+        "activations and CUDA graphs": assume.engine_bytes,
+        "logits and log-probs of a step": decoding_logit_bytes(hf, recipe),
+    }
+    items["KV cache"] = max(0.0, engine_share(hf, recipe, gpu, assume) - sum(items.values()))
     return items
+
+
+def engine_share(hf: dict[str, Any], recipe: Recipe, gpu: Gpu, assume: Assumptions) -> float:
+    """Bytes of a GPU that an engine fills. SGLang's fraction is of weights and KV cache alone, without the rest.
+
+    Without a fraction: vLLM 0.32 takes .92, SGLang 0.5.23 leaves 10 GiB to the rest on GPUs of more than 60 GiB.
+    """
+    fraction = recipe.rollout.memory_fraction
+    if recipe.rollout.engine == "sglang":
+        rest = assume.engine_bytes + decoding_logit_bytes(hf, recipe)
+        return gpu.memory - 10 * GIB + rest if fraction is None else fraction * gpu.memory + rest
+    return (fraction or 0.92) * gpu.memory
+
+
+def decoding_logit_bytes(hf: dict[str, Any], recipe: Recipe) -> float:
+    """Of one token of every response that decodes: logits as the head gives them, a rank's share and all ranks', a copy
+    in float32 if the head gives bf16, and log-probs in float32."""
+    tensor, width = recipe.rollout.tensor_parallel, 4 if recipe.rollout.float32_head else 2
+    share = width / tensor if tensor > 1 else 0
+    return engine_responses(recipe) * hf["vocab_size"] * (width + share + 4 * (width == 2) + 4)
 
 
 def active_parameters(hf: dict[str, Any], parameters: int) -> int:

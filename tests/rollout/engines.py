@@ -3,12 +3,14 @@
 import functools
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.recipe.load import parse_recipe
 from megarl.recipe.names import ENGINES
+from megarl.rollout.drift import hugging_face_reference
 from megarl.rollout.engine import Request, Sampling, response_seed
 from tests.helpers import SGLANG_PYTHON
 
@@ -70,6 +72,12 @@ def by_response(completions):
 def generate(engine, prompts, how):
     """`by_response` of one request, in the order in which the responses ended."""
     return by_response(completion for _, completion in engine.serve(iter([Request(prompts, how)])))
+
+
+def reference_of(path):
+    """What transformers makes of four random sequences."""
+    tokens = np.random.default_rng(1).integers(39, size=(4, 48)).tolist()
+    return hugging_face_reference(path, tokens)
 
 
 def other_policy(engine):

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from megarl.errors import UserError
-from megarl.rollout.drift import check_weights, hugging_face_reference
+from megarl.rollout.drift import check_weights
 from megarl.rollout.engine import Request, Sampling
 from tests.rollout.engines import (
     BOTH,
@@ -26,6 +26,7 @@ from tests.rollout.engines import (
     hugging_face_logprobs,
     on,
     other_policy,
+    reference_of,
     sampling,
     started,
 )
@@ -227,7 +228,7 @@ def test_bad_requests_are_refused_and_the_engine_serves_on(engine, name, prompts
 
 @on(BOTH)
 def test_weights_are_those_of_the_last_load(engine):
-    first, second = (hugging_face_reference(path) for path in (engine.policy_dir, other_policy(engine)))
+    first, second = (reference_of(path) for path in (engine.policy_dir, other_policy(engine)))
     assert check_weights(engine, first).max < TOLERANCE
     with pytest.raises(UserError, match="weights are not the policy's.* nats off"):
         check_weights(engine, second)
@@ -245,4 +246,4 @@ def test_an_engine_that_sleeps_serves_nothing_until_it_wakes(engine):
     with pytest.raises(RuntimeError, match="call wake"):
         generate(engine, [[8]], sampling([[8]]))
     engine.wake()
-    assert check_weights(engine, hugging_face_reference(engine.policy_dir)).max < TOLERANCE
+    assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE

@@ -9,14 +9,15 @@ from safetensors.torch import load_file, save_file
 
 from megarl.errors import UserError
 from megarl.rollout.builtin import BuiltinEngine
-from megarl.rollout.drift import check_weights, hugging_face_reference
-from megarl.storage.reference_logprobs import Reference, read_reference, write_reference
+from megarl.rollout.drift import check_weights
+from megarl.storage.reference_logprobs import Reference, cut_text, read_reference, write_reference
+from tests.rollout.engines import reference_of
 from tests.rollout.tiny_models import save
 
 
 @pytest.fixture(scope="module")
 def reference(moe_dir):
-    return hugging_face_reference(moe_dir)
+    return reference_of(moe_dir)
 
 
 def test_scores_are_log_probs_at_temperature_one(moe_dir, reference):
@@ -37,7 +38,7 @@ def test_one_changed_tensor_is_enough(moe_dir, reference, tmp_path, name):
     state = load_file(path / "model.safetensors")
     state[name] = state[name] * 1.01
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"weights are not the policy's: .* of 188 fixed tokens are .* nats off"):
+    with pytest.raises(UserError, match=r"weights are not the policy's: .* of 188 tokens are .* nats off"):
         check_weights(BuiltinEngine(path, 0), reference)
 
 
@@ -53,11 +54,31 @@ def test_the_tolerance_is_of_the_coarser_precision_and_nan_fails(moe_dir, refere
 
 
 def test_a_reference_survives_its_file(tmp_path, reference):
-    write_reference(tmp_path, reference)
+    previous = [scores + 1 for scores in reference.logprobs]
+    write_reference(tmp_path, replace(reference, previous=previous, stored=[scores[9:] for scores in previous]))
     again = read_reference(tmp_path)
-    assert isinstance(again, Reference)
+    assert isinstance(again, Reference) and read_reference(tmp_path / "nothing") is None
+    assert [a.tobytes() for a in again.previous] == [b.tobytes() for b in previous]
+    assert [len(a) for a in again.stored] == [len(b) - 9 for b in previous]
     assert again.sequences == reference.sequences and again.precision == reference.precision
     assert [a.tobytes() for a in again.logprobs] == [b.tobytes() for b in reference.logprobs]
     (tmp_path / "reference.json").write_text("{")
     with pytest.raises(UserError, match=r"reference.json is damaged"):
         read_reference(tmp_path)
+
+
+def test_text_is_cut_so_that_engines_have_room_for_it():
+    texts = [[7] * 9, [7], [7] * 2000, *[[7] * 3] * 40]
+    assert [len(text) for text in cut_text(texts, 4096)] == [9, 512, *[3] * 30]
+    assert [len(text) for text in cut_text(texts, 6)] == [5, 5, *[3] * 30]
+
+
+def test_samples_with_other_log_probs_than_the_engines_own_are_noticed(moe_dir, reference):
+    """As those of speculative decoding in vLLM 0.32 on a CPU are."""
+    engine = BuiltinEngine(moe_dir, 0)
+    serve = engine.serve
+    engine.serve = lambda requests: (
+        (number, replace(completion, logprobs=completion.logprobs * 0)) for number, completion in serve(requests)
+    )
+    with pytest.raises(UserError, match="log-probs of what it samples are not its own"):
+        check_weights(engine, reference)

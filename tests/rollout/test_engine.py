@@ -8,16 +8,18 @@ from megarl.errors import UserError
 from megarl.recipe.load import parse_recipe
 from megarl.recipe.names import ENGINES
 from megarl.rollout import engine_module
-from megarl.rollout.engine import EngineModule, Sampling, response_seed
+from megarl.rollout.engine import EngineModule, Sampling, continuation_seed, response_seed
 
 
 def test_response_seeds_are_stable_and_distinct():
-    assert response_seed(0, 0, 0) == 664118356692649983
-    assert response_seed(1234, 98304, 7) == 7816023222799394686
+    assert response_seed(0, 0, 0) == 332059178346324991
+    assert response_seed(1234, 98304, 7) == 3908011611399697343
     seeds = {response_seed(run, group, k) for run in range(3) for group in range(1000) for k in range(8)}
     assert len(seeds) == 3 * 1000 * 8
     assert response_seed(1, 23, 4) != response_seed(12, 3, 4)  # the parts are not run together
-    assert all(0 <= seed < 2**64 for seed in seeds)
+    seeds |= {continuation_seed(seed, 1) for seed in seeds}
+    assert len(seeds) == 2 * 3 * 1000 * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,25 @@ import pytest
 from megarl.distributed import become_single_process
 from megarl.errors import UserError
 from megarl.phases.rollout import rollout
-from megarl.rollout.drift import check_weights, hugging_face_reference
+from megarl.rollout.drift import check_weights
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang.server import ServerFailed
 from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from tests.helpers import ROOT
-from tests.rollout.engines import LONG, PROMPTS, TOLERANCE, generate, on, other_policy, sampling, stage_recipe, started
+from tests.rollout.engines import (
+    LONG,
+    PROMPTS,
+    TOLERANCE,
+    generate,
+    on,
+    other_policy,
+    reference_of,
+    sampling,
+    stage_recipe,
+    started,
+)
 
 pytestmark = [pytest.mark.sglang, on(started("qwen3_moe", "sglang"))]
 
@@ -67,6 +78,11 @@ def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, ti
     assert later[0]["grad_norm"] > 0 and 0 < later[1]["routing/disagreement"] < 0.5
 
 
+def test_the_server_has_a_float32_head(engine):
+    answer = engine._server._request("GET", "/server_info").read()
+    assert json.loads(answer)["enable_fp32_lm_head"] is True
+
+
 def test_what_the_server_refuses_is_an_error_at_once(engine, monkeypatch):
     prompts = [[1] * 200]  # more than its context
     with monkeypatch.context() as unchecked:
@@ -87,7 +103,7 @@ def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine):
         step()
         assert len(list(events)) == 1
     engine.wake()
-    assert check_weights(engine, hugging_face_reference(engine.policy_dir)).max < TOLERANCE
+    assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE
 
 
 def test_a_directory_that_sglang_cannot_load_changes_nothing(engine, tmp_path):
@@ -96,7 +112,7 @@ def test_a_directory_that_sglang_cannot_load_changes_nothing(engine, tmp_path):
     with pytest.raises(UserError, match=f"SGLang cannot load the policy in {tmp_path}"):
         engine.load_weights(tmp_path, 8)
     assert engine.version == version
-    assert check_weights(engine, hugging_face_reference(engine.policy_dir)).max < TOLERANCE
+    assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE
 
 
 def test_a_killed_scheduler_is_an_error_with_the_end_of_the_log(engine):

@@ -1,7 +1,9 @@
 """What of an SGLang replica can be known without SGLang: its environment, its GPUs, its end at the start."""
 
+import itertools
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -9,7 +11,7 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.rollout.continuous import Running
-from megarl.rollout.sglang.engine import SglangEngine, SglangSettings, _environment, _memory_errors
+from megarl.rollout.sglang.engine import SglangEngine, SglangSettings, _environment, _memory_errors, server_arguments
 from megarl.rollout.sglang.server import ServerFailed, installed_version, server_environment
 from tests.rollout.tiny_models import save
 
@@ -24,6 +26,27 @@ def test_a_server_that_cannot_start_says_why(tmp_path, capfd):
     assert "No module named" in capfd.readouterr().err  # which is the log of the rank
     assert set(psutil.Process().children()) <= before
     assert installed_version(WITHOUT_SGLANG) is None
+
+
+def test_memory_and_determinism_on_gpus_are_sglangs_own_unless_asked_for(tmp_path, monkeypatch):
+    settings = SglangSettings("cuda", context=64, responses=4)
+    plain, seeds = server_arguments(tmp_path, 0, settings), set()
+    assert "--mem-fraction-static" not in plain and "--enable-deterministic-inference" not in plain
+    asked = server_arguments(tmp_path, 0, replace(settings, memory_fraction=0.5))
+    assert asked[asked.index("--mem-fraction-static") + 1] == "0.5"
+    assert "--enable-deterministic-inference" in server_arguments(tmp_path, 0, replace(settings, device="cpu"))
+    for rank, version in itertools.product(range(8), (0, 1024)):  # no two replicas draw the same random numbers
+        monkeypatch.setenv("RANK", str(rank))
+        arguments = server_arguments(tmp_path, version, settings)
+        seeds.add(int(arguments[arguments.index("--random-seed") + 1]))
+    assert len(seeds) == 16 and max(seeds) < 2**31
+
+
+def test_logits_are_rounded_only_where_the_recipe_says_so(tmp_path):
+    settings = SglangSettings("cuda", context=64, responses=4)
+    for wanted in (True, False):
+        arguments = server_arguments(tmp_path, 0, replace(settings, float32_head=wanted))
+        assert ("--enable-fp32-lm-head" in arguments) is wanted
 
 
 def test_a_server_that_lacks_memory_names_the_settings():
@@ -49,7 +72,7 @@ def test_a_response_that_the_cache_cut_short_is_an_error():
     event = {"output_ids": [5, 6], "meta_info": info | {"weight_versions": [{"version": "7"}]}}
     _, whole = engine._ended(running(limit=2), event)
     assert (whole.tokens.tolist(), whole.finish_reason) == ([5, 6], "length")
-    with pytest.raises(UserError, match=r"after 2 of 9 tokens.*memory_fraction = 0\.3"):
+    with pytest.raises(UserError, match=r"after 2 of 9 tokens.*memory_fraction \(0\.3\)"):
         engine._ended(running(limit=9), event)
 
 

@@ -1,12 +1,16 @@
 """What is particular to vLLM: a wrong reload of experts, temperatures, memory, steps. Runs after test_contract.py."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megarl.errors import UserError
-from megarl.rollout.drift import check_weights, hugging_face_reference
-from tests.rollout.engines import BOTH, TOLERANCE, generate, on, other_policy, sampling, started
+from megarl.rollout.continuous import Running, Settings
+from megarl.rollout.drift import check_weights
+from megarl.rollout.engine import response_seed
+from tests.rollout.engines import BOTH, TOLERANCE, generate, on, other_policy, reference_of, sampling, started
 
 pytestmark = pytest.mark.vllm
 VLLM = [parameter for parameter in BOTH if parameter.values[0][0] == "vllm"]
@@ -20,12 +24,62 @@ def test_temperatures_that_vllm_would_change_or_refuse(engine):
             generate(engine, [[8]], sampling([[8]], temperature=temperature))
 
 
+def test_every_seed_fits_into_the_gpu_runners_states(monkeypatch):
+    """vLLM's own class, of the runner that it uses on GPUs alone, with its pinned buffers on the CPU."""
+    from vllm.v1.worker.gpu.sample import states
+
+    from megarl.rollout.vllm import _parameters
+
+    monkeypatch.setattr(states, "UvaBackedTensor", PlainBuffer)
+    kept = states.SamplingStates(64, vocab_size=39)
+    for row in range(64):  # half of them go on after a token
+        response = Running(0, 0, row, [8], response_seed(0, 7, row), done=row % 2, limit=4, timeout=1.0)
+        parameters = _parameters(sampling([[8]], stop=(1,)), response)
+        assert not kept.add_request(row, parameters), "the distribution is the model's own"
+        assert parameters.seed is not None and kept.seeds.np[row] == parameters.seed
+    assert len(set(kept.seeds.np)) == 64
+
+
+class PlainBuffer:
+    """Stands in for memory that a GPU can read."""
+
+    def __init__(self, size, dtype):
+        self.cpu = torch.zeros(size, dtype=dtype)
+        self.np = self.cpu.numpy()
+
+    def copy_to_uva(self):
+        return self.cpu
+
+
+@pytest.mark.parametrize(("float32_head", "error"), [(True, 0.0), (False, 2**-9)])
+def test_logits_of_a_bfloat16_model_are_not_rounded(models, float32_head, error):
+    """By vLLM's own layer with the arguments of an engine in bfloat16, as on a GPU."""
+    from vllm import EngineArgs
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    from megarl.rollout.vllm import engine_arguments
+
+    settings = Settings("cpu", context=64, responses=2, float32_head=float32_head)
+    arguments = engine_arguments(models["qwen3"][0], settings) | {"dtype": "bfloat16"}
+    with set_current_vllm_config(EngineArgs(**arguments).create_engine_config()):
+        processor = LogitsProcessor(39)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((8, 64), (39, 64)))
+    head = SimpleNamespace(weight=weight, quant_method=UnquantizedEmbeddingMethod())
+    head.cpu_linear = torch.nn.functional.linear
+    logits, exact = processor._apply_head(head, hidden, None), hidden.double() @ weight.double().T
+    worst = float(((logits - exact) / exact.abs().max()).abs().max())
+    assert error / 4 <= worst <= max(2 * error, 1e-6)
+
+
 @on(VLLM)
 def test_a_wrong_reload_is_caught(engine):
     """vLLM's in-place reload of experts on a CPU is wrong without an error; only the drift check notices it."""
     engine.policy_dir = other_policy(engine)
     engine._reload()
-    reference = hugging_face_reference(engine.policy_dir)
+    reference = reference_of(engine.policy_dir)
     if engine._has_experts:
         with pytest.raises(UserError, match="weights are not the policy's.* nats off"):
             check_weights(engine, reference)
@@ -45,7 +99,7 @@ def test_memory_and_steps_after_a_sleep(engine):
         VllmEngine(engine.policy_dir, 0, replace(engine.settings, memory_fraction=1e-9))
     engine.settings = replace(engine.settings, responses=100)
     engine.wake()
-    assert check_weights(engine, hugging_face_reference(engine.policy_dir)).max < TOLERANCE
+    assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE
     prompts = [[i % 39] * 53 for i in range(100)]
     assert len(prompts) * 53 > CPU_STEP
     assert len(generate(engine, prompts, sampling(prompts, samples=1, tokens=2))) == 100

@@ -96,7 +96,7 @@ def test_the_same_objective_as_its_name():
         (["actor.recompute=none"], "h100", "activations: 50.1 GiB on a GPU, but only 27.3 GiB of 75.1 GiB are left"),
         (["actor.recompute=none", "actor.tokens_per_micro_batch=1000000"], "h200", "activations"),
         (["rollout.memory_fraction=0.15"], "h200", "weights of a rollout engine"),
-        (["rollout.memory_fraction=0.2475"], "h200", "KV cache of a rollout engine"),
+        (["rollout.memory_fraction=0.2585"], "h200", "KV cache of a rollout engine"),
         (["rollout.workers=8"], "h200", "rollout.workers * rollout.tensor_parallel = 16 GPUs a node"),
     ],
 )
@@ -108,6 +108,14 @@ def test_first_misfit(census, whole, changes, gpu, first):
     for other in others:
         again = plan_of(MOE, census, whole, 2, gpu, [*changes, *other])
         assert again.misfit() is None
+
+
+def test_what_comes_on_top_of_sglangs_share_must_fit(census, whole):
+    for fraction, fits in ((0.92, False), (0.88, True)):
+        changes = ["rollout.engine=sglang", f"rollout.memory_fraction={fraction}"]
+        misfit = plan_of(MOE, census, whole, 4, "h100", changes).misfit()
+        assert (misfit is None) is fits
+        assert fits or f"rollout.memory_fraction = {fraction} of SGLang" in misfit
 
 
 def test_two_layouts_that_fit(census, whole):
@@ -152,7 +160,7 @@ def test_table(census, whole):
     assert re.search(r"gradients, fp32 +14\.97\n", text)
     assert re.search(r"one export +56\.87\n", text)
     assert re.search(r"mfu experts +0\.15  the same with experts", text)
-    assert "  365 responses decode together, on average; groups_per_chunk allows 1,024\n" in text
+    assert "  360 responses decode together, on average; groups_per_chunk allows 1,024\n" in text
 
 
 def test_command_line(capsys):

@@ -78,6 +78,24 @@ def test_rollout():
     items = sizes.rollout_memory(HF, RECIPE, 30_532_122_624, H200, Assumptions())
     assert items["weights, bf16"] == 30_532_122_624  # two bytes, two GPUs
     assert sum(items.values()) == pytest.approx(0.92 * 139.8 * GIB)
+    # 1024 responses on two GPUs: float32 logits of both and of one's half, and log-probs; else bf16 and a float32 copy
+    step = "logits and log-probs of a step"
+    assert items[step] == 1024 * 151_936 * (4 + 2 + 4)
+    rounded = override_recipe(RECIPE, ["rollout.float32_head=false"])
+    assert sizes.rollout_memory(HF, rounded, 30_532_122_624, H200, Assumptions())[step] == 1024 * 151_936 * (3 + 4 + 4)
+
+
+def test_share_of_an_engine():
+    """vLLM's fraction covers all; SGLang's weights and cache alone, and by default 10 GiB are left for the rest."""
+    h100, rest = sizes.GPUS["h100"], 6 * GIB + 1024 * 151_936 * 10
+
+    def share(*changes):
+        return sizes.engine_share(HF, override_recipe(RECIPE, changes), h100, Assumptions())
+
+    assert share() == pytest.approx(0.92 * h100.memory)
+    assert share("rollout.memory_fraction=0.5") == 0.5 * h100.memory
+    assert share("rollout.engine=sglang") == h100.memory - 10 * GIB + rest
+    assert share("rollout.engine=sglang", "rollout.memory_fraction=0.5") == 0.5 * h100.memory + rest
 
 
 def test_responses_that_decode_together():
@@ -87,7 +105,7 @@ def test_responses_that_decode_together():
         recipe = override_recipe(RECIPE, changes)
         return sizes.running_responses(HF, recipe, 30_532_122_624, nodes, H200, Assumptions())
 
-    cache = 0.92 * 139.8 * GIB - 30_532_122_624 - 6 * GIB
+    cache = 0.92 * 139.8 * GIB - 30_532_122_624 - 6 * GIB - 1024 * 151_936 * 10
     assert running(1) == pytest.approx(cache / (49_152 * (2048 / 4 + 20480 / 2 / 2)))
     assert running(1, "rollout.groups_per_chunk=8") == 8 * 8
     short = "rollout.max_response_tokens=2048"

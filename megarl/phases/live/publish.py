@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from megarl.phases.live.state import NO_VERSION, LiveState
-from megarl.phases.updates import export
 from megarl.storage.run_dir import Stage
 
 if TYPE_CHECKING:
-    from megarl.actor.step import Actor
+    from megarl.phases.exports import Exporter
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,14 @@ class Publisher:
             _remove(run.version(version))
         self.state.publish(max([self.stage.first_update, *(v for v in versions if v < saved)]))
 
-    def trained(self, actor: Actor, updates: int) -> None:
+    def trained(self, exporter: Exporter, updates: int) -> None:
         """So many updates of the stage are made; publish if a version is due. Collective."""
         run, version = self.stage.run, self.stage.first_update + updates
         schedule = run.recipe.schedule
         # the stage's first version is its policy, its last one the next stage's
         if not schedule.lag_rule.is_published(version) or updates in (0, schedule.updates_per_stage):
             return
-        export(actor, run, version, run.version(version))
+        exporter.export(version, run.version(version))
         if dist.get_rank() == 0:
             self.state.publish(version)
             self._retire(min(self.state.oldest_in_use(), self._needed_later()))

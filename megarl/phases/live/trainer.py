@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megarl.actor import parallel
 from megarl.distributed import Role
 from megarl.errors import UserError
+from megarl.phases.exports import Exporter
 from megarl.phases.live.publish import Publisher
 from megarl.phases.live.service import serve
 from megarl.phases.live.state import LiveState
@@ -59,9 +60,10 @@ def train(stage: Stage, role: Role, workers: int) -> None:
         publisher.continue_after(saved_updates(stage))
         actor = build_actor(stage, device)
         done = resume(actor, stage)
-        publisher.trained(actor, done)
-        batches = LiveBatches(actor, publisher, stop)
-        make_updates(actor, stage, done, batches, stop)
+        exporter = Exporter(actor, stage, done)
+        publisher.trained(exporter, done)
+        batches = LiveBatches(actor, publisher, exporter, stop)
+        make_updates(actor, stage, done, batches, stop, exporter)
         batches.log_idle()
     publisher.end_stage()
 
@@ -69,8 +71,8 @@ def train(stage: Stage, role: Role, workers: int) -> None:
 class LiveBatches:
     """The groups of a stage as engines store them, no token older than the schedule allows: `updates.Batches`."""
 
-    def __init__(self, actor: Actor, publisher: Publisher, stop: StopRequest) -> None:
-        self.actor, self.publisher, self.stop = actor, publisher, stop
+    def __init__(self, actor: Actor, publisher: Publisher, exporter: Exporter, stop: StopRequest) -> None:
+        self.actor, self.publisher, self.exporter, self.stop = actor, publisher, exporter, stop
         self.stage, self.state = publisher.stage, publisher.state
         self.schedule = self.stage.run.recipe.schedule
         make_directory(self.stage.rollouts)
@@ -124,7 +126,7 @@ class LiveBatches:
                     )
 
     def trained(self, updates: int) -> None:
-        self.publisher.trained(self.actor, updates)
+        self.publisher.trained(self.exporter, updates)
 
     def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
         """Lags of the response tokens, in updates, and how often each occurs."""

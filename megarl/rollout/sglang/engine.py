@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import queue
 import re
 import sys
@@ -21,9 +22,19 @@ from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
 from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, limits, out_of_memory
-from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, check_request, expert_type, section
+from megarl.rollout.engine import (
+    Completion,
+    Request,
+    RolloutEngine,
+    Sampling,
+    check_request,
+    expert_type,
+    response_seed,
+    section,
+)
 from megarl.rollout.gpus import replica_gpus
-from megarl.rollout.sglang.server import Server, ServerFailed, installed_version
+from megarl.rollout.options import as_arguments, check_options
+from megarl.rollout.sglang.server import Server, ServerFailed, installed_version, server_environment
 
 RECORDS_EXPERTS = True
 COLD_START = True
@@ -34,6 +45,11 @@ WHOLE_RESPONSE = 1 << 30  # tokens between two events of a response: only its fi
 # positions that SGLang wants beyond those of a response at full length; without them it ends the response early
 SPARE_POSITIONS = 8
 _SHORT_OF_MEMORY = re.compile("out of memory|not enough memory|memory pool size is too small", re.IGNORECASE)
+_PARSER = """
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+"""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "GLOO_SOCKET_IFNAME": "lo",  # a replica lives on one node
@@ -60,12 +76,15 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
             "its own and name its interpreter in [rollout] sglang_python (docs/rollout_engines.md)"
         )
     check_table(recipe, stage, TEMPERATURES)
+    settings = SglangSettings(**limits(recipe, stage), python=python)
+    own = server_arguments(recipe.model.path, 0, settings)
+    check_options("sglang", settings.options, own, python, _PARSER, server_environment(python, {}))
 
 
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
     """See `EngineModule`."""
     python = recipe.rollout.sglang_python or Path(sys.executable)
-    shared = limits(recipe, stage, policy_dir)
+    shared = limits(recipe, stage)
     return SglangEngine(policy_dir, version, SglangSettings(**shared, python=python, routed_experts=routed_experts))
 
 
@@ -83,7 +102,7 @@ class SglangEngine(ContinuousEngine):
         self._asleep = False
         self._events: queue.Queue[Any] = queue.Queue()  # of the current `serve`
         self._hf, self._own_stops = read_hf_config(self.policy_dir), end_of_sequence(self.policy_dir)
-        arguments = server_arguments(self.policy_dir, version, settings)
+        arguments = server_arguments(self.policy_dir, version, settings) + as_arguments(settings.options)
         self._meeting = tempfile.TemporaryDirectory(prefix="megarl-")  # where the server's processes find each other
         environment = _environment(settings) | {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._meeting.name}/store"
@@ -217,9 +236,10 @@ class SglangEngine(ContinuousEngine):
             raise RuntimeError(f"SGLang sampled with the weights {sorted(versions)}, not with {self.version}")
         reason = _finish_reason(info["finish_reason"], response)
         if reason == "length" and len(tokens) < response.limit:
+            fraction = self.settings.memory_fraction or "not set"
             raise UserError(
                 f"SGLang ended a response after {len(tokens)} of {response.limit} tokens, because its KV cache is "
-                f"full: raise [rollout] memory_fraction = {self.settings.memory_fraction} or lower max_response_tokens"
+                f"full: raise [rollout] memory_fraction ({fraction}) or lower max_response_tokens"
             )
         logprobs = np.array([logprob for logprob, *_ in scored], np.float32)
         experts = self._routed_experts(info, len(response.tokens) + len(tokens) - 1, reason)
@@ -272,8 +292,7 @@ def _parameters(sampling: Sampling, response: Running) -> dict[str, Any]:
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
         "max_new_tokens": response.limit,
-        # 63 bits; a draw depends on the seed and the token's position, so a continuation keeps the seed
-        "sampling_seed": response.seed >> 1,
+        "sampling_seed": response.seed,  # a draw depends on it and the token's position: a continuation keeps it
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": not sampling.stop_token_ids,  # it would ignore stop_token_ids, too
     }
@@ -289,28 +308,28 @@ def server_arguments(policy_dir: Path, version: int, settings: SglangSettings) -
         "device": settings.device,
         "context-length": context,
         "max-running-requests": settings.responses,
-        "mem-fraction-static": settings.memory_fraction,
         "tensor-parallel-size": settings.tensor_parallel,
-        "random-seed": 0,
+        # without seeds of their own the responses of two replicas must not be drawn from the same random numbers
+        "random-seed": response_seed(0, version, int(os.environ.get("RANK", "0"))) % 2**31,
         "stream-interval": WHOLE_RESPONSE,
         "sampling-defaults": "openai",
         "grammar-backend": "none",
         "log-level": "warning",
     }
-    flags = [
-        "skip-tokenizer-init",
-        "skip-server-warmup",
-        "enable-deterministic-inference",
-    ]  # the last: it alone heeds seeds
+    flags = ["skip-tokenizer-init", "skip-server-warmup"]
+    if settings.float32_head:
+        flags.append("enable-fp32-lm-head")
     if settings.routed_experts:
         flags.append("enable-return-routed-experts")
     if settings.device == "cpu":
         values |= {"attention-backend": "torch_native", "sampling-backend": "pytorch"}
         values["max-total-tokens"] = context * settings.responses
-        flags.append("disable-overlap-schedule")
+        flags += ["disable-overlap-schedule", "enable-deterministic-inference"]  # the latter alone heeds seeds
     else:
         flags.append("enable-memory-saver")  # for `sleep`
-    return [part for name, value in values.items() for part in (f"--{name}", str(value))] + [f"--{f}" for f in flags]
+    if settings.memory_fraction is not None:
+        values["mem-fraction-static"] = settings.memory_fraction
+    return as_arguments(values | dict.fromkeys(flags, True))
 
 
 def _environment(settings: SglangSettings) -> dict[str, str]:
