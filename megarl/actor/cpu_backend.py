@@ -2,7 +2,8 @@
 
 Megatron-Core asks for ``torch.cuda`` and ``device="cuda"``. `install` rebinds the *name* ``torch`` inside loaded
 ``megatron.core`` modules to a proxy that answers with the CPU; the real ``torch`` is never modified. A few functions of
-Megatron-Core 0.16.1 are patched beyond that; each patch says what it works around.
+Megatron-Core 0.16.1 that ask a tensor whether it is on a GPU, or move it there, are patched beyond that. What does not
+depend on the device is mended elsewhere, for every backend.
 """
 
 from __future__ import annotations
@@ -144,9 +145,6 @@ def _patch_random_state() -> None:
 def _patch_moe_and_rope() -> None:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):  # NameError without Transformer Engine in 0.16.1
-        moe_utils.te_general_gemm = None
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         # maybe_move_tensor_to_cpu converts CUDA tensors alone, but all_to_all_single needs lists or arrays

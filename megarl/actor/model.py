@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -21,6 +22,10 @@ from megarl.errors import UserError
 from megarl.kernels.linear_logprob import linear_logprob
 from megarl.models import family_of
 from megarl.recipe.tables import Recipe
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    # Megatron-Core 0.16.1 imports the name with Transformer Engine alone, but its routers ask whether it is None
+    moe_utils.te_general_gemm = None
 
 
 def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
