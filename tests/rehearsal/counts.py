@@ -14,7 +14,9 @@ import megarl
 from tests.rehearsal.device import lib
 
 PACKAGE = str(Path(megarl.__file__).parent) + "/"
-SKIPPED = ("/torch/", "/tests/rehearsal/c", "/tests/rehearsal/triton", "<frozen", "<string>", "/contextlib.py")
+DEVICE = tuple(f"/tests/rehearsal/{name}.py" for name in ("counts", "cuda_only", "device", "triton_interpreter"))
+SKIPPED = ("/site-packages/torch/", "<frozen", "<string>", "/contextlib.py", *DEVICE)
+OTHERS = (" at megatron/", " at transformers/", " at autograd")
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
 
 
@@ -28,8 +30,8 @@ class Seen:
 
     @property
     def own_waits(self) -> Counter[str]:
-        """Those of megarl itself, not of Megatron-Core or others that it calls."""
-        return Counter({place: n for place, n in self.waits.items() if " at megarl/" in place})
+        """Those of megarl itself, not of Megatron-Core or transformers, which it calls."""
+        return Counter({place: n for place, n in self.waits.items() if not any(x in place for x in OTHERS)})
 
 
 @contextlib.contextmanager

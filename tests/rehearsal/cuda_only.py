@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-MATH, FLASH = 0, 1  # values of at::SDPBackend
-
 
 def define() -> None:
     """Register all of them under the dispatch key CUDA. When torch has been imported."""
@@ -35,8 +33,7 @@ def _on_device(name: str, function: Callable[..., Any], lib: Any) -> Callable[..
         if len({x.device for x in tensors}) > 1:
             raise RuntimeError(f"Expected all tensors to be on the same device, but found several in aten::{name}")
         (device,) = {x.device for x in tensors}
-        if function is not _choose_attention:
-            lib.launched(f"aten::{name}")
+        lib.launched(f"aten::{name}")
         host_args, host_kwargs = pytree.tree_map_only(torch.Tensor, lib.host_view, (args, kwargs))
         results = function(*host_args, **host_kwargs)
         if name.endswith("out"):
@@ -61,7 +58,8 @@ def _mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _addmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, beta=1, alpha=1) -> torch.Tensor:
-    return (beta * x.float() + alpha * (a.float() @ b.float())).to(dtype)
+    product = alpha * (a.float() @ b.float())
+    return (product + beta * x.float() if beta else product).to(dtype)  # with 0 what lies in x is not read
 
 
 def _mm_out(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> torch.Tensor:
@@ -81,11 +79,6 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs=None, bias=None, out_dtyp
     if a.dtype is not torch.bfloat16 and a.dtype is not torch.float16 and a.dtype is not torch.float32:
         raise RuntimeError(f"_grouped_mm takes no {a.dtype}")
     return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
-
-
-def _choose_attention(query, key, value, mask=None, dropout=0.0, causal=False, scale=None, enable_gqa=False) -> int:
-    flash = query.dtype in (torch.bfloat16, torch.float16) and query.dim() == 4 and mask is None
-    return FLASH if flash and query.shape[-1] <= 256 and dropout == 0.0 else MATH
 
 
 def _sequences(query: torch.Tensor, key: torch.Tensor, cu_q: Any, cu_k: Any) -> list[tuple[slice, slice]]:
@@ -203,7 +196,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "_grouped_mm": _grouped_mm,
     "_fused_rms_norm": _rms_norm,
     "_fused_rms_norm_backward": _rms_norm_backward,
-    "_fused_sdp_choice": _choose_attention,
     "_flash_attention_forward": _varlen,
     "_flash_attention_backward": _varlen_backward,
     "_scaled_dot_product_flash_attention": _flash,

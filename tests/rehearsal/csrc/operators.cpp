@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_local_scalar_dense.h>
+#include <ATen/native/transformers/attention.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -40,6 +41,14 @@ Tensor with_storage(const Tensor& like, Storage storage, DispatchKey key) {
   if (like.is_conj()) impl->_set_conj(true);
   if (like.is_neg()) impl->_set_neg(true);
   if (like.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+  return out;
+}
+
+// Made as torch makes views, since one of a parameter is no inference tensor in inference mode either.
+Tensor view_of(const Tensor& base, const Tensor& like) {
+  auto out = at::detail::make_tensor<TensorImpl>(TensorImpl::VIEW, Storage(base.storage()), base.key_set(),
+                                                 like.dtype());
+  out.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   return out;
 }
 
@@ -158,7 +167,7 @@ class Call {
     }
     for (const auto& [host, device] : pairs_) {  // a view
       if (tensor.storage().unsafeGetStorageImpl() == host.storage().unsafeGetStorageImpl()) {
-        return with_storage(tensor, device.storage(), DispatchKey::CUDA);
+        return view_of(device, tensor);
       }
     }
     return device_view(tensor, index_ < 0 ? current_device() : index_);
@@ -241,6 +250,15 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
 
 void record_stream(Tensor&, Stream) {}
 
+// Values of at::SDPBackend; FlashAttention's operators are in cuda_only.py.
+int64_t choose_attention(const Tensor& query, const Tensor&, const Tensor&, const std::optional<Tensor>& mask,
+                         double dropout, bool, std::optional<double>, bool) {
+  const bool half = query.scalar_type() == kBFloat16 || query.scalar_type() == kHalf;
+  const bool flash = half && query.dim() == 4 && query.size(-1) <= 256 && !mask && dropout == 0.0;
+  return flash ? 1 : 0;
+}
+const bool chosen = (at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention), true);
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
@@ -253,6 +271,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("record_stream", record_stream);
+  m.impl("_fused_sdp_choice", choose_attention);
 }
 
 }  // namespace
