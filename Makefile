@@ -9,6 +9,7 @@ quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
 
 test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm
+	$(RUN) -m tests.rehearsal.build  # cached; what the rehearsals of the GPU path run on
 	$(RUN) -m pytest -q -n 2 --dist worksteal --durations=15 --ignore=tests/slurm -m "not vllm and not sglang"
 
 test-engines: .venv/.stamp

@@ -1,0 +1,64 @@
+"""Forks of a process that has imported everything: of ranks, and of the command line."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SECONDS = 240  # a rank that waits for one that died
+
+
+def in_fork(function: Callable[[], Any]) -> Any:
+    """What ``function()`` returns in a fork of this process; an exception there is one here, with its text."""
+    (result,) = in_ranks(lambda rank: function(), 1)
+    return result
+
+
+def in_ranks(function: Callable[[int], Any], ranks: int) -> list[Any]:
+    """What ``function(rank)`` returns in each of so many forks; the first that fails ends the others."""
+    with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as folder:
+        files = [Path(folder) / str(rank) for rank in range(ranks)]
+        running = {_fork(function, rank, ranks, files[rank]): rank for rank in range(ranks)}
+        deadline = time.monotonic() + SECONDS
+        failed = None
+        while running and failed is None:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in running:
+                rank = running.pop(pid)
+                failed = rank if status else None
+            elif time.monotonic() > deadline:
+                failed = min(running.values())
+            elif not pid:
+                time.sleep(0.005)
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        if failed is not None:
+            text = files[failed].read_text() if files[failed].exists() else "killed: it took too long, or crashed"
+            raise AssertionError(f"rank {failed} of {ranks}:\n{text}")
+        return [pickle.loads(file.read_bytes()) for file in files]
+
+
+def _fork(function: Callable[[int], Any], rank: int, ranks: int, file: Path) -> int:
+    sys.stdout.flush()
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        file.write_bytes(pickle.dumps(function(rank)))
+        code = 0
+    except BaseException:
+        file.write_text(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

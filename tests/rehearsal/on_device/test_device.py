@@ -1,0 +1,140 @@
+"""The device itself: what a GPU refuses it refuses, and waits and launches are counted where they happen."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+from tests.rehearsal.counts import counted
+from tests.rehearsal.forks import in_fork
+
+
+def test_is_cuda_and_computes():
+    x = torch.randn(3, 4, requires_grad=True)
+    y = x.detach().cuda().requires_grad_()
+    for tensor in (x, y):
+        (tensor @ tensor.t()).softmax(-1)[0].square().sum().backward()
+    assert y.grad.type() == "torch.cuda.FloatTensor" and y.grad.device == torch.device("cuda:0")
+    assert torch.equal(y.grad.cpu(), x.grad)
+    assert y.view(2, 6)._base is y and y[1:].data_ptr() == y.data_ptr() + 16
+    assert torch.empty(3, device="cuda").isnan().all()  # nobody has written it
+
+
+def test_mixed_devices_raise():
+    x = torch.ones(4, device="cuda")
+    for wrong in (torch.ones(4), torch.ones(4, device="cuda:1"), torch.ones(0)):
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.cat([x, wrong])
+    with pytest.raises(RuntimeError, match="same device"):
+        x.index_add_(0, torch.zeros(4, dtype=torch.int64), x)
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.zeros(()).add_(x.sum())
+    with pytest.raises(RuntimeError, match="'cuda' device type for generator"):
+        torch.randn(3, device="cuda", generator=torch.Generator())
+    assert (x + torch.tensor(1.0)).is_cuda  # a number of the host is an argument of the kernel
+
+
+def test_a_missing_operator_is_named():
+    x = torch.ones(2, 3, 4, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"no aten::_scaled_dot_product_cudnn_attention.*cuda_only.py"):
+        torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, False)
+
+
+def test_waits_and_launches():
+    x = torch.ones(4, device="cuda")
+    with counted(launches=True) as seen:
+        y = x * 2 + 1
+        y[1:].view(3, 1).transpose(0, 1)
+    assert seen.launch_count == 2 and not seen.waits
+    assert [place.split(":")[0] for place in seen.launches] == ["tests/rehearsal/on_device/test_device.py"]
+    with counted() as seen:
+        y.sum().item()
+        y.cpu()
+        y.to("cpu", non_blocking=True)
+        torch.tensor([1.0], device="cuda")
+        y[y > 0]
+        y.nonzero()
+        torch.cuda.synchronize()
+    kinds = sorted(place.split(" at ")[0] for place in seen.waits.elements())
+    assert kinds == ["aten::nonzero", "aten::nonzero", "copy to the device", "copy to the host", "item", "synchronize"]
+    torch.cuda.set_sync_debug_mode("error")
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation: item"):
+        y.sum().item()
+
+
+def test_a_fork_cannot_use_what_was_initialised_before():
+    assert not torch.cuda.is_initialized()
+    in_fork(lambda: torch.ones(1, device="cuda"))  # fine
+    torch.ones(1, device="cuda")
+    assert torch.cuda.is_initialized()
+    with pytest.raises(AssertionError, match="Cannot re-initialize CUDA in forked subprocess"):
+        in_fork(lambda: torch.ones(1, device="cuda"))
+
+
+def test_no_devices_where_none_are_visible():
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    assert not torch.cuda.is_available()
+    with pytest.raises(RuntimeError, match="No CUDA GPUs are available"):
+        torch.ones(1, device="cuda")
+
+
+def test_nccl_takes_tensors_of_the_device_alone():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_backend() == "nccl"
+    out = torch.empty(3, device="cuda")
+    dist.all_gather_into_tensor(out, torch.arange(3.0, device="cuda"))
+    assert out.tolist() == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(2))
+
+
+def test_random_state_and_memory():
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3, device="cuda")
+    torch.rand(3)  # another generator
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3, device="cuda"))
+    before = torch.cuda.memory_allocated()
+    x = torch.zeros(1000, device="cuda")
+    assert torch.cuda.memory_allocated() == before + 4000
+    del x
+    assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() >= before + 4000
+    assert torch.empty(3, pin_memory=True).is_pinned() and not torch.empty(3).is_pinned()
+
+
+def test_attention_and_norms_of_the_device():
+    """FlashAttention's operators, packed and padded, and the fused norm, against their definitions on the CPU."""
+    torch.manual_seed(0)
+    ends = [0, 3, 8]
+    q, k, v = (torch.randn(8, heads, 16).bfloat16() for heads in (4, 2, 2))
+
+    def packed(q, k, v):
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, 5, 5, window_size=(-1, 0), enable_gqa=True)
+
+    def one_by_one(q, k, v):
+        parts = []
+        for start, end in itertools.pairwise(ends):
+            one = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
+            out = F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    def norm(x, weight, _):
+        return F.rms_norm(x, (16,), weight[0, 0], 1e-6)
+
+    for ours, right in ((packed, one_by_one), (one_by_one, one_by_one), (norm, norm)):
+        device = [x.cuda().requires_grad_() for x in (q, k, v)]
+        host = [x.float().requires_grad_() for x in (q, k, v)]
+        for inputs, function in ((device, ours), (host, right)):
+            function(*inputs).float().square().sum().backward()
+        for a, b in zip(device, host, strict=True):
+            if b.grad is not None:  # a few roundings of bfloat16
+                largest = b.grad.abs().max().item()
+                torch.testing.assert_close(a.grad.float().cpu(), b.grad, rtol=0.02, atol=0.01 * largest)

@@ -1,0 +1,79 @@
+"""Kernels on the device against the definitions on the CPU: Triton's in its interpreter, those of csrc/cuda as fibres.
+
+`tests/kernels/test_gpu.py` runs here too, for the CUDA kernels: see `tests/rehearsal/test_rehearsals.py`. Triton's
+interpreter is too slow for its batches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.batch import TokenBatch
+from megarl.kernels import library
+from megarl.kernels.linear_logprob import definition, linear_logprob
+from tests.kernels.test_gpu import CASES, LENGTHS, gradient, on_device
+from tests.kernels.test_token_pass import make_batch
+from tests.rehearsal.counts import counted
+
+OBJECTIVES = ("mu_grpo", "mu_grpo-suffix", "m2po", "gspo", "bapo")
+
+
+def numbers(objective: Any, batch: TokenBatch, backend: str) -> dict[str, torch.Tensor]:
+    terms = objective(batch, objective.statistics(batch.detach(), None, backend), backend)
+    metrics = {f"{key} {i}": x for key, pair in terms.metrics.items() for i, x in enumerate(pair)}
+    gradient = torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0]
+    return {"loss": terms.loss, "gradient": gradient, "kept": terms.kept} | metrics | terms.histograms
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, backend) for name in OBJECTIVES for backend in ("torch", "cuda")]
+    + [("m2po", "triton"), ("gspo", "triton")],
+)
+def test_token_pass_equals_the_cpu(name, backend):
+    host, objective = make_batch([3, 0, 17, 40, 1]), CASES[name]
+    device = on_device(host)
+    host.logprobs.requires_grad_()
+    with counted() as seen:
+        ours = numbers(objective, device, backend)
+    made_once = " constants"
+    assert backend == "torch" or all(place.endswith(made_once) for place in seen.waits), seen.waits
+    for key, expected in numbers(objective, host, "torch").items():
+        assert ours[key].is_cuda
+        torch.testing.assert_close(ours[key].cpu(), expected, rtol=1e-5, atol=1e-5, check_dtype=False, msg=key)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_no_result_depends_on_the_order_of_threads(name):
+    """A missing barrier would show: the threads of a block run one after another, here from the last to the first."""
+    batch, objective = on_device(make_batch(LENGTHS)), CASES[name]
+    forwards = gradient(objective, batch, "cuda")
+    library.load_library("cuda").rehearsal_reverse_threads(ctypes.c_int(1))
+    backwards = gradient(objective, batch, "cuda")
+    assert all(torch.equal(a, b) for a, b in zip(forwards, backwards, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lm_head_in_triton(dtype):
+    """Log-probs to float32's roundings; gradients to those of their own dtype. No wait."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 32, generator=generator).to(dtype) for n in (70, 139))
+    targets = torch.randint(0, 131, (70,), generator=generator)
+    h, w = (x.double().requires_grad_() for x in (hidden, weight))
+    outputs = definition.linear_logprob(h, w, targets, 0.7, 131)
+    exact = [*outputs, *torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), (h, w))]
+    h, w = (x.cuda().requires_grad_() for x in (hidden, weight))
+    targets = targets.cuda()
+    with counted() as seen:
+        outputs = linear_logprob(h, w, targets, 0.7, vocab_size=131, backend="triton")
+        ours = [*outputs, *torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), (h, w))]
+    assert not seen.waits
+    for a, b in zip(ours[:2], exact[:2], strict=True):
+        torch.testing.assert_close(a.double().cpu(), b, rtol=0, atol=1e-4)
+    step = torch.finfo(dtype).eps if dtype is torch.bfloat16 else 1e-5
+    for a, b in zip(ours[2:], exact[2:], strict=True):
+        torch.testing.assert_close(a.double().cpu(), b, rtol=step, atol=2 * step * b.abs().max().item())

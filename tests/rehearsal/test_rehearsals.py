@@ -1,0 +1,33 @@
+"""Runs the files of `on_device/` in processes that see CUDA devices, which is decided when they import torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rehearsal.build import build
+
+HERE = Path(__file__).parent
+FILES = sorted((HERE / "on_device").glob("test_*.py"))
+
+
+def run_on_device(*arguments: str, **environment: str) -> None:
+    build()
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
+    device = {"PYTHONPATH": str(HERE / "site"), "TRITON_INTERPRET": "1", "MEGARL_REHEARSAL": "1"}
+    result = subprocess.run(command, env=os.environ | device | environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_on_the_device(file: Path) -> None:
+    run_on_device(str(file))
+
+
+def test_cuda_kernels_pass_the_tests_of_a_gpu() -> None:
+    """The same files of `csrc/cuda`, whose blocks and threads are fibres: values, bits, no wait."""
+    run_on_device("tests/kernels/test_gpu.py", "-k", "cuda", MEGARL_REQUIRE_GPU="1")
