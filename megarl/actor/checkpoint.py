@@ -158,6 +158,9 @@ def _sharded_state(actor: Actor) -> dict[str, Any]:
         "singleton_local_shards": True,
     }
     state = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(actor.models)}
+    if not actor.models[0].config.fp8:
+        # else empty, and not there for all modules of another kind of layers
+        state = {i: {k: v for k, v in part.items() if "_extra_state" not in k} for i, part in state.items()}
     return state | {"adam": sharded_adam_state(actor.optimizer, state)}
 
 

@@ -150,7 +150,11 @@ def _layer_spec(config: TransformerConfig, recipe: Recipe, stage: int | None) ->
     if recipe.actor.layer_kind == "torch":
         return torch_layer_spec(config, vp_stage=stage)
     # Transformer Engine has its own attention over packed sequences, grouped GEMM and fp8
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
+    for layer in block.layer_specs if config.num_moe_experts else ():
+        # as the torch modules call it in a checkpoint, so that one loads into the other
+        layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    return block
 
 
 def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:

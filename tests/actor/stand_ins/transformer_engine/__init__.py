@@ -1,0 +1,9 @@
+"""Transformer Engine 2.6 in plain torch: the parameter names and signatures that Megatron-Core 0.16.1 relies on.
+
+For tests alone, on any device: the names are those of transformer_engine/pytorch/module/{linear,layernorm_linear,
+grouped_linear}.py, attention/dot_product_attention and permutation.py of that version.
+"""
+
+__version__ = "2.6.0"
+
+from transformer_engine import common, pytorch  # noqa: F401

@@ -1,0 +1,115 @@
+"""Layers."""
+
+import torch
+import torch.nn.functional as F
+
+from transformer_engine.pytorch import distributed, fp8, ops  # noqa: F401
+
+
+def _parameter(*shape, dtype, device=None):
+    return torch.nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
+
+class _Module(torch.nn.Module):
+    fp8 = fp8_calibration = False
+    fp8_meta = {"fp8_checkpoint": False}  # noqa: RUF012
+
+    def get_extra_state(self):
+        return torch.empty(0, dtype=torch.uint8)  # as without fp8
+
+    def set_extra_state(self, state): ...
+
+    def init_fp8_metadata(self, num_gemms=1): ...
+
+    def set_tensor_parallel_group(self, group): ...
+
+
+class RMSNorm(_Module):
+    def __init__(
+        self, hidden_size, eps=1e-5, sequence_parallel=False, params_dtype=None, zero_centered_gamma=False, **_
+    ):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=params_dtype))
+        self.weight.sequence_parallel = sequence_parallel
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class LayerNorm(RMSNorm): ...
+
+
+class Linear(_Module):
+    def __init__(
+        self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
+        tp_size=1, get_rng_state_tracker=None, init_method=None, bias=True, return_bias=False, params_dtype=None,
+        parallel_mode=None, rng_tracker_name=None, device="cuda", ub_name=None, **_,
+    ):  # fmt: skip
+        super().__init__()
+        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        self.parallel_mode, self.return_bias = parallel_mode, return_bias
+        assert tp_size == 1, "one rank"
+        self.weight = _parameter(out_features, in_features, dtype=params_dtype)
+        if init_method is not None:
+            init_method(self.weight)
+        if bias:
+            self.bias = torch.nn.Parameter(torch.zeros(out_features, dtype=params_dtype))
+
+    def forward(self, inp, is_first_microbatch=None, fp8_output=False):
+        if self.return_bias:
+            return F.linear(inp, self.weight), self.bias
+        return F.linear(inp, self.weight, self.bias if self.use_bias else None)
+
+
+class LayerNormLinear(Linear):
+    def __init__(self, in_features, out_features, eps=1e-5, normalization="LayerNorm", zero_centered_gamma=False,
+                 return_layernorm_output=False, **settings):  # fmt: skip
+        super().__init__(in_features, out_features, **settings)
+        assert normalization == "RMSNorm" and not return_layernorm_output
+        self.eps = eps
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, dtype=settings["params_dtype"]))
+        self.layer_norm_weight.sequence_parallel = settings.get("sequence_parallel", False)
+
+    def forward(self, inp, is_first_microbatch=None, fp8_output=False):
+        normalised = F.rms_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.eps)
+        return super().forward(normalised, is_first_microbatch)
+
+
+class GroupedLinear(_Module):
+    def __init__(self, num_gemms, in_features, out_features, params_dtype=None, init_method=None, bias=True,
+                 parallel_mode=None, tp_size=1, **_):  # fmt: skip
+        super().__init__()
+        self.num_gemms, self.use_bias, self.parallel_mode = num_gemms, bias, parallel_mode
+        assert not bias and tp_size == 1
+        for i in range(num_gemms):
+            weight = _parameter(out_features, in_features, dtype=params_dtype)
+            if init_method is not None:
+                init_method(weight)
+            self.register_parameter(f"weight{i}", weight)
+
+    def forward(self, inp, m_splits, is_first_microbatch=None):
+        assert isinstance(m_splits, list)
+        parts = inp.split(m_splits)
+        return torch.cat([part @ getattr(self, f"weight{i}").t() for i, part in enumerate(parts)])
+
+
+class DotProductAttention(_Module):
+    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
+                 attn_mask_type="causal", softmax_scale=None, **_):  # fmt: skip
+        super().__init__()
+        self.scale = softmax_scale or kv_channels**-0.5
+
+    def forward(self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
+                cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None,
+                cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, **_):  # fmt: skip
+        assert qkv_format == "thd" and attn_mask_type == "padding_causal", (qkv_format, attn_mask_type)
+        assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
+        lengths = cu_seqlens_q.diff().tolist()
+        assert (max_seqlen_q, max_seqlen_kv) == (max(lengths), max(lengths)) and sum(lengths) == len(query_layer)
+        outputs = []
+        for q, k, v in zip(*(x.split(lengths) for x in (query_layer, key_layer, value_layer)), strict=True):
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            outputs.append(out[0].transpose(0, 1).flatten(1))
+        return torch.cat(outputs)

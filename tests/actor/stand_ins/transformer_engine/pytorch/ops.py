@@ -1,0 +1,7 @@
+"""Only named in annotations."""
+
+
+class Sequential: ...
+
+
+class FusibleOperation: ...

@@ -1,0 +1,54 @@
+"""Transformer Engine's layers beside the torch modules in one process, with `stand_ins` for its classes; prints JSON.
+
+python -m tests.actor.te_worker FAMILY FOLDER, with the folder of the stand-ins on PYTHONPATH.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.actor.conftest import make_hf_model, make_recipe
+from tests.actor.test_step import make_samples
+
+KINDS = ("torch", "transformer_engine")
+
+
+def main(family: str, folder: Path) -> None:
+    from megarl.actor import checkpoint, packing, parallel
+    from megarl.actor.hf import export_hf
+    from megarl.actor.step import Actor, train_step
+    from megarl.distributed import become_single_process
+    from megarl.objectives import build_objective
+
+    make_hf_model(family).save_pretrained(folder / "model")
+    recipes = {kind: make_recipe(folder / "model", actor={"layers": kind}) for kind in KINDS}
+    become_single_process()
+    device = parallel.initialize(recipes["torch"])
+    objective = build_objective("mu_grpo", {})
+
+    def update(actor: Actor) -> float:
+        return train_step(actor, packing.micro_batches(make_samples(), 24, device), objective, 1e-2)["loss"]
+
+    actors = {kind: Actor.build(recipes[kind], folder / "model", device) for kind in KINDS}
+    names = [name for name, _ in actors["transformer_engine"].models[0].named_parameters()]
+    export_hf(actors["transformer_engine"].models, folder / "exported", folder / "model", 0)
+    losses = {kind: [update(actor) for _ in range(2)] for kind, actor in actors.items()}
+    for kind, actor in actors.items():
+        checkpoint.save(actor, folder / kind, 2, keep=1)
+        losses[kind].append(update(actor))
+    resumed = {}
+    for source in KINDS:
+        for target in KINDS:
+            actor = Actor.build(recipes[target], folder / "model", device, load=False)
+            ((_, path),) = checkpoint.checkpoints(folder / source)
+            checkpoint.load(actor, path)
+            resumed[f"{source} -> {target}"] = update(actor)
+    print(json.dumps({"names": names, "losses": losses, "resumed": resumed}))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], Path(sys.argv[2]))

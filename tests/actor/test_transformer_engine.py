@@ -1,0 +1,33 @@
+"""Transformer Engine's layers, with torch stand-ins for its classes: names, packed sequences, checkpoints both ways."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
+def test_layers_of_transformer_engine_train_and_save_as_torch_modules_do(family, tmp_path):
+    command = [sys.executable, "-m", "tests.actor.te_worker", family, str(tmp_path)]
+    env = os.environ | {"PYTHONPATH": f"{STAND_INS}:{ROOT}"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in result["names"]
+    moe = "decoder.layers.0.mlp.experts.linear_fc1.weight3" in result["names"]
+    assert moe == (family == "qwen3_moe")
+
+    source, exported = tmp_path / "model/model.safetensors", tmp_path / "exported/model.safetensors"
+    assert source.read_bytes() == exported.read_bytes()
+    ours, theirs = (result["losses"][kind] for kind in ("torch", "transformer_engine"))
+    assert theirs == pytest.approx(ours, rel=1e-4)
+    assert ours[2] != pytest.approx(ours[1], rel=1e-2)  # an update changes it
+    for way, loss in result["resumed"].items():
+        assert loss == pytest.approx(ours[2], rel=1e-4), way
