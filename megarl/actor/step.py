@@ -145,7 +145,7 @@ def _loss(
     count = micro_batch.sequence_count if objective.aggregation == "sequence_mean" else micro_batch.token_count
     batch = batch.detach()
     log = MicroBatchLog(batch, terms.metrics, terms.histograms)
-    return loss, torch.tensor(count, dtype=torch.int, device=loss.device), log
+    return loss, torch.full((), count, dtype=torch.int, device=loss.device), log  # no copy, so no wait
 
 
 def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None) -> dict[str, float]:
@@ -184,7 +184,7 @@ def _norm_and_finite(optimizer: MegatronOptimizer, loss: float, device: torch.de
     total = torch.zeros(2, device=device)  # square of the norm, ranks with something that is not finite
     if gradients:
         total[0] = torch.stack(torch._foreach_norm(gradients)).square().sum()
-    total[1] = float(overflow or not math.isfinite(loss))
+    total[1].fill_(float(overflow or not math.isfinite(loss)))
     dist.all_reduce(total, group=parts[0].get_grad_stats_parallel_group())
     square, not_finite = total.tolist()
     norm = math.sqrt(square)

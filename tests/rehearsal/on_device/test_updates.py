@@ -21,8 +21,9 @@ from tests.rehearsal.updates import Case, Outcome, run_updates
 
 GRADIENT, NORM, LOSS = 0.05, 0.02, 3e-3  # relative to the length, relative, and in nats a token
 OWN_WAITS = 2  # of megarl, an update
+LAYERS = 4
 # of an update of two micro-batches on one rank, four MoE layers of four experts
-WAITS, LAUNCHES = 127, 3568
+WAITS, LAUNCHES = 2, 2162
 
 TORCH = {"kernels": "torch"}
 TWO_RANKS = [name for name, layout in LAYOUTS.items() if layout.ranks == 2]
@@ -60,7 +61,7 @@ def sealed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sealed")
 
     def seal() -> None:
-        model = make_hf_model("qwen3_moe", num_hidden_layers=4, initializer_range=0.1).bfloat16().float()
+        model = make_hf_model("qwen3_moe", num_hidden_layers=LAYERS, initializer_range=0.1).bfloat16().float()
         model.save_pretrained(folder / "model")
         seal_rollouts(model, folder / "rollouts")
 
@@ -114,12 +115,13 @@ def test_updates_agree_with_the_cpu(outcome, name):
 
 
 def check_waits(outcome: Outcome, allowed: int) -> None:
+    """Beside the one wait a MoE layer and micro-batch in which ranks exchange tokens."""
     for seen in outcome.seen:
-        own = seen.own_waits
-        assert own.total() <= allowed, "\n".join(f"{n} x {place}" for place, n in own.items())
+        own = {place: n for place, n in seen.own_waits.items() if "megarl/actor/dispatch.py" not in place}
+        assert sum(own.values()) <= allowed, "\n".join(f"{n} x {place}" for place, n in own.items())
+        assert seen.own_waits.total() - sum(own.values()) <= LAYERS * outcome.micro_batches
 
 
-@pytest.mark.xfail(strict=True, reason="4 to 7 waits: counts uploaded, metrics in two copies, routing, all_finite")
 @pytest.mark.parametrize("name", ["one", *TWO_RANKS])
 def test_megarl_hardly_waits(outcome, name):
     check_waits(outcome(CASES[name], "cuda"), OWN_WAITS)
