@@ -189,7 +189,7 @@ def test_damage_to_a_run_directory(fails, recipe, tmp_path):
     assert megarl("rollout", run, "--stage", "0").returncode == 0
     sealed = {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()}
 
-    fails(*command, "--set", "optimizer.lr=0.5", words=["optimizer.lr", "0.001", "0.5"])
+    fails(*command, "--set", "optimizer.lr=0.5", words=["optimizer.lr", "0.0002", "0.5"])
     fails("rollout", run, "--stage", "7", words=["7"])
     fails("optimize", run, "--stage", "1", words=["stages/001/policy"])
 
