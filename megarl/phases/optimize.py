@@ -8,13 +8,13 @@ from typing import Any
 from megarl.actor import parallel
 from megarl.errors import UserError
 from megarl.phases.stop import StopRequest
-from megarl.phases.updates import build_actor, groups_of_update, make_updates, resume
+from megarl.phases.updates import build_actor, find_start, groups_of_update, make_updates, resume
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
 
 
 def optimize(stage: Stage) -> None:
-    """Turn ``stage.policy`` into ``stage.next.policy``, continuing from the newest checkpoint."""
+    """Turn ``stage.policy`` into ``stage.next.policy``, continuing from the newest undamaged checkpoint."""
     stop = StopRequest()
     if stage.is_trained():
         return  # a restart after a process that died between export and its end
@@ -22,8 +22,10 @@ def optimize(stage: Stage) -> None:
         command = f"megarl rollout {stage.run.root} --stage {stage.number}"
         raise UserError(f"{stage.rollouts} is not sealed: run `{command}` first")
     device = parallel.initialize(stage.run.recipe)
+    start = find_start(stage)
     actor = build_actor(stage, device)
-    make_updates(actor, stage, resume(actor, stage), SealedBatches(stage, RolloutStore(stage.rollouts)), stop)
+    resume(actor, start)
+    make_updates(actor, stage, start, SealedBatches(stage, RolloutStore(stage.rollouts)), stop)
 
 
 @dataclass(frozen=True)
