@@ -12,7 +12,8 @@ from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import load_recipe, override_recipe, recipe_diff
 from megarl.recipe.tables import Recipe
 from megarl.storage.files import make_directory
-from megarl.storage.policies import copy_policy
+from megarl.storage.policies import check_policy, copy_policy
+from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.views.progress import Progress
 from megarl.views.report import write_report
@@ -26,6 +27,7 @@ def rollout_stage(nodes: Nodes, stage: Stage) -> None:
     _require_staged(stage.run)
     run = stage.run
     check(nodes.starter, run.recipe, nodes.count, optimizes=False)
+    check_run(run)
     if stage.number == 0 and not stage.policy.exists():
         copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, stage.policy)
     _require_policy(stage)
@@ -42,6 +44,7 @@ def optimize_stage(nodes: Nodes, stage: Stage) -> None:
     run = stage.run
     _require_staged(run)
     check(nodes.starter, run.recipe, nodes.count)
+    check_run(run)
     _require_policy(stage)
     if stage.is_trained():
         print(f"{stage.next.policy} exists already")
@@ -67,6 +70,7 @@ def branch_recipe(source: Stage, overrides: list[str]) -> Recipe:
     """``overrides`` may change only tables that leave the rollouts of ``source`` as they are; these must be there."""
     before = source.run.recipe
     _require_staged(source.run)
+    source.run.check_prompts()
     recipe = override_recipe(before, overrides)
     fixed = [line for line in recipe_diff(before, recipe) if not line.startswith(TRAINING_TABLES)]
     if fixed:
@@ -111,6 +115,10 @@ def evaluate_model(target: Path, recipe_path: Path | None, suite: str | None, ov
     if (target / "recipe.toml").exists():
         run = RunDir.open(target)
         recipe, policy = run.recipe, _newest_policy(run)
+        if policy != recipe.model.path:
+            check_policy(policy, "Restore it from a copy")
+        if suite is None:
+            run.check_prompts()
     elif recipe_path is not None:
         recipe, policy = load_recipe(recipe_path), target.resolve()
     else:

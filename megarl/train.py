@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.storage.policies import copy_policy
+from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.views.progress import Progress
 from megarl.views.report import write_report
@@ -20,6 +21,7 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
     nodes.starter.prepare(run.root)
     trainers = recipe.actor.processes_per_node
 
+    check_run(run)
     if not run.stage(0).policy.exists():
         copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.stage(0).policy)
     with Progress(run.root, recipe):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.rollout.sglang.server import installed_version
-from tests.helpers import ROOT, SGLANG_PYTHON, write_recipe
+from tests.helpers import ROOT, SGLANG_PYTHON, write_guessing_model, write_recipe
 
 torch.set_num_threads(1)
 
@@ -44,8 +44,16 @@ def tiny_model(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def guessing_model(tiny_model, tmp_path_factory):
+    """The same model, but it answers with one of three letters and then mostly stops: it has rewards to learn from."""
+    path = tmp_path_factory.mktemp("guessing") / "model"
+    write_guessing_model(tiny_model, path)
+    return path
+
+
 @pytest.fixture(scope="module")
-def recipe(tiny_model, tmp_path_factory):
-    """A tiny run's recipe: a random Qwen3-MoE that should answer with the first letter of a word, seconds a phase."""
-    words = ["".join(letters) for letters in itertools.product("abcde", repeat=3)]
-    return write_recipe(tmp_path_factory.mktemp("recipe"), tiny_model, words)
+def recipe(guessing_model, tmp_path_factory):
+    """A tiny run's recipe: a Qwen3-MoE that guesses the first letter of a word and is right in a third of the cases."""
+    words = ["".join(letters) for letters in itertools.product("abc", repeat=5)]
+    return write_recipe(tmp_path_factory.mktemp("recipe"), guessing_model, words)

@@ -4,12 +4,14 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[1]
 SGLANG_PYTHON = ROOT / "tests/sglang/python"  # the interpreter of .venv-sglang
@@ -35,7 +37,7 @@ prompts_per_update = 4
 [objective]
 name = "mu_grpo"
 [optimizer]
-lr = 1e-3
+lr = 2e-4
 [actor]
 backend = "cpu"
 checkpoint_every = 2
@@ -46,18 +48,21 @@ tensorboard = false
 """
 
 
-def megarl(*arguments, timeout=900, env=None):
+def megarl(*arguments, timeout=900, **options):
     """Run the command line in a fork of a process that has imported it: see zygote.py."""
-    command = start_megarl(*arguments, env=env)
+    command = start_megarl(*arguments, **options)
     command.wait(timeout)
     return subprocess.CompletedProcess(arguments, command.returncode, command.stdout, command.stderr)
 
 
-def start_megarl(*arguments, env=None, hold=None):
-    """The same without waiting: a `tests.zygote.Command`. ``hold``: the arguments of `tests.zygote.hold`."""
+def start_megarl(*arguments, env=None, hold=None, mutant=None):
+    """The same without waiting: a `tests.zygote.Command`.
+
+    hold: the arguments of `tests.zygote.hold`. mutant: the name of a function of `tests.phases.mutants`.
+    """
     from tests.zygote import Command
 
-    return Command(zygote(), arguments, dict(os.environ if env is None else env), hold)
+    return Command(zygote(), arguments, dict(os.environ if env is None else env), hold, mutant)
 
 
 @functools.cache
@@ -121,6 +126,21 @@ def wait_for(command, condition):
     while not condition():
         assert command.poll() is None, f"it ended before: {command.stdout}{command.stderr}"
         time.sleep(0.002)
+
+
+def write_guessing_model(source, path):
+    """The quickstart's model with two constant directions in its embeddings that decide what follows.
+
+    After "=" comes a, b or c, after any letter mostly the end. All else is as random as it was.
+    """
+    shutil.copytree(source, path)
+    weights = load_file(path / "model.safetensors")
+    embeddings, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    end, equals, letters, abc = 1, 2, slice(3, None), slice(3, 6)
+    embeddings[:, :2] = head[:, :2] = 0
+    embeddings[equals, 0] = embeddings[letters, 1] = 8.0
+    head[abc, 0], head[abc, 1], head[end, 1] = 1.0, 0.4, 0.9
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_recipe(directory, model, words):

@@ -6,6 +6,7 @@ A forked `megarl` gets its warm process as a fork too. All the rest is the code 
 from __future__ import annotations
 
 import builtins
+import importlib
 import io
 import itertools
 import os
@@ -41,6 +42,8 @@ class CommandServer(Server):
         processes.WarmProcess = ForkedWarmProcess
         if order["hold"]:
             hold(*order["hold"])
+        if order["mutant"]:
+            getattr(importlib.import_module("tests.phases.mutants"), order["mutant"])()
         sys.argv = ["megarl", *order["arguments"]]
         try:
             cli.main(order["arguments"])
@@ -122,13 +125,19 @@ class Command:
     """A `megarl` that runs, as `subprocess.Popen`."""
 
     def __init__(
-        self, zygote: WarmProcess, arguments: tuple[Any, ...], environment: dict[str, str], hold: list[Any] | None
+        self,
+        zygote: WarmProcess,
+        arguments: tuple[Any, ...],
+        environment: dict[str, str],
+        hold: list[Any] | None,
+        mutant: str | None,
     ) -> None:
         self.zygote, self.returncode = zygote, None
         self.folder = tempfile.TemporaryDirectory(prefix="megarl-command-")
         self.outputs = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
         order = {"log": str(self.outputs[0]), "errors": str(self.outputs[1])}
-        order |= {"arguments": list(map(str, arguments)), "environment": environment, "hold": hold}
+        order |= {"arguments": list(map(str, arguments)), "environment": environment}
+        order |= {"hold": hold, "mutant": mutant}
         (self.pid,) = zygote.fork([order])
 
     def poll(self, seconds: float = 0.0) -> int | None:
@@ -175,8 +184,6 @@ def main() -> None:
 
 def import_rest() -> Any:
     """What a run of the tests needs beyond what all runs need."""
-    import importlib
-
     names = ["megarl.cli", "megarl.workers.launcher", "megarl.train", "megarl.commands", "megarl.workers.preflight"]
     names += ["reasoning_gym", "transformers.models.qwen3_moe", "megarl.rollout.builtin"]
     names += ["megarl.phases.optimize", "megarl.actor.cpu_backend", "megarl.phases.live.trainer"]

@@ -1,4 +1,8 @@
-"""Checkpoints inside a stage: all state that the next update depends on, written atomically."""
+"""Checkpoints inside a stage: all state that the next update depends on, written atomically and with checksums.
+
+A checkpoint may come from another person, as that of a run that is branched from does. So nothing in it is unpickled
+beyond a fixed list of types that hold data.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,9 @@ import contextlib
 import inspect
 import pickle
 import queue
-import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +22,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from megarl.actor.optimizer import gather_parameters
 from megarl.actor.optimizer_state import adam_step, set_adam_step, sharded_adam_state
@@ -29,11 +35,23 @@ from megarl.errors import UserError
 from megarl.objectives.parts.clipping import RatioBounds
 from megarl.objectives.parts.second_moment import SecondMomentMask
 from megarl.recipe.layout import Layout
-from megarl.storage.files import atomic_directory, make_directory
+from megarl.storage.checkpoints import (
+    METRICS,
+    Damaged,
+    FileSum,
+    Manifest,
+    check_files,
+    checkpoint_path,
+    checkpoints,
+    read_manifest,
+    write_manifest,
+)
+from megarl.storage.files import atomic_directory, disk_errors, make_directory
+from megarl.storage.metrics_log import NOTHING, MetricsWriter, Position
 
 
 class _ForkedResults:
-    """Stands in for Megatron's queue of results from the forked writers of one checkpoint: a file both sides have open.
+    """What the forked writers of one checkpoint have to say: a file both sides have open. Like Megatron's own queue.
 
     Megatron's queue is served by another process, which would outlive a killed rank. A pipe would fill up, since it is
     read only after the writers have ended.
@@ -57,17 +75,48 @@ class _ForkedResults:
         return results
 
 
-_NAME = re.compile(r"update_(\d{6})")
 # Megatron-Core 0.16 has one asynchronous writer; 0.19 prefers another one, from a separate package
 _WRITER: dict[str, Any] = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
 
 
-def checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """(update inside the stage, path) of every complete checkpoint, oldest first."""
-    found = ((_NAME.fullmatch(path.name), path) for path in directory.glob("update_*"))
-    return sorted((int(match[1]), path) for match, path in found if match)
+# what a checkpoint's .metadata is made of
+_DATA_TYPES = {
+    "torch": {"Size", "strided", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+}
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """Builds objects of `_DATA_TYPES`, which hold data and do nothing; `UserError` for all else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _DATA_TYPES.get(module, ()):
+            raise UserError(f"names {module}.{name}, which no checkpoint of megarl does: it was not loaded")
+        return super().find_class(module, name)
+
+
+def _read_metadata(path: Path) -> Metadata:
+    """What torch's reader would unpickle, whatever it is; `UserError` for what is not data."""
+    try:
+        with open(path / ".metadata", "rb") as file:
+            metadata: Metadata = _DataUnpickler(file).load()
+    except UserError as error:
+        raise UserError(f"{path / '.metadata'} {error}") from error
+    metadata.storage_meta = metadata.storage_meta or StorageMeta()
+    return metadata
 
 
 def remove_unfinished(directory: Path) -> None:
@@ -76,29 +125,52 @@ def remove_unfinished(directory: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def save(actor: Actor, directory: Path, update: int, keep: int, wait: bool = True) -> Path:
+def save(
+    actor: Actor, directory: Path, update: int, keep: int, wait: bool = True, metrics: MetricsWriter | None = None
+) -> Path:
     """Write ``directory/update_XXXXXX`` under a temporary name and rename it; keep the newest ``keep``. Collective.
 
     With ``wait`` False it returns after the copy to host memory: forked processes write, and `finish` renames.
+    metrics: on the rank that writes them; a copy of the stage's lines becomes part of the checkpoint.
     """
     finish(actor)
     gather_parameters(actor.replicas)
     # a new one for each checkpoint, and of this process: ranks may themselves be forks of one that imported this module
     filesystem_async._results_queue = _ForkedResults()
-    target = directory / f"update_{update:06d}"
+    target = checkpoint_path(directory, update)
     with contextlib.ExitStack() as stack:
         temporary = None
         if dist.get_rank() == 0:
             make_directory(directory)
             temporary = stack.enter_context(atomic_directory(target))
         path = _broadcast_path(temporary)
+        position = _copy_metrics(metrics, path)
         state = _state_to_save(actor, update)
         request = dist_checkpointing.save(state, str(path), async_sharded_save=True, **_WRITER)
-        request.add_finalize_fn(partial(_rename, stack.pop_all(), directory, keep))
+        sums = _ForkedResults()
+        if request.async_fn is not None:
+            write = partial(_write_and_sum, request.async_fn, sums, path, dist.get_rank())
+            request = request._replace(async_fn=write)
+        complete = partial(_complete, path, update, position, sums)
+        request.add_finalize_fn(partial(_rename, stack.pop_all(), complete, directory, keep))
     actor.saving.schedule_async_request(request)
     if wait:
         finish(actor)
     return target
+
+
+def _copy_metrics(metrics: MetricsWriter | None, path: Path) -> Position | None:
+    if metrics is None:
+        return None
+    with disk_errors(path):
+        (path / METRICS).write_bytes(metrics.lines)
+    return metrics.position
+
+
+def _write_and_sum(write: Callable[..., None], sums: _ForkedResults, path: Path, rank: int, *arguments: Any) -> None:
+    """In a forked process: write this rank's files, then sum them up, which takes no time from training."""
+    write(*arguments)
+    sums.put({file.name: FileSum.of(file) for file in path.glob(f"__{rank}_*.distcp")})
 
 
 def finish(actor: Actor, wait: bool = True) -> None:
@@ -107,12 +179,44 @@ def finish(actor: Actor, wait: bool = True) -> None:
         actor.saving.maybe_finalize_async_calls(blocking=wait)
 
 
-def _rename(stack: contextlib.ExitStack, directory: Path, keep: int) -> None:
-    stack.close()
+def _complete(path: Path, update: int, position: Position | None, sums: _ForkedResults) -> None:
+    """Write the manifest, now that all other files are there. Collective."""
+    mine: dict[str, FileSum] = {}
+    with contextlib.suppress(queue.Empty):  # of a rank that had nothing to write
+        mine = sums.get_nowait()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (mine, position))
+    if dist.get_rank() == 0:
+        files = {name: entry for written, _ in everyone for name, entry in written.items()}
+        for file in path.iterdir():  # the small ones, which no forked process wrote
+            if file.suffix != ".distcp":
+                files[file.name] = FileSum.of(file)
+            elif file.name not in files:
+                raise RuntimeError(f"{file} was written without a checksum")
+        positions = [place for _, place in everyone if place is not None]
+        write_manifest(path, Manifest(update, dict(sorted(files.items())), *(positions or [NOTHING])))
+
+
+def _rename(stack: contextlib.ExitStack, complete: Callable[[], None], directory: Path, keep: int) -> None:
+    with stack:
+        complete()
     if dist.get_rank() == 0:
         for _, old in checkpoints(directory)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
+
+
+def verify(path: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, None if nothing is. Each rank reads its share. Collective."""
+    damage = None
+    try:
+        manifest = read_manifest(path)
+        check_files(path, manifest, sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
+    except Damaged as error:
+        damage = str(error)
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, damage)
+    return next(filter(None, everyone), None)
 
 
 def load(actor: Actor, path: Path) -> int:
@@ -121,15 +225,10 @@ def load(actor: Actor, path: Path) -> int:
     The checkpoint may come from another layout. Then the random state, which belongs to a rank, is not restored; no
     update draws random numbers.
     """
-    with torch.serialization.safe_globals([RatioBounds, SecondMomentMask]):
-        common = dist_checkpointing.load_common_state_dict(str(path))
-        state = _sharded_state(actor)
-        if common["layout"] == _layout(actor):
-            state["random"] = _random_state()
-        state = dist_checkpointing.load(state, str(path))
+    common, state = _load_data(actor, path)
     for index, model in enumerate(actor.models):
         result = model.load_state_dict(state[f"model{index}"], strict=False)
-        lost = [key for key in result.missing_keys if not key.endswith("_extra_state")]  # Transformer Engine's
+        lost = [key for key in result.missing_keys if not _is_extra(key)]
         if lost or result.unexpected_keys:
             raise UserError(f"{path} does not fit the model: {[*lost, *result.unexpected_keys][0]}")
     set_adam_step(actor.optimizer, common["adam_step"])
@@ -138,6 +237,23 @@ def load(actor: Actor, path: Path) -> int:
     actor.skipped_updates = common["skipped_updates"]
     actor.lagged = _to_device(common["lagged"], actor.device)
     return common["update"]
+
+
+def _load_data(actor: Actor, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What all ranks share, and the state of this one; `UserError` for a file that would do more than hold data."""
+    metadata, before = _read_metadata(path), FileSystemReader.read_metadata
+    FileSystemReader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
+    try:
+        with torch.serialization.safe_globals([RatioBounds, SecondMomentMask]):
+            common = dist_checkpointing.load_common_state_dict(str(path))
+            state = _sharded_state(actor)
+            if common["layout"] == _layout(actor):
+                state["random"] = _random_state()
+            return common, dist_checkpointing.load(state, str(path))
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{path / 'common.pt'} names what no checkpoint of megarl does: it was not loaded") from error
+    finally:
+        FileSystemReader.read_metadata = before  # type: ignore[method-assign]
 
 
 def _state_to_save(actor: Actor, update: int) -> dict[str, Any]:
@@ -157,11 +273,16 @@ def _sharded_state(actor: Actor) -> dict[str, Any]:
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": True,
     }
-    state = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(actor.models)}
-    if not actor.models[0].config.fp8:
-        # else empty, and not there for all modules of another kind of layers
-        state = {i: {k: v for k, v in part.items() if "_extra_state" not in k} for i, part in state.items()}
+    # without the pickles that Transformer Engine's layers keep beside their tensors (the scaling history of fp8)
+    state = {
+        f"model{i}": {k: v for k, v in model.sharded_state_dict(metadata=metadata).items() if not _is_extra(k)}
+        for i, model in enumerate(actor.models)
+    }
     return state | {"adam": sharded_adam_state(actor.optimizer, state)}
+
+
+def _is_extra(key: str) -> bool:
+    return key.endswith("_extra_state")
 
 
 def _layout(actor: Actor) -> dict[str, int]:
@@ -169,17 +290,23 @@ def _layout(actor: Actor) -> dict[str, int]:
     return asdict(Layout.of(actor.recipe, dist.get_world_size()))
 
 
-def _random_state() -> ShardedObject:
-    tracker = get_cuda_rng_tracker().get_states()
-    state = {"cpu": torch.get_rng_state(), "tracker": tracker}
+def _random_state() -> dict[str, ShardedTensor]:
+    """One row a rank of each of its generators' states."""
+    states = {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    states["cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return ShardedObject("random", state, (dist.get_world_size(),), (dist.get_rank(),))
+        states["cuda"] = torch.cuda.get_rng_state()
+    place = (0, dist.get_rank(), dist.get_world_size())
+    return {
+        name: ShardedTensor.from_rank_offsets(f"random.{name}", state.cpu().clone(), place, prepend_axis_num=1)
+        for name, state in states.items()
+    }
 
 
-def _restore_random_state(state: dict[str, Any]) -> None:
+def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
-    get_cuda_rng_tracker().set_states(state["tracker"])
+    tracked = {name.removeprefix("tracker."): value for name, value in state.items() if name.startswith("tracker.")}
+    get_cuda_rng_tracker().set_states(tracked)
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 

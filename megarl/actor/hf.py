@@ -115,9 +115,9 @@ def export_hf(
     if dist.get_rank() == 0:
         with atomic_directory(target) as temporary:
             dist.broadcast_object_list([str(temporary)], src=0)
-            info = [_merge(_write_files(models, temporary, like), temporary, like, version)]
             if reference is not None:
                 write_reference(temporary, reference)
+            info = [_merge(_write_files(models, temporary, like), temporary, like, version)]
     else:
         box: list[Any] = [None]
         dist.broadcast_object_list(box, src=0)

@@ -22,6 +22,7 @@ def evaluate(stage: Stage) -> None:
     """Append one ``evaluation`` event for ``stage.policy``."""
     replicas = ReplicaGroup.join()
     start = time.monotonic()
+    stage.run.check_prompts()
     worker = RolloutWorker.build(stage.run.recipe, stage.number, stage.policy, for_training=False)
     drift = worker.check_weights(stage.policy, replicas)
     stage.log_event("weight_drift", phase="evaluate", rank=replicas.rank, **asdict(drift))
@@ -63,7 +64,7 @@ def summarise(rewards: np.ndarray) -> dict[str, object]:
     accuracy = float(rewards.mean())
     summary: dict[str, object] = {
         "accuracy": accuracy,
-        "ci95": interval(rewards.mean(1)),
+        "ci95": interval(rewards.mean(1), samples),
         "prompts": prompts,
         "samples": samples,
     }
@@ -73,17 +74,36 @@ def summarise(rewards: np.ndarray) -> dict[str, object]:
     return summary
 
 
-def interval(scores: np.ndarray) -> list[float]:
-    """95 % interval of the mean of one score in [0, 1] a prompt: Wilson's with the scores' own variance.
+def interval(scores: np.ndarray, samples: int = 1) -> list[float]:
+    """95 % interval of the mean of one score in [0, 1] a prompt, each itself the mean of so many ``samples``.
 
-    Samples of one prompt are correlated, so the prompt is the unit. Unlike mean +- 1.96 standard errors it keeps a
-    width at accuracy 0 and 1 and stays inside [0, 1].
+    Samples of one prompt are correlated, so the prompt is the unit. For one sample, right or wrong, it is Wilson's.
+    Else it is Wilson's with the scores' own variance, Student's t for the normal distribution, and one more prompt that
+    is right half of the time: a few prompts that happen to agree say little about how prompts differ. It keeps a width
+    at accuracy 0 and 1, stays inside [0, 1], and covers the truth in 94 % of the cases or more from 2 prompts on.
     """
-    n, mean = len(scores), float(scores.mean())
-    z = NormalDist().inv_cdf(0.975)
-    # n scores in [0, 1] tell as much as n_effective tosses of a coin with the same mean and their variance
-    coin, variance = mean * (1 - mean), float(scores.var())
-    n_effective = n * coin / variance if variance > 0 and coin > 0 else n
+    n, mean, z = len(scores), float(scores.mean()), NormalDist().inv_cdf(0.975)
+    n_effective = float(n)  # tosses of a coin with the same mean that tell as much
+    if samples > 1:
+        z, mean = _student_t(n - 1), float((scores.sum() + 0.5) / (n + 1))
+        variance = float(((scores - mean) ** 2).sum() + (0.5 - mean) ** 2) / n
+        n_effective = min(n * mean * (1 - mean) / variance, n * samples) if variance > 0 else n * samples
     centre = (mean + z * z / (2 * n_effective)) / (1 + z * z / n_effective)
-    half = z / (1 + z * z / n_effective) * math.sqrt(coin / n_effective + z * z / (4 * n_effective**2))
+    half = z / (1 + z * z / n_effective) * math.sqrt(mean * (1 - mean) / n_effective + z * z / (4 * n_effective**2))
     return [max(0.0, centre - half), min(1.0, centre + half)]
+
+
+def _student_t(freedom: int) -> float:
+    """The .975 quantile, to 1 %: exact for 1 and 2 degrees of freedom, else its expansion (Abramowitz, Stegun 26.7.5).
+
+    With none there is no variance to estimate, and nothing is known.
+    """
+    if freedom <= 2:
+        return (1e6, math.tan(0.475 * math.pi), 0.95 * math.sqrt(2 / (4 * 0.975 * 0.025)))[freedom]
+    z = NormalDist().inv_cdf(0.975)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))

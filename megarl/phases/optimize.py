@@ -9,13 +9,13 @@ from megarl.actor import parallel
 from megarl.errors import UserError
 from megarl.phases.exports import Exporter
 from megarl.phases.stop import StopRequest
-from megarl.phases.updates import build_actor, groups_of_update, make_updates, resume
+from megarl.phases.updates import build_actor, find_start, groups_of_update, make_updates, resume
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
 
 
 def optimize(stage: Stage) -> None:
-    """Turn ``stage.policy`` into ``stage.next.policy``, continuing from the newest checkpoint."""
+    """Turn ``stage.policy`` into ``stage.next.policy``, continuing from the newest undamaged checkpoint."""
     stop = StopRequest()
     if stage.is_trained():
         return  # a restart after a process that died between export and its end
@@ -23,10 +23,11 @@ def optimize(stage: Stage) -> None:
         command = f"megarl rollout {stage.run.root} --stage {stage.number}"
         raise UserError(f"{stage.rollouts} is not sealed: run `{command}` first")
     device = parallel.initialize(stage.run.recipe)
-    actor = build_actor(stage, device)
-    done = resume(actor, stage)
+    start = find_start(stage)
+    actor = build_actor(stage, device, start)
+    resume(actor, start)
     batches = SealedBatches(stage, RolloutStore(stage.rollouts))
-    make_updates(actor, stage, done, batches, stop, Exporter(actor, stage, done))
+    make_updates(actor, stage, start, batches, stop, Exporter(actor, stage, start.done))
 
 
 @dataclass(frozen=True)

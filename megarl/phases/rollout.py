@@ -31,6 +31,7 @@ def rollout(stage: Stage) -> None:
         return  # a restart after a process that died between sealing and its end
     replicas = ReplicaGroup.join(leave=stop.exit_if_asked)
     make_directory(stage.rollouts)
+    stage.run.check_prompts()
     worker = RolloutWorker.build(stage.run.recipe, stage.number, stage.policy)
     drift = worker.check_weights(stage.policy, replicas)
     stage.log_event("weight_drift", phase="rollout", rank=replicas.rank, **asdict(drift))

@@ -70,9 +70,14 @@ def summary(groups: list[Group]) -> dict[str, float]:
 
 
 def throughput(samples: list[Sample], start: float) -> dict[str, Any]:
-    """Of an update that began at ``start``, by `time.perf_counter`."""
+    """Of an update that began at ``start``, by `time.perf_counter`.
+
+    ``tokens`` are all that pass through the model, prompts included; ``trained_tokens`` those with a loss.
+    """
     tokens, seconds = sum(map(len, samples)), time.perf_counter() - start
-    return {"tokens": tokens, "seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1)}
+    trained = sum(len(sample.response_tokens) for sample in samples if sample.trained)
+    times = {"seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1)}
+    return {"tokens": tokens, "trained_tokens": trained} | times
 
 
 def describe(offender: Offender, sample: Sample) -> dict[str, Any]:

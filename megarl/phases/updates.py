@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,8 +24,9 @@ from megarl.phases.exports import Exporter
 from megarl.phases.samples import describe, summary, throughput, to_samples
 from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import Recipe
+from megarl.storage.checkpoints import checkpoints, read_manifest, read_metrics, set_aside
 from megarl.storage.json_lines import append_json
-from megarl.storage.metrics_log import MetricsWriter
+from megarl.storage.metrics_log import NOTHING, MetricsWriter, Position
 from megarl.storage.rollouts import Group
 from megarl.storage.run_dir import RunDir, Stage
 
@@ -48,12 +50,12 @@ def groups_of_update(recipe: Recipe, groups: Sequence[int], update: int) -> Sequ
     return groups[update * size : (update + 1) * size]
 
 
-def build_actor(stage: Stage, device: torch.device) -> Actor:
+def build_actor(stage: Stage, device: torch.device, start: Start) -> Actor:
     """The actor with the policy that begins ``stage``, and the policies that it is compared with.
 
     Weights that `resume` is going to replace are not read.
     """
-    actor = Actor.build(stage.run.recipe, stage.policy, device, load=_checkpoint_to_load(stage) is None)
+    actor = Actor.build(stage.run.recipe, stage.policy, device, load=start.checkpoint is None)
     actor.frozen = frozen_policies(_objective(stage.run), stage)
     return actor
 
@@ -79,12 +81,12 @@ def frozen_policies(objective: Objective | WithOptions, stage: Stage) -> list[Fr
 
 
 def make_updates(
-    actor: Actor, stage: Stage, done: int, batches: Batches, stop: StopRequest, exporter: Exporter
+    actor: Actor, stage: Stage, start: Start, batches: Batches, stop: StopRequest, exporter: Exporter
 ) -> None:
-    """The updates of ``stage`` after the first ``done``, checkpoints on the way, and ``stage.next.policy``."""
-    metrics = _open_metrics(stage, done)
+    """The updates of ``stage`` from ``start`` on, checkpoints on the way, and ``stage.next.policy``."""
+    metrics = _open_metrics(stage, start)
     try:
-        _make_updates(actor, stage, done, batches, stop, exporter, metrics)
+        _make_updates(actor, stage, start.done, batches, stop, exporter, metrics)
     finally:
         if metrics:
             metrics.close()
@@ -127,22 +129,27 @@ def _make_updates(
         if updates > saved and (updates % run.recipe.actor.checkpoint_every == 0 or last):
             if metrics:
                 metrics.sync()  # a checkpoint counts on the lines of its updates
-            checkpoint.save(actor, stage.checkpoints, updates, run.recipe.actor.keep_checkpoints, wait=last)
+            keep = run.recipe.actor.keep_checkpoints
+            checkpoint.save(actor, stage.checkpoints, updates, keep, wait=last, metrics=metrics)
             saved = updates
         if stopping:
             checkpoint.finish(actor)
             sys.exit(STOPPED)
 
 
-def _open_metrics(stage: Stage, done: int) -> MetricsWriter | None:
+def _open_metrics(stage: Stage, start: Start) -> MetricsWriter | None:
     """On the one rank that writes metrics; says from where a stage continues."""
     if not parallel.reports_metrics():
         return None
-    schedule = stage.run.recipe.schedule
+    total, done = stage.run.recipe.schedule.updates_per_stage, start.done
     if done:
-        phase = "live" if schedule.kind == "live" else "optimize"
-        stage.log_event("resume", phase=phase, skipped=done, total=schedule.updates_per_stage, unit="updates")
-    return MetricsWriter(stage.run.metrics, stage.first_update + done, stage.run.recipe.run)
+        stage.log_event("resume", phase=_phase(stage), skipped=done, total=total, unit="updates")
+    lines = read_metrics(start.checkpoint, read_manifest(start.checkpoint)) if start.checkpoint and done else b""
+    return MetricsWriter(stage.run.metrics, start.position, lines, stage.first_update + done, stage.run.recipe.run)
+
+
+def _phase(stage: Stage) -> str:
+    return "live" if stage.run.recipe.schedule.kind == "live" else "optimize"
 
 
 def _make_update(
@@ -183,34 +190,66 @@ def remove_checkpoints(run: RunDir, finished: int) -> None:
             shutil.rmtree(stage.checkpoints, ignore_errors=True)
 
 
-def saved_updates(stage: Stage) -> int:
-    """Updates of ``stage`` that the newest checkpoint has."""
-    return max((update for update, _ in checkpoint.checkpoints(stage.checkpoints)), default=0)
+@dataclass(frozen=True)
+class Start:
+    """From where the updates of a stage go on."""
+
+    done: int = 0  # updates of the stage that ``checkpoint`` has
+    checkpoint: Path | None = None  # None: from the run's first policy
+    position: Position = NOTHING  # where metrics.jsonl goes on
 
 
-def resume(actor: Actor, stage: Stage) -> int:
-    """Updates of ``stage`` that are done. A stage that begins takes optimizer and random state from the one before."""
+def find_start(stage: Stage) -> Start:
+    """After the newest checkpoint of ``stage`` that is not damaged, else its beginning. Collective.
+
+    Damaged ones are set aside. A stage that begins takes optimizer and random state from the last checkpoint of the one
+    before: `UserError` where that is damaged or gone.
+    """
     if dist.get_rank() == 0:
         checkpoint.remove_unfinished(stage.checkpoints)
-    path = _checkpoint_to_load(stage)
-    if path is None:
-        return 0
-    done = checkpoint.load(actor, path)
-    return done if path.parent == stage.checkpoints else 0
-
-
-def _checkpoint_to_load(stage: Stage) -> Path | None:
-    """The newest of ``stage``, or the last of the stage before it; None at the beginning of a run."""
-    own = checkpoint.checkpoints(stage.checkpoints)
-    if own:
-        return own[-1][1]
+    for done, path in reversed(checkpoints(stage.checkpoints)):
+        damage = checkpoint.verify(path)
+        if damage is None:
+            return Start(done, path, read_manifest(path).position)
+        if dist.get_rank() == 0:
+            _set_aside(stage, path, damage)
+        dist.barrier()
     if stage.number == 0:
-        return None
-    before = stage.previous
-    earlier = checkpoint.checkpoints(before.checkpoints)
-    if not earlier or earlier[-1][0] != stage.run.recipe.schedule.updates_per_stage:
-        raise UserError(f"{before.checkpoints} lacks the last checkpoint of stage {before.number}")
-    return earlier[-1][1]
+        return Start()
+    path = _end_of(stage.previous)
+    # a branch has metrics of its own alone
+    position = NOTHING if stage.previous.checkpoints.is_symlink() else read_manifest(path).position
+    return Start(0, path, position)
+
+
+def _set_aside(stage: Stage, path: Path, damage: str) -> None:
+    place = str(path.relative_to(stage.run.root))
+    kept = set_aside(path).name
+    stage.log_event("damaged_checkpoint", phase=_phase(stage), checkpoint=place, damage=damage, kept_as=kept)
+
+
+def _end_of(stage: Stage) -> Path:
+    """The checkpoint after the last update of a stage. Collective."""
+    saved = dict(checkpoints(stage.checkpoints))
+    path = saved.get(stage.run.recipe.schedule.updates_per_stage)
+    if path is None:
+        raise UserError(f"{stage.checkpoints} lacks the last checkpoint of stage {stage.number}. {_remake(stage)}")
+    if damage := checkpoint.verify(path):
+        raise UserError(f"{path} is damaged: {damage}. {_remake(stage)}")
+    return path
+
+
+def _remake(stage: Stage) -> str:
+    return (
+        f"Restore it from a copy; or delete it and {stage.next.policy}, and start again: stage {stage.number} is then "
+        "optimized again from what it has"
+    )
+
+
+def resume(actor: Actor, start: Start) -> None:
+    """Restore what the checkpoint of ``start`` has. Collective."""
+    if start.checkpoint is not None:
+        checkpoint.load(actor, start.checkpoint)
 
 
 def _objective(run: RunDir) -> Objective | WithOptions:

@@ -1,4 +1,4 @@
-"""Files of JSON objects, one a line, that grow while others read them.
+"""Files of JSON objects, one a line, that grow while others read them. Checksums of lines are verified and left out.
 
 A killed writer may leave half a line at the end: readers leave it out, and the next writer cuts it off. A line before
 it that cannot be read is damage: `read_json_lines` refuses the file, `read_intact_lines` and `JsonTail` skip the line.
@@ -7,20 +7,23 @@ it that cannot be read is damage: `read_json_lines` refuses the file, `read_inta
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from megarl.errors import UserError
-from megarl.storage.files import disk_errors, fsync_path, write_atomic
-
-Record = dict[str, Any]
+from megarl.storage.checked_json import Record as Record
+from megarl.storage.checked_json import decode, encode
+from megarl.storage.files import disk_errors, fsync_path
 
 
 def append_json(path: Path, record: Record) -> None:
-    """Append one line, from any process of any node. It is not synced to disk."""
+    """Append one line with a checksum, from any process of any node. It is not synced to disk."""
+    append_line(path, encode(record))
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """`append_json` of a line that is there, with its newline."""
     created = not path.exists()
     with disk_errors(path), open(path, "ab+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # ranks of several nodes append, which not every file system makes atomic
@@ -30,12 +33,25 @@ def append_json(path: Path, record: Record) -> None:
         if end and _last_byte(file, end) != b"\n":
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(json.dumps(record).encode() + b"\n")
+        file.write(line)
 
 
 def read_json_lines(path: Path) -> list[Record]:
     """All objects of a file; `UserError` that names a damaged line."""
-    return [record for record, _ in _records(path)]
+    return parse_lines(split_lines(path.read_bytes())[0], path)
+
+
+def parse_lines(lines: list[bytes], path: Path, first: int = 1) -> list[Record]:
+    """The objects of whole lines of ``path``, of which the first has the number ``first``; `UserError` for damage."""
+    records = []
+    for number, line in enumerate(lines, first):
+        try:
+            records.append(decode(line))
+        except (ValueError, RecursionError) as error:
+            raise UserError(
+                f"{path}, line {number} is damaged: {error}. Restore the file from a copy, or delete that line"
+            ) from error
+    return records
 
 
 def read_intact_lines(path: Path) -> tuple[list[Record], int]:
@@ -43,11 +59,6 @@ def read_intact_lines(path: Path) -> tuple[list[Record], int]:
     lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
     records = [record for line in lines if (record := _object_or_none(line)) is not None]
     return records, len(lines) - len(records)
-
-
-def keep_json_lines(path: Path, wanted: Callable[[Record], bool]) -> None:
-    """Replace a file by its lines whose objects are ``wanted``; `UserError` for a damaged line."""
-    write_atomic(path, b"".join(line + b"\n" for record, line in _records(path) if wanted(record)))
 
 
 def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
@@ -81,28 +92,10 @@ class JsonTail:
         return anew, [record for line in lines if (record := _object_or_none(line)) is not None]
 
 
-def _records(path: Path) -> list[tuple[Record, bytes]]:
-    """(object, its line) of every whole line."""
-    records = []
-    for number, line in enumerate(split_lines(path.read_bytes())[0], 1):
-        try:
-            records.append((_object(line), line))
-        except ValueError as error:
-            raise UserError(f"{path}, line {number} is damaged: {error}") from error
-    return records
-
-
-def _object(line: bytes) -> Record:
-    record = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    return record
-
-
 def _object_or_none(line: bytes) -> Record | None:
     try:
-        return _object(line)
-    except ValueError:
+        return decode(line)
+    except (ValueError, RecursionError):
         return None
 
 

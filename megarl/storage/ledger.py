@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 
 from megarl.errors import UserError
+from megarl.storage.checked_json import decode, encode
 from megarl.storage.files import file_sha256
 from megarl.storage.json_lines import split_lines
 
@@ -37,17 +36,16 @@ class LedgerEntry:
 
 
 def to_line(entry: LedgerEntry) -> bytes:
-    """One line of JSON whose last field is the checksum (CRC-32) of what precedes it."""
-    body = json.dumps(asdict(entry))[:-1].encode()
-    return body + b', "crc": "%08x"}\n' % zlib.crc32(body)
+    """One line of JSON that ends with a checksum."""
+    return encode(asdict(entry))
 
 
 def from_line(line: bytes) -> LedgerEntry | None:
     """The entry, or None where the line does not agree with its own checksum."""
-    body, separator, crc = line.rpartition(b', "crc": ')
-    if not separator or crc != b'"%08x"}' % zlib.crc32(body):
+    try:
+        fields = decode(line, needs_checksum=True)
+    except ValueError:
         return None
-    fields = json.loads(body + b"}")
     return LedgerEntry(**{**fields, "groups": tuple(fields["groups"])})
 
 
@@ -154,9 +152,9 @@ def _other_policy(shard: Path, what: str, theirs: str, ours: str) -> UserError:
 def check_seal(directory: Path) -> None:
     """`UserError` unless the ledger of a sealed directory is the one that was sealed."""
     try:
-        expected = json.loads((directory / SEALED).read_bytes())["ledger_sha256"]
+        expected = decode((directory / SEALED).read_bytes())["ledger_sha256"]
         intact = hashlib.sha256((directory / LEDGER).read_bytes()).hexdigest() == expected
-    except (ValueError, TypeError, KeyError, FileNotFoundError):
+    except (ValueError, KeyError, RecursionError, FileNotFoundError, IsADirectoryError):
         intact = False
     if not intact:
         raise UserError(
@@ -168,7 +166,7 @@ def check_seal(directory: Path) -> None:
 def sealed_choice(directory: Path) -> list[int] | None:
     """The groups of a sealed stage that are trained; None: all of them, or it is not sealed."""
     path = directory / SEALED
-    return json.loads(path.read_bytes()).get("chosen") if path.exists() else None
+    return decode(path.read_bytes()).get("chosen") if path.exists() else None
 
 
 def check_size(path: Path, entry: LedgerEntry) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megarl.errors import UserError
+from megarl.storage.checked_json import decode, encode
 from megarl.storage.files import atomic_directory, file_sha256
 from megarl.storage.reference_logprobs import REFERENCE_FILE
 from megarl.storage.weights import INDEX_FILE, combine_hashes, weight_files
@@ -23,22 +23,46 @@ class PolicyInfo:
 
     version: int  # optimizer updates that these weights have had
     weights_hash: str  # sha256 over the names and contents of all weight files
+    files: dict[str, str] = field(default_factory=dict)  # sha256 of each of the other files
 
 
 def write_info(policy_dir: Path, info: PolicyInfo) -> None:
-    """Not synced: `atomic_directory` does that for the whole policy."""
-    (policy_dir / INFO_FILE).write_text(json.dumps(asdict(info), indent=1) + "\n")
+    """With the checksums of the other files, which are there. Not synced: `atomic_directory` does that for all."""
+    others = [path for path in sorted(policy_dir.iterdir()) if path.suffix != ".safetensors" and path.is_file()]
+    info = replace(info, files={path.name: file_sha256(path) for path in others if path.name != INFO_FILE})
+    (policy_dir / INFO_FILE).write_bytes(encode(asdict(info), indent=1))
 
 
 def read_info(policy_dir: Path) -> PolicyInfo:
     """Version and hash of a policy; a model that megarl did not write has version 0, and is hashed by this call."""
     path = policy_dir / INFO_FILE
     if not path.exists():
-        return PolicyInfo(0, combine_hashes({file.name: file_sha256(file) for file in weight_files(policy_dir)}))
+        return PolicyInfo(0, _hash_weights(policy_dir))
     try:
-        return PolicyInfo(**json.loads(path.read_text()))
-    except (OSError, json.JSONDecodeError, TypeError) as error:
+        return PolicyInfo(**decode(path.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
+
+
+def check_policy(policy_dir: Path, remedy: str) -> None:
+    """`UserError` with the ``remedy`` unless all files of a run's policy are as they were written; reads them."""
+    try:
+        if not (policy_dir / INFO_FILE).exists():
+            raise UserError(f"{policy_dir / INFO_FILE} is gone")
+        info = read_info(policy_dir)
+        for name, expected in info.files.items():
+            if file_sha256(policy_dir / name) != expected:
+                raise UserError(f"{policy_dir / name} does not match its checksum in {INFO_FILE}")
+        if _hash_weights(policy_dir) != info.weights_hash:
+            raise UserError(f"the weights in {policy_dir} do not match their checksum in {INFO_FILE}")
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}. {remedy}") from error
+    except UserError as error:
+        raise UserError(f"{error}. {remedy}") from error
+
+
+def _hash_weights(policy_dir: Path) -> str:
+    return combine_hashes({file.name: file_sha256(file) for file in weight_files(policy_dir)})
 
 
 def copy_auxiliary(source: Path, target: Path) -> None:

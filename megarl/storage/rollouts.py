@@ -11,7 +11,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Self
 import pyarrow as pa
 
 from megarl.errors import UserError
+from megarl.storage.checked_json import write_checked
 from megarl.storage.files import disk_errors, fsync_path, write_atomic
 from megarl.storage.ledger import (
     LEDGER,
@@ -251,7 +251,7 @@ def seal(directory: Path, expected: range, chosen: Sequence[int] | None = None, 
         }
         if chosen is not None:
             summary["chosen"] = list(chosen)
-        write_atomic(directory / SEALED, json.dumps(summary, indent=1) + "\n")
+        write_checked(directory / SEALED, summary)
 
 
 def _check_complete(store: RolloutStore, needed: Sequence[int], expected: range) -> None:

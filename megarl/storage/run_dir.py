@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,13 @@ from megarl.errors import UserError
 from megarl.recipe.layout import TRAINING_TABLES, is_layout_setting
 from megarl.recipe.load import dump_recipe, load_recipe, recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
-from megarl.storage.files import make_directory, write_atomic
+from megarl.storage.checked_json import read_checked, write_checked
+from megarl.storage.files import file_sha256, make_directory, write_atomic
 from megarl.storage.json_lines import append_json, read_json_lines
 from megarl.storage.ledger import is_sealed
+
+_CONTENTS = ("stages", "metrics.jsonl", "events.jsonl", "final")  # what a run makes once it has a recipe
+_CHECKSUM = "# checksum of the lines above: "
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class RunDir:
         root = Path(root).resolve()
         path = root / "recipe.toml"
         if path.exists():
-            everything = recipe_diff(load_recipe(path), recipe)
+            everything = recipe_diff(_load(path), recipe)
             difference = [line for line in everything if not is_layout_setting(line.partition(":")[0])]
             if not cls(root, recipe).has_trained() and recipe.actor.routing_replay != "engine":
                 difference = [line for line in difference if not line.startswith(TRAINING_TABLES)]
@@ -47,19 +52,59 @@ class RunDir:
                     + "\nuse another --run-dir, or the old settings to continue this one"
                 )
             if everything:
-                write_atomic(path, dump_recipe(recipe))
+                write_atomic(path, _dump(recipe))
             cls(root, recipe).check_links()
         else:
             _make_root(root)
-            write_atomic(path, dump_recipe(recipe))
-        return cls(root, recipe)
+            if there := [name for name in _CONTENTS if os.path.lexists(root / name)]:
+                raise UserError(
+                    f"{root} has {there[0]} of a run, but no recipe.toml that says of which: restore that file from a "
+                    "copy, or use another --run-dir"
+                )
+            write_atomic(path, _dump(recipe))
+        run = cls(root, recipe)
+        if not run.prompts.exists() and all(map(os.path.isfile, run._prompt_files())):
+            write_checked(run.prompts, {"files": run._prompt_sums()})
+        return run
 
     @classmethod
     def open(cls, root: Path) -> RunDir:
         root = Path(root).resolve()
         if not (root / "recipe.toml").exists():
             raise UserError(f"{root} is not a run directory: it has no recipe.toml")
-        return cls(root, load_recipe(root / "recipe.toml"))
+        return cls(root, _load(root / "recipe.toml"))
+
+    @property
+    def prompts(self) -> Path:
+        """The checksums of the prompt files with which the run began."""
+        return self.root / "prompts.json"
+
+    def check_prompts(self) -> None:
+        """`UserError` where a prompt file is not the one with which the run began: the split into training and held-out
+        prompts, and with it every accuracy, depends on all of its rows."""
+        if not self.prompts.exists():
+            return
+        remedy = "Delete it and start again: the prompt files are then taken as they are now"
+        began = read_checked(self.prompts, remedy).get("files", {})
+        for name, found in self._prompt_sums().items():
+            if began.get(name, found) != found:
+                raise UserError(
+                    f"the prompt file {name} has changed since {self.root} began, and with it which prompts are held "
+                    "out: put the old file back, or use another --run-dir for the new one"
+                )
+
+    def _prompt_files(self) -> list[str]:
+        data, evaluation = self.recipe.data, self.recipe.eval
+        files = [data.train] if data.source == "file" else []
+        if evaluation.suite and (evaluation.source or data.source) == "file":
+            files.append(evaluation.suite)
+        return files
+
+    def _prompt_sums(self) -> dict[str, str]:
+        try:
+            return {name: file_sha256(Path(name)) for name in self._prompt_files()}
+        except OSError as error:
+            raise UserError(f"cannot read the prompt file {error.filename}: {error.strerror}") from error
 
     @property
     def metrics(self) -> Path:
@@ -136,7 +181,10 @@ class RunDir:
     def lock(self) -> Iterator[None]:
         """One `megarl` at a time works on a run directory; the kernel releases the lock of a killed one."""
         _make_root(self.root)
-        fd = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR)
+        try:
+            fd = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR)
+        except OSError as error:
+            raise UserError(f"cannot open {error.filename}: {error.strerror}") from error
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -211,6 +259,27 @@ class Stage:
 
     def log_event(self, event: str, **fields: Any) -> None:
         self.run.log_event(event, stage=self.number, **fields)
+
+
+def _dump(recipe: Recipe) -> str:
+    """`dump_recipe`, and a checksum in a comment."""
+    text = dump_recipe(recipe)
+    return f"{text}\n{_CHECKSUM}{zlib.crc32(text.encode()):08x}\n"
+
+
+def _load(path: Path) -> Recipe:
+    """`load_recipe` of what `_dump` wrote; `UserError` where that was changed later."""
+    try:
+        recipe = load_recipe(path)
+    except UserError as error:
+        raise UserError(f"{path}, the recipe of the run, cannot be used; restore it from a copy. {error}") from error
+    text, mark, checksum = path.read_text().rpartition("\n" + _CHECKSUM)
+    if mark and checksum.strip() != f"{zlib.crc32(text.encode()):08x}":
+        raise UserError(
+            f"{path} was changed after the run began: restore it from a copy, or delete its last line, which is a "
+            "checksum, if the change was meant"
+        )
+    return recipe
 
 
 def _make_root(root: Path) -> None:

@@ -35,6 +35,8 @@ ANNOUNCED = (
     "resume",
     "evaluation",
     "dynamic_sampling",
+    "damaged_checkpoint",
+    "restored_metrics",
 )
 
 
@@ -286,6 +288,10 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
     if kind == "dynamic_sampling":
         filled = f", {event['filled']} of them without variance" if event["filled"] else ""
         return f"{place} chose {event['chosen']} of {event['generated']} groups{filled}"
+    if kind == "restored_metrics":
+        return f"metrics.jsonl was damaged: restored {event['updates']} updates from the checkpoints"
+    if kind == "damaged_checkpoint":
+        return f"{place}: {event['checkpoint']} is damaged ({event['damage']}), so it is kept as {event['kept_as']}"
     if phase == "evaluate":
         return f"evaluation of stage {stage} failed" if kind == "phase_failed" else ""
     what = {

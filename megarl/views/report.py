@@ -112,7 +112,7 @@ def summary(run: Run) -> dict[str, str]:
         half = math.hypot(half_width(base), half_width(final))
         gain = f"{final['accuracy'] - base['accuracy']:+.3f} ± {half:.3f}"
     ages = run.column("staleness")[1]
-    tokens = sum(run.column("tokens")[1])
+    tokens = sum(run.column("trained_tokens")[1])
     seconds = sum(run.phase_seconds.values())
     return {
         "Run": run.name,

@@ -1,8 +1,14 @@
-"""A resumed run goes on bit for bit."""
+"""A resumed run goes on bit for bit, from a checkpoint that is what was written, and runs nothing that stands in it."""
+
+import io
+import json
+import os
+import pickle
 
 import pytest
 import torch
 
+from megarl.errors import UserError
 from megarl.objectives import build_objective
 from tests.actor.conftest import make_hf_model
 from tests.actor.test_step import CPU, build, make_samples
@@ -51,3 +57,80 @@ def test_only_complete_and_newest_checkpoints_stay(tmp_path):
     assert [u for u, _ in checkpoint.checkpoints(directory)] == [4, 6]
     assert sorted(p.name for p in directory.iterdir()) == ["update_000004", "update_000006"]
     assert not (directory / "update_000004/rest").exists()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(an actor, the path of its checkpoint)"""
+    from megarl.actor import checkpoint
+
+    folder = tmp_path_factory.mktemp("saved")
+    make_hf_model("qwen3").save_pretrained(folder / "model")
+    actor = build(folder / "model")
+    updates(actor, range(2))
+    return actor, checkpoint.save(actor, folder / "checkpoints", 2, keep=2)
+
+
+def test_the_manifest_names_every_file_and_any_flipped_bit_is_named(saved):
+    from megarl.actor import checkpoint
+
+    _, path = saved
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert set(manifest["files"]) | {"manifest.json"} == {file.name for file in path.iterdir()}
+    assert any(name.endswith(".distcp") for name in manifest["files"])
+    assert checkpoint.verify(path) is None
+    for file in path.iterdir():
+        data = file.read_bytes()
+        for place in (0, len(data) // 3, len(data) - 3):
+            file.write_bytes(data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :])
+            assert file.name in (checkpoint.verify(path) or ""), place
+        file.unlink()
+        assert file.name in (checkpoint.verify(path) or "")
+        file.write_bytes(data)
+    assert checkpoint.verify(path) is None
+    other = path.rename(path.with_name("update_000003"))
+    assert "manifest.json is of update 2" in checkpoint.verify(other)
+    other.rename(path)
+
+
+class Payload:
+    """What an attacker's pickle runs."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "bytes"])
+def test_a_planted_pickle_does_not_run(saved, tmp_path, name):
+    """Checksums do not help: whoever plants it can write a manifest too."""
+    from megarl.actor import checkpoint
+
+    actor, path = saved
+    marker, file = tmp_path / "ran", path / (".metadata" if name == "bytes" else name)
+    before = file.read_bytes()
+    payload = Payload(marker)
+    if name == "common.pt":
+        buffer = io.BytesIO()
+        torch.save(torch.load(file) | {"lagged": payload}, buffer)
+        file.write_bytes(buffer.getvalue())
+    elif name == ".metadata":
+        file.write_bytes(pickle.dumps(payload))
+    else:  # a record of bytes, which torch would unpickle
+        from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+        metadata = pickle.loads(before)
+        metadata.state_dict_metadata["random.cpu"] = BytesStorageMetadata()
+        file.write_bytes(pickle.dumps(metadata))
+    try:
+        with pytest.raises(UserError, match=rf"{file.name}.* was not loaded"):
+            checkpoint.load(actor, path)
+    finally:
+        file.write_bytes(before)
+    assert not marker.exists()
+    assert checkpoint.load(actor, path) == 2
+    if name != "bytes":
+        pickle.loads(pickle.dumps(payload))
+        assert marker.exists()  # it would have

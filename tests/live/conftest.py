@@ -13,12 +13,12 @@ from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.processes import supervise
 from tests.helpers import ROOT, events, metrics, write_recipe  # noqa: F401 - the tests import these from here
 
-PROMPTS = ["".join(letters) for letters in itertools.product("abcdef", repeat=4)]
+PROMPTS = ["".join(letters) for letters in itertools.product("abc", repeat=7)]
 
 
 @pytest.fixture(scope="session")
-def recipe(tiny_model, tmp_path_factory):
-    return write_recipe(tmp_path_factory.mktemp("recipe"), tiny_model, PROMPTS)
+def recipe(guessing_model, tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("recipe"), guessing_model, PROMPTS)
 
 
 class Phases:

@@ -1,18 +1,27 @@
 """SIGKILL at 22 moments: the run still finishes, with every update once and the same bytes as undisturbed.
 
+An undisturbed run in turn is what a plain loop over its rollouts makes, so that both cannot be wrong alike.
+
 The run is held at a moment, by its own file operations, until it is killed: see `hold` in tests/zygote.py.
 """
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
-from tests.helpers import ROOT, megarl, start_megarl, wait_for, wait_until_nobody_works_on
+from tests.actor.ranks import run_ranks
+from tests.helpers import ROOT, megarl, read_lines, start_megarl, wait_for, wait_until_nobody_works_on
+from tests.phases.mutants import MUTANTS
+from tests.phases.plain_loop import train
+
+TIMES = {"seconds", "tokens_per_second"}  # metrics that differ from start to start
 
 
 def lines(path):
@@ -37,22 +46,35 @@ def moments(stage):
     }
 
 
-def kill_at(pattern, count, recipe, run):
+def kill_at(pattern, count, recipe, run, *settings):
     """Start or continue the run, hold it at a moment and kill it."""
     held = run.with_name("held")
     held.unlink(missing_ok=True)
-    command = start_megarl("train", recipe, "--run-dir", run, hold=[pattern, count, str(held)])
+    command = start_megarl("train", recipe, "--run-dir", run, *settings, hold=[pattern, count, str(held)])
     wait_for(command, held.exists)
     command.kill()
     command.wait()
     wait_until_nobody_works_on(run)
 
 
-def test_killed_runs_end_with_the_same_bytes(recipe, tmp_path):
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    result = megarl("train", recipe, "--run-dir", undisturbed)
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory):
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    result = megarl("train", recipe, "--run-dir", run)
     assert result.returncode == 0, result.stderr
+    return run
 
+
+def test_a_run_is_a_plain_loop_over_its_rollouts(undisturbed, tmp_path):
+    run_ranks(train, (undisturbed, tmp_path / "loop"), 1)
+    weights = "model.safetensors"
+    assert (tmp_path / "loop" / weights).read_bytes() == (undisturbed / "final" / weights).read_bytes()
+    gradients = [update["grad_norm"] for update in read_lines(undisturbed / "metrics.jsonl")]
+    assert sum(norm > 0.01 for norm in gradients) >= 10, gradients
+
+
+def test_killed_runs_end_with_the_same_bytes(undisturbed, recipe, tmp_path):
+    killed = tmp_path / "killed"
     kills = [moment for stage in (0, 1) for moment in moments(stage).values()]
     assert len(kills) == 22
     for pattern, count in kills:
@@ -62,10 +84,35 @@ def test_killed_runs_end_with_the_same_bytes(recipe, tmp_path):
     assert_same_run(undisturbed, killed)
 
 
-def test_a_run_that_was_started_from_a_shell_is_killed_three_times(recipe, tmp_path):
+ONE_STAGE = ("--set", "schedule.stages=1", "--set", "eval.every=0")
+
+
+@pytest.fixture(scope="module")
+def short(recipe, tmp_path_factory):
+    """(a run of one stage, the same run killed when it had made four updates and saved two)."""
+    folder = tmp_path_factory.mktemp("short")
+    result = megarl("train", recipe, "--run-dir", folder / "whole", *ONE_STAGE)
+    assert result.returncode == 0, result.stderr
+    kill_at(r"open .*/checkpoints/\.update_000004\..*\.tmp/.", 1, recipe, folder / "killed", *ONE_STAGE)
+    return folder / "whole", folder / "killed"
+
+
+@pytest.mark.parametrize("mutant", [None, *(function.__name__ for function in MUTANTS)])
+def test_what_a_run_does_wrong_after_a_kill_is_seen(short, recipe, tmp_path, mutant):
+    whole, killed = short[0], tmp_path / "run"
+    shutil.copytree(short[1], killed)
+    result = megarl("train", recipe, "--run-dir", killed, *ONE_STAGE, mutant=mutant)
+    assert result.returncode == 0, result.stderr
+    if mutant is None:
+        assert_same_run(whole, killed)
+    else:
+        with pytest.raises(AssertionError):
+            assert_same_run(whole, killed)
+
+
+def test_a_run_that_was_started_from_a_shell_is_killed_three_times(undisturbed, recipe, tmp_path):
     """With interpreters and warm processes of their own, as users start them."""
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    assert megarl("train", recipe, "--run-dir", undisturbed).returncode == 0
+    killed = tmp_path / "killed"
     command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--run-dir", str(killed)]
     for reached in (
         lambda: list(killed.glob("stages/000/rollouts/*.arrow")),
@@ -84,14 +131,20 @@ def test_a_run_that_was_started_from_a_shell_is_killed_three_times(recipe, tmp_p
 
 
 def assert_same_run(undisturbed, killed):
-    updates = [json.loads(line)["update"] for line in (killed / "metrics.jsonl").read_text().splitlines()]
-    assert updates == list(range(1, 13))
-    for policy in ("stages/001/policy", "final"):
-        assert_same_weights(undisturbed / policy, killed / policy)
+    assert metrics_of(killed) == metrics_of(undisturbed)
+    for policy in [*undisturbed.glob("stages/*/policy"), undisturbed / "final"]:
+        assert_same_weights(policy, killed / policy.relative_to(undisturbed))
     for path in sorted(undisturbed.glob("stages/*/rollouts/*")):
         assert path.read_bytes() == (killed / path.relative_to(undisturbed)).read_bytes(), path.name
     temporary = [p for p in killed.rglob(".*.tmp") if "logs" not in p.parts]
     assert not temporary
+
+
+def metrics_of(run):
+    """Of every update, all that does not depend on time."""
+    updates = read_lines(run / "metrics.jsonl")
+    assert [update["update"] for update in updates] == list(range(1, len(updates) + 1))
+    return [{name: value for name, value in update.items() if name not in TIMES} for update in updates]
 
 
 def assert_same_weights(one: Path, two: Path):

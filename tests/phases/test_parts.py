@@ -131,9 +131,27 @@ def test_interval_covers_the_truth_as_often_as_it_says():
         hits = 0
         for _ in range(400):
             difficulty = rng.beta(2, 3, 200)  # prompts differ, so samples of a prompt are correlated
-            low, high = interval((rng.random((200, samples)) < difficulty[:, None]).mean(1))
+            low, high = interval((rng.random((200, samples)) < difficulty[:, None]).mean(1), samples)
             hits += low <= 0.4 <= high
         assert 0.91 < hits / 400 < 0.985
+
+
+@pytest.mark.parametrize("prompts", [2, 3, 5, 8, 12, 20, 30])
+@pytest.mark.parametrize("difficulty", [(2, 3), (0.3, 0.3), (0.5, 4), (5, 0.5), (0.2, 2), (20, 20)])
+def test_interval_covers_the_truth_for_few_prompts_with_many_samples(prompts, difficulty):
+    """Most prompts hopeless, all of a kind, or anything between: Beta distributions of their difficulty."""
+    rng = np.random.default_rng(0)
+    truth, trials = difficulty[0] / sum(difficulty), 600
+    for samples in (4, 32):
+        scores = rng.binomial(samples, rng.beta(*difficulty, (trials, prompts))) / samples
+        bounds = [interval(row, samples) for row in scores]
+        assert sum(low <= truth <= high for low, high in bounds) / trials > 0.92  # .95 less three standard errors
+        assert all(0 <= low < high <= 1 for low, high in bounds)
+
+
+def test_interval_of_one_prompt_is_everything():
+    low, high = interval(np.array([0.25]), 32)
+    assert low < 1e-6 and high > 1 - 1e-6
 
 
 def test_pass_at_k_counts_prompts_with_a_right_answer():

@@ -1,18 +1,26 @@
-"""metrics.jsonl and what stands beside it."""
+"""metrics.jsonl, what stands beside it, and how it is checked against the position that a checkpoint remembers."""
 
+import json
+
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megarl.errors import UserError
 from megarl.recipe.tables import RunTable
-from megarl.storage.metrics_log import MetricsWriter
+from megarl.storage.metrics_log import NOTHING, MetricsWriter, agrees
+
+PLAIN = RunTable(tensorboard=False)
 
 
 def test_tensorboard_has_every_number_of_every_update(tmp_path):
-    writer = MetricsWriter(tmp_path / "metrics.jsonl", 0, RunTable())
+    writer = MetricsWriter(tmp_path / "metrics.jsonl", NOTHING, b"", 0, RunTable())
     for update in (1, 2, 3):
         writer.append({"update": update, "loss": 0.5 * update, "ratio/mean": 1.0, "staleness/tokens": {"0": 7}})
+        if update == 2:
+            position, lines = writer.position, writer.lines
     writer.close()
     # a killed process made update 3 after the last checkpoint: it is made again
-    writer = MetricsWriter(tmp_path / "metrics.jsonl", 2, RunTable())
+    writer = MetricsWriter(tmp_path / "metrics.jsonl", position, lines, 2, RunTable())
     writer.append({"update": 3, "loss": 9.0, "ratio/mean": 2.0})
     writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -20,3 +28,57 @@ def test_tensorboard_has_every_number_of_every_update(tmp_path):
     assert events.Tags()["scalars"] == ["loss", "ratio/mean"]
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5), (2, 1.0), (3, 9.0)]
     assert [e.value for e in events.Scalars("ratio/mean")] == [1.0, 1.0, 2.0]
+
+
+@pytest.fixture
+def written(tmp_path):
+    """(path, content, position and lines after the second stage's first update) of a file of two updates a stage."""
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsWriter(path, NOTHING, b"", 0, PLAIN)
+    for update in (1, 2):
+        first.append({"update": update, "loss": 0.5})
+    second = MetricsWriter(path, first.position, b"", 2, PLAIN)
+    second.append({"update": 3, "loss": 0.5})
+    position, lines = second.position, second.lines
+    second.append({"update": 4, "loss": 0.5})
+    return path, path.read_bytes(), position, lines
+
+
+def damages(data):
+    """{kind: what a metrics file may be found to be}"""
+    first, second, third, fourth = data.splitlines(keepends=True)
+    return {
+        "emptied": b"",
+        "cut": data[: len(first) + 9],
+        "a line missing": first + third + fourth,
+        "a line doubled": first + second + second + third + fourth,
+        "lines swapped": second + first + third + fourth,
+        "a digit changed": data.replace(b"0.5", b"0.6", 1),
+        "the stage's line changed": first + second + third.replace(b"0.5", b"0.6") + fourth,
+        "NUL": first + second + b"\0" * len(third) + fourth,
+    }
+
+
+@pytest.mark.parametrize("kind", damages(b"1\n2\n3\n4\n"))
+def test_a_file_that_is_not_what_was_written_does_not_agree_with_the_position(written, kind):
+    path, data, position, _ = written
+    assert agrees(path, position)
+    path.write_bytes(damages(data)[kind])
+    assert not agrees(path, position)
+    path.unlink()
+    assert not agrees(path, position) and agrees(path, NOTHING)
+
+
+def test_a_stage_goes_on_with_its_own_lines_whatever_the_file_has(written):
+    path, data, position, lines = written
+    before = data.splitlines(keepends=True)[:2]
+    for rest in (b"", lines, lines[:-3], lines.replace(b"0.5", b"0.6") + b'{"upd', data):
+        path.write_bytes(b"".join(before) + rest)
+        writer = MetricsWriter(path, position, lines, 3, PLAIN)
+        assert path.read_bytes() == b"".join(before) + lines
+        writer.append({"update": 4, "loss": 0.5})
+        assert path.read_bytes() == data and agrees(path, writer.position)
+    path.write_bytes(before[0])
+    with pytest.raises(UserError, match="metrics.jsonl has .* but the stages before take"):
+        MetricsWriter(path, position, lines, 3, PLAIN)
+    assert json.loads(path.read_bytes())["update"] == 1

@@ -176,6 +176,7 @@ class LiveRolloutWorker:
         self.state.announce(self.replicas.rank, version)
         _wait_for(path)
         if self.worker is None:
+            self.stage.run.check_prompts()
             self.worker = RolloutWorker.build(self.stage.run.recipe, self.stage.number, path)
         else:
             self.worker.load(path)

@@ -19,7 +19,7 @@ from megarl.phases.live.publish import Publisher
 from megarl.phases.live.service import serve
 from megarl.phases.live.state import LiveState
 from megarl.phases.stop import StopRequest
-from megarl.phases.updates import build_actor, groups_of_update, make_updates, resume, saved_updates
+from megarl.phases.updates import build_actor, find_start, groups_of_update, make_updates, resume
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
@@ -57,13 +57,14 @@ def train(stage: Stage, role: Role, workers: int) -> None:
     if stage.is_trained():  # an earlier attempt made all updates, but died before its end
         publisher.continue_after(stage.run.recipe.schedule.updates_per_stage)
     else:
-        publisher.continue_after(saved_updates(stage))
-        actor = build_actor(stage, device)
-        done = resume(actor, stage)
-        exporter = Exporter(actor, stage, done)
-        publisher.trained(exporter, done)
+        start = find_start(stage)
+        publisher.continue_after(start.done)
+        actor = build_actor(stage, device, start)
+        resume(actor, start)
+        exporter = Exporter(actor, stage, start.done)
+        publisher.trained(exporter, start.done)
         batches = LiveBatches(actor, publisher, exporter, stop)
-        make_updates(actor, stage, done, batches, stop, exporter)
+        make_updates(actor, stage, start, batches, stop, exporter)
         batches.log_idle()
     publisher.end_stage()
 

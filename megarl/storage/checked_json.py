@@ -1,0 +1,55 @@
+"""JSON objects that carry a checksum of themselves: damage shows when they are read, not in what is done with them."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import UserError
+from megarl.storage.files import write_atomic
+
+Record = dict[str, Any]
+_CHECKSUM = re.compile(rb',\s+"crc": "([0-9a-f]{8})"\s*}\s*')
+
+
+def encode(record: Record, indent: int | None = None) -> bytes:
+    """One line of JSON, or an indented text, whose last field is the checksum (CRC-32) of what precedes it."""
+    text = json.dumps(record, indent=indent).encode()
+    if indent is None:
+        body = text.removesuffix(b"}")
+        return body + b', "crc": "%08x"}\n' % zlib.crc32(body)
+    body = text.removesuffix(b"\n}")
+    return body + b',\n%s"crc": "%08x"\n}\n' % (b" " * indent, zlib.crc32(body))
+
+
+def decode(data: bytes, needs_checksum: bool = False) -> Record:
+    """The object without its checksum. ValueError: they do not agree, or it has none and ``needs_checksum``."""
+    begin = data.rfind(b'"crc": ')
+    begin = data.rfind(b",", 0, begin) if begin > 0 else -1
+    found = _CHECKSUM.fullmatch(data, begin) if begin > 0 else None
+    if found and zlib.crc32(data[:begin]) != int(found[1], 16):
+        raise ValueError("it does not match its checksum")
+    if needs_checksum and not found:
+        raise ValueError("it has no checksum")
+    record = json.loads(data)
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    if found:
+        del record["crc"]
+    return record
+
+
+def write_checked(path: Path, record: Record) -> None:
+    """Replace ``path`` atomically by `encode`'s text."""
+    write_atomic(path, encode(record, indent=1))
+
+
+def read_checked(path: Path, remedy: str) -> Record:
+    """What `write_checked` wrote; `UserError` with the ``remedy`` where it is damaged, missing or cannot be read."""
+    try:
+        return decode(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: {error}. {remedy}") from error

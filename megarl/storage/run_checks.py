@@ -1,0 +1,95 @@
+"""What is checked, and where possible mended, of a run directory before any process works on it.
+
+Shards, ledgers and checkpoints are verified where they are read. What is trained on and what says that it was trained,
+policies, prompt files, recipe and metrics, is looked at here, once a start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.errors import UserError
+from megarl.storage.checkpoints import Damaged, checkpoints, read_manifest, read_metrics
+from megarl.storage.files import write_atomic
+from megarl.storage.json_lines import read_intact_lines
+from megarl.storage.metrics_log import NOTHING, Position, agrees
+from megarl.storage.policies import check_policy
+from megarl.storage.run_dir import RunDir, Stage
+
+
+def check_run(run: RunDir) -> None:
+    """`UserError` for prompt files that have changed, a damaged policy, and metrics that are lost for good."""
+    run.check_prompts()
+    mend_metrics(run)
+    there = [stage for stage in [*run.stages(), run.end] if stage.policy.exists()]
+    for stage in {stage.number: stage for stage in there[:1] + there[-1:]}.values():  # those that are still read
+        check_policy(stage.policy, _remedy(stage))
+    for version in run.versions():
+        path = run.version(version)
+        check_policy(path, f"Delete {path.parent} and start again: the versions are published again")
+
+
+def _remedy(stage: Stage) -> str:
+    if stage.number == 0:
+        return "Restore it from a copy, or use another --run-dir: everything after depends on it"
+    what = f"stage {stage.number - 1} is then exported again from its last checkpoint"
+    return f"Restore it from a copy, or delete {stage.policy} and start again: {what}"
+
+
+def mend_metrics(run: RunDir) -> None:
+    """Make metrics.jsonl have the lines that the newest checkpoint counts on, if need be from the checkpoints' copies.
+
+    `UserError` where these are not all there.
+    """
+    if run.metrics.is_dir():
+        raise UserError(f"{run.metrics} is a directory: move it away, then start again")
+    position = _newest_position(run)
+    if agrees(run.metrics, position):
+        return
+    lines = [line for stage in _own_stages(run) for line in _lines_of(stage)]
+    if NOTHING.after(lines) != position:
+        raise UserError(
+            f"{run.metrics} is damaged: {_what_is_wrong(run)}. The checkpoints that are left do not have all of its "
+            "lines: restore it from a copy"
+        )
+    write_atomic(run.metrics, b"".join(lines))
+    run.log_event("restored_metrics", updates=len(lines))
+
+
+def _own_stages(run: RunDir) -> Iterator[Stage]:
+    """Those whose updates this run made, not the run that it branched from."""
+    return (stage for stage in run.stages() if stage.checkpoints.exists() and not stage.checkpoints.is_symlink())
+
+
+def _newest_position(run: RunDir) -> Position:
+    for stage in reversed(list(_own_stages(run))):
+        for _, path in reversed(checkpoints(stage.checkpoints)):
+            try:
+                return read_manifest(path).position
+            except Damaged:
+                continue  # the phase sets it aside
+    return NOTHING
+
+
+def _lines_of(stage: Stage) -> list[bytes]:
+    """Of the updates that the stage's newest checkpoint has: its copy, or what metrics.jsonl has of them."""
+    for _, path in reversed(checkpoints(stage.checkpoints)):
+        try:
+            return read_metrics(path, read_manifest(path)).splitlines(keepends=True)
+        except Damaged:
+            continue
+    return []
+
+
+def _what_is_wrong(run: RunDir) -> str:
+    try:
+        records, damaged = read_intact_lines(run.metrics)
+    except FileNotFoundError:
+        return "it is gone"
+    if damaged:
+        return f"{damaged} of its lines cannot be read"
+    updates = [record.get("update") for record in records]
+    expected = range(updates[0] if updates and isinstance(updates[0], int) else 1, len(updates) + 1)
+    if wrong := [update for update, right in zip(updates, expected, strict=False) if update != right]:
+        return f"update {wrong[0]} follows where another belongs"
+    return "lines are missing at its end, or differ from what was written"

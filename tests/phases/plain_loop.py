@@ -1,0 +1,26 @@
+"""What a staged run must come to: its updates as one loop in one process, without checkpoints, phases or restarts."""
+
+from megarl.actor import hf, packing, parallel
+from megarl.actor.step import Actor, train_step
+from megarl.distributed import become_single_process
+from megarl.objectives import build_objective
+from megarl.phases.samples import to_samples
+from megarl.storage.rollouts import RolloutStore
+from megarl.storage.run_dir import RunDir
+
+
+def train(rank, root, result):
+    """Train the first policy of the run in ``root`` on its rollouts, update by update, and export to ``result``."""
+    become_single_process()
+    run = RunDir.open(root)
+    recipe, schedule = run.recipe, run.recipe.schedule
+    device = parallel.initialize(recipe)
+    actor = Actor.build(recipe, run.stage(0).policy, device)
+    objective = build_objective(recipe.objective.name, recipe.objective.fields)
+    for update in range(schedule.total_updates):
+        first = update * schedule.prompts_per_update
+        store = RolloutStore(run.stage(update // schedule.updates_per_stage).rollouts)
+        samples = to_samples(store.read(range(first, first + schedule.prompts_per_update)), recipe.objective)
+        micro_batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device)
+        train_step(actor, micro_batches, objective, actor.learning_rate(update + 1))
+    hf.export_hf(actor.models, result, run.stage(0).policy, schedule.total_updates)
