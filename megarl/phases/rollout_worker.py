@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 from megarl.data.prompts import Prompt, PromptSource, build_prompts
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.distributed import ReplicaGroup
+from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
 from megarl.rewards import Verifier, build_verifier, reward
 from megarl.rollout import build_engine
@@ -94,7 +96,7 @@ class RolloutWorker:
     def check_weights(self, policy_dir: Path, replicas: ReplicaGroup) -> Drift:
         """Compare the engine with the actor that exported its policy; to be called after every load.
 
-        Beyond the tolerance it is a `UserError`.
+        Weights that were loaded in place and are wrong are loaded by a new engine. `UserError` if it has wrong ones.
         """
         reference = read_reference(policy_dir)
         if reference is None:  # a base model, which is its own reference: computed once for all replicas
@@ -103,6 +105,12 @@ class RolloutWorker:
             reference = decode_reference(
                 replicas.once(name, lambda: encode_reference(hugging_face_reference(policy_dir, text)))
             )
+        try:
+            return check_weights(self.engine, reference)
+        except UserError as error:
+            if not self.engine.renew():
+                raise
+            print(f"{error}; so the engine was made anew", file=sys.stderr)
         return check_weights(self.engine, reference)
 
     def generate(

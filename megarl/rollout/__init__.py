@@ -34,11 +34,13 @@ def check_engine(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
     """
     name = recipe.rollout_of(stage).engine
     module = engine_module(name)
-    if recipe.actor.routing_replay == "engine" and not module.RECORDS_EXPERTS:
-        recording = [repr(other) for other in ENGINES if engine_module(other).RECORDS_EXPERTS]
+    backend = recipe.actor.backend
+    if recipe.actor.routing_replay == "engine" and backend not in module.RECORDS_EXPERTS:
+        recording = [repr(other) for other in ENGINES if backend in engine_module(other).RECORDS_EXPERTS]
         raise UserError(
             f'[actor] routing_replay = "engine" wants every stage to record experts, but {section(recipe, stage)} '
-            f"engine = {name!r} of stage {stage} records none: use {' or '.join(recording)} there, or "
+            f"engine = {name!r} of stage {stage} records none with backend = {backend!r}: use "
+            f"{' or '.join(recording)} there, or "
             'routing_replay = "actor" or "none"'
         )
     module.check(recipe, stage, hf)

@@ -23,7 +23,7 @@ from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
-RECORDS_EXPERTS = False
+RECORDS_EXPERTS: frozenset[str] = frozenset()
 COLD_START = False
 DRAWS = 64  # uniform numbers made at a time for a response; a multiple of the 4 that one Philox counter gives
 
@@ -70,6 +70,9 @@ class BuiltinEngine:
         self.policy_dir, self.version = Path(policy_dir), version
         self._model = _load(self.policy_dir, self.dtype)
         self._model.to(self.device)  # type: ignore[arg-type]
+
+    def renew(self) -> bool:
+        return False
 
     def sleep(self) -> None:
         """Free the weights; `wake` reads them from ``policy_dir`` again."""

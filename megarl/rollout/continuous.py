@@ -19,7 +19,9 @@ import numpy as np
 
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
-from megarl.rollout.engine import Completion, Request, Sampling, never, section
+from megarl.rollout.engine import Completion, Request, Sampling, expert_type, never, section
+
+CHANCE = 256  # as many tokens and layers do not go to the same of several experts by chance
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Settings:
     memory_fraction: float | None = None  # of a GPU; None: the engine's own default
     tensor_parallel: int = 1  # GPUs
     float32_head: bool = True  # logits are not rounded to the precision of the weights
+    routed_experts: bool = False  # record them; only for a model with experts
     options: Mapping[str, Any] = field(default_factory=dict)  # the engine's own, from its table in the recipe
 
 
@@ -75,6 +78,30 @@ def out_of_memory(engine: str, doing: str, cause: str, settings: Settings, share
         f"up to data.max_prompt_tokens + max_response_tokens = {settings.context} tokens: lower one of these, or "
         f"{remedy}"
     )
+
+
+def checked_experts(found: np.ndarray | None, length: int, hf: dict[str, Any], cut_off: bool) -> np.ndarray:
+    """[length, layers, top_k] of `expert_type`, from what an engine recorded of all tokens of a response but the last.
+
+    cut_off: the response was ended early and its record may lack its end, where ids then are -1: not known.
+    RuntimeError for a record of another shape and for ids that no router gives: outside the model's, one twice for a
+    token (an empty record is 0 throughout), or the same one everywhere.
+    """
+    shape = length, hf["num_hidden_layers"], hf["num_experts_per_tok"]
+    found = np.empty((0, *shape[1:]), np.int32) if found is None else found[:length]
+    if found.shape[1:] != shape[1:] or (len(found) < length and not cut_off):
+        raise RuntimeError(f"the engine recorded experts of the shape {found.shape}, not {shape}")
+    if found.size and not 0 <= found.min() <= found.max() < hf["num_experts"]:
+        raise RuntimeError(
+            f"the engine recorded experts {found.min()} to {found.max()}; the model has {hf['num_experts']}"
+        )
+    ordered = np.sort(found, axis=-1)
+    twice = bool((ordered[..., 1:] == ordered[..., :-1]).any())
+    if twice or (found.size > CHANCE and hf["num_experts"] > 1 and found.min() == found.max()):
+        raise RuntimeError("the engine recorded one expert twice for a token, or no other one: it is not filled")
+    result = np.full(shape, -1, expert_type(hf["num_experts"]))
+    result[: len(found)] = found
+    return result
 
 
 @dataclass

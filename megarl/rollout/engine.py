@@ -101,6 +101,12 @@ class RolloutEngine(Protocol):
         The result is that of a newly made engine, and an engine that cannot reload in place is made anew.
         """
 
+    def renew(self) -> bool:
+        """Make the engine anew, with the weights that were loaded last; False, where it is: nothing is done then.
+
+        For weights that were loaded in place and turn out to be wrong.
+        """
+
     def sleep(self) -> None:
         """Free the memory of weights and caches."""
 
@@ -117,7 +123,7 @@ class EngineModule(Protocol):
     Importing the module must be cheap: the engine's own package is imported by ``build`` alone.
     """
 
-    RECORDS_EXPERTS: bool  # whether completions can have `routed_experts`
+    RECORDS_EXPERTS: frozenset[str]  # the backends, "cpu" or "cuda", on which completions can have `routed_experts`
     COLD_START: bool  # whether its process must be a new interpreter, not a fork of one that has imported torch
 
     def check(self, recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:

@@ -17,8 +17,17 @@ import psutil
 import torch
 
 from megarl.errors import UserError
+from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
-from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, limits, out_of_memory
+from megarl.rollout.continuous import (
+    ContinuousEngine,
+    Running,
+    Settings,
+    check_table,
+    checked_experts,
+    limits,
+    out_of_memory,
+)
 from megarl.rollout.engine import (
     Completion,
     Request,
@@ -31,7 +40,7 @@ from megarl.rollout.engine import (
 from megarl.rollout.gpus import replica_gpus
 from megarl.rollout.options import as_arguments, check_options
 
-RECORDS_EXPERTS = False
+RECORDS_EXPERTS = frozenset({"cuda"})  # vLLM 0.32: only by the runner that it has for GPUs
 COLD_START = True
 TEMPERATURES = (0.01, 2.0)  # vLLM raises lower ones without a word and refuses higher ones
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # its attention kernel for CPUs fails on others
@@ -74,9 +83,8 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
 
 
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
-    """See `EngineModule`; vLLM records no experts, so ``routed_experts`` must be False."""
-    assert not routed_experts, "`check_engine` refuses this"
-    return VllmEngine(policy_dir, version, Settings(**limits(recipe, stage)))
+    """See `EngineModule`."""
+    return VllmEngine(policy_dir, version, Settings(**limits(recipe, stage), routed_experts=routed_experts))
 
 
 class VllmEngine(ContinuousEngine):
@@ -89,12 +97,17 @@ class VllmEngine(ContinuousEngine):
     def __init__(self, policy_dir: Path, version: int, settings: Settings) -> None:
         super().__init__(policy_dir, version, settings)
         self._engine: Any = None
+        self._reloaded = False  # weights were loaded in place
+        self._queued: set[str] = set()  # sent, and without a token so far
         _prepare_process(settings)
         self.wake()
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
-        """By a fresh engine, but for dense models on a CPU, where vLLM's reload is known to be right."""
-        reloads = self._engine is not None and self.settings.device == "cpu" and not self._has_experts
+        """In place, but on a CPU only for dense models: experts vLLM 0.32 reloads wrongly there.
+
+        A reload elsewhere may be wrong as well, without an error; `renew` is for whoever finds that.
+        """
+        reloads = self._engine is not None and (self.settings.device == "cuda" or not self._has_experts)
         self.policy_dir, self.version = Path(policy_dir), version
         if reloads:
             self._reload()
@@ -106,6 +119,15 @@ class VllmEngine(ContinuousEngine):
         """In place. Wrong for experts on a CPU: vLLM repacks their weights when it loads, but not when it reloads."""
         self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self.policy_dir)})
         self._engine.reset_prefix_cache()
+        self._reloaded = True
+
+    def renew(self) -> bool:
+        """An engine that loads its weights as it starts, in place of one that has reloaded them."""
+        if not self._reloaded:
+            return False
+        self.sleep()
+        self.wake()
+        return True
 
     def sleep(self) -> None:
         """End vLLM's engine, which frees weights and cache; `wake` makes another."""
@@ -117,6 +139,7 @@ class VllmEngine(ContinuousEngine):
     def wake(self) -> None:
         if self._engine is None:
             self._engine = _start(self.policy_dir, self.settings)
+            self._reloaded, self._hf = False, read_hf_config(self.policy_dir)
 
     def close(self) -> None:
         self.sleep()
@@ -135,10 +158,10 @@ class VllmEngine(ContinuousEngine):
             raise UserError(f"temperature {request.sampling.temperature}: vLLM samples at {low} to {high}")
 
     def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:
-        """Responses are sent when there is room for them, so they begin at once."""
+        """vLLM queues what its cache has no room for; each begins with its first token."""
         for name, response in responses.items():
             self._add(name, response.tokens, _parameters(sampling, response))
-            response.begin()
+        self._queued.update(responses)
 
     def _add(self, name: str, tokens: list[int], parameters: Any) -> None:
         self._engine.add_request(name, {"prompt_token_ids": tokens}, parameters)
@@ -147,27 +170,47 @@ class VllmEngine(ContinuousEngine):
         """One token for each response in the batch."""
         with _memory_errors("decoding", self.settings):
             outputs = self._engine.step()
+        for name in [name for name in self._queued if (state := self._state(name)) is None or _tokens_of(state)]:
+            self._queued.remove(name)
+            running[name].begin()
         for output in outputs:  # of the responses that have ended
             result = output.outputs[0]
             found = _tokens_and_logprobs(result.token_ids, result.logprobs)
-            yield self._completion(running.pop(output.request_id), *found, result.finish_reason)
+            response = running.pop(output.request_id)
+            experts = self._experts(result.routed_experts, response, len(found[0]), cut_off=False)
+            yield self._completion(response, *found, result.finish_reason, experts)
 
     def _cut_off(self, names: list[str], running: dict[str, Running], why: str) -> Iterator[tuple[int, Completion]]:
         if not names:
             return
-        states = {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
         partial = {}
         for name in names:
-            tokens, logprobs = states[name].detokenizer.output_token_ids, states[name].logprobs_processor.logprobs
+            state = self._state(name)
+            tokens, logprobs = _tokens_of(state), state.logprobs_processor.logprobs
             if tokens or why == "interrupted":  # a late response is given time for its first token
-                partial[name] = _tokens_and_logprobs(tokens, logprobs)
+                chunks = state.routed_experts_chunks
+                experts = self._experts(np.concatenate(chunks) if chunks else None, running[name], len(tokens), True)
+                partial[name] = *_tokens_and_logprobs(tokens, logprobs), why, experts
         self._engine.abort_request(list(partial))
+        self._queued -= set(partial)
         for name, found in partial.items():
-            yield self._completion(running.pop(name), *found, why)
+            yield self._completion(running.pop(name), *found)
+
+    def _experts(self, found: np.ndarray | None, response: Running, tokens: int, cut_off: bool) -> np.ndarray | None:
+        if not self.settings.routed_experts:
+            return None
+        return checked_experts(found, len(response.tokens) + tokens - 1, self._hf, cut_off)
 
     def _abandon(self, running: dict[str, Running]) -> None:
         if self._engine is not None:
             self._engine.abort_request(list(running))
+        self._queued.clear()
+
+    def _state(self, name: str) -> Any:
+        """What vLLM keeps of a response; None once it has ended."""
+        processor = self._engine.output_processor
+        own_names = processor.external_req_ids.get(name)
+        return processor.request_states[own_names[0]] if own_names else None
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """One forward pass for each sequence."""
@@ -184,6 +227,10 @@ class VllmEngine(ContinuousEngine):
                 if output.finished:
                     found[output.request_id] = output.prompt_logprobs
         return [_of_prompt(found[f"score/{index}"], tokens) for index, tokens in enumerate(sequences)]
+
+
+def _tokens_of(state: Any) -> Any:
+    return state.detokenizer.output_token_ids
 
 
 def _of_prompt(scores: Any, tokens: list[int]) -> np.ndarray:
@@ -251,6 +298,7 @@ def engine_arguments(policy_dir: Path, settings: Settings) -> dict[str, Any]:
         "generation_config": "vllm",  # the policy's own would change the distribution
         "tensor_parallel_size": settings.tensor_parallel,
         "disable_log_stats": True,
+        "enable_return_routed_experts": settings.routed_experts,
         "hf_overrides": {"head_dtype": "float32" if settings.float32_head else "model"},
     }
     if settings.device == "cpu":

@@ -52,7 +52,7 @@ def engine(request, models, actor):
     """
     name, family = request.param
     model, before = models[family][0], children()
-    experts = engine_module(name).RECORDS_EXPERTS and family == "qwen3_moe"
+    experts = "cpu" in engine_module(name).RECORDS_EXPERTS and family == "qwen3_moe"
     engine = build_engine(stage_recipe(name, model={"path": str(model)}), 0, model, 3, routed_experts=experts)
     if name != "builtin":
         assert (engine.settings.context, engine.settings.responses) == (CONTEXT, TOGETHER)
@@ -73,4 +73,4 @@ def name(request):
 def records_experts(request):
     """Whether the test's engine records experts."""
     engine, family = request.node.callspec.params["engine"]
-    return engine_module(engine).RECORDS_EXPERTS and family == "qwen3_moe"
+    return "cpu" in engine_module(engine).RECORDS_EXPERTS and family == "qwen3_moe"

@@ -2,12 +2,14 @@
 
 import inspect
 
+import numpy as np
 import pytest
 
 from megarl.errors import UserError
 from megarl.recipe.load import parse_recipe
 from megarl.recipe.names import ENGINES
 from megarl.rollout import engine_module
+from megarl.rollout.continuous import checked_experts
 from megarl.rollout.engine import EngineModule, Sampling, continuation_seed, response_seed
 
 
@@ -35,7 +37,7 @@ def test_sampling_refuses_what_means_nothing(change):
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_module_offers_what_megarl_asks_of_it(name):
     module = engine_module(name)
-    assert isinstance(module.RECORDS_EXPERTS, bool)
+    assert {"cpu", "cuda"} >= module.RECORDS_EXPERTS
     for function in ("check", "build"):
         _, *expected = inspect.signature(getattr(EngineModule, function)).parameters.values()
         assert list(inspect.signature(getattr(module, function)).parameters.values()) == expected
@@ -53,3 +55,27 @@ def test_an_unknown_engine_is_named_with_the_nearest():
         parse_recipe(tables | {"rollout": {"engine": "sglan"}})
     with pytest.raises(UserError, match=r"stages.0.engine: unknown; known are 'builtin', 'vllm', 'sglang' \(got 'q'\)"):
         parse_recipe(tables | {"stages": {"0": {"engine": "q"}}})
+
+
+HF = {"num_hidden_layers": 3, "num_experts_per_tok": 2, "num_experts": 200}
+
+
+def test_experts_that_no_router_gives_are_an_error():
+    routed = np.argsort(np.random.default_rng(0).random((9, 3, 200)), axis=-1)[..., :2].astype(np.int32)
+    experts = checked_experts(routed, 9, HF, cut_off=False)
+    assert experts.dtype == np.int16 and (experts == routed).all()
+    assert (checked_experts(routed, 8, HF, cut_off=False) == routed[:8]).all()
+    part = checked_experts(routed[:5], 9, HF, cut_off=True)
+    assert (part[:5] == routed[:5]).all() and (part[5:] == -1).all()
+    assert (checked_experts(None, 9, HF, cut_off=True) == -1).all()
+    outside, twice, empty = routed.copy(), routed.copy(), np.zeros_like(routed)
+    outside[8, 2, 1], twice[4, 1] = 200, 7
+    for wrong, message in [(outside, "to 200; the model has 200"), (twice, "one expert twice"), (empty, "not filled")]:
+        with pytest.raises(RuntimeError, match=message):
+            checked_experts(wrong, 9, HF, cut_off=True)
+    for wrong in (None, routed[:8], routed[:, :2]):
+        with pytest.raises(RuntimeError, match=r"of the shape .*, not \(9, 3, 2\)"):
+            checked_experts(wrong, 9, HF, cut_off=False)
+    single = np.zeros((200, 3, 1), np.uint8)
+    with pytest.raises(RuntimeError, match="no other one"):
+        checked_experts(single, 200, HF | {"num_experts_per_tok": 1}, cut_off=False)

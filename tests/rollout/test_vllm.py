@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from megarl.errors import UserError
+from megarl.phases.rollout_worker import RolloutWorker
 from megarl.rollout.continuous import Running, Settings
 from megarl.rollout.drift import check_weights
 from megarl.rollout.engine import response_seed
-from tests.rollout.engines import BOTH, TOLERANCE, generate, on, other_policy, reference_of, sampling, started
+from megarl.storage.reference_logprobs import write_reference
+from tests.rollout.engines import BOTH, PROMPTS, TOLERANCE, generate, on, other_policy, reference_of, sampling, started
 
 pytestmark = pytest.mark.vllm
 VLLM = [parameter for parameter in BOTH if parameter.values[0][0] == "vllm"]
@@ -75,16 +77,42 @@ def test_logits_of_a_bfloat16_model_are_not_rounded(models, float32_head, error)
 
 
 @on(VLLM)
-def test_a_wrong_reload_is_caught(engine):
+def test_a_wrong_reload_is_caught_and_mended(engine, tmp_path):
     """vLLM's in-place reload of experts on a CPU is wrong without an error; only the drift check notices it."""
-    engine.policy_dir = other_policy(engine)
-    engine._reload()
-    reference = reference_of(engine.policy_dir)
+    settings, policy = engine.settings, other_policy(engine)
+    reference = reference_of(policy)
+    engine.settings = replace(settings, device="cuda")  # where any model is reloaded
+    engine.load_weights(policy, 5)
+    engine.settings = settings
     if engine._has_experts:
         with pytest.raises(UserError, match="weights are not the policy's.* nats off"):
             check_weights(engine, reference)
     else:
         assert check_weights(engine, reference).max < TOLERANCE
+    write_reference(tmp_path, reference)
+    worker, started = object.__new__(RolloutWorker), engine._engine
+    worker.engine = engine
+    assert worker.check_weights(tmp_path, None).max < TOLERANCE
+    assert (engine._engine is not started) is bool(engine._has_experts), "started anew only where it was wrong"
+    engine.renew()
+    assert check_weights(engine, reference).max < TOLERANCE and not engine.renew()
+
+
+@on(MOE)
+def test_the_time_of_a_queued_response_counts_from_its_first_token(engine, monkeypatch):
+    """Twelve responses, six of which vLLM decodes at a time."""
+    seen, step = [], engine._step
+
+    def watched(running):
+        ended = list(step(running))
+        seen.append([response.deadline is not None for response in running.values()])
+        yield from ended
+
+    monkeypatch.setattr(engine, "_step", watched)
+    prompts = PROMPTS[:4]
+    assert len(generate(engine, prompts, sampling(prompts, tokens=12))) == 12
+    assert seen[0] == [True] * 6 + [False] * 6
+    assert not engine._queued and [True] * 6 in seen
 
 
 @on(MOE)

@@ -21,14 +21,21 @@ from megarl.data.tokenizer import end_of_sequence
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
-from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, limits, out_of_memory
+from megarl.rollout.continuous import (
+    ContinuousEngine,
+    Running,
+    Settings,
+    check_table,
+    checked_experts,
+    limits,
+    out_of_memory,
+)
 from megarl.rollout.engine import (
     Completion,
     Request,
     RolloutEngine,
     Sampling,
     check_request,
-    expert_type,
     response_seed,
     section,
 )
@@ -36,7 +43,7 @@ from megarl.rollout.gpus import replica_gpus
 from megarl.rollout.options import as_arguments, check_options
 from megarl.rollout.sglang.server import Server, ServerFailed, installed_version, server_environment
 
-RECORDS_EXPERTS = True
+RECORDS_EXPERTS = frozenset({"cpu", "cuda"})
 COLD_START = True
 TEMPERATURES = (1e-6, float("inf"))  # below, SGLang takes the most likely token
 POLL_SECONDS = 0.1  # longest wait for an event before `interrupted` and the time limits are looked at again
@@ -60,7 +67,6 @@ ENVIRONMENT = {
 @dataclass(frozen=True)
 class SglangSettings(Settings):
     python: Path = Path(sys.executable)  # interpreter that has SGLang
-    routed_experts: bool = False  # record them; only for a model with experts
 
 
 def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
@@ -134,6 +140,10 @@ class SglangEngine(ContinuousEngine):
             raise UserError(f"SGLang cannot load the policy in {policy_dir}: {error}") from error
         self._hf, self._own_stops = hf, end_of_sequence(policy_dir)
         self.policy_dir, self.version = Path(policy_dir), version
+
+    def renew(self) -> bool:
+        """It loads weights in place by the same code as when it starts."""
+        return False
 
     def sleep(self) -> None:
         """On a GPU only the server's processes and its CUDA context stay; a server on a CPU frees nothing."""
@@ -246,19 +256,15 @@ class SglangEngine(ContinuousEngine):
         return self._completion(response, np.array(tokens, np.int32), logprobs, reason, experts)
 
     def _routed_experts(self, info: dict[str, Any], length: int, reason: str) -> np.ndarray | None:
-        """[length, layers, top_k]: the experts of all tokens but the last, which no forward pass has seen."""
+        """Of all tokens but the last, which no forward pass has seen."""
         if not self.settings.routed_experts:
             return None
-        shape = length, self._hf["num_hidden_layers"], self._hf["num_experts_per_tok"]
-        experts = self._hf["num_experts"]
-        if "routed_experts" not in info:
-            if reason not in ("timeout", "interrupted"):  # one that was cut off may not have begun
-                raise RuntimeError(f"SGLang recorded no experts of a response with finish reason {reason}")
-            return np.full(shape, -1, expert_type(experts))
-        found = np.frombuffer(base64.b64decode(info["routed_experts"]), np.int32).reshape(shape)
-        if found.size and not 0 <= found.min() <= found.max() < experts:
-            raise RuntimeError(f"SGLang recorded experts {found.min()} to {found.max()}; the model has {experts}")
-        return found.astype(expert_type(experts))
+        cut_off = reason in ("timeout", "interrupted")
+        found = None
+        if "routed_experts" in info:
+            rows = -1, self._hf["num_hidden_layers"], self._hf["num_experts_per_tok"]
+            found = np.frombuffer(base64.b64decode(info["routed_experts"]), np.int32).reshape(rows)
+        return checked_experts(found, length, self._hf, cut_off)
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """One forward pass for each sequence."""
