@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -33,7 +34,7 @@ from megarl.phases.samples import summary, to_samples
 from megarl.phases.updates import groups_of_update
 from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import Recipe
-from megarl.rewards import reward
+from megarl.rewards import build_verifier, is_scored, reward
 from megarl.storage.metrics_log import MetricsWriter
 from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
@@ -48,6 +49,7 @@ class PlainLoop:
 
     def __init__(self, recipe: Recipe, worker: RolloutWorker) -> None:
         self.recipe, self.worker = recipe, worker
+        self.verifier = build_verifier(recipe, worker.prompts)
         self.model = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.float32)
         table = recipe.optimizer
         self.optimizer = torch.optim.AdamW(
@@ -85,7 +87,9 @@ class PlainLoop:
         texts = self.worker.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         finish = ["stop" if stopped else "length" for stopped in (tokens == stop).any(1).tolist()]
         rewards = [
-            reward(self.worker.verifier, prompts[i // samples], text, finish[i], recipe.reward)
+            reward(self.verifier.score(prompts[i // samples], text), recipe.reward)
+            if is_scored(finish[i], recipe.reward)
+            else 0.0
             for i, text in enumerate(texts)
         ]
         return sum(rewards) / len(rewards)
@@ -166,6 +170,10 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
                 timed("megarl/optimize", update, store, stage, staleness)
             for staleness in updates[begin : begin + TURN]:
                 timed("plain/optimize", plain.update, stored[staleness])
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    worker.close()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # with the processes that scored the responses
+    seconds["megarl/generate"] += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return seconds
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.advantages import zero_variance
 from megarl.distributed import ReplicaGroup
-from megarl.phases.rollout_worker import ScoredGroup
+from megarl.phases.scoring import ScoredGroup
 from megarl.storage.rollouts import Response, RolloutStore
 
 LOOK_SECONDS = 0.2  # between two looks at what other replicas tell while responses are being decoded
@@ -72,13 +72,13 @@ class Candidates:
     def __init__(self, replicas: ReplicaGroup, candidates: range, wanted: int) -> None:
         self._store = replicas.store
         self._choice = Choice(candidates, wanted)
-        self._chooses = wanted < len(candidates)
+        self.chooses = wanted < len(candidates)
         self._read = 0  # messages
         self._next_look = 0.0
 
     def recall(self, store: RolloutStore) -> None:
         """Publish the groups that an earlier attempt stored."""
-        if self._chooses:
+        if self.chooses:
             for number in store.group_ids:  # one at a time: the store keeps few shards open
                 (group,) = store.read([number])
                 self._choice.add(number, _varies(group.responses))
@@ -86,7 +86,7 @@ class Candidates:
 
     def add(self, group: ScoredGroup) -> None:
         """Publish a group before it is stored. If storing fails, the phase does too, and starts again from the disk."""
-        if self._chooses:
+        if self.chooses:
             self._tell({group.seeded.number: _varies(group.responses)})
 
     def _tell(self, varies: dict[int, bool]) -> None:
@@ -94,7 +94,7 @@ class Candidates:
         self._store.set(f"candidates/{number}", json.dumps(list(varies.items())))
 
     def _look(self) -> None:
-        while self._chooses and self._store.check([f"candidates/{self._read}"]):
+        while self.chooses and self._store.check([f"candidates/{self._read}"]):
             for group, varies in json.loads(self._store.get(f"candidates/{self._read}")):
                 self._choice.add(group, varies)
             self._read += 1
@@ -106,7 +106,7 @@ class Candidates:
 
     def are_enough(self) -> bool:
         """Whether the choice is made before all candidates are known. Cheap enough for every decoding step."""
-        if not self._chooses or time.monotonic() < self._next_look:
+        if not self.chooses or time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + LOOK_SECONDS
         self._look()
@@ -115,7 +115,7 @@ class Candidates:
     def chosen(self) -> list[int] | None:
         """Once everybody is done: the groups to train; None: all of them."""
         self._look()
-        return self._choice.chosen() if self._chooses else None
+        return self._choice.chosen() if self.chooses else None
 
     def summary(self) -> dict[str, int]:
         """For events.jsonl, once everybody is done."""

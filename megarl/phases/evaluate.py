@@ -12,7 +12,8 @@ import numpy as np
 import torch.distributed as dist
 
 from megarl.distributed import ReplicaGroup
-from megarl.phases.rollout_worker import RolloutWorker, SeededPrompt
+from megarl.phases.rollout_worker import RolloutWorker
+from megarl.phases.scoring import SeededPrompt
 from megarl.storage.run_dir import Stage
 
 _EVALUATION_SEED = 1 << 40  # apart from the seeds of training responses, which are group ids
@@ -29,14 +30,15 @@ def evaluate(stage: Stage) -> None:
     generation = time.monotonic()
     mine = score_heldout(worker, replicas.store)
     generated = round(time.monotonic() - generation, 3)
-    worker.engine.close()
-    everyone = replicas.gather("rewards", list(mine.items()))
+    worker.close()
+    everyone = replicas.gather("rewards", {"rewards": list(mine.items()), "over_limit": worker.scoring.over_limit})
     if replicas.rank == 0:
-        rewards = {index: values for part in everyone for index, values in part}
+        rewards = {index: values for part in everyone for index, values in part["rewards"]}
         stage.log_event(
             "evaluation",
             policy=str(stage.policy.relative_to(stage.run.root)),
             **summarise(np.array([rewards[i] for i in sorted(rewards)])),
+            over_limit=sum(part["over_limit"] for part in everyone),
             temperature=stage.run.recipe.eval.temperature,
             generate_seconds=generated,
             seconds=round(time.monotonic() - start, 3),

@@ -13,7 +13,8 @@ from megarl.distributed import ReplicaGroup
 from megarl.errors import STOPPED
 from megarl.phases.candidates import Candidates
 from megarl.phases.rollout_stats import RolloutStats
-from megarl.phases.rollout_worker import RolloutWorker, ScoredGroup, SeededPrompt
+from megarl.phases.rollout_worker import RolloutWorker
+from megarl.phases.scoring import ScoredGroup, SeededPrompt
 from megarl.phases.stop import StopRequest
 from megarl.recipe.schedule import cut_chunks
 from megarl.rollout.engine import never
@@ -50,9 +51,15 @@ def rollout(stage: Stage) -> None:
     def take() -> Iterator[Sequence[int]]:
         # replicas take the next chunk from the shared counter, so that a slow one does not hold the others
         while not stop.asked and (number := replicas.store.add("next_chunk", 1) - 1) < len(chunks):
+            if whole and candidates.chooses:
+                worker.scoring.settle()  # so that what is generated does not depend on how fast it is scored
             if not candidates.may_be_chosen(chunks[number]):
                 return
             yield chunks[number]
+
+    def log_progress() -> None:
+        event = stats.event(worker.decoding, worker.scoring.over_limit)
+        stage.log_event("rollout_progress", rank=replicas.rank, **event)
 
     def seen(group: ScoredGroup) -> None:
         stats.add(group)
@@ -68,9 +75,9 @@ def rollout(stage: Stage) -> None:
             # a chunk that is cut elsewhere than in an earlier attempt has groups that are there
             writer.append([group for group in groups if group.group_id in missing])
             if stats.due():
-                stage.log_event("rollout_progress", rank=replicas.rank, **stats.event(worker.decoding))
-    stage.log_event("rollout_progress", rank=replicas.rank, **stats.event(worker.decoding))
-    worker.engine.close()
+                log_progress()
+    log_progress()
+    worker.close()
     if stop.asked:
         sys.exit(STOPPED)  # the other replicas get the same signal
     replicas.barrier("generated")
@@ -105,7 +112,7 @@ def generate(
 ) -> Iterator[list[Group]]:
     """The groups of ``chunks``, in portions to be stored: what became whole meanwhile, or a chunk to be repeated.
 
-    ``seen`` is called with every group at once, before it is stored.
+    ``seen`` is called with every group as soon as it is scored, before it is stored.
     """
     table, sizes = worker.recipe.rollout, []
     whole = worker.engine.repeats_chunks and interrupted is never
@@ -117,8 +124,7 @@ def generate(
 
     portion: list[Group] = []
     stored = time.monotonic()
-    for scored in worker.generate(seeded_prompts(), table.responses_per_prompt, table.temperature, interrupted):
-        seen(scored)
+    for scored in worker.generate(seeded_prompts(), table.responses_per_prompt, table.temperature, interrupted, seen):
         seeded = scored.seeded
         portion.append(Group(seeded.number, np.asarray(seeded.prompt.tokens, np.int32), scored.responses))
         # those of a chunk that is to be repeated come one after another

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.phases.rollout_worker import ScoredGroup
+from megarl.phases.scoring import ScoredGroup
 
 EVENT_SECONDS = 30.0
 SOLVE_RATE_BINS = 5  # none of a group's responses right, three equal parts between, all of them right
@@ -42,8 +42,8 @@ class RolloutStats:
         self._next = now
         return True
 
-    def event(self, decoding: int) -> dict[str, Any]:
-        """decoding: responses that the engine has taken and not finished."""
+    def event(self, decoding: int, over_limit: int) -> dict[str, Any]:
+        """decoding: responses that the engine has taken and not finished; over_limit: that no verifier could read."""
         seconds = time.monotonic() - self.start
         return {
             "seconds": round(seconds, 3),
@@ -54,6 +54,7 @@ class RolloutStats:
             "tokens_per_second": round(self.tokens / max(1e-9, seconds), 1),
             "longest": self.longest,
             "truncated": self.unstopped,
+            "over_limit": over_limit,
             "reward_sum": self.rewards,
             "solve_rates": self.solve_rates,
         }

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.prompts import Prompt, PromptSource, build_prompts
+from megarl.data.prompts import PromptSource, build_prompts
 from megarl.data.tokenizer import load_tokenizer, stop_token_ids
 from megarl.distributed import ReplicaGroup
 from megarl.errors import UserError
+from megarl.phases.scoring import PendingGroup, ScoredGroup, Scoring, SeededPrompt
 from megarl.recipe.tables import Recipe
-from megarl.rewards import Verifier, build_verifier, reward
+from megarl.rewards import build_verifier
+from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rollout import build_engine
 from megarl.rollout.drift import Drift, check_weights, hugging_face_reference
 from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, never, response_seed
@@ -23,51 +25,22 @@ from megarl.storage.policies import read_info
 from megarl.storage.reference_logprobs import decode_reference, encode_reference, read_reference
 from megarl.storage.rollouts import Response
 
-
-@dataclass(frozen=True)
-class SeededPrompt:
-    """A prompt, and the number that seeds its responses."""
-
-    number: int
-    prompt: Prompt
-
-
-@dataclass(frozen=True)
-class ScoredGroup:
-    """All scored responses of a prompt. ``chunk`` counts the chunks that were taken; CONTINUED: an earlier call's."""
-
-    chunk: int
-    seeded: SeededPrompt
-    responses: tuple[Response, ...]
-
-
 PROMPTS, PROMPT_TOKENS = 16, 128  # that a base model scores, on a CPU
 CONTINUED = -1  # the chunk of a group that an earlier call began
 
 
 @dataclass
-class _PendingGroup:
-    """A prompt whose responses are being generated."""
-
-    chunk: int
-    seeded: SeededPrompt
-    parts: dict[int, list[Completion]] = field(default_factory=dict)  # of the responses that are not finished
-    responses: dict[int, Response] = field(default_factory=dict)  # of those that are
-    done: bool = False
-
-
-@dataclass
 class RolloutWorker:
-    """An engine with one policy, and the verifier of its responses."""
+    """An engine with one policy, and the processes that score its responses meanwhile."""
 
     recipe: Recipe
     tokenizer: Any
     prompts: PromptSource
-    verifier: Verifier
+    scoring: Scoring
     engine: RolloutEngine
     stop_token_ids: tuple[int, ...]
     weights_hash: str
-    unfinished: list[_PendingGroup] = field(default_factory=list)
+    unfinished: list[PendingGroup] = field(default_factory=list)
     decoding: int = 0  # responses that the engine has taken and not handed out
 
     @classmethod
@@ -76,16 +49,25 @@ class RolloutWorker:
         info = read_info(policy_dir)
         tokenizer = load_tokenizer(policy_dir)
         prompts = build_prompts(recipe, tokenizer)
+        # before the engine starts threads or CUDA
+        verifiers = VerifierPool(lambda: build_verifier(recipe, prompts), Limits.of_this_process())
         experts = for_training and recipe.actor.routing_replay == "engine"
+        engine = build_engine(recipe, stage, policy_dir, info.version, routed_experts=experts)
         return cls(
             recipe=recipe,
             tokenizer=tokenizer,
             prompts=prompts,
-            verifier=build_verifier(recipe, prompts),
-            engine=build_engine(recipe, stage, policy_dir, info.version, routed_experts=experts),
+            # chunks that can be repeated are to be stored in the same order, whichever response was scored first
+            scoring=Scoring(verifiers, recipe.reward, in_order=engine.repeats_chunks),
+            engine=engine,
             stop_token_ids=tuple(stop_token_ids(tokenizer, policy_dir)),
             weights_hash=info.weights_hash,
         )
+
+    def close(self) -> None:
+        """Release engine and verifiers; the worker is not used again."""
+        self.scoring.close()
+        self.engine.close()
 
     def load(self, policy_dir: Path) -> None:
         """Generate with another policy from here on."""
@@ -119,14 +101,16 @@ class RolloutWorker:
         samples: int,
         temperature: float,
         interrupted: Callable[[], bool] = never,
+        seen: Callable[[ScoredGroup], None] = lambda group: None,
     ) -> Iterator[ScoredGroup]:
         """``samples`` scored responses to each prompt; a prompt's group is handed out once it is complete.
 
         A chunk is taken when the engine has room for it. What ``interrupted`` leaves unfinished is continued by the
-        next call, before any chunk.
+        next call, before any chunk. ``seen`` is called with each group as soon as all its rewards are known.
         """
         pending, self.unfinished = self.unfinished, []
-        rows: list[list[tuple[_PendingGroup, int]]] = []  # of each request: whose response a completion is
+        rows: list[list[tuple[PendingGroup, int]]] = []  # of each request: whose response a completion is
+        self.scoring.seen = seen
 
         def requests() -> Iterator[Request]:
             if pending:
@@ -134,25 +118,28 @@ class RolloutWorker:
                 self.decoding += len(rows[-1])
                 yield self._continuation(rows[-1], temperature)
             for number, chunk in enumerate(chunks):
-                begun = [_PendingGroup(number, seeded) for seeded in chunk]
+                begun = [PendingGroup(number, seeded, samples) for seeded in chunk]
                 pending.extend(begun)
                 rows.append([(group, k) for group in begun for k in range(samples)])
                 self.decoding += len(rows[-1])
                 yield self._request(chunk, samples, temperature)
 
+        def stopped() -> bool:
+            self.scoring.look()
+            return interrupted()
+
         continues = bool(pending)
-        for number, completion in self.engine.serve(requests(), interrupted):
+        for number, completion in self.engine.serve(requests(), never if interrupted is never else stopped):
             self.decoding -= 1
             single = continues and number == 0  # the continuation has one response a prompt
             group, k = rows[number][completion.prompt if single else completion.prompt * samples + completion.sample]
             group.parts.setdefault(k, []).append(completion)
             if completion.finish_reason == "interrupted":
                 continue
-            group.responses[k] = self._score(group.seeded.prompt, group.parts.pop(k))
-            if len(group.responses) == samples:
-                responses = tuple(group.responses.pop(k) for k in range(samples))
-                group.done = True
-                yield ScoredGroup(group.chunk, group.seeded, responses)
+            self._have_scored(group, k, group.parts.pop(k))
+            yield from self.scoring.take()
+        self.scoring.settle()
+        yield from self.scoring.take()
         self.unfinished = [group for group in pending if not group.done]
         for group in self.unfinished:
             group.chunk = CONTINUED
@@ -161,7 +148,7 @@ class RolloutWorker:
         seeds = [self._seed(seeded, k) for seeded in chunk for k in range(samples)]
         return Request([list(seeded.prompt.tokens) for seeded in chunk], self._sampling(temperature, samples, seeds))
 
-    def _continuation(self, rows: Sequence[tuple[_PendingGroup, int]], temperature: float) -> Request:
+    def _continuation(self, rows: Sequence[tuple[PendingGroup, int]], temperature: float) -> Request:
         """One request with a prompt of its own for each response."""
         seeds = [self._seed(group.seeded, k) for group, k in rows]
         prefixes = tuple(tuple(t for part in group.parts.get(k, ()) for t in part.tokens.tolist()) for group, k in rows)
@@ -182,20 +169,20 @@ class RolloutWorker:
     def _seed(self, seeded: SeededPrompt, sample: int) -> int:
         return response_seed(self.recipe.run.seed, seeded.number, sample)
 
-    def _score(self, prompt: Prompt, parts: Sequence[Completion]) -> Response:
+    def _have_scored(self, group: PendingGroup, sample: int, parts: Sequence[Completion]) -> None:
         """``parts``: a response, span by span of the policies that made it."""
         tokens = np.concatenate([part.tokens for part in parts])
         versions = np.concatenate([np.full(len(part.tokens), part.policy_version, np.int32) for part in parts])
-        text, finish_reason = self.tokenizer.decode(tokens, skip_special_tokens=True), parts[-1].finish_reason
-        return Response(
+        response = Response(
             tokens=np.asarray(tokens, np.int32),
             rollout_logprobs=np.concatenate([part.logprobs for part in parts]).astype(np.float32),
-            reward=reward(self.verifier, prompt, text, finish_reason, self.recipe.reward),
-            finish_reason=finish_reason,
+            reward=0.0,
+            finish_reason=parts[-1].finish_reason,
             policy_version=int(versions[0]),
             policy_versions=None if (versions == versions[0]).all() else versions,
             routed_experts=join_experts(parts),
         )
+        self.scoring.add(group, sample, response, self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def join_experts(parts: Sequence[Completion]) -> np.ndarray | None:

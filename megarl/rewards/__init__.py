@@ -13,7 +13,10 @@ from megarl.recipe.tables import Recipe, RewardTable
 
 class Verifier(Protocol):
     def score(self, prompt: Prompt, response: str) -> float:
-        """How right ``response`` is, in [0, 1]; 0 for garbage, and never an exception because of its text."""
+        """How right ``response`` is, in [0, 1]; 0 for garbage, and no exception because of its text but MemoryError.
+
+        It may take as long, and as much memory, as the response makes it: `megarl.rewards.pool` has the limits.
+        """
         ...
 
 
@@ -28,16 +31,22 @@ class VerifierModule(Protocol):
         ...
 
 
-def reward(verifier: Verifier, prompt: Prompt, text: str, finish_reason: str, table: RewardTable) -> float:
+def is_scored(finish_reason: str, table: RewardTable) -> bool:
+    """Whether a verifier reads a response at all.
+
+    With ``table.require_stop`` one that did not end by itself (``finish_reason`` other than "stop") is wrong, whatever
+    it says.
+    """
+    return finish_reason == "stop" or not table.require_stop
+
+
+def reward(score: float, table: RewardTable) -> float:
     """1.0 for a right response, else 0.0.
 
     Verifiers may give partial credit (reasoning-gym's often do); only a score of ``table.correct_above`` or more
-    counts. With ``table.require_stop`` a response that did not end by itself (``finish_reason`` other than "stop") is
-    wrong, whatever it says.
+    counts.
     """
-    if table.require_stop and finish_reason != "stop":
-        return 0.0
-    return 1.0 if verifier.score(prompt, text) >= table.correct_above else 0.0
+    return 1.0 if score >= table.correct_above else 0.0
 
 
 def check_reward(recipe: Recipe) -> None:

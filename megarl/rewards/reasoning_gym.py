@@ -60,6 +60,8 @@ class ReasoningGym:
             return 0.0
         try:
             score = float(self._scorers[prompt.entry["generator"]].score_answer(answer=response, entry=prompt.entry))
+        except MemoryError:
+            raise
         except Exception:
             return 0.0  # scorers such as prime_factorization's raise on text that they cannot parse: it is wrong
         return score if 0.0 <= score <= 1.0 else 0.0  # also NaN

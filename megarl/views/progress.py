@@ -338,6 +338,8 @@ def _facts(state: RunState) -> list[str]:
             f"truncated {state.of_replicas('truncated') / responses:.0%}",
             f"decoding {state.of_replicas('decoding'):.0f}",
         ]
+        if over := state.of_replicas("over_limit"):
+            facts.append(f"over the verifier's limits {over:.0f}")
     if state.recent and state.phase in TRAINS and state.recent[-1].get("stage", state.stage) == state.stage:
         facts += [
             f"{name} {value:.3g}" for name in ("loss", "grad_norm") if (value := state.recent[-1].get(name)) is not None

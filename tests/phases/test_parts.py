@@ -89,8 +89,9 @@ def test_tally_of_a_rollout():
     for number, rewards in enumerate([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]):
         question = SeededPrompt(number, Prompt(number, "", (5,), "", {}))
         stats.add(ScoredGroup(number, question, group(number, rewards).responses))
-    event = stats.event(decoding=6)
+    event = stats.event(decoding=6, over_limit=1)
     assert (event["groups"], event["responses"], event["tokens"], event["decoding"]) == (4, 8, 12, 6)
+    assert event["over_limit"] == 1
     assert (event["longest"], event["truncated"], event["reward_sum"]) == (2, 3, 5.0)
     assert event["solve_rates"] == [1, 0, 1, 0, 2]
     assert [solve_rate_bin(mean) for mean in (0, 0.01, 0.33, 0.34, 0.66, 0.67, 0.99, 1)] == [0, 1, 1, 2, 2, 3, 3, 4]

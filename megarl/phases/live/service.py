@@ -88,7 +88,7 @@ class LiveRolloutWorker:
                         self._log_progress()
                 self.seconds["generate"] += time.perf_counter() - start
         self._log_progress()
-        worker.engine.close()
+        worker.close()
         # before the wait for the other engines, which may need the trainers meanwhile
         self.state.leave(self.replicas.rank)
         if not self.stop.asked:
@@ -96,7 +96,7 @@ class LiveRolloutWorker:
 
     def _log_progress(self) -> None:
         assert self.worker is not None
-        event = self.stats.event(self.worker.decoding)
+        event = self.stats.event(self.worker.decoding, self.worker.scoring.over_limit)
         self.stage.log_event("rollout_progress", rank=self.replicas.rank, **event)
 
     def _chunks(self, missing: list[int], whole: bool) -> list[Sequence[int]]:

@@ -1,0 +1,142 @@
+"""What verifying costs a generation: math-verify in the pool of workers, in the generating process, and nothing at all.
+
+One engine and the same prompts and seeds for all three, a small dense model on one CPU thread; every response reads as
+a worked solution of a few hundred letters. The three take turns, and the median over the turns counts. CPU-seconds are
+those of the generating process; the workers' are beside it, on other cores or in the time that it leaves. "asking" is
+the share of them that asking for rewards and taking them takes: a busy machine disturbs it least.
+
+    python benchmarks/verification.py [--groups 8] [--tokens 64] [--turns 8] [--limit 0.02]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from common import ROOT, write_table
+from vllm_throughput import SAMPLES, make_model
+
+from megarl.data.prompts import Prompt
+from megarl.phases.rollout import generate
+from megarl.phases.rollout_worker import RolloutWorker
+from megarl.phases.scoring import Scoring
+from megarl.recipe.load import load_recipe
+from megarl.rewards.math import Math
+from megarl.rewards.pool import Limits, Verdict, VerifierPool
+from megarl.storage.policies import copy_policy
+
+SOLUTION = (
+    "We write $x^2 - {n}x + {m} = 0$ and complete the square: $(x - \\frac{{{n}}}{{2}})^2 = \\frac{{{n}^2 - 4 \\cdot "
+    "{m}}}{{4}}$. Both roots are real, their sum is ${n}$ and their product ${m}$, so that $\\frac{{1}}{{x_1}} + "
+    "\\frac{{1}}{{x_2}} = \\frac{{{n}}}{{{m}}}$. The answer is \\boxed{{\\frac{{{n}}}{{{m}}}}}."
+)
+
+
+class Solutions:
+    """A tokenizer whose texts are solutions, another one for each response."""
+
+    def decode(self, tokens: Any, **options: Any) -> str:
+        return SOLUTION.format(n=int(tokens[0]) + 2, m=int(tokens[-1]) + 3)
+
+
+class Timed:
+    """A pool, and the CPU seconds of its calls."""
+
+    def __init__(self, pool: VerifierPool) -> None:
+        self._pool, self.seconds = pool, 0.0
+
+    def ask(self, prompt: Prompt, response: str) -> int:
+        start = time.thread_time()
+        number = self._pool.ask(prompt, response)
+        self.seconds += time.thread_time() - start
+        return number
+
+    def verdicts(self, wait: bool = False) -> list[tuple[int, Verdict]]:
+        start = time.thread_time()
+        found = self._pool.verdicts(wait)
+        self.seconds += time.thread_time() - start
+        return found
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class Here:
+    """As `VerifierPool`, in the process that asks."""
+
+    def __init__(self, verifier: Math | None) -> None:
+        self._verifier, self._verdicts, self._asked = verifier, [], 0
+
+    def ask(self, prompt: Prompt, response: str) -> int:
+        self._asked += 1
+        score = self._verifier.score(prompt, response) if self._verifier else 0.0
+        self._verdicts.append((self._asked, Verdict(score)))
+        return self._asked
+
+    def verdicts(self, wait: bool = False) -> list[tuple[int, Verdict]]:
+        found, self._verdicts = self._verdicts, []
+        return found
+
+    def close(self) -> None: ...
+
+
+def take_turns(worker: RolloutWorker, ways: dict[str, Any], size: int, turns: int) -> list[dict[str, Any]]:
+    rows = []
+    for turn in range(-1, turns):  # the first is for warming up
+        groups = range((turn + 1) * size, (turn + 2) * size)
+        names = list(ways) if turn % 2 else list(ways)[::-1]
+        row: dict[str, Any] = {"turn": turn, "responses": size * SAMPLES}
+        for name in names:
+            worker.scoring = Scoring(ways[name], worker.recipe.reward, in_order=True)
+            asking, cpu, wall = ways["pool"].seconds, time.process_time(), time.perf_counter()
+            stored = [group for portion in generate(worker, iter([groups])) for group in portion]
+            row |= {f"{name}, CPU s": time.process_time() - cpu, f"{name}, s": time.perf_counter() - wall}
+            assert len(stored) == size
+            if name == "pool":
+                row["asking"] = (ways["pool"].seconds - asking) / row["pool, CPU s"]
+        rows += [row] if turn >= 0 else []
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=8, help=f"prompts of a turn, of {SAMPLES} responses each")
+    parser.add_argument("--tokens", type=int, default=64, help="of a response")
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--limit", type=float, help="exit with 1 when the pool's ratio is above")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    pool = Timed(VerifierPool(Math, Limits.of_this_process()))
+    with tempfile.TemporaryDirectory() as folder:
+        model, policy = make_model(Path(folder) / "model"), Path(folder) / "policy"
+        settings = [f"rollout.max_response_tokens={options.tokens}", f'model.path="{model}"']
+        settings += ["reward.kind=math", "reward.require_stop=false", "eval.every=0"]
+        recipe = load_recipe(ROOT / "examples/quickstart/recipe.toml", settings)
+        copy_policy(model, model, policy)
+        worker = RolloutWorker.build(recipe, 0, policy)
+    worker.tokenizer, worker.stop_token_ids = Solutions(), ()
+    ways = {"unverified": Here(None), "pool": pool, "same process": Here(Math())}
+    rows = take_turns(worker, ways, options.groups, options.turns)
+    worker.close()
+    pool.close()
+    for row in rows:
+        row |= {f"{name} / unverified": row[f"{name}, CPU s"] / row["unverified, CPU s"] for name in list(ways)[1:]}
+    write_table("verification", rows)
+    ratios = {name: statistics.median(row[f"{name} / unverified"] for row in rows) for name in list(ways)[1:]}
+    asking = statistics.median(row["asking"] for row in rows)
+    print(", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()), "of the CPU time without verification")
+    print(f"asking for rewards and taking them: {asking:.2%} of the generation (median)")
+    if options.limit and asking > options.limit:
+        raise SystemExit(f"the pool costs {asking:.2%} of the generation; the limit is {options.limit:.0%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Groups between their generation and their storage: rewards are found meanwhile, beside the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from megarl.data.prompts import Prompt
+from megarl.recipe.tables import RewardTable
+from megarl.rewards import is_scored, reward
+from megarl.rewards.pool import VerifierPool
+from megarl.rollout.engine import Completion
+from megarl.storage.rollouts import Response
+
+
+@dataclass(frozen=True)
+class SeededPrompt:
+    """A prompt, and the number that seeds its responses."""
+
+    number: int
+    prompt: Prompt
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """All scored responses of a prompt. ``chunk`` counts the chunks that were taken; CONTINUED: an earlier call's."""
+
+    chunk: int
+    seeded: SeededPrompt
+    responses: tuple[Response, ...]
+
+
+@dataclass(eq=False)
+class PendingGroup:
+    """A prompt whose responses are being generated or scored."""
+
+    chunk: int
+    seeded: SeededPrompt
+    samples: int
+    parts: dict[int, list[Completion]] = field(default_factory=dict)  # of the responses that are not finished
+    responses: dict[int, Response] = field(default_factory=dict)  # of those that are, scored or not
+    unscored: int = 0
+    done: bool = False  # handed out
+
+    def scored(self) -> ScoredGroup:
+        """Hand it out, and hold its responses no longer."""
+        responses = tuple(self.responses.pop(k) for k in range(self.samples))
+        self.done = True
+        return ScoredGroup(self.chunk, self.seeded, responses)
+
+
+class Scoring:
+    """Asks for the rewards of responses and hands out groups that have all of theirs.
+
+    in_order: in the order in which their last responses were generated; else as their last rewards come.
+    """
+
+    def __init__(self, verifiers: VerifierPool, table: RewardTable, in_order: bool) -> None:
+        self.seen: Callable[[ScoredGroup], None] = lambda group: None
+        self.over_limit = 0  # responses that a verifier could not read within its limits
+        self._verifiers, self._table, self._in_order = verifiers, table, in_order
+        self._asked: dict[int, tuple[PendingGroup, int]] = {}  # number of the question -> whose response it is about
+        self._generated: list[PendingGroup] = []  # wholly; the first to be so first
+        self._whole: list[ScoredGroup] = []  # not handed out yet
+
+    def add(self, group: PendingGroup, sample: int, response: Response, text: str) -> None:
+        """A response is generated; its reward is to be found."""
+        group.responses[sample] = response
+        if is_scored(response.finish_reason, self._table):
+            group.unscored += 1
+            self._asked[self._verifiers.ask(group.seeded.prompt, text)] = group, sample
+        if len(group.responses) == group.samples:
+            self._generated.append(group)
+
+    def look(self, wait: bool = False) -> None:
+        """Take what verdicts there are. ``wait``: for one at least."""
+        for number, verdict in self._verifiers.verdicts(wait):
+            group, sample = self._asked.pop(number)
+            group.responses[sample] = replace(group.responses[sample], reward=reward(verdict.score, self._table))
+            group.unscored -= 1
+            if verdict.over:
+                self.over_limit += 1
+                place = f"response {sample} to prompt {group.seeded.number}"
+                print(f"{place} scores 0: its verifier ran out of limits ({verdict.over})", flush=True)
+        for group in self._generated:
+            if not group.unscored:
+                self._whole.append(group.scored())
+                self.seen(self._whole[-1])
+            elif self._in_order:
+                break
+        self._generated = [group for group in self._generated if not group.done]
+
+    def settle(self) -> None:
+        """Wait for all rewards that are asked for."""
+        self.look()
+        while self._asked:
+            self.look(wait=True)
+
+    def take(self) -> list[ScoredGroup]:
+        """The groups that have become whole since the last call."""
+        self.look()
+        groups, self._whole = self._whole, []
+        return groups
+
+    def close(self) -> None:
+        """End the verifiers' processes; nothing is scored any more."""
+        self._verifiers.close()
