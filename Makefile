@@ -3,7 +3,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 KERNELS := CMakeLists.txt $(shell find csrc -type f)
-.PHONY: quickstart test test-engines test-cluster test-megatron-next lint bench launch sglang
+.PHONY: quickstart test test-engines test-cluster test-megatron-next faults lint bench launch sglang
 
 quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
@@ -17,6 +17,9 @@ test-engines: .venv/.stamp
 
 test-cluster: .venv/.stamp
 	$(RUN) -m pytest -q --durations=10 tests/slurm
+
+faults: .venv/.stamp  # needs a C compiler
+	$(RUN) -m tests.faults
 
 # the actor on Megatron-Core 0.19, in front of the tested 0.16; its wheels are built for Python 3.12, and its compiled
 # part, a data loader's, is not used

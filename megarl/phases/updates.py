@@ -185,9 +185,11 @@ def skip(
 def remove_checkpoints(run: RunDir, finished: int) -> None:
     """Those of all but the last ``actor.keep_stages`` of so many ``finished`` stages."""
     keep = run.recipe.actor.keep_stages
-    for stage in run.stages()[: max(0, finished - keep) if keep else 0]:
-        if not stage.checkpoints.is_symlink():  # those of the run that this one branched from
-            shutil.rmtree(stage.checkpoints, ignore_errors=True)
+    for number in reversed(range(max(0, finished - keep) if keep else 0)):
+        checkpoints = run.stage(number).checkpoints
+        if checkpoints.is_symlink() or not checkpoints.exists():
+            return  # of the run that this one branched from, or removed after an earlier stage, and those before too
+        shutil.rmtree(checkpoints, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -241,8 +243,8 @@ def _end_of(stage: Stage) -> Path:
 
 def _remake(stage: Stage) -> str:
     return (
-        f"Restore it from a copy; or delete it and {stage.next.policy}, and start again: stage {stage.number} is then "
-        "optimized again from what it has"
+        f"Restore it from a copy; or delete it, {stage.next.policy} and {stage.next.checkpoints}, and start again: "
+        f"stage {stage.number} is then optimized again from the checkpoints that it has"
     )
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.errors import UserError
+from megarl.errors import PhaseFailed, UserError
 
 INTACT = "Everything sealed or saved so far is intact: free some space and start the same command again"
 
@@ -68,12 +68,21 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk or exceeded quota into a message that says where and that nothing sealed is lost."""
+    """Turn a full disk or exceeded quota into a message that says where and that nothing sealed is lost.
+
+    What else keeps a file from being written is named with it too.
+    """
     try:
         yield
+    except IsADirectoryError as error:
+        raise UserError(f"{error.filename or path} is a directory: move it away, then start again") from error
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(f"no space left while writing {path}. {INTACT}") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(f"cannot write {path}: {error.strerror}") from error
+        if error.errno == errno.EIO:  # perhaps not the next time
+            raise PhaseFailed(f"cannot write {path}: {error.strerror}. Start the same command again") from error
         raise
 
 

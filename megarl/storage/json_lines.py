@@ -67,11 +67,36 @@ def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
     return lines, torn
 
 
-class JsonTail:
-    """Follows a file that grows; it may also be cut, replaced or missing."""
+class StrictTail:
+    """Follows a file that only grows, line by line; a damaged line is a `UserError`."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._offset, self._inode = path, 0, -1
+        self.path, self._offset, self._lines = path, 0, 0
+
+    def read(self) -> list[Record]:
+        """The objects appended since the last call."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._offset)
+                lines = split_lines(file.read())[0]
+        except FileNotFoundError:
+            return []
+        except IsADirectoryError as error:
+            raise UserError(f"{self.path} is a directory: move it away, then start again") from error
+        records = parse_lines(lines, self.path, self._lines + 1)
+        self._offset += sum(map(len, lines)) + len(lines)
+        self._lines += len(lines)
+        return records
+
+
+class JsonTail:
+    """Follows a file that grows; it may also be cut, replaced or missing.
+
+    last: bytes of a file that is there already which are read at most, from its end.
+    """
+
+    def __init__(self, path: Path, last: int | None = None) -> None:
+        self.path, self._offset, self._inode, self._last = path, 0, -1, last
 
     def read(self) -> tuple[bool, list[Record]]:
         """(True when the file began anew, the objects appended since the last call); other lines are skipped."""
@@ -79,13 +104,13 @@ class JsonTail:
             status = os.stat(self.path)
             anew = (status.st_ino != self._inode or status.st_size < self._offset) and self._inode != -1
             if status.st_ino != self._inode or anew:
-                self._offset, self._inode = 0, status.st_ino
+                self._offset, self._inode = max(0, status.st_size - (self._last or status.st_size)), status.st_ino
             if status.st_size == self._offset:
                 return anew, []
             with open(self.path, "rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             return False, []
         lines, torn = split_lines(data)
         self._offset += len(data) - len(torn)

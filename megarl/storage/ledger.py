@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
@@ -73,12 +73,17 @@ def lock(path: Path) -> FileIO:
 
 def parse(path: Path) -> tuple[list[LedgerEntry], int]:
     """Entries of one ledger and the bytes of its intact part: a line torn by a crash at the very end is left out."""
-    lines, torn = split_lines(path.read_bytes())
+    return _parse(path.read_bytes(), path, 1)
+
+
+def _parse(data: bytes, path: Path, first: int) -> tuple[list[LedgerEntry], int]:
+    """`parse` of a part of ``path`` that begins with line ``first``."""
+    lines, torn = split_lines(data)
     entries, length = [], 0
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, first):
         entry = from_line(line)
         if entry is None:
-            if number == len(lines) and not torn:
+            if number == first + len(lines) - 1 and not torn:
                 break
             raise UserError(
                 f"line {number} of {path} is damaged: its checksum does not match. Restore the file from a copy, or "
@@ -89,32 +94,56 @@ def parse(path: Path) -> tuple[list[LedgerEntry], int]:
     return entries, length
 
 
-def read_ledgers(directory: Path) -> list[LedgerEntry]:
-    """The entries of all ledgers of a directory, by first group id; `UserError` for damage and contradictions."""
-    parts = []
-    # Sealing moves the other writers' lines into LEDGER and then removes their files: LEDGER read last misses nothing.
-    for path in [*sorted(directory.glob("ledger.?????.jsonl")), directory / LEDGER]:
-        with contextlib.suppress(FileNotFoundError):
-            parts.append(parse(path)[0])
-    return merge(parts, directory)
+class Ledgers:
+    """The entries of all ledgers of a directory, of which each line is read once, however often it is looked at."""
 
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._read: dict[str, tuple[int, int, int]] = {}  # file -> inode, bytes and lines that are read
+        self._by_shard: dict[str, LedgerEntry] = {}
+        self._owner: dict[int, str] = {}
 
-def merge(parts: Iterable[list[LedgerEntry]], directory: Path) -> list[LedgerEntry]:
-    """All entries by first group id; the same line in two ledgers (sealing was killed) counts once."""
-    by_shard: dict[str, LedgerEntry] = {}
-    owner: dict[int, str] = {}
-    for entry in (entry for part in parts for entry in part):
-        if by_shard.setdefault(entry.shard, entry) != entry:
+    def read(self) -> list[LedgerEntry]:
+        """What was appended since the last call; `UserError` for damage and contradictions."""
+        new = []
+        others = sorted(self._directory.glob("ledger.?????.jsonl"))
+        # Sealing moves the other writers' lines into LEDGER and then removes their files: LEDGER, the last, has all.
+        for path in [*others, self._directory / LEDGER]:
+            with contextlib.suppress(FileNotFoundError):
+                new += [entry for entry in self._appended(path) if self._add(entry)]
+        return new
+
+    @property
+    def entries(self) -> list[LedgerEntry]:
+        """All that are read, by first group id."""
+        return sorted(self._by_shard.values(), key=lambda entry: entry.groups[0])
+
+    def _appended(self, path: Path) -> list[LedgerEntry]:
+        inode, size, lines = self._read.get(path.name, (-1, 0, 0))
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != inode or status.st_size < size:  # replaced by sealing
+                size = lines = 0
+            file.seek(size)
+            entries, length = _parse(file.read(), path, lines + 1)
+        self._read[path.name] = status.st_ino, size + length, lines + len(entries)
+        return entries
+
+    def _add(self, entry: LedgerEntry) -> bool:
+        """False for the same line in a second ledger, as a killed sealing leaves it."""
+        known = self._by_shard.setdefault(entry.shard, entry)
+        if known != entry:
             raise UserError(
-                f"two ledgers in {directory} disagree about {entry.shard}: delete one of its lines and start again"
+                f"two ledgers in {self._directory} disagree about {entry.shard}: "
+                "delete one of its lines and start again"
             )
         for group in entry.groups:
-            if owner.setdefault(group, entry.shard) != entry.shard:
+            if self._owner.setdefault(group, entry.shard) != entry.shard:
                 raise UserError(
-                    f"group {group} in {directory} is both in {owner[group]} and in {entry.shard}: "
+                    f"group {group} in {self._directory} is both in {self._owner[group]} and in {entry.shard}: "
                     "delete one of the two lines from its ledger and start again"
                 )
-    return sorted(by_shard.values(), key=lambda entry: entry.groups[0])
+        return known is entry
 
 
 def ledger_sizes(directory: Path) -> dict[str, int]:

@@ -25,6 +25,7 @@ from megarl.storage.ledger import (
     LEDGER,
     SEALED,
     LedgerEntry,
+    Ledgers,
     check_one_mode,
     check_one_policy,
     check_seal,
@@ -33,7 +34,6 @@ from megarl.storage.ledger import (
     ledger_sizes,
     lock,
     parse,
-    read_ledgers,
     sealed_choice,
     to_line,
     verify_shard,
@@ -77,7 +77,7 @@ class RolloutWriter:
         os.ftruncate(self._ledger.fileno(), self._length)
         os.fsync(self._ledger.fileno())
         fsync_path(self.directory)
-        everything = read_ledgers(self.directory)
+        everything = Ledgers(self.directory).read()
         if self.weights_hash is not None:
             check_one_policy(everything, self.directory, self.weights_hash)
         check_one_mode(everything, self.directory, self.logprob_mode)
@@ -156,8 +156,7 @@ class RolloutWriter:
 class RolloutStore:
     """The groups of one directory, sealed or still being written, as of the last `refresh`.
 
-    ``entries`` are the ledger lines by first group id, ``group_ids`` the sorted ids that are present, ``chosen`` those
-    of them that are trained.
+    ``group_ids`` are the sorted ids that are present, ``chosen`` those of them that are trained.
     Raises `UserError` for a damaged ledger, and for groups of several policies where ``one_policy`` is asked for.
     """
 
@@ -169,6 +168,9 @@ class RolloutStore:
             check_seal(self.directory)
         self._sealed_choice = sealed_choice(self.directory)
         self._verified: set[str] = set()
+        self._ledgers = Ledgers(self.directory)
+        self._entry_of: dict[int, LedgerEntry] = {}
+        self._first: LedgerEntry | None = None
         self._shard = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open)
         self._sizes: dict[str, int] | None = None
         self.refresh()
@@ -179,12 +181,19 @@ class RolloutStore:
         if sizes == self._sizes:
             return
         self._sizes = sizes  # taken before reading, so that what is appended meanwhile is read next time
-        self.entries: tuple[LedgerEntry, ...] = tuple(read_ledgers(self.directory))
-        if self.one_policy:
-            check_one_policy(self.entries, self.directory)
-        check_one_mode(self.entries, self.directory)
-        self._entry_of = {group: entry for entry in self.entries for group in entry.groups}
+        new = self._ledgers.read()
+        self._first = first = self._first or next(iter(new), None)
+        if first and self.one_policy:
+            check_one_policy(new, self.directory, first.weights_hash)
+        if first:
+            check_one_mode(new, self.directory, first.logprob_mode)
+        self._entry_of |= {group: entry for entry in new for group in entry.groups}
         self.group_ids: list[int] = sorted(self._entry_of)
+
+    @property
+    def entries(self) -> list[LedgerEntry]:
+        """The ledger lines, by first group id."""
+        return self._ledgers.entries
 
     @property
     def chosen(self) -> Sequence[int]:

@@ -19,6 +19,13 @@ from megarl.storage.run_dir import RunDir, Stage
 
 def check_run(run: RunDir) -> None:
     """`UserError` for prompt files that have changed, a damaged policy, and metrics that are lost for good."""
+    try:
+        _check_run(run)
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or run.root}: {error.strerror}") from error
+
+
+def _check_run(run: RunDir) -> None:
     run.check_prompts()
     mend_metrics(run)
     there = [stage for stage in [*run.stages(), run.end] if stage.policy.exists()]

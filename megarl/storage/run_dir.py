@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megarl.recipe.load import dump_recipe, load_recipe, recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
 from megarl.storage.checked_json import read_checked, write_checked
 from megarl.storage.files import file_sha256, make_directory, write_atomic
-from megarl.storage.json_lines import append_json, read_json_lines
+from megarl.storage.json_lines import StrictTail, append_json
 from megarl.storage.ledger import is_sealed
 
 _CONTENTS = ("stages", "metrics.jsonl", "events.jsonl", "final")  # what a run makes once it has a recipe
@@ -30,6 +31,7 @@ _CHECKSUM = "# checksum of the lines above: "
 class RunDir:
     root: Path
     recipe: Recipe
+    _evaluations: dict[int, dict[str, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def create(cls, root: Path, recipe: Recipe) -> RunDir:
@@ -114,6 +116,10 @@ class RunDir:
     def events(self) -> Path:
         return self.root / "events.jsonl"
 
+    @functools.cached_property
+    def _new_events(self) -> StrictTail:
+        return StrictTail(self.events)
+
     @property
     def non_finite(self) -> Path:
         """One object for each sequence that made an update not finite."""
@@ -149,7 +155,7 @@ class RunDir:
 
     def versions(self) -> list[int]:
         """What is published at this moment beside the stages' own policies, oldest first."""
-        return sorted(int(path.name) for path in self.root.glob("stages/???/policies/[0-9]*"))
+        return sorted(int(path.name) for path in self.root.glob("stages/*/policies/[0-9]*"))
 
     def check_links(self) -> None:
         """`UserError` when the run that this one branched from is no longer where it was."""
@@ -169,13 +175,11 @@ class RunDir:
         append_json(self.events, {"time": round(time.time(), 3), "event": event, **fields})
 
     def evaluations(self) -> dict[int, dict[str, Any]]:
-        """The first recorded evaluation of each stage's policy, by stage."""
-        found: dict[int, dict[str, Any]] = {}
-        if self.events.exists():
-            for event in read_json_lines(self.events):
-                if event.get("event") == "evaluation":
-                    found.setdefault(event["stage"], event)
-        return found
+        """The first recorded evaluation of each stage's policy, by stage; reads what is new since the last call."""
+        for event in self._new_events.read():
+            if event.get("event") == "evaluation":
+                self._evaluations.setdefault(event["stage"], event)
+        return self._evaluations
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 1.0
 LINE_SECONDS = 10.0  # between two plain lines about a phase; phases and evaluations have lines of their own
+METRICS_BYTES = 1 << 20  # of the metrics of earlier updates, more than those of the last RATE_UPDATES
 RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
 TRAINS = ("optimize", "live")  # the phases that make updates
 ANNOUNCED = (
@@ -51,9 +52,13 @@ class RunState:
         self.seconds: dict[str, float] = {}  # phase -> duration of the last one that ended
         self.recent: deque[dict[str, Any]] = deque(maxlen=RATE_UPDATES)
         self._replicas: dict[int, dict[str, Any]] = {}  # the last `rollout_progress` of each in the current phase
-        self._events, self._metrics = JsonTail(run_dir / "events.jsonl"), JsonTail(run_dir / "metrics.jsonl")
+        self._events, self._metrics = (
+            JsonTail(run_dir / "events.jsonl"),
+            JsonTail(run_dir / "metrics.jsonl", METRICS_BYTES),
+        )
         self._ledgers: dict[Path, JsonTail] = {}
         self._shards: dict[str, tuple[int, int, int, float]] = {}  # shard -> groups, responses, tokens, sum of rewards
+        self._begins = False  # a phase that `poll` has not looked at
         self._shards_before: set[str] = set()  # of an earlier, killed attempt: no measure of speed
 
     def poll(self) -> list[dict[str, Any]]:
@@ -61,6 +66,11 @@ class RunState:
         events = self._events.read()[1]
         for event in events:
             self._apply(event)
+        if self._begins:
+            self._begins = False
+            if self.phase == "rollout":
+                self._read_ledgers()
+            self._shards_before = set(self._shards)
         anew, updates = self._metrics.read()
         if anew:
             self.recent.clear()
@@ -73,10 +83,7 @@ class RunState:
         kind, stage = event.get("event"), event.get("stage", 0)
         if kind == "phase_start":
             self.phase, self.stage, self.phase_since = str(event.get("phase")), stage, event.get("time", time.time())
-            self._ledgers, self._shards, self._replicas = {}, {}, {}
-            if self.phase == "rollout":
-                self._read_ledgers()
-            self._shards_before = set(self._shards)
+            self._ledgers, self._shards, self._replicas, self._begins = {}, {}, {}, True
         elif kind in ("phase_end", "phase_failed", "phase_stopped"):
             self.phase = ""
             if kind == "phase_end":

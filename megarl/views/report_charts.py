@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.storage.json_lines import Record
 from megarl.views.run_reader import Run, interval
 
 COLOURS = (
@@ -20,7 +21,8 @@ COLOURS = (
     "#4aa3b5",
 )  # on white and on black
 PHASE_COLOURS = {"rollout": "#4c8bd6", "optimize": "#e0803a", "evaluate": "#3fa37a"}
-POINTS = 2000  # of a curve at most; longer runs are averaged in bins, finer than a screen shows
+POINTS = 1000  # of a curve at most; longer runs are averaged in bins, finer than a screen shows
+BARS = 100  # stages, or neighbouring stages together, for which times are shown
 SMOOTHING = 15  # updates of the moving average of the reward
 # title, hint, {metric: (label, dash)} and y axis of the charts that show metrics as they are
 PLAIN_CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]], ...] = (
@@ -107,10 +109,11 @@ def _accuracy(runs: list[Run]) -> Chart:
     for number, run in enumerate(runs):
         if not run.evaluations:
             continue
-        bounds = [interval(e) for e in run.evaluations]
-        accuracies = [e["accuracy"] for e in run.evaluations]
+        evaluations = _some(run.evaluations)
+        bounds = [interval(e) for e in evaluations]
+        accuracies = [e["accuracy"] for e in evaluations]
         chart.traces.append(
-            _line(number, run, [e["stage"] * run.updates_per_stage for e in run.evaluations], accuracies)
+            _line(number, run, [e["stage"] * run.updates_per_stage for e in evaluations], accuracies)
             | {
                 "name": html.escape(run.name) if len(runs) > 1 else "held-out accuracy",
                 "mode": "lines+markers",
@@ -123,7 +126,7 @@ def _accuracy(runs: list[Run]) -> Chart:
                     "thickness": 1.5,
                 },
                 "customdata": [
-                    [e.get("prompts", "?"), low, high] for e, (low, high) in zip(run.evaluations, bounds, strict=True)
+                    [e.get("prompts", "?"), low, high] for e, (low, high) in zip(evaluations, bounds, strict=True)
                 ],
                 "hovertemplate": "%{y:.3f}  [%{customdata[1]:.3f}, %{customdata[2]:.3f}], %{customdata[0]} prompts",
             }
@@ -230,10 +233,16 @@ def _phase_times(runs: list[Run]) -> Chart:
         "machine helps most.",
         layout={"barmode": "stack", "bargap": 0.4, "yaxis": {"title": {"text": "seconds"}}, "hovermode": "closest"},
     )
-    bars = [(run, stage, phase, s) for run in runs for (stage, phase), s in sorted(run.phase_seconds.items())]
+    width = -(-max(run.stages for run in runs) // BARS)
+    seconds: dict[tuple[int, int, str], float] = {}
+    for number, run in enumerate(runs):
+        for (stage, phase), s in sorted(run.phase_seconds.items()):
+            place = (number, stage // width if stage < run.stages else BARS, phase)
+            seconds[place] = seconds.get(place, 0.0) + s
+    bars = [(runs[number], stage, phase, s) for (number, stage, phase), s in seconds.items()]
     for phase in sorted({bar[2] for bar in bars}, key=lambda phase: [*PHASE_COLOURS, phase].index(phase)):
         mine = [bar for bar in bars if bar[2] == phase]
-        stages = [f"stage {stage + 1}" if stage < run.stages else "end" for run, stage, _, _ in mine]
+        stages = [_stages_of_bar(stage, width, run.stages) for run, stage, _, _ in mine]
         x = [[html.escape(run.name) for run, *_ in mine], stages] if len(runs) > 1 else stages
         chart.traces.append(
             {
@@ -248,11 +257,19 @@ def _phase_times(runs: list[Run]) -> Chart:
     return chart
 
 
+def _stages_of_bar(bar: int, width: int, stages: int) -> str:
+    if bar * width >= stages:
+        return "end"
+    return f"stage {bar + 1}" if width == 1 else f"stages {bar * width + 1}-{min(stages, (bar + 1) * width)}"
+
+
 def _stages(runs: list[Run]) -> dict[str, Any]:
     """Every other stage shaded and stages named, where all runs have the same ones."""
     if len({run.updates_per_stage for run in runs}) > 1:
         return {}
     size, count = runs[0].updates_per_stage, max(run.stages for run in runs)
+    if count > BARS:
+        return {}  # narrower than a line
     shade = {"type": "rect", "yref": "paper", "y0": 0, "y1": 1, "line": {"width": 0}, "layer": "below"}
     edge = {
         "type": "line",
@@ -301,6 +318,12 @@ def _smooth(x: list[int], y: list[float], stage: int) -> list[float]:
         low, high = max(first[k], i - SMOOTHING // 2), min(last[k], i + SMOOTHING // 2)
         smooth.append((sums[high + 1] - sums[low]) / (high + 1 - low))
     return smooth
+
+
+def _some(evaluations: list[Record]) -> list[Record]:
+    """At most POINTS / 4 of them, which are points with bars, and the last."""
+    width = -(-4 * len(evaluations) // POINTS) or 1
+    return [*evaluations[:-1:width], *evaluations[-1:]]
 
 
 def _thin(x: list[int], y: list[float]) -> tuple[list[int], list[float]]:

@@ -83,6 +83,15 @@ def test_tail_starts_over_when_the_file_is_cut_or_replaced(tmp_path):
     assert tail.read() == (False, [])
 
 
+def test_tail_of_a_long_file_begins_near_its_end(tmp_path):
+    path = tmp_path / "x.jsonl"
+    append(path, *({"a": number} for number in range(100)))
+    tail = JsonTail(path, last=35)  # three lines and a part of one
+    assert tail.read() == (False, [{"a": 97}, {"a": 98}, {"a": 99}])
+    append(path, {"a": 100})
+    assert tail.read() == (False, [{"a": 100}])
+
+
 def test_a_torn_line_that_is_cut_off_and_written_again_counts_once(tmp_path):
     tail = JsonTail(tmp_path / "x.jsonl")
     append(tail.path, {"a": 1}, torn='{"a": 22222')

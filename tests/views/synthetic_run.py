@@ -13,13 +13,13 @@ START = 1_700_000_000.0
 ACCURACY = (0.281, 0.613, 0.815, 0.902)
 
 
-def make_recipe(**objective: Any) -> Recipe:
+def make_recipe(schedule: dict[str, int] | None = None, **objective: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "model": {"path": "base"},
             "data": {"source": "reasoning_gym", "train": "spell_backward", "prompt_template": "{word}="},
             "reward": {"kind": "reasoning_gym"},
-            "schedule": {"stages": 3, "updates_per_stage": 96, "prompts_per_update": 16},
+            "schedule": {"stages": 3, "updates_per_stage": 96, "prompts_per_update": 16} | (schedule or {}),
             "objective": {"name": "mu_grpo", "veto_threshold": 1e-3, **objective},
             "optimizer": {"lr": 1e-4, "warmup_updates": 15},
         }
@@ -55,6 +55,7 @@ def update_record(number: int, size: int, noise: random.Random, speed: float = 1
         "grad_norm": 0.3 + 0.3 * noise.random(),
         "lr": 1e-4 * min(1, number / 15),
         "tokens": 2000,
+        "trained_tokens": 1000,
         "seconds": 0.1 / speed,
         "tokens_per_second": 20000.0 * speed,
     }
@@ -72,7 +73,7 @@ def make_events(recipe: Recipe, gain: float = 1.0) -> list[dict[str, Any]]:
         events.append({"time": now, "event": "phase_start", "phase": name, "stage": stage, "processes": 1})
         now += seconds
         if name == "evaluate":
-            accuracy = ACCURACY[0] + gain * (ACCURACY[stage] - ACCURACY[0])
+            accuracy = ACCURACY[0] + gain * (ACCURACY[min(stage, 3)] - ACCURACY[0])
             half = 1.96 * math.sqrt(accuracy * (1 - accuracy) / 1024)
             interval = [accuracy - half, accuracy + half]
             events.append(

@@ -30,7 +30,7 @@ def test_summary(tmp_path):
         "Updates": "288 / 288",
         "Largest staleness": "95",
         "Time in phases": "1 min 40 s",
-        "Tokens trained on": "576,000",
+        "Tokens trained on": "288,000",
     }
 
 
@@ -132,6 +132,23 @@ def test_long_runs_are_thinned_by_averaging(tmp_path):
     )
     (trace,) = charts_of(root)["Entropy"].traces
     assert len(trace["x"]) == POINTS and sum(trace["y"]) / POINTS == pytest.approx(0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("stages", [101, 1100, 10_000])
+def test_a_report_stays_small_however_long_the_run(tmp_path, stages):
+    recipe = make_recipe({"stages": stages, "updates_per_stage": 2})
+    roots = [make_run(tmp_path / name, recipe=recipe) for name in "ab"[: 1 + (stages == 1100)]]
+    assert write_report(roots, tmp_path / "page.html").stat().st_size < 10 << 20
+    charts = charts_of(*roots)
+    traces = [trace for chart in charts.values() for trace in chart.traces]
+    assert max(len(trace["y"]) for trace in traces) <= POINTS
+    assert not any(chart.layout.get("shapes") for chart in charts.values())
+    (accuracy, *_), bars = charts["Held-out accuracy"].traces, charts["Time per phase"].traces
+    assert accuracy["x"][0] == 0 and accuracy["x"][-1] == 2 * stages
+    total = sum(sum(trace["y"]) for trace in bars) / len(roots)
+    assert total == pytest.approx(32 * stages + 4)  # seconds: see `make_events`
+    if len(roots) == 1:
+        assert len(bars[0]["x"]) <= 102 and bars[0]["x"][0].startswith("stages 1-")
 
 
 def notes_of(root):

@@ -28,7 +28,7 @@ class Publisher:
         made again, perhaps otherwise, and are removed."""
         if dist.get_rank():
             return
-        for leftover in self.stage.run.root.glob("stages/???/policies/.*.tmp"):
+        for leftover in self.stage.run.root.glob("stages/*/policies/.*.tmp"):
             shutil.rmtree(leftover)
         # a version after exactly `done` updates, if due, is published again once the actor is there
         run, saved = self.stage.run, self.stage.first_update + done

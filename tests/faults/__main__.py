@@ -1,0 +1,234 @@
+"""Every kind of damage to every kind of file of a run directory, and failing calls on each: ``make faults``.
+
+A run of two stages is stopped in the middle of the second one, damaged and started again. It must end with the bytes of
+an undisturbed run, or say in one message what is wrong and exit with 2. A call that fails once must do neither more nor
+less than end the start with 1 or 2 and a message: the next start must end with these bytes. ``make faults`` prints a
+row for each; an argument is a pattern, and only faults whose names it is found in are tried.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.helpers import ROOT, megarl, write_guessing_model, write_recipe
+from tests.phases.test_kill import assert_same_run, kill_at
+
+SETTINGS = ("--set", "eval.every=2")  # before the first stage and after the last
+CHECKPOINT, POLICY, ROLLOUTS = "stages/001/checkpoints/update_000004", "stages/001/policy", "stages/001/rollouts"
+END = "stages/000/checkpoints/update_000006"
+FILES = (
+    "recipe.toml",
+    "prompts.json",
+    "metrics.jsonl",
+    "events.jsonl",
+    ".lock",
+    "logs/001_optimize/attempt_0/rank_0000.log",
+    "stages/000/policy/config.json",
+    "stages/000/policy/model.safetensors",
+    f"{POLICY}/config.json",
+    f"{POLICY}/megarl.json",
+    f"{POLICY}/model.safetensors",
+    f"{POLICY}/reference.json",
+    f"{POLICY}/tokenizer.json",
+    f"{ROLLOUTS}/w00000_00000040.arrow",
+    f"{ROLLOUTS}/ledger.jsonl",
+    f"{ROLLOUTS}/SEALED",
+    f"{CHECKPOINT}/.metadata",
+    f"{CHECKPOINT}/__0_0.distcp",
+    f"{CHECKPOINT}/common.pt",
+    f"{CHECKPOINT}/manifest.json",
+    f"{CHECKPOINT}/metadata.json",
+    f"{CHECKPOINT}/metrics.jsonl",
+)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "one bit flipped": flip,
+    "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: os.truncate(path, 0),
+    "removed": lambda path: path.unlink(),
+    "a directory instead": instead,
+    "another type": lambda path: path.write_text("[3]\n"),
+    "NUL at the end": lambda path: path.write_bytes(path.read_bytes()[:-16] + bytes(16)),
+}
+WHOLE_RUNS: dict[str, Callable[[Path], object]] = {
+    "all checkpoints of the stage damaged": lambda run: [flip(p) for p in run.glob("stages/001/*/update_*/.metadata")],
+    "the last checkpoint of the stage before damaged too": lambda run: [
+        flip(p) for p in run.glob("stages/*/checkpoints/update_*/common.pt")
+    ],
+    "the newest checkpoint half removed": lambda run: [p.unlink() for p in (run / CHECKPOINT).glob("*.distcp")],
+    "a checkpoint under another name": lambda run: os.rename(run / CHECKPOINT, run / f"{CHECKPOINT[:-1]}5"),
+    "metrics without the stage before": lambda run: cut_lines(run / "metrics.jsonl", slice(6, None)),
+    "metrics with a line twice": lambda run: cut_lines(run / "metrics.jsonl", [0, 1, 1, *range(2, 12)]),
+    "metrics with a line missing": lambda run: cut_lines(run / "metrics.jsonl", [0, 1, 2, *range(4, 12)]),
+    "metrics with a digit changed": lambda run: (run / "metrics.jsonl").write_text(
+        (run / "metrics.jsonl").read_text().replace('"staleness": 1', '"staleness": 2')
+    ),
+    "metrics and their copy damaged": lambda run: [flip(p) for p in run.glob("**/metrics.jsonl")],
+    "a recipe with another value": lambda run: (run / "recipe.toml").write_text(
+        (run / "recipe.toml").read_text().replace("lr = 0.0002", "lr = 0.0003")
+    ),
+    "a remedy: the policy deleted": lambda run: shutil.rmtree(run / POLICY),
+    "a remedy: the end of the stage before deleted, policy and checkpoints": lambda run: [
+        shutil.rmtree(run / path) for path in (END, POLICY, "stages/001/checkpoints")
+    ],
+    "rows appended to the prompts": lambda run: append(
+        run.parent / "prompts.jsonl", b'{"prompt": "cc", "answer": "c"}\n'
+    ),
+}
+# (function, part of the path, error number or 0 for half a write, which call)
+CALLS = [
+    *itertools.product(["write"], ["/metrics.jsonl"], [errno.EIO, errno.ENOSPC, 0], [1]),
+    *itertools.product(["write"], ["/events.jsonl"], [errno.EIO, errno.ENOSPC, 0], [2]),
+    *itertools.product(["write"], [".arrow"], [errno.EIO, errno.ENOSPC, 0], [1]),
+    *itertools.product(["write"], ["rollouts/ledger.jsonl"], [errno.EIO, errno.ENOSPC, 0], [2]),
+    *itertools.product(["write"], [".SEALED"], [errno.EIO, errno.ENOSPC, 0], [1]),
+    *itertools.product(["write"], [".distcp"], [errno.EIO, errno.ENOSPC, 0], [2]),
+    *itertools.product(["write"], [".final"], [errno.EIO, errno.ENOSPC, 0], [3]),
+    *itertools.product(["fsync"], [".arrow", "metrics.jsonl", "checkpoints/.update", ".final"], [errno.EIO], [1]),
+    *itertools.product(["rename"], [".arrow", "SEALED", "checkpoints/update", "/final"], [errno.EIO], [1]),
+    *itertools.product(["open"], [".arrow", "manifest.json", "/metrics.jsonl", "prompts.json"], [errno.EACCES], [1]),
+    *itertools.product(["open"], ["stages/001/policy/model", "recipe.toml"], [errno.EIO, errno.EMFILE], [1]),
+]
+
+
+def append(path: Path, data: bytes) -> None:
+    path.write_bytes(path.read_bytes() + data)
+
+
+def cut_lines(path: Path, kept: slice | list[int]) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[kept] if isinstance(kept, slice) else [lines[n] for n in kept if n < len(lines)]))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One start of a run on which something is wrong."""
+
+    name: str
+    damage: Callable[[Path], object] | None = None
+    call: tuple[str, str, int, int] | None = None
+
+
+def trials() -> list[Trial]:
+    at_rest = [
+        Trial(f"{file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(run / f)) for file in FILES for kind in KINDS
+    ]
+    whole = [Trial(name, damage) for name, damage in WHOLE_RUNS.items()]
+    calls = [
+        Trial(
+            f"{name} {part}, call {n}: {errno.errorcode[number] if number else 'half'}", None, (name, part, number, n)
+        )
+        for name, part, number, n in CALLS
+    ]
+    return [*at_rest, *whole, *calls]
+
+
+class Laboratory:
+    """An undisturbed run, and the same stopped in its second stage: without rollouts (0), with four updates (4)."""
+
+    def __init__(self, folder: Path) -> None:
+        sys.path.insert(0, str(ROOT / "examples/quickstart"))
+        from make_base import write_initial_model
+
+        self.folder = folder
+        write_initial_model(folder / "initial")
+        write_guessing_model(folder / "initial", folder / "model")
+        words = ["".join(letters) for letters in itertools.product("abc", repeat=5)]
+        self.recipe = write_recipe(folder, folder / "model", words)
+        self.prompts = (folder / "prompts.jsonl").read_bytes()
+        self.whole = folder / "whole"
+        result = megarl("train", self.recipe, "--run-dir", self.whole, *SETTINGS)
+        assert result.returncode == 0, result.stderr
+        for updates, moment in {
+            0: r"open .*logs/001_rollout/attempt_0/rank_0000.log",
+            4: r"open .*stages/001/checkpoints/\.update_000006\..*\.tmp/.",
+        }.items():
+            kill_at(moment, 1, self.recipe, self.stopped(updates), *SETTINGS)
+
+    def stopped(self, updates: int) -> Path:
+        return self.folder / f"stopped_{updates}"
+
+    def attempt(self, trial: Trial) -> tuple[bool, str]:
+        """(whether it is as it must be, what happened)"""
+        early = trial.call and any(part in trial.call[1] for part in (".arrow", "rollouts", "SEALED", "events"))
+        run = self.folder / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(self.stopped(0 if early else 4), run)
+        (self.folder / "prompts.jsonl").write_bytes(self.prompts)
+        counter = self.folder / "counter"
+        counter.unlink(missing_ok=True)
+        environment = dict(os.environ)
+        if trial.call:
+            call, part, number, n = trial.call
+            environment["MEGARL_FAULT"] = f"{call}|{part}|{number}|{n}|{counter}"
+        elif trial.damage:
+            trial.damage(run)
+        code, said = self.start(run, environment)
+        if trial.call and (not counter.exists() or counter.stat().st_size < trial.call[3]):
+            return False, "the call was not made"
+        if code == 0:
+            return self.compare(run, "continued")
+        if not re.match(r"megarl: \S", said) or (code == 2 and "Traceback" in said) or code not in (1, 2):
+            return False, f"exit {code}: {said}"
+        first = said.splitlines()[0].replace(str(self.folder), "")
+        if trial.damage:
+            return code == 2, f"exit {code}: {first}"
+        again, more = self.start(run, dict(os.environ))
+        if again:
+            return False, f"exit {code}: {first}; then exit {again}: {more}"
+        return self.compare(run, f"exit {code}: {first}; continued")
+
+    def start(self, run: Path, environment: dict[str, str]) -> tuple[int, str]:
+        """(exit code, what megarl itself said)"""
+        result = megarl("train", self.recipe, "--run-dir", run, *SETTINGS, env=environment)
+        return result.returncode, result.stderr[max(0, result.stderr.find("megarl: ")) :].strip()
+
+    def compare(self, run: Path, how: str) -> tuple[bool, str]:
+        try:
+            assert_same_run(self.whole, run)
+        except (AssertionError, OSError, ValueError) as error:
+            return False, f"{how}, but SILENTLY DIFFERENT: {str(error).splitlines()[0] if str(error) else error!r}"
+        return True, f"{how}, same bytes"
+
+
+def main() -> None:
+    pattern = re.compile(sys.argv[1] if len(sys.argv) > 1 else "")
+    with tempfile.TemporaryDirectory(prefix="megarl-faults-") as folder:
+        library = Path(folder) / "interposed.so"
+        source = Path(__file__).with_name("interposed.c")
+        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+        os.environ["LD_PRELOAD"] = str(library)  # of the process that `megarl` is a fork of
+        laboratory = Laboratory(Path(folder))
+        wrong, chosen = 0, [trial for trial in trials() if pattern.search(trial.name)]
+        for trial in chosen:
+            good, outcome = laboratory.attempt(trial)
+            wrong += not good
+            print(f"{'ok   ' if good else 'WRONG'} {trial.name:70} {outcome[:300]}", flush=True)
+    print(f"{len(chosen)} faults, {wrong} wrong")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
