@@ -33,9 +33,7 @@ def rollout(stage: Stage) -> None:
     replicas = ReplicaGroup.join(leave=stop.exit_if_asked)
     make_directory(stage.rollouts)
     stage.run.check_prompts()
-    worker = RolloutWorker.build(stage.run.recipe, stage.number, stage.policy)
-    drift = worker.check_weights(stage.policy, replicas)
-    stage.log_event("weight_drift", phase="rollout", rank=replicas.rank, **asdict(drift))
+    worker = start_worker(stage, replicas)
     whole = worker.engine.repeats_chunks
     candidates, found = Candidates(replicas, stage.groups, stage.run.recipe.groups_per_stage), None
     if replicas.rank == 0:  # for everybody: others may see a shared file system as it was a moment ago
@@ -86,6 +84,14 @@ def rollout(stage: Stage) -> None:
             stage.log_event("dynamic_sampling", phase="rollout", **candidates.summary())
         seal(stage.rollouts, stage.groups, chosen)
     replicas.barrier("sealed")
+
+
+def start_worker(stage: Stage, replicas: ReplicaGroup) -> RolloutWorker:
+    """An engine that has been found to compute the stage's policy."""
+    worker = RolloutWorker.build(stage.run.recipe, stage.number, stage.policy)
+    drift = worker.check_weights(stage.policy, replicas)
+    stage.log_event("weight_drift", phase="rollout", rank=replicas.rank, **asdict(drift))
+    return worker
 
 
 def missing_chunks(stage: Stage, missing: Collection[int], whole: bool) -> list[Sequence[int]]:
