@@ -76,9 +76,11 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
         from megarl.workers.launcher import follow
         from megarl.workers.nodes import Nodes
 
-        with Nodes(node, starter) as nodes:
+        # `optimize --output` makes a run of its own; where it is, each node knows from its own command line
+        run_dir = (getattr(options, "output", None) or options.run_dir).resolve()
+        with Nodes(node, starter, run_dir) as nodes:
             if nodes.rank:
-                follow(nodes)
+                follow(nodes, run_dir)
             else:
                 lead(options, nodes)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from megarl.keystore import SECRET, StoreClient
 
 PHASE_ID = "MEGARL_PHASE_ID"  # environment variable: what one attempt at a phase calls its keys in the agents' store
 # A fast replica may wait for hours for a slow one; a dead one is the launcher's business.
@@ -90,22 +92,21 @@ class ReplicaGroup:
 
 
 def _phase_store() -> dist.Store:
-    """The launcher's agent hosts it; a process that is a whole phase by itself hosts its own."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if PHASE_ID in os.environ:
-        store = dist.TCPStore(address, port, is_master=False, timeout=PATIENCE, wait_for_workers=False)
-    else:
-        # TCPStore would bind to every interface, so it is handed a socket that is bound to loopback
-        listener = socket.create_server((address, port)).detach()
-        store = dist.TCPStore(address, port, is_master=True, timeout=PATIENCE, master_listen_fd=listener)
+    """The launcher's agent hosts it; a process that is a whole phase by itself shares it with nobody."""
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    return dist.PrefixStore(os.environ.get(PHASE_ID, "alone"), store)
+    if PHASE_ID not in os.environ:
+        return dist.HashStore()
+    store = _agents_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ[SECRET])
+    return dist.PrefixStore(os.environ[PHASE_ID], store)
+
+
+@functools.cache  # torch keeps only the C++ half of a store alive
+def _agents_store(address: str, port: int, secret: str) -> dist.Store:
+    return StoreClient(address, port, bytes.fromhex(secret), PATIENCE)
 
 
 def become_single_process() -> None:
     """Prepare the environment of a process that is a whole phase by itself: scripts and benchmarks."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")

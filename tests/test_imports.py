@@ -49,6 +49,7 @@ LAYERS = (
     "errors",
     "batch",
     "advantages",
+    "keystore",
     "distributed",
     "kernels",
     "objectives",

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megarl.distributed import PHASE_ID
 from megarl.errors import STOPPED, PhaseFailed, UserError
+from megarl.keystore import SECRET
 from megarl.phases.entry import ERROR_FILE
 from megarl.rollout import engine_module
 from megarl.storage.files import INTACT
@@ -34,16 +35,14 @@ def run_phase(nodes: Nodes, stage: Stage, phase: str, processes: int) -> None:
     is gone. Raises that `UserError`, `PhaseFailed`, or KeyboardInterrupt when a node was told to stop.
     """
     run = stage.run
-    logs = run.logs / f"{stage.number:03d}_{phase}"
-    shutil.rmtree(logs, ignore_errors=True)
+    shutil.rmtree(_logs(stage, phase), ignore_errors=True)
     start = time.monotonic()
     stage.log_event("phase_start", phase=phase, nodes=nodes.count, processes=processes)
     for attempt in itertools.count():
-        attempt_logs = logs / f"attempt_{attempt}"
-        attempt_logs.mkdir(parents=True)
-        where = {"run": str(run.root), "stage": stage.number, "logs": str(attempt_logs)}
-        order = nodes.order(phase=phase, processes=processes, **where)
-        nodes.report(_run_here(nodes, stage, phase, processes, attempt_logs))
+        logs = _logs(stage, phase) / f"attempt_{attempt}"
+        logs.mkdir(parents=True)
+        order = nodes.order(phase=phase, processes=processes, stage=stage.number, attempt=attempt)
+        nodes.report(_run_here(nodes, stage, phase, processes, logs))
         reports = nodes.reports(order)
         seconds = round(time.monotonic() - start, 3)
         failure = _first_failure(reports.values())
@@ -60,8 +59,12 @@ def run_phase(nodes: Nodes, stage: Stage, phase: str, processes: int) -> None:
     stage.log_event("phase_end", phase=phase, seconds=seconds)
 
 
-def follow(nodes: Nodes) -> None:
-    """What the agents of all nodes but the first do: the leader's orders, until it has no more."""
+def _logs(stage: Stage, phase: str) -> Path:
+    return stage.run.logs / f"{stage.number:03d}_{phase}"
+
+
+def follow(nodes: Nodes, run_dir: Path) -> None:
+    """What the agents of all nodes but the first do: the leader's orders for the run, until it has no more."""
     while True:
         try:
             order = nodes.next_order()
@@ -71,13 +74,14 @@ def follow(nodes: Nodes) -> None:
         if order.get("end"):
             return
         try:
-            run = RunDir.open(Path(order["run"]))
+            run = RunDir.open(run_dir)
         except UserError as error:
             cause = f"{nodes.name()}: {error}; the run directory must lie on a file system that all nodes share"
             nodes.report(Report("failed", cause, mistake=True, time=time.time()))
             continue
         stage = run.stage(order["stage"])
-        report = _run_here(nodes, stage, order["phase"], order["processes"], Path(order["logs"]))
+        phase, logs = order["phase"], _logs(stage, order["phase"]) / f"attempt_{order['attempt']}"
+        report = _run_here(nodes, stage, phase, order["processes"], logs)
         if nodes.leader_lost:
             raise nodes.lost_leader()
         nodes.report(report)
@@ -135,6 +139,7 @@ def _environment(nodes: Nodes, rank: int, processes: int) -> dict[str, str]:
         "MASTER_ADDR": nodes.address,
         "MASTER_PORT": nodes.port,
         PHASE_ID: nodes.phase_id,
+        SECRET: nodes.secret.hex(),
     }
     return {name: str(value) for name, value in values.items()}
 

@@ -11,7 +11,10 @@ from megarl.errors import UserError
 
 @dataclass(frozen=True)
 class NodeRank:
-    """Where this agent stands: ``rank`` of ``count`` nodes; ``address``, ``port`` of the store on the first one."""
+    """Where this agent stands: ``rank`` of ``count`` nodes; ``address``, ``port`` of the store on the first one.
+
+    Port 0: a free one, which the first node publishes in the run directory.
+    """
 
     rank: int = 0
     count: int = 1
@@ -20,24 +23,27 @@ class NodeRank:
 
 
 def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
-    """From a Slurm step, or from ``NNODES NODE_RANK MASTER_ADDR MASTER_PORT``; one node where neither is set."""
+    """From a Slurm step, or from ``NNODES NODE_RANK MASTER_ADDR``; one node where neither is set.
+
+    ``MASTER_PORT`` is for networks that let only certain ports through.
+    """
+    port = int(environ.get("MASTER_PORT") or 0)
     if "NNODES" in environ:
-        missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+        missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in environ]
         if missing:
             raise UserError(
-                f"NNODES is set, but {missing[0]} is not: a run on several nodes needs NNODES, NODE_RANK, MASTER_ADDR "
-                "and MASTER_PORT"
+                f"NNODES is set, but {missing[0]} is not: a run on several nodes needs NNODES, NODE_RANK and "
+                "MASTER_ADDR"
             )
         rank, count = int(environ["NODE_RANK"]), int(environ["NNODES"])
         if not 0 <= rank < count:
             raise UserError(f"NODE_RANK = {rank}, but NNODES = {count}")
-        node = NodeRank(rank, count, environ["MASTER_ADDR"], int(environ["MASTER_PORT"]))
+        node = NodeRank(rank, count, environ["MASTER_ADDR"], port)
     elif "SLURM_STEP_NODELIST" in environ:
         count, tasks = int(environ["SLURM_STEP_NUM_NODES"]), int(environ["SLURM_STEP_NUM_TASKS"])
         if tasks != count:
             raise UserError(f"{tasks} tasks on {count} nodes: start one a node (srun --ntasks-per-node=1)")
         address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
-        port = int(environ.get("MASTER_PORT") or job_port(int(environ["SLURM_JOB_ID"])))
         node = NodeRank(int(environ["SLURM_NODEID"]), count, address, port)
     else:
         return NodeRank()
@@ -50,8 +56,3 @@ def first_host(nodelist: str) -> str:
     if not first:
         raise UserError(f"no host in the Slurm node list {nodelist!r}")
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
-
-
-def job_port(job: int) -> int:
-    """A port below the ephemeral ones, the same on all nodes, another for the next jobs of a shared node."""
-    return 10000 + job % 20000

@@ -1,4 +1,4 @@
-"""The node agents of a run: one a node, of which the first leads and alone writes; they meet in torch's TCP store.
+"""The node agents of a run: one a node, of which the first leads and alone writes; they meet in the leader's store.
 
 The leader orders phases one after another; every agent starts its own processes of a phase and reports how they ended.
 An agent that dies is noticed by its missing heartbeat, a failed phase by its report, and the others end theirs at once.
@@ -14,11 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
 from megarl.errors import PhaseFailed
+from megarl.keystore import StoreClient, StoreServer, new_secret
+from megarl.workers.meeting import join, make_secret, publish
 from megarl.workers.node_rank import NodeRank
 from megarl.workers.processes import Starter
 
@@ -26,7 +29,8 @@ HEARTBEAT_SECONDS = 0.5
 DEAD_AFTER_SECONDS = 15.0  # below Slurm's KillWait: the cause is known before the job is killed
 JOIN_TIMEOUT = timedelta(minutes=10)  # nodes of one job start seconds apart, but may first pull a container
 POLL_SECONDS = 0.05
-LOST = (RuntimeError, ConnectionError)  # what a TCPStore raises once its server is gone
+LOOPBACK = "127.0.0.1"
+LOST = (RuntimeError, OSError)  # what a store raises once its server is gone
 
 
 @dataclass(frozen=True)
@@ -43,10 +47,12 @@ class Report:
 class Nodes:
     """All agents of a run. On rank 0 `order` and `reports`, on the others `next_order`, on all of them `report`."""
 
-    def __init__(self, node: NodeRank, starter: Starter | None = None) -> None:
+    def __init__(self, node: NodeRank, starter: Starter | None = None, run_dir: Path | None = None) -> None:
+        """``run_dir``: shared by all nodes, where there are several; it need not exist yet."""
         self.starter = starter or Starter()
-        self.rank, self.count, self.address = node.rank, node.count, node.address
-        self._store, self.port = _open_store(node)
+        self.rank, self.count, self.address, self.port = node.rank, node.count, node.address, node.port
+        self._server: StoreServer | None = None
+        self._store = self._join(run_dir) if self.rank else self._open(run_dir)
         self._names: list[str] = []
         self._orders = 0
         self._kill: Callable[[], None] | None = None
@@ -59,6 +65,31 @@ class Nodes:
             self._meet()
             self._watch = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
             self._watch.start()
+
+    def _open(self, run_dir: Path | None) -> StoreClient:
+        """The leader hosts the store: on loopback where nobody else is to come."""
+        if self.count == 1:
+            self.secret = new_secret()
+        else:
+            assert run_dir is not None
+            self.secret = make_secret(run_dir)
+        try:
+            self._server = StoreServer(self.secret, LOOPBACK if self.address == LOOPBACK else "", self.port)
+        except OSError as error:
+            raise PhaseFailed(
+                f"cannot listen on port {self.port} of {self.address} for the other nodes: {error}; set MASTER_PORT to "
+                "a free one, or leave it out"
+            ) from error
+        self.port = self._server.port
+        if self.count > 1:
+            assert run_dir is not None
+            publish(run_dir, self.address, self.port)
+        return StoreClient(LOOPBACK, self.port, self.secret, JOIN_TIMEOUT)
+
+    def _join(self, run_dir: Path | None) -> StoreClient:
+        assert run_dir is not None
+        store, self.address, self.port, self.secret = join(run_dir, self.address, self.port, JOIN_TIMEOUT)
+        return store
 
     def _meet(self) -> None:
         """Everybody has come, or a `PhaseFailed` that says who has not."""
@@ -157,7 +188,7 @@ class Nodes:
             return True
 
     def _beat(self) -> None:
-        store = _client(self.address, self.port)  # a connection of its own: the other may be waiting
+        store = self._store.clone()  # a connection of its own: the other may be waiting
         beats = 0
         while not self._closing.wait(HEARTBEAT_SECONDS):
             beats += 1
@@ -205,33 +236,8 @@ class Nodes:
                 self._store.set(f"left/{self.rank}", "1")
         self._closing.set()
         self.starter.close()
+        if self._server:
+            self._server.close()
 
     def _left(self, rank: int) -> bool:
         return rank in self.dead or self._store.check([f"left/{rank}"])
-
-
-def _open_store(node: NodeRank) -> tuple[dist.TCPStore, int]:
-    if node.count == 1:
-        # TCPStore would bind to every interface, so it is handed a socket that is bound to loopback
-        listener = socket.create_server((node.address, 0))
-        port = listener.getsockname()[1]
-        return dist.TCPStore(node.address, port, is_master=True, master_listen_fd=listener.detach()), port
-    if node.rank:
-        return _client(node.address, node.port), node.port
-    try:
-        return dist.TCPStore(node.address, node.port, is_master=True, wait_for_workers=False), node.port
-    except LOST as error:
-        raise PhaseFailed(
-            f"cannot listen on port {node.port} of {node.address} for the other nodes: {str(error).splitlines()[0]}; "
-            "set MASTER_PORT to a free one"
-        ) from error
-
-
-def _client(address: str, port: int) -> dist.TCPStore:
-    try:
-        return dist.TCPStore(address, port, is_master=False, timeout=JOIN_TIMEOUT, wait_for_workers=False)
-    except LOST as error:
-        raise PhaseFailed(
-            f"cannot reach node 0 at {address}:{port}: {str(error).splitlines()[0]}; "
-            "MASTER_ADDR and MASTER_PORT name another address"
-        ) from error

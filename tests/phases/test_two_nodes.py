@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 import signal
-import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -27,16 +28,11 @@ def settings(*others):
     return [part for setting in (*SETTINGS, *others) for part in ("--set", setting)]
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 class TwoNodes:
     """The agents of ``megarl train`` on two nodes, one process of each phase on each."""
 
     def __init__(self, recipe, run, *options):
-        shared = {**os.environ, "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        shared = {**os.environ, "NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
         self.run = run
         arguments = ("train", recipe, "--run-dir", run, *settings(), *options)
         self.agents = [start_megarl(*arguments, env={**shared, "NODE_RANK": str(rank)}) for rank in (0, 1)]
@@ -128,6 +124,59 @@ def test_two_nodes_make_the_run_of_one(one_node, two_nodes):
     assert logs == [f"000_{phase}/attempt_0/rank_000{rank}.log" for phase in ("optimize", "rollout") for rank in (0, 1)]
 
 
+STRANGER = """
+import json, os, socket, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from megarl.keystore import StoreClient
+
+port, done = int(sys.argv[1]), 0
+if os.geteuid() == 0:
+    os.setgid(65534), os.setuid(65534)
+order = json.dumps({"run": "/tmp/x", "phase": "rollout", "processes": 1, "stage": 0, "attempt": 0})
+forged = {"order/1": order, "order/2": order, "report/1/1": '{"outcome": "failed"}', "abort/1": "1", "alive/1": "x"}
+forged |= {f"phase1/megarl/{key}": "[[0, [1.0]]]" for key in ("rewards/0", "next_chunk", "missing", "generated/1")}
+print("begins", flush=True)
+while True:
+    for attempt in range(3):
+        try:
+            if attempt == 0:
+                store = StoreClient("127.0.0.1", port, os.urandom(32), timedelta(seconds=1))
+            elif attempt == 1:
+                store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
+            else:
+                with socket.create_connection(("127.0.0.1", port)) as stranger:
+                    stranger.sendall(os.urandom(5000))
+                continue
+            for key, value in forged.items():
+                store.set(key, value)
+                store.add(key.replace("/0", "/1"), 1)
+            print("let in", flush=True)
+        except ConnectionRefusedError:
+            sys.exit()
+        except (OSError, RuntimeError):
+            pass
+"""
+
+
+def test_a_stranger_on_the_leaders_port_changes_nothing(recipe, two_nodes, tmp_path):
+    run = tmp_path / "run"
+    with TwoNodes(recipe, run) as two:
+        two.wait_for(lambda run: (run / "leader.json").exists())
+        port = json.loads((run / "leader.json").read_text())["port"]
+        command = [sys.executable, "-c", STRANGER, str(port)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as stranger:
+            try:
+                assert stranger.stdout.readline() == "begins\n"
+                for code, output in two.wait():
+                    assert code == 0, output
+            finally:
+                stranger.kill()
+            assert "let in" not in stranger.stdout.read()
+    assert_same_rollouts(two_nodes, run)
+    assert_same_result(two_nodes, run)
+
+
 def test_killed_follower_fails_the_run_with_the_cause(recipe, sealed):
     with TwoNodes(recipe, sealed) as two:
         two.wait_for(lambda run: lines(run / "metrics.jsonl") >= 1)
@@ -201,10 +250,11 @@ SLURM = {"SLURM_JOB_ID": "20007", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_T
     [
         ({}, NodeRank()),
         ({"SLURM_JOB_ID": "5", "SLURM_NNODES": "2"}, NodeRank()),  # a batch script outside of any step
-        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07-09],x"}, NodeRank(1, 2, "gpu07", 10007)),
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07-09],x"}, NodeRank(1, 2, "gpu07", 0)),
         ({**SLURM, "SLURM_STEP_NODELIST": "a,b", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"},
          NodeRank(1, 2, "10.0.0.1", 99)),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "7"}, NodeRank(0, 2, "h", 7)),
+        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h"}, NodeRank(1, 2, "h", 0)),
     ],
 )  # fmt: skip
 def test_place(environment, place):
@@ -215,7 +265,7 @@ def test_place(environment, place):
     ("environment", "message"),
     [
         ({**SLURM, "SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_NUM_TASKS": "16"}, "16 tasks on 2 nodes"),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h"}, "MASTER_PORT"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": "7"}, "MASTER_ADDR is not"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"}, "NODE_RANK = 2"),
     ],
 )

@@ -1,56 +1,57 @@
 """The agents of several nodes, in threads of one process: nobody waits for one that is gone."""
 
 import contextlib
-import socket
+import os
 import threading
 
 import pytest
+import torch.distributed as dist
 
 from megarl.distributed import ReplicaGroup
-from megarl.workers.nodes import NodeRank, Nodes, Report, _open_store
+from megarl.errors import PhaseFailed, UserError
+from megarl.keystore import StoreServer, new_secret
+from megarl.workers import meeting, nodes
+from megarl.workers.nodes import NodeRank, Nodes, Report
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+def node(rank, run_dir):
+    return Nodes(NodeRank(rank, 2, "127.0.0.1"), run_dir=run_dir)
 
 
 @pytest.mark.parametrize(
     ("error", "outcome", "cause"),
     [(OSError("no room in /tmp"), "failed", "no room in /tmp"), (KeyboardInterrupt(), "stopped", "KeyboardInterrupt")],
 )
-def test_a_follower_that_leaves_says_why(error, outcome, cause):
-    port = free_port()
+def test_a_follower_that_leaves_says_why(error, outcome, cause, tmp_path):
 
     def follow():
-        with contextlib.suppress(type(error)), Nodes(NodeRank(1, 2, "127.0.0.1", port)) as nodes:
-            nodes.next_order()
+        with contextlib.suppress(type(error)), node(1, tmp_path) as agents:
+            agents.next_order()
             raise error
 
     follower = threading.Thread(target=follow)
     follower.start()
-    with Nodes(NodeRank(0, 2, "127.0.0.1", port)) as nodes:
-        number = nodes.order(phase="rollout")
-        nodes.report(Report("done"))
-        reports = nodes.reports(number)
-        assert (reports[1].outcome, nodes.aborted()) == (outcome, True)
+    with node(0, tmp_path) as agents:
+        number = agents.order(phase="rollout")
+        agents.report(Report("done"))
+        reports = agents.reports(number)
+        assert (reports[1].outcome, agents.aborted()) == (outcome, True)
         assert "node 1" in reports[1].cause and cause in reports[1].cause
     follower.join()
 
 
-def test_a_follower_that_left_without_a_word_failed():
-    port = free_port()
+def test_a_follower_that_left_without_a_word_failed(tmp_path):
 
     def follow():
-        with Nodes(NodeRank(1, 2, "127.0.0.1", port)) as nodes:
-            nodes.next_order()
+        with node(1, tmp_path) as agents:
+            agents.next_order()
 
     follower = threading.Thread(target=follow)
     follower.start()
-    with Nodes(NodeRank(0, 2, "127.0.0.1", port)) as nodes:
-        number = nodes.order(phase="rollout")
-        nodes.report(Report("done"))
-        report = nodes.reports(number)[1]
+    with node(0, tmp_path) as agents:
+        number = agents.order(phase="rollout")
+        agents.report(Report("done"))
+        report = agents.reports(number)[1]
         assert report.outcome == "failed" and "node 1" in report.cause and "left" in report.cause
     follower.join()
 
@@ -66,6 +67,49 @@ def test_who_waits_for_peers_can_leave():
         if len(asked) == 3:
             raise Left
 
-    store, _ = _open_store(NodeRank())
     with pytest.raises(Left):
-        ReplicaGroup(store, 0, 2, leave).barrier("generated")
+        ReplicaGroup(dist.HashStore(), 0, 2, leave).barrier("generated")
+
+
+def test_the_secret_is_its_owners_alone_and_that_of_all_starts(tmp_path):
+    run = tmp_path / "run"
+    secret = meeting.make_secret(run)
+    assert (run / "secret").stat().st_mode & 0o777 == 0o600
+    assert meeting.make_secret(run) == meeting.read_secret(run) == secret
+    os.chmod(run / "secret", 0o640)
+    with pytest.raises(UserError, match="read by its owner alone"):
+        meeting.make_secret(run)
+    os.chmod(run / "secret", 0o600)
+    if os.geteuid() == 0:
+        os.chown(run / "secret", 65534, 65534)
+        with pytest.raises(UserError, match="read by its owner alone"):
+            meeting.read_secret(run)
+        os.chown(run / "secret", 0, 0)
+    (run / "secret").write_bytes(b"short")
+    with pytest.raises(UserError, match="damaged"):
+        meeting.read_secret(run)
+
+
+def test_a_follower_waits_for_the_leader_past_what_an_earlier_start_left(tmp_path):
+    meeting.make_secret(tmp_path)
+    other = StoreServer(new_secret())  # of another run, on the port that this one had
+    meeting.publish(tmp_path, "127.0.0.1", other.port)
+    joined = []
+
+    def follow():
+        with contextlib.suppress(PhaseFailed), node(1, tmp_path) as agents:
+            joined.append(agents.next_order())
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    with node(0, tmp_path) as agents:
+        agents.order(phase="rollout")
+    follower.join()
+    other.close()
+    assert [order["phase"] for order in joined] == ["rollout"]
+
+
+def test_a_follower_without_a_leader_says_where_it_looked(tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes, "JOIN_TIMEOUT", nodes.JOIN_TIMEOUT * 0)
+    with pytest.raises(PhaseFailed, match="cannot reach node 0 at what .*leader.json names.*all nodes share"):
+        node(1, tmp_path)

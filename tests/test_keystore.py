@@ -1,0 +1,203 @@
+"""The store of a run: torch's semantics for those who know the secret, nothing for anybody else."""
+
+import multiprocessing
+import socket
+import struct
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.keystore import DIGEST, NONCE, STRANGERS, StoreClient, StoreServer, _Session, new_secret
+
+TIMEOUT = timedelta(seconds=60)
+
+
+@pytest.fixture
+def secret():
+    return new_secret()
+
+
+@pytest.fixture
+def server(secret):
+    server = StoreServer(secret)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client(server, secret):
+    return StoreClient("127.0.0.1", server.port, secret, TIMEOUT)
+
+
+def test_it_answers_as_torchs_own_store(client):
+    """The same calls on both, through the prefixes that phases use."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    theirs = dist.TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
+    results = []
+    for store in (theirs, client):
+        store = dist.PrefixStore("phase1", dist.PrefixStore("megarl", store))
+        store.set("a", "1")
+        store.set("b", bytes(range(256)))
+        found = [store.get("a"), store.get("b"), store.check(["a"]), store.check(["a", "c"])]
+        found += [store.add("n", 3), store.add("n", -1), store.get("n"), store.compare_set("a", "1", "2")]
+        found += [store.compare_set("a", "1", "3"), store.compare_set("new", "", "x"), store.get("new")]
+        found += [store.delete_key("a"), store.delete_key("a"), store.check(["a"]), store.wait(["b", "n"])]
+        found += [store.num_keys() > 0]
+        results.append(found)
+    assert results[0] == results[1]
+
+
+def test_who_waits_is_told_when_the_last_key_is_there(client):
+    got = []
+    other = client.clone()
+    thread = threading.Thread(target=lambda: got.append(other.multi_get(["x", "y"])))
+    thread.start()
+    client.set("x", "1")
+    assert not client.check(["y"])
+    client.add("y", 5)
+    thread.join(60)
+    assert got == [[b"1", b"5"]]
+    with pytest.raises(dist.DistStoreError, match="timed out"):
+        client.wait(["never"], timedelta(seconds=0.01))
+
+
+def test_large_values_and_many_clients(client):
+    value = b"\xff" * 3_000_000
+    client.set("large", value)
+    clients = [client.clone() for _ in range(2 * STRANGERS)]
+    numbers = [other.add("next", 1) for other in clients for _ in range(3)]
+    assert numbers == list(range(1, 6 * STRANGERS + 1))
+    assert clients[-1].get("large") == value
+
+
+def all_reduce(port, secret, rank, results):
+    store = StoreClient("127.0.0.1", port, secret, TIMEOUT)
+    dist.init_process_group("gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=2)
+    value = torch.tensor(float(rank + 1))
+    dist.all_reduce(value)
+    dist.all_reduce(value, group=dist.new_group([0, 1]))
+    results.put(value.item())
+    dist.destroy_process_group()
+
+
+def test_torchs_process_groups_meet_in_it(server, secret):
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [context.Process(target=all_reduce, args=(server.port, secret, rank, results)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    assert [results.get(timeout=120) for _ in ranks] == [6.0, 6.0]
+    for rank in ranks:
+        rank.join()
+
+
+def closed(connection):
+    """Wait until the other end has closed; what it sent before."""
+    connection.settimeout(60)
+    received = b""
+    try:
+        while data := connection.recv(1 << 16):
+            received += data
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def test_nobody_comes_in_without_the_secret(server, client):
+    for wrong in (new_secret(), b""):
+        with pytest.raises(ConnectionError, match="does not know the run's secret"):
+            StoreClient("127.0.0.1", server.port, wrong, TIMEOUT)
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:  # who does not care about the answer
+        session = _Session(b"guess", bytes(2 * NONCE), b"client", b"server")
+        stranger.sendall(bytes(NONCE) + bytes(DIGEST) + session.pack(["set", "order/1", "{}"]))
+        closed(stranger)
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:  # who gives the server's answer back to it
+        stranger.sendall(bytes(NONCE))
+        answer = b""
+        while len(answer) < NONCE + DIGEST:
+            answer += stranger.recv(1024)
+        stranger.sendall(answer[NONCE:])
+        closed(stranger)
+    assert not client.check(["order/1"]) and client.num_keys() == 0
+
+
+class Relay:
+    """Between a client and the server: what it forwards to the server, ``tamper`` may change."""
+
+    def __init__(self, port, tamper):
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port, self._to, self._tamper = self.listener.getsockname()[1], port, tamper
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        client, _ = self.listener.accept()
+        server = socket.create_connection(("127.0.0.1", self._to))
+        threading.Thread(target=self._copy, args=(server, client, lambda data: data), daemon=True).start()
+        self._copy(client, server, self._tamper)
+
+    def _copy(self, source, target, change):
+        try:
+            while data := source.recv(1 << 16):
+                target.sendall(change(data))
+        except OSError:
+            pass
+        target.close()
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        lambda data: data.replace(b'"7"', b'"8"'),
+        lambda data: data + data if b'"7"' in data else data,
+        lambda data: b"" if b'"6"' in data else data,
+        lambda data: data.replace(struct.pack(">I", len(b'["set", "a", "7"]')), struct.pack(">I", 1 << 31)),
+    ],
+    ids=["changed", "repeated", "left out", "endless"],
+)
+def test_what_is_changed_on_its_way_ends_the_connection(server, client, secret, tamper):
+    relay = Relay(server.port, tamper)
+    between = StoreClient("127.0.0.1", relay.port, secret, timedelta(seconds=2))
+    with pytest.raises((OSError, RuntimeError)):  # noqa: PT012 - whichever request notices
+        between.set("a", "6")
+        between.set("a", "7")
+        between.set("b", "9")
+        between.check(["a"])
+        raise AssertionError("nobody noticed")
+    value = client.get("a") if client.check(["a"]) else None
+    assert value in (None, b"6", b"7") and not client.check(["b"])
+
+
+def test_silent_strangers_cannot_use_up_connections(server, client):
+    strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(STRANGERS + 10)]
+    for stranger in strangers[:10]:
+        assert closed(stranger) == b""
+    client.clone().set("a", "1")
+    assert client.get("a") == b"1"
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_server_that_ends_is_noticed(server, secret, client):
+    client.set("a", "1")
+    waits = client.clone()
+    noticed = []
+
+    def wait():
+        try:
+            waits.get("b")
+        except OSError as error:
+            noticed.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0)
+    server.close()
+    thread.join(60)
+    assert len(noticed) == 1
+    with pytest.raises(ConnectionError):
+        client.multi_get(["a"])
