@@ -40,7 +40,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         options.command(options)
     except BaseException as error:
-        if interrupted:  # extension modules turn a KeyboardInterrupt in their import into other exceptions
+        # extension modules turn a KeyboardInterrupt in their import into other exceptions
+        if interrupted or isinstance(error, KeyboardInterrupt):
             sys.exit(_complain("interrupted; start the same command again to continue", 130))
         if isinstance(error, UserError):
             sys.exit(_complain(error, 2))

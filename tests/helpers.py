@@ -97,7 +97,8 @@ def processes_of(pid, phase):
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended
-            if process.name().startswith(f"{phase}:") or {"megarl.phases", phase} <= set(process.cmdline()):
+            cold = {"megarl.phases", phase} <= set(process.cmdline()) and process.name() != "verifier"
+            if process.name().startswith(f"{phase}:") or cold:
                 found.append(process)
     return found
 

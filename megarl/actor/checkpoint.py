@@ -282,7 +282,7 @@ def _sharded_state(actor: Actor) -> dict[str, Any]:
 
 
 def _is_extra(key: str) -> bool:
-    return key.endswith("_extra_state")
+    return "_extra_state" in key
 
 
 def _layout(actor: Actor) -> dict[str, int]:

@@ -59,8 +59,8 @@ def weights_are_those_of_the_stages_beginning():
 def an_update_is_left_out():
     right = updates.make_updates
 
-    def make_updates(actor, stage, start, batches, stop):
-        right(actor, stage, replace(start, done=start.done + 1), batches, stop)
+    def make_updates(actor, stage, start, *rest):
+        right(actor, stage, replace(start, done=start.done + 1), *rest)
 
     optimize.make_updates = make_updates
 

@@ -79,6 +79,6 @@ def test_a_run_continues_in_another_layout_but_not_with_another_recipe(recipe, t
     run = RunDir.create(tmp_path, load_recipe(recipe))
     other = load_recipe(recipe, ["actor.processes_per_node=2", "actor.expert_parallel=2"])
     assert RunDir.create(tmp_path, other).recipe == RunDir.open(tmp_path).recipe == other != run.recipe
-    with pytest.raises(UserError, match=r"optimizer\.lr"):
-        RunDir.create(tmp_path, load_recipe(recipe, ["optimizer.lr=0.5", "actor.processes_per_node=4"]))
+    with pytest.raises(UserError, match=r"rollout\.temperature"):
+        RunDir.create(tmp_path, load_recipe(recipe, ["rollout.temperature=0.5", "actor.processes_per_node=4"]))
     assert RunDir.open(tmp_path).recipe == other

@@ -110,7 +110,7 @@ def assert_same_rollouts(one, other):
 
 
 def assert_same_result(one, other):
-    assert sum(update["grad_norm"] > 0 for update in updates(one)) > len(updates(one)) / 2
+    assert sum(update["grad_norm"] > 0 for update in updates(one)) >= 2  # there is something to compare
     for a, b in zip(updates(one), updates(other), strict=True):
         for key in ("update", "loss", "reward/mean", "grad_norm", "entropy", "ess", "tokens"):
             assert a[key] == b[key], (a["update"], key)

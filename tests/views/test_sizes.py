@@ -35,8 +35,8 @@ def test_weights_gradients_and_optimizer():
 
 def test_activations_by_hand():
     """24576 tokens: 6144 on a rank between attention and MLP, 8 of 32 heads and 1 of 4 key-value heads in attention."""
-    attention = 4 * 6144 * 2048 + 24576 * (1024 + 2 * 128 + 1024 + 128 + 2 * 1024 + 1024 + 4 * 128)
-    experts = 6144 * 8 * (2048 + 6 * 768)
+    attention = 4 * 6144 * 2048 + 24576 * (1024 + 2 * 128 + 1024 + 128 + 2 * 1024 + 1024)
+    experts = 6144 * 8 * (2048 + 5 * 768)
     layer = 2 * (attention + experts) + 4 * (24576 * 8 + 6144 * 128)
     assert sizes.layer_activation_bytes(HF, LAYOUT, 24576) == layer
     assume = Assumptions(expert_imbalance=1.0)
