@@ -47,6 +47,7 @@ PRELOADED = {
 # Every folder and module of megarl/, lowest first: each may import those before it and no other.
 LAYERS = (
     "errors",
+    "linux",
     "batch",
     "advantages",
     "keystore",

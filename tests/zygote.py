@@ -23,7 +23,8 @@ from typing import Any
 
 from megarl.workers.processes import WarmProcess
 from megarl.workers.warm import WarmProcess as Server
-from megarl.workers.warm import become, die_with_parent, import_generation, serve
+from megarl.linux import die_with_parent
+from megarl.workers.warm import become, import_generation, serve
 from tests.helpers import ROOT
 
 

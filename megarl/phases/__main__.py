@@ -7,7 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from megarl.phases.entry import PHASES, die_with_parent, run_process
+from megarl.linux import die_with_parent
+from megarl.phases.entry import PHASES, run_process
 
 
 def main() -> None:

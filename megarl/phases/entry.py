@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -20,17 +19,6 @@ if TYPE_CHECKING:
 
 PHASES = ("rollout", "optimize", "live", "evaluate")
 ERROR_FILE = "MEGARL_ERROR_FILE"  # environment variable: where a process writes what went wrong
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies, however it dies: no orphan ever writes.
-
-    parent: its process id, where this process knows it; else init is taken for the sign that it died before.
-    """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent if parent else os.getppid() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_process(phase: str, run_dir: Path, stage: int) -> int:

@@ -12,7 +12,6 @@ and a worker that ended for another reason, such as a kill, does not count again
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -33,10 +32,10 @@ from typing import Any, NoReturn
 
 from megarl.data.prompts import Prompt
 from megarl.errors import STOP_SIGNALS, UserError
+from megarl.linux import name_process
 from megarl.rewards import Verifier
 
 HEADER = struct.Struct(">QI")  # number of the question, bytes that follow
-PR_SET_NAME = 15
 POLL_SECONDS = 0.5  # between two looks at workers that say nothing
 ATTEMPTS = 2  # of a response whose worker ended, but not because of the limits
 
@@ -279,7 +278,7 @@ def _in_fork(end: socket.socket, run: Callable[[], None]) -> NoReturn:
     """Run in a fork that keeps no file but ``end`` and what it prints to, then end it."""
     code = 1
     try:
-        ctypes.CDLL(None).prctl(PR_SET_NAME, b"verifier")  # for `ps`: the command line is that of the phase's process
+        name_process("verifier")
         for number in STOP_SIGNALS:  # a scheduler sends them to all processes, but the asker still needs this one
             signal.signal(number, signal.SIG_IGN)
         os.closerange(3, end.fileno())

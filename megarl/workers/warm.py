@@ -12,7 +12,6 @@ which survives a fork. It dies with the agent and its forks die with it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import itertools
@@ -31,13 +30,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import STOP_SIGNALS
-from megarl.phases.entry import die_with_parent, hide_gpus_from_cpu_runs, report_errors, run_process
+from megarl.linux import die_with_parent, name_process
+from megarl.phases.entry import hide_gpus_from_cpu_runs, report_errors, run_process
 from megarl.workers.processes import CANNOT_FORK
 
 if TYPE_CHECKING:
     from megarl.recipe.tables import Recipe
 
-PR_SET_NAME = 15
 # an order waits for the import under way, so that of Megatron, 1.5 s, is made in parts; another torch may lack some
 SLOW_PARTS_OF_MEGATRON = (
     "torch.distributed.checkpoint",
@@ -185,11 +184,6 @@ def become(log: str, environment: dict[str, str]) -> None:
     os.environ |= environment
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-
-
-def name_process(name: str) -> None:
-    """As ``ps`` and ``top`` show it: the command line is that of the process it was forked from."""
-    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])
 
 
 def advance(imports: Iterator[None]) -> bool:

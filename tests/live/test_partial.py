@@ -113,7 +113,7 @@ def test_spans_in_a_live_run_belong_to_their_policies(phases, new_run):
         thread.join()
     updates = metrics(run)
     assert max(histogram(updates)) <= 8
-    compared = set()
+    compared = 0  # the versions of the response of which most were compared
     for number, group in enumerate(groups(run)):
         for response in group.responses:
             versions = response.versions
@@ -121,12 +121,14 @@ def test_spans_in_a_live_run_belong_to_their_policies(phases, new_run):
             assert 0 <= number // 2 - versions[0] <= 8
             if response.policy_versions is None:
                 continue
+            here = 0
             for version in np.unique(versions):
                 mine, policy = versions == version, kept / f"{version:06d}"
                 if (policy / "model.safetensors").exists():
                     expected = logprobs_under(policy, group.prompt_tokens, response.tokens.tolist())
                     np.testing.assert_allclose(response.rollout_logprobs[mine], expected[mine], rtol=0, atol=1e-4)
-                    compared.add(int(version))
-    assert len(compared) >= 3  # else nothing was interrupted
+                    here += 1
+            compared = max(compared, here)
+    assert compared >= 2  # else nothing was interrupted
     mixed = [update for update in updates if update["staleness/min"] < update["staleness/max"]]
     assert mixed

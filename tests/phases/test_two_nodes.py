@@ -21,6 +21,7 @@ EASY = ("reward.kind=reasoning_gym", "reward.correct_above=0.1", "reward.require
 EASY += ("data.source=reasoning_gym", "data.train=spell_backward", "data.options={min_word_len = 3, max_word_len = 8}")
 EASY += ("data.prompt_template={word}=", "data.max_prompt_tokens=16")
 SETTINGS = (*EASY, "schedule.stages=1", "actor.tokens_per_micro_batch=40", "eval.every=0", "run.max_restarts=1")
+SETTINGS += ("run.seed=4",)  # with which nearly every update has a gradient
 SETTINGS += ("actor.checkpoint_every=6",)  # only a signal makes a checkpoint before the end
 
 
@@ -110,7 +111,8 @@ def assert_same_rollouts(one, other):
 
 
 def assert_same_result(one, other):
-    assert sum(update["grad_norm"] > 0 for update in updates(one)) >= 2  # there is something to compare
+    trained = [update["grad_norm"] > 0 for update in updates(one)]
+    assert sum(trained) > len(trained) / 2  # there is something to compare
     for a, b in zip(updates(one), updates(other), strict=True):
         for key in ("update", "loss", "reward/mean", "grad_norm", "entropy", "ess", "tokens"):
             assert a[key] == b[key], (a["update"], key)
