@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.sources import FileItems, GymItems, Item, open_items
 from megarl.data.templates import render
-from megarl.data.tokenizer import check_tokenizer_fits, load_tokenizer
+from megarl.data.tokenizer import TOKENIZER_FILES, check_tokenizer_fits, load_tokenizer
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
 
@@ -112,6 +114,43 @@ def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptS
                 f"every prompt of {recipe.data.train} is held out for evaluation; nothing is left to train on"
             )
     return PromptSource(items, heldout, scorers, build, recipe.run.seed)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    key: object
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSource
+
+
+_last_opened: _Opened | None = None
+
+
+def open_prompts(recipe: Recipe, tokenizer_dir: Path) -> tuple[PreTrainedTokenizerBase, PromptSource]:
+    """The tokenizer of a directory and the recipe's prompts for it, as `load_tokenizer` and `build_prompts` make them.
+
+    They are kept, and given again while recipe and files stay as they are: the forks of a process that has opened them
+    neither read the prompt files nor draw the held-out prompts again.
+    """
+    global _last_opened
+    key = recipe.model_dump_json(), _tokenizer_content(tokenizer_dir), _prompt_file_states(recipe)
+    if _last_opened is None or _last_opened.key != key:
+        tokenizer = load_tokenizer(tokenizer_dir)
+        _last_opened = _Opened(key, tokenizer, build_prompts(recipe, tokenizer))
+    return _last_opened.tokenizer, _last_opened.prompts
+
+
+def _tokenizer_content(path: Path) -> dict[str, bytes]:
+    """Of the files of a tokenizer: each policy of a run has a copy of them."""
+    if not path.is_dir():
+        return {}  # `load_tokenizer` says so
+    return {f.name: f.read_bytes() for f in path.iterdir() if f.name.startswith(TOKENIZER_FILES) and f.is_file()}
+
+
+def _prompt_file_states(recipe: Recipe) -> list[tuple[int, int]]:
+    """Size and time of the last change of each; `RunDir.check_prompts` compares their contents."""
+    files = [Path(name) for name in recipe.prompt_files() if Path(name).is_file()]
+    return [(state.st_size, state.st_mtime_ns) for state in map(os.stat, files)]
 
 
 def _split(items: GymItems | FileItems, build: Callable[..., Prompt], count: int, name: str) -> list[Prompt]:

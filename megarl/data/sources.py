@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import json
 import math
 import os
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from megarl.errors import UserError, nearest
@@ -56,8 +59,25 @@ class GymItems:
         return {**self.block(number)[item], "generator": self.name}
 
 
-def _gym_dataset(name: str, options: dict[str, Any], seed: int) -> Any:
+class _LoadedWhenUsed(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def import_reasoning_gym() -> Any:
+    """Without matplotlib, which takes half a second: cellpylib, which plots with it, is loaded when it is used."""
+    sys.modules.setdefault("cellpylib", _LoadedWhenUsed("cellpylib"))
     import reasoning_gym
+
+    return reasoning_gym
+
+
+def _gym_dataset(name: str, options: dict[str, Any], seed: int) -> Any:
+    reasoning_gym = import_reasoning_gym()
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS
 

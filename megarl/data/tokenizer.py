@@ -11,6 +11,9 @@ from megarl.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# how the names of the files begin that make a tokenizer
+TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template")
+
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The Hugging Face tokenizer of a local directory; nothing is ever downloaded."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.prompts import PromptSource, build_prompts
-from megarl.data.tokenizer import load_tokenizer, stop_token_ids
+from megarl.data.prompts import PromptSource, open_prompts
+from megarl.data.tokenizer import stop_token_ids
 from megarl.distributed import ReplicaGroup
 from megarl.errors import UserError
 from megarl.phases.scoring import PendingGroup, ScoredGroup, Scoring, SeededPrompt
@@ -47,8 +47,7 @@ class RolloutWorker:
     def build(cls, recipe: Recipe, stage: int, policy_dir: Path, for_training: bool = True) -> RolloutWorker:
         """With the engine of ``stage``, which for training records what the recipe lets the actor replay."""
         info = read_info(policy_dir)
-        tokenizer = load_tokenizer(policy_dir)
-        prompts = build_prompts(recipe, tokenizer)
+        tokenizer, prompts = open_prompts(recipe, policy_dir)
         # before the engine starts threads or CUDA
         verifiers = VerifierPool(lambda: build_verifier(recipe, prompts), Limits.of_this_process())
         experts = for_training and recipe.actor.routing_replay == "engine"

@@ -247,6 +247,13 @@ class Recipe(Table):
     eval: EvalTable = EvalTable()
     run: RunTable = RunTable()
 
+    def prompt_files(self) -> list[str]:
+        """The files of prompts, for training and for evaluation."""
+        files = [self.data.train] if self.data.source == "file" else []
+        if self.eval.suite and (self.eval.source or self.data.source) == "file":
+            files.append(self.eval.suite)
+        return files
+
     @model_validator(mode="after")
     def _stages_exist(self) -> Recipe:
         for name in self.stages:

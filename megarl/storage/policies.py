@@ -6,6 +6,7 @@ import shutil
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from megarl.data.tokenizer import TOKENIZER_FILES
 from megarl.errors import UserError
 from megarl.storage.checked_json import decode, encode
 from megarl.storage.files import atomic_directory, file_sha256
@@ -14,7 +15,6 @@ from megarl.storage.weights import INDEX_FILE, combine_hashes, weight_files
 
 INFO_FILE = "megarl.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template")  # prefixes
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int
         copy_auxiliary(model_dir, temporary)
         if tokenizer_dir != model_dir:
             for file in sorted(Path(tokenizer_dir).iterdir()):
-                if file.is_file() and file.name.startswith(_TOKENIZER_FILES):
+                if file.is_file() and file.name.startswith(TOKENIZER_FILES):
                     shutil.copyfile(file, temporary / file.name)
         hashes = {}
         for file in weight_files(model_dir):

@@ -65,7 +65,7 @@ class RunDir:
                 )
             write_atomic(path, _dump(recipe))
         run = cls(root, recipe)
-        if not run.prompts.exists() and all(map(os.path.isfile, run._prompt_files())):
+        if not run.prompts.exists() and all(map(os.path.isfile, recipe.prompt_files())):
             write_checked(run.prompts, {"files": run._prompt_sums()})
         return run
 
@@ -95,16 +95,9 @@ class RunDir:
                     "out: put the old file back, or use another --run-dir for the new one"
                 )
 
-    def _prompt_files(self) -> list[str]:
-        data, evaluation = self.recipe.data, self.recipe.eval
-        files = [data.train] if data.source == "file" else []
-        if evaluation.suite and (evaluation.source or data.source) == "file":
-            files.append(evaluation.suite)
-        return files
-
     def _prompt_sums(self) -> dict[str, str]:
         try:
-            return {name: file_sha256(Path(name)) for name in self._prompt_files()}
+            return {name: file_sha256(Path(name)) for name in self.recipe.prompt_files()}
         except OSError as error:
             raise UserError(f"cannot read the prompt file {error.filename}: {error.strerror}") from error
 

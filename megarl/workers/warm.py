@@ -214,22 +214,39 @@ def imports_of_run(run_dir: Path) -> tuple[Iterator[None], Iterator[None]]:
     if recipe.run.tensorboard:
         training += ["torch.utils.tensorboard"]
     engine = import_builtin_engine(recipe.model.path) if recipe.rollout.engine == "builtin" else iter(())
-    return itertools.chain(import_prompts(recipe), engine), itertools.chain(
-        import_megatron(), import_modules(*training)
-    )
+    generation = itertools.chain(import_prompts(recipe), open_prompts(recipe), engine)
+    return generation, itertools.chain(import_megatron(), import_modules(*training))
 
 
 def import_prompts(recipe: Recipe) -> Iterator[None]:
     """Where the prompts come from."""
-    yield from import_modules(*(["reasoning_gym"] if recipe.data.source == "reasoning_gym" else []))
+    if recipe.data.source == "reasoning_gym":
+        from megarl.data.sources import import_reasoning_gym
+
+        import_reasoning_gym()
+        yield
+
+
+def open_prompts(recipe: Recipe) -> Iterator[None]:
+    """The prompts themselves, so that no phase needs to read or draw them again."""
+    from megarl.data.prompts import open_prompts
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it has threads, which do not survive a fork
+    with contextlib.suppress(Exception):  # which the phase meets again, and can report
+        open_prompts(recipe, recipe.model.tokenizer_path)
+    yield
 
 
 def import_builtin_engine(model: Path) -> Iterator[None]:
-    """The engine and transformers' class of the model."""
+    """The engine, transformers' class of the model, and the table of weight names that `from_pretrained` compiles."""
     yield from import_modules("megarl.rollout.builtin")
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(model, local_files_only=True))]
+    config = AutoConfig.from_pretrained(model, local_files_only=True)
+    AutoModelForCausalLM._model_mapping[type(config)]
+    yield
+    get_checkpoint_conversion_mapping(config.model_type)
     yield
 
 
