@@ -63,7 +63,7 @@ class BuiltinEngine:
     @torch.inference_mode()
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         assert self._model is not None
-        return [score(self._model, tokens) for tokens in sequences]
+        return score(self._model, sequences)
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
         self._model = None  # never two copies at a time

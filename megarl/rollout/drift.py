@@ -34,6 +34,7 @@ TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (math.inf, 0.1), "quantised":
 NOISES, LEAST_NOISE = 3.0, 0.02  # allowed in the mean: so many times the distance of q from p, but at least this
 SIGNIFICANT, MISSING = 4.0, 0.1  # standard errors, and a share of the change between two policies, that are too much
 BLOCK = 16  # tokens whose rounding is counted as one: what it does to a token it carries on to the following ones
+TOKENS_AT_ONCE = 512  # that transformers scores, with their padding; the logits of a large vocabulary are .6 MB a token
 SAMPLES, SAMPLED_TOKENS = 4, 16  # responses that are sampled, to compare their log-probs with the engine's own scores
 
 
@@ -163,14 +164,32 @@ def hugging_face_reference(policy_dir: Path, sequences: list[list[int]]) -> Refe
     model.eval()
     return Reference(
         sequences=sequences,
-        logprobs=[score(model, tokens) for tokens in sequences],
+        logprobs=score(model, sequences),
         precision="float32" if model.dtype == torch.float32 else "bfloat16",
     )
 
 
-def score(model: torch.nn.Module, tokens: list[int]) -> np.ndarray:
-    """Log-probs at temperature 1 of all but the first token, [n - 1] float32."""
-    ids = torch.tensor([tokens], device=next(model.parameters()).device)
-    logprobs = model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-    scored: np.ndarray = logprobs.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy()
+def score(model: torch.nn.Module, sequences: list[list[int]]) -> list[np.ndarray]:
+    """Log-probs at temperature 1 of all but the first token of each sequence, [n - 1] float32."""
+    scored: list[np.ndarray] = []
+    while len(scored) < len(sequences):
+        batch = _batch(sequences[len(scored) :])
+        # padded on the right, where a causal model does not look
+        rows = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long)
+        for row, tokens in zip(rows, batch, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens)
+        rows = rows.to(next(model.parameters()).device)
+        logprobs = model(input_ids=rows, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        taken = logprobs.gather(2, rows[:, 1:, None])[..., 0].cpu().numpy()
+        scored += [row[: len(tokens) - 1] for row, tokens in zip(taken, batch, strict=True)]
     return scored
+
+
+def _batch(sequences: Sequence[list[int]]) -> Sequence[list[int]]:
+    """The first ones, as many as make `TOKENS_AT_ONCE` tokens with their padding, but at least one."""
+    longest = 0
+    for number, tokens in enumerate(sequences):
+        longest = max(longest, len(tokens))
+        if number and (number + 1) * longest > TOKENS_AT_ONCE:
+            return sequences[:number]
+    return sequences
