@@ -3,7 +3,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 KERNELS := CMakeLists.txt $(shell find csrc -type f)
-.PHONY: quickstart test test-engines test-cluster test-megatron-next faults lint bench launch sglang
+.PHONY: quickstart test test-engines test-cluster test-megatron-next faults gpu lint bench launch sglang
 
 quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
@@ -27,6 +27,10 @@ test-megatron-next: .venv/.stamp
 	$(RUN) -m pip install -q --upgrade --target build/megatron-next --no-deps --only-binary=:all: --python-version 3.12 \
 	    --ignore-requires-python --platform manylinux_2_28_x86_64 megatron-core==0.19.2
 	PYTHONPATH=build/megatron-next $(RUN) -m pytest -q tests/actor
+
+# checks and benchmarks on this machine's GPUs, with a .venv or without: STEPS="checks", "actor token_pass" ..
+gpu:
+	@$(or $(wildcard $(RUN)),$(PYTHON)) -W ignore -m tests.gpu $(STEPS)
 
 lint: .venv/.stamp
 	$(RUN) -m ruff check .

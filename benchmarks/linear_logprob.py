@@ -136,17 +136,17 @@ def milliseconds(run: Callable[[], Any], repeats: int = 10) -> float:
     return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
 
 
-def matmul_ceiling() -> float:
+def matmul_ceiling(size: int = 8192) -> float:
     """Floating-point operations a second of cuBLAS on square bfloat16 matrices."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / milliseconds(lambda: a @ b, 20) * 1e3
+    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / milliseconds(lambda: a @ b, 20) * 1e3
 
 
-def copy_ceiling() -> float:
+def copy_ceiling(elements: int = 2**30) -> float:
     """Bytes a second, read and written, of a copy of 4 GiB."""
-    source = torch.empty(2**30, device="cuda")
+    source = torch.empty(elements, device="cuda")
     target = torch.empty_like(source)
-    return 2 * 4 * 2**30 / milliseconds(lambda: target.copy_(source), 20) * 1e3
+    return 2 * 4 * elements / milliseconds(lambda: target.copy_(source), 20) * 1e3
 
 
 def gpu_row(head: str, shape: dict[str, int], flops: float, bytes_per_second: float) -> dict[str, Any]:

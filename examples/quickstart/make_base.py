@@ -75,33 +75,37 @@ def sloppy(answer: str, rng: random.Random) -> str:
     return "".join(rng.choice(answer) if rng.random() < WRONG_LETTERS else letter for letter in answer)
 
 
-def warm_up(initial: Path, output: Path) -> None:
-    recipe = load_recipe(HERE / "recipe.toml", [f'model.path="{initial}"', "optimizer.betas=[0.9, 0.999]"])
+def warm_up(initial: Path, output: Path, steps: int, settings: list[str]) -> None:
+    overrides = [f'model.path="{initial}"', "optimizer.betas=[0.9, 0.999]", *settings]
+    recipe = load_recipe(HERE / "recipe.toml", overrides)
     device = parallel.initialize(recipe)
     from megarl.actor import hf, packing, step
 
     tokenizer = load_tokenizer(initial)
     prompts = build_prompts(recipe, tokenizer)
     actor, objective, rng = step.Actor.build(recipe, initial, device), Supervised(), random.Random(0)
-    for number in range(STEPS):
+    for number in range(steps):
         samples = []
         for index in range(number * BATCH, (number + 1) * BATCH):
             prompt = prompts.train(index)
             target = tokenizer.encode(sloppy(prompt.answer, rng), add_special_tokens=False) + [tokenizer.eos_token_id]
             zeros = np.zeros(len(target), np.float32)
             samples.append(packing.Sample(np.array(prompt.tokens), np.array(target), zeros, advantage=0.0))
-        lr = PEAK_LR * min(1, (number + 1) / 40) * (1 - 0.95 * number / STEPS)
+        lr = PEAK_LR * min(1, (number + 1) / 40) * (1 - 0.95 * number / steps)
         batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device)
         metrics = step.train_step(actor, batches, objective, lr)
         if (number + 1) % 100 == 0:
-            print(f"warm-up {number + 1}/{STEPS}  loss {metrics['loss']:.3f}", flush=True)
+            print(f"warm-up {number + 1}/{steps}  loss {metrics['loss']:.3f}", flush=True)
     hf.export_hf(actor.models, output, like=initial, version=0)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=HERE / "base")
-    output = parser.parse_args().output
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of recipe.toml")
+    options = parser.parse_args()
+    output = options.output
     if output.exists():
         print(f"{output} is there already")
         return
@@ -111,7 +115,7 @@ def main() -> None:
     initial = output.with_name(output.name + ".initial")
     write_initial_model(initial)
     try:
-        warm_up(initial, output)
+        warm_up(initial, output, options.steps, options.set)
     except KeyboardInterrupt:
         sys.exit("interrupted; making the base model starts over next time")
     shutil.rmtree(initial)

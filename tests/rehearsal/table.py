@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.actor.conftest import make_hf_model
 from tests.actor.layout_ranks import Layout, seal_rollouts
+from tests.rehearsal.counts import counted
 from tests.rehearsal.forks import in_fork, in_ranks
 from tests.rehearsal.updates import Case, run_updates
 
@@ -37,7 +38,8 @@ def measure(layers: int, layout: Layout, family: str, **shape: int) -> tuple[int
         in_fork(seal)
         case = Case(layout, actor={"kernels": "torch"})
         ranks = in_ranks(
-            lambda rank: run_updates(rank, case, "cuda", folder / "model", folder / "rollouts", folder), layout.ranks
+            lambda rank: run_updates(rank, case, "cuda", folder / "model", folder / "rollouts", folder, counted),
+            layout.ranks,
         )
     seen = ranks[0].seen[-1]
     return seen.waits.total(), seen.launch_count, ranks[0].micro_batches

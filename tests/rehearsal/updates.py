@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,9 @@ import torch.distributed as dist
 
 from megarl.objectives import build_objective
 from tests.actor.layout_ranks import Layout, recipe_of, update_samples, whole_gradient
-from tests.rehearsal.counts import Seen, counted
+
+# bfloat16's: relative to the length, in nats a token, relative. See `tests/rehearsal/on_device/test_updates.py`
+GRADIENT, LOSS, NORM = 0.05, 3e-3, 0.02
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,46 @@ class Outcome:
 
     gradient: dict[str, torch.Tensor]
     metrics: list[dict[str, float]]
-    seen: list[Seen]
+    seen: list[Any]  # of each update, what ``counted`` gave
     micro_batches: int
     reports: bool
 
 
-def run_updates(rank: int, case: Case, backend: str, model: Path, rollouts: Path, folder: Path) -> Outcome:
-    """The first updates of the sealed rollouts, and their gradient."""
+@dataclass
+class Distance:
+    """Of two outcomes of the same case."""
+
+    gradient: float  # relative to its length
+    losses: list[tuple[float, float]]
+    norms: list[tuple[float, float]]
+
+    @classmethod
+    def between(cls, ours: Outcome, theirs: Outcome) -> Distance:
+        assert ours.gradient.keys() == theirs.gradient.keys()
+        difference = sum(float((ours.gradient[k].float() - g).square().sum()) for k, g in theirs.gradient.items())
+        size = sum(float(g.square().sum()) for g in theirs.gradient.values())
+        pairs = list(zip(ours.metrics, theirs.metrics, strict=False))
+        losses, norms = ([(a[key], b[key]) for a, b in pairs] for key in ("loss", "grad_norm"))
+        return cls((difference / size) ** 0.5, losses, norms)
+
+    def tolerable(self, factor: float = 1) -> bool:
+        return (
+            self.gradient < GRADIENT * factor
+            and all(abs(a - b) <= LOSS * factor for a, b in self.losses)
+            and all(abs(a - b) <= NORM * factor * b for a, b in self.norms)
+        )
+
+
+def run_updates(
+    rank: int,
+    case: Case,
+    backend: str,
+    model: Path,
+    rollouts: Path,
+    folder: Path,
+    counted: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Outcome:
+    """The first updates of the sealed rollouts, each in ``counted()``, and their gradient."""
     join(rank, case.layout.ranks, backend, folder / f"ranks-{backend}")
     from megarl.actor import packing, parallel, step
 

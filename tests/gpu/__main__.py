@@ -1,0 +1,113 @@
+"""``make gpu``: checks and benchmarks on this machine's GPUs, each step in a process of its own.
+
+    python -m tests.gpu [STEP ...] [--small]
+
+Writes ``summary.md``, ``steps.csv``, ``log.txt`` and the benchmarks' tables to $OUT, or build/gpu. STEP: names of
+`tests.gpu.steps`, or "checks" and "benchmarks". It needs no package index; what is not installed is skipped by name.
+Exit codes: 0; 1 if a step failed, or there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.gpu.build import KERNELS
+from tests.gpu.page import Result, write_page
+from tests.gpu.steps import BUDGETS, ROOT, Step, steps
+
+
+def devices() -> int | str:
+    """How many GPUs torch sees, or in one line why it sees none."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"no GPU to test: torch cannot be imported ({error})"
+    return torch.cuda.device_count() or f"no GPU to test: torch {torch.__version__} sees none"
+
+
+def run_steps(chosen: list[Step], out: Path, report: Callable[[Result], None]) -> list[Result]:
+    """One after another, whatever becomes of those before. A group that has used up its time skips the rest of it."""
+    results: list[Result] = []
+    left = dict(BUDGETS)
+    write_page(out, results, [step.name for step in chosen])
+    for index, step in enumerate(chosen):
+        reason = step.lacks()
+        if reason is None and left[step.group] < 1:
+            reason = f"the {BUDGETS[step.group]} s of all {step.group} are used up"
+        if reason is not None:
+            result = Result(step.name, step.shows, "skipped", reason, 0.0)
+        else:
+            result = run_step(step, min(step.limit, left[step.group]), out / "log.txt")
+        left[step.group] -= int(result.seconds)
+        results.append(result)
+        report(result)
+        write_page(out, results, [step.name for step in chosen[index + 1 :]])
+    return results
+
+
+def run_step(step: Step, limit: float, log: Path) -> Result:
+    """In a session of its own, all of which ends with it."""
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            step.command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(limit)
+            outcome, why = ("failed", f"exit code {code}") if code else ("passed", "")
+        except subprocess.TimeoutExpired:
+            outcome, why = "over its limit", f"{limit:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        text = output.read()
+    with open(log, "a") as file:
+        file.write(f"==== {step.name}: {outcome} {why}\n{text}\n")
+    return Result(step.name, step.shows, outcome, why, time.monotonic() - start, text)
+
+
+def environment() -> dict[str, str]:
+    """Of a step: it finds this clone before an installed megarl, and the kernels that the step "build" made."""
+    given = os.environ.get("PYTHONPATH", "")
+    path = [str(ROOT), *given.split(os.pathsep), str(KERNELS)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(p for p in path if p), "PYTHONUNBUFFERED": "1"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", metavar="STEP")
+    parser.add_argument("--small", action="store_true", help="sizes for a rehearsal, which measure nothing")
+    options = parser.parse_args()
+    gpus = devices()
+    if isinstance(gpus, str):
+        sys.exit(gpus)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the step in progress ends too
+    out = Path(os.environ.get("OUT") or ROOT / "build/gpu").resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "log.txt").unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="megarl-gpu-") as work:
+        known = steps(out, Path(work), gpus, options.small)
+        names = {name for step in known for name in (step.name, step.group)}
+        if unknown := set(options.steps) - names:
+            parser.error(f"unknown steps {', '.join(sorted(unknown))}; known are {', '.join(sorted(names))}")
+        chosen = [s for s in known if not options.steps or {s.name, s.group} & set(options.steps)]
+        results = run_steps(
+            chosen, out, lambda r: print(f"{r.name:<16}{r.outcome} {r.why} ({r.seconds:.0f} s)", flush=True)
+        )
+    print(f"summary: {out / 'summary.md'}")
+    sys.exit(any(result.failed for result in results))
+
+
+if __name__ == "__main__":
+    main()

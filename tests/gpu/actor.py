@@ -1,0 +1,124 @@
+"""Updates of a small model on the GPUs in bfloat16 against the same in float32 on the CPU: gradient, losses, norms.
+
+On one GPU by kernels, layers and model family; on more of them also in layouts of two and four. What the rehearsal
+device shows on every commit (`tests/rehearsal/on_device/test_updates.py`), here with the GPU's own arithmetic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.actor.conftest import make_hf_model
+from tests.actor.layout_ranks import LAYOUTS, seal_rollouts
+from tests.gpu.steps import package
+from tests.rehearsal.forks import in_fork, in_ranks
+from tests.rehearsal.updates import Case, Distance, Outcome, run_updates
+
+MOE, DENSE = "qwen3_moe", "qwen3"
+SMALL = ("kernels cuda", "transformer_engine", "EP2")
+LAYERS = 4
+
+
+def cases(gpus: int) -> dict[str, tuple[str, Case]]:
+    """By name: the model family, and what is computed."""
+    found = {f"kernels {kernels}": (MOE, Case(actor={"kernels": kernels})) for kernels in ("torch", "triton", "cuda")}
+    found["dense"] = DENSE, Case(actor={"kernels": "torch"})
+    found["recompute"] = MOE, Case(actor={"kernels": "torch", "recompute": "full"})
+    found["transformer_engine"] = MOE, Case(actor={"kernels": "torch", "layers": "transformer_engine"})
+    for name, layout in LAYOUTS.items():
+        if 1 < layout.ranks <= gpus:
+            found[name] = MOE, Case(layout, actor={"kernels": "torch", "layers": "torch"})
+    return found
+
+
+def lacks(name: str) -> str | None:
+    if name == "kernels cuda":
+        from megarl.kernels.library import find_library
+
+        return None if find_library("cuda") else "the CUDA kernels are neither installed nor built"
+    if name == "kernels triton":
+        from megarl.kernels.library import triton_lacks
+
+        return triton_lacks()
+    return package("transformer_engine")() if name == "transformer_engine" else None
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[list[warnings.WarningMessage]]:
+    """Where torch says that an operation waited for the device."""
+    import torch
+
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+    torch.cuda.set_sync_debug_mode("default")
+    caught[:] = [warning for warning in caught if "synchroniz" in str(warning.message)]
+
+
+def outcome(case: Case, backend: str, folder: Path) -> Outcome:
+    with tempfile.TemporaryDirectory(dir=folder) as meeting:
+        counted = waits if backend == "cuda" else contextlib.nullcontext
+
+        def rank(rank: int) -> Outcome:
+            done = run_updates(rank, case, backend, folder / "model", folder / "rollouts", Path(meeting), counted)
+            done.seen = [len(seen or []) for seen in done.seen]
+            return done
+
+        results = in_ranks(rank, case.layout.ranks)
+    (reporting,) = [result for result in results if result.reports]
+    reporting.gradient = results[0].gradient
+    return reporting
+
+
+def seal(family: str, folder: Path) -> None:
+    """A model whose weights bfloat16 can hold, and rollouts of a policy near it."""
+    model = make_hf_model(family, num_hidden_layers=LAYERS, initializer_range=0.1).bfloat16().float()
+    model.save_pretrained(folder / "model")
+    seal_rollouts(model, folder / "rollouts")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    failed, right = 0, {}
+    with tempfile.TemporaryDirectory(prefix="megarl-gpu-") as name:
+        for title, (family, case) in cases(options.gpus).items():
+            if options.small and title not in SMALL:
+                continue
+            if reason := lacks(title):
+                print(f"{title:<20}skipped: {reason}", flush=True)
+                continue
+            folder = Path(name) / family
+            try:
+                if family not in right:
+                    folder.mkdir()
+                    in_fork(lambda: seal(family, folder))  # noqa: B023 - called at once
+                    right[family] = outcome(Case(actor={"kernels": "torch"}), "cpu", folder)
+                ours = outcome(case, "cuda", folder)
+                distance = Distance.between(ours, right[family])
+                loss, norm = (max(abs(a - b) for a, b in x) for x in (distance.losses, distance.norms))
+                wrong = not distance.tolerable()
+                print(
+                    f"{title:<20}{'WRONG' if wrong else 'right'}: gradient {distance.gradient:.4f} of its length, loss "
+                    f"{loss:.1e} nats, norm {norm:.1e} off; waits an update {ours.seen}",
+                    flush=True,
+                )
+                failed += wrong
+            except Exception:
+                failed += 1
+                print(f"{title:<20}FAILED\n{traceback.format_exc()}", flush=True)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Compiles the kernels of `csrc/` where no installed megarl has those for CUDA, and lays them where Python finds them.
+
+With CMake and nvcc alone: a machine with GPUs may have no package index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "build/gpu-kernels"  # on PYTHONPATH of every step; it has libraries and metadata, no module
+METADATA = "Metadata-Version: 2.1\nName: megarl\nVersion: {version}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true")
+    parser.parse_args()
+    from megarl import __version__
+    from megarl.kernels.library import find_library
+
+    found = find_library("cuda")
+    if found is not None and not found.is_relative_to(KERNELS):
+        print(f"installed: {found}")
+        return
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    tree = ROOT / "build/gpu-cmake"
+    options = ["-DMEGARL_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={major}{minor}"]
+    for command in (
+        ["cmake", "-S", ROOT, "-B", tree, *options],
+        ["cmake", "--build", tree, "--parallel"],
+        ["cmake", "--install", tree, "--prefix", KERNELS],
+    ):
+        subprocess.run(command, check=True)
+    information = KERNELS / f"megarl-{__version__}.dist-info"
+    information.mkdir(exist_ok=True)
+    (information / "METADATA").write_text(METADATA.format(version=__version__))
+    print(f"compiled: {KERNELS}")
+
+
+if __name__ == "__main__":
+    main()

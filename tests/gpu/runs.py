@@ -1,0 +1,128 @@
+"""Whole runs on the GPU from a prompt file: the quickstart, killed once and continued, and other engines' weights."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import string
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.gpu.steps import ROOT
+
+GAIN = 0.05  # in held-out accuracy; the quickstart gains several times as much
+WORDS = 6000
+
+
+def settings(work: Path, small: bool) -> list[str]:
+    """What the quickstart's recipe gets: words from a file in place of reasoning-gym's, and the GPU."""
+    prompts = work / "prompts.jsonl"
+    if not prompts.exists():
+        rng = random.Random(0)
+        words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 8))) for _ in range(WORDS)]
+        rows = [json.dumps({"prompt": word, "answer": word[::-1]}) for word in dict.fromkeys(words)]
+        prompts.write_text("\n".join(rows) + "\n")
+    values = ['data.source="file"', f'data.train="{prompts}"', "data.options={}", 'data.prompt_template="{prompt}="']
+    values += ['reward.kind="exact"', 'actor.backend="cuda"', "run.tensorboard=false"]
+    if small:
+        values += ["schedule.stages=2", "schedule.updates_per_stage=4", "schedule.prompts_per_update=4"]
+        values += ["eval.prompts=16", "eval.every=2", "actor.checkpoint_every=2", 'actor.kernels="cuda"']
+    return values
+
+
+def options_of(values: list[str]) -> list[str]:
+    return [part for value in values for part in ("--set", value)]
+
+
+def base(work: Path, small: bool) -> Path:
+    """The quickstart's base model, warmed up on the GPU."""
+    output = work / "base"
+    if not output.exists():
+        script = [sys.executable, "-W", "ignore", "examples/quickstart/make_base.py", "--output", str(output)]
+        steps = ["--steps", "2"] if small else []
+        subprocess.run([*script, *steps, *options_of(settings(work, small))], check=True, cwd=ROOT)
+    return output
+
+
+def train(work: Path, run: Path, values: list[str], *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml", "--run-dir", str(run)]
+    return subprocess.Popen([*command, *arguments, *options_of(values)], cwd=ROOT)
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    if code := process.wait():
+        raise AssertionError(f"megarl train ended with exit code {code}")
+
+
+def kill_at_first_checkpoint(process: subprocess.Popen[bytes], run: Path) -> None:
+    """As `kill -9` does; its phase ends with it, on GPUs too."""
+    while not list(run.glob("stages/000/checkpoints/update_*")):
+        if process.poll() is not None:
+            raise AssertionError(f"megarl train ended with exit code {process.returncode} before its first checkpoint")
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def say_drift(run: Path) -> None:
+    """`megarl` has refused weights that differ; these are the figures by which it did not."""
+    for event in lines(run / "events.jsonl"):
+        if event["event"] == "weight_drift":
+            print(
+                f"stage {event['stage']} {event['phase']}: {event['mean']:.4f} nats in the mean of {event['tokens']} "
+                f"tokens, {event['max']:.4f} at most; of sampled tokens {event['sampled']:.4f}"
+            )
+
+
+def quickstart(work: Path, small: bool) -> None:
+    run, values = work / "run", [f'model.path="{base(work, small)}"', *settings(work, small)]
+    kill_at_first_checkpoint(train(work, run, values), run)
+    finish(train(work, run, values))
+    updates = lines(run / "metrics.jsonl")
+    stages, each = (2, 4) if small else (3, 96)
+    assert [line["update"] for line in updates] == list(range(1, stages * each + 1)), "an update twice, or none"
+    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in updates)
+    say_drift(run)
+    accuracy = [event["accuracy"] for event in lines(run / "events.jsonl") if event["event"] == "evaluation"]
+    print(f"held-out accuracy by stage: {', '.join(f'{a:.3f}' for a in accuracy)}")
+    assert small or accuracy[-1] > accuracy[0] + GAIN, "the policy did not improve"
+
+
+def engine(work: Path, name: str, small: bool) -> None:
+    """A stage, and the rollouts of the next one, by another engine."""
+    run = work / f"run-{name}"
+    values = [f'model.path="{base(work, small)}"', *settings(work, small), f'rollout.engine="{name}"', "eval.every=0"]
+    values += [] if small else ["schedule.updates_per_stage=16"]
+    finish(train(work, run, values, "--until", "rollout:1"))
+    say_drift(run)
+    drifts = [event["stage"] for event in lines(run / "events.jsonl") if event["event"] == "weight_drift"]
+    assert [stage for stage, _ in itertools.groupby(drifts)] == [0, 1], "an engine was not compared with the actor"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("quickstart", "engine"))
+    parser.add_argument("--engine", default="builtin")
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    if options.what == "quickstart":
+        quickstart(options.work, options.small)
+    else:
+        engine(options.work, options.engine, options.small)
+
+
+if __name__ == "__main__":
+    main()

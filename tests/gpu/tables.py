@@ -1,0 +1,66 @@
+"""One table of `benchmarks/` on this machine's GPU, written to a folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.gpu.steps import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import actor_gpu
+import gpu
+import linear_logprob
+import selection
+import token_pass
+from common import write_table
+
+TOKENS, SMALL_TOKENS = [1 << 20, 1 << 24], [1 << 9]
+REPEATS = 20
+SMALL_HEAD = {"tokens": 64, "width": 64, "vocabulary": 512}
+
+
+def small_ceilings() -> list[dict[str, object]]:
+    return [{"copy": linear_logprob.copy_ceiling(1 << 10), "product": linear_logprob.matmul_ceiling(64)}]
+
+
+def small_pass() -> list[dict[str, object]]:
+    return [token_pass.measure("gspo", size, gpu.DEVICE, ["cuda"], 1) for size in SMALL_TOKENS]
+
+
+def small_selection() -> list[dict[str, object]]:
+    return [selection.measure(name, SMALL_TOKENS[0], gpu.DEVICE, ["cuda"], 1, True) for name in ("m2po", "bapo")]
+
+
+def small_head() -> list[dict[str, object]]:
+    return [linear_logprob.gpu_row(head, SMALL_HEAD, 1e12, 1e12) for head in ("megarl torch", "materialised")]
+
+
+def small_actor() -> list[dict[str, object]]:
+    return actor_gpu.rows(actor_gpu.TINY, ["torch, cuda", "transformer_engine, triton"], side=64)
+
+
+TABLES = {
+    "ceilings": (gpu.ceilings, small_ceilings),
+    "token_pass": (lambda: gpu.pass_rows(TOKENS, REPEATS), small_pass),
+    "selection": (lambda: gpu.selection_rows([gpu.LOOP_TOKENS, *TOKENS], REPEATS), small_selection),
+    "linear_logprob": (linear_logprob.gpu_rows, small_head),
+    "actor_gpu": (lambda: actor_gpu.rows(actor_gpu.MODELS, list(actor_gpu.WAYS)), small_actor),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--small", action="store_true")
+    options = parser.parse_args()
+    whole, small = TABLES[options.table]
+    name = options.table if options.table.endswith("_gpu") else f"{options.table}_gpu"
+    write_table(name, small() if options.small else whole(), options.out)
+
+
+if __name__ == "__main__":
+    main()

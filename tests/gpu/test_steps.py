@@ -1,0 +1,95 @@
+"""`make gpu`: what becomes of steps that fail, hang, crash or cannot run; and the whole on the rehearsal device."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from tests.gpu import __main__ as gpu
+from tests.gpu.steps import BUDGETS, Step, distribution, package
+from tests.helpers import ROOT
+from tests.rehearsal.build import build
+
+REHEARSED = ("doctor", "build", "kernels", "actor", "quickstart", "vllm", "selection", "actor_gpu")
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def outcomes(out: Path) -> dict[str, str]:
+    with open(out / "steps.csv", newline="") as file:
+        return {row["step"]: f"{row['outcome']} {row['why']}".strip() for row in csv.DictReader(file)}
+
+
+def test_what_goes_wrong_in_a_step_stays_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(BUDGETS, "benchmarks", 0)
+    child = tmp_path / "child"
+    hanging = (
+        "import pathlib, subprocess, time; p = subprocess.Popen(['sleep', '600']);"
+        f"pathlib.Path({str(child)!r}).write_text(str(p.pid)); time.sleep(600)"
+    )
+    chosen = [
+        Step("fails", "", python("raise SystemExit('the planted reason')")),
+        Step("crashes", "", python("import os; os.kill(os.getpid(), 11)")),
+        Step("hangs", "", python(hanging), limit=5),
+        Step("lacks", "", python("raise SystemExit(1)"), lacks=package("sys", "no_such_package")),
+        Step("engine", "", python("raise SystemExit(1)"), lacks=distribution("no-such-package")),
+        Step("late", "", python("raise SystemExit(1)"), group="benchmarks"),
+        Step("works", "", python("print('a figure')")),
+    ]
+    results = gpu.run_steps(chosen, tmp_path, lambda result: None)
+    assert outcomes(tmp_path) == {
+        "fails": "failed exit code 1",
+        "crashes": "failed exit code -11",
+        "hangs": "over its limit 5 s",
+        "lacks": "skipped no_such_package not installed",
+        "engine": "skipped no-such-package not installed",
+        "late": "skipped the 0 s of all benchmarks are used up",
+        "works": "passed",
+    }
+    assert [result.name for result in results if result.failed] == ["fails", "crashes", "hangs"]
+    page = (tmp_path / "summary.md").read_text()
+    assert "the planted reason" in page and "a figure" in page and "Not begun" not in page
+    pid = int(child.read_text())
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)  # the kernel's SIGKILL to its whole session is on its way
+
+
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "tests.gpu"]
+    environment = os.environ | {"OUT": str(tmp_path / "out"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and not (tmp_path / "out").exists()
+    assert done.stdout == "" and done.stderr.startswith("no GPU to test: torch") and done.stderr.count("\n") == 1
+
+
+def test_all_of_it_on_the_rehearsal_device(tmp_path):
+    """Without reasoning-gym and vLLM, whose import is an error here. Small sizes, whose figures mean nothing."""
+    build()
+    for name in ("reasoning_gym", "vllm"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('it is not installed')")
+    path = os.pathsep.join([str(ROOT / "tests/rehearsal/site"), str(tmp_path)])
+    out = tmp_path / "out"
+    environment = {"PYTHONPATH": path, "OUT": str(out), "TRITON_INTERPRET": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu", "--small", *REHEARSED]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
+    log = (out / "log.txt").read_text()
+    assert done.returncode == 0, done.stdout + done.stderr + log
+    expected = dict.fromkeys(REHEARSED, "passed") | {"vllm": "skipped vllm not installed"}
+    assert outcomes(out) == expected
+    page = (out / "summary.md").read_text()
+    assert "- gpu: 8 x rehearsal H100" in page and "- megatron-core: 0.16.1" in page
+    assert "| tiny | torch, cuda |" in page and "transformer_engine is not installed" in page
+    assert "kernels cuda        right:" in page and "transformer_engine  skipped: " in page
+    assert "held-out accuracy by stage" in page and "nats in the mean of" in page
+    assert "continuing" in page.partition("What quickstart said")[2]  # it was killed before
+    with open(out / "actor_gpu.csv", newline="") as file:
+        measured, skipped = csv.DictReader(file)
+    assert float(measured["tokens a second"]) > 0 and skipped["tokens a second"] == "not measured"
