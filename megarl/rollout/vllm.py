@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from megarl.rollout.engine import (
 )
 from megarl.rollout.gpus import replica_gpus
 from megarl.rollout.options import as_arguments, check_options
+from megarl.rollout.signals import kept_from_children
 
 RECORDS_EXPERTS = frozenset({"cuda"})  # vLLM 0.32: only by the runner that it has for GPUs
 COLD_START = True
@@ -280,7 +281,8 @@ def _start(policy_dir: Path, settings: Settings) -> Any:
     set_num_threads = torch.set_num_threads
     with _memory_errors("starting", settings):
         arguments = EngineArgs(**engine_arguments(policy_dir, settings), **settings.options)
-        engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
+        with kept_from_children() if settings.tensor_parallel > 1 else nullcontext():
+            engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
     torch.set_num_threads = set_num_threads  # its CPU worker replaces it by a function that does nothing
     return engine
 

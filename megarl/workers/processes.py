@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import psutil
 
 from megarl.errors import STOP_SIGNALS
+from megarl.workers.sessions import end_sessions
 
 POLL_SECONDS = 0.05
 INSISTS_SECONDS = 1.0  # a person who presses Ctrl-C again takes longer than a terminal that sends a signal twice
@@ -279,6 +280,7 @@ def supervise(processes: Processes, stop_signals: Sequence[tuple[int, float]] = 
         if time.monotonic() > deadline or _insists(stop_signals):
             kill(processes)
         codes = processes.poll(POLL_SECONDS)
+    end_sessions(processes.pids)
     return Ended(dict(codes), first, bool(stop_signals))
 
 

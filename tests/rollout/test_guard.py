@@ -60,6 +60,15 @@ def test_everything_ends_with_the_client(tree, number):
     ended(below)
 
 
+def test_signals_that_stop_a_run_are_not_for_the_guard(tree):
+    client, guarded, *below = tree
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        guarded.send_signal(number)
+    guarded.send_signal(guard.END)
+    ended([guarded, *below])  # a guard that had died of the others would have left the lower ones
+    assert client.is_running()
+
+
 def test_everything_ends_with_the_server_whose_end_the_client_sees(tree):
     client, guarded, server, *below = tree
     server.kill()

@@ -19,11 +19,13 @@ ENGINES = {
     "vllm": {
         "good": {"quantization": "fp8", "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
         "alias": {"tensor_parallel_size": 2},
+        "closed": [],
         "value": {"kv_cache_dtype": "fp7"},
     },
     "sglang": {
         "good": {"quantization": "fp8", "speculative-algorithm": "NGRAM", "enable_deterministic_inference": True},
         "alias": {"tp_size": 2},  # another name of what megarl calls tensor-parallel-size
+        "closed": ["host", "api_key"],
         "value": {"kv_cache_dtype": "fp7"},
     },
 }
@@ -46,6 +48,9 @@ def test_the_engines_own_parser_decides(engine, models):
     check(cases["good"], "cuda")
     with pytest.raises(UserError, match=rf"\[rollout.{engine}\] (tp|tensor_parallel)_size: megarl sets this itself"):
         check(cases["alias"])
+    for name in cases["closed"]:  # who may connect is not the recipe's business
+        with pytest.raises(UserError, match=rf"\[rollout.{engine}\] {name}: megarl sets this itself"):
+            check({name: "0.0.0.0"})
     with pytest.raises(UserError, match=rf"\[rollout.{engine}\]: .*parser refuses --kv-cache-dtype fp7: .*invalid"):
         check(cases["value"])
     with pytest.raises(UserError, match=rf"\[rollout.{engine}\]: .*parser refuses --quantisation fp8: .*quantisation"):

@@ -4,8 +4,11 @@ Runs after test_contract.py, because the last test ends the server.
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -83,6 +86,43 @@ def test_the_server_has_a_float32_head(engine):
     assert json.loads(answer)["enable_fp32_lm_head"] is True
 
 
+def server_processes():
+    """Of the server that runs, with its guard."""
+    below = psutil.Process().children(recursive=True)
+    return {process for process in below if any("sglang" in part or "guard" in part for part in process.cmdline())}
+
+
+def test_signals_that_stop_a_run_do_not_reach_the_server(engine):
+    """A scheduler sends them to every process of a job, and what was decoded would be lost."""
+    processes = server_processes()
+    assert len(processes) >= 4  # guard, server, scheduler and detokenizer
+    guard = engine._server._process.pid  # the agent waits for it, see `end_sessions`
+    assert (os.getsid(guard), os.getpgid(guard)) == (os.getsid(0), guard)
+    for process in processes:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            process.send_signal(number)
+    stop = iter([False, False])
+    found = [c for _, c in engine.serve(iter([Request([[8]], sampling([[8]], tokens=LONG))]), lambda: next(stop, True))]
+    assert [c.finish_reason for c in found] == ["interrupted"] * 3
+    assert len(generate(engine, [[8]], sampling([[8]]))) == 3
+    assert all(process.is_running() for process in processes)
+
+
+def test_the_server_answers_nobody_without_its_key_which_no_command_line_shows(engine):
+    server = engine._server
+    key = server._key
+    (file,) = Path(engine._meeting.name).glob("*.yaml")
+    assert key in file.read_text() and file.stat().st_mode & 0o77 == 0
+    assert not any(key in part for process in server_processes() for part in process.cmdline())
+    for wrong in ("", "0" * 64):
+        server._key = wrong
+        for path in ("/generate", "/flush_cache", "/update_weights_from_disk"):
+            with pytest.raises(ServerFailed, match=rf"refused {path} \(401\)"):
+                server.post(path, {})
+    server._key = key
+    assert len(generate(engine, [[8]], sampling([[8]]))) == 3
+
+
 def test_what_the_server_refuses_is_an_error_at_once(engine, monkeypatch):
     prompts = [[1] * 200]  # more than its context
     with monkeypatch.context() as unchecked:
@@ -116,8 +156,7 @@ def test_a_directory_that_sglang_cannot_load_changes_nothing(engine, tmp_path):
 
 
 def test_a_killed_scheduler_is_an_error_with_the_end_of_the_log(engine):
-    below = psutil.Process().children(recursive=True)
-    servers = {process for process in below if any("sglang" in part or "guard" in part for part in process.cmdline())}
+    servers = server_processes()
     (scheduler,) = [process for process in servers if process.cmdline()[0].startswith("sglang::scheduler")]
     scheduler.kill()
     with pytest.raises(ServerFailed, match="the SGLang server .* the last lines of its log:\n(?s:.)*scheduler"):

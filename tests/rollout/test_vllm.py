@@ -1,5 +1,7 @@
 """What is particular to vLLM: a wrong reload of experts, temperatures, memory, steps. Runs after test_contract.py."""
 
+import itertools
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,8 +12,9 @@ from megarl.errors import UserError
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.rollout.continuous import Running, Settings
 from megarl.rollout.drift import check_weights
-from megarl.rollout.engine import response_seed
+from megarl.rollout.engine import Request, response_seed
 from megarl.storage.reference_logprobs import write_reference
+from tests.helpers import children
 from tests.rollout.engines import BOTH, PROMPTS, TOLERANCE, generate, on, other_policy, reference_of, sampling, started
 
 pytestmark = pytest.mark.vllm
@@ -113,6 +116,31 @@ def test_the_time_of_a_queued_response_counts_from_its_first_token(engine, monke
     assert len(generate(engine, prompts, sampling(prompts, tokens=12))) == 12
     assert seen[0] == [True] * 6 + [False] * 6
     assert not engine._queued and [True] * 6 in seen
+
+
+def test_workers_of_an_engine_outlive_a_signal_to_all_processes(models):
+    """Two tensor-parallel workers, each a process. A scheduler signals all; what was decoded is handed out first."""
+    from megarl.rollout.vllm import VllmEngine
+
+    before = children()
+    engine = VllmEngine(models["qwen3"][0], 0, Settings("cpu", context=120, responses=6, tensor_parallel=2))
+    workers = {process for process in children() - before if "Worker" in process.name()}
+    assert len(workers) == 2
+    calls = itertools.count()
+
+    def stopped():
+        if next(calls) == 4:  # some tokens have been decoded
+            for process, number in itertools.product(workers, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)):
+                process.send_signal(number)
+        return next(calls) > 20
+
+    requests = iter([Request(PROMPTS[:2], sampling(PROMPTS[:2], tokens=100))])
+    found = [completion for _, completion in engine.serve(requests, stopped)]
+    assert [completion.finish_reason for completion in found] == ["interrupted"] * 6
+    assert all(len(completion.tokens) > 5 for completion in found)
+    assert all(process.is_running() for process in workers)
+    engine.close()
+    assert not workers & children()
 
 
 @on(MOE)

@@ -41,7 +41,7 @@ from megarl.rollout.engine import (
 )
 from megarl.rollout.gpus import replica_gpus
 from megarl.rollout.options import as_arguments, check_options
-from megarl.rollout.sglang.server import Server, ServerFailed, installed_version, server_environment
+from megarl.rollout.sglang.server import OWN, Server, ServerFailed, installed_version, server_environment
 
 RECORDS_EXPERTS = frozenset({"cpu", "cuda"})
 COLD_START = True
@@ -83,7 +83,7 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
         )
     check_table(recipe, stage, TEMPERATURES)
     settings = SglangSettings(**limits(recipe, stage), python=python)
-    own = server_arguments(recipe.model.path, 0, settings)
+    own = server_arguments(recipe.model.path, 0, settings) + as_arguments(dict.fromkeys(OWN, 0))
     check_options("sglang", settings.options, own, python, _PARSER, server_environment(python, {}))
 
 
@@ -113,7 +113,7 @@ class SglangEngine(ContinuousEngine):
         environment = _environment(settings) | {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._meeting.name}/store"
         }
-        self._server = Server(settings.python, arguments, environment)
+        self._server = Server(settings.python, arguments, environment, Path(self._meeting.name))
         try:
             with _memory_errors("starting", settings):
                 self._server.wait_until_healthy()

@@ -2,7 +2,8 @@
 
 PARENT is the process that started this one, a phase, which may be killed at any moment. The kernel can then signal its
 children, but not the children of a server. So this process runs between the two: it adopts those descendants that lose
-their parent, and kills them all.
+their parent, and kills them all. SIGUSR1 tells it to: signals that stop a run may reach every process of a job, and are
+the phase's business (`megarl.rollout.signals`).
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ import sys
 import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+END = signal.SIGUSR1
+IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     kernel = ctypes.CDLL(None)
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(END, stop)
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     kernel.prctl(PR_SET_CHILD_SUBREAPER, 1)
-    kernel.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    kernel.prctl(PR_SET_PDEATHSIG, END)
     if os.getppid() != parent:
         sys.exit(1)  # the parent ended before the line above
     try:
@@ -38,7 +43,7 @@ def main() -> None:
 
 def stop(*_: object) -> None:
     """End by way of `main`'s ``finally``, and not be interrupted there."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(END, signal.SIG_IGN)
     sys.exit(0)
 
 

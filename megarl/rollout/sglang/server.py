@@ -17,13 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout.sglang import guard
+from megarl.rollout.sglang import guard, start
 
 HOST = "127.0.0.1"
 HEALTH_SECONDS = 0.25  # between two looks at a server that is starting
 ANSWER_SECONDS = 10.0  # limit of a question whether the server has started
 CLOSE_SECONDS = 10.0  # a server that broke a connection by ending has ended after this time
 LOG_LINES = 30  # last lines of the log that an error shows
+OWN = ("host", "port", "served-model-name", "config", "api-key")  # arguments that `Server` adds
 # Variables that the launcher sets for the phase process; a server would apply them to itself.
 NOT_FOR_THE_SERVER = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
@@ -59,24 +60,33 @@ def server_environment(python: Path, settings: dict[str, str]) -> dict[str, str]
 class Server:
     """``python -m sglang.launch_server``, from its start to `stop`; its output goes to this process' stderr.
 
-    It and all processes below it end when this process does, however that ends: see `megarl.rollout.sglang.guard`.
+    It and all processes below it end when this process does, however that ends: see `megarl.rollout.sglang.guard`. It
+    answers nobody without a key, which it reads from a file in ``folder`` that its owner alone can read: arguments and
+    their values are for everybody to see in ``ps``.
     """
 
-    def __init__(self, python: Path, arguments: list[str], settings: dict[str, str]) -> None:
-        self.port, self._name = _free_port(), secrets.token_hex(8)
+    def __init__(self, python: Path, arguments: list[str], settings: dict[str, str], folder: Path) -> None:
+        self.port, self._name, self._key = _free_port(), secrets.token_hex(8), secrets.token_hex(32)
         self._tail: deque[str] = deque(maxlen=LOG_LINES)
-        command = [python, "-W", "ignore", "-m", "sglang.launch_server", "--host", HOST, "--port", str(self.port)]
-        command += ["--served-model-name", self._name]
+        command = [python, "-W", "ignore", start.__file__, "sglang.launch_server", "--config", self._key_file(folder)]
+        command += ["--host", HOST, "--port", self.port, "--served-model-name", self._name]
         self._process = subprocess.Popen(
-            [sys.executable, guard.__file__, str(os.getpid()), *map(str, command), *arguments],
+            [sys.executable, guard.__file__, *map(str, [os.getpid(), *command, *arguments])],
             env=server_environment(python, settings),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a SIGTERM to the group of this process is not for the server
+            # A signal to the group of this process is not for the server. The session stays: see `end_sessions`.
+            process_group=0,
         )
         self._log = threading.Thread(target=self._copy_log, daemon=True)
         self._log.start()
+
+    def _key_file(self, folder: Path) -> Path:
+        path = folder / "key.yaml"
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+            print(f'api-key: "{self._key}"', file=file)
+        return path
 
     def _copy_log(self) -> None:
         assert self._process.stdout is not None
@@ -131,7 +141,7 @@ class Server:
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None
     ) -> http.client.HTTPResponse:
         connection = http.client.HTTPConnection(HOST, self.port, timeout=timeout)  # ignores proxies
-        headers = {"Content-Type": "application/json", "Connection": "close"}
+        headers = {"Content-Type": "application/json", "Connection": "close", "Authorization": f"Bearer {self._key}"}
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
@@ -150,7 +160,7 @@ class Server:
 
     def stop(self) -> None:
         """End the server; returns when all of its processes have ended."""
-        self._process.terminate()
+        self._process.send_signal(guard.END)
         self._process.wait()
         self._log.join()
 

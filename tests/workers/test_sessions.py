@@ -1,0 +1,70 @@
+"""Before a phase is started again, nothing of the killed one lives: neither its workers nor its engine's server."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+
+from megarl.errors import PhaseFailed
+from megarl.workers import sessions
+from megarl.workers.sessions import end_sessions
+
+WAITS = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"
+# as the guard of a server that takes its time to end
+GUARD = "import os, signal; signal.pthread_sigmask(0, {10}); os.write(1, b'up\\n'); signal.sigwait({10})"
+# a phase process with a worker in its group, and with a guard in a group of its own
+PHASE = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+subprocess.Popen([sys.executable, "-c", sys.argv[2]], process_group=0)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def phase():
+    """(leader, worker, guard) of a phase whose leader was killed."""
+    command = [sys.executable, "-c", PHASE, WAITS, GUARD]
+    leader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert [leader.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
+    children = psutil.Process(leader.pid).children()
+    worker, guard = sorted(children, key=lambda process: GUARD in process.cmdline())
+    leader.kill()
+    leader.wait()
+    yield leader, worker, guard
+    for process in (worker, guard):
+        if process.is_running():
+            process.kill()
+
+
+def alive(process):
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_workers_are_killed_and_the_servers_end_is_waited_for(phase):
+    leader, worker, guard = phase
+    ending = threading.Thread(target=end_sessions, args=([leader.pid],))
+    ending.start()
+    psutil.wait_procs([worker], timeout=20)
+    assert not alive(worker)
+    ending.join(0.2)
+    assert ending.is_alive() and alive(guard)
+    guard.send_signal(signal.SIGUSR1)
+    ending.join(20)
+    assert not ending.is_alive() and not alive(guard)
+
+
+def test_what_does_not_end_ends_the_run(phase, monkeypatch):
+    leader, _, guard = phase
+    monkeypatch.setattr(sessions, "PATIENCE", 0.2)
+    with pytest.raises(PhaseFailed, match=rf"processes \[{guard.pid}\] of an ended phase still run"):
+        end_sessions([leader.pid])
+
+
+def test_other_sessions_are_left_alone(phase):
+    end_sessions([os.getpid()])  # which leads none
+    assert all(map(alive, phase[1:]))
