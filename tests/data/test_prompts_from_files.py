@@ -1,12 +1,13 @@
 """JSONL and Parquet files as a source of prompts."""
 
 import json
+import shutil
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megarl.data.prompts import build_prompts
+from megarl.data.prompts import build_prompts, open_prompts
 from megarl.errors import UserError
 from tests.data.prompt_sources import char_tokenizer, recipe
 
@@ -124,3 +125,26 @@ def test_missing_file_and_missing_parquet_column(tokenizer, tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"question": ["1"], "answer": ["2"]}), tmp_path / "p.parquet")
     with pytest.raises(UserError, match="no column 'prompt'; it has question, answer"):
         build_prompts(recipe(file=tmp_path / "p.parquet"), tokenizer)
+
+
+def test_prompts_are_opened_again_only_when_something_has_changed(tmp_path):
+    """A fork of the warm process has them; policies have copies of the tokenizer."""
+    char_tokenizer(tmp_path / "base")
+    shutil.copytree(tmp_path / "base", tmp_path / "policy")
+    wanted = recipe(file=numbers(tmp_path, 50), heldout=10)
+    opened = open_prompts(wanted, tmp_path / "base")
+    again = open_prompts(wanted.model_copy(deep=True), tmp_path / "policy")
+    assert all(new is old for new, old in zip(again, opened, strict=True))
+
+    numbers(tmp_path, 60)
+    of_new_rows = open_prompts(wanted, tmp_path / "base")[1]
+    assert of_new_rows is not opened[1]
+    assert [p.text for p in of_new_rows.heldout()] != [p.text for p in opened[1].heldout()]
+
+    other_order = open_prompts(
+        wanted.model_copy(update={"run": wanted.run.model_copy(update={"seed": 1})}), tmp_path / "base"
+    )[1]
+    assert other_order.train(0) != of_new_rows.train(0)
+
+    char_tokenizer(tmp_path / "policy", bos_token="<eos>")
+    assert open_prompts(wanted, tmp_path / "policy")[0].bos_token == "<eos>"

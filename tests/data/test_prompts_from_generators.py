@@ -1,5 +1,7 @@
 """reasoning-gym as a source of prompts: order, held-out prompts, mistakes."""
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -122,3 +124,15 @@ def test_characters_that_the_tokenizer_lacks_are_said(tokenizer):
 
 def test_no_evaluation_holds_nothing_out(tokenizer):
     assert build_prompts(recipe("spell_backward", **SPELL, evaluation={"every": 0}), tokenizer).heldout() == []
+
+
+def test_plotting_is_not_imported_before_it_is_used():
+    code = """
+import sys
+from megarl.data.sources import import_reasoning_gym
+gym = import_reasoning_gym()
+assert "matplotlib" not in sys.modules
+item = gym.create_dataset("game_of_life", seed=0, size=1)[0]
+assert "matplotlib" in sys.modules and item["answer"].startswith("[[")
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
