@@ -141,10 +141,10 @@ def test_prompts_are_opened_again_only_when_something_has_changed(tmp_path):
     assert of_new_rows is not opened[1]
     assert [p.text for p in of_new_rows.heldout()] != [p.text for p in opened[1].heldout()]
 
+    char_tokenizer(tmp_path / "policy", bos_token="<eos>")
+    assert open_prompts(wanted, tmp_path / "policy")[0].bos_token == "<eos>"
+
     other_order = open_prompts(
         wanted.model_copy(update={"run": wanted.run.model_copy(update={"seed": 1})}), tmp_path / "base"
     )[1]
     assert other_order.train(0) != of_new_rows.train(0)
-
-    char_tokenizer(tmp_path / "policy", bos_token="<eos>")
-    assert open_prompts(wanted, tmp_path / "policy")[0].bos_token == "<eos>"
