@@ -3,7 +3,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 KERNELS := CMakeLists.txt $(shell find csrc -type f)
-.PHONY: quickstart test test-engines test-cluster test-megatron-next faults gpu lint bench launch sglang
+.PHONY: quickstart test test-engines test-cluster test-megatron-next faults kills gpu lint bench launch sglang
 
 quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
@@ -20,6 +20,9 @@ test-cluster: .venv/.stamp
 
 faults: .venv/.stamp  # needs a C compiler
 	$(RUN) -m tests.faults
+
+kills: .venv/.stamp
+	$(RUN) -m tests.faults.kills $(COUNT) $(SEED)
 
 # the actor on Megatron-Core 0.19, in front of the tested 0.16; its wheels are built for Python 3.12, and its compiled
 # part, a data loader's, is not used

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megarl.beats import WAITS, beat
 from megarl.keystore import SECRET, StoreClient
 
 PHASE_ID = "MEGARL_PHASE_ID"  # environment variable: what one attempt at a phase calls its keys in the agents' store
-# A fast replica may wait for hours for a slow one; a dead one is the launcher's business.
-PATIENCE = timedelta(days=7)
+PATIENCE = "MEGARL_PATIENCE"  # environment variable: seconds after which a collective fails by itself
 POLL_SECONDS = 0.02
 
 
@@ -30,6 +30,11 @@ class Role:
     size: int
 
 
+def patience() -> timedelta:
+    """How long a collective may take: longer than the node agent lets it, which knows more (`megarl.workers.watch`)."""
+    return timedelta(seconds=float(os.environ.get(PATIENCE, "86400")))
+
+
 def join_process_group(backend: str, role: Role | None = None) -> dist.Store:
     """init_process_group from the launcher's environment; returns a store that all processes of the phase share.
 
@@ -40,7 +45,10 @@ def join_process_group(backend: str, role: Role | None = None) -> dist.Store:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     else:
         name, rank, size = f"torch/{role.name}", role.rank, role.size
-    dist.init_process_group(backend, store=dist.PrefixStore(name, phase), rank=rank, world_size=size, timeout=PATIENCE)
+    beat("start", "the meeting of the ranks")
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(name, phase), rank=rank, world_size=size, timeout=patience()
+    )
     return dist.PrefixStore("megarl", phase)
 
 
@@ -86,6 +94,7 @@ class ReplicaGroup:
 
     def _wait_for(self, key: str) -> Any:
         while not self.store.check([key]):
+            beat(WAITS, f"a wait for others ({key})")
             self.leave()
             time.sleep(POLL_SECONDS)  # in Python, so that a signal is handled meanwhile
         return json.loads(self.store.get(key))
@@ -104,7 +113,7 @@ def _phase_store() -> dist.Store:
 
 @functools.cache  # torch keeps only the C++ half of a store alive
 def _agents_store(address: str, port: int, secret: str) -> dist.Store:
-    return StoreClient(address, port, bytes.fromhex(secret), PATIENCE)
+    return StoreClient(address, port, bytes.fromhex(secret), patience())
 
 
 def become_single_process() -> None:

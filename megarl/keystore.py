@@ -319,6 +319,11 @@ class StoreClient(dist.Store):
     def has_extended_api(self) -> bool:
         return False
 
+    def give_up(self) -> None:
+        """From any thread: a request that waits for its answer fails now, and so does every later one."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def clone(self) -> StoreClient:
         """A connection of its own, for a thread that must not wait for this one's."""
         self._clones.append(StoreClient(*self._made_with))  # torch itself keeps only the C++ half alive

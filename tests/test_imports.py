@@ -48,6 +48,7 @@ PRELOADED = {
 LAYERS = (
     "errors",
     "linux",
+    "beats",
     "batch",
     "advantages",
     "keystore",

@@ -57,7 +57,9 @@ class CommandServer(Server):
 
 
 def hold(pattern: str, count: int, marker: str) -> None:
-    """From here on the ``count``-th file operation that matches ``pattern`` writes ``marker`` and never returns.
+    """From here on the ``count``-th file operation that matches ``pattern`` never returns.
+
+    It first writes the id of its process to the file ``marker``.
 
     It counts in each process for itself, and holds in forks of this one too. An operation reads ``open PATH`` or
     ``replace FROM TO``.
@@ -70,7 +72,7 @@ def hold(pattern: str, count: int, marker: str) -> None:
             if re.search(pattern, text):
                 seen[0] += 1
                 if seen[0] == count:
-                    Path(marker).touch()
+                    Path(marker).write_text(str(os.getpid()))
                     while True:
                         time.sleep(1)
             return function(*arguments, **options)

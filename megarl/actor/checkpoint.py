@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import pickle
-import queue
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from functools import partial
@@ -31,6 +29,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from megarl.actor.optimizer import gather_parameters
 from megarl.actor.optimizer_state import adam_step, set_adam_step, sharded_adam_state
 from megarl.actor.step import Actor
+from megarl.actor.writers import ForkedResults
+from megarl.beats import beat
 from megarl.errors import UserError
 from megarl.objectives.parts.clipping import RatioBounds
 from megarl.objectives.parts.second_moment import SecondMomentMask
@@ -48,32 +48,6 @@ from megarl.storage.checkpoints import (
 )
 from megarl.storage.files import atomic_directory, disk_errors, make_directory
 from megarl.storage.metrics_log import NOTHING, MetricsWriter, Position
-
-
-class _ForkedResults:
-    """What the forked writers of one checkpoint have to say: a file both sides have open. Like Megatron's own queue.
-
-    Megatron's queue is served by another process, which would outlive a killed rank. A pipe would fill up, since it is
-    read only after the writers have ended.
-    """
-
-    def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - the writers inherit it
-
-    def put(self, results: Any) -> None:
-        pickle.dump(results, self.file)
-        self.file.flush()
-
-    def get_nowait(self) -> Any:
-        self.file.seek(0)
-        try:
-            results = pickle.load(self.file)
-        except EOFError as error:
-            raise queue.Empty from error
-        self.file.seek(0)
-        self.file.truncate()
-        return results
-
 
 # Megatron-Core 0.16 has one asynchronous writer; 0.19 prefers another one, from a separate package
 _WRITER: dict[str, Any] = (
@@ -134,10 +108,11 @@ def save(
     metrics: on the rank that writes them; a copy of the stage's lines becomes part of the checkpoint.
     """
     finish(actor)
+    target = checkpoint_path(directory, update)
+    beat("checkpoint", target.name)
     gather_parameters(actor.replicas)
     # a new one for each checkpoint, and of this process: ranks may themselves be forks of one that imported this module
-    filesystem_async._results_queue = _ForkedResults()
-    target = checkpoint_path(directory, update)
+    filesystem_async._results_queue = ForkedResults()
     with contextlib.ExitStack() as stack:
         temporary = None
         if dist.get_rank() == 0:
@@ -147,13 +122,9 @@ def save(
         position = _copy_metrics(metrics, path)
         state = _state_to_save(actor, update)
         request = dist_checkpointing.save(state, str(path), async_sharded_save=True, **_WRITER)
-        sums = _ForkedResults()
-        if request.async_fn is not None:
-            write = partial(_write_and_sum, request.async_fn, sums, path, dist.get_rank())
-            request = request._replace(async_fn=write)
-        complete = partial(_complete, path, update, position, sums)
+        complete = partial(_complete, actor, path, update, position)
         request.add_finalize_fn(partial(_rename, stack.pop_all(), complete, directory, keep))
-    actor.saving.schedule_async_request(request)
+    actor.saving.start(request, path, target.name, dist.get_rank())
     if wait:
         finish(actor)
     return target
@@ -167,25 +138,15 @@ def _copy_metrics(metrics: MetricsWriter | None, path: Path) -> Position | None:
     return metrics.position
 
 
-def _write_and_sum(write: Callable[..., None], sums: _ForkedResults, path: Path, rank: int, *arguments: Any) -> None:
-    """In a forked process: write this rank's files, then sum them up, which takes no time from training."""
-    write(*arguments)
-    sums.put({file.name: FileSum.of(file) for file in path.glob(f"__{rank}_*.distcp")})
-
-
 def finish(actor: Actor, wait: bool = True) -> None:
     """Complete the checkpoint being written, if any; with ``wait`` False only if every rank is done. Collective."""
-    if actor.saving.get_num_unfinalized_calls():
-        actor.saving.maybe_finalize_async_calls(blocking=wait)
+    actor.saving.finish(wait)
 
 
-def _complete(path: Path, update: int, position: Position | None, sums: _ForkedResults) -> None:
+def _complete(actor: Actor, path: Path, update: int, position: Position | None) -> None:
     """Write the manifest, now that all other files are there. Collective."""
-    mine: dict[str, FileSum] = {}
-    with contextlib.suppress(queue.Empty):  # of a rank that had nothing to write
-        mine = sums.get_nowait()
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, position))
+    dist.all_gather_object(everyone, (actor.saving.sums(), position))
     if dist.get_rank() == 0:
         files = {name: entry for written, _ in everyone for name, entry in written.items()}
         for file in path.iterdir():  # the small ones, which no forked process wrote

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megarl.actor import routing
 from megarl.actor.packing import MicroBatch
 from megarl.batch import TokenBatch
+from megarl.beats import beat
 from megarl.objectives import Metric
 
 
@@ -45,6 +46,7 @@ def run_micro_batches(
 
     def forward_step(numbered: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         number, batch = next(numbered)
+        beat("micro-batch")
         routing.begin(model, batch.routed_experts)
         output = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed)
         chosen = routing.end(model, batch.routed_experts, output)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
@@ -24,6 +23,7 @@ from megarl.actor.nonfinite import non_finite_update
 from megarl.actor.optimizer import wrap
 from megarl.actor.packing import MicroBatch
 from megarl.actor.schedule import LogprobsAndEntropy, Loss, MicroBatchLog, collect, run_micro_batches, token_batch
+from megarl.actor.writers import Saving
 from megarl.batch import TokenBatch
 from megarl.models.hf_config import read_hf_config
 from megarl.objectives import Objective, WithOptions, token_weights
@@ -41,7 +41,7 @@ class Actor:
     frozen: list[FrozenPolicy] = field(default_factory=list)  # with which some objectives compare the policy
     skipped_updates: int = 0  # in the whole run, because they were not finite
     lagged: Any = None  # batch statistics of the previous update, under ``statistics_scope = "lagged"``
-    saving: AsyncCallsQueue = field(default_factory=AsyncCallsQueue)  # the checkpoint being written, if any
+    saving: Saving = field(default_factory=Saving)  # the checkpoint being written, if any
 
     @classmethod
     def build(cls, recipe: Recipe, policy_dir: Path, device: torch.device, load: bool = True) -> Actor:

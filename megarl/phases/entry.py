@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.beats import beat
 from megarl.errors import STOP_SIGNALS, UserError
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ ERROR_FILE = "MEGARL_ERROR_FILE"  # environment variable: where a process writes
 
 def run_process(phase: str, run_dir: Path, stage: int) -> int:
     """Run a phase in this process; returns its exit code."""
+    beat("start", "imports")
+    faulthandler.register(signal.SIGUSR1, file=2)  # the log: where this process stands, without a wait for Python
     if phase != "evaluate":  # which has nothing to save
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until `StopRequest`, through the imports
     return report_errors(lambda: _run(phase, run_dir, stage))

@@ -24,6 +24,8 @@ def evaluate(stage: Stage) -> None:
     replicas = ReplicaGroup.join()
     start = time.monotonic()
     stage.run.check_prompts()
+    if replicas.from_first("there", stage.evaluation() is not None):
+        return  # a restart after a process that died between the result and its end
     worker = RolloutWorker.build(stage.run.recipe, stage.number, stage.policy, for_training=False)
     drift = worker.check_weights(stage.policy, replicas)
     stage.log_event("weight_drift", phase="evaluate", rank=replicas.rank, **asdict(drift))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megarl.actor import hf, parallel, reference
 from megarl.actor.optimizer import gather_parameters
 from megarl.actor.step import Actor
+from megarl.beats import beat
 from megarl.storage.files import make_directory
 from megarl.storage.reference_logprobs import Reference, cut_text, read_reference, write_reference
 from megarl.storage.rollouts import Group, Response
@@ -58,6 +59,7 @@ class Exporter:
     def export(self, version: int, target: Path) -> None:
         """Write the policy after ``version`` updates of the run. Collective."""
         run, start, judged = self.stage.run, time.perf_counter(), None
+        beat("export", f"the export after update {version}")
         gather_parameters(self.actor.replicas)
         if self._begun is not None:
             scores = self._score(self._begun.sequences)

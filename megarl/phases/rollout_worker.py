@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.beats import beat
 from megarl.data.prompts import PromptSource, open_prompts
 from megarl.data.tokenizer import stop_token_ids
 from megarl.distributed import ReplicaGroup
@@ -46,10 +47,13 @@ class RolloutWorker:
     @classmethod
     def build(cls, recipe: Recipe, stage: int, policy_dir: Path, for_training: bool = True) -> RolloutWorker:
         """With the engine of ``stage``, which for training records what the recipe lets the actor replay."""
+        beat("load", f"engine and prompts, {policy_dir.name}")
         info = read_info(policy_dir)
         tokenizer, prompts = open_prompts(recipe, policy_dir)
         # before the engine starts threads or CUDA
-        verifiers = VerifierPool(lambda: build_verifier(recipe, prompts), Limits.of_this_process())
+        verifiers = VerifierPool(
+            lambda: build_verifier(recipe, prompts), Limits.of_this_process(recipe.run.stall_seconds)
+        )
         experts = for_training and recipe.actor.routing_replay == "engine"
         engine = build_engine(recipe, stage, policy_dir, info.version, routed_experts=experts)
         return cls(
@@ -70,6 +74,7 @@ class RolloutWorker:
 
     def load(self, policy_dir: Path) -> None:
         """Generate with another policy from here on."""
+        beat("load", f"policy {policy_dir.name}")
         info = read_info(policy_dir)
         self.engine.load_weights(policy_dir, info.version)
         self.weights_hash = info.weights_hash
@@ -79,6 +84,7 @@ class RolloutWorker:
 
         Weights that were loaded in place and are wrong are loaded by a new engine. `UserError` if it has wrong ones.
         """
+        beat("check of weights", policy_dir.name)
         reference = read_reference(policy_dir)
         if reference is None:  # a base model, which is its own reference: computed once for all replicas
             name = f"reference of {self.weights_hash}"
@@ -117,6 +123,7 @@ class RolloutWorker:
                 self.decoding += len(rows[-1])
                 yield self._continuation(rows[-1], temperature)
             for number, chunk in enumerate(chunks):
+                beat("chunk", f"chunk {number + 1} of this replica, prompt {chunk[0].number}")
                 begun = [PendingGroup(number, seeded, samples) for seeded in chunk]
                 pending.extend(begun)
                 rows.append([(group, k) for group in begun for k in range(samples)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from megarl.beats import beat
 from megarl.data.prompts import Prompt
 from megarl.recipe.tables import RewardTable
 from megarl.rewards import is_scored, reward
@@ -94,6 +95,7 @@ class Scoring:
         """Wait for all rewards that are asked for."""
         self.look()
         while self._asked:
+            beat("scoring")
             self.look(wait=True)
 
     def take(self) -> list[ScoredGroup]:

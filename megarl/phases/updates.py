@@ -18,6 +18,7 @@ from megarl.actor.frozen import Field, FrozenPolicy
 from megarl.actor.nonfinite import NonFiniteUpdate
 from megarl.actor.packing import Sample
 from megarl.actor.step import Actor, train_step
+from megarl.beats import beat
 from megarl.errors import STOPPED, UserError
 from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.phases.exports import Exporter
@@ -55,6 +56,7 @@ def build_actor(stage: Stage, device: torch.device, start: Start) -> Actor:
 
     Weights that `resume` is going to replace are not read.
     """
+    beat("load", "the model")
     actor = Actor.build(stage.run.recipe, stage.policy, device, load=start.checkpoint is None)
     actor.frozen = frozen_policies(_objective(stage.run), stage)
     return actor
@@ -108,6 +110,7 @@ def _make_updates(
     objective, saved = _objective(run), done
     for update in range(done, total):
         start = time.perf_counter()
+        beat("update", f"update {stage.first_update + update + 1}")
         groups = batches.read(update)
         if groups is not None:
             exporter.see(groups)
@@ -210,6 +213,7 @@ def find_start(stage: Stage) -> Start:
     if dist.get_rank() == 0:
         checkpoint.remove_unfinished(stage.checkpoints)
     for done, path in reversed(checkpoints(stage.checkpoints)):
+        beat("load", f"the files of {path.name}")
         damage = checkpoint.verify(path)
         if damage is None:
             return Start(done, path, read_manifest(path).position)
@@ -251,6 +255,7 @@ def _remake(stage: Stage) -> str:
 def resume(actor: Actor, start: Start) -> None:
     """Restore what the checkpoint of ``start`` has. Collective."""
     if start.checkpoint is not None:
+        beat("load", str(start.checkpoint.name))
         checkpoint.load(actor, start.checkpoint)
 
 

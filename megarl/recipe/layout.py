@@ -54,6 +54,7 @@ LAYOUT_SETTINGS = (
     "actor.keep_checkpoints",
     "actor.keep_stages",
     "run.max_restarts",
+    "run.stall_seconds",
     "run.tensorboard",
     "run.wandb",
 )

@@ -227,6 +227,8 @@ class EvalTable(Table):
 class RunTable(Table):
     seed: int = Field(0, ge=0, lt=2**32)
     max_restarts: int = Field(0, ge=0)  # times a failed phase is started again
+    # how long a process may give no sign of progress: docs/running.md
+    stall_seconds: float = Field(600.0, gt=0, le=10**7)
     tensorboard: bool = True
     wandb: bool = False
 

@@ -50,10 +50,11 @@ class Limits:
     workers: int = 4  # at most; another one is forked when a response would wait for those there are
 
     @classmethod
-    def of_this_process(cls) -> Limits:
-        """With this process's share of its node's cores."""
+    def of_this_process(cls, stall_seconds: float) -> Limits:
+        """With this process's share of its node's cores; a worker is replaced before the phase seems to stand still."""
         replicas = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return cls(workers=max(1, min(cls.workers, len(os.sched_getaffinity(0)) // replicas)))
+        workers = max(1, min(cls.workers, len(os.sched_getaffinity(0)) // replicas))
+        return cls(workers=workers, patience=min(cls.patience, stall_seconds / 4))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from megarl.beats import beat
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
 from megarl.rollout.drift import score
@@ -127,6 +128,7 @@ class BuiltinEngine:
             )
 
         while waiting or len(decoder.rows):
+            beat("decoding")
             if interrupted():
                 for row in decoder.rows.tolist():
                     yield completion(row, decoder.position - int(lengths[row]), "interrupted")

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import torch
 
+from megarl.beats import beat
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
@@ -171,6 +172,7 @@ class VllmEngine(ContinuousEngine):
         """One token for each response in the batch."""
         with _memory_errors("decoding", self.settings):
             outputs = self._engine.step()
+        beat("decoding")
         for name in [name for name in self._queued if (state := self._state(name)) is None or _tokens_of(state)]:
             self._queued.remove(name)
             running[name].begin()

@@ -33,6 +33,7 @@ ANNOUNCED = (
     "phase_failed",
     "phase_stopped",
     "restart",
+    "no_progress",
     "resume",
     "evaluation",
     "dynamic_sampling",
@@ -299,6 +300,8 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
         return f"metrics.jsonl was damaged: restored {event['updates']} updates from the checkpoints"
     if kind == "damaged_checkpoint":
         return f"{place}: {event['checkpoint']} is damaged ({event['damage']}), so it is kept as {event['kept_as']}"
+    if kind == "no_progress":
+        return f"{place}: {event.get('cause', 'no progress')}"
     if phase == "evaluate":
         return f"evaluation of stage {stage} failed" if kind == "phase_failed" else ""
     what = {

@@ -10,11 +10,12 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megarl.distributed import PHASE_ID
+from megarl.beats import FILE
+from megarl.distributed import PATIENCE, PHASE_ID
 from megarl.errors import STOPPED, PhaseFailed, UserError
 from megarl.keystore import SECRET
 from megarl.phases.entry import ERROR_FILE
@@ -23,6 +24,7 @@ from megarl.storage.files import INTACT
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.workers.nodes import Nodes, Report
 from megarl.workers.processes import Ended, Process, Processes, kill, stop_signals_noted, supervise
+from megarl.workers.watch import FIRST, MOST, Watch, Watched
 
 NEARLY_FULL = 1 << 20  # bytes
 NEVER_SECONDARY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)  # no process dies of these because another one did
@@ -45,9 +47,12 @@ def run_phase(nodes: Nodes, stage: Stage, phase: str, processes: int) -> None:
         nodes.report(_run_here(nodes, stage, phase, processes, logs))
         reports = nodes.reports(order)
         seconds = round(time.monotonic() - start, 3)
-        failure = _first_failure(reports.values())
+        failure = _first_failure(reports)
         if failure is None:
             break
+        for rank, report in reports.items():
+            if report.stalled and rank:  # this node has said it already
+                stage.log_event("no_progress", phase=phase, cause=report.cause.splitlines()[0])
         if failure.outcome == "stopped":
             stage.log_event("phase_stopped", phase=phase, seconds=seconds)
             raise KeyboardInterrupt
@@ -87,11 +92,18 @@ def follow(nodes: Nodes, run_dir: Path) -> None:
         nodes.report(report)
 
 
-def _first_failure(reports: Iterable[Report]) -> Report | None:
-    """What a person should know of: the first cause, before the failures that follow from it."""
+def _first_failure(reports: Mapping[int, Report]) -> Report | None:
+    """What a person should know of: the first cause, before the failures that follow from it. {node: report}.
+
+    Where something stood still, it also says where the processes of the other nodes were.
+    """
     severity = {"failed": 0, "stopped": 1, "aborted": 2}
-    bad = [report for report in reports if report.outcome != "done"]
-    return min(bad, key=lambda r: (severity[r.outcome], not r.primary, r.time)) if bad else None
+    bad = [report for report in reports.values() if report.outcome != "done"]
+    if not bad:
+        return None
+    first = min(bad, key=lambda r: (severity[r.outcome], not r.primary, r.time))
+    others = [report.seen for report in reports.values() if first.stalled and report is not first and report.seen]
+    return replace(first, cause="\n".join([first.cause, *others]))
 
 
 def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path) -> Report:
@@ -99,22 +111,49 @@ def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path
     # in a folder of its own: beside the logs there may be no space left to say so
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         with stop_signals_noted() as signals:  # from here on: one during the start is for the processes too
+            watch = _watch(nodes, stage, phase, processes, logs, Path(folder))
             started = start_here(nodes, stage, phase, processes, logs, Path(folder))
-            with nodes.killable(lambda: kill(started)):
-                ended = supervise(started, signals)
+            if nodes.starter.gave_up:
+                stage.log_event("no_progress", phase=phase, cause=nodes.starter.gave_up)
+            with nodes.killable(lambda stalled: _kill(started, watch if stalled else None)):
+                ended = supervise(started, signals, watch)
         failures = {rank: _failure(rank, logs, Path(folder)) for rank in _ranks(nodes, processes)}
-        return _report(ended, nodes, stage, phase, failures)
+        report = _report(ended, nodes, stage, phase, failures)
+        return replace(report, seen="\n".join(watch.describe(started.pids)))
+
+
+def _watch(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path, folder: Path) -> Watch:
+    def warn(message: str) -> None:
+        if nodes.rank == 0:  # the leader alone writes events; others report
+            stage.log_event("no_progress", phase=phase, cause=message)
+
+    watched = [Watched(rank, _beats_file(folder, rank), _log(logs, rank)) for rank in _ranks(nodes, processes)]
+    cuda = stage.run.recipe.actor.backend == "cuda"
+    nccl = (_nccl_pipe(folder), _nccl_dump(logs)) if cuda else None
+    return Watch(watched, stage.run.recipe.run.stall_seconds, nodes.count == 1, warn, nccl)
+
+
+def _kill(started: Processes, watch: Watch | None) -> None:
+    """Because of another node. ``watch``: something stands still there, so these are to say where they are."""
+    if watch:
+        watch.dump(started.pids)
+    kill(started)
 
 
 def start_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path, errors: Path) -> Processes:
     """Start this node's processes of a phase; what they print goes to ``logs``, how they failed to ``errors``."""
+    seconds = stage.run.recipe.run.stall_seconds
+    nodes.starter.patience = FIRST * seconds
     specs = [
         Process(
             phase=phase,
             run=str(stage.run.root),
             stage=stage.number,
             log=str(_log(logs, rank)),
-            environment=_environment(nodes, rank, processes) | {ERROR_FILE: str(_error_file(errors, rank))},
+            environment=_environment(nodes, rank, processes)
+            | {ERROR_FILE: str(_error_file(errors, rank)), FILE: str(_beats_file(errors, rank))}
+            | {PATIENCE: str(2 * MOST * seconds)}
+            | (_flight_recorder(logs, errors) if stage.run.recipe.actor.backend == "cuda" else {}),
         )
         for rank in _ranks(nodes, processes)
     ]
@@ -153,6 +192,36 @@ def _error_file(errors: Path, rank: int) -> Path:
     return errors / f"rank_{rank:04d}.json"
 
 
+def _beats_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank_{rank:04d}.beats"
+
+
+def _nccl_pipe(folder: Path) -> Path:
+    """To which torch adds the rank, and ".pipe"."""
+    return folder / "nccl_"
+
+
+def _nccl_dump(logs: Path) -> Path:
+    """To which torch adds the rank."""
+    return logs / "nccl_rank_"
+
+
+def _flight_recorder(logs: Path, folder: Path) -> dict[str, str]:
+    """Have torch note the last collectives of NCCL, and write them out on demand and when one fails.
+
+    The names of torch 2.11 to 2.13: of two for one thing the first is the newer one. Those of the environment prevail.
+    """
+    values = {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(_nccl_dump(logs)),
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(_nccl_dump(logs)),
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(_nccl_pipe(folder)),
+    }
+    return {name: value for name, value in values.items() if name not in os.environ}
+
+
 @dataclass(frozen=True)
 class Failure:
     """What a process that failed left behind. ``message`` is None where it could not say."""
@@ -174,6 +243,9 @@ def _failure(rank: int, logs: Path, errors: Path) -> Failure:
 def _report(ended: Ended, nodes: Nodes, stage: Stage, phase: str, failures: dict[int, Failure]) -> Report:
     if ended.stopped:  # also when the phase was just done: the run is to stop here
         return Report("stopped", time=time.time())
+    if ended.stall is not None:
+        cause = f"{phase} of stage {stage.number}{_on(nodes)}: {ended.stall}"
+        return Report("failed", cause, primary="is stopped" in ended.stall, stalled=True, time=time.time())
     ranks = list(failures)
     codes = {ranks[index]: ended.codes[index] for index in ended.first}
     codes = {rank: code for rank, code in codes.items() if code not in (STOPPED, -signal.SIGTERM)}
@@ -187,9 +259,12 @@ def _report(ended: Ended, nodes: Nodes, stage: Stage, phase: str, failures: dict
     failure, code = failures[rank], codes[rank]
     cause, mistake = _explain(failure, code, stage.run)
     if not mistake:
-        where = f", {nodes.name()}" if nodes.count > 1 else ""
-        cause = f"{phase} of stage {stage.number}, rank {rank}{where}: {cause}"
+        cause = f"{phase} of stage {stage.number}, rank {rank}{_on(nodes)}: {cause}"
     return Report("failed", cause, mistake, _primary(code), failure.time)
+
+
+def _on(nodes: Nodes) -> str:
+    return f", {nodes.name()}" if nodes.count > 1 else ""
 
 
 def _primary(code: int) -> bool:

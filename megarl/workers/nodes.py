@@ -27,8 +27,10 @@ from megarl.workers.processes import Starter
 
 HEARTBEAT_SECONDS = 0.5
 DEAD_AFTER_SECONDS = 15.0  # below Slurm's KillWait: the cause is known before the job is killed
+LEADER_LOST_SECONDS = 60.0  # without an answer of its store: more than a busy machine or file system takes
 JOIN_TIMEOUT = timedelta(minutes=10)  # nodes of one job start seconds apart, but may first pull a container
 POLL_SECONDS = 0.05
+STALLED = "stalled"  # why the others end an order
 LOOPBACK = "127.0.0.1"
 LOST = (RuntimeError, OSError)  # what a store raises once its server is gone
 
@@ -42,6 +44,8 @@ class Report:
     mistake: bool = False  # the cause is a `UserError`: trying again would not help
     primary: bool = False  # killed by a signal that is never the consequence of another process's failure
     time: float = 0.0  # of the first failure, seconds since the epoch
+    stalled: bool = False  # something stood still
+    seen: str = ""  # where the processes of the node were last seen, a line each
 
 
 class Nodes:
@@ -55,7 +59,7 @@ class Nodes:
         self._store = self._join(run_dir) if self.rank else self._open(run_dir)
         self._names: list[str] = []
         self._orders = 0
-        self._kill: Callable[[], None] | None = None
+        self._kill: Callable[[bool], None] | None = None
         self._lock = threading.Lock()  # between the end of a phase and an order to end it
         self._last_sign: dict[int, tuple[bytes, float]] = {}  # rank -> heartbeat, when it changed (monotonic)
         self.dead: dict[int, str] = {}  # rank -> what is known
@@ -155,7 +159,7 @@ class Nodes:
     def lost_leader(self) -> PhaseFailed:
         return PhaseFailed(
             f"{self.name()} lost the agent of node 0 ({self.address}:{self.port}): "
-            "it died or was stopped, its output has the cause"
+            "it died, was stopped or stands still, its output has the cause"
         )
 
     # --- all ---
@@ -165,13 +169,16 @@ class Nodes:
         try:
             self._store.set(f"report/{self._orders}/{self.rank}", json.dumps(asdict(report)))
             if report.outcome != "done":
-                self._store.set(f"abort/{self._orders}", "1")
+                self._store.set(f"abort/{self._orders}", STALLED if report.stalled else "1")
         except LOST as error:
             raise self.lost_leader() from error
 
     @contextlib.contextmanager
-    def killable(self, kill: Callable[[], None]) -> Iterator[None]:
-        """Within, ``kill`` is called (from a thread, perhaps repeatedly) once the phase ended badly on another node."""
+    def killable(self, kill: Callable[[bool], None]) -> Iterator[None]:
+        """Within, ``kill`` is called (from a thread, perhaps repeatedly) once the phase ended badly on another node.
+
+        It is told whether something stood still there.
+        """
         self._kill = kill
         try:
             yield
@@ -189,6 +196,7 @@ class Nodes:
 
     def _beat(self) -> None:
         store = self._store.clone()  # a connection of its own: the other may be waiting
+        store.set_timeout(timedelta(seconds=LEADER_LOST_SECONDS))
         beats = 0
         while not self._closing.wait(HEARTBEAT_SECONDS):
             beats += 1
@@ -196,13 +204,15 @@ class Nodes:
                 store.set(f"alive/{self.rank}", str(beats))
                 if self.rank == 0:
                     self._look_for_dead(store)
-                end = bool(self.dead) or store.check([f"abort/{self._orders}"])
+                key = f"abort/{self._orders}"
+                reason = store.get(key).decode() if store.check([key]) else "1" if self.dead else ""
             except LOST:
-                self.leader_lost = end = True
+                self.leader_lost, reason = True, "1"
             with self._lock:
-                if end and self._kill:
-                    self._kill()
+                if reason and self._kill:
+                    self._kill(reason == STALLED)
             if self.leader_lost:
+                self._store.give_up()  # with a leader that stands still the other would wait on
                 return
 
     def _look_for_dead(self, store: dist.Store) -> None:
@@ -214,7 +224,9 @@ class Nodes:
             if sign != last:
                 self._last_sign[rank] = sign, now
             elif now - since > DEAD_AFTER_SECONDS and rank not in self.dead and not store.check([f"left/{rank}"]):
-                self.dead[rank] = f"the agent of {self.name(rank)} died: no sign of life for {now - since:.0f} s"
+                self.dead[rank] = (
+                    f"the agent of {self.name(rank)} died or stands still: no sign of life for {now - since:.0f} s"
+                )
                 store.set(f"abort/{self._orders}", "1")
 
     def __enter__(self) -> Self:

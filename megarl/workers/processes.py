@@ -25,10 +25,12 @@ import psutil
 
 from megarl.errors import STOP_SIGNALS
 from megarl.workers.sessions import end_sessions
+from megarl.workers.watch import Watch
 
 POLL_SECONDS = 0.05
 INSISTS_SECONDS = 1.0  # a person who presses Ctrl-C again takes longer than a terminal that sends a signal twice
 SHUTDOWN_SECONDS = 30.0  # from the request to stop to SIGKILL; MEGARL_SHUTDOWN_SECONDS overrides
+PATIENCE_SECONDS = 3600.0  # with a warm process that does not answer, until the recipe is known
 CANNOT_FORK = 3  # exit code of a warm process in which an import has initialised CUDA
 
 
@@ -52,6 +54,9 @@ class Processes(Protocol):
     def signal(self, index: int, number: int, group: bool) -> None:
         """To a process that has not ended, or to its whole session."""
 
+    def abandon(self) -> None:
+        """Rely no longer on what has started them: it may stand still too."""
+
 
 class ColdProcesses:
     """New interpreters: ``python -m megarl.phases``."""
@@ -74,6 +79,8 @@ class ColdProcesses:
         if self._started[index].returncode is None:
             _signal(self.pids[index], number, group)
 
+    def abandon(self) -> None: ...
+
 
 def _start_cold(process: Process) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-u", "-m", "megarl.phases", process.phase, process.run, str(process.stage)]
@@ -87,7 +94,8 @@ def _start_cold(process: Process) -> subprocess.Popen[bytes]:
 class WarmProcess:
     """The agent's end of `megarl.workers.warm`."""
 
-    def __init__(self, module: str = "megarl.workers.warm") -> None:
+    def __init__(self, module: str = "megarl.workers.warm", patience: float = PATIENCE_SECONDS) -> None:
+        self.patience = patience
         self._socket, theirs = socket.socketpair()
         self.process = self._start(theirs, module)
         theirs.close()
@@ -120,10 +128,14 @@ class WarmProcess:
         return ForkedProcesses(self, self.fork([vars(process) for process in processes]))
 
     def fork(self, orders: list[dict[str, Any]]) -> list[int]:
-        """The process ids of one fork an order."""
+        """The process ids of one fork an order. OSError, and an end to it, when it does not answer for too long."""
         self._send({"start": orders})
+        waited = 0.0
         while self._started is None:
-            self._receive(None)
+            self._receive(POLL_SECONDS)
+            if (waited := waited + POLL_SECONDS) > self.patience:  # when this process is suspended, no time passes
+                self.process.kill()
+                raise TimeoutError(f"the warm process did not answer for {self.patience:g} s")
         pids, self._started = self._started, None
         return pids
 
@@ -180,6 +192,9 @@ class ForkedProcesses:
         if index not in self._codes:
             _signal(self.pids[index], number, group)
 
+    def abandon(self) -> None:
+        self._warm.process.kill()
+
 
 def _signal(pid: int, number: int, group: bool) -> None:
     with contextlib.suppress(ProcessLookupError):
@@ -204,6 +219,8 @@ class Starter:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._warm: WarmProcess | None = None
         self._always_cold = False
+        self.patience = PATIENCE_SECONDS
+        self.gave_up: str | None = None  # on a warm process, in the last `start`, and why
 
     def warm_up(self) -> WarmProcess:
         """Start the warm process, if it does not run; returns at once."""
@@ -212,9 +229,11 @@ class Starter:
             self._warm = None
         if self._warm is None:
             self._warm = WarmProcess()
+        self._warm.patience = self.patience
         return self._warm
 
     def start(self, processes: Sequence[Process], cold: bool) -> Processes:
+        self.gave_up = None
         if cold and self._warm is not None:
             self._warm.generating_elsewhere()
         if not cold and not self._always_cold:
@@ -222,8 +241,9 @@ class Starter:
             try:
                 warm.prepare(Path(processes[0].run))
                 return warm.start(processes)
-            except OSError:  # it cannot import or was killed: a cold start shows why, or works
+            except OSError as error:  # it cannot import or was killed: a cold start shows why, or works
                 self._always_cold = warm.process.wait() == CANNOT_FORK
+                self.gave_up = str(error) if isinstance(error, TimeoutError) else None
         return ColdProcesses(processes)
 
     def run(self, order: dict[str, Any]) -> int | None:
@@ -233,8 +253,10 @@ class Starter:
         warm = self.warm_up()
         try:
             (pid,) = warm.fork([order])
+            waited = 0.0
             while not (ended := warm.ended([pid], POLL_SECONDS)):
-                pass
+                if (waited := waited + POLL_SECONDS) > self.patience:
+                    warm.process.kill()
         except OSError:  # as in `start`
             self._always_cold = warm.process.wait() == CANNOT_FORK
             return None
@@ -257,18 +279,24 @@ class Ended:
     codes: dict[int, int]  # of all; those that had to be killed have -SIGKILL
     first: frozenset[int]  # those that had failed before the others were asked to stop
     stopped: bool  # this agent was told to stop
+    stall: str | None = None  # what stood still, for which all were killed
 
 
-def supervise(processes: Processes, stop_signals: Sequence[tuple[int, float]] = ()) -> Ended:
+def supervise(
+    processes: Processes, stop_signals: Sequence[tuple[int, float]] = (), watch: Watch | None = None
+) -> Ended:
     """Wait until all have ended. When one fails, or this agent gets a stop signal, the rest is asked to stop.
 
-    stop_signals: (number, time) as `stop_signals_noted` notes them. A second Ctrl-C kills at once. A second SIGTERM
+    When ``watch`` says that one stands still, all are killed, as they could not save what they have. stop_signals:
+    (number, time) as `stop_signals_noted` notes them. A second Ctrl-C kills at once. A second SIGTERM
     does not: Slurm sends one when it wants a job to end, and another at the end of its time.
     """
     everybody = range(len(processes.pids))
     codes = processes.poll(0)
     while len(codes) < len(everybody) and not _failed(codes) and not stop_signals:
         codes = processes.poll(POLL_SECONDS)
+        if watch and (stall := watch.look(processes.pids, codes)):
+            return _end_stall(processes, watch, stall)
     if _failed(codes):
         codes = processes.poll(POLL_SECONDS)  # others that ended for the same reason
     first = frozenset(_failed(codes))
@@ -279,9 +307,21 @@ def supervise(processes: Processes, stop_signals: Sequence[tuple[int, float]] = 
     while len(codes) < len(everybody):
         if time.monotonic() > deadline or _insists(stop_signals):
             kill(processes)
+        if time.monotonic() > deadline + INSISTS_SECONDS:
+            processes.abandon()
         codes = processes.poll(POLL_SECONDS)
     end_sessions(processes.pids)
     return Ended(dict(codes), first, bool(stop_signals))
+
+
+def _end_stall(processes: Processes, watch: Watch, stall: str) -> Ended:
+    written = watch.dump(processes.pids)
+    kill(processes)
+    processes.abandon()
+    while len(codes := processes.poll(POLL_SECONDS)) < len(processes.pids):
+        kill(processes)
+    end_sessions(processes.pids)
+    return Ended(dict(codes), frozenset(), stopped=False, stall="\n".join([stall, *written]))
 
 
 def _insists(stop_signals: Sequence[tuple[int, float]]) -> bool:

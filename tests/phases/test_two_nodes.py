@@ -179,14 +179,17 @@ def test_a_stranger_on_the_leaders_port_changes_nothing(recipe, two_nodes, tmp_p
     assert_same_result(two_nodes, run)
 
 
-def test_killed_follower_fails_the_run_with_the_cause(recipe, sealed):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_killed_or_stopped_follower_fails_the_run_with_the_cause(number, recipe, sealed):
     with TwoNodes(recipe, sealed) as two:
         two.wait_for(lambda run: lines(run / "metrics.jsonl") >= 1)
-        two.agents[1].send_signal(signal.SIGKILL)
+        two.agents[1].send_signal(number)
         killed = time.monotonic()
-        (code, output), _ = two.wait(60)
+        code = two.agents[0].wait(60)
         assert time.monotonic() - killed < 30
-    assert code == 1
+        two.agents[1].send_signal(signal.SIGCONT)
+        (_, output), (other, _) = two.wait(60)
+    assert (code, other) == (1, -signal.SIGKILL if number == signal.SIGKILL else 1)
     assert "the agent of node 1" in complaint(output) and "died" in complaint(output)
     wait_until_nobody_works_on(sealed)
     assert len(events(sealed, "phase_failed")) == 1
@@ -235,6 +238,24 @@ def test_dead_process_of_one_node_restarts_the_phase_on_both(recipe, two_nodes, 
     assert "rank 1, node 1" in restart["cause"] and "killed by signal 9" in restart["cause"]
     assert_same_rollouts(two_nodes, run)
     assert not (run / "stages/000/checkpoints").exists()
+
+
+def test_a_stopped_process_of_one_node_is_named_beside_all_others(recipe, sealed):
+    with TwoNodes(recipe, sealed, "--set", "run.stall_seconds=3", "--set", "run.max_restarts=0") as two:
+        two.wait_for(lambda run: lines(run / "metrics.jsonl") >= 1)
+        (rank,) = two.children(1, "optimize")
+        rank.suspend()
+        (code, output), _ = two.wait(120)
+    assert code == 1
+    message = complaint(output)
+    assert "node 1" in message.splitlines()[0] and "no progress for" in message.splitlines()[0], message
+    assert f"process {rank.pid} (optimize:1) of rank 1 is stopped" in message.splitlines()[0], message
+    for number in (0, 1):
+        assert f"rank {number} (process" in message, message
+        log = sealed / f"logs/000_optimize/attempt_0/rank_000{number}.log"
+        assert "most recent call first" in log.read_text(), number
+    assert "no progress for" in events(sealed, "no_progress")[0]["cause"]
+    wait_until_nobody_works_on(sealed)
 
 
 def test_mistake_ends_all_agents_at_once(recipe, tmp_path):

@@ -113,3 +113,23 @@ def test_a_follower_without_a_leader_says_where_it_looked(tmp_path, monkeypatch)
     monkeypatch.setattr(nodes, "JOIN_TIMEOUT", nodes.JOIN_TIMEOUT * 0)
     with pytest.raises(PhaseFailed, match="cannot reach node 0 at what .*leader.json names.*all nodes share"):
         node(1, tmp_path)
+
+
+def test_a_leader_that_stands_still_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes, "LEADER_LOST_SECONDS", 0.3)
+    still, answer, causes = threading.Event(), StoreServer._answer, []
+    monkeypatch.setattr(StoreServer, "_answer", lambda *request: None if still.is_set() else answer(*request))
+
+    def follow():
+        try:
+            with node(1, tmp_path) as agents:
+                agents.next_order()
+        except PhaseFailed as error:
+            causes.append(str(error))
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    with node(0, tmp_path):
+        still.set()
+        follower.join(60)
+        assert causes and "stands still" in causes[0]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from megarl.beats import WAITS, beat
 from megarl.distributed import ReplicaGroup, Role
 from megarl.errors import STOPPED, UserError
 from megarl.phases.live.state import LiveState
@@ -151,6 +152,7 @@ class LiveRolloutWorker:
         """Idle until there is a version; None: asked to stop."""
         start = time.perf_counter()
         while (found := version()) is None and not self.stop.asked:
+            beat(WAITS, "a wait for the next version of the policy")
             if self.schedule.colocate and self._newest() is not None:
                 self._rest()
             else:
@@ -165,12 +167,14 @@ class LiveRolloutWorker:
             self.worker.engine.sleep()
         self.state.rest(self.replicas.rank, number)
         while self.state.round() == number and not self.stop.asked:
+            beat(WAITS, "a rest while trainers use the devices")
             time.sleep(POLL_SECONDS)
 
     def _load(self, version: int) -> RolloutWorker:
         """The engine, awake, with the weights of ``version``."""
         start, path = time.perf_counter(), self.stage.run.version(version)
         if self.worker is not None and version == self.loaded:
+            beat("load", "the engine, which had slept")
             self.worker.engine.wake()
             return self.worker
         self.state.announce(self.replicas.rank, version)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.actor import parallel
+from megarl.beats import WAITS, beat
 from megarl.distributed import Role
 from megarl.errors import UserError
 from megarl.phases.exports import Exporter
@@ -88,7 +89,9 @@ class LiveBatches:
         while not (ready := self._ready(wanted)):
             if ready is None:
                 return None
+            beat(WAITS, f"a wait for the groups of update {self.stage.first_update + update + 1}")
             time.sleep(POLL_SECONDS)
+        beat("update", f"update {self.stage.first_update + update + 1}")
         groups = self.store.read(wanted)
         self._check_lags(self.stage.first_update + update, groups)
         self.last_idle = time.perf_counter() - start

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.beats import beat
 from megarl.data.tokenizer import end_of_sequence
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
@@ -206,7 +207,10 @@ class SglangEngine(ContinuousEngine):
         try:
             event = self._events.get(timeout=POLL_SECONDS)
         except queue.Empty:
+            if any(not response.cut_off for response in running.values()):  # else the server should have answered
+                beat("decoding")
             return
+        beat("decoding")
         if isinstance(event, Exception):
             running.clear()  # no event will tell of the other responses of this request
             with _memory_errors("decoding", self.settings):

@@ -1,0 +1,217 @@
+"""Random kills of whole runs, as many as asked for: ``make kills COUNT=1000 SEED=0``.
+
+Staged runs (evaluations, rollouts, updates) and live ones (in lockstep) learn from rewards that differ. A start is held
+at a random file operation of one of its processes, or left alone for a random time, and then its parent, its warm
+process, the held process, a rank, a process below it (a checkpoint's writer, a verifier) or all of them are killed; or
+the parent is asked to stop. After a few such starts the run finishes undisturbed, and must have every update and
+evaluation once and the bytes of a run that was never disturbed. A start that does not end within `PATIENCE_SECONDS`
+counts as a hang.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+
+from tests.helpers import (
+    ROOT,
+    megarl,
+    read_lines,
+    start_megarl,
+    wait_until_nobody_works_on,
+    write_guessing_model,
+    write_recipe,
+)
+from tests.phases.test_kill import assert_same_run, assert_same_weights
+
+PATIENCE_SECONDS = 600.0
+STARTS = 12  # of a run, before it is left alone
+STAGED = ("schedule.stages=2",)
+LIVE = ("schedule.kind=live", "schedule.delay=1", "schedule.sync_every=2", "schedule.stages=2", "eval.every=2")
+KINDS = {"staged": STAGED, "live": LIVE}
+# what may be held, and how many such operations an attempt has at most
+OPERATIONS = {
+    "any file": ("(open|replace) .*/run/", 150),
+    "logs": ("open .*/run/logs/", 6),
+    "rollouts": ("(open|replace) .*/rollouts/", 20),
+    "metrics": ("open .*/metrics.jsonl", 10),
+    "checkpoint": (r"(open|replace) .*/checkpoints/", 20),
+    "writer of a checkpoint": (r"open .*/checkpoints/\.update_.*\.tmp/__0_", 3),
+    "policy": (r"(open|replace) .*/(\.?policy|policies|\.final)", 10),
+}
+
+
+class Run:
+    """A run that is killed now and then."""
+
+    def __init__(self, kind: str, recipe: Path, folder: Path) -> None:
+        self.kind, self.directory = kind, folder / "run"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        self.arguments = ["train", recipe, "--run-dir", self.directory]
+        for setting in (*KINDS[kind], "run.stall_seconds=300"):
+            self.arguments += ["--set", setting]
+
+    def disturb(self, rng: random.Random, held: Path) -> tuple[str, str] | None:
+        """(phase, what was done) of one start; None if it was done before anything could be done to it."""
+        if rng.random() < 0.6:
+            pattern, most = OPERATIONS[rng.choice(list(OPERATIONS))]
+            held.unlink(missing_ok=True)
+            command = start_megarl(*self.arguments, hold=[pattern, rng.randint(1, most), str(held)])
+            while command.poll(0.002) is None and not (held.exists() and held.read_text()):
+                pass
+            victims = None if command.poll() is not None else held_victims(command.pid, int(held.read_text()))
+        else:
+            restarts = ["--set", f"run.max_restarts={rng.randint(0, 1)}"]
+            command, end = start_megarl(*self.arguments, *restarts), time.monotonic() + rng.expovariate(0.3)
+            while command.poll(0.002) is None and time.monotonic() < end:
+                pass
+            victims = None if command.poll() is not None else any_victims(command.pid)
+        if victims is None:
+            return None
+        phase = self.phase()
+        name, processes, number = rng.choice(victims)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        command.wait(PATIENCE_SECONDS)
+        wait_until_nobody_works_on(self.directory)
+        return phase, name
+
+    def phase(self) -> str:
+        """The one under way, by its events."""
+        with contextlib.suppress(OSError, ValueError):
+            started = [e for e in read_lines(self.directory / "events.jsonl") if e["event"] == "phase_start"]
+            return f"{self.kind}: {started[-1]['phase']}"
+        return f"{self.kind}: start"
+
+    def finish(self) -> None:
+        result = megarl(*self.arguments, timeout=PATIENCE_SECONDS)
+        assert result.returncode == 0, result.stderr
+
+    def compare(self, whole: Path) -> None:
+        """AssertionError where anything differs from an undisturbed run."""
+        updates = [update["update"] for update in read_lines(self.directory / "metrics.jsonl")]
+        assert updates == list(range(1, len(updates) + 1)), updates
+        assert evaluations(self.directory) == evaluations(whole)
+        if self.kind == "staged":
+            assert_same_run(whole, self.directory)
+        else:  # what is generated is the same; how long it waited is not
+            for path in sorted([*whole.glob("stages/*/policy"), whole / "final"]):
+                assert_same_weights(path, self.directory / path.relative_to(whole))
+            for path in sorted(whole.glob("stages/*/rollouts/*")):
+                assert path.read_bytes() == (self.directory / path.relative_to(whole)).read_bytes(), path.name
+
+
+def evaluations(run: Path) -> list[tuple[int, float]]:
+    events = [event for event in read_lines(run / "events.jsonl") if event["event"] == "evaluation"]
+    return [(event["stage"], event["accuracy"]) for event in events]
+
+
+Victims = list[tuple[str, list[psutil.Process], int]]
+
+
+def tree(parent: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(parent).children(recursive=True)
+    return []
+
+
+def held_victims(parent: int, held: int) -> Victims:
+    """Of a start in which the process ``held`` goes on no more. All of these end the start."""
+    processes = {process.pid: process for process in tree(parent)}
+    victims = [("parent", [psutil.Process(parent)], signal.SIGKILL)]
+    if held in processes:
+        name = processes[held].name()
+        below = psutil.Process(parent).children()
+        kind = "writer" if processes[held].ppid() not in [parent, *(p.pid for p in below)] else "rank"
+        victims += [(f"{kind} at a file ({name})" if kind == "writer" else "rank at a file", [processes[held]], 9)] * 3
+        victims += [("warm process", [p for p in below if p.name() == "warm:"], signal.SIGKILL)]
+    victims += [("all", [psutil.Process(parent), *processes.values()], signal.SIGKILL)]
+    return victims
+
+
+def any_victims(parent: int) -> Victims:
+    everyone, own = tree(parent), psutil.Process(parent)
+    victims = [("parent", [own], signal.SIGKILL), ("all", [own, *everyone], signal.SIGKILL)]
+    victims += [(f"parent asked by {signal.Signals(n).name}", [own], n) for n in (signal.SIGTERM, signal.SIGINT)]
+    for process in everyone:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            name = process.name()
+            kind = "warm process" if name == "warm:" else "verifier" if name == "verifier" else "rank or its fork"
+            victims.append((kind, [process], signal.SIGKILL))
+    return victims
+
+
+class Laboratory:
+    """A recipe with rewards, and an undisturbed run of each kind."""
+
+    def __init__(self, folder: Path) -> None:
+        sys.path.insert(0, str(ROOT / "examples/quickstart"))
+        from make_base import write_initial_model
+
+        self.folder = folder
+        write_initial_model(folder / "initial")
+        write_guessing_model(folder / "initial", folder / "model")
+        words = ["".join(letters) for letters in itertools.product("abc", repeat=5)]
+        self.recipe = write_recipe(folder, folder / "model", words)
+        for kind in KINDS:
+            whole = Run(kind, self.recipe, folder / kind)
+            whole.finish()
+            gradients = [update["grad_norm"] for update in read_lines(whole.directory / "metrics.jsonl")]
+            assert sum(norm > 0.01 for norm in gradients) >= 10, gradients
+
+    def kill(self, count: int, seed: int) -> tuple[Counter[tuple[str, str]], list[str]]:
+        """({(phase, what was done): how often}, what went wrong)"""
+        rng, counts, wrong = random.Random(seed), Counter[tuple[str, str]](), []
+        for number, kind in enumerate(itertools.cycle(KINDS)):
+            if counts.total() >= count or len(wrong) > 10:
+                return counts, wrong
+            run = Run(kind, self.recipe, self.folder / "disturbed")
+            done = []
+            try:
+                for _ in range(rng.randint(2, STARTS)):
+                    if counts.total() >= count or (what := run.disturb(rng, self.folder / "held")) is None:
+                        break
+                    counts[what] += 1
+                    done.append(what)
+                run.finish()
+                run.compare(self.folder / kind / "run")
+            except (AssertionError, OSError, ValueError, subprocess.TimeoutExpired) as error:
+                kept = self.folder / f"wrong_{number}"
+                shutil.copytree(run.directory, kept, dirs_exist_ok=True)
+                wrong.append(f"run {number} ({kind}), after {done}: {error!r}"[:2000])
+                print(f"WRONG {wrong[-1]}", flush=True)
+            print(f"run {number} ({kind}): {len(done)} kills, {counts.total()} in all", flush=True)
+        raise AssertionError("not reached")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("count", type=int, nargs="?", default=1000)
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    options = parser.parse_args()
+    os.environ.setdefault("MEGARL_SHUTDOWN_SECONDS", "30")
+    with tempfile.TemporaryDirectory(prefix="megarl-kills-") as folder:
+        counts, wrong = Laboratory(Path(folder)).kill(options.count, options.seed)
+    for (phase, what), times in sorted(counts.items()):
+        print(f"{times:5} {phase:20} {what}")
+    print(f"{counts.total()} kills, {len(wrong)} runs wrong")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Whatever stands still is noticed within its limit: SIGSTOP to each kind of process, and death of those that write."""
+
+import json
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from megarl.workers.watch import Watch, Watched
+from tests.helpers import megarl, processes_of, read_lines, start_megarl, wait_for, wait_until_nobody_works_on
+from tests.phases.test_kill import assert_same_run, lines
+
+SECONDS = 3
+SMALL = ("schedule.stages=1", "schedule.updates_per_stage=24", "schedule.prompts_per_update=2", "eval.every=0")
+LIVE = ("schedule.kind=live", "schedule.sync_every=2", "schedule.max_lag=4")
+EVALUATES = ("eval.every=1", "eval.prompts=128", "eval.samples=8")
+WRITES = r"open .*/checkpoints/\.update_000004\..*\.tmp/__0_1"  # a fork of a fork of the rank
+
+
+def settings(*others):
+    return [part for setting in (*SMALL, f"run.stall_seconds={SECONDS}", *others) for part in ("--set", setting)]
+
+
+def of_rank(name):
+    """The process of a rank, as ``ps`` names it."""
+    return lambda parent: next(p for p in processes_of(parent, name.partition(":")[0]) if p.name() == name)
+
+
+def warm(parent):
+    return next(p for p in psutil.Process(parent).children() if p.name() == "warm:")
+
+
+def keeper(parent):
+    """Of the verifiers: the child of a generator."""
+    return next(p for p in of_rank("rollout:0")(parent).children() if p.name() == "verifier")
+
+
+def held_writer(parent):
+    """The process below a trainer that has no children of its own."""
+    return next(p for p in of_rank("optimize:0")(parent).children(recursive=True) if not p.children())
+
+
+def trains(run):
+    return lines(run / "metrics.jsonl") >= 1
+
+
+def stores(run):
+    return any(run.glob("stages/000/rollouts/*.arrow"))
+
+
+def evaluates(run):
+    return (run / "events.jsonl").exists() and '"phase": "evaluate", "rank"' in (run / "events.jsonl").read_text()
+
+
+def writes(run):
+    return run.with_name("held").exists()
+
+
+CASES = {
+    "trainer": (of_rank("optimize:0"), trains, (), "optimize", "update "),
+    "generator": (of_rank("rollout:0"), stores, (), "rollout", "chunk "),
+    "keeper of verifiers": (keeper, stores, (), "rollout", "chunk "),
+    "evaluating": (of_rank("evaluate:0"), evaluates, EVALUATES, "evaluate", "chunk "),
+    "live trainer": (of_rank("live:0"), trains, LIVE, "live", ""),
+    "live generator": (of_rank("live:1"), trains, LIVE, "live", ""),
+    "warm": (warm, trains, (), "optimize", ""),
+    "writer": (held_writer, writes, ("actor.checkpoint_every=4",), "optimize", "update_000004"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stopped_process_ends_the_phase_and_is_named(case, recipe, tmp_path):
+    find, moment, others, phase, place = CASES[case]
+    run, hold = tmp_path / "run", [WRITES, 1, str(tmp_path / "held")]
+    command = start_megarl(
+        "train", recipe, "--run-dir", run, *settings(*others), hold=hold if case == "writer" else None
+    )
+    wait_for(command, lambda: moment(run))
+    victim = find(command.pid)
+    name = victim.name()
+    victim.suspend()
+    assert command.wait(120) == 1, command.stderr
+    message = command.stderr[command.stderr.rindex("megarl: ") :]
+    first = message.splitlines()[0]
+    assert f"{phase} of stage 0: no progress for" in first and f"process {victim.pid} ({name})" in first, message
+    assert "is stopped" in first and place in first, message
+    (event,) = [event for event in read_lines(run / "events.jsonl") if event["event"] == "no_progress"]
+    assert event["phase"] == phase and event["cause"] in first
+    assert event["cause"] in command.stdout  # the display
+    rank = 1 if case == "live generator" else 0
+    log = run / f"logs/000_{phase}/attempt_0/rank_000{rank}.log"
+    assert str(log) in message
+    if case != "warm":  # whose forks had ended
+        assert "most recent call first" in log.read_text()
+    wait_until_nobody_works_on(run)
+
+
+def test_a_stopped_trainer_is_started_again(recipe, tmp_path):
+    undisturbed = megarl("train", recipe, "--run-dir", tmp_path / "undisturbed", *settings())
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    run = tmp_path / "run"
+    command = start_megarl("train", recipe, "--run-dir", run, *settings("run.max_restarts=1"))
+    wait_for(command, lambda: lines(run / "metrics.jsonl") >= 3)
+    of_rank("optimize:0")(command.pid).suspend()
+    assert command.wait(120) == 0, command.stderr
+    (restart,) = [event for event in read_lines(run / "events.jsonl") if event["event"] == "restart"]
+    assert "no progress for" in restart["cause"]
+    assert_same_run(tmp_path / "undisturbed", run)
+
+
+def test_a_stopped_verifier_is_replaced(recipe, tmp_path):
+    run = tmp_path / "run"
+    command = start_megarl("train", recipe, "--run-dir", run, "--until", "rollout:0", *settings())
+    wait_for(command, lambda: stores(run))
+    worker = keeper(command.pid).children()[0]
+    worker.suspend()
+    assert command.wait(120) == 0, command.stderr
+    assert not [event for event in read_lines(run / "events.jsonl") if event["event"] == "no_progress"]
+    assert not worker.is_running()
+
+
+@pytest.mark.parametrize("generation", ["fork of a fork", "fork"])
+def test_a_killed_writer_ends_the_save_at_once(generation, recipe, tmp_path):
+    run, hold = tmp_path / "run", [WRITES, 1, str(tmp_path / "held")]
+    patient = settings("actor.checkpoint_every=4", "run.stall_seconds=600")
+    command = start_megarl("train", recipe, "--run-dir", run, *patient, hold=hold)
+    wait_for(command, lambda: writes(run))
+    writer = held_writer(command.pid)
+    (writer if generation == "fork of a fork" else writer.parent()).kill()
+    assert command.wait(120) == 1
+    assert "a process that wrote update_000004 was killed by signal 9" in command.stderr, command.stderr
+    result = megarl("train", recipe, "--run-dir", run, *patient)
+    assert result.returncode == 0, result.stderr
+    assert [update["update"] for update in read_lines(run / "metrics.jsonl")] == list(range(1, 25))
+
+
+class Clock:
+    """`Watch` on a clock of its own, over two ranks with files of signs."""
+
+    def __init__(self, monkeypatch, folder, seconds=10.0, alone=True):
+        self.now, self.pids, self.warned = 0.0, [2**22 + 1, 2**22 + 2], []  # of no process
+        monkeypatch.setattr("megarl.workers.watch.time", SimpleNamespace(monotonic=lambda: self.now))
+        self.files = [folder / f"beats_{rank}" for rank in (0, 1)]
+        watched = [Watched(rank, file, folder / "log") for rank, file in enumerate(self.files)]
+        self.watch = Watch(watched, seconds, alone, self.warned.append)
+
+    def sign(self, rank, number, kind="update", where="update 7"):
+        self.files[rank].write_text(json.dumps({"number": number, "kind": kind, "where": where}))
+
+    def after(self, seconds, ended=()):
+        """What is found when so much time has passed, looking often."""
+        for _ in range(round(seconds / 0.5)):
+            self.now += 0.5
+            if found := self.watch.look(self.pids, ended):
+                return found
+        return None
+
+
+def test_first_steps_have_more_time_and_slow_ones_stretch_the_limit(monkeypatch, tmp_path):
+    clock = Clock(monkeypatch, tmp_path)
+    assert clock.after(59) is None  # both load
+    for rank in (0, 1):
+        clock.sign(rank, 1)
+    assert clock.after(40) is None
+    for rank in (0, 1):
+        clock.sign(rank, 2)
+    assert clock.after(1) is None
+    clock.sign(0, 3)
+    assert clock.after(198) is None  # five times the 40 seconds, and a little more for the looks between
+    found = clock.after(5)
+    assert found and "rank 1 was last seen at update 7 (update)" in found
+    assert clock.warned == [found.splitlines()[0]]
+
+
+def test_a_quick_step_has_the_setting_and_a_suspended_job_all_the_time(monkeypatch, tmp_path):
+    clock = Clock(monkeypatch, tmp_path)
+    for number in (1, 2):
+        clock.sign(0, number)
+        clock.sign(1, number)
+        assert clock.after(0.5) is None
+    clock.now += 1e6  # nothing of the job has run meanwhile
+    assert clock.after(8) is None
+    assert clock.after(3, ended=[0, 1]) is None
+    assert clock.after(3) is not None
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_when_everybody_waits_nobody_makes_progress(alone, monkeypatch, tmp_path):
+    clock = Clock(monkeypatch, tmp_path, alone=alone)
+    found = None
+    for number in range(1, 200):
+        for rank in (0, 1):
+            clock.sign(rank, number, "wait", "a wait for others")
+        found = found or clock.after(0.5)
+    assert bool(found) == alone  # of several nodes the others may be at work
