@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_checks import check_run
-from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.run_dir import RunDir
 from megarl.views.progress import Progress
 from megarl.views.report import write_report
 from megarl.workers.launcher import run_phase
@@ -28,8 +28,8 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
         log_finished_stages(run)
         for stage in run.stages():
             replicas = stage.rollout.workers
-            if evaluation_is_due(stage):
-                run_phase(nodes, stage, "evaluate", replicas)
+            if stage.evaluation_is_due() and (recipe.schedule.kind == "live" or stage.is_sealed()):
+                run_phase(nodes, stage, "evaluate", replicas)  # else by the engines of the rollout phase
             if recipe.schedule.kind == "live":
                 if not (stage.is_sealed() and stage.is_trained()):
                     run_phase(nodes, stage, "live", trainers + replicas)  # both at the same time
@@ -42,7 +42,7 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
                     run_phase(nodes, stage, "optimize", trainers)  # S updates: pi_stage -> pi_stage+1
             if until is not None and until[1] == stage.number:
                 return
-        if evaluation_is_due(run.end):
+        if run.end.evaluation_is_due():
             run_phase(nodes, run.end, "evaluate", run.end.rollout.workers)
     write_report([run.root], run.root / "report.html")
 
@@ -58,10 +58,3 @@ def optimizes(run: RunDir, until: tuple[str, int] | None) -> bool:
     live = run.recipe.schedule.kind == "live"
     stages = run.stages() if until is None else run.stages()[: until[1] + (live or until[0] == "optimize")]
     return any(not stage.is_trained() for stage in stages)
-
-
-def evaluation_is_due(stage: Stage) -> bool:
-    """Every ``eval.every`` stages and at the end, once."""
-    every = stage.run.recipe.eval.every
-    due = every > 0 and (stage.number % every == 0 or stage == stage.run.end)
-    return due and stage.evaluation() is None

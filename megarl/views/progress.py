@@ -26,6 +26,7 @@ POLL_SECONDS = 1.0
 LINE_SECONDS = 10.0  # between two plain lines about a phase; phases and evaluations have lines of their own
 METRICS_BYTES = 1 << 20  # of the metrics of earlier updates, more than those of the last RATE_UPDATES
 RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
+GENERATES = ("rollout", "evaluate")  # the phases that begin with the load of an engine
 TRAINS = ("optimize", "live")  # the phases that make updates
 ANNOUNCED = (
     "phase_start",
@@ -49,6 +50,8 @@ class RunState:
         self.run_dir, self.schedule, self.candidates = run_dir, recipe.schedule, recipe.candidates_per_stage
         self._unit = "groups" if self.candidates == recipe.groups_per_stage else "candidates"
         self.phase, self.stage, self.phase_since = "", 0, 0.0
+        self.doing = ""  # "loading" or "evaluating", where a phase with engines is not yet at its own work
+        self.work_since = 0.0  # the start of that work, or of the phase
         self.accuracies: dict[int, tuple[float, float]] = {}  # stage -> held-out accuracy, half a 95 % interval
         self.seconds: dict[str, float] = {}  # phase -> duration of the last one that ended
         self.recent: deque[dict[str, Any]] = deque(maxlen=RATE_UPDATES)
@@ -83,8 +86,15 @@ class RunState:
     def _apply(self, event: dict[str, Any]) -> None:
         kind, stage = event.get("event"), event.get("stage", 0)
         if kind == "phase_start":
-            self.phase, self.stage, self.phase_since = str(event.get("phase")), stage, event.get("time", time.time())
+            self.phase, self.stage = str(event.get("phase")), stage
+            self.phase_since = self.work_since = event.get("time", time.time())
+            self.doing = "loading" if self.phase in GENERATES else ""
             self._ledgers, self._shards, self._replicas, self._begins = {}, {}, {}, True
+        elif kind == "restart" and self.phase in GENERATES:
+            self.doing = "loading"
+        elif kind == "weight_drift" and self.doing == "loading":  # the first engine is there
+            self.doing = "" if event.get("phase") == self.phase else "evaluating"
+            self.work_since = event.get("time", self.work_since)
         elif kind in ("phase_end", "phase_failed", "phase_stopped"):
             self.phase = ""
             if kind == "phase_end":
@@ -92,6 +102,7 @@ class RunState:
         elif kind == "rollout_progress":
             self._replicas[event.get("rank", 0)] = event
         elif kind == "evaluation" and "accuracy" in event:
+            self.doing, self.work_since = "", event.get("time", self.work_since)
             low, high = event.get("ci95") or (event["accuracy"], event["accuracy"])
             self.accuracies[stage] = (event["accuracy"], (high - low) / 2)
 
@@ -142,7 +153,7 @@ class RunState:
         """Of the current phase: response tokens generated since it began, or trained in the last updates."""
         if self.phase == "rollout":
             tokens = sum(shard[2] for name, shard in self._shards.items() if name not in self._shards_before)
-            return tokens / max(1e-3, time.time() - self.phase_since) if tokens else None
+            return tokens / max(1e-3, time.time() - self.work_since) if tokens else None
         seconds = sum(update.get("seconds", 0.0) for update in self._recent_of_stage)
         return sum(update.get("tokens", 0) for update in self._recent_of_stage) / seconds if seconds else None
 
@@ -155,7 +166,7 @@ class RunState:
             return None if pace is None else (total - done) * pace
         if self.phase == "rollout":
             mine = sum(shard[0] for name, shard in self._shards.items() if name not in self._shards_before)
-            return (total - done) * (time.time() - self.phase_since) / mine if mine else None
+            return (total - done) * (time.time() - self.work_since) / mine if mine else None
         known = self.seconds.get(self.phase)
         return None if known is None else max(0.0, self.phase_since + known - time.time())
 
@@ -271,7 +282,7 @@ def _panel(state: RunState) -> RenderableType:
     if state.phase:
         bar = ProgressBar(total or None, done, width=32, pulse=False) if total else ""
         amount = f"{done}/{total} {unit}  " if total else ""
-        table.add_row(_place(state.stage, state.phase, state), bar, amount + _left(state.seconds_left))
+        table.add_row(_current_place(state), bar, amount + _left(state.seconds_left))
     table.add_row(
         "run",
         ProgressBar(all_updates, updates, width=32),
@@ -319,10 +330,15 @@ def _place(stage: int, phase: str, state: RunState) -> str:
     return "final evaluation" if stage == stages else f"stage {stage + 1}/{stages} {phase}"
 
 
+def _current_place(state: RunState) -> str:
+    waits = {"loading": f": loading weights, {_clock(time.time() - state.phase_since)}", "evaluating": ": evaluating"}
+    return _place(state.stage, state.phase, state) + waits.get(state.doing, "")
+
+
 def describe_state(state: RunState) -> str:
     """One line about the current phase."""
     done, total, unit = state.done
-    parts = [_place(state.stage, state.phase, state)]
+    parts = [_current_place(state)]
     if total:
         parts.append(f"{done}/{total} {unit}")
     parts += _facts(state)

@@ -32,7 +32,7 @@ def moments(stage):
     """(pattern of a file operation, how many of them in one attempt) in the middle of each kind of work of a stage."""
     folder, policy = f"stages/{stage:03d}", r"stages/001/\.policy" if stage == 0 else r"/\.final"
     return {
-        "evaluation": (f"open .*logs/{stage:03d}_evaluate/attempt_0/rank_0000.log", 1),
+        "evaluation": (f"open .*logs/{stage:03d}_rollout/attempt_0/rank_0000.log", 1),
         "first shard": (rf"replace .*{folder}/rollouts/.*_{24 * stage:08d}\.arrow", 1),  # of three, 8 groups each
         "ledger": (f"open .*{folder}/rollouts/ledger.jsonl", 3),
         "last shard": (rf"replace .*{folder}/rollouts/.*_{24 * stage + 16:08d}\.arrow", 1),
@@ -71,6 +71,15 @@ def test_a_run_is_a_plain_loop_over_its_rollouts(undisturbed, tmp_path):
     assert (tmp_path / "loop" / weights).read_bytes() == (undisturbed / "final" / weights).read_bytes()
     gradients = [update["grad_norm"] for update in read_lines(undisturbed / "metrics.jsonl")]
     assert sum(norm > 0.01 for norm in gradients) >= 10, gradients
+
+
+def test_evaluation_and_rollouts_of_a_stage_share_one_start_of_the_engines(undisturbed):
+    events = read_lines(undisturbed / "events.jsonl")
+    phases = [(event["phase"], event["stage"]) for event in events if event["event"] == "phase_start"]
+    assert phases == [("rollout", 0), ("optimize", 0), ("rollout", 1), ("optimize", 1), ("evaluate", 2)]
+    loads = [(event["phase"], event["stage"]) for event in events if event["event"] == "weight_drift"]
+    assert loads == [("evaluate", 0), ("evaluate", 1), ("evaluate", 2)]
+    assert [stage for stage, _ in evaluations_of(undisturbed)] == [0, 1, 2]
 
 
 def test_killed_runs_end_with_the_same_bytes(undisturbed, recipe, tmp_path):
@@ -130,7 +139,14 @@ def test_a_run_that_was_started_from_a_shell_is_killed_three_times(undisturbed, 
     assert_same_run(undisturbed, killed)
 
 
+def evaluations_of(run):
+    """Those that were made, however often: (stage, accuracy)."""
+    events = [event for event in read_lines(run / "events.jsonl") if event["event"] == "evaluation"]
+    return [(event["stage"], event["accuracy"]) for event in events]
+
+
 def assert_same_run(undisturbed, killed):
+    assert evaluations_of(killed) == evaluations_of(undisturbed)
     assert metrics_of(killed) == metrics_of(undisturbed)
     for policy in [*undisturbed.glob("stages/*/policy"), undisturbed / "final"]:
         assert_same_weights(policy, killed / policy.relative_to(undisturbed))

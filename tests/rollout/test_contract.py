@@ -240,6 +240,30 @@ def test_weights_are_those_of_the_last_load(engine):
     np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=TOLERANCE)
 
 
+@on(CONTINUOUS)
+def test_no_more_responses_run_than_the_cache_holds(engine, monkeypatch):
+    full, step, counts = TOGETHER * CONTEXT, engine._step, []
+    assert full <= engine.cache_tokens < 2 * full
+
+    def watched(running):
+        counts.append(len(running))
+        yield from step(running)
+
+    def running(cache):
+        """How many at first, and at most."""
+        counts.clear()
+        for name, value in (("_done", 0), ("_done_tokens", 0), ("cache_tokens", cache)):
+            monkeypatch.setattr(engine, name, value)
+        requests = [Request([prompt], sampling([prompt], samples=1, tokens=12)) for prompt in PROMPTS * 2]
+        assert len(list(engine.serve(iter(requests)))) == 12
+        return counts[0], max(counts)
+
+    monkeypatch.setattr(engine, "_step", watched)
+    assert running(engine.cache_tokens) == (TOGETHER, TOGETHER)
+    first, most = running(2 * CONTEXT)
+    assert first == 2 < most, "of short responses there is room for more"
+
+
 @on(started("qwen3_moe", "builtin", "sglang"))  # vLLM does this in test_vllm.py, where it wakes with other settings
 def test_an_engine_that_sleeps_serves_nothing_until_it_wakes(engine):
     engine.sleep()

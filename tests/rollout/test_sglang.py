@@ -82,8 +82,7 @@ def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, ti
 
 
 def test_the_server_has_a_float32_head(engine):
-    answer = engine._server._request("GET", "/server_info").read()
-    assert json.loads(answer)["enable_fp32_lm_head"] is True
+    assert engine._server.get("/server_info")["enable_fp32_lm_head"] is True
 
 
 def server_processes():

@@ -1,6 +1,8 @@
 """What is particular to vLLM: a wrong reload of experts, temperatures, memory, steps. Runs after test_contract.py."""
 
 import itertools
+import multiprocessing
+import shutil
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,8 +16,20 @@ from megarl.rollout.continuous import Running, Settings
 from megarl.rollout.drift import check_weights
 from megarl.rollout.engine import Request, response_seed
 from megarl.storage.reference_logprobs import write_reference
+from megarl.storage.run_dir import RunDir
 from tests.helpers import children
-from tests.rollout.engines import BOTH, PROMPTS, TOLERANCE, generate, on, other_policy, reference_of, sampling, started
+from tests.rollout.engines import (
+    BOTH,
+    PROMPTS,
+    TOLERANCE,
+    generate,
+    on,
+    other_policy,
+    reference_of,
+    sampling,
+    stage_recipe,
+    started,
+)
 
 pytestmark = pytest.mark.vllm
 VLLM = [parameter for parameter in BOTH if parameter.values[0][0] == "vllm"]
@@ -79,6 +93,28 @@ def test_logits_of_a_bfloat16_model_are_not_rounded(models, float32_head, error)
     assert error / 4 <= worst <= max(2 * error, 1e-6)
 
 
+def test_stages_find_what_was_compiled_by_vllms_own_key(models, tmp_path):
+    """Of two policies that a replica loads, one after the other; GPUs alone compile."""
+    from vllm import EngineArgs
+
+    from megarl.rollout.vllm import engine_arguments
+
+    def key(path):
+        return EngineArgs(**engine_arguments(path, settings)).create_engine_config().compute_hash()
+
+    run, settings = RunDir(tmp_path, stage_recipe("vllm")), Settings("cpu", context=64, responses=2)
+    policies = [run.stage(number).policy for number in (0, 1)]
+    for policy, model in zip(policies, models["qwen3"], strict=True):
+        shutil.copytree(model, policy)
+    assert key(policies[0]) != key(policies[1]), "then no link is needed"
+    keys = set()
+    for policy in policies:
+        path = run.under_one_path(policy, rank=3)
+        assert path.samefile(policy)
+        keys.add(key(path))
+    assert len(keys) == 1
+
+
 @on(VLLM)
 def test_a_wrong_reload_is_caught_and_mended(engine, tmp_path):
     """vLLM's in-place reload of experts on a CPU is wrong without an error; only the drift check notices it."""
@@ -140,7 +176,8 @@ def test_workers_of_an_engine_outlive_a_signal_to_all_processes(models):
     assert all(len(completion.tokens) > 5 for completion in found)
     assert all(process.is_running() for process in workers)
     engine.close()
-    assert not workers & children()
+    multiprocessing.active_children()  # which waits for those that have ended
+    assert not any(process.is_running() for process in workers)
 
 
 @on(MOE)

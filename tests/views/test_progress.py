@@ -79,6 +79,31 @@ def test_replicas_report_lengths_truncation_and_queue(tmp_path):
     assert "length" not in describe_state(state)
 
 
+def test_loading_and_an_evaluation_before_generation_are_shown_and_are_no_measure_of_speed(tmp_path):
+    state, now = RunState(tmp_path, make_recipe()), time.time()
+    loaded = {"event": "weight_drift", "stage": 1, "time": now - 30.0, "rank": 0}
+    append(tmp_path / "events.jsonl", start("rollout", 1, now - 90.0))
+    state.poll()
+    assert describe_state(state).startswith("stage 2/3 rollout: loading weights, 1:30")
+    append(tmp_path / "events.jsonl", loaded | {"phase": "evaluate"})
+    state.poll()
+    assert describe_state(state).startswith("stage 2/3 rollout: evaluating")
+    accuracy = {"event": "evaluation", "stage": 1, "accuracy": 0.5, "time": now - 10.0}
+    append(tmp_path / "events.jsonl", accuracy, loaded | {"phase": "evaluate", "rank": 1})
+    (tmp_path / "stages/001/rollouts").mkdir(parents=True)
+    state.poll()
+    append(tmp_path / "stages/001/rollouts/ledger.jsonl", {"shard": "a", "groups": [1], "responses": 2, "tokens": 1000})
+    state.poll()
+    assert describe_state(state).startswith("stage 2/3 rollout, 1/")
+    assert state.tokens_per_second == pytest.approx(100, rel=0.1)
+    append(tmp_path / "events.jsonl", {"event": "restart", "phase": "rollout", "stage": 1})
+    state.poll()
+    assert "loading" in describe_state(state)
+    append(tmp_path / "events.jsonl", loaded | {"phase": "rollout"})
+    state.poll()
+    assert describe_state(state).startswith("stage 2/3 rollout, 1/")
+
+
 def test_state_of_an_optimize_phase_that_is_restarted(tmp_path):
     recipe, noise = make_recipe(), random.Random(0)
     updates = [update_record(n, 96, noise) for n in range(1, 140)]

@@ -22,24 +22,8 @@ from megarl.data.tokenizer import end_of_sequence
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
-from megarl.rollout.continuous import (
-    ContinuousEngine,
-    Running,
-    Settings,
-    check_table,
-    checked_experts,
-    limits,
-    out_of_memory,
-)
-from megarl.rollout.engine import (
-    Completion,
-    Request,
-    RolloutEngine,
-    Sampling,
-    check_request,
-    response_seed,
-    section,
-)
+from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, checked_experts, out_of_memory
+from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, check_request, response_seed, section
 from megarl.rollout.gpus import replica_gpus
 from megarl.rollout.options import as_arguments, check_options
 from megarl.rollout.sglang.server import OWN, Server, ServerFailed, installed_version, server_environment
@@ -83,7 +67,7 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
             "its own and name its interpreter in [rollout] sglang_python (docs/rollout_engines.md)"
         )
     check_table(recipe, stage, TEMPERATURES)
-    settings = SglangSettings(**limits(recipe, stage), python=python)
+    settings = SglangSettings.of(recipe, stage, python=python)
     own = server_arguments(recipe.model.path, 0, settings) + as_arguments(dict.fromkeys(OWN, 0))
     check_options("sglang", settings.options, own, python, _PARSER, server_environment(python, {}))
 
@@ -91,8 +75,8 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
     """See `EngineModule`."""
     python = recipe.rollout.sglang_python or Path(sys.executable)
-    shared = limits(recipe, stage)
-    return SglangEngine(policy_dir, version, SglangSettings(**shared, python=python, routed_experts=routed_experts))
+    settings = SglangSettings.of(recipe, stage, python=python, routed_experts=routed_experts)
+    return SglangEngine(policy_dir, version, settings)
 
 
 class SglangEngine(ContinuousEngine):
@@ -118,6 +102,7 @@ class SglangEngine(ContinuousEngine):
         try:
             with _memory_errors("starting", settings):
                 self._server.wait_until_healthy()
+            self.cache_tokens = self._server.get("/server_info")["max_total_num_tokens"]
         except BaseException:
             self.close()
             raise

@@ -106,12 +106,16 @@ class Server:
                 raise self.failure("did not start")
             try:
                 self._request("GET", "/health", timeout=ANSWER_SECONDS).read()
-                info = json.loads(self._request("GET", "/model_info", timeout=ANSWER_SECONDS).read())
+                info = self.get("/model_info")
                 if info["served_model_name"] == self._name:  # it is this server, not another that took the port first
                     return
             except (OSError, http.client.HTTPException, ServerFailed, ValueError, LookupError, TypeError):
                 pass
             time.sleep(HEALTH_SECONDS)
+
+    def get(self, path: str) -> Any:
+        """The JSON that the server answers."""
+        return json.loads(self._request("GET", path, timeout=ANSWER_SECONDS).read())
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON that the server answers, None for any other answer; `ServerFailed` with its words for a refusal."""
