@@ -1,6 +1,6 @@
 """What switching between generation and optimisation costs, and how long trainers wait: staged and live schedules.
 
-- the quickstart as it is, on one device: ten phases, three rollouts, three optimisations and four evaluations.
+- the quickstart as it is, on one device: three rollouts, three optimisations and four evaluations.
 
 The quickstart's task, model and budget of updates and samples on two devices (cores), evaluations off. Staged phases
 have both devices, two engines and then two trainers; live runs have one engine and one trainer.
