@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | rollout | optimize | eval | report | plan | doctor``.
+"""The command line: ``megarl train | rollout | optimize | eval | report | audit | plan | doctor``.
 
 Each command imports what it needs; the module itself imports nothing heavy, so that help and the first line of a run
 appear at once.
@@ -157,6 +157,15 @@ def _report(options: argparse.Namespace) -> None:
     print(write_report(options.run_dirs, output))
 
 
+def _audit(options: argparse.Namespace) -> None:
+    from megarl.views.audit import audit
+
+    found = audit(options.run_dir, options.samples)
+    print(found.as_json() if options.json else found.table())
+    if found.problems:
+        sys.exit(1)
+
+
 def _plan(options: argparse.Namespace) -> None:
     from megarl.views.plan import make_plan
 
@@ -231,6 +240,11 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("report", _report, "one self-contained HTML page; several runs side by side")
     sub.add_argument("run_dirs", type=Path, nargs="+")
     sub.add_argument("--output", type=Path)
+
+    sub = command("audit", _audit, "whether all that a run directory holds agrees; exit code 1 if it does not")
+    sub.add_argument("run_dir", type=Path)
+    sub.add_argument("--samples", type=int, default=16, help="groups a stage that are scored again; default: 16")
+    sub.add_argument("--json", action="store_true", help="one JSON object")
 
     sub = command("plan", _plan, "memory and time of every phase on GPUs, or what does not fit and what would")
     sub.add_argument("recipe", type=Path)

@@ -9,7 +9,7 @@ from megarl.actor import parallel
 from megarl.errors import UserError
 from megarl.phases.exports import Exporter
 from megarl.phases.stop import StopRequest
-from megarl.phases.updates import build_actor, find_start, groups_of_update, make_updates, resume
+from megarl.phases.updates import build_actor, find_start, make_updates, resume
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
 
@@ -38,7 +38,7 @@ class SealedBatches:
     store: RolloutStore
 
     def read(self, update: int) -> list[Group]:
-        return self.store.read(groups_of_update(self.stage.run.recipe, self.store.chosen, update))
+        return self.store.read(self.stage.groups_of_update(self.store.chosen, update))
 
     def trained(self, updates: int) -> None: ...
 

@@ -1,4 +1,4 @@
-"""From stored groups to what the actor trains, and what metrics.jsonl says of both."""
+"""From stored groups to what the actor trains, and what metrics.jsonl says of the latter."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from megarl.advantages import group_advantages, zero_variance
 from megarl.errors import UserError
 from megarl.recipe.tables import ObjectiveTable
 from megarl.storage.rollouts import Group
+from megarl.storage.update_summary import rewards_of
 
 
 def to_samples(groups: list[Group], table: ObjectiveTable, experts: bool = False) -> list[Sample]:
@@ -50,23 +51,6 @@ def check_experts(groups: list[Group]) -> None:
                 f'[actor] routing_replay = "engine": group {group.group_id} has no routed experts, so it was generated '
                 'under another recipe; use "actor" or "none"'
             )
-
-
-def rewards_of(groups: list[Group]) -> np.ndarray:
-    """[groups, responses of each] float64."""
-    return np.array([[response.reward for response in group.responses] for group in groups])
-
-
-def summary(groups: list[Group]) -> dict[str, float]:
-    """What metrics.jsonl says of an update's responses."""
-    rewards = rewards_of(groups)
-    responses = [response for group in groups for response in group.responses]
-    return {
-        "reward/mean": float(rewards.mean()),
-        "zero_variance_fraction": float((rewards.min(1) == rewards.max(1)).mean()),
-        "response_tokens/mean": float(np.mean([len(r.tokens) for r in responses])),
-        "truncated_fraction": float(np.mean([r.finish_reason != "stop" for r in responses])),
-    }
 
 
 def throughput(samples: list[Sample], start: float) -> dict[str, Any]:

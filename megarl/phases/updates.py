@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,14 +21,14 @@ from megarl.beats import beat
 from megarl.errors import STOPPED, UserError
 from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.phases.exports import Exporter
-from megarl.phases.samples import describe, summary, throughput, to_samples
+from megarl.phases.samples import describe, throughput, to_samples
 from megarl.phases.stop import StopRequest
-from megarl.recipe.tables import Recipe
 from megarl.storage.checkpoints import checkpoints, read_manifest, read_metrics, set_aside
 from megarl.storage.json_lines import append_json
 from megarl.storage.metrics_log import NOTHING, MetricsWriter, Position
 from megarl.storage.rollouts import Group
 from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.update_summary import summary
 
 
 class Batches(Protocol):
@@ -43,12 +42,6 @@ class Batches(Protocol):
 
     def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
         """What metrics.jsonl says of the groups' age, ``staleness`` at least."""
-
-
-def groups_of_update(recipe: Recipe, groups: Sequence[int], update: int) -> Sequence[int]:
-    """Of a stage's ``groups`` those of one update, counted from 0."""
-    size = recipe.schedule.prompts_per_update
-    return groups[update * size : (update + 1) * size]
 
 
 def build_actor(stage: Stage, device: torch.device, start: Start) -> Actor:

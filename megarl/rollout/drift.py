@@ -153,24 +153,27 @@ def _in_errors(parts: list[float]) -> float:
 
 
 @torch.inference_mode()
-def hugging_face_reference(policy_dir: Path, sequences: list[list[int]]) -> Reference:
+def hugging_face_reference(policy_dir: Path, sequences: list[list[int]], temperature: float = 1.0) -> Reference:
     """What transformers makes, on the CPU, of a base model, which no actor has exported.
 
     In the precision of the file.
     """
     from transformers import AutoModelForCausalLM  # takes seconds
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype="auto", local_files_only=True, use_safetensors=True)
     model.eval()
     return Reference(
         sequences=sequences,
-        logprobs=score(model, sequences),
+        logprobs=score(model, sequences, temperature),
         precision="float32" if model.dtype == torch.float32 else "bfloat16",
     )
 
 
-def score(model: torch.nn.Module, sequences: list[list[int]]) -> list[np.ndarray]:
-    """Log-probs at temperature 1 of all but the first token of each sequence, [n - 1] float32."""
+def score(model: torch.nn.Module, sequences: list[list[int]], temperature: float = 1.0) -> list[np.ndarray]:
+    """Log-probs of all but the first token of each sequence, [n - 1] float32."""
     scored: list[np.ndarray] = []
     while len(scored) < len(sequences):
         batch = _batch(sequences[len(scored) :])
@@ -179,7 +182,7 @@ def score(model: torch.nn.Module, sequences: list[list[int]]) -> list[np.ndarray
         for row, tokens in zip(rows, batch, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
         rows = rows.to(next(model.parameters()).device)
-        logprobs = model(input_ids=rows, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        logprobs = model(input_ids=rows, use_cache=False).logits[:, :-1].float().div(temperature).log_softmax(-1)
         taken = logprobs.gather(2, rows[:, 1:, None])[..., 0].cpu().numpy()
         scored += [row[: len(tokens) - 1] for row, tokens in zip(taken, batch, strict=True)]
     return scored

@@ -9,7 +9,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -249,6 +249,11 @@ class Stage:
         """Group ids of the stage's candidates; a group's id is the place of its prompt in the whole run's order."""
         size = self.run.recipe.candidates_per_stage
         return range(self.number * size, (self.number + 1) * size)
+
+    def groups_of_update(self, groups: Sequence[int], update: int) -> Sequence[int]:
+        """Of the stage's trained ``groups`` those of one of its updates, counted from 0."""
+        size = self.run.recipe.schedule.prompts_per_update
+        return groups[update * size : (update + 1) * size]
 
     @property
     def first_update(self) -> int:

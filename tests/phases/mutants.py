@@ -11,7 +11,7 @@ from megarl.phases import optimize, updates
 
 def every_update_trains_the_first_groups():
     def read(self, update):
-        return self.store.read(updates.groups_of_update(self.stage.run.recipe, self.store.chosen, 0))
+        return self.store.read(self.stage.groups_of_update(self.store.chosen, 0))
 
     optimize.SealedBatches.read = read
 
@@ -19,7 +19,7 @@ def every_update_trains_the_first_groups():
 def an_update_trains_the_groups_that_follow_its_own():
     def read(self, update):
         update = (update + 1) % self.stage.run.recipe.schedule.updates_per_stage
-        return self.store.read(updates.groups_of_update(self.stage.run.recipe, self.store.chosen, update))
+        return self.store.read(self.stage.groups_of_update(self.store.chosen, update))
 
     optimize.SealedBatches.read = read
 

@@ -12,13 +12,14 @@ from megarl.errors import UserError
 from megarl.phases.evaluate import interval, summarise
 from megarl.phases.rollout_stats import RolloutStats, solve_rate_bin
 from megarl.phases.rollout_worker import ScoredGroup, SeededPrompt, join_experts
-from megarl.phases.samples import summary, to_samples
+from megarl.phases.samples import to_samples
 from megarl.phases.updates import remove_checkpoints
 from megarl.recipe.load import load_recipe, override_recipe, parse_recipe
 from megarl.recipe.tables import ObjectiveTable
 from megarl.rollout.engine import Completion, expert_type
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.run_dir import RunDir
+from megarl.storage.update_summary import summary
 
 
 def group(number, rewards):

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,10 +19,11 @@ from megarl.phases.live.publish import Publisher
 from megarl.phases.live.service import serve
 from megarl.phases.live.state import LiveState
 from megarl.phases.stop import StopRequest
-from megarl.phases.updates import build_actor, find_start, groups_of_update, make_updates, resume
+from megarl.phases.updates import build_actor, find_start, make_updates, resume
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
+from megarl.storage.update_summary import lags
 
 if TYPE_CHECKING:
     from megarl.actor.step import Actor
@@ -85,7 +85,7 @@ class LiveBatches:
     def read(self, update: int) -> list[Group] | None:
         """The groups of an update once they are stored, or None when asked to stop."""
         start = time.perf_counter()
-        wanted = groups_of_update(self.stage.run.recipe, self.stage.groups, update)
+        wanted = self.stage.groups_of_update(self.stage.groups, update)
         while not (ready := self._ready(wanted)):
             if ready is None:
                 return None
@@ -134,16 +134,7 @@ class LiveBatches:
 
     def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
         """Lags of the response tokens, in updates, and how often each occurs."""
-        versions = np.concatenate([response.versions for group in groups for response in group.responses])
-        lags, tokens = np.unique(self.stage.first_update + update - versions, return_counts=True)
-        return {
-            "staleness": int(lags.max()),
-            "staleness/min": int(lags.min()),
-            "staleness/mean": float(np.average(lags, weights=tokens)),
-            "staleness/max": int(lags.max()),
-            "staleness/tokens": {str(lag): int(count) for lag, count in zip(lags, tokens, strict=True)},
-            "idle_seconds": round(self.last_idle, 4),
-        }
+        return lags(groups, self.stage.first_update + update) | {"idle_seconds": round(self.last_idle, 4)}
 
     def log_idle(self) -> None:
         """The share of the trainers' time in which they waited for and read rollouts: Table 2 of mu-GRPO."""

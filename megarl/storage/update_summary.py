@@ -1,0 +1,40 @@
+"""What metrics.jsonl says of the responses of an update: rewards, lengths, and how old they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megarl.storage.rollouts import Group
+
+
+def rewards_of(groups: Sequence[Group]) -> np.ndarray:
+    """[groups, responses of each] float64."""
+    return np.array([[response.reward for response in group.responses] for group in groups])
+
+
+def summary(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards and lengths."""
+    rewards = rewards_of(groups)
+    responses = [response for group in groups for response in group.responses]
+    return {
+        "reward/mean": float(rewards.mean()),
+        "zero_variance_fraction": float((rewards.min(1) == rewards.max(1)).mean()),
+        "response_tokens/mean": float(np.mean([len(r.tokens) for r in responses])),
+        "truncated_fraction": float(np.mean([r.finish_reason != "stop" for r in responses])),
+    }
+
+
+def lags(groups: Sequence[Group], version: int) -> dict[str, Any]:
+    """Of a live run: how many updates old the response tokens are for the policy ``version``, and how many of each."""
+    versions = np.concatenate([response.versions for group in groups for response in group.responses])
+    found, tokens = np.unique(version - versions, return_counts=True)
+    return {
+        "staleness": int(found.max()),
+        "staleness/min": int(found.min()),
+        "staleness/mean": float(np.average(found, weights=tokens)),
+        "staleness/max": int(found.max()),
+        "staleness/tokens": {str(lag): int(count) for lag, count in zip(found, tokens, strict=True)},
+    }

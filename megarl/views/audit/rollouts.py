@@ -1,0 +1,118 @@
+"""Rollouts: every shard, group and response against ledger, seal, recipe and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megarl.errors import UserError
+from megarl.rewards import is_scored
+from megarl.storage.json_lines import read_intact_lines
+from megarl.storage.ledger import LedgerEntry, verify_shard
+from megarl.storage.rollouts import Group, RolloutStore
+from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.shards import Shard, validate
+
+if TYPE_CHECKING:
+    from megarl.views.audit import StageTotals
+
+
+def check_rollouts(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
+    compared = _compared_stages(run)
+    for stage in run.stages():
+        if not stage.rollouts.exists():
+            continue
+        try:
+            store = RolloutStore(stage.rollouts, one_policy=run.recipe.schedule.kind == "staged")
+        except UserError as error:
+            yield str(error)
+            continue
+        row = totals[stage.number]
+        row.generated, row.tokens = len(store.group_ids), sum(entry.tokens for entry in store.entries)
+        row.not_chosen = len(store.group_ids) - len(store.chosen)
+        yield from _check_choice(stage, store)
+        for entry in store.entries:
+            yield from check_shard(stage, entry)
+        if store.entries and stage.number not in compared and not stage.rollouts.is_symlink():
+            yield f"events.jsonl has no weight_drift of stage {stage.number}: no engine was compared with the actor"
+
+
+def _compared_stages(run: RunDir) -> set[int]:
+    events = read_intact_lines(run.events)[0] if run.events.is_file() else []
+    return {event["stage"] for event in events if event.get("event") == "weight_drift"}
+
+
+def _check_choice(stage: Stage, store: RolloutStore) -> Iterator[str]:
+    where = f"stage {stage.number}"
+    if foreign := [group for group in store.group_ids if group not in stage.groups]:
+        yield f"{where} has group {foreign[0]}, which is of another stage"
+    if not stage.is_sealed():
+        return
+    wanted = stage.run.recipe.groups_per_stage
+    if len(store.chosen) != wanted:
+        yield f"{where} is sealed with {len(store.chosen)} groups to train, but the recipe says {wanted}"
+    if gone := [group for group in store.chosen if store.missing([group])]:
+        yield f"{where} is sealed, but group {gone[0]} is in no shard"
+
+
+def check_shard(stage: Stage, entry: LedgerEntry) -> Iterator[str]:
+    path = stage.rollouts / entry.shard
+    try:
+        verify_shard(path, entry)
+        shard = Shard(path)
+        groups = [shard.group(group) for group in shard.rows]
+        validate(groups)
+    except (UserError, OSError, ValueError, KeyError) as error:
+        yield f"{path}: {error}"
+        return
+    responses = [response for group in groups for response in group.responses]
+    sums = (tuple(shard.rows), len(responses), sum(len(r.tokens) for r in responses), sum(r.reward for r in responses))
+    for name, expected, held in zip(
+        ("groups", "responses", "tokens", "reward_sum"),
+        (entry.groups, entry.responses, entry.tokens, entry.reward_sum),
+        sums,
+        strict=True,
+    ):
+        if expected != held:
+            yield f"{path} has {name} {_short(held)}, but its line in the ledger says {_short(expected)}"
+    for group in groups:
+        yield from (f"{path}, group {group.group_id}: {problem}" for problem in _check_group(stage, group))
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) < 60 else f"{text[:57]}..."
+
+
+def _check_group(stage: Stage, group: Group) -> Iterator[str]:
+    recipe = stage.run.recipe
+    if len(group.responses) != stage.rollout.responses_per_prompt:
+        yield f"{len(group.responses)} responses, not {stage.rollout.responses_per_prompt}"
+    if len(group.prompt_tokens) > recipe.data.max_prompt_tokens:
+        yield f"a prompt of {len(group.prompt_tokens)} tokens, more than data.max_prompt_tokens"
+    oldest, newest = versions_allowed(stage, group.group_id)
+    for number, response in enumerate(group.responses):
+        if len(response.tokens) > stage.rollout.max_response_tokens:
+            yield f"response {number} has {len(response.tokens)} tokens, more than rollout.max_response_tokens"
+        if not is_scored(response.finish_reason, recipe.reward) and response.reward:
+            yield f"response {number} was not scored ({response.finish_reason}), but has reward {response.reward:g}"
+        versions = response.versions
+        if versions.min() < oldest or versions.max() > newest or (np.diff(versions) < 0).any():
+            yield (
+                f"response {number} has tokens of policy versions {versions.min()} to {versions.max()}, but the "
+                f"schedule allows {oldest} to {newest}"
+            )
+
+
+def versions_allowed(stage: Stage, group_id: int) -> tuple[int, int]:
+    """The oldest and the newest policy version that may have sampled a token of the group."""
+    schedule = stage.run.recipe.schedule
+    if schedule.kind == "staged":
+        return stage.first_update, stage.first_update
+    batch = group_id // schedule.prompts_per_update
+    if schedule.lag_rule.delay is not None:
+        exact = schedule.lag_rule.exact(batch)
+        return exact, exact
+    return max(0, batch - schedule.lag_rule.max_lag), batch

@@ -1,0 +1,116 @@
+"""Of some groups of each stage, everything once more: the prompt, its rewards, and the log-probs of its responses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from megarl.data.prompts import PromptSource, open_prompts
+from megarl.errors import UserError
+from megarl.rewards import build_verifier, is_scored, reward
+from megarl.rewards.pool import Limits, VerifierPool
+from megarl.rollout.drift import TOLERANCES, hugging_face_reference
+from megarl.storage.rollouts import Group, RolloutStore
+from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.weights import weight_files
+
+LARGEST_MODEL = 2 << 30  # bytes of weights with which this machine is asked to compute log-probs
+TOKENS = 1024  # of a stage's responses whose log-probs are computed
+
+
+def check_samples(run: RunDir, count: int, notes: list[str]) -> Iterator[str]:
+    """``count`` groups a stage, another choice in each stage. ``notes`` gets what could not be computed, and why."""
+    stages = [stage for stage in run.stages() if count and stage.rollouts.exists() and stage.policy.exists()]
+    if not stages:
+        return
+    try:
+        tokenizer, prompts = open_prompts(run.recipe, stages[0].policy)
+    except UserError as error:
+        notes.append(f"no prompt and no reward was computed again: {error}")
+        return
+    limits = Limits.of_this_process(run.recipe.run.stall_seconds)
+    pool = VerifierPool(lambda: build_verifier(run.recipe, prompts), limits)
+    try:
+        for stage in stages:
+            groups = sample(stage, count)
+            yield from _check_prompts(stage, groups, prompts)
+            yield from _check_rewards(stage, groups, prompts, tokenizer, pool)
+            yield from _check_logprobs(stage, groups, notes)
+    except (UserError, RuntimeError) as error:
+        notes.append(f"rewards were not all computed again: {error}")
+    finally:
+        pool.close()
+
+
+def sample(stage: Stage, count: int) -> list[Group]:
+    try:
+        store = RolloutStore(stage.rollouts, one_policy=stage.run.recipe.schedule.kind == "staged")
+        present = [group for group in store.chosen if not store.missing([group])]
+        chosen = random.Random(stage.number).sample(present, min(count, len(present)))
+        return store.read(sorted(chosen))
+    except UserError:
+        return []  # `check_rollouts` says so
+
+
+def _check_prompts(stage: Stage, groups: Sequence[Group], prompts: PromptSource) -> Iterator[str]:
+    for group in groups:
+        if prompts.train(group.group_id).tokens != tuple(group.prompt_tokens.tolist()):
+            yield f"group {group.group_id} of stage {stage.number} has another prompt than the data have in its place"
+
+
+def _check_rewards(
+    stage: Stage, groups: Sequence[Group], prompts: PromptSource, tokenizer: object, pool: VerifierPool
+) -> Iterator[str]:
+    table = stage.run.recipe.reward
+    asked: dict[int, tuple[int, int, float]] = {}
+    for group in groups:
+        for number, response in enumerate(group.responses):
+            if is_scored(response.finish_reason, table):
+                text = tokenizer.decode(response.tokens.tolist(), skip_special_tokens=True)  # type: ignore[attr-defined]
+                key = pool.ask(prompts.train(group.group_id), text)
+                asked[key] = group.group_id, number, response.reward
+    while asked:
+        for key, verdict in pool.verdicts(wait=True):
+            group_id, number, stored = asked.pop(key)
+            if (now := reward(verdict.score, table)) != stored:
+                yield f"response {number} of group {group_id} has reward {stored:g}, but its verifier says {now:g}"
+
+
+def _check_logprobs(stage: Stage, groups: Sequence[Group], notes: list[str]) -> Iterator[str]:
+    if why := _cannot_score(stage):
+        notes.append(f"no log-prob of stage {stage.number} was computed again: {why}")
+        return
+    pairs, left = [], TOKENS
+    for group in groups:
+        for response in group.responses[:2]:
+            if left > 0:
+                pairs.append((group, response))
+                left -= len(response.tokens)
+    if not pairs:
+        return
+    sequences = [[*group.prompt_tokens.tolist(), *response.tokens.tolist()] for group, response in pairs]
+    reference = hugging_face_reference(stage.policy, sequences, stage.rollout.temperature)
+    stored = [response.rollout_logprobs for _, response in pairs]
+    own = [scores[-len(q) :] for scores, q in zip(reference.logprobs, stored, strict=True)]
+    distances = np.abs(np.concatenate(own) - np.concatenate(stored))
+    # an engine that computes in bfloat16 is compared with this machine's float32 by the mean alone
+    engine = "float32" if stage.rollout.engine == "builtin" and stage.run.recipe.actor.backend == "cpu" else "bfloat16"
+    largest, mean = TOLERANCES[engine]
+    if not (distances.max() <= largest and distances.mean() <= mean):
+        group, _ = pairs[int(np.argmax([np.abs(a - b).max() for a, b in zip(own, stored, strict=True)]))]
+        yield (
+            f"the log-probs of stage {stage.number} are not its policy's: of {len(distances)} tokens they are "
+            f"{distances.mean():.3g} nats off in the mean and up to {distances.max():.3g}, the most in group "
+            f"{group.group_id}"
+        )
+
+
+def _cannot_score(stage: Stage) -> str | None:
+    if stage.run.recipe.schedule.kind == "live":
+        return "several policies generated it, which are removed"
+    size = sum(path.stat().st_size for path in weight_files(stage.policy))
+    if size > LARGEST_MODEL:
+        return f"the policy has {size / 2**30:.1f} GiB, more than {LARGEST_MODEL / 2**30:.0f} GiB"
+    return None

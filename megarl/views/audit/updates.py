@@ -1,0 +1,115 @@
+"""Updates: each exactly once, and its line of metrics.jsonl computed again from the groups in the store."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import UserError
+from megarl.storage.checkpoints import Damaged, check_files, checkpoints, read_manifest
+from megarl.storage.json_lines import read_intact_lines
+from megarl.storage.metrics_log import agrees
+from megarl.storage.rollouts import Group, RolloutStore
+from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.update_summary import lags, summary
+
+if TYPE_CHECKING:
+    from megarl.views.audit import StageTotals
+
+
+def check_updates(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
+    lines, damaged = read_intact_lines(run.metrics) if run.metrics.is_file() else ([], 0)
+    if damaged:
+        yield f"{run.metrics} has {damaged} lines that cannot be read"
+    by_stage: dict[int, list[dict[str, Any]]] = {stage.number: [] for stage in run.stages()}
+    for line in lines:
+        if line.get("stage") not in by_stage:
+            yield f"{run.metrics} has a line of stage {line.get('stage')}, which this run does not have"
+        else:
+            by_stage[line["stage"]].append(line)
+    yield from _check_order(run, [line.get("update") for line in lines])
+    for stage in run.stages():
+        yield from _check_stage(stage, by_stage[stage.number], totals[stage.number])
+        yield from _check_checkpoints(stage, len(by_stage[stage.number]))
+
+
+def _check_order(run: RunDir, updates: list[Any]) -> Iterator[str]:
+    for before, after in itertools.pairwise(updates):
+        if after != before + 1:
+            yield f"{run.metrics}: update {after} follows update {before}"
+
+
+def _check_stage(stage: Stage, lines: list[dict[str, Any]], row: StageTotals) -> Iterator[str]:
+    row.updates, size = len(lines), stage.run.recipe.schedule.updates_per_stage
+    if lines and lines[0]["update"] != stage.first_update + 1:
+        yield f"stage {stage.number} begins with update {lines[0]['update']}, not {stage.first_update + 1}"
+    if lines and stage.is_trained() and len(lines) != size:
+        yield f"stage {stage.number} is trained, but has {len(lines)} updates in metrics.jsonl, not {size}"
+    if not stage.rollouts.exists():
+        if lines:
+            yield f"stage {stage.number} has {len(lines)} updates, but {stage.rollouts} is gone"
+        return
+    try:
+        store = RolloutStore(stage.rollouts, one_policy=stage.run.recipe.schedule.kind == "staged")
+    except UserError:
+        return  # `check_rollouts` says so
+    trained: set[int] = set()
+    for line in lines:
+        ids = stage.groups_of_update(store.chosen, line["update"] - 1 - stage.first_update)
+        if not ids or store.missing(ids):
+            yield f"update {line['update']} has no groups in {stage.rollouts}"
+            continue
+        if twice := trained.intersection(ids):
+            yield f"update {line['update']} trains group {min(twice)} again"
+        trained.update(ids)
+        try:
+            groups = store.read(ids)
+        except UserError:
+            continue  # `check_rollouts` says so
+        row.trained_tokens += line.get("trained_tokens", 0)
+        yield from compare(stage, line, groups)
+    row.trained = len(trained)
+    row.pending = row.generated - row.not_chosen - row.trained
+
+
+def compare(stage: Stage, line: dict[str, Any], groups: Sequence[Group]) -> Iterator[str]:
+    """Where a line of metrics.jsonl is not what its groups make."""
+    recipe, inside = stage.run.recipe, line["update"] - 1 - stage.first_update
+    live = recipe.schedule.kind == "live"
+    expected: dict[str, Any] = summary(list(groups)) | _tokens(groups, recipe.objective.zero_variance == "drop")
+    expected |= lags(groups, stage.first_update + inside) if live else {"staleness": inside}
+    if "skipped_update" in line:
+        expected.pop("trained_tokens")
+    for name, value in expected.items():
+        if line.get(name) != value:
+            yield f"update {line['update']}: {name} is {line.get(name)} in metrics.jsonl, but its groups make {value}"
+
+
+def _tokens(groups: Sequence[Group], drops: bool) -> dict[str, int]:
+    """All tokens of the responses that are trained, with their prompts, and those that have a loss."""
+    kept = [g for g in groups if not drops or len({response.reward for response in g.responses}) > 1]
+    trained = sum(len(response.tokens) for group in kept for response in group.responses)
+    # the last token of a response is predicted, but not read
+    prompts = sum((len(group.prompt_tokens) - 1) * len(group.responses) for group in kept)
+    if not kept:  # one response passes through the model, without a loss
+        prompts = len(groups[0].prompt_tokens) - 1 + len(groups[0].responses[0].tokens)
+    return {"tokens": trained + prompts, "trained_tokens": trained}
+
+
+def _check_checkpoints(stage: Stage, done: int) -> Iterator[str]:
+    if stage.checkpoints.is_symlink():
+        return  # of the run that this one branched from
+    for update, path in checkpoints(stage.checkpoints):
+        try:
+            manifest = read_manifest(path)
+            check_files(path, manifest, manifest.files)
+        except Damaged as error:
+            yield f"{path}: {error}"
+            continue
+        if extra := {file.name for file in path.iterdir()} - {*manifest.files, "manifest.json"}:
+            yield f"{path}: {min(extra)} is not in its manifest"
+        if update > done:
+            yield f"{path} is of update {update} of the stage, but metrics.jsonl has {done}"
+        elif not agrees(stage.run.metrics, manifest.position):
+            yield f"{path} was taken after other lines than metrics.jsonl has"
