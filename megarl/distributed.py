@@ -45,7 +45,7 @@ def join_process_group(backend: str, role: Role | None = None) -> dist.Store:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     else:
         name, rank, size = f"torch/{role.name}", role.rank, role.size
-    beat("start", "the meeting of the ranks")
+    beat("meeting of the ranks", "")
     dist.init_process_group(
         backend, store=dist.PrefixStore(name, phase), rank=rank, world_size=size, timeout=patience()
     )
