@@ -19,6 +19,7 @@ from megarl.keystore import SECRET, StoreClient
 PHASE_ID = "MEGARL_PHASE_ID"  # environment variable: what one attempt at a phase calls its keys in the agents' store
 PATIENCE = "MEGARL_PATIENCE"  # environment variable: seconds after which a collective fails by itself
 POLL_SECONDS = 0.02
+CONNECT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def join_process_group(backend: str, role: Role | None = None) -> dist.Store:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     else:
         name, rank, size = f"torch/{role.name}", role.rank, role.size
-    beat("start", "the meeting of the ranks")
+    beat("meeting of the ranks", "")
     dist.init_process_group(
         backend, store=dist.PrefixStore(name, phase), rank=rank, world_size=size, timeout=patience()
     )
@@ -113,7 +114,14 @@ def _phase_store() -> dist.Store:
 
 @functools.cache  # torch keeps only the C++ half of a store alive
 def _agents_store(address: str, port: int, secret: str) -> dist.Store:
-    return StoreClient(address, port, bytes.fromhex(secret), patience())
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while True:
+        try:
+            return StoreClient(address, port, bytes.fromhex(secret), patience())
+        except OSError:  # the agent is there, since this process ends with it, but its machine may be busy
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(POLL_SECONDS)
 
 
 def become_single_process() -> None:

@@ -25,7 +25,7 @@ ERROR_FILE = "MEGARL_ERROR_FILE"  # environment variable: where a process writes
 
 def run_process(phase: str, run_dir: Path, stage: int) -> int:
     """Run a phase in this process; returns its exit code."""
-    beat("start", "imports")
+    beat("imports", "")
     faulthandler.register(signal.SIGUSR1, file=2)  # the log: where this process stands, without a wait for Python
     if phase != "evaluate":  # which has nothing to save
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until `StopRequest`, through the imports

@@ -47,7 +47,7 @@ class RolloutWorker:
     @classmethod
     def build(cls, recipe: Recipe, stage: int, policy_dir: Path, for_training: bool = True) -> RolloutWorker:
         """With the engine of ``stage``, which for training records what the recipe lets the actor replay."""
-        beat("load", f"engine and prompts, {policy_dir.name}")
+        beat("engine", f"prompts, verifiers and engine with {policy_dir.name}")
         info = read_info(policy_dir)
         tokenizer, prompts = open_prompts(recipe, policy_dir)
         # before the engine starts threads or CUDA

@@ -49,7 +49,7 @@ def build_actor(stage: Stage, device: torch.device, start: Start) -> Actor:
 
     Weights that `resume` is going to replace are not read.
     """
-    beat("load", "the model")
+    beat("loading of the model", stage.policy.name)
     actor = Actor.build(stage.run.recipe, stage.policy, device, load=start.checkpoint is None)
     actor.frozen = frozen_policies(_objective(stage.run), stage)
     return actor
@@ -206,7 +206,7 @@ def find_start(stage: Stage) -> Start:
     if dist.get_rank() == 0:
         checkpoint.remove_unfinished(stage.checkpoints)
     for done, path in reversed(checkpoints(stage.checkpoints)):
-        beat("load", f"the files of {path.name}")
+        beat("verification", path.name)
         damage = checkpoint.verify(path)
         if damage is None:
             return Start(done, path, read_manifest(path).position)
@@ -248,7 +248,7 @@ def _remake(stage: Stage) -> str:
 def resume(actor: Actor, start: Start) -> None:
     """Restore what the checkpoint of ``start`` has. Collective."""
     if start.checkpoint is not None:
-        beat("load", str(start.checkpoint.name))
+        beat("load", start.checkpoint.name)
         checkpoint.load(actor, start.checkpoint)
 
 

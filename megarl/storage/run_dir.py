@@ -7,6 +7,7 @@ import fcntl
 import functools
 import json
 import os
+import shutil
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -159,6 +160,8 @@ class RunDir:
         new = link.with_name(f"{link.name}_new")
         new.unlink(missing_ok=True)
         new.symlink_to(policy.relative_to(self.root))
+        if link.is_dir() and not link.is_symlink():  # in a copy of a run, made by a tool that follows links
+            shutil.rmtree(link)
         new.replace(link)
         return link
 

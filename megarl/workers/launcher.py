@@ -153,7 +153,7 @@ def start_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Pat
             environment=_environment(nodes, rank, processes)
             | {ERROR_FILE: str(_error_file(errors, rank)), FILE: str(_beats_file(errors, rank))}
             | {PATIENCE: str(2 * MOST * seconds)}
-            | (_flight_recorder(logs, errors) if stage.run.recipe.actor.backend == "cuda" else {}),
+            | (_flight_recorder(logs, errors) if _trains_on_gpus(stage, phase, rank % processes) else {}),
         )
         for rank in _ranks(nodes, processes)
     ]
@@ -206,6 +206,12 @@ def _nccl_dump(logs: Path) -> Path:
     return logs / "nccl_rank_"
 
 
+def _trains_on_gpus(stage: Stage, phase: str, local_rank: int) -> bool:
+    actor = stage.run.recipe.actor
+    trains = phase == "optimize" or (phase == "live" and local_rank < actor.processes_per_node)
+    return trains and actor.backend == "cuda"
+
+
 def _flight_recorder(logs: Path, folder: Path) -> dict[str, str]:
     """Have torch note the last collectives of NCCL, and write them out on demand and when one fails.
 
@@ -244,8 +250,8 @@ def _report(ended: Ended, nodes: Nodes, stage: Stage, phase: str, failures: dict
     if ended.stopped:  # also when the phase was just done: the run is to stop here
         return Report("stopped", time=time.time())
     if ended.stall is not None:
-        cause = f"{phase} of stage {stage.number}{_on(nodes)}: {ended.stall}"
-        return Report("failed", cause, primary="is stopped" in ended.stall, stalled=True, time=time.time())
+        cause = f"{phase} of stage {stage.number}{_on(nodes)}: {ended.stall.text}"
+        return Report("failed", cause, primary=ended.stall.certain, stalled=True, time=time.time())
     ranks = list(failures)
     codes = {ranks[index]: ended.codes[index] for index in ended.first}
     codes = {rank: code for rank, code in codes.items() if code not in (STOPPED, -signal.SIGTERM)}

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ import psutil
 
 from megarl.errors import STOP_SIGNALS
 from megarl.workers.sessions import end_sessions
-from megarl.workers.watch import Watch
+from megarl.workers.watch import Stall, Watch
 
 POLL_SECONDS = 0.05
 INSISTS_SECONDS = 1.0  # a person who presses Ctrl-C again takes longer than a terminal that sends a signal twice
@@ -279,7 +279,7 @@ class Ended:
     codes: dict[int, int]  # of all; those that had to be killed have -SIGKILL
     first: frozenset[int]  # those that had failed before the others were asked to stop
     stopped: bool  # this agent was told to stop
-    stall: str | None = None  # what stood still, for which all were killed
+    stall: Stall | None = None  # for which all were killed
 
 
 def supervise(
@@ -314,14 +314,14 @@ def supervise(
     return Ended(dict(codes), first, bool(stop_signals))
 
 
-def _end_stall(processes: Processes, watch: Watch, stall: str) -> Ended:
-    written = watch.dump(processes.pids)
+def _end_stall(processes: Processes, watch: Watch, stall: Stall) -> Ended:
+    text = "\n".join([stall.text, *watch.dump(processes.pids)])
     kill(processes)
     processes.abandon()
     while len(codes := processes.poll(POLL_SECONDS)) < len(processes.pids):
         kill(processes)
     end_sessions(processes.pids)
-    return Ended(dict(codes), frozenset(), stopped=False, stall="\n".join([stall, *written]))
+    return Ended(dict(codes), frozenset(), stopped=False, stall=replace(stall, text=text))
 
 
 def _insists(stop_signals: Sequence[tuple[int, float]]) -> bool:

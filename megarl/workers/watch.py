@@ -30,6 +30,14 @@ START = Beat(0, "start", "")
 
 
 @dataclass(frozen=True)
+class Stall:
+    """What stands still, for a person, the first line by itself. ``certain``: a process here is known to be stopped."""
+
+    text: str
+    certain: bool
+
+
+@dataclass(frozen=True)
 class Watched:
     """A process: its rank in the phase, the file with its signs, and the log to which its stacks go."""
 
@@ -59,15 +67,16 @@ class Watch:
         self._waiting = [0.0 for _ in watched]  # for others, without a break
         self._stopped: dict[int, float] = {}  # process id -> for how long it has been seen to be stopped
         self._longest: dict[str, float] = {}  # kind -> seconds of its longest step
-        self._looked = self._looked_at_tree = time.monotonic()
+        self._looked, self._time, self._looked_at_tree = time.monotonic(), 0.0, 0.0
 
-    def look(self, pids: Sequence[int], ended: Collection[int]) -> str | None:
-        """What stands still, for a person, the first line by itself; None as long as nothing does. To be called often.
+    def look(self, pids: Sequence[int], ended: Collection[int]) -> Stall | None:
+        """What stands still; None as long as nothing does. To be called often.
 
         pids: of the processes, of which those with the indices ``ended`` have ended.
         """
         now = time.monotonic()
         elapsed, self._looked = min(now - self._looked, LOST_SECONDS), now
+        self._time += elapsed
         running = [index for index in range(len(pids)) if index not in ended]
         for index in running:
             self._listen(index, elapsed)
@@ -79,9 +88,11 @@ class Watch:
         idle = max((self._idle[index] for index in running), default=0.0)
         if not late:
             idle = max([*stopped.values(), *(self._waiting if everybody_waits else ())])
-        message = f"no progress for {idle:.0f} s: {self._who(pids, running)}"
+        first, not_running = max(running, key=lambda index: self._idle[index]), list(self._not_running(pids))
+        last = f"rank {self._watched[first].rank} was last seen at {self._beats[first]}"
+        message = f"no progress for {idle:.0f} s: {'; '.join([last, *not_running])}"
         self._warn(message)
-        return "\n".join([message, *self.describe(pids), self._remedy()])
+        return Stall("\n".join([message, *self.describe(pids), self._remedy()]), certain=bool(not_running))
 
     def _listen(self, index: int, elapsed: float) -> None:
         self._idle[index] += elapsed
@@ -101,18 +112,13 @@ class Watch:
 
     def _long_stopped(self, pids: Sequence[int]) -> dict[int, float]:
         """Processes below the phase's own that have been stopped for too long, such as an engine's; {id: seconds}."""
-        elapsed = self._looked - self._looked_at_tree
+        elapsed = self._time - self._looked_at_tree
         if elapsed < max(TREE_SECONDS, self._seconds / 4):
             return {}
-        self._looked_at_tree = self._looked
+        self._looked_at_tree = self._time
         stopped = [process.pid for pid in pids for process in _descendants(pid) if _state(process.pid) == "T"]
         self._stopped = {pid: self._stopped[pid] + elapsed if pid in self._stopped else 0.0 for pid in stopped}
         return {pid: seconds for pid, seconds in self._stopped.items() if seconds > self._seconds}
-
-    def _who(self, pids: Sequence[int], running: Sequence[int]) -> str:
-        first = max(running, key=lambda index: self._idle[index])
-        parts = [f"rank {self._watched[first].rank} was last seen at {self._beats[first]}"]
-        return "; ".join([*parts, *self._not_running(pids)])
 
     def _not_running(self, pids: Sequence[int]) -> Iterator[str]:
         """Processes that do not run at all; their parents too, since the one that starts all may be stopped."""
@@ -161,12 +167,12 @@ class Watch:
         if self._nccl is None:
             return []
         (pipes, dumps), asked = self._nccl, []
-        for watched in self._watched:
-            with contextlib.suppress(OSError):  # a process that had no group of NCCL yet
-                pipe = os.open(f"{pipes}{watched.rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+        for path in sorted(pipes.parent.glob(f"{pipes.name}*.pipe")):
+            with contextlib.suppress(OSError):  # it has ended
+                pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
                 os.write(pipe, b"dump\n")
                 os.close(pipe)
-                asked.append(Path(f"{dumps}{watched.rank}"))
+                asked.append(Path(f"{dumps}{path.stem.removeprefix(pipes.name)}"))
         _wait(NCCL_SECONDS, lambda: all(_size(dump) for dump in asked))
         return [f"  NCCL's flight recorder wrote {dump}" for dump in asked if _size(dump)]
 

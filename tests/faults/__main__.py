@@ -1,9 +1,9 @@
 """Every kind of damage to every kind of file of a run directory, and failing calls on each: ``make faults``.
 
-A run of two stages is stopped in the middle of the second one, damaged and started again. It must end with the bytes of
-an undisturbed run, or say in one message what is wrong and exit with 2. A call that fails once must do neither more nor
-less than end the start with 1 or 2 and a message: the next start must end with these bytes. ``make faults`` prints a
-row for each; an argument is a pattern, and only faults whose names it is found in are tried.
+A run of two stages, staged or live, is stopped in the middle of the second one, damaged and started again. It must end
+with the bytes of an undisturbed run, or say in one message what is wrong and exit with 2. A call that fails once must
+do neither more nor less than end the start with 1 or 2 and a message: the next start must end with these bytes. ``make
+faults`` prints a row for each; an argument is a pattern, and only faults whose names it is found in are tried.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.faults.kills import assert_same_live_run
 from tests.helpers import ROOT, megarl, write_guessing_model, write_recipe
 from tests.phases.test_kill import assert_same_run, kill_at
 
 SETTINGS = ("--set", "eval.every=2")  # before the first stage and after the last
+LIVE = ("--set", "schedule.kind=live", "--set", "schedule.delay=1", "--set", "schedule.sync_every=2")
 CHECKPOINT, POLICY, ROLLOUTS = "stages/001/checkpoints/update_000004", "stages/001/policy", "stages/001/rollouts"
 END = "stages/000/checkpoints/update_000006"
 FILES = (
@@ -50,6 +52,30 @@ FILES = (
     f"{CHECKPOINT}/metadata.json",
     f"{CHECKPOINT}/metrics.jsonl",
 )
+LIVE_CHECKPOINT = "stages/001/checkpoints/update_000002"
+LIVE_FILES = (  # where a live run differs: rollouts that are not sealed, policies between stages
+    "metrics.jsonl",
+    "events.jsonl",
+    f"{POLICY}/model.safetensors",
+    f"{POLICY}/megarl.json",
+    "stages/001/policies/*/model.safetensors",
+    "stages/001/policies/*/megarl.json",
+    "stages/000/rollouts/SEALED",
+    f"{ROLLOUTS}/*.arrow",
+    f"{ROLLOUTS}/ledger.jsonl",
+    f"{LIVE_CHECKPOINT}/.metadata",
+    f"{LIVE_CHECKPOINT}/__0_0.distcp",
+    f"{LIVE_CHECKPOINT}/common.pt",
+    f"{LIVE_CHECKPOINT}/manifest.json",
+    f"{LIVE_CHECKPOINT}/metrics.jsonl",
+)
+LIVE_CALLS = [
+    *itertools.product(
+        ["write"], ["/metrics.jsonl", ".arrow", "rollouts/ledger.jsonl"], [errno.EIO, errno.ENOSPC], [2]
+    ),
+    *itertools.product(["write"], ["policies/.", ".distcp"], [errno.EIO, errno.ENOSPC], [1]),
+    *itertools.product(["rename"], ["policies/", "SEALED"], [errno.EIO], [1]),
+]
 
 
 def flip(path: Path) -> None:
@@ -129,6 +155,7 @@ class Trial:
     name: str
     damage: Callable[[Path], object] | None = None
     call: tuple[str, str, int, int] | None = None
+    live: bool = False
 
 
 def trials() -> list[Trial]:
@@ -136,13 +163,19 @@ def trials() -> list[Trial]:
         Trial(f"{file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(run / f)) for file in FILES for kind in KINDS
     ]
     whole = [Trial(name, damage) for name, damage in WHOLE_RUNS.items()]
-    calls = [
-        Trial(
-            f"{name} {part}, call {n}: {errno.errorcode[number] if number else 'half'}", None, (name, part, number, n)
-        )
-        for name, part, number, n in CALLS
+    calls = [Trial(describe(call), None, call) for call in CALLS]
+    live = [
+        Trial(f"live: {file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(min(run.glob(f))), live=True)
+        for file in LIVE_FILES
+        for kind in KINDS
     ]
-    return [*at_rest, *whole, *calls]
+    live += [Trial(f"live: {describe(call)}", None, call, live=True) for call in LIVE_CALLS]
+    return [*at_rest, *whole, *calls, *live]
+
+
+def describe(call: tuple[str, str, int, int]) -> str:
+    name, part, number, n = call
+    return f"{name} {part}, call {n}: {errno.errorcode[number] if number else 'half'}"
 
 
 class Laboratory:
@@ -158,24 +191,26 @@ class Laboratory:
         words = ["".join(letters) for letters in itertools.product("abc", repeat=5)]
         self.recipe = write_recipe(folder, folder / "model", words)
         self.prompts = (folder / "prompts.jsonl").read_bytes()
-        self.whole = folder / "whole"
-        result = megarl("train", self.recipe, "--run-dir", self.whole, *SETTINGS)
-        assert result.returncode == 0, result.stderr
-        for updates, moment in {
-            0: r"open .*logs/001_rollout/attempt_0/rank_0000.log",
-            4: r"open .*stages/001/checkpoints/\.update_000006\..*\.tmp/.",
-        }.items():
-            kill_at(moment, 1, self.recipe, self.stopped(updates), *SETTINGS)
+        self.whole, self.whole_live = folder / "whole", folder / "whole_live"
+        for run, settings in ((self.whole, SETTINGS), (self.whole_live, (*SETTINGS, *LIVE))):
+            result = megarl("train", self.recipe, "--run-dir", run, *settings)
+            assert result.returncode == 0, result.stderr
+        for name, settings, moment in (
+            ("0", SETTINGS, r"open .*logs/001_rollout/attempt_0/rank_0000.log"),
+            ("4", SETTINGS, r"open .*stages/001/checkpoints/\.update_000006\..*\.tmp/."),
+            ("live", (*SETTINGS, *LIVE), r"open .*stages/001/checkpoints/\.update_000004\..*\.tmp/."),
+        ):
+            kill_at(moment, 1, self.recipe, self.stopped(name), *settings)
 
-    def stopped(self, updates: int) -> Path:
-        return self.folder / f"stopped_{updates}"
+    def stopped(self, name: str) -> Path:
+        return self.folder / f"stopped_{name}"
 
     def attempt(self, trial: Trial) -> tuple[bool, str]:
         """(whether it is as it must be, what happened)"""
         early = trial.call and any(part in trial.call[1] for part in (".arrow", "rollouts", "SEALED", "events"))
         run = self.folder / "run"
         shutil.rmtree(run, ignore_errors=True)
-        shutil.copytree(self.stopped(0 if early else 4), run)
+        shutil.copytree(self.stopped("live" if trial.live else "0" if early else "4"), run)
         (self.folder / "prompts.jsonl").write_bytes(self.prompts)
         counter = self.folder / "counter"
         counter.unlink(missing_ok=True)
@@ -185,29 +220,30 @@ class Laboratory:
             environment["MEGARL_FAULT"] = f"{call}|{part}|{number}|{n}|{counter}"
         elif trial.damage:
             trial.damage(run)
-        code, said = self.start(run, environment)
+        code, said = self.start(run, environment, trial.live)
         if trial.call and (not counter.exists() or counter.stat().st_size < trial.call[3]):
             return False, "the call was not made"
         if code == 0:
-            return self.compare(run, "continued")
+            return self.compare(run, "continued", trial.live)
         if not re.match(r"megarl: \S", said) or (code == 2 and "Traceback" in said) or code not in (1, 2):
             return False, f"exit {code}: {said}"
         first = said.splitlines()[0].replace(str(self.folder), "")
         if trial.damage:
             return code == 2, f"exit {code}: {first}"
-        again, more = self.start(run, dict(os.environ))
+        again, more = self.start(run, dict(os.environ), trial.live)
         if again:
             return False, f"exit {code}: {first}; then exit {again}: {more}"
-        return self.compare(run, f"exit {code}: {first}; continued")
+        return self.compare(run, f"exit {code}: {first}; continued", trial.live)
 
-    def start(self, run: Path, environment: dict[str, str]) -> tuple[int, str]:
+    def start(self, run: Path, environment: dict[str, str], live: bool) -> tuple[int, str]:
         """(exit code, what megarl itself said)"""
-        result = megarl("train", self.recipe, "--run-dir", run, *SETTINGS, env=environment)
+        settings = (*SETTINGS, *LIVE) if live else SETTINGS
+        result = megarl("train", self.recipe, "--run-dir", run, *settings, env=environment)
         return result.returncode, result.stderr[max(0, result.stderr.find("megarl: ")) :].strip()
 
-    def compare(self, run: Path, how: str) -> tuple[bool, str]:
+    def compare(self, run: Path, how: str, live: bool) -> tuple[bool, str]:
         try:
-            assert_same_run(self.whole, run)
+            (assert_same_live_run if live else assert_same_run)(self.whole_live if live else self.whole, run)
         except (AssertionError, OSError, ValueError) as error:
             return False, f"{how}, but SILENTLY DIFFERENT: {str(error).splitlines()[0] if str(error) else error!r}"
         return True, f"{how}, same bytes"

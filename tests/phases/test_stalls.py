@@ -60,7 +60,7 @@ CASES = {
     "trainer": (of_rank("optimize:0"), trains, (), "optimize", "update "),
     "generator": (of_rank("rollout:0"), stores, (), "rollout", "chunk "),
     "keeper of verifiers": (keeper, stores, (), "rollout", "chunk "),
-    "evaluating": (of_rank("evaluate:0"), evaluates, EVALUATES, "evaluate", "chunk "),
+    "evaluating": (of_rank("evaluate:0"), evaluates, (*LIVE, *EVALUATES), "evaluate", "chunk "),
     "live trainer": (of_rank("live:0"), trains, LIVE, "live", ""),
     "live generator": (of_rank("live:1"), trains, LIVE, "live", ""),
     "warm": (warm, trains, (), "optimize", ""),
@@ -168,8 +168,8 @@ def test_first_steps_have_more_time_and_slow_ones_stretch_the_limit(monkeypatch,
     clock.sign(0, 3)
     assert clock.after(198) is None  # five times the 40 seconds, and a little more for the looks between
     found = clock.after(5)
-    assert found and "rank 1 was last seen at update 7 (update)" in found
-    assert clock.warned == [found.splitlines()[0]]
+    assert found and "rank 1 was last seen at update 7 (update)" in found.text
+    assert clock.warned == [found.text.splitlines()[0]]
 
 
 def test_a_quick_step_has_the_setting_and_a_suspended_job_all_the_time(monkeypatch, tmp_path):
