@@ -21,9 +21,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from megarl.linux import die_with_parent
 from megarl.workers.processes import WarmProcess
 from megarl.workers.warm import WarmProcess as Server
-from megarl.linux import die_with_parent
 from megarl.workers.warm import become, import_generation, serve
 from tests.helpers import ROOT
 

@@ -229,6 +229,7 @@ class RunTable(Table):
     max_restarts: int = Field(0, ge=0)  # times a failed phase is started again
     tensorboard: bool = True
     wandb: bool = False
+    rehearse: bool = True  # on GPUs, before the first rollouts: an update on synthetic responses, export, checkpoint
 
 
 class Recipe(Table):
