@@ -12,6 +12,7 @@ import errno
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -175,7 +176,18 @@ def _plan(options: argparse.Namespace) -> None:
 def _doctor(options: argparse.Namespace) -> None:
     from megarl.views.doctor import diagnose
 
-    print(diagnose())
+    if options.recipe is None:
+        return print(diagnose())
+    with tempfile.TemporaryDirectory(prefix="megarl-doctor-") as folder:
+        options.run_dir = (options.scratch or Path(folder)) / "megarl-rehearsal"
+        _on_all_nodes(_rehearse)(options)
+    return None
+
+
+def _rehearse(options: argparse.Namespace, nodes: Nodes) -> None:
+    from megarl.commands import rehearse_recipe
+
+    print(rehearse_recipe(nodes, options.recipe, options.set, options.run_dir))
 
 
 def _open_stage(options: argparse.Namespace) -> Stage:
@@ -252,7 +264,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--gpu", default="h200", help="a100, h100, h200 or b200; default: h200")
     settings(sub)
 
-    command("doctor", _doctor, "what this machine has, what is missing, which extra installs it")
+    sub = command("doctor", _doctor, "what this machine has, what is missing, which extra installs it")
+    sub.add_argument("--recipe", type=Path, help="instead: rehearse an update, export and checkpoint of this recipe")
+    sub.add_argument("--scratch", type=Path, help="where the rehearsal writes; shared by several nodes")
+    settings(sub)
     return parser
 
 

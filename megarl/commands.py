@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,28 @@ from megarl.storage.files import make_directory
 from megarl.storage.policies import check_policy, copy_policy
 from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir, Stage
+from megarl.train import rehearse
 from megarl.views.progress import Progress
 from megarl.views.report import write_report
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
+
+
+def rehearse_recipe(nodes: Nodes, recipe_path: Path, overrides: list[str], scratch: Path) -> str:
+    """One synthetic update, its export and a checkpoint of a recipe, without a run; removes ``scratch`` at the end."""
+    recipe = load_recipe(recipe_path, overrides)
+    check(nodes.starter, recipe, nodes.count)
+    start = time.monotonic()
+    try:
+        run = RunDir.create(scratch, recipe)
+        nodes.starter.prepare(run.root)
+        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.stage(0).policy)
+        with Progress(run.root, recipe):
+            rehearse(nodes, run)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return f"an update, its export and a checkpoint passed in {time.monotonic() - start:.0f} s"
 
 
 def rollout_stage(nodes: Nodes, stage: Stage) -> None:

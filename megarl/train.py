@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+
+from megarl.errors import PhaseFailed, UserError
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir
@@ -25,6 +28,8 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
     if not run.stage(0).policy.exists():
         copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.stage(0).policy)
     with Progress(run.root, recipe):
+        if rehearsal_is_due(run, until):
+            rehearse(nodes, run)
         log_finished_stages(run)
         for stage in run.stages():
             replicas = stage.rollout.workers
@@ -45,6 +50,29 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
         if run.end.evaluation_is_due():
             run_phase(nodes, run.end, "evaluate", run.end.rollout.workers)
     write_report([run.root], run.root / "report.html")
+
+
+def rehearse(nodes: Nodes, run: RunDir) -> None:
+    """One update on synthetic responses, its export and a checkpoint on the recipe's layout, in a scratch directory.
+
+    `UserError` or `PhaseFailed` where any of that fails.
+    """
+    shutil.rmtree(run.rehearsal, ignore_errors=True)  # of a killed one
+    try:
+        run_phase(nodes, run.stage(0), "rehearse", run.recipe.actor.processes_per_node)
+    except (PhaseFailed, UserError) as error:
+        raise type(error)(
+            "the rehearsal failed (one update on synthetic responses, its export and a checkpoint), so nothing was "
+            f"generated: {error}"
+        ) from error
+    finally:
+        shutil.rmtree(run.rehearsal, ignore_errors=True)
+
+
+def rehearsal_is_due(run: RunDir, until: tuple[str, int] | None) -> bool:
+    """On GPUs before the first rollouts, where an optimize phase is to follow."""
+    wanted = run.recipe.run.rehearse and run.recipe.actor.backend == "cuda"
+    return wanted and not run.stage(0).rollouts.exists() and optimizes(run, until)
 
 
 def log_finished_stages(run: RunDir) -> None:

@@ -75,3 +75,10 @@ def reports_metrics() -> bool:
 
     first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
     return first and mpu.is_pipeline_last_stage()
+
+
+def data_parallel_ranks() -> int:
+    """Ranks, or groups of them, that train different sequences."""
+    from megatron.core import parallel_state as mpu
+
+    return int(mpu.get_data_parallel_world_size())

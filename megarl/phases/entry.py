@@ -19,7 +19,7 @@ from megarl.errors import STOP_SIGNALS, UserError
 if TYPE_CHECKING:
     from megarl.storage.run_dir import Stage
 
-PHASES = ("rollout", "optimize", "live", "evaluate")
+PHASES = ("rehearse", "rollout", "optimize", "live", "evaluate")
 ERROR_FILE = "MEGARL_ERROR_FILE"  # environment variable: where a process writes what went wrong
 
 
@@ -82,6 +82,10 @@ def find_phase(name: str) -> Callable[[Stage], None]:
         from megarl.phases.rollout import rollout
 
         return rollout
+    if name == "rehearse":
+        from megarl.phases.rehearse import rehearse
+
+        return rehearse
     if name == "optimize":
         from megarl.phases.optimize import optimize
 

@@ -52,6 +52,7 @@ LAYOUT_SETTINGS = (
     "actor.recompute",
     "actor.checkpoint_every",
     "actor.keep_checkpoints",
+    "run.rehearse",
     "actor.keep_stages",
     "run.max_restarts",
     "run.stall_seconds",

@@ -127,6 +127,11 @@ class RunDir:
     def logs(self) -> Path:
         return self.root / "logs"
 
+    @property
+    def rehearsal(self) -> Path:
+        """What the rehearsal of an update writes; removed after it."""
+        return self.root / "rehearsal"
+
     def stage(self, number: int) -> Stage:
         """A stage of the run; ``schedule.stages`` itself is the end of the run: its policy is the result."""
         if not 0 <= number <= self.recipe.schedule.stages:

@@ -97,7 +97,7 @@ class RunState:
             self.work_since = event.get("time", self.work_since)
         elif kind in ("phase_end", "phase_failed", "phase_stopped"):
             self.phase = ""
-            if kind == "phase_end":
+            if kind == "phase_end" and event.get("phase") != "rehearse":  # which is no part of a stage
                 self.seconds[str(event.get("phase"))] = float(event.get("seconds", 0.0))
         elif kind == "rollout_progress":
             self._replicas[event.get("rank", 0)] = event
@@ -327,6 +327,8 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
 
 def _place(stage: int, phase: str, state: RunState) -> str:
     stages = state.schedule.stages
+    if phase == "rehearse":
+        return "rehearsal of an update"
     return "final evaluation" if stage == stages else f"stage {stage + 1}/{stages} {phase}"
 
 

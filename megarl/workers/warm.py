@@ -89,7 +89,7 @@ class WarmProcess:
         deque(self.generation, maxlen=0)
         if "check" in processes[0]:
             deque(import_prompts(parse(processes[0]["check"])), maxlen=0)
-        if processes[0].get("phase") in ("optimize", "live"):  # better once here than once in each process
+        if processes[0].get("phase") in ("rehearse", "optimize", "live"):  # better once here than once in each process
             deque(self.training, maxlen=0)
         import torch
 

@@ -57,6 +57,9 @@ def test_train_and_optimize_elsewhere(recipe, tmp_path):
     run = RunDir.open(tmp_path / "run")
     lines = metrics(run)
     assert [line["update"] for line in lines] == list(range(1, 13))
+    phases = [event["phase"] for event in events(run, "phase_start")]
+    assert phases[:3] == ["rehearse", "evaluate", "rollout"] and phases.count("rehearse") == 1
+    assert not (run.root / "rehearsal").exists()
     assert len(events(run, "evaluation")) == 3 and len(events(run, "export")) == 2
     weights = load_file(run.final / "model.safetensors")
     assert all(torch.isfinite(x).all() for x in weights.values())
@@ -68,10 +71,65 @@ def test_train_and_optimize_elsewhere(recipe, tmp_path):
         assert abs(ours["ratio/mean"] - 1) < 0.05  # the actor agrees with the engine
 
 
+def leave_experts_without_name(monkeypatch):
+    from megatron.core.transformer.moe import moe_utils
+
+    from megarl.actor import model  # noqa: F401 - which defines it
+
+    monkeypatch.delattr(moe_utils, "te_general_gemm")
+
+
+def fail_to_export(monkeypatch):
+    from megarl.actor import hf
+
+    def broken(*_):
+        raise KeyError("model.layers.0.mlp.gate.weight")
+
+    monkeypatch.setattr(hf, "export_hf", broken)
+
+
+def forget_master_weights(monkeypatch):
+    from megarl.actor import checkpoint
+
+    whole = checkpoint.sharded_adam_state
+
+    def without(*arguments):
+        return {key: piece for key, piece in whole(*arguments).items() if ".parameter." not in key}
+
+    monkeypatch.setattr(checkpoint, "sharded_adam_state", without)
+
+
+MISTAKES = {
+    leave_experts_without_name: "name 'te_general_gemm' is not defined",
+    fail_to_export: "model.layers.0.mlp.gate.weight",
+    forget_master_weights: "a checkpoint does not give back master weights",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_mistake_of_the_actor_ends_the_run_before_any_rollout(recipe, tmp_path, monkeypatch, capfd, mistake):
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError, match="SystemExit: 1"):
+        megarl("train", recipe, "--run-dir", tmp_path / "run", *CUDA)
+    said = capfd.readouterr().err
+    assert "megarl: the rehearsal failed" in said and "nothing was generated" in said and MISTAKES[mistake] in said
+    run = tmp_path / "run"
+    assert not (run / "stages/000/rollouts").exists() and not (run / "rehearsal").exists()
+    assert not [line for line in (run / "events.jsonl").read_text().splitlines() if '"rollout"' in line]
+
+
+def test_doctor_rehearses_a_recipe_alone(recipe, tmp_path, capfd):
+    """On the recipe's own layout; nothing of it is left."""
+    ranks = ["--set", "actor.processes_per_node=2", "--set", "actor.expert_parallel=2"]
+    megarl("doctor", "--recipe", recipe, "--scratch", tmp_path / "scratch", *CUDA, *ranks)
+    assert "an update, its export and a checkpoint passed in" in capfd.readouterr().out
+    assert not list(tmp_path.glob("scratch/*"))
+
+
 def test_a_stop_and_what_continues_after_it(recipe, tmp_path):
     from megarl.storage.run_dir import RunDir
 
-    arguments = ["train", recipe, "--run-dir", tmp_path / "run", *CUDA]
+    arguments = ["train", recipe, "--run-dir", tmp_path / "run", *CUDA, "--set", "run.rehearse=false"]
     pid = start_megarl(*arguments)
     while not list(tmp_path.glob("run/stages/000/checkpoints/update_000002")):
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it ended before"
@@ -82,4 +140,5 @@ def test_a_stop_and_what_continues_after_it(recipe, tmp_path):
     assert 2 <= len(metrics(run)) <= 6 and not run.final.exists()
     megarl(*arguments)
     assert [line["update"] for line in metrics(run)] == list(range(1, 13))
+    assert "rehearse" not in [event["phase"] for event in events(run, "phase_start")]
     assert run.final.exists() and (events(run, "resume") or events(run, "phase_stopped"))

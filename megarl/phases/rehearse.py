@@ -1,0 +1,151 @@
+"""The rehearsal: one update on synthetic responses, its export and a checkpoint, before a run generates anything.
+
+A mistake of the actor (a layer that this machine cannot run, a layout that does not fit its memory, a disk that cannot
+hold a checkpoint) otherwise shows after the hours of the first rollouts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.actor import checkpoint, parallel, reference
+from megarl.actor.optimizer_state import distributed_optimizers
+from megarl.actor.step import Actor
+from megarl.models.hf_config import read_hf_config
+from megarl.phases.exports import Exporter
+from megarl.phases.stop import StopRequest
+from megarl.phases.updates import Start, build_actor, make_updates
+from megarl.recipe.tables import Recipe, ScheduleTable
+from megarl.storage.checkpoints import checkpoints
+from megarl.storage.files import make_directory
+from megarl.storage.rollouts import Group, Response
+from megarl.storage.run_dir import RunDir, Stage
+
+MICRO_BATCHES = 2  # of a data-parallel rank: gradients add up, and a pipeline has more than one under way
+
+
+def rehearse(stage: Stage) -> None:
+    """In ``stage.run.rehearsal``, on the layout of the recipe; raises whatever goes wrong. Collective."""
+    stop = StopRequest()
+    device = parallel.initialize(stage.run.recipe)
+    trial = _trial(stage)
+    actor = build_actor(trial, device, Start())
+    make_updates(actor, trial, Start(), SyntheticBatches(actor), stop, Exporter(actor, trial, done=0))
+    ((_, path),) = checkpoints(trial.checkpoints)
+    read_back(actor, path)
+
+
+def _trial(stage: Stage) -> Stage:
+    """A stage of one update in a run directory of its own, which begins with the policy of ``stage``. Collective."""
+    root, before = stage.run.rehearsal, stage.run.recipe
+    schedule = ScheduleTable(stages=1, updates_per_stage=1, prompts_per_update=before.schedule.prompts_per_update)
+    table = before.run.model_copy(update={"tensorboard": False, "wandb": False})
+    recipe = before.model_copy(update={"schedule": schedule, "stages": {}, "run": table})
+    trial = RunDir(root, recipe).stage(0)
+    if dist.get_rank() == 0:
+        make_directory(trial.directory)
+        os.symlink(stage.policy, trial.policy)
+    dist.barrier()
+    return trial
+
+
+class SyntheticBatches:
+    """Groups of random tokens with the log-probs of the actor itself, as `megarl.phases.updates.Batches`.
+
+    As many tokens as `MICRO_BATCHES` micro-batches of each data-parallel rank hold, where an update has as many, and
+    one response as long as responses may be. Half of a group's responses are right.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+
+    def read(self, update: int) -> list[Group]:
+        recipe, hf = self.actor.recipe, read_hf_config(self.actor.recipe.model.path)
+        rng = np.random.default_rng(update)
+        groups = list(_groups(recipe, hf, rng, parallel.data_parallel_ranks()))
+        whole = [[*g.prompt_tokens.tolist(), *r.tokens.tolist()] for g in groups for r in g.responses]
+        scores = iter(reference.score(self.actor.models, whole, recipe.actor.tokens_per_micro_batch, self.actor.device))
+
+        def scored(response: Response) -> Response:
+            logprobs = next(scores)[-len(response.tokens) :].clip(max=0)
+            return replace(response, rollout_logprobs=logprobs.astype(np.float32))
+
+        return [replace(g, responses=tuple(map(scored, g.responses))) for g in groups]
+
+    def trained(self, updates: int) -> None: ...
+
+    def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
+        return {"staleness": update}
+
+
+def _groups(recipe: Recipe, hf: dict[str, Any], rng: np.random.Generator, ranks: int) -> Iterator[Group]:
+    size, longest = recipe.rollout.responses_per_prompt, recipe.rollout.max_response_tokens
+    tokens = MICRO_BATCHES * ranks * recipe.actor.tokens_per_micro_batch
+    number = recipe.schedule.prompts_per_update
+    mean = max(1, min(longest, tokens // (number * size)))
+    for index in range(number):
+        prompt = rng.integers(0, hf["vocab_size"], min(8, recipe.data.max_prompt_tokens)).astype(np.int32)
+        responses = []
+        for sample in range(size):
+            length = longest if index == sample == 0 else int(rng.integers(1, mean + 1))
+            answer = rng.integers(0, hf["vocab_size"], length).astype(np.int32)
+            experts = None
+            if recipe.actor.routing_replay == "engine":
+                experts = _experts(hf, rng, len(prompt) + length - 1)
+            unknown = np.zeros(length, np.float32)
+            responses.append(Response(answer, unknown, float(sample % 2), "stop", 0, routed_experts=experts))
+        yield Group(index, prompt, tuple(responses))
+
+
+def _experts(hf: dict[str, Any], rng: np.random.Generator, tokens: int) -> np.ndarray:
+    """[tokens, layers, top_k] int16, distinct for a token."""
+    chosen = rng.random((tokens, hf["num_hidden_layers"], hf["num_experts"])).argsort(axis=2)
+    return chosen[:, :, : hf["num_experts_per_tok"]].astype(np.int16)
+
+
+def read_back(actor: Actor, path: Path) -> None:
+    """Load the checkpoint into an actor of zeros; `RuntimeError` unless weights and optimizer are as before.
+
+    Collective.
+    """
+    if damage := checkpoint.verify(path):
+        raise RuntimeError(f"the checkpoint is damaged as soon as it is written: {damage}")
+    state = dict(_state(actor))
+    before = {name: _fingerprint(tensor) for name, tensor in state.items()}
+    with torch.no_grad():
+        for tensor in state.values():
+            tensor.zero_()
+    checkpoint.load(actor, path)
+    lost = [name for name, tensor in _state(actor) if _fingerprint(tensor) != before[name]]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, lost)
+    for rank, names in enumerate(everyone):
+        if names:
+            raise RuntimeError(f"a checkpoint does not give back {names[0]} of rank {rank}, and {len(names) - 1} more")
+
+
+def _state(actor: Actor) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, model in enumerate(actor.models):
+        for name, parameter in model.named_parameters():
+            yield f"{name} of chunk {index}", parameter
+    for index, part in enumerate(distributed_optimizers(actor.optimizer)):
+        for parameter, tensors in enumerate(part.optimizer.state.values()):
+            for name, tensor in tensors.items():
+                if torch.is_tensor(tensor) and tensor.is_floating_point() and tensor.numel() > 1:
+                    yield f"{name} of parameter {parameter} of optimizer {index}", tensor
+        masters = (parameter for group in part.optimizer.param_groups for parameter in group["params"])
+        for parameter, tensor in enumerate(masters):
+            yield f"master weights of parameter {parameter} of optimizer {index}", tensor
+
+
+def _fingerprint(tensor: torch.Tensor) -> tuple[float, float]:
+    wide = tensor.detach().double()
+    return float(wide.sum()), float(wide.square().sum())
