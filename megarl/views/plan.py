@@ -238,9 +238,28 @@ class Plan:
         allowed, gpu = sizes.engine_responses(self.recipe), GPUS[self.gpu]
         running = sizes.running_responses(self.hf, self.recipe, self.parameters, self.nodes, gpu, ASSUME)
         yield f"  {running:,.0f} responses decode together, on average; groups_per_chunk allows {allowed:,}"
+        yield from self._preemption(allowed)
         yield ""
         yield f"optimize, GiB on each GPU ({sizes.micro_batch_tokens(self.recipe):,} tokens in the largest micro-batch)"
         yield from _rows(self.optimize, f"of this GPU, {1 - ASSUME.fragmentation:.0%}", self.usable)
+
+    def _preemption(self, allowed: int) -> Iterator[str]:
+        """Where responses of the mean length do not all fit, an engine waits with some; longer ones it throws out."""
+        recipe, gpu = self.recipe, GPUS[self.gpu]
+        asked = min(allowed, math.ceil(sizes.responses_per_replica(recipe, self.nodes)))
+        mean, longest = sizes.mean_sequence(recipe, ASSUME), sizes.longest_sequence(recipe)
+        fit, at_worst = (
+            int(sizes.responses_that_fit(self.hf, recipe, self.parameters, gpu, ASSUME, tokens))
+            for tokens in (mean, longest)
+        )
+        if asked <= at_worst:
+            yield "  all of them fit at full length: none is thrown out of the cache and computed again"
+        elif asked <= fit:
+            yield f"  {at_worst:,} fit at full length: beyond the mean length some are thrown out and computed again"
+        else:
+            groups = max(1, fit // recipe.rollout.responses_per_prompt)
+            yield f"  warning: of {asked:,} responses {fit:,} fit in the cache at the mean length; the others wait"
+            yield f"  rollout.groups_per_chunk={groups} is what fits, more tensor_parallel or another GPU fit more"
 
     def _disk(self) -> Iterator[str]:
         yield "disk, GiB"
@@ -254,7 +273,9 @@ class Plan:
         update = sizes.optimize_seconds(self.hf, recipe, self.layout, self.parameters, self.extra_passes, gpu, ASSUME)
         updates, disk = recipe.schedule.updates_per_stage, sizes.disk_bytes(self.hf, recipe, self.parameters, ASSUME)
         checkpoints = math.ceil(updates / recipe.actor.checkpoint_every)
+        replicas = self.nodes * recipe.rollout.workers
         return {
+            "load of the engines": sizes.load_seconds(self.parameters, replicas, ASSUME),
             "rollouts": sizes.rollout_seconds(self.hf, recipe, self.parameters, self.nodes, gpu, ASSUME),
             f"{updates} updates of {update:.1f} s": update * updates,
             f"{checkpoints} checkpoints": checkpoints * disk["one checkpoint"] / ASSUME.storage,

@@ -49,6 +49,7 @@ class Assumptions:
     engine_bytes: float = _assumed(6 * GIB, "activations and CUDA graphs of a rollout engine")
     mfu_dense: float = _assumed(0.35, "of the GPU's bf16 peak, in an update of a dense model")
     mfu_experts: float = _assumed(0.15, "the same with experts")
+    engine_start: float = _assumed(120, "seconds: imports, compilation and CUDA graphs of a rollout engine")
     decode_efficiency: float = _assumed(0.5, "of memory bandwidth or of the peak, in decoding")
     storage: float = _assumed(2e9, "bytes a second to shared storage, all nodes together")
 
@@ -255,9 +256,21 @@ def running_responses(
     hf: dict[str, Any], recipe: Recipe, parameters: int, nodes: int, gpu: Gpu, assume: Assumptions
 ) -> float:
     """Responses that a replica decodes together: the least of its limit, the room in its KV cache, and its share."""
-    cache = rollout_memory(hf, recipe, parameters, gpu, assume)["KV cache"]
-    fit = cache / (cached_tokens(recipe, assume) * kv_bytes_per_token(hf, recipe.rollout.tensor_parallel))
+    fit = responses_that_fit(hf, recipe, parameters, gpu, assume, cached_tokens(recipe, assume))
     return max(1.0, min(fit, engine_responses(recipe), responses_per_replica(recipe, nodes)))
+
+
+def responses_that_fit(
+    hf: dict[str, Any], recipe: Recipe, parameters: int, gpu: Gpu, assume: Assumptions, tokens: float
+) -> float:
+    """Responses of so many tokens in the cache of a replica."""
+    cache = rollout_memory(hf, recipe, parameters, gpu, assume)["KV cache"]
+    return cache / (tokens * kv_bytes_per_token(hf, recipe.rollout.tensor_parallel))
+
+
+def load_seconds(parameters: int, replicas: int, assume: Assumptions) -> float:
+    """Of a stage's engines: start, and the weights that every replica reads for itself from shared storage."""
+    return assume.engine_start + 2.0 * parameters * replicas / assume.storage
 
 
 def responses_per_replica(recipe: Recipe, nodes: int) -> float:

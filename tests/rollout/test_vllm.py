@@ -102,7 +102,8 @@ def test_stages_find_what_was_compiled_by_vllms_own_key(models, tmp_path):
     def key(path):
         return EngineArgs(**engine_arguments(path, settings)).create_engine_config().compute_hash()
 
-    run, settings = RunDir(tmp_path, stage_recipe("vllm")), Settings("cpu", context=64, responses=2)
+    run = RunDir(tmp_path, stage_recipe("vllm", model={"path": "base"}))
+    settings = Settings("cpu", context=64, responses=2)
     policies = [run.stage(number).policy for number in (0, 1)]
     for policy, model in zip(policies, models["qwen3"], strict=True):
         shutil.copytree(model, policy)

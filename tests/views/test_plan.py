@@ -110,6 +110,31 @@ def test_first_misfit(census, whole, changes, gpu, first):
         assert again.misfit() is None
 
 
+def test_a_batch_that_cannot_be_decoded_at_once_is_a_warning_with_one_that_can(census, whole):
+    def said(*changes):
+        plan = plan_of(MOE, census, whole, 4, "h100", changes)
+        return "\n".join(plan._memory()), plan
+
+    text, plan = said("rollout.groups_per_chunk=1000", "rollout.tensor_parallel=2", "rollout.workers=4")
+    (groups,) = map(int, re.findall(r"rollout.groups_per_chunk=(\d+) is what fits", text))
+    mean, longest = sizes.mean_sequence(plan.recipe, sizes.Assumptions()), sizes.longest_sequence(plan.recipe)
+    samples = plan.recipe.rollout.responses_per_prompt
+    fit = int(re.search(r"warning: of [\d,]+ responses ([\d,]+) fit in the cache at the mean length", text)[1])
+    assert fit * mean <= plan.kv_tokens < (fit + 1) * mean and groups == fit // samples > 1
+    text, plan = said(f"rollout.groups_per_chunk={groups - 1}", "rollout.tensor_parallel=2", "rollout.workers=4")
+    assert "warning" not in text and "beyond the mean length some are thrown out" in text
+    least = int(re.search(r"([\d,]+) fit at full length", text)[1])
+    assert least * longest <= plan.kv_tokens < (least + 1) * longest
+    text, _ = said("rollout.groups_per_chunk=1", "rollout.tensor_parallel=2", "rollout.workers=4")
+    assert "all of them fit at full length" in text
+
+
+def test_engines_read_the_weights_once_a_stage(census, whole):
+    """Each of 8 replicas of 61 GB, at 2 GB a second for all of them, and two minutes to start."""
+    plan = plan_of(MOE, census, whole, 4, "h100", ["rollout.tensor_parallel=4", "rollout.workers=2"])
+    assert plan.seconds["load of the engines"] == pytest.approx(120 + 2 * PUBLISHED["qwen3_30b_a3b"] * 8 / 2e9)
+
+
 def test_what_comes_on_top_of_sglangs_share_must_fit(census, whole):
     for fraction, fits in ((0.92, False), (0.88, True)):
         changes = ["rollout.engine=sglang", f"rollout.memory_fraction={fraction}"]
