@@ -38,19 +38,19 @@ from tests.helpers import (
 from tests.phases.test_kill import TIMES, assert_same_run
 
 PATIENCE_SECONDS = 600.0
-STARTS = 12  # of a run, before it is left alone
-STAGED = ("schedule.stages=2",)
-LIVE = ("schedule.kind=live", "schedule.delay=1", "schedule.sync_every=2", "schedule.stages=2", "eval.every=2")
+STARTS = 30  # of a run, before it is left alone
+STAGED = ("schedule.stages=3",)
+LIVE = ("schedule.kind=live", "schedule.delay=1", "schedule.sync_every=2", "schedule.stages=3", "eval.every=2")
 KINDS = {"staged": STAGED, "live": LIVE}
 # what may be held, and how many such operations an attempt has at most
 OPERATIONS = {
-    "any file": ("(open|replace) .*/run/", 150),
-    "logs": ("open .*/run/logs/", 6),
-    "rollouts": ("(open|replace) .*/rollouts/", 20),
-    "metrics": ("open .*/metrics.jsonl", 10),
-    "checkpoint": (r"(open|replace) .*/checkpoints/", 20),
-    "writer of a checkpoint": (r"open .*/checkpoints/\.update_.*\.tmp/__0_", 3),
-    "policy": (r"(open|replace) .*/(\.?policy|policies|\.final)", 10),
+    "any file": ("(open|replace) .*/run/", 60),
+    "logs": ("open .*/run/logs/", 4),
+    "rollouts": ("(open|replace) .*/rollouts/", 8),
+    "metrics": ("open .*/metrics.jsonl", 6),
+    "checkpoint": (r"(open|replace) .*/checkpoints/", 10),
+    "writer of a checkpoint": (r"open .*/checkpoints/\.update_.*\.tmp/__0_", 2),
+    "policy": (r"(open|replace) .*/(\.?policy|policies|\.final)", 6),
 }
 
 
