@@ -1,7 +1,8 @@
 """The forked processes that write a checkpoint while training goes on, and what is done when one of them dies.
 
-Megatron forks one process a rank, which forks those that write. It waits for ever for one of the latter that was
-killed, and does not say what became of the former; the kernel kills just these when memory is short.
+Megatron-Core 0.16 forks one process a rank, which forks those that write (0.19 has threads instead of the latter). It
+waits for ever for one of the latter that was killed, and does not say what became of the former; the kernel kills just
+these when memory is short.
 """
 
 from __future__ import annotations

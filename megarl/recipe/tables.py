@@ -161,7 +161,7 @@ class ObjectiveTable(BaseModel):
 
 
 class OptimizerTable(Table):
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(1e-6, gt=0, le=1)
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.01, ge=0)
@@ -184,7 +184,9 @@ class ActorTable(Table):
     context_parallel: int = Field(1, ge=1)
     expert_parallel: int = Field(1, ge=1)
     expert_tensor_parallel: int | None = Field(None, ge=1)  # default: tensor_parallel
-    tokens_per_micro_batch: int = Field(16384, ge=1)  # tokens; a longer response gets a micro-batch of its own
+    tokens_per_micro_batch: int = Field(
+        16384, ge=1, le=10**9
+    )  # tokens; a longer response gets a micro-batch of its own
     statistics_scope: Literal["exact", "lagged", "micro"] = "exact"
     kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
     recompute: Literal["none", "full"] = "none"

@@ -28,6 +28,7 @@ from megarl.workers.processes import Starter
 HEARTBEAT_SECONDS = 0.5
 DEAD_AFTER_SECONDS = 15.0  # below Slurm's KillWait: the cause is known before the job is killed
 LEADER_LOST_SECONDS = 60.0  # without an answer of its store: more than a busy machine or file system takes
+IDLE_SECONDS = 600.0  # in which the main thread of an agent did nothing: its file system may not answer
 JOIN_TIMEOUT = timedelta(minutes=10)  # nodes of one job start seconds apart, but may first pull a container
 POLL_SECONDS = 0.05
 STALLED = "stalled"  # why the others end an order
@@ -64,6 +65,7 @@ class Nodes:
         self._last_sign: dict[int, tuple[bytes, float]] = {}  # rank -> heartbeat, when it changed (monotonic)
         self.dead: dict[int, str] = {}  # rank -> what is known
         self.leader_lost = False
+        self._active = time.monotonic()
         self._closing = threading.Event()
         if self.count > 1:
             self._meet()
@@ -151,6 +153,7 @@ class Nodes:
         key = f"order/{self._orders}"
         try:
             while not self._store.check([key]):
+                self.tick()
                 time.sleep(POLL_SECONDS)  # in Python, so that a signal is handled meanwhile
             return {"number": self._orders, **json.loads(self._store.get(key))}
         except LOST as error:
@@ -172,6 +175,10 @@ class Nodes:
                 self._store.set(f"abort/{self._orders}", STALLED if report.stalled else "1")
         except LOST as error:
             raise self.lost_leader() from error
+
+    def tick(self) -> None:
+        """The main thread is at work; without it for `IDLE_SECONDS` this agent counts as dead."""
+        self._active = time.monotonic()
 
     @contextlib.contextmanager
     def killable(self, kill: Callable[[bool], None]) -> Iterator[None]:
@@ -199,7 +206,7 @@ class Nodes:
         store.set_timeout(timedelta(seconds=LEADER_LOST_SECONDS))
         beats = 0
         while not self._closing.wait(HEARTBEAT_SECONDS):
-            beats += 1
+            beats += time.monotonic() - self._active < IDLE_SECONDS
             try:
                 store.set(f"alive/{self.rank}", str(beats))
                 if self.rank == 0:

@@ -296,7 +296,7 @@ def supervise(
     while len(codes) < len(everybody) and not _failed(codes) and not stop_signals:
         codes = processes.poll(POLL_SECONDS)
         if watch and (stall := watch.look(processes.pids, codes)):
-            return _end_stall(processes, watch, stall)
+            return _end_stall(processes, watch, stall, stop_signals)
     if _failed(codes):
         codes = processes.poll(POLL_SECONDS)  # others that ended for the same reason
     first = frozenset(_failed(codes))
@@ -314,14 +314,14 @@ def supervise(
     return Ended(dict(codes), first, bool(stop_signals))
 
 
-def _end_stall(processes: Processes, watch: Watch, stall: Stall) -> Ended:
+def _end_stall(processes: Processes, watch: Watch, stall: Stall, stop_signals: Sequence[tuple[int, float]]) -> Ended:
     text = "\n".join([stall.text, *watch.dump(processes.pids)])
     kill(processes)
     processes.abandon()
     while len(codes := processes.poll(POLL_SECONDS)) < len(processes.pids):
         kill(processes)
     end_sessions(processes.pids)
-    return Ended(dict(codes), frozenset(), stopped=False, stall=replace(stall, text=text))
+    return Ended(dict(codes), frozenset(), bool(stop_signals), replace(stall, text=text))
 
 
 def _insists(stop_signals: Sequence[tuple[int, float]]) -> bool:

@@ -58,8 +58,6 @@ LIVE_FILES = (  # where a live run differs: rollouts that are not sealed, polici
     "events.jsonl",
     f"{POLICY}/model.safetensors",
     f"{POLICY}/megarl.json",
-    "stages/001/policies/*/model.safetensors",
-    "stages/001/policies/*/megarl.json",
     "stages/000/rollouts/SEALED",
     f"{ROLLOUTS}/*.arrow",
     f"{ROLLOUTS}/ledger.jsonl",
@@ -69,6 +67,8 @@ LIVE_FILES = (  # where a live run differs: rollouts that are not sealed, polici
     f"{LIVE_CHECKPOINT}/manifest.json",
     f"{LIVE_CHECKPOINT}/metrics.jsonl",
 )
+PUBLISHED = "stages/001/policies/000008"
+PUBLISHED_FILES = (f"{PUBLISHED}/model.safetensors", f"{PUBLISHED}/megarl.json", f"{PUBLISHED}/config.json")
 LIVE_CALLS = [
     *itertools.product(
         ["write"], ["/metrics.jsonl", ".arrow", "rollouts/ledger.jsonl"], [errno.EIO, errno.ENOSPC], [2]
@@ -155,7 +155,11 @@ class Trial:
     name: str
     damage: Callable[[Path], object] | None = None
     call: tuple[str, str, int, int] | None = None
-    live: bool = False
+    stopped: str = ""  # where; default: as the call needs it
+
+    @property
+    def live(self) -> bool:
+        return self.stopped.startswith("live")
 
 
 def trials() -> list[Trial]:
@@ -165,11 +169,12 @@ def trials() -> list[Trial]:
     whole = [Trial(name, damage) for name, damage in WHOLE_RUNS.items()]
     calls = [Trial(describe(call), None, call) for call in CALLS]
     live = [
-        Trial(f"live: {file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(min(run.glob(f))), live=True)
-        for file in LIVE_FILES
+        Trial(f"live: {file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(min(run.glob(f))), stopped=stopped)
+        for stopped, files in (("live", LIVE_FILES), ("live loading", PUBLISHED_FILES))
+        for file in files
         for kind in KINDS
     ]
-    live += [Trial(f"live: {describe(call)}", None, call, live=True) for call in LIVE_CALLS]
+    live += [Trial(f"live: {describe(call)}", None, call, stopped="live") for call in LIVE_CALLS]
     return [*at_rest, *whole, *calls, *live]
 
 
@@ -199,6 +204,7 @@ class Laboratory:
             ("0", SETTINGS, r"open .*logs/001_rollout/attempt_0/rank_0000.log"),
             ("4", SETTINGS, r"open .*stages/001/checkpoints/\.update_000006\..*\.tmp/."),
             ("live", (*SETTINGS, *LIVE), r"open .*stages/001/checkpoints/\.update_000004\..*\.tmp/."),
+            ("live loading", (*SETTINGS, *LIVE), f"open .*{PUBLISHED}/megarl.json"),
         ):
             kill_at(moment, 1, self.recipe, self.stopped(name), *settings)
 
@@ -210,7 +216,7 @@ class Laboratory:
         early = trial.call and any(part in trial.call[1] for part in (".arrow", "rollouts", "SEALED", "events"))
         run = self.folder / "run"
         shutil.rmtree(run, ignore_errors=True)
-        shutil.copytree(self.stopped("live" if trial.live else "0" if early else "4"), run)
+        shutil.copytree(self.stopped(trial.stopped or ("0" if early else "4")), run)
         (self.folder / "prompts.jsonl").write_bytes(self.prompts)
         counter = self.folder / "counter"
         counter.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Random kills of whole runs, as many as asked for: ``make kills COUNT=1000 SEED=0``.
 
 Staged runs (evaluations, rollouts, updates) and live ones (in lockstep) learn from rewards that differ. A start is held
-at a random file operation of one of its processes, or left alone for a random time, and then its parent, its warm
+at a random file operation of one of its processes, or goes on for a random time, and then its parent, its warm
 process, the held process, a rank, a process below it (a checkpoint's writer, a verifier) or all of them are killed; or
 the parent is asked to stop. After a few such starts the run finishes undisturbed, and must have every update and
 evaluation once and the bytes of a run that was never disturbed. A start that does not end within `PATIENCE_SECONDS`
@@ -38,19 +38,20 @@ from tests.helpers import (
 from tests.phases.test_kill import TIMES, assert_same_run
 
 PATIENCE_SECONDS = 600.0
-STARTS = 12  # of a run, before it is left alone
-STAGED = ("schedule.stages=2",)
-LIVE = ("schedule.kind=live", "schedule.delay=1", "schedule.sync_every=2", "schedule.stages=2", "eval.every=2")
+SECONDS = 6.0  # after which a start is killed, on average, if it is not held before
+STARTS = 30  # of a run, before it is left alone
+STAGED = ("schedule.stages=3",)
+LIVE = ("schedule.kind=live", "schedule.delay=1", "schedule.sync_every=2", "schedule.stages=3", "eval.every=2")
 KINDS = {"staged": STAGED, "live": LIVE}
 # what may be held, and how many such operations an attempt has at most
 OPERATIONS = {
-    "any file": ("(open|replace) .*/run/", 150),
-    "logs": ("open .*/run/logs/", 6),
-    "rollouts": ("(open|replace) .*/rollouts/", 20),
-    "metrics": ("open .*/metrics.jsonl", 10),
-    "checkpoint": (r"(open|replace) .*/checkpoints/", 20),
-    "writer of a checkpoint": (r"open .*/checkpoints/\.update_.*\.tmp/__0_", 3),
-    "policy": (r"(open|replace) .*/(\.?policy|policies|\.final)", 10),
+    "any file": ("(open|replace) .*/run/", 60),
+    "logs": ("open .*/run/logs/", 4),
+    "rollouts": ("(open|replace) .*/rollouts/", 8),
+    "metrics": ("open .*/metrics.jsonl", 6),
+    "checkpoint": (r"(open|replace) .*/checkpoints/", 10),
+    "writer of a checkpoint": (r"open .*/checkpoints/\.update_.*\.tmp/__0_", 2),
+    "policy": (r"(open|replace) .*/(\.?policy|policies|\.final)", 6),
 }
 
 
@@ -67,19 +68,19 @@ class Run:
 
     def disturb(self, rng: random.Random, held: Path) -> tuple[str, str] | None:
         """(phase, what was done) of one start; None if it was done before anything could be done to it."""
-        if rng.random() < 0.6:
+        hold, end = None, time.monotonic() + rng.expovariate(1 / SECONDS)
+        if rng.random() < 0.7:
             pattern, most = OPERATIONS[rng.choice(list(OPERATIONS))]
-            held.unlink(missing_ok=True)
-            command = start_megarl(*self.arguments, hold=[pattern, rng.randint(1, most), str(held)])
-            while command.poll(0.002) is None and not (held.exists() and held.read_text()):
-                pass
-            victims = None if command.poll() is not None else held_victims(command.pid, int(held.read_text()))
-        else:
-            restarts = ["--set", f"run.max_restarts={rng.randint(0, 1)}"]
-            command, end = start_megarl(*self.arguments, *restarts), time.monotonic() + rng.expovariate(0.3)
-            while command.poll(0.002) is None and time.monotonic() < end:
-                pass
-            victims = None if command.poll() is not None else any_victims(command.pid)
+            hold = [pattern, rng.randint(1, most), str(held)]
+        held.unlink(missing_ok=True)
+        restarts = ["--set", f"run.max_restarts={0 if hold else rng.randint(0, 1)}"]
+        command = start_megarl(*self.arguments, *restarts, hold=hold)
+        while command.poll(0.002) is None and not (reached := held.exists() and held.read_text()):
+            if time.monotonic() > end:
+                break
+        victims = None
+        if command.poll() is None:
+            victims = held_victims(command.pid, int(reached)) if reached else any_victims(command.pid, hold is None)
         if victims is None:
             return None
         phase = self.phase()
@@ -154,9 +155,12 @@ def held_victims(parent: int, held: int) -> Victims:
     return victims
 
 
-def any_victims(parent: int) -> Victims:
+def any_victims(parent: int, goes_on: bool) -> Victims:
+    """Of any start. ``goes_on``: nothing of it may be held later, so that it can go on without one of its processes."""
     everyone, own = tree(parent), psutil.Process(parent)
     victims = [("parent", [own], signal.SIGKILL), ("all", [own, *everyone], signal.SIGKILL)]
+    if not goes_on:
+        return victims
     victims += [(f"parent asked by {signal.Signals(n).name}", [own], n) for n in (signal.SIGTERM, signal.SIGINT)]
     for process in everyone:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -25,4 +25,4 @@ def test_damage_is_mended_or_named():
     command = [sys.executable, "-W", "ignore", "-m", "tests.faults", SOME]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]
-    assert "13 faults, 0 wrong" in result.stdout, result.stdout
+    assert "16 faults, 0 wrong" in result.stdout, result.stdout

@@ -52,6 +52,7 @@ def fails(capfd, monkeypatch):
         ("eval.prompts=1000000000", ["eval.prompts", "less than or equal to 1000000"]),
         ("run.seed=4294967296", ["run.seed", "less than 4294967296"]),
         ("optimizer.lr=inf", ["optimizer.lr", "finite number"]),
+        ("optimizer.lr=1e30", ["optimizer.lr", "less than or equal to 1"]),
         ("optimizer.eps=nan", ["optimizer.eps", "finite number"]),
         ("rollout.response_timeout=inf", ["rollout.response_timeout", "finite number"]),
         ("objective.ratio_max=nan", ["ratio_max", "nan"]),

@@ -133,3 +133,24 @@ def test_a_leader_that_stands_still_is_noticed(tmp_path, monkeypatch):
         still.set()
         follower.join(60)
         assert causes and "stands still" in causes[0]
+
+
+def test_an_agent_that_does_nothing_counts_as_dead_though_it_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)
+    told = threading.Event()
+
+    def follow():
+        with contextlib.suppress(PhaseFailed), node(1, tmp_path) as agents:
+            agents.next_order()
+            told.wait(60)  # as a call to a file system that does not answer
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    with node(0, tmp_path) as agents:
+        number = agents.order(phase="rollout")
+        agents.report(Report("done"))
+        report = agents.reports(number)[1]
+        assert report.outcome == "failed" and "node 1" in report.cause and "stands still" in report.cause
+        told.set()
+    follower.join(60)
