@@ -76,12 +76,18 @@ def optimizer_config(recipe: Recipe, params_dtype: torch.dtype) -> OptimizerConf
         bf16=params_dtype == torch.bfloat16,
         params_dtype=params_dtype,
         use_distributed_optimizer=True,
+        store_param_remainders=False,  # checkpoints hold whole master weights
     )
     own = {"lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"} & set(recipe.megatron_optimizer)
     if own:
         raise UserError(f"[megatron_optimizer] {sorted(own)[0]} is a setting of [optimizer]")
     given = {k: getattr(torch, v) if v in DTYPES else v for k, v in recipe.megatron_optimizer.items()}
-    return OptimizerConfig(**settings | given)
+    if not given.get("optimizer_cpu_offload"):
+        return OptimizerConfig(**settings | given)
+    # Megatron-Core 0.16.1 compares the version of Transformer Engine here, also where it is not installed nor needed
+    config = OptimizerConfig(**settings | given | {"use_precision_aware_optimizer": False})
+    config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+    return config
 
 
 def gather_parameters(replicas: list[DistributedDataParallel]) -> None:

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
@@ -53,10 +54,11 @@ def sharded_adam_state(optimizer: MegatronOptimizer, model_state: Any) -> dict[s
     for part in distributed_optimizers(optimizer):
         create_adam_state(part)
         for parameter, (group, order) in part.model_param_group_index_map.items():
-            main = part.optimizer.param_groups[group]["params"][order]
-            tensors = {name: part.optimizer.state[main][name] for name in ("exp_avg", "exp_avg_sq")}
-            if parameter.dtype != main.dtype:
-                tensors["parameter"] = main
+            shard = part.optimizer.param_groups[group]["params"][order]
+            held = part.optimizer.state[shard]
+            tensors = {name: held[name] for name in ("exp_avg", "exp_avg_sq")}
+            if parameter.dtype != torch.float32:  # an optimizer of several precisions has the master weights itself
+                tensors["parameter"] = held.get("master_param", shard)
             owned = part._get_model_param_range_map(parameter)["param"]
             for name, tensor in tensors.items():
                 for piece in _pieces(placed[parameter], parameter, owned.start, tensor.detach(), name):
@@ -102,33 +104,53 @@ def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOpti
 
 
 def create_adam_state(optimizer: DistributedOptimizer) -> None:
-    """Create the moments, as zeros, which Adam itself does at its first step."""
-    for group in optimizer.optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.optimizer.state[parameter]
-            if not state:
-                if isinstance(optimizer.optimizer, torch.optim.AdamW):
-                    state["step"] = torch.tensor(0.0)
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+    """Create the moments, as zeros, and the master weights where Adam keeps them, which it does at its first step."""
+    for inner in _inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    _create(inner, parameter, group)
+    if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+        optimizer.optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+def _create(inner: Any, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    if getattr(inner, "master_weights", False):  # Transformer Engine's, of several precisions
+        inner.initialize_state(parameter, store_param_remainders=False)
+        return
+    state = inner.state[parameter]
+    if isinstance(inner, torch.optim.AdamW):
+        state["step"] = torch.tensor(0.0, device=parameter.device if group["fused"] else "cpu")
+    state["exp_avg"] = torch.zeros_like(parameter)
+    state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+def _inner_optimizers(optimizer: DistributedOptimizer) -> list[torch.optim.Optimizer]:
+    """The Adams of a part: of one that is partly on the host, one for each parameter there and one on the GPU."""
+    if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+        return list(optimizer.optimizer.sub_optimizers)
+    return [optimizer.optimizer]
 
 
 def adam_step(optimizer: MegatronOptimizer) -> int:
     """Number of updates made: torch's Adam counts them per parameter, Transformer Engine's and Apex's per group."""
     for part in distributed_optimizers(optimizer):
-        for group in part.optimizer.param_groups:
-            if "step" in group:
-                return int(group["step"])
-            for parameter in group["params"]:
-                return int(part.optimizer.state[parameter].get("step", 0))
+        for inner in _inner_optimizers(part):
+            for group in inner.param_groups:
+                if "step" in group:
+                    return int(group["step"])
+                for parameter in group["params"]:
+                    return int(inner.state[parameter].get("step", 0))
     return 0
 
 
 def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
     for part in distributed_optimizers(optimizer):
-        for group in part.optimizer.param_groups:
-            if not isinstance(part.optimizer, torch.optim.AdamW):
-                group["step"] = step
-                continue
-            for parameter in group["params"]:
-                part.optimizer.state[parameter]["step"] = torch.tensor(float(step))  # not shared: Adam adds in place
+        for inner in _inner_optimizers(part):
+            for group in inner.param_groups:
+                if not isinstance(inner, torch.optim.AdamW):
+                    group["step"] = step
+                    continue
+                for parameter in group["params"]:  # a tensor each: Adam adds in place
+                    count = torch.tensor(float(step), device=parameter.device if group["fused"] else "cpu")
+                    inner.state[parameter]["step"] = count

@@ -20,6 +20,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.objectives import WithOptions, build_objective
 from megarl.recipe.layout import Layout, check_layout
 from megarl.recipe.load import dump_recipe, load_recipe, override_recipe
+from megarl.recipe.optimizer import OptimizerBytes, check_optimizer
 from megarl.recipe.tables import Recipe
 from megarl.views import sizes
 from megarl.views.sizes import GIB, GPUS, Assumptions, StageCensus
@@ -43,6 +44,7 @@ def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] 
         raise UserError(f"neither {recipe.model.path} nor {config} has the config.json of the model")
     hf = read_hf_config(config)
     check_layout(recipe, hf, nodes)
+    check_optimizer(recipe, here=False)
     with Census() as census:
         plan = Plan.of(recipe, hf, nodes, gpu, census)
         text = f"{recipe_path}, model of {config / 'config.json'}\n\n{plan.table()}"
@@ -150,6 +152,12 @@ class Plan:
         census, gpu = self.stages[stage], GPUS[self.gpu]
         return sizes.optimize_memory(self.hf, self.recipe, self.layout, stage, census, self.frozen, gpu, ASSUME)
 
+    @cached_property
+    def optimizer_on_host(self) -> float:
+        """Bytes of host memory on the node that needs most."""
+        owned = max(sizes.owned_parameters(self.layout, stage) for stage in self.stages)
+        return OptimizerBytes.of(self.recipe).host * owned * self.recipe.actor.processes_per_node
+
     @property
     def usable(self) -> float:
         """Bytes of a GPU that the optimize phase can fill."""
@@ -242,6 +250,9 @@ class Plan:
         yield ""
         yield f"optimize, GiB on each GPU ({sizes.micro_batch_tokens(self.recipe):,} tokens in the largest micro-batch)"
         yield from _rows(self.optimize, f"of this GPU, {1 - ASSUME.fragmentation:.0%}", self.usable)
+        if self.optimizer_on_host:
+            yield _row("beside it in a node's host memory: optimizer", self.optimizer_on_host)
+            yield "  (the time of Adam on the host is not in the estimate below)"
 
     def _preemption(self, allowed: int) -> Iterator[str]:
         """Where responses of the mean length do not all fit, an engine waits with some; longer ones it throws out."""

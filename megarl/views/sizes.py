@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.models import family_of
 from megarl.recipe.layout import Layout
+from megarl.recipe.optimizer import OptimizerBytes
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import expert_type
 
@@ -111,14 +112,11 @@ def optimize_memory(
     kept = layer
     if recipe.actor.recompute == "full":
         kept = 2 * tokens / (layout.context_parallel * layout.tensor_parallel) * hf["hidden_size"]
+    wide = recipe.megatron_ddp.get("grad_reduce_in_fp32", True)
     items = {
         "weights, bf16": 2.0 * parameters,
-        "gradients, fp32": 4.0 * parameters,
-        "optimizer, fp32 master and two moments": 12
-        * (
-            census.dense / (data_parallel(layout) * layout.context_parallel)
-            + census.expert / expert_data_parallel(layout)
-        ),
+        f"gradients, {'fp32' if wide else 'bf16'}": (4.0 if wide else 2.0) * parameters,
+        "optimizer, fp32 master and two moments": OptimizerBytes.of(recipe).gpu * owned_parameters(layout, census),
         "frozen policies, bf16": 2.0 * parameters * frozen,
         # beside what all layers keep, the one in its backward pass holds the gradients of its activations, and under
         # recompute these activations again
@@ -126,6 +124,12 @@ def optimize_memory(
         "log-probs, chunked, and the head's gradient": head,
     }
     return {"CUDA, NCCL and workspaces": assume.runtime_bytes} | items
+
+
+def owned_parameters(layout: Layout, census: StageCensus) -> float:
+    """Whose optimizer a rank has."""
+    dense = census.dense / (data_parallel(layout) * layout.context_parallel)
+    return dense + census.expert / expert_data_parallel(layout)
 
 
 def head_bytes(hf: dict[str, Any], layout: Layout, tokens: int, gpu: Gpu) -> float:
@@ -309,12 +313,13 @@ def disk_bytes(hf: dict[str, Any], recipe: Recipe, parameters: int, assume: Assu
     if recipe.actor.routing_replay == "engine":
         width = expert_type(hf["num_experts"]).itemsize
         mean += mean_sequence(recipe, assume) * hf["num_hidden_layers"] * hf["num_experts_per_tok"] * width
+    checkpoint = (2.0 + OptimizerBytes.of(recipe).checkpoint) * parameters
     stages = min(schedule.stages, (recipe.actor.keep_stages or schedule.stages) + 1)  # finished ones and the current
     return {
         "rollout store of a stage": responses * mean,
         "rollout store of all stages": responses * mean * schedule.stages,
-        "one checkpoint": 14.0 * parameters,
-        "checkpoints at most": 14.0 * parameters * (recipe.actor.keep_checkpoints * stages + 1),
+        "one checkpoint": checkpoint,
+        "checkpoints at most": checkpoint * (recipe.actor.keep_checkpoints * stages + 1),
         "one export": 2.0 * parameters,
         "policies of all stages": 2.0 * parameters * (schedule.stages + 1),
     }

@@ -17,6 +17,7 @@ from megarl.objectives import build_objective
 from megarl.phases.entry import ERROR_FILE
 from megarl.recipe.layout import check_layout
 from megarl.recipe.load import dump_recipe
+from megarl.recipe.optimizer import check_optimizer
 from megarl.recipe.tables import ActorTable, Recipe
 from megarl.rewards import check_reward
 from megarl.rollout import check_engine
@@ -79,6 +80,7 @@ def check_devices(recipe: Recipe) -> None:
                 '[actor] layers = "transformer_engine", but it is not installed: '
                 "pip install transformer-engine[pytorch]"
             )
+    check_optimizer(recipe)
     _check_kernels(actor)
     if actor.backend == "cuda":
         import torch

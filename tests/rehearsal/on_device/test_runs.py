@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
+import shlex
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,42 +21,45 @@ CUDA = ["--set", 'actor.backend="cuda"', "--set", 'actor.kernels="cuda"']
 
 
 @pytest.fixture(scope="module")
-def recipe(tiny_model, tmp_path_factory):
+def untrained_recipe(tiny_model, tmp_path_factory):
+    """Of a model whose distribution is flat, so that two layouts stay close; it is never right."""
     words = ["".join(letters) for letters in itertools.product("abcde", repeat=3)]
-    return write_recipe(tmp_path_factory.mktemp("recipe"), tiny_model, words)
+    return write_recipe(tmp_path_factory.mktemp("untrained"), tiny_model, words)
 
 
-def command(*arguments: object) -> None:
+def command(*arguments: object, folder: Path = ROOT) -> None:
     """In a fork: a command line, whose phases are forks of it, as those of the real one are of the warm process."""
     from megarl import cli
+    from megarl.linux import die_with_parent
     from megarl.workers import processes
     from tests.zygote import ForkedWarmProcess
 
     os.setsid()
-    os.chdir(ROOT)
+    os.chdir(folder)
+    os.register_at_fork(after_in_child=die_with_parent)  # as the warm process has it
     processes.WarmProcess = ForkedWarmProcess
     cli.main([str(x) for x in arguments])
 
 
-def megarl(*arguments: object) -> None:
-    in_fork(lambda: command(*arguments))
+def megarl(*arguments: object, folder: Path = ROOT) -> None:
+    in_fork(lambda: command(*arguments, folder=folder))
 
 
-def start_megarl(*arguments: object) -> int:
+def start_megarl(*arguments: object, folder: Path = ROOT) -> int:
     """The same without waiting: the process id."""
     if pid := os.fork():
         return pid
     try:
-        command(*arguments)
+        command(*arguments, folder=folder)
     finally:
         os._exit(0)
 
 
-def test_train_and_optimize_elsewhere(recipe, tmp_path):
+def test_train_and_optimize_elsewhere(untrained_recipe, tmp_path):
     """Two stages with evaluations, the built-in engine and its drift check; then a stage again over two ranks."""
     from megarl.storage.run_dir import RunDir
 
-    megarl("train", recipe, "--run-dir", tmp_path / "run", *CUDA)
+    megarl("train", untrained_recipe, "--run-dir", tmp_path / "run", *CUDA)
     run = RunDir.open(tmp_path / "run")
     lines = metrics(run)
     assert [line["update"] for line in lines] == list(range(1, 13))
@@ -126,16 +132,51 @@ def test_doctor_rehearses_a_recipe_alone(recipe, tmp_path, capfd):
     assert not list(tmp_path.glob("scratch/*"))
 
 
+def stop_after_two_updates(pid: int, run: Path, number: int) -> None:
+    while not (run / "stages/000/checkpoints/update_000002").exists():
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it ended before"
+        time.sleep(0.01)
+    os.kill(pid, number)
+    os.waitpid(pid, 0)
+
+
+def commands_of_the_readme() -> list[list[str]]:
+    section = (ROOT / "README.md").read_text().partition("\n## Run on GPUs\n")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    assert {name for name, *_ in lines} == {"megarl"}
+    return [arguments for _, *arguments in lines]
+
+
+def test_the_commands_of_the_readme(recipe, tmp_path):
+    """As they stand there, with a small recipe in recipe.toml; the run is killed once."""
+    from megarl.storage.run_dir import RunDir
+
+    settings = '[actor]\nbackend = "cuda"\nkernels = "cuda"\ncheckpoint_every = 2\n'
+    text = re.sub(r"\[actor\]\n[^\[]*", settings, Path(recipe).read_text())
+    (tmp_path / "recipe.toml").write_text(text)
+    done = []
+    for arguments in commands_of_the_readme():
+        if arguments[0] == "train":
+            pid = start_megarl(*arguments, folder=tmp_path)
+            stop_after_two_updates(pid, tmp_path / "runs/a", signal.SIGKILL)
+        megarl(*arguments, folder=tmp_path)
+        done.append(arguments[0])
+    assert done == ["plan", "doctor", "train", "optimize", "report"]
+    run, other = (RunDir.open(tmp_path / f"runs/{name}") for name in "ab")
+    assert [line["update"] for line in metrics(run)] == list(range(1, 13)) and run.final.exists()
+    assert events(run, "resume"), "it was not killed"
+    assert [line["update"] for line in metrics(other)] == list(range(1, 7)) and other.recipe.objective.name == "grpo"
+    assert len({line["loss"] for line in metrics(run)}) == 12 and any(line["grad_norm"] > 0 for line in metrics(run))
+    page = (tmp_path / "runs/compare.html").read_text()
+    assert "<title>a, b" in page
+
+
 def test_a_stop_and_what_continues_after_it(recipe, tmp_path):
     from megarl.storage.run_dir import RunDir
 
     arguments = ["train", recipe, "--run-dir", tmp_path / "run", *CUDA, "--set", "run.rehearse=false"]
-    pid = start_megarl(*arguments)
-    while not list(tmp_path.glob("run/stages/000/checkpoints/update_000002")):
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it ended before"
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGTERM)
-    os.waitpid(pid, 0)
+    stop_after_two_updates(start_megarl(*arguments), tmp_path / "run", signal.SIGTERM)
     run = RunDir.open(tmp_path / "run")
     assert 2 <= len(metrics(run)) <= 6 and not run.final.exists()
     megarl(*arguments)

@@ -13,12 +13,13 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.actor.conftest import make_hf_model
-from tests.actor.layout_ranks import LAYOUTS, seal_rollouts
+from tests.actor.layout_ranks import LAYOUTS, recipe_of, seal_rollouts, update_samples
 from tests.rehearsal.counts import counted
 from tests.rehearsal.forks import in_fork, in_ranks
-from tests.rehearsal.updates import Case, Distance, Outcome, run_updates
+from tests.rehearsal.updates import LOSS, NORM, Case, Distance, Outcome, device_of, join, run_updates
 
 OWN_WAITS = 2  # of megarl, an update
 LAYERS = 4
@@ -165,3 +166,73 @@ def test_a_wait_in_the_objective_fails(outcome, monkeypatch):
     again = outcome(replace(CASES["one"], fields={"ratio_max": 4.9}), "cuda")
     with pytest.raises(AssertionError, match=re.escape(f"{2 * again.micro_batches} x item at") + ".* curious"):
         check_waits(again, before)
+
+
+# Master weights, moments and Adam in host memory: Megatron's HybridDeviceOptimizer.
+
+HOST = {
+    "use_precision_aware_optimizer": True,
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+}
+PARTS = {"all": HOST, "half": HOST | {"optimizer_offload_fraction": 0.5}, "none": {}}
+
+
+def updates_with(optimizers: list[str], sealed, folder, ranks: int = 1) -> list[list[dict[str, float]]]:
+    """Two updates with the first optimizer, a checkpoint, and from it two more with each; on every rank."""
+
+    def rank(rank: int) -> list[list[dict[str, float]]]:
+        from megarl.actor import checkpoint, packing, parallel, step
+        from megarl.objectives import build_objective
+
+        layout = LAYOUTS["one" if ranks == 1 else "DP2"]
+        join(rank, ranks, "cuda", folder / "meeting")
+        objective, results = build_objective("mu_grpo", {}), []
+        for number, name in enumerate([optimizers[0], *optimizers]):
+            actor = TORCH | {"backend": "cuda"}
+            recipe = recipe_of(layout, sealed / "model", actor=actor, megatron_optimizer=PARTS[name])
+            if number == 0:
+                parallel.build_groups(recipe, gloo=False)
+            built = step.Actor.build(recipe, sealed / "model", device_of("cuda"))
+            if number:
+                assert checkpoint.load(built, folder / "saved/update_000002") == 2
+            metrics = []
+            for update in range(2 * bool(number), 2 + 2 * bool(number)):
+                samples = update_samples(sealed / "rollouts", update)
+                batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, built.device)
+                metrics.append(step.train_step(built, batches, objective, lr=1e-2))
+            if not number:
+                checkpoint.save(built, folder / "saved", 2, keep=1, wait=False)
+                for update in (2, 3):  # while the checkpoint is written
+                    samples = update_samples(sealed / "rollouts", update)
+                    batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, built.device)
+                    metrics.append(step.train_step(built, batches, objective, lr=1e-2))
+                checkpoint.finish(built)
+            check_place(built, name)
+            results.append(metrics)
+        return results
+
+    return in_ranks(rank, ranks)[0]
+
+
+def check_place(actor, name: str) -> None:
+    """Moments and master weights are where the recipe wants them, in float32."""
+    from megarl.actor.optimizer_state import distributed_optimizers
+
+    states = [s for part in distributed_optimizers(actor.optimizer) for s in part.optimizer.state.values()]
+    names = ("exp_avg", "exp_avg_sq", *(["master_param"] if name != "none" else []))
+    tensors = [state[key] for state in states for key in names]
+    assert {x.dtype for x in tensors} == {torch.float32}
+    on_host = sum(x.numel() for x in tensors if not x.is_cuda) / sum(x.numel() for x in tensors)
+    assert {"all": on_host == 1, "half": 0.4 < on_host < 0.9, "none": on_host == 0}[name], on_host
+
+
+@pytest.mark.parametrize(("optimizers", "ranks"), [(["all", "none", "half"], 1), (["none", "all"], 2)])
+def test_an_optimizer_on_the_host_makes_the_same_updates(sealed, tmp_path, optimizers, ranks):
+    """Its checkpoints are those of any other: bit for bit in its own kind, within Adam's rounding in another."""
+    straight, again, *others = updates_with(optimizers, sealed, tmp_path, ranks)
+    assert len(straight) == 4 and again == straight[2:]
+    for other in others:
+        for ours, theirs in zip(other, straight[2:], strict=True):
+            assert ours["loss"] == pytest.approx(theirs["loss"], abs=LOSS)
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=NORM)

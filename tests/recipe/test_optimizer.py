@@ -1,0 +1,53 @@
+"""What of Megatron's optimizers is refused before anything starts, and why."""
+
+import importlib.util
+
+import pytest
+
+from megarl.errors import UserError
+from megarl.recipe.optimizer import check_optimizer
+from tests.actor.conftest import make_recipe
+
+AWARE = {"use_precision_aware_optimizer": True}
+HOST = AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("table", "backend", "message"),
+    [
+        (
+            {"main_params_dtype": "float16"},
+            "cuda",
+            "main_params_dtype = float16: megarl keeps master weights in float32",
+        ),
+        (AWARE | {"store_param_remainders": True}, "cuda", "checkpoints hold whole master weights"),
+        (AWARE | {"exp_avg_dtype": "uint8"}, "cuda", "exp_avg_dtype = uint8: its scaling factors are in no checkpoint"),
+        (
+            {"exp_avg_sq_dtype": "bfloat16"},
+            "cuda",
+            "exp_avg_sq_dtype = bfloat16: it needs use_precision_aware_optimizer",
+        ),
+        (HOST | {"exp_avg_dtype": "bfloat16"}, "cuda", "the optimizer on the host keeps float32; leave it out"),
+        (HOST, "cpu", 'optimizer_cpu_offload = true: on [actor] backend = "cuda" alone'),
+        (
+            {"optimizer_cpu_offload": True},
+            "cuda",
+            "without use_precision_aware_optimizer = true master weights would stay",
+        ),
+        (HOST | {"optimizer_offload_fraction": 0.0}, "cuda", "optimizer_offload_fraction says of what share"),
+        (AWARE, "cuda", "Transformer Engine's Adam, which is not installed; optimizer_cpu_offload = true does without"),
+    ],
+)
+def test_what_megarl_does_not_have_is_refused(table, backend, message):
+    with pytest.raises(UserError) as error:
+        check_optimizer(make_recipe(megatron_optimizer=table, actor={"backend": backend}))
+    assert message in str(error.value)
+
+
+def test_what_it_has_passes(monkeypatch):
+    check_optimizer(make_recipe(megatron_optimizer=HOST, actor={"backend": "cuda"}))
+    narrow = AWARE | {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+    recipe = make_recipe(megatron_optimizer=narrow, actor={"backend": "cuda"})
+    check_optimizer(recipe, here=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    check_optimizer(recipe)
