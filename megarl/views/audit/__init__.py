@@ -22,24 +22,10 @@ from megarl.storage.run_dir import RunDir
 from megarl.views.audit.policies import check_policies
 from megarl.views.audit.rollouts import check_rollouts
 from megarl.views.audit.samples import check_samples
+from megarl.views.audit.totals import StageTotals
 from megarl.views.audit.updates import check_updates
 
 SHOWN = 20  # problems of a kind; of a store that is wrong throughout, there may be millions
-
-
-@dataclass
-class StageTotals:
-    """The closing ledger of a stage: generated = trained + not chosen + pending, in groups and in response tokens."""
-
-    stage: int
-    generated: int = 0
-    trained: int = 0
-    not_chosen: int = 0
-    pending: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    updates: int = 0
-    weights: str = ""  # the beginning of the hash of the policy that generated them
 
 
 @dataclass

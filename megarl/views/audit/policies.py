@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from megarl.errors import UserError
 from megarl.storage.policies import check_policy, read_info
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
-
-if TYPE_CHECKING:
-    from megarl.views.audit import StageTotals
+from megarl.views.audit.totals import StageTotals
 
 
 def check_policies(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,9 +13,7 @@ from megarl.storage.ledger import LedgerEntry, verify_shard
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.shards import Shard, validate
-
-if TYPE_CHECKING:
-    from megarl.views.audit import StageTotals
+from megarl.views.audit.totals import StageTotals
 
 
 def check_rollouts(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.errors import UserError
 from megarl.storage.checkpoints import Damaged, check_files, checkpoints, read_manifest
@@ -13,9 +13,7 @@ from megarl.storage.metrics_log import agrees
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.update_summary import lags, summary
-
-if TYPE_CHECKING:
-    from megarl.views.audit import StageTotals
+from megarl.views.audit.totals import StageTotals
 
 
 def check_updates(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
