@@ -1,6 +1,8 @@
 """Whatever stands still is noticed within its limit: SIGSTOP to each kind of process, and death of those that write."""
 
 import json
+import os
+import threading
 from types import SimpleNamespace
 
 import psutil
@@ -193,3 +195,29 @@ def test_when_everybody_waits_nobody_makes_progress(alone, monkeypatch, tmp_path
             clock.sign(rank, number, "wait", "a wait for others")
         found = found or clock.after(0.5)
     assert bool(found) == alone  # of several nodes the others may be at work
+
+
+def test_nccl_is_asked_through_its_pipes(tmp_path):
+    """As torch makes and reads them: STEM RANK .pipe; any byte asks for a dump to PREFIX RANK."""
+    os.mkfifo(tmp_path / "pipe_3.pipe")
+    pipe = os.open(tmp_path / "pipe_3.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    asked = threading.Event()
+
+    def monitor():
+        while not asked.is_set():
+            try:
+                if os.read(pipe, 100):
+                    asked.set()
+                    (tmp_path / "nccl_rank_3").write_bytes(b"dump")
+            except BlockingIOError:  # a writer has it open
+                pass
+
+    thread = threading.Thread(target=monitor)
+    thread.start()
+    try:
+        watch = Watch([], 1.0, True, print, nccl=(tmp_path / "pipe_", tmp_path / "nccl_rank_"))
+        assert watch.dump([]) == [f"  NCCL's flight recorder wrote {tmp_path / 'nccl_rank_3'}"]
+    finally:
+        asked.set()
+        thread.join()
+        os.close(pipe)
