@@ -9,7 +9,7 @@ from megarl.actor import parallel
 from megarl.errors import UserError
 from megarl.phases.exports import Exporter
 from megarl.phases.stop import StopRequest
-from megarl.phases.updates import build_actor, find_start, make_updates, resume
+from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates, resume
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
 
@@ -23,10 +23,12 @@ def optimize(stage: Stage) -> None:
         command = f"megarl rollout {stage.run.root} --stage {stage.number}"
         raise UserError(f"{stage.rollouts} is not sealed: run `{command}` first")
     device = parallel.initialize(stage.run.recipe)
-    start = find_start(stage)
+    start, store = find_start(stage), RolloutStore(stage.rollouts)
+    if start.done:
+        check_rollouts(store)
     actor = build_actor(stage, device, start)
     resume(actor, start)
-    batches = SealedBatches(stage, RolloutStore(stage.rollouts))
+    batches = SealedBatches(stage, store)
     make_updates(actor, stage, start, batches, stop, Exporter(actor, stage, start.done))
 
 

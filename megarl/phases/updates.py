@@ -26,7 +26,7 @@ from megarl.phases.stop import StopRequest
 from megarl.storage.checkpoints import checkpoints, read_manifest, read_metrics, set_aside
 from megarl.storage.json_lines import append_json
 from megarl.storage.metrics_log import NOTHING, MetricsWriter, Position
-from megarl.storage.rollouts import Group
+from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.update_summary import summary
 
@@ -250,6 +250,24 @@ def resume(actor: Actor, start: Start) -> None:
     if start.checkpoint is not None:
         beat("load", start.checkpoint.name)
         checkpoint.load(actor, start.checkpoint)
+
+
+def check_rollouts(store: RolloutStore) -> None:
+    """`UserError` for a damaged shard: those of earlier updates are read by nobody else before the stage is done.
+
+    Each rank reads its share. Collective.
+    """
+    damage = None
+    try:
+        for entry in store.entries[dist.get_rank() :: dist.get_world_size()]:
+            beat("verification", entry.shard)
+            store.verify(entry)
+    except UserError as error:
+        damage = str(error)
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, damage)
+    if found := next(filter(None, everyone), None):
+        raise UserError(found)
 
 
 def _objective(run: RunDir) -> Objective | WithOptions:

@@ -217,12 +217,15 @@ class RolloutStore:
             groups.append(self._shard(self._entry_of[group]).group(group))
         return groups
 
-    def _open(self, entry: LedgerEntry) -> Shard:
-        path = self.directory / entry.shard
+    def verify(self, entry: LedgerEntry) -> None:
+        """`UserError` for a shard whose bytes differ from its ledger line; reads all of it, once."""
         if entry.shard not in self._verified:
-            verify_shard(path, entry)
+            verify_shard(self.directory / entry.shard, entry)
             self._verified.add(entry.shard)
-        return Shard(path)
+
+    def _open(self, entry: LedgerEntry) -> Shard:
+        self.verify(entry)
+        return Shard(self.directory / entry.shard)
 
 
 def seal(directory: Path, expected: range, chosen: Sequence[int] | None = None, *, one_policy: bool = True) -> None:

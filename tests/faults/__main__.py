@@ -42,6 +42,7 @@ FILES = (
     f"{POLICY}/model.safetensors",
     f"{POLICY}/reference.json",
     f"{POLICY}/tokenizer.json",
+    f"{ROLLOUTS}/w00000_00000024.arrow",  # whose groups are trained already
     f"{ROLLOUTS}/w00000_00000040.arrow",
     f"{ROLLOUTS}/ledger.jsonl",
     f"{ROLLOUTS}/SEALED",

@@ -19,7 +19,7 @@ from megarl.phases.live.publish import Publisher
 from megarl.phases.live.service import serve
 from megarl.phases.live.state import LiveState
 from megarl.phases.stop import StopRequest
-from megarl.phases.updates import build_actor, find_start, make_updates, resume
+from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates, resume
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
@@ -59,6 +59,8 @@ def train(stage: Stage, role: Role, workers: int) -> None:
         publisher.continue_after(stage.run.recipe.schedule.updates_per_stage)
     else:
         start = find_start(stage)
+        if start.done:
+            check_rollouts(RolloutStore(stage.rollouts, one_policy=False))
         publisher.continue_after(start.done)
         actor = build_actor(stage, device, start)
         resume(actor, start)
