@@ -175,7 +175,7 @@ def trials() -> list[Trial]:
         for file in files
         for kind in KINDS
     ]
-    live += [Trial(f"live: {describe(call)}", None, call, stopped="live") for call in LIVE_CALLS]
+    live += [Trial(f"live: {describe(call)}", None, call, stopped="live begun") for call in LIVE_CALLS]
     return [*at_rest, *whole, *calls, *live]
 
 
@@ -205,6 +205,7 @@ class Laboratory:
             ("0", SETTINGS, r"open .*logs/001_rollout/attempt_0/rank_0000.log"),
             ("4", SETTINGS, r"open .*stages/001/checkpoints/\.update_000006\..*\.tmp/."),
             ("live", (*SETTINGS, *LIVE), r"open .*stages/001/checkpoints/\.update_000004\..*\.tmp/."),
+            ("live begun", (*SETTINGS, *LIVE), r"open .*logs/001_live/attempt_0/rank_0000.log"),
             ("live loading", (*SETTINGS, *LIVE), f"open .*{PUBLISHED}/megarl.json"),
         ):
             kill_at(moment, 1, self.recipe, self.stopped(name), *settings)
