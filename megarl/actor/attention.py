@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
-from megarl.actor.dispatch import RoutedExperts
+from megarl.actor.dispatch import routed_experts
 from megarl.actor.experts import GroupedExperts
 from megarl.batch import ContextShard
 from megarl.errors import UserError
@@ -212,8 +212,9 @@ def torch_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
         normalization=config.normalization,
     )
     if config.num_moe_experts is not None:
-        layer.submodules.mlp.module = RoutedExperts
-        layer.submodules.mlp.submodules.experts = GroupedExperts
+        submodules = layer.submodules.mlp.submodules
+        submodules.experts = GroupedExperts
+        layer.submodules.mlp = routed_experts(submodules)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention

@@ -188,3 +188,16 @@ class RoutedExperts(MoELayer):
         alltoall = config.moe_token_dispatcher_type == "alltoall" and not config.moe_permute_fusion
         if alltoall and not drops and config.cuda_graph_impl == "none":
             self.token_dispatcher = IndexDispatcher(self.local_expert_indices, config, groups)
+
+
+def routed_experts(submodules: MoESubmodules) -> type[RoutedExperts]:
+    """The layer as a class that Megatron builds from a configuration alone.
+
+    Of a ModuleSpec, Megatron-Core 0.16.1 wants one of its own classes, and warns of any other once a layer.
+    """
+
+    class Layer(RoutedExperts):
+        def __init__(self, config: TransformerConfig) -> None:
+            super().__init__(config, submodules)
+
+    return Layer

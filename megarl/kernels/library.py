@@ -53,6 +53,14 @@ def load_library(device: str) -> ctypes.CDLL:
     return library
 
 
+def torch_needs_triton() -> bool:
+    """Whether torch itself runs Triton's kernels on GPUs: from 2.13 on for batched outer products.
+
+    transformers' rotary embedding is one, and with it the built-in engine (torch/_native/ops/bmm_outer_product).
+    """
+    return importlib.util.find_spec("torch._native.ops.bmm_outer_product") is not None
+
+
 def triton_lacks() -> str | None:
     """What Triton's kernels need on this machine and do not find, with the remedy; None if they run.
 

@@ -23,6 +23,12 @@ _PACKAGES = {
 }
 
 
+def _of_torch() -> str:
+    from megarl.kernels.library import torch_needs_triton
+
+    return '; torch runs some too, on GPUs also with [actor] kernels = "torch"' if torch_needs_triton() else ""
+
+
 def diagnose() -> str:
     """A table of hardware, packages and compiled kernels, one finding a line."""
     import torch
@@ -44,7 +50,7 @@ def diagnose() -> str:
         lines.append('gpu                 none that torch sees: use [actor] backend = "cpu"')
     library = find_library("cpu")
     lines.append(f"cpu kernels         {library or 'missing: `pip install .` builds them (needs a C++ compiler)'}")
-    lines.append(f"triton kernels      {triton_lacks() or 'can be compiled when they run (GPUs)'}")
+    lines.append(f"triton kernels      {triton_lacks() or 'can be compiled when they run (GPUs)'}{_of_torch()}")
     for package, remedy in _PACKAGES.items():
         try:
             lines.append(f"{package:<20}{importlib.metadata.version(package)}")

@@ -85,6 +85,11 @@ def check_devices(recipe: Recipe) -> None:
     if actor.backend == "cuda":
         import torch
 
+        from megarl.kernels.library import torch_needs_triton, triton_lacks
+
+        builtin = any(table.engine == "builtin" for table in recipe.distinct_rollouts.values())
+        if builtin and torch_needs_triton() and (lacks := triton_lacks()):
+            raise UserError(f'[rollout] engine = "builtin": torch runs a kernel of Triton for it on GPUs: {lacks}')
         needed = recipe.devices_per_node
         if torch.cuda.device_count() < needed:
             raise UserError(

@@ -80,3 +80,12 @@ def test_layers_ask_the_device_for_nothing(family, recompute):
     output = model(batch.tokens.to(meta), batch.positions.to(meta), None, packed_seq_params=batch.packed)
     output.backward(torch.empty_like(output))
     assert all(p.grad is not None for name, p in model.decoder.named_parameters() if "final" not in name)
+
+
+def test_megatron_knows_what_it_builds(caplog):
+    """It warns, once a layer, of a layer of experts whose arguments it can only guess."""
+    from megarl.actor.model import build_model
+
+    with caplog.at_level("WARNING"):
+        build_model(HF | {"model_type": "qwen3_moe", "num_experts": 4}, make_recipe())
+    assert not caplog.records, caplog.text

@@ -169,7 +169,7 @@ def test_the_commands_of_the_readme(recipe, tmp_path):
     assert [line["update"] for line in metrics(other)] == list(range(1, 7)) and other.recipe.objective.name == "grpo"
     assert len({line["loss"] for line in metrics(run)}) == 12 and any(line["grad_norm"] > 0 for line in metrics(run))
     page = (tmp_path / "runs/compare.html").read_text()
-    assert "<title>a, b" in page
+    assert "<title>megarl: a, b</title>" in page
 
 
 def test_a_stop_and_what_continues_after_it(recipe, tmp_path):

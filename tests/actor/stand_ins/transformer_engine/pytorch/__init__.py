@@ -1,4 +1,4 @@
-"""Layers."""
+"""Layers. Linear and GroupedLinear take the arguments of version 2.6 and no other, as those do."""
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +43,10 @@ class LayerNorm(RMSNorm): ...
 class Linear(_Module):
     def __init__(
         self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
-        tp_size=1, get_rng_state_tracker=None, init_method=None, bias=True, return_bias=False, params_dtype=None,
-        parallel_mode=None, rng_tracker_name=None, device="cuda", ub_name=None, **_,
+        tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True, return_bias=False,
+        params_dtype=None, parallel_mode=None, parameters_split=None, device="cuda", ub_overlap_ag=False,
+        ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None,
+        delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False,
     ):  # fmt: skip
         super().__init__()
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
@@ -77,8 +79,12 @@ class LayerNormLinear(Linear):
 
 
 class GroupedLinear(_Module):
-    def __init__(self, num_gemms, in_features, out_features, params_dtype=None, init_method=None, bias=True,
-                 parallel_mode=None, tp_size=1, **_):  # fmt: skip
+    def __init__(
+        self, num_gemms, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False,
+        tp_group=None, tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True,
+        return_bias=False, params_dtype=None, parallel_mode=None, device="cuda", ub_overlap_rs=False,
+        ub_overlap_ag=False, ub_name=None, delay_wgrad_compute=False, save_original_input=False,
+    ):  # fmt: skip
         super().__init__()
         self.num_gemms, self.use_bias, self.parallel_mode = num_gemms, bias, parallel_mode
         assert not bias and tp_size == 1
@@ -89,7 +95,7 @@ class GroupedLinear(_Module):
             self.register_parameter(f"weight{i}", weight)
 
     def forward(self, inp, m_splits, is_first_microbatch=None):
-        assert isinstance(m_splits, list)
+        assert isinstance(m_splits, list) and len(m_splits) == self.num_gemms
         parts = inp.split(m_splits)
         return torch.cat([part @ getattr(self, f"weight{i}").t() for i, part in enumerate(parts)])
 

@@ -1,0 +1,19 @@
+"""What preflight refuses of a machine."""
+
+import pytest
+
+from megarl.errors import UserError
+from megarl.kernels import library
+from megarl.workers.preflight import check_devices
+from tests.actor.conftest import make_recipe
+
+
+def test_torch_itself_needs_tritons_compiler_for_the_builtin_engine(monkeypatch):
+    """Of torch 2.13: also with kernels = "torch"; an engine of another kind comes to the next check."""
+
+    monkeypatch.setattr(library, "triton_lacks", lambda: "triton needs a C compiler when it runs")
+    actor = {"backend": "cuda", "kernels": "torch"}
+    with pytest.raises(UserError, match="torch runs a kernel of Triton for it on GPUs: triton needs a C compiler"):
+        check_devices(make_recipe(actor=actor))
+    with pytest.raises(UserError, match="needs 1 GPUs, but torch sees 0 here"):
+        check_devices(make_recipe(actor=actor, rollout={"engine": "vllm"}))
