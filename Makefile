@@ -3,7 +3,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 KERNELS := CMakeLists.txt $(shell find csrc -type f)
-.PHONY: quickstart test test-engines test-cluster test-megatron-next faults kills gpu lint bench launch sglang
+.PHONY: quickstart test test-engines test-cluster test-megatron-next test-triton faults kills gpu lint bench launch sglang
 
 quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
@@ -30,6 +30,13 @@ test-megatron-next: .venv/.stamp
 	$(RUN) -m pip install -q --upgrade --target build/megatron-next --no-deps --only-binary=:all: --python-version 3.12 \
 	    --ignore-requires-python --platform manylinux_2_28_x86_64 megatron-core==0.19.2
 	PYTHONPATH=build/megatron-next $(RUN) -m pytest -q tests/actor
+
+# Triton's kernels by the version that torch 2.13 pins for GPUs; the tested one is newer. Its compiler needs no GPU
+GPU_TRITON := 3.7.1
+test-triton: .venv/.stamp
+	test -d build/triton-$(GPU_TRITON) || $(RUN) -m pip install -q --target build/triton-$(GPU_TRITON) --no-deps triton==$(GPU_TRITON)
+	PYTHONPATH=build/triton-$(GPU_TRITON) MEGARL_TRITON=$(GPU_TRITON) $(RUN) -m pytest -q -n 2 tests/kernels/test_triton_aot.py \
+	    -k "sm_90 or registers or spills_are_seen"
 
 # checks and benchmarks on this machine's GPUs, with a .venv or without: STEPS="checks", "actor token_pass" ..
 gpu:

@@ -73,6 +73,37 @@ def parse_with_threads(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return arguments
 
 
+def gpu_milliseconds(run: Callable[[], Any], repeats: int = 10) -> float:
+    """Median over ``repeats``, each between two events of its own, after three runs to warm up.
+
+    What a run finds in the GPU's L2 cache is not its input: before each, more than the cache holds is written. That
+    also keeps the GPU busy while the host launches, so that time is counted which the GPU waits for the host, and no
+    more.
+    """
+    flush = torch.empty(2 * torch.cuda.get_device_properties().L2_cache_size, dtype=torch.int8, device="cuda")
+    for _ in range(3):
+        run()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in events:
+        flush.zero_()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
+
+
+def attempt(ways: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What each way returns, and why the others failed: one that cannot run here keeps nobody from being measured."""
+    results, failures = {}, {}
+    for name, way in ways.items():
+        try:
+            results[name] = way()
+        except Exception as error:
+            failures[name] = f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return results, failures
+
+
 def launches_and_syncs(run: Callable[[], Any]) -> tuple[int, int]:
     """Kernels (and copies) on the device, and waits of the host for it, of one run."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

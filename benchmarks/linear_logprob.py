@@ -13,12 +13,12 @@ import json
 import resource
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from common import NOT_MEASURED, in_own_process, launches_and_syncs, write_table
+from common import NOT_MEASURED, attempt, gpu_milliseconds, in_own_process, launches_and_syncs, write_table
 
-from megarl.errors import UserError
 from megarl.kernels.linear_logprob import linear_logprob
 
 Head = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, weight, targets -> log-probs
@@ -67,10 +67,15 @@ def problem(
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-def operations(tokens: int, width: int, vocabulary: int) -> tuple[int, int]:
-    """Floating-point operations of the matrix products: forward; forward and backward that recomputes the logits."""
+# Matrix products of a forward and backward pass: logits, two gradients, and logits once more by those that do not keep
+# them (Liger 0.8 and CCE too). A method has credit for the products that it makes.
+PRODUCTS = dict.fromkeys(HEADS, 4) | {"materialised": 3}
+
+
+def operations(head: str, tokens: int, width: int, vocabulary: int) -> tuple[int, int]:
+    """Floating-point operations of a head's matrix products: forward; forward and backward."""
     product = 2 * tokens * width * vocabulary
-    return product, 4 * product
+    return product, PRODUCTS[head] * product
 
 
 def traffic(tokens: int, width: int, vocabulary: int, size: int) -> tuple[int, int]:
@@ -112,7 +117,7 @@ def cpu_rows(
     for head in ("megarl torch", "materialised"):
         child = json.dumps(dict(head=head, repeats=repeats, chunk_tokens=chunk_tokens, **size))
         measured = in_own_process(__file__, ["--child", child], threads)
-        floats = operations(tokens, width, vocabulary)[1] if head != "materialised" else 6 * tokens * width * vocabulary
+        floats = operations(head, tokens, width, vocabulary)[1]
         rows.append(
             {"op": head, **size, "threads": threads, **measured, "gflop_per_s": floats / measured["seconds"] / 1e9}
         )
@@ -123,30 +128,17 @@ def cpu_rows(
 # GPU
 
 
-def milliseconds(run: Callable[[], Any], repeats: int = 10) -> float:
-    """Median over ``repeats``, each between two events of its own, after three runs to warm up."""
-    for _ in range(3):
-        run()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, end in events:
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
-
-
 def matmul_ceiling(size: int = 8192) -> float:
     """Floating-point operations a second of cuBLAS on square bfloat16 matrices."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / milliseconds(lambda: a @ b, 20) * 1e3
+    return 2 * size**3 / gpu_milliseconds(lambda: a @ b, 20) * 1e3
 
 
 def copy_ceiling(elements: int = 2**30) -> float:
     """Bytes a second, read and written, of a copy of 4 GiB."""
     source = torch.empty(elements, device="cuda")
     target = torch.empty_like(source)
-    return 2 * 4 * elements / milliseconds(lambda: target.copy_(source), 20) * 1e3
+    return 2 * 4 * elements / gpu_milliseconds(lambda: target.copy_(source), 20) * 1e3
 
 
 def gpu_row(head: str, shape: dict[str, int], flops: float, bytes_per_second: float) -> dict[str, Any]:
@@ -167,9 +159,9 @@ def gpu_row(head: str, shape: dict[str, int], flops: float, bytes_per_second: fl
     torch.cuda.synchronize()
     row: dict[str, Any] = {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
     for name, run, floats, moved in zip(
-        ("forward", "both"), (forward, both), operations(**shape), traffic(**shape, size=2), strict=True
+        ("forward", "both"), (forward, both), operations(head, **shape), traffic(**shape, size=2), strict=True
     ):
-        time_ms = milliseconds(run)
+        time_ms = gpu_milliseconds(run)
         roofline = max(floats / flops, moved / bytes_per_second) * 1e3
         row |= {f"{name}_ms": time_ms, f"{name}_tflops": floats / time_ms / 1e9, f"{name}_of_roof": roofline / time_ms}
     row["launches"], row["host_syncs"] = launches_and_syncs(both)
@@ -187,16 +179,14 @@ def gpu_rows() -> list[dict[str, Any]]:
     for tp in (1, 2, 4, 8):
         shape = QWEN3 | {"vocabulary": QWEN3["vocabulary"] // tp}
         for head in HEADS:
-            row = {"op": head, **shape, "tp": tp, "gflop": operations(**shape)[1] // 10**9}
+            row = {"op": head, **shape, "tp": tp, "gflop": operations(head, **shape)[1] // 10**9}
             row |= {"megabytes": traffic(**shape, size=2)[1] // 10**6}
             row |= {"matmul_tflops": flops / 1e12, "copy_gb_s": copied / 1e9} if available else {}
             row |= dict.fromkeys((*MEASURED, "launches", "host_syncs"), NOT_MEASURED)
             row["note"] = "" if available else "no GPU"
             if available:
-                try:
-                    row |= gpu_row(head, shape, flops, copied)
-                except (UserError, ModuleNotFoundError, torch.OutOfMemoryError) as error:
-                    row["note"] = type(error).__name__
+                found, failed = attempt({head: partial(gpu_row, head, shape, flops, copied)})
+                row |= found.get(head, {"note": failed.get(head)})
             rows.append(row)
     return rows
 

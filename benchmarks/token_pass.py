@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import common
@@ -86,22 +87,17 @@ def loss_alone(name: str) -> Callable[[TokenBatch], torch.Tensor] | None:
     return run
 
 
-def clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
-
-
 def take_turns(ways: dict[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Least seconds of each way, after one call that does not count."""
+    """Seconds of each way: on a GPU those of `gpu_milliseconds`, on a CPU the least CPU time after one call."""
+    if device.type == "cuda":
+        return {name: common.gpu_milliseconds(way, repeats) / 1e3 for name, way in ways.items()}
     best = dict.fromkeys(ways, float("inf"))
     for turn in range(repeats + 1):
         for name, way in ways.items():
-            start = clock(device)
+            start = time.process_time()
             way()
             if turn:
-                best[name] = min(best[name], clock(device) - start)
+                best[name] = min(best[name], time.process_time() - start)
     return best
 
 
@@ -113,21 +109,21 @@ def measure(name: str, tokens: int, device: torch.device, backends: list[str], r
     if (alone := loss_alone(name)) is not None:
         functions["loss alone"] = alone
     expected = functions["torch"](batch)
-    for way, function in functions.items():  # what is fast and wrong shows nothing
-        torch.testing.assert_close(
-            function(batch), expected, rtol=1e-4, atol=1e-5, msg=lambda m, way=way: f"{way}: {m}"
-        )
+
+    def check(function: Callable[[TokenBatch], torch.Tensor]) -> None:  # what is fast and wrong shows nothing
+        torch.testing.assert_close(function(batch), expected, rtol=1e-4, atol=1e-5)
+
+    right, failures = common.attempt({way: partial(check, function) for way, function in functions.items()})
     copy = torch.empty(tokens, device=device)
-    ways = {way: lambda f=function: f(batch) for way, function in functions.items()}
+    ways: dict[str, Callable[[], Any]] = {way: partial(functions[way], batch) for way in right}
     ways["copy"] = lambda: copy.copy_(batch.rollout_logprobs)
     seconds = take_turns(ways, repeats, device)
     row: dict[str, Any] = {"objective": name, "tokens": tokens, "device": device.type}
-    row |= {f"{way} ms": 1e3 * seconds[way] for way in functions}
-    for backend in backends:
-        row[f"eager/{backend}"] = seconds["torch"] / seconds[backend]
-        row[f"compile/{backend}"] = seconds["compile"] / seconds[backend]
-        if alone is not None:
-            row[f"loss alone/{backend}"] = seconds["loss alone"] / seconds[backend]
+    row |= {f"{way} ms": 1e3 * seconds[way] if way in right else "failed" for way in functions}
+    row["failed"] = "; ".join(failures.values())
+    for backend in right.keys() & set(backends):
+        others = {"torch": "eager", "compile": "compile", "loss alone": "loss alone"}
+        row |= {f"{name}/{backend}": seconds[way] / seconds[backend] for way, name in others.items() if way in seconds}
         bandwidth = BYTES * tokens / seconds[backend] / (8 * tokens / seconds["copy"])
         row[f"{backend} share of copy bandwidth"] = bandwidth
         if device.type == "cuda":
