@@ -36,8 +36,6 @@ def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] 
         raise UserError(f"--nodes {nodes}: at least 1")
     if recipe.actor.backend != "cuda":
         raise UserError('[actor] backend = "cpu": megarl plan sizes runs on GPUs; add --set actor.backend=cuda')
-    if recipe.schedule.kind == "live":
-        raise UserError('[schedule] kind = "live": megarl plan sizes staged runs, in which a phase has the GPUs alone')
     config = recipe.model.path if (recipe.model.path / "config.json").exists() else Path(recipe_path).parent
     if not (config / "config.json").exists():
         raise UserError(f"neither {recipe.model.path} nor {config} has the config.json of the model")
@@ -170,14 +168,24 @@ class Plan:
         per_token = sizes.kv_bytes_per_token(self.hf, self.recipe.rollout.tensor_parallel)
         return int(self.rollout["KV cache"] / per_token)
 
+    @property
+    def side_by_side(self) -> bool:
+        """Whether engines and trainers have GPUs of their own."""
+        return self.recipe.schedule.kind == "live" and not self.recipe.schedule.colocate
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether engines generate while trainers train: not where each waits for the other."""
+        return self.side_by_side and not self.recipe.schedule.lockstep
+
     def misfit(self) -> str | None:
         """The first thing that does not fit, in the order in which a run allocates; None if all of it fits."""
-        return self.rollout_misfit() or self.optimize_misfit()
+        return self.rollout_misfit() or self.optimize_misfit() or self.shared_misfit()
 
     def rollout_misfit(self) -> str | None:
         table, available = self.recipe.rollout, self.recipe.actor.processes_per_node
         wanted = table.workers * table.tensor_parallel
-        if wanted > available:
+        if wanted > available and not self.side_by_side:
             return (
                 f"rollout.workers * rollout.tensor_parallel = {wanted} GPUs a node, "
                 f"but actor.processes_per_node = {available}"
@@ -209,6 +217,20 @@ class Plan:
             total += size
         return None
 
+    @property
+    def left_to_engines(self) -> float:
+        """Bytes of a GPU that trainers in memory leave to an engine on the same GPU."""
+        return self.usable - sum(self.optimize.values())
+
+    def shared_misfit(self) -> str | None:
+        """Of ``schedule.colocate``, where the trainers keep their memory while engines generate."""
+        if not self.recipe.schedule.colocate or self.engine_share <= self.left_to_engines:
+            return None
+        return (
+            f"schedule.colocate: engines have {_gib(self.engine_share)} of a GPU, but trainers, which stay in memory, "
+            f"leave {_gib(self.left_to_engines)}: lower rollout.memory_fraction"
+        )
+
     def table(self) -> str:
         """The whole plan as text."""
         return "\n".join([*self._heading(), "", *self._memory(), "", *self._disk(), "", *self._time(), "", *_assumed()])
@@ -217,6 +239,9 @@ class Plan:
         active = sizes.active_parameters(self.hf, self.parameters)
         routed = f", {active / 1e9:.1f} B active" if self.hf["num_experts"] else ""
         ranks, actor = f"{self.nodes} x {self.recipe.actor.processes_per_node} {self.gpu}", self.layout
+        if self.side_by_side:
+            engines = self.recipe.rollout.workers * self.recipe.rollout.tensor_parallel
+            ranks += f" of trainers, {self.nodes} x {engines} of engines"
         yield f"{self.hf['model_type']}, {self.parameters / 1e9:.2f} B parameters{routed}; {ranks}"
         yield (
             f"layout: tensor {actor.tensor_parallel}, pipeline {actor.pipeline_parallel}, "
@@ -254,18 +279,25 @@ class Plan:
         update = sizes.optimize_seconds(self.hf, recipe, self.layout, self.parameters, self.extra_passes, gpu, ASSUME)
         updates, disk = recipe.schedule.updates_per_stage, sizes.disk_bytes(self.hf, recipe, self.parameters, ASSUME)
         checkpoints = math.ceil(updates / recipe.actor.checkpoint_every)
+        exports = updates // (recipe.schedule.sync_every or updates)
         return {
             "rollouts": sizes.rollout_seconds(self.hf, recipe, self.parameters, self.nodes, gpu, ASSUME),
             f"{updates} updates of {update:.1f} s": update * updates,
             f"{checkpoints} checkpoints": checkpoints * disk["one checkpoint"] / ASSUME.storage,
-            "export": disk["one export"] / ASSUME.storage,
+            "export" if exports == 1 else f"{exports} exports": exports * disk["one export"] / ASSUME.storage,
         }
+
+    @property
+    def stage_seconds(self) -> float:
+        rollouts, *training = self.seconds.values()
+        return max(rollouts, sum(training)) if self.overlaps else rollouts + sum(training)
 
     def _time(self) -> Iterator[str]:
         stages = self.recipe.schedule.stages
-        yield "time of a stage, hours (an estimate)"
+        beside = "; rollouts beside the rest" if self.overlaps else ""
+        yield f"time of a stage, hours (an estimate{beside})"
         yield from (f"  {name:<48}{seconds / 3600:9.2f}" for name, seconds in self.seconds.items())
-        total = sum(self.seconds.values()) * stages
+        total = self.stage_seconds * stages
         yield f"  {f'the run of {stages} stages, without evaluations':<48}{total / 3600:9.2f}"
 
 
@@ -275,7 +307,7 @@ def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
     if rollout is None:
         return
     if plan.optimize_misfit() is None:
-        yield rollout
+        yield from _memory_that_fits(plan) if plan.rollout_misfit() is None else [rollout]
         return
     for changes, layout in _layouts(plan):
         recipe = override_recipe(plan.recipe, rollout + changes)
@@ -289,8 +321,20 @@ def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
             yield rollout + changes
 
 
+def _memory_that_fits(plan: Plan) -> Iterator[list[str]]:
+    """The largest share of a GPU that an engine can have beside trainers that stay in memory."""
+    table, memory = plan.recipe.rollout, GPUS[plan.gpu].memory
+    beyond = plan.engine_share - (table.memory_fraction or 0) * memory if table.engine == "sglang" else 0.0
+    hundredths = int(100 * (plan.left_to_engines - beyond) / memory)
+    if hundredths > 0:
+        changes = [f"rollout.memory_fraction={hundredths / 100}"]
+        if replace(plan, recipe=override_recipe(plan.recipe, changes)).misfit() is None:
+            yield changes
+
+
 def _rollout_that_fits(plan: Plan) -> list[str] | None:
-    available = plan.recipe.actor.processes_per_node
+    table = plan.recipe.rollout
+    available = table.workers * table.tensor_parallel if plan.side_by_side else plan.recipe.actor.processes_per_node
     for tensor in _divisors(available):
         changes = [f"rollout.tensor_parallel={tensor}", f"rollout.workers={available // tensor}"]
         recipe = override_recipe(plan.recipe, changes)

@@ -257,7 +257,18 @@ def running_responses(
     """Responses that a replica decodes together: the least of its limit, the room in its KV cache, and its share."""
     cache = rollout_memory(hf, recipe, parameters, gpu, assume)["KV cache"]
     fit = cache / (cached_tokens(recipe, assume) * kv_bytes_per_token(hf, recipe.rollout.tensor_parallel))
-    return max(1.0, min(fit, engine_responses(recipe), responses_per_replica(recipe, nodes)))
+    share = groups_of_version(recipe) * recipe.rollout.responses_per_prompt / (nodes * recipe.rollout.workers)
+    return max(1.0, min(fit, engine_responses(recipe), share))
+
+
+def groups_of_version(recipe: Recipe) -> int:
+    """Groups that one policy generates: of a live run, what the schedule allows of a stage."""
+    schedule = recipe.schedule
+    if schedule.kind == "staged":
+        return recipe.candidates_per_stage
+    rule = schedule.lag_rule
+    updates = rule.max_lag + 1 if rule.delay is None else rule.sync_every
+    return min(recipe.groups_per_stage, updates * schedule.prompts_per_update)
 
 
 def responses_per_replica(recipe: Recipe, nodes: int) -> float:
@@ -297,7 +308,11 @@ def disk_bytes(hf: dict[str, Any], recipe: Recipe, parameters: int, assume: Assu
         width = expert_type(hf["num_experts"]).itemsize
         mean += mean_sequence(recipe, assume) * hf["num_hidden_layers"] * hf["num_experts_per_tok"] * width
     stages = min(schedule.stages, (recipe.actor.keep_stages or schedule.stages) + 1)  # finished ones and the current
-    return {
+    published = {}
+    if schedule.kind == "live":  # versions that engines may still need
+        versions = schedule.lag_rule.max_lag // schedule.lag_rule.sync_every + 1
+        published["versions published at a time, at most"] = 2.0 * parameters * versions
+    return published | {
         "rollout store of a stage": responses * mean,
         "rollout store of all stages": responses * mean * schedule.stages,
         "one checkpoint": 14.0 * parameters,
