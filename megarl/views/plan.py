@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import math
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.objectives import WithOptions, build_objective
 from megarl.recipe.layout import Layout, check_layout
-from megarl.recipe.load import dump_recipe, load_recipe, override_recipe
+from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.optimizer import OptimizerBytes, check_optimizer
 from megarl.recipe.tables import Recipe
 from megarl.views import sizes
+from megarl.views.census import Census
 from megarl.views.sizes import GIB, GPUS, Assumptions, StageCensus
 
 ASSUME = Assumptions()
@@ -37,8 +33,6 @@ def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] 
         raise UserError(f"--nodes {nodes}: at least 1")
     if recipe.actor.backend != "cuda":
         raise UserError('[actor] backend = "cpu": megarl plan sizes runs on GPUs; add --set actor.backend=cuda')
-    if recipe.schedule.kind == "live":
-        raise UserError('[schedule] kind = "live": megarl plan sizes staged runs, in which a phase has the GPUs alone')
     config = recipe.model.path if (recipe.model.path / "config.json").exists() else Path(recipe_path).parent
     if not (config / "config.json").exists():
         raise UserError(f"neither {recipe.model.path} nor {config} has the config.json of the model")
@@ -55,54 +49,6 @@ def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] 
     hints = [f"this fits: {' '.join(f'--set {change}' for change in changes)}" for changes in layouts]
     hints = hints or ["no layout of these GPUs does: add nodes or shorten responses"]
     raise UserError("\n  ".join([f"{text}\n\ndoes not fit: {misfit}", *hints]))
-
-
-class Census:
-    """`megarl.actor.census`, run as a separate process."""
-
-    def __enter__(self) -> Census:
-        self._counted: dict[str, list[StageCensus]] = {}
-        self._errors = tempfile.TemporaryFile("w+")
-        command = [sys.executable, "-W", "ignore", "-m", "megarl.actor.census"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
-
-    def count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
-        """Parameters of each pipeline stage."""
-        layout = asdict(Layout.of(recipe, ranks))
-        asked = json.dumps([hf, layout, recipe.megatron])  # all on which the numbers depend
-        if asked not in self._counted:
-            self._counted[asked] = self._count(hf, recipe, ranks)
-        return self._counted[asked]
-
-    def _count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
-        question, answer = self._process.stdin, self._process.stdout
-        assert question is not None and answer is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and stderr says why
-            question.write(json.dumps({"hf": hf, "recipe": dump_recipe(recipe), "ranks": ranks}) + "\n")
-            question.flush()
-        line = answer.readline()
-        if not line:
-            raise UserError(f"Megatron-Core cannot build this layout: {_last_line(self._errors)}")
-        return [StageCensus(**stage) for stage in json.loads(line)]
-
-    def whole(self, hf: dict[str, Any], recipe: Recipe) -> StageCensus:
-        """All parameters of the model, on one rank."""
-        one = [f"actor.{kind}_parallel=1" for kind in ("tensor", "pipeline", "context", "expert", "expert_tensor")]
-        plain = recipe.model_copy(update={"megatron": {}})
-        return self.count(hf, override_recipe(plain, one), 1)[0]
-
-
-def _last_line(errors: IO[str]) -> str:
-    errors.seek(0)
-    return ([line for line in errors.read().splitlines() if line.strip()] or ["its process ended"])[-1]
 
 
 @dataclass(frozen=True)
@@ -178,14 +124,24 @@ class Plan:
         per_token = sizes.kv_bytes_per_token(self.hf, self.recipe.rollout.tensor_parallel)
         return int(self.rollout["KV cache"] / per_token)
 
+    @property
+    def side_by_side(self) -> bool:
+        """Whether engines and trainers have GPUs of their own."""
+        return self.recipe.schedule.kind == "live" and not self.recipe.schedule.colocate
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether engines generate while trainers train: not where each waits for the other."""
+        return self.side_by_side and not self.recipe.schedule.lockstep
+
     def misfit(self) -> str | None:
         """The first thing that does not fit, in the order in which a run allocates; None if all of it fits."""
-        return self.rollout_misfit() or self.optimize_misfit()
+        return self.rollout_misfit() or self.optimize_misfit() or self.shared_misfit()
 
     def rollout_misfit(self) -> str | None:
         table, available = self.recipe.rollout, self.recipe.actor.processes_per_node
         wanted = table.workers * table.tensor_parallel
-        if wanted > available:
+        if wanted > available and not self.side_by_side:
             return (
                 f"rollout.workers * rollout.tensor_parallel = {wanted} GPUs a node, "
                 f"but actor.processes_per_node = {available}"
@@ -217,6 +173,20 @@ class Plan:
             total += size
         return None
 
+    @property
+    def left_to_engines(self) -> float:
+        """Bytes of a GPU that trainers in memory leave to an engine on the same GPU."""
+        return self.usable - sum(self.optimize.values())
+
+    def shared_misfit(self) -> str | None:
+        """Of ``schedule.colocate``, where the trainers keep their memory while engines generate."""
+        if not self.recipe.schedule.colocate or self.engine_share <= self.left_to_engines:
+            return None
+        return (
+            f"schedule.colocate: engines have {_gib(self.engine_share)} of a GPU, but trainers, which stay in memory, "
+            f"leave {_gib(self.left_to_engines)}: lower rollout.memory_fraction"
+        )
+
     def table(self) -> str:
         """The whole plan as text."""
         return "\n".join([*self._heading(), "", *self._memory(), "", *self._disk(), "", *self._time(), "", *_assumed()])
@@ -225,6 +195,9 @@ class Plan:
         active = sizes.active_parameters(self.hf, self.parameters)
         routed = f", {active / 1e9:.1f} B active" if self.hf["num_experts"] else ""
         ranks, actor = f"{self.nodes} x {self.recipe.actor.processes_per_node} {self.gpu}", self.layout
+        if self.side_by_side:
+            engines = self.recipe.rollout.workers * self.recipe.rollout.tensor_parallel
+            ranks += f" of trainers, {self.nodes} x {engines} of engines"
         yield f"{self.hf['model_type']}, {self.parameters / 1e9:.2f} B parameters{routed}; {ranks}"
         yield (
             f"layout: tensor {actor.tensor_parallel}, pipeline {actor.pipeline_parallel}, "
@@ -285,19 +258,26 @@ class Plan:
         updates, disk = recipe.schedule.updates_per_stage, sizes.disk_bytes(self.hf, recipe, self.parameters, ASSUME)
         checkpoints = math.ceil(updates / recipe.actor.checkpoint_every)
         replicas = self.nodes * recipe.rollout.workers
+        exports = updates // (recipe.schedule.sync_every or updates)
         return {
             "load of the engines": sizes.load_seconds(self.parameters, replicas, ASSUME),
             "rollouts": sizes.rollout_seconds(self.hf, recipe, self.parameters, self.nodes, gpu, ASSUME),
             f"{updates} updates of {update:.1f} s": update * updates,
             f"{checkpoints} checkpoints": checkpoints * disk["one checkpoint"] / ASSUME.storage,
-            "export": disk["one export"] / ASSUME.storage,
+            "export" if exports == 1 else f"{exports} exports": exports * disk["one export"] / ASSUME.storage,
         }
+
+    @property
+    def stage_seconds(self) -> float:
+        load, rollouts, *training = self.seconds.values()
+        return max(load + rollouts, sum(training)) if self.overlaps else load + rollouts + sum(training)
 
     def _time(self) -> Iterator[str]:
         stages = self.recipe.schedule.stages
-        yield "time of a stage, hours (an estimate)"
+        beside = "; rollouts beside the rest" if self.overlaps else ""
+        yield f"time of a stage, hours (an estimate{beside})"
         yield from (f"  {name:<48}{seconds / 3600:9.2f}" for name, seconds in self.seconds.items())
-        total = sum(self.seconds.values()) * stages
+        total = self.stage_seconds * stages
         yield f"  {f'the run of {stages} stages, without evaluations':<48}{total / 3600:9.2f}"
 
 
@@ -307,7 +287,7 @@ def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
     if rollout is None:
         return
     if plan.optimize_misfit() is None:
-        yield rollout
+        yield from _memory_that_fits(plan) if plan.rollout_misfit() is None else [rollout]
         return
     for changes, layout in _layouts(plan):
         recipe = override_recipe(plan.recipe, rollout + changes)
@@ -321,8 +301,20 @@ def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
             yield rollout + changes
 
 
+def _memory_that_fits(plan: Plan) -> Iterator[list[str]]:
+    """The largest share of a GPU that an engine can have beside trainers that stay in memory."""
+    table, memory = plan.recipe.rollout, GPUS[plan.gpu].memory
+    beyond = plan.engine_share - (table.memory_fraction or 0) * memory if table.engine == "sglang" else 0.0
+    hundredths = int(100 * (plan.left_to_engines - beyond) / memory)
+    if hundredths > 0:
+        changes = [f"rollout.memory_fraction={hundredths / 100}"]
+        if replace(plan, recipe=override_recipe(plan.recipe, changes)).misfit() is None:
+            yield changes
+
+
 def _rollout_that_fits(plan: Plan) -> list[str] | None:
-    available = plan.recipe.actor.processes_per_node
+    table = plan.recipe.rollout
+    available = table.workers * table.tensor_parallel if plan.side_by_side else plan.recipe.actor.processes_per_node
     for tensor in _divisors(available):
         changes = [f"rollout.tensor_parallel={tensor}", f"rollout.workers={available // tensor}"]
         recipe = override_recipe(plan.recipe, changes)

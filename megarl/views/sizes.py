@@ -264,6 +264,16 @@ def running_responses(
     return max(1.0, min(fit, engine_responses(recipe), responses_per_replica(recipe, nodes)))
 
 
+def groups_of_version(recipe: Recipe) -> int:
+    """Groups that one policy generates: of a live run, what the schedule allows of a stage."""
+    schedule = recipe.schedule
+    if schedule.kind == "staged":
+        return recipe.candidates_per_stage
+    rule = schedule.lag_rule
+    updates = rule.max_lag + 1 if rule.delay is None else rule.sync_every
+    return min(recipe.groups_per_stage, updates * schedule.prompts_per_update)
+
+
 def responses_that_fit(
     hf: dict[str, Any], recipe: Recipe, parameters: int, gpu: Gpu, assume: Assumptions, tokens: float
 ) -> float:
@@ -278,8 +288,8 @@ def load_seconds(parameters: int, replicas: int, assume: Assumptions) -> float:
 
 
 def responses_per_replica(recipe: Recipe, nodes: int) -> float:
-    """Responses of a stage that each replica generates."""
-    return recipe.candidates_per_stage * recipe.rollout.responses_per_prompt / (nodes * recipe.rollout.workers)
+    """Responses that each replica generates with one policy."""
+    return groups_of_version(recipe) * recipe.rollout.responses_per_prompt / (nodes * recipe.rollout.workers)
 
 
 def rollout_seconds(
@@ -315,7 +325,11 @@ def disk_bytes(hf: dict[str, Any], recipe: Recipe, parameters: int, assume: Assu
         mean += mean_sequence(recipe, assume) * hf["num_hidden_layers"] * hf["num_experts_per_tok"] * width
     checkpoint = (2.0 + OptimizerBytes.of(recipe).checkpoint) * parameters
     stages = min(schedule.stages, (recipe.actor.keep_stages or schedule.stages) + 1)  # finished ones and the current
-    return {
+    published = {}
+    if schedule.kind == "live":  # versions that engines may still need
+        versions = schedule.lag_rule.max_lag // schedule.lag_rule.sync_every + 1
+        published["versions published at a time, at most"] = 2.0 * parameters * versions
+    return published | {
         "rollout store of a stage": responses * mean,
         "rollout store of all stages": responses * mean * schedule.stages,
         "one checkpoint": checkpoint,

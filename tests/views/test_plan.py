@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,19 +10,33 @@ from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.views import sizes
-from megarl.views.plan import Census, Plan, alternatives, make_plan
+from megarl.views.census import Census, Plan, alternatives, make_plan
+from tests.views.moe import EXAMPLES, MOE, staged
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted(EXAMPLES.glob("*_*/*.toml"))
-MOE = EXAMPLES / "qwen3_30b_a3b/minpro.toml"
 PUBLISHED = {  # parameters of the models' safetensors files
     "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
     "qwen2_5_math_7b": 7_615_616_512,
+    "qwen2_5_coder_7b": 7_615_616_512,
+    "qwen2_5_32b": 32_763_876_352,
     "deepseek_7b": 7_615_616_512,
+    "deepseek_32b": 32_763_876_352,
     "llama3_2_3b": 3_212_749_824,
+    "octothinker_3b": 3_212_749_824,
 }
+
+
+def nodes_of(path):
+    """What the last table of examples/README.md says: the line of the recipe, of its folder, or of all others."""
+    name, lines = f"{path.parent.name}/{path.name}", (EXAMPLES / "README.md").read_text().splitlines()
+    table = dict(re.findall(r"^\| (.*) \| (.*) H200 \|$", "\n".join(lines), re.MULTILINE))
+    others = table.pop("all others")
+    said = [gpus for names, gpus in table.items() if f"`{name}`" in names or f"`{path.parent.name}/*.toml`" in names]
+    return tuple(map(int, (said or [others])[0].split(" x ")))
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +49,23 @@ def census():
 def whole(census):
     """{model: its parameters on one rank}"""
     return {
-        name: census.whole(read_hf_config(EXAMPLES / name), load_recipe(next((EXAMPLES / name).glob("*.toml"))))
+        name: census.whole(
+            # the coder has no recipe
+            read_hf_config(EXAMPLES / name),
+            next(map(load_recipe, (EXAMPLES / name).glob("*.toml")), staged()),
+        )
         for name in PUBLISHED
     }
 
 
 def plan_of(path, census, whole, nodes=1, gpu="h200", changes=()):
     recipe, hf = load_recipe(path, changes), read_hf_config(path.parent)
+    return Plan.of(recipe, hf, nodes, gpu, census, whole[path.parent.name])
+
+
+def moe_plan(census, whole, nodes=1, gpu="h200", changes=(), path=MOE):
+    """Of a staged run."""
+    recipe, hf = override_recipe(staged(path), changes), read_hf_config(path.parent)
     return Plan.of(recipe, hf, nodes, gpu, census, whole[path.parent.name])
 
 
@@ -65,13 +88,15 @@ def test_all_examples_are_here():
     names = {str(path.relative_to(EXAMPLES)) for path in RECIPES}
     objectives = ("mu_grpo", "m2po", "minpro", "bapo", "prefix_ratio_grpo", "grpo")
     assert {f"qwen3_30b_a3b/{name}.toml" for name in objectives} <= names
-    assert {path.parent.name for path in RECIPES} == set(PUBLISHED)
+    assert {path.parent.name for path in RECIPES} == set(PUBLISHED) - {"qwen2_5_coder_7b"}  # no verifier for programs
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_examples_fit(census, whole, path):
-    for nodes in (1, 4) if path.parent == MOE.parent else (1,):
-        plan = plan_of(path, census, whole, nodes)
+    nodes, gpus = nodes_of(path)
+    assert load_recipe(path).devices_per_node == gpus
+    for more in (nodes, 4 * nodes) if path.parent == MOE.parent else (nodes,):
+        plan = plan_of(path, census, whole, more)
         assert plan.misfit() is None
         assert (
             plan.recipe.data.max_prompt_tokens + plan.recipe.rollout.max_response_tokens
@@ -81,7 +106,9 @@ def test_examples_fit(census, whole, path):
 
 
 def test_the_same_objective_as_its_name():
-    assert all(load_recipe(path).objective.name == path.stem.partition("-")[0] for path in RECIPES)
+    for path in RECIPES:
+        name = load_recipe(path).objective.name
+        assert path.stem.partition("-")[0] in (name, f"{name}_async"), path
 
 
 @pytest.mark.parametrize(
@@ -101,12 +128,12 @@ def test_the_same_objective_as_its_name():
     ],
 )
 def test_first_misfit(census, whole, changes, gpu, first):
-    plan = plan_of(MOE, census, whole, 2, gpu, changes)
+    plan = moe_plan(census, whole, 2, gpu, changes)
     assert first in plan.misfit()
     others = list(itertools.islice(alternatives(plan, census), 2))
     assert others
     for other in others:
-        again = plan_of(MOE, census, whole, 2, gpu, [*changes, *other])
+        again = moe_plan(census, whole, 2, gpu, [*changes, *other])
         assert again.misfit() is None
 
 
@@ -138,14 +165,14 @@ def test_engines_read_the_weights_once_a_stage(census, whole):
 def test_what_comes_on_top_of_sglangs_share_must_fit(census, whole):
     for fraction, fits in ((0.92, False), (0.88, True)):
         changes = ["rollout.engine=sglang", f"rollout.memory_fraction={fraction}"]
-        misfit = plan_of(MOE, census, whole, 4, "h100", changes).misfit()
+        misfit = moe_plan(census, whole, 4, "h100", changes).misfit()
         assert (misfit is None) is fits
         assert fits or f"rollout.memory_fraction = {fraction} of SGLang" in misfit
 
 
 def test_two_layouts_that_fit(census, whole):
     """The least split first."""
-    plan = plan_of(MOE, census, whole, changes=["actor.expert_parallel=2"])
+    plan = moe_plan(census, whole, changes=["actor.expert_parallel=2"])
     assert plan.misfit() == "optimize phase, activations: 3.2 GiB on a GPU, but only 2.9 GiB of 132.8 GiB are left"
     plain = ["actor.tensor_parallel=1", "actor.pipeline_parallel=1"]
     assert list(itertools.islice(alternatives(plan, census), 2)) == [
@@ -157,25 +184,25 @@ def test_two_layouts_that_fit(census, whole):
 def test_no_layout_fits(census, whole):
     """30 B parameters and their optimizer on four GPUs of 80 GB."""
     few = ["actor.processes_per_node=4", "rollout.workers=2", "actor.expert_parallel=4"]
-    plan = plan_of(MOE, census, whole, gpu="a100", changes=few)
+    plan = moe_plan(census, whole, gpu="a100", changes=few)
     assert "optimizer, fp32 master and two moments: 85.4 GiB" in plan.misfit()
     assert list(alternatives(plan, census)) == []
 
 
 def test_memory_follows_the_recipe(census, whole):
     """A KL reference is a second model; more nodes share the optimizer; exact statistics cost a forward pass."""
-    plain = plan_of(MOE, census, whole)
-    reference = plan_of(MOE, census, whole, changes=["objective.kl.coefficient=0.1"])
+    plain = moe_plan(census, whole)
+    reference = moe_plan(census, whole, changes=["objective.kl.coefficient=0.1"])
     assert (plain.frozen, reference.frozen) == (0, 1)
     assert reference.optimize["frozen policies, bf16"] == plain.optimize["weights, bf16"]
-    assert plan_of(MOE.with_name("m2po.toml"), census, whole).extra_passes == plain.extra_passes + 1
-    four = plan_of(MOE, census, whole, nodes=4)
+    assert moe_plan(census, whole, path=MOE.with_name("m2po.toml")).extra_passes == plain.extra_passes + 1
+    four = moe_plan(census, whole, nodes=4)
     name = "optimizer, fp32 master and two moments"
     assert four.optimize[name] == plain.optimize[name] / 4
 
 
 def test_table(census, whole):
-    text = plan_of(MOE, census, whole, nodes=4).table()
+    text = moe_plan(census, whole, nodes=4).table()
     for expected in (
         "qwen3_moe, 30.53 B parameters, 3.0 B active; 4 x 8 h200",
         "tensor 4, pipeline 1, context 1, expert 8 x 1, data 8 (experts 4); recompute full",
@@ -200,6 +227,33 @@ def test_command_line(capsys):
     assert one.startswith("  this fits: --set actor.tensor_parallel=") and two.startswith("  this fits: --set ")
 
 
+def test_devices_that_trainers_and_engines_share(census, whole):
+    """A live run: an engine's share must fit beside what trainers keep. It has the GPUs alone otherwise."""
+    shared = plan_of(MOE, census, whole)
+    assert shared.misfit() is None and not shared.overlaps
+    assert shared.left_to_engines == shared.usable - sum(shared.optimize.values())
+    full = plan_of(MOE, census, whole, changes=["rollout.memory_fraction=0.9"])
+    assert full.misfit().startswith("schedule.colocate: engines have 125.8 GiB of a GPU, but trainers, which stay in ")
+    (remedy,) = alternatives(full, census)
+    assert remedy == [f"rollout.memory_fraction={int(100 * full.left_to_engines / (139.8 * sizes.GIB)) / 100}"]
+    again = plan_of(MOE, census, whole, changes=remedy)
+    assert again.misfit() is None and again.left_to_engines - again.engine_share < 0.01 * 139.8 * sizes.GIB
+    apart = plan_of(MOE, census, whole, changes=["rollout.memory_fraction=0.9", "schedule.colocate=false"])
+    assert apart.misfit() is None
+    assert "; 1 x 8 h200 of trainers, 1 x 8 of engines\n" in apart.table()
+
+
+def test_time_of_a_live_stage(census, whole):
+    """Side by side the slower of both; in turns, or where both wait for each other, the sum."""
+    apart = ["schedule.colocate=false"]
+    both_wait = [*apart, "schedule.delay=0", "schedule.lockstep=true"]
+    turns, beside, lockstep = (plan_of(MOE, census, whole, 4, changes=changes) for changes in ([], apart, both_wait))
+    rollouts, *training = beside.seconds.values()
+    assert beside.stage_seconds == max(rollouts, sum(training))
+    assert turns.stage_seconds == pytest.approx(sum(turns.seconds.values())) == lockstep.stage_seconds
+    assert "10 exports" in beside.seconds  # a version every 16 of 160 updates
+
+
 def test_wrong_questions(tmp_path):
     with pytest.raises(UserError, match="--gpu h900: known are a100, h100, h200, b200"):
         make_plan(MOE, 1, "h900")
@@ -219,7 +273,7 @@ def test_wrong_questions(tmp_path):
 
 def test_pipeline_stage_that_needs_most_counts(census, whole):
     """The first stage has two micro-batches in flight, the last the head's buffers."""
-    plan = plan_of(MOE, census, whole, changes=["actor.pipeline_parallel=2", "actor.expert_parallel=4"])
+    plan = moe_plan(census, whole, changes=["actor.pipeline_parallel=2", "actor.expert_parallel=4"])
     first, last = (plan.optimize_stage(stage) for stage in (0, 1))
     assert first["activations"] > last["activations"]
     head = "log-probs, chunked, and the head's gradient"

@@ -1,7 +1,6 @@
 """Sizes by hand for Qwen3-30B-A3B, and activations against what a real model keeps for its backward pass."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,10 +9,10 @@ from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.views import sizes
 from megarl.views.sizes import GIB, Assumptions, StageCensus
+from tests.views.moe import MOE, staged
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-HF = read_hf_config(EXAMPLES / "qwen3_30b_a3b")
-RECIPE = load_recipe(EXAMPLES / "qwen3_30b_a3b/minpro.toml")  # tensor 4, expert 8, full recompute
+HF = read_hf_config(MOE.parent)
+RECIPE = staged()  # tensor 4, expert 8, full recompute
 LAYOUT = Layout.of(RECIPE, 32)
 # per rank: a quarter of embedding and head; 48 layers of fused projection (4096 + 2 x 512) / 4, output 4096 / 4,
 # router and norms; final norm. 16 experts of three 2048 x 768 matrices in each layer.
@@ -117,6 +116,22 @@ def test_responses_that_decode_together():
         for c in (["rollout.groups_per_chunk=8"], [])
     )
     assert few > 1.5 * all_that_fit
+
+
+def test_a_live_run_generates_what_its_schedule_allows():
+    """MinPRO: 16 updates a version, three versions at a time. Free running, a version may be used until max_lag."""
+    live = load_recipe(MOE)
+    assert sizes.groups_of_version(live) == 16 * 32
+    assert sizes.groups_of_version(RECIPE) == 48 * 32
+    free = override_recipe(live, ["schedule.delay=0", "schedule.max_lag=63"])
+    assert sizes.groups_of_version(free) == 64 * 32
+    assert sizes.groups_of_version(override_recipe(free, ["schedule.max_lag=1000"])) == 160 * 32  # all of the stage
+    published = "versions published at a time, at most"
+    disks = [sizes.disk_bytes(HF, recipe, 30_532_122_624, Assumptions()) for recipe in (live, free, RECIPE)]
+    assert [disk.get(published) for disk in disks] == [3 * 2 * 30_532_122_624, 4 * 2 * 30_532_122_624, None]
+    few = override_recipe(live, ["rollout.max_response_tokens=64", "rollout.memory_fraction=0.9"])
+    running = sizes.running_responses(HF, few, 30_532_122_624, 4, H200, Assumptions())
+    assert running == 16 * 32 * 8 / 16  # 16 replicas
 
 
 def test_disk():

@@ -1,0 +1,65 @@
+"""How many parameters each rank of a layout has, asked of `megarl.actor.census` in a process that imports Megatron."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from typing import IO, Any
+
+from megarl.errors import UserError
+from megarl.recipe.layout import Layout
+from megarl.recipe.load import dump_recipe, override_recipe
+from megarl.recipe.tables import Recipe
+from megarl.views.sizes import StageCensus
+
+
+class Census:
+    """`megarl.actor.census`, run as a separate process."""
+
+    def __enter__(self) -> Census:
+        self._counted: dict[str, list[StageCensus]] = {}
+        self._errors = tempfile.TemporaryFile("w+")
+        command = [sys.executable, "-W", "ignore", "-m", "megarl.actor.census"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
+        """Parameters of each pipeline stage."""
+        layout = asdict(Layout.of(recipe, ranks))
+        asked = json.dumps([hf, layout, recipe.megatron])  # all on which the numbers depend
+        if asked not in self._counted:
+            self._counted[asked] = self._count(hf, recipe, ranks)
+        return self._counted[asked]
+
+    def _count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
+        question, answer = self._process.stdin, self._process.stdout
+        assert question is not None and answer is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and stderr says why
+            question.write(json.dumps({"hf": hf, "recipe": dump_recipe(recipe), "ranks": ranks}) + "\n")
+            question.flush()
+        line = answer.readline()
+        if not line:
+            raise UserError(f"Megatron-Core cannot build this layout: {_last_line(self._errors)}")
+        return [StageCensus(**stage) for stage in json.loads(line)]
+
+    def whole(self, hf: dict[str, Any], recipe: Recipe) -> StageCensus:
+        """All parameters of the model, on one rank."""
+        one = [f"actor.{kind}_parallel=1" for kind in ("tensor", "pipeline", "context", "expert", "expert_tensor")]
+        plain = recipe.model_copy(update={"megatron": {}})
+        return self.count(hf, override_recipe(plain, one), 1)[0]
+
+
+def _last_line(errors: IO[str]) -> str:
+    errors.seek(0)
+    return ([line for line in errors.read().splitlines() if line.strip()] or ["its process ended"])[-1]

@@ -1,0 +1,216 @@
+"""Every row of examples/README.md, from its command, against numbers typed from the papers.
+
+Staleness is computed for whole runs: batch by batch, with `LagRule` where a run is live.
+"""
+
+import re
+import shlex
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from megarl.recipe.load import load_recipe
+from tests.helpers import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What a paper says of a row: a run's updates and lags, prompts and responses of an update, lengths in tokens."""
+
+    updates: int
+    lags: tuple[int, int]  # smallest and largest, after the warm-up of the schedule
+    prompts: int
+    context: int  # prompt and response together
+    lr: float
+    objective: dict[str, object]
+    responses: int = 8
+    evaluated_every: int | None = None  # updates; None: other than the paper's, as the README says
+
+
+def m2po(name, lags=(256, 259), **objective):
+    """Section 3.2: four updates a step, stale-k is k to k + 3; appendix B: 1000 steps, batch 256, mini-batch 512
+    responses, 8 responses, lr 1e-6, evaluation every 50 steps, context 16k (4k of Qwen2.5-Math-7B)."""
+    return Paper(4000, lags, 64, 16384, 1e-6, {"name": name, **objective}, evaluated_every=200)
+
+
+def mu_grpo(name, lags, updates=4096, **objective):
+    """Section 5: 4096 updates of batch size 32, context 8k (4k of Qwen2.5-Math-7B); appendix B.1: 8 responses. Its
+    learning rate is lost in the text, 1e-6 is M2PO's."""
+    return Paper(updates, lags, 32, 8192, 1e-6, {"name": name, **objective})
+
+
+def minpro(name, steps, prompts, lags=(32, 47), **objective):
+    """Section 5: 16 updates a global step, 16 n to 16 (n + 1) - 1 with n = 2, checkpoints every 10 steps; table 3."""
+    return Paper(16 * steps, lags, prompts, 2048 + 20480, 1e-6, {"name": name, **objective}, evaluated_every=160)
+
+
+def prefix(name, lags=(2, 11), **objective):
+    """Section 4.1: S = 11, kappa = 10, 60 steps. Sizes are not in the paper."""
+    return Paper(60, lags, 32, 2048 + 8192, 1e-6, {"name": name, **objective}, evaluated_every=60)
+
+
+def bapo(name, lags=(0, 7), **objective):
+    """Section 5.1: responses of 8k, lr 2e-6. The rest is of the authors' example."""
+    return Paper(8000, lags, 64, 1024 + 8192, 2e-6, {"name": name, **objective}, responses=16)
+
+
+GRPO = {"eps_low": 0.2, "eps_high": 0.2, "aggregation": "token_mean"}
+TABLE3 = {  # of MinPRO
+    "MinPRO": ("minpro", {"eps_low": 1.0, "eps_high": 4.0, "aggregation": "token_mean"}),
+    "GRPO": ("grpo", {"eps_low": 0.2, "eps_high": 0.28, "aggregation": "token_mean"}),
+    "GSPO": ("gspo", {"eps_low": 2e-3, "eps_high": 2e-3, "aggregation": "sequence_mean"}),
+    "CISPO": ("cispo", {"eps_low": 1.0, "eps_high": 4.0, "aggregation": "token_mean"}),
+    "M2PO": ("m2po", {"m2_threshold": 0.04, "aggregation": "token_mean"}),
+}
+PAPERS = {
+    "table 1, M2PO s = 256": m2po("m2po", m2_threshold=0.04),
+    "table 1, GRPO s = 0": m2po("grpo", (0, 3), **GRPO),
+    "table 1, GRPO s = 256": m2po("grpo", **GRPO),
+    "table 1, GSPO s = 256": m2po("gspo"),
+    "figures 1 and 3, GRPO no TR s = 256": m2po("reinforce"),
+    "table 1, mu-GRPO S = 1024": mu_grpo("mu_grpo", (0, 1023), ratio_max=5.0, veto_scope="sequence"),
+    "table 1, GRPO S = 1024": mu_grpo("grpo", (0, 1023), **GRPO),
+    "table 1, M2PO S = 1024": mu_grpo("m2po", (0, 1023), m2_threshold=0.04),
+    "table 1, GRPO S = 4": mu_grpo("grpo", (0, 3), **GRPO),
+    "table 2, mu-GRPO, lag 1024": mu_grpo("mu_grpo", (0, 1023), ratio_max=5.0),
+    "table 2, GRPO, lag 4": mu_grpo("grpo", (0, 3), **GRPO),
+    "table 4, fixed data, batch 32": mu_grpo("mu_grpo", (0, 1258), updates=1259),
+    "table 4, S = 512": mu_grpo("mu_grpo", (0, 511)),
+    "table 4, S = 2048": mu_grpo("mu_grpo", (0, 2047)),
+    "table 4, S = 4096": mu_grpo("mu_grpo", (0, 4095)),
+    "table 6, scope non-trigger suffix": mu_grpo("mu_grpo", (0, 1023), veto_scope="non_trigger_suffix"),
+    "table 6, scope suffix": mu_grpo("mu_grpo", (0, 1023), veto_scope="suffix"),
+    "table 8, upper bound 3": mu_grpo("mu_grpo", (0, 1023), ratio_max=3.0),
+    "table 8, upper bound 10": mu_grpo("mu_grpo", (0, 1023), ratio_max=10.0),
+    "table 8, no upper bound": mu_grpo("mu_grpo", (0, 1023), ratio_max=float("inf")),
+    "table 9, mu-GRPO S = 4": mu_grpo("mu_grpo", (0, 3), ratio_max=5.0),
+    **{f"tables 1 and 2, {k} 8B": minpro(name, 120, 32, **o) for k, (name, o) in TABLE3.items()},
+    **{f"tables 1 and 2, {k} 14B": minpro(name, 160, 16, **o) for k, (name, o) in TABLE3.items()},
+    **{f"figure 4, {k} 30B-A3B": minpro(name, 120, 32, **o) for k, (name, o) in TABLE3.items()},
+    **{
+        f"figure 2, {k} on-policy": minpro(TABLE3[k][0], 120, 32, (0, 15), **TABLE3[k][1])
+        for k in ("GRPO", "GSPO", "CISPO")
+    },
+    "table 1, Prefix-Ratio GRPO": prefix("prefix_ratio_grpo", eps_low=0.2, eps_high=0.2),
+    "table 1, vanilla GRPO": prefix("grpo", eps_low=0.2, eps_high=0.2, aggregation="sequence_mean"),
+    "table 1, tight-clip GRPO": prefix("grpo", eps_low=0.1, eps_high=0.1, aggregation="sequence_mean"),
+    "figures 8 and 11, table 2: BAPO": bapo(
+        "bapo",
+        positive_target=0.4, low_start=0.6, low_end=0.9, low_step=0.02,
+        high_start=1.2, high_end=3.0, high_step=0.05,
+    ),
+    "figures 2 and 11, table 2: GRPO": bapo("grpo", eps_low=0.2, eps_high=0.2),
+    "figure 2, on-policy GRPO": bapo("grpo", (0, 0)),
+    "figure 12, partial rollouts: BAPO": bapo("bapo", (0, 15)),
+    "M2PO's setting, on-policy": m2po("m2po", (0, 0)),
+    "mu-GRPO's setting, on-policy": mu_grpo("grpo", (0, 0)),
+    "MinPRO's setting, S = 4": minpro("minpro", 120, 32, (0, 3)),
+    "MinPRO's setting, S = 4, 14B": minpro("minpro", 160, 16, (0, 3)),
+    "Prefix-Ratio GRPO's setting, on-policy": prefix("prefix_ratio_grpo", (0, 0)),
+    "Prefix-Ratio GRPO's setting, S = 4": prefix("prefix_ratio_grpo", (0, 3)),
+    "BAPO's setting, S = 4": bapo("bapo", (0, 3)),
+}  # fmt: skip
+
+
+def rows():
+    """(name, command, models, updates, lags) of each row of README.md's tables of commands."""
+    found = []
+    for line in (EXAMPLES / "README.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 5 and cells[1].startswith("`megarl train "):
+            name, command, models, updates, lags = cells
+            found.append((name, command.strip("`"), models.split(), int(updates), tuple(map(int, lags.split("-")))))
+    return found
+
+
+ROWS = rows()
+RUNS = [(name, command.replace("MODEL", model)) for name, command, models, *_ in ROWS for model in models]
+
+
+def recipe_of(command):
+    words = shlex.split(command)
+    assert words[:2] == ["megarl", "train"] and words[3:5] == ["--run-dir", "RUN"]
+    changes = words[5:]
+    assert all(flag == "--set" for flag in changes[::2])
+    return load_recipe(ROOT / words[2], changes[1::2])
+
+
+def lags_of(schedule):
+    """The lag of every update of a run, where engines generate as soon, and as much, as they may."""
+    if schedule.kind == "staged":
+        return [update for _ in range(schedule.stages) for update in range(schedule.updates_per_stage)]
+    rule, total, size = schedule.lag_rule, schedule.total_updates, schedule.updates_per_stage
+    versions, done = [], 0
+    while done < total:
+        newest = done - done % rule.sync_every
+        end = done - done % size + size  # of the stage
+        while len(versions) < end and (version := rule.version(len(versions), newest)) is not None:
+            versions.append(version)
+        # sharing their devices, trainers train all that is there before engines go on
+        done = len(versions) if schedule.colocate else done + 1
+    return [update - version for update, version in enumerate(versions)]
+
+
+def after_warm_up(schedule, lags):
+    """Without the updates that train data of the first policy because there is no later one."""
+    if schedule.kind == "staged" or not (schedule.delay or schedule.colocate):
+        return lags
+    return lags[schedule.lag_rule.max_lag + 1 :]
+
+
+def test_every_row_is_a_papers_and_every_papers_row_is_there():
+    names = [name for name, *_ in ROWS]
+    assert Counter(names) == Counter(list(PAPERS))
+    for name, _, _, updates, lags in ROWS:
+        assert (updates, lags) == (PAPERS[name].updates, PAPERS[name].lags)
+
+
+@pytest.mark.parametrize(("name", "command"), RUNS, ids=[f"{c.split()[2].split('/')[1]}: {n}" for n, c in RUNS])
+def test_a_row_has_the_papers_numbers(name, command):
+    recipe, paper = recipe_of(command), PAPERS[name]
+    schedule, rollout = recipe.schedule, recipe.rollout
+    lags = lags_of(schedule)
+    later = after_warm_up(schedule, lags)
+    assert len(lags) == schedule.total_updates == paper.updates
+    assert (min(later), max(later)) == paper.lags and max(lags) <= paper.lags[1]
+    assert set(later) == set(range(paper.lags[0], paper.lags[1] + 1))
+    assert (schedule.prompts_per_update, rollout.responses_per_prompt) == (paper.prompts, paper.responses)
+    context = 4096 if recipe.model.path.name == "Qwen2.5-Math-7B" else paper.context
+    assert recipe.data.max_prompt_tokens + rollout.max_response_tokens == context
+    assert recipe.optimizer.lr == paper.lr
+    objective = recipe.objective.model_dump()
+    assert {key: objective[key] for key in paper.objective} == paper.objective
+    if paper.evaluated_every:
+        assert schedule.updates_per_stage * recipe.eval.every == paper.evaluated_every
+
+
+def test_stale_256_trains_the_base_model_first_and_then_four_lags_equally_often():
+    lags = lags_of(recipe_of(RUNS[0][1]).schedule)
+    assert lags[:260] == list(range(260))
+    assert Counter(lags[260:]) == dict.fromkeys(range(256, 260), (4000 - 260) // 4)
+
+
+def test_every_recipe_has_a_row_or_a_line():
+    """Of the 30B model, which two of the papers do not train, README.md names the recipes."""
+    used = {shlex.split(command)[2] for _, command in RUNS}
+    text = (EXAMPLES / "README.md").read_text()
+    for path in sorted(EXAMPLES.glob("*_*/*.toml")):
+        named = path.parent.name == "qwen3_30b_a3b" and f"`{path.name}`" in text
+        assert str(path.relative_to(ROOT)) in used or named
+
+
+@pytest.mark.parametrize(
+    "path", sorted(EXAMPLES.glob("*_*/*.toml")), ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
+def test_every_number_has_its_source_behind_it(path):
+    source = re.compile(r"section|appendix|table|figure|authors|inferred|likewise", re.IGNORECASE)
+    table = ""
+    for line in path.read_text().splitlines():
+        setting, _, comment = line.partition("#")
+        table = setting.strip() if line.startswith("[") else table
+        of_machine = setting.startswith(("workers", "tensor_parallel", "memory_fraction"))
+        if table in ("[data]", "[rollout]", "[schedule]", "[objective]", "[optimizer]") and not of_machine:
+            assert source.search(comment) or not re.match(r"\w+ = [\[\d]", setting), line

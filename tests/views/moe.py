@@ -1,0 +1,18 @@
+"""MinPRO's recipe of the 30B mixture of experts as a staged run, in which each phase has the GPUs alone."""
+
+from pathlib import Path
+
+from megarl.recipe.load import load_recipe
+from megarl.recipe.tables import Recipe, ScheduleTable
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MOE = EXAMPLES / "qwen3_30b_a3b/minpro.toml"
+
+
+def staged(path: Path = MOE) -> Recipe:
+    """40 stages of 48 updates; engines with their own share of memory."""
+    recipe = load_recipe(path)
+    schedule = ScheduleTable(stages=40, updates_per_stage=48, prompts_per_update=recipe.schedule.prompts_per_update)
+    rollout = recipe.rollout.model_copy(update={"memory_fraction": None})
+    actor = recipe.actor.model_copy(update={"checkpoint_every": 48})
+    return recipe.model_copy(update={"schedule": schedule, "rollout": rollout, "actor": actor})
