@@ -30,15 +30,15 @@ from megarl.distributed import become_single_process
 from megarl.objectives import build_objective
 from megarl.phases import rollout
 from megarl.phases.rollout_worker import RolloutWorker
-from megarl.phases.samples import summary, to_samples
-from megarl.phases.updates import groups_of_update
+from megarl.phases.samples import to_samples
 from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import Recipe
 from megarl.rewards import build_verifier, is_scored, reward
-from megarl.storage.metrics_log import MetricsWriter
+from megarl.storage.metrics_log import NOTHING, MetricsWriter
 from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir
+from megarl.storage.update_summary import summary
 
 ROOT = Path(__file__).parents[1]
 TURN = 12  # updates a side makes before the other has its turn
@@ -142,10 +142,10 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
     plain = PlainLoop(recipe, worker)
     objective = build_objective(recipe.objective.name, recipe.objective.fields)
     actor = step.Actor.build(recipe, run.stage(0).policy, torch.device("cpu"))
-    metrics = MetricsWriter(run.metrics, 0, recipe.run)
+    metrics = MetricsWriter(run.metrics, NOTHING, b"", 0, recipe.run)
 
     def update(store, stage, staleness):
-        groups = store.read(groups_of_update(recipe, store.chosen, staleness))
+        groups = store.read(run.stage(stage).groups_of_update(store.chosen, staleness))
         samples = to_samples(groups, recipe.objective)
         batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, torch.device("cpu"))
         values = step.train_step(actor, batches, objective, actor.learning_rate(staleness + 1))
@@ -164,7 +164,7 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
         timed("megarl/generate", seal, here.rollouts, here.groups)
         store = RolloutStore(here.rollouts)
         updates = range(recipe.schedule.updates_per_stage)
-        stored = {u: store.read(groups_of_update(recipe, store.chosen, u)) for u in updates}
+        stored = {u: store.read(here.groups_of_update(store.chosen, u)) for u in updates}
         for begin in range(0, len(updates), TURN):
             for staleness in updates[begin : begin + TURN]:
                 timed("megarl/optimize", update, store, stage, staleness)

@@ -27,9 +27,8 @@ from megarl.actor import parallel
 from megarl.distributed import become_single_process
 from megarl.objectives import build_objective
 from megarl.phases.samples import to_samples
-from megarl.phases.updates import groups_of_update
 from megarl.recipe.load import load_recipe
-from megarl.storage.metrics_log import MetricsWriter
+from megarl.storage.metrics_log import NOTHING, MetricsWriter
 from megarl.storage.rollouts import Group, Response, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir
 
@@ -69,12 +68,12 @@ def measure(length: int, updates: int) -> dict[str, float]:
         store = RolloutStore(run.stage(0).rollouts)
         actor = step.Actor.build(recipe, recipe.model.path, device)
         objective = build_objective("mu_grpo", {})
-        metrics = MetricsWriter(run.metrics, 0, recipe.run)
+        metrics = MetricsWriter(run.metrics, NOTHING, b"", 0, recipe.run)
         for _ in range(length):  # as long a history as the stage has
             metrics.append({"update": 0, "loss": 0.0})
 
         def update(staleness: int) -> None:
-            groups = store.read(groups_of_update(recipe, store.chosen, staleness))
+            groups = store.read(run.stage(0).groups_of_update(store.chosen, staleness))
             samples = to_samples(groups, recipe.objective)
             batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device)
             metrics.append({"update": staleness, **step.train_step(actor, batches, objective, 1e-5)})
