@@ -230,7 +230,7 @@ class Plan:
     def _preemption(self, allowed: int) -> Iterator[str]:
         """Where responses of the mean length do not all fit, an engine waits with some; longer ones it throws out."""
         recipe, gpu = self.recipe, GPUS[self.gpu]
-        asked = min(allowed, math.ceil(sizes.responses_per_replica(recipe, self.nodes)))
+        asked = min(allowed, math.ceil(sizes.responses_of_version(recipe, self.nodes)))
         mean, longest = sizes.mean_sequence(recipe, ASSUME), sizes.longest_sequence(recipe)
         fit, at_worst = (
             int(sizes.responses_that_fit(self.hf, recipe, self.parameters, gpu, ASSUME, tokens))
@@ -258,19 +258,21 @@ class Plan:
         updates, disk = recipe.schedule.updates_per_stage, sizes.disk_bytes(self.hf, recipe, self.parameters, ASSUME)
         checkpoints = math.ceil(updates / recipe.actor.checkpoint_every)
         replicas = self.nodes * recipe.rollout.workers
-        exports = updates // (recipe.schedule.sync_every or updates)
+        versions = sizes.versions_of_stage(recipe)
+        load = sizes.load_seconds(recipe, self.parameters, replicas, ASSUME)
         return {
-            "load of the engines": sizes.load_seconds(self.parameters, replicas, ASSUME),
+            "load of the engines" if versions == 1 else f"{versions} loads of the engines": load,
             "rollouts": sizes.rollout_seconds(self.hf, recipe, self.parameters, self.nodes, gpu, ASSUME),
             f"{updates} updates of {update:.1f} s": update * updates,
             f"{checkpoints} checkpoints": checkpoints * disk["one checkpoint"] / ASSUME.storage,
-            "export" if exports == 1 else f"{exports} exports": exports * disk["one export"] / ASSUME.storage,
+            "export" if versions == 1 else f"{versions} exports": versions * disk["one export"] / ASSUME.storage,
         }
 
     @property
     def stage_seconds(self) -> float:
         load, rollouts, *training = self.seconds.values()
-        return max(load + rollouts, sum(training)) if self.overlaps else load + rollouts + sum(training)
+        both = load + rollouts, sum(training)
+        return max(both) if self.overlaps else sum(both)
 
     def _time(self) -> Iterator[str]:
         stages = self.recipe.schedule.stages

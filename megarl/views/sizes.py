@@ -261,7 +261,12 @@ def running_responses(
 ) -> float:
     """Responses that a replica decodes together: the least of its limit, the room in its KV cache, and its share."""
     fit = responses_that_fit(hf, recipe, parameters, gpu, assume, cached_tokens(recipe, assume))
-    return max(1.0, min(fit, engine_responses(recipe), responses_per_replica(recipe, nodes)))
+    return max(1.0, min(fit, engine_responses(recipe), responses_of_version(recipe, nodes)))
+
+
+def responses_of_version(recipe: Recipe, nodes: int) -> float:
+    """Responses that a replica generates with one policy."""
+    return groups_of_version(recipe) * recipe.rollout.responses_per_prompt / (nodes * recipe.rollout.workers)
 
 
 def groups_of_version(recipe: Recipe) -> int:
@@ -282,14 +287,26 @@ def responses_that_fit(
     return cache / (tokens * kv_bytes_per_token(hf, recipe.rollout.tensor_parallel))
 
 
-def load_seconds(parameters: int, replicas: int, assume: Assumptions) -> float:
-    """Of a stage's engines: start, and the weights that every replica reads for itself from shared storage."""
-    return assume.engine_start + 2.0 * parameters * replicas / assume.storage
+def versions_of_stage(recipe: Recipe) -> int:
+    """Policies that engines load, and trainers export, in a stage."""
+    return recipe.schedule.updates_per_stage // (recipe.schedule.sync_every or recipe.schedule.updates_per_stage)
+
+
+def load_seconds(recipe: Recipe, parameters: int, replicas: int, assume: Assumptions) -> float:
+    """Of a stage's engines: starts, and the weights that every replica reads for itself from shared storage.
+
+    Engines that share their GPUs with trainers start anew each time that trainers have trained all there is.
+    """
+    schedule, starts = recipe.schedule, 1
+    if schedule.colocate:
+        starts = math.ceil(schedule.updates_per_stage / (schedule.lag_rule.max_lag + 1))
+    read = 2.0 * parameters * replicas / assume.storage
+    return starts * assume.engine_start + versions_of_stage(recipe) * read
 
 
 def responses_per_replica(recipe: Recipe, nodes: int) -> float:
-    """Responses that each replica generates with one policy."""
-    return groups_of_version(recipe) * recipe.rollout.responses_per_prompt / (nodes * recipe.rollout.workers)
+    """Responses of a stage that each replica generates."""
+    return recipe.candidates_per_stage * recipe.rollout.responses_per_prompt / (nodes * recipe.rollout.workers)
 
 
 def rollout_seconds(
