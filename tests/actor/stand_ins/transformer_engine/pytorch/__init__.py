@@ -1,4 +1,4 @@
-"""Layers. Linear and GroupedLinear take the arguments of version 2.6 and no other, as those do."""
+"""Layers. They take the arguments of Transformer Engine 2.6, in its order, and no others, as those do."""
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +26,13 @@ class _Module(torch.nn.Module):
 
 class RMSNorm(_Module):
     def __init__(
-        self, hidden_size, eps=1e-5, sequence_parallel=False, params_dtype=None, zero_centered_gamma=False, **_
-    ):
+        self, normalized_shape=None, eps=1e-5, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False,
+        hidden_size=None, **kwargs,
+    ):  # fmt: skip
         super().__init__()
+        assert not zero_centered_gamma and kwargs.keys() <= {"device", "dtype"}  # it hands them to its operation
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=params_dtype))
+        self.weight = torch.nn.Parameter(torch.ones(normalized_shape or hidden_size, dtype=params_dtype))
         self.weight.sequence_parallel = sequence_parallel
 
     def forward(self, x):
@@ -46,7 +48,7 @@ class Linear(_Module):
         tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True, return_bias=False,
         params_dtype=None, parallel_mode=None, parameters_split=None, device="cuda", ub_overlap_ag=False,
         ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_dgrad=False, ub_bulk_wgrad=False, ub_name=None,
-        delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False,
+        delay_wgrad_compute=False, symmetric_ar_type=None, save_original_input=False, name=None,
     ):  # fmt: skip
         super().__init__()
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
@@ -58,22 +60,31 @@ class Linear(_Module):
         if bias:
             self.bias = torch.nn.Parameter(torch.zeros(out_features, dtype=params_dtype))
 
-    def forward(self, inp, is_first_microbatch=None, fp8_output=False):
+    def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         if self.return_bias:
             return F.linear(inp, self.weight), self.bias
         return F.linear(inp, self.weight, self.bias if self.use_bias else None)
 
 
 class LayerNormLinear(Linear):
-    def __init__(self, in_features, out_features, eps=1e-5, normalization="LayerNorm", zero_centered_gamma=False,
-                 return_layernorm_output=False, **settings):  # fmt: skip
-        super().__init__(in_features, out_features, **settings)
-        assert normalization == "RMSNorm" and not return_layernorm_output
+    def __init__(
+        self, in_features, out_features, eps=1e-5, sequence_parallel=False, fuse_wgrad_accumulation=False,
+        tp_group=None, tp_size=1, get_rng_state_tracker=None, init_method=None, bias=True, normalization="LayerNorm",
+        return_bias=False, params_dtype=None, parallel_mode=None, return_layernorm_output=False,
+        return_layernorm_output_gathered=False, parameters_split=None, zero_centered_gamma=False, device="cuda",
+        ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False,
+        ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, name=None,
+    ):  # fmt: skip
+        super().__init__(
+            in_features, out_features, sequence_parallel, fuse_wgrad_accumulation, tp_size=tp_size, bias=bias,
+            init_method=init_method, return_bias=return_bias, params_dtype=params_dtype, parallel_mode=parallel_mode,
+        )  # fmt: skip
+        assert normalization == "RMSNorm" and not return_layernorm_output and not zero_centered_gamma
         self.eps = eps
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, dtype=settings["params_dtype"]))
-        self.layer_norm_weight.sequence_parallel = settings.get("sequence_parallel", False)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, dtype=params_dtype))
+        self.layer_norm_weight.sequence_parallel = sequence_parallel
 
-    def forward(self, inp, is_first_microbatch=None, fp8_output=False):
+    def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         normalised = F.rms_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.eps)
         return super().forward(normalised, is_first_microbatch)
 
@@ -101,14 +112,22 @@ class GroupedLinear(_Module):
 
 
 class DotProductAttention(_Module):
-    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
-                 attn_mask_type="causal", softmax_scale=None, **_):  # fmt: skip
+    def __init__(
+        self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
+        attn_mask_type="causal", window_size=None, sequence_parallel=False, tp_size=1, get_rng_state_tracker=None,
+        tp_group=None, layer_number=None, attention_type="self", cp_group=None, cp_global_ranks=None, cp_stream=None,
+        cp_comm_type="p2p", softmax_scale=None,
+    ):  # fmt: skip
         super().__init__()
+        assert attention_dropout == 0 and tp_size == 1 and attention_type == "self"
         self.scale = softmax_scale or kv_channels**-0.5
 
-    def forward(self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
-                cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None,
-                cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, **_):  # fmt: skip
+    def forward(
+        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
+        cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
+        attn_mask_type=None, window_size=None, checkpoint_core_attention=False, core_attention_bias_type="no_bias",
+        core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True, inference_params=None, pad_between_seqs=None,
+    ):  # fmt: skip
         assert qkv_format == "thd" and attn_mask_type == "padding_causal", (qkv_format, attn_mask_type)
         assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
         lengths = cu_seqlens_q.diff().tolist()
