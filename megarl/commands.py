@@ -24,6 +24,9 @@ from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
 
+# settings that leave rollouts as they are, and cut them into other batches
+BATCHES = ("schedule.prompts_per_update", "schedule.passes", "schedule.updates_per_stage")
+
 
 def rehearse_recipe(nodes: Nodes, recipe_path: Path, overrides: list[str], scratch: Path) -> str:
     """One synthetic update, its export and a checkpoint of a recipe, without a run; removes ``scratch`` at the end."""
@@ -86,14 +89,26 @@ def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: list[s
 
 
 def branch_recipe(source: Stage, overrides: list[str]) -> Recipe:
-    """``overrides`` may change only tables that leave the rollouts of ``source`` as they are; these must be there."""
+    """``overrides`` may change only what leaves the rollouts of ``source`` as they are; these must be there.
+
+    Of the first stage also the batches: another ``prompts_per_update`` or ``passes``, with as many updates as the
+    groups make, or ``updates_per_stage`` of them.
+    """
     before = source.run.recipe
     _require_staged(source.run)
     source.run.check_prompts()
-    recipe = override_recipe(before, overrides)
-    fixed = [line for line in recipe_diff(before, recipe) if not line.startswith(TRAINING_TABLES)]
-    if fixed:
-        raise UserError(f"--set may change {', '.join(TRAINING_TABLES)} alone, for the rollouts stay: {fixed[0]}")
+    recipe = override_recipe(before, [*overrides, *_updates_of_other_batches(before, overrides)])
+    changed = [line for line in recipe_diff(before, recipe) if not line.startswith(TRAINING_TABLES)]
+    if fixed := [line for line in changed if not line.startswith(BATCHES)]:
+        settings = ", ".join((*TRAINING_TABLES, *BATCHES))
+        raise UserError(f"--set may change {settings} alone, for the rollouts stay: {fixed[0]}")
+    if changed and source.number:
+        raise UserError(f"--stage {source.number}: only the first stage can have other batches: {changed[0]}")
+    if recipe.groups_per_stage > before.groups_per_stage:
+        raise UserError(
+            f"the stage has {before.groups_per_stage} groups, but {recipe.schedule.updates_per_pass} updates of "
+            f"{recipe.schedule.prompts_per_update} want {recipe.groups_per_stage}"
+        )
     if recipe.actor.routing_replay == "engine" and before.actor.routing_replay != "engine":
         raise UserError(
             f'[actor] routing_replay = "engine": {source.run.root} was generated without recording experts; use "actor"'
@@ -104,6 +119,21 @@ def branch_recipe(source: Stage, overrides: list[str]) -> Recipe:
                 f"{path} does not exist: this stage cannot be optimized yet, or [actor] keep_stages let go of it"
             )
     return recipe
+
+
+def _updates_of_other_batches(before: Recipe, overrides: list[str]) -> list[str]:
+    """The override with which batches of another size, or other passes, use up the groups of a stage."""
+    given = {name.strip(): value for name, _, value in (override.partition("=") for override in overrides)}
+    number = before.schedule.model_dump()
+    try:
+        sizes = {name: int(given.get(f"schedule.{name}", number[name])) for name in ("prompts_per_update", "passes")}
+    except ValueError:
+        return []  # the recipe's own check says what is wrong with it
+    unchanged = all(sizes[name] == number[name] for name in sizes)
+    if unchanged or "schedule.updates_per_stage" in given or min(sizes.values()) < 1:
+        return []
+    batches = before.groups_per_stage // sizes["prompts_per_update"]
+    return [f"schedule.updates_per_stage={batches * sizes['passes']}"]
 
 
 def _origins(source: Stage) -> list[Path]:

@@ -45,4 +45,4 @@ class SealedBatches:
     def trained(self, updates: int) -> None: ...
 
     def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
-        return {"staleness": update}
+        return dict(self.stage.age_of(update))

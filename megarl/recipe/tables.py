@@ -101,6 +101,7 @@ class ScheduleTable(Table):
     stages: int = Field(4, ge=1, le=10**5)
     updates_per_stage: int = Field(1024, ge=1, le=10**7)  # S; of a staged run also the largest staleness
     prompts_per_update: int = Field(32, ge=1, le=10**6)
+    passes: int = Field(1, ge=1, le=10**4)  # times that a staged run trains each group of a stage, in the same order
     # the rest is for live runs alone (docs/schedules.md)
     sync_every: int | None = Field(None, ge=1)  # updates between two versions of the policy that engines may load
     max_lag: int | None = Field(None, ge=0)  # updates; default with lockstep or delay: what follows from them
@@ -112,6 +113,10 @@ class ScheduleTable(Table):
     @property
     def total_updates(self) -> int:
         return self.stages * self.updates_per_stage
+
+    @property
+    def updates_per_pass(self) -> int:
+        return self.updates_per_stage // self.passes
 
     @property
     def lag_rule(self) -> LagRule:
@@ -127,7 +132,15 @@ class ScheduleTable(Table):
             for name in ("sync_every", "max_lag", "lockstep", "delay", "partial", "colocate"):
                 if getattr(self, name) != ScheduleTable.model_fields[name].default:
                     raise ValueError(f'{name} is a setting of kind = "live": leave it out, or set kind')
+            if self.updates_per_stage % self.passes:
+                nearest = nearest_divisor(self.updates_per_stage, self.passes)
+                raise ValueError(
+                    f"passes = {self.passes} does not divide updates_per_stage = {self.updates_per_stage}, which are "
+                    f"the updates of all passes; the nearest that does is {nearest}"
+                )
             return self
+        if self.passes > 1:
+            raise ValueError('passes is a setting of kind = "staged": a live run trains each group once')
         if self.sync_every is None:
             raise ValueError('kind = "live" needs sync_every: after how many updates engines get new weights')
         if self.updates_per_stage % self.sync_every:
@@ -350,7 +363,7 @@ class Recipe(Table):
     @property
     def groups_per_stage(self) -> int:
         """Groups that a stage trains on."""
-        return self.schedule.updates_per_stage * self.schedule.prompts_per_update
+        return self.schedule.updates_per_pass * self.schedule.prompts_per_update
 
     @property
     def candidates_per_stage(self) -> int:

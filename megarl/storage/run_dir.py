@@ -259,9 +259,21 @@ class Stage:
         return range(self.number * size, (self.number + 1) * size)
 
     def groups_of_update(self, groups: Sequence[int], update: int) -> Sequence[int]:
-        """Of the stage's trained ``groups`` those of one of its updates, counted from 0."""
-        size = self.run.recipe.schedule.prompts_per_update
-        return groups[update * size : (update + 1) * size]
+        """Of the stage's trained ``groups`` those of one of its updates, counted from 0.
+
+        Every pass goes through them in the same order, with the same batches. None for an update beyond the stage.
+        """
+        schedule = self.run.recipe.schedule
+        if update >= schedule.updates_per_stage:
+            return []
+        size, batch = schedule.prompts_per_update, update % schedule.updates_per_pass
+        return groups[batch * size : (batch + 1) * size]
+
+    def age_of(self, update: int) -> dict[str, int]:
+        """What metrics.jsonl says of the age of what an update of a staged run trains, counted from 0."""
+        schedule = self.run.recipe.schedule
+        repeated = {"pass": update // schedule.updates_per_pass} if schedule.passes > 1 else {}
+        return {"staleness": update} | repeated
 
     @property
     def first_update(self) -> int:

@@ -104,6 +104,8 @@ def test_nearest_divisor():
         ({"kind": "staged", "max_lag": 0}, ["max_lag", 'kind = "live"']),
         ({"kind": "staged", "delay": 1}, ["delay", 'kind = "live"']),
         ({"kind": "staged", "colocate": True}, ["colocate", 'kind = "live"']),
+        ({"kind": "staged", "passes": 5}, ["updates of all passes", "nearest that does is 4"]),
+        ({"sync_every": 4, "lockstep": True, "passes": 2}, ['kind = "staged"', "once"]),
     ],
 )
 def test_contradictions_are_refused_with_the_nearest_way_out(settings, words):

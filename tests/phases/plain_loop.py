@@ -18,8 +18,10 @@ def train(rank, root, result):
     actor = Actor.build(recipe, run.stage(0).policy, device)
     objective = build_objective(recipe.objective.name, recipe.objective.fields)
     for update in range(schedule.total_updates):
-        first = update * schedule.prompts_per_update
-        store = RolloutStore(run.stage(update // schedule.updates_per_stage).rollouts)
+        stage, inside = divmod(update, schedule.updates_per_stage)
+        batches = schedule.updates_per_stage // schedule.passes
+        first = (stage * batches + inside % batches) * schedule.prompts_per_update
+        store = RolloutStore(run.stage(stage).rollouts)
         samples = to_samples(store.read(range(first, first + schedule.prompts_per_update)), recipe.objective)
         micro_batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device)
         train_step(actor, micro_batches, objective, actor.learning_rate(update + 1))

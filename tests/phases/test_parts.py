@@ -167,10 +167,37 @@ def test_a_branch_keeps_the_rollouts_and_replays_only_experts_that_were_recorded
     for override, message in {
         "actor.routing_replay=engine": "was generated without recording experts",
         "rollout.temperature=0.9": "the rollouts stay: rollout.temperature",
+        "schedule.stages=3": "the rollouts stay: schedule.stages",
+        "schedule.updates_per_stage=7": "the stage has 24 groups, but 7 updates of 4 want 28",
+        "schedule.prompts_per_update=0": "schedule.prompts_per_update",
+        "schedule.prompts_per_update=many": "schedule.prompts_per_update",
         "objective.name=grpo": "cannot be optimized yet",
+        "schedule.passes=4": "cannot be optimized yet",
     }.items():
         with pytest.raises(UserError, match=message):
             branch_recipe(run.stage(0), [override])
+    with pytest.raises(
+        UserError, match="only the first stage can have other batches: schedule.prompts_per_update: 4 -> 8"
+    ):
+        branch_recipe(run.stage(1), ["schedule.prompts_per_update=8"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "updates"),
+    [
+        (["schedule.prompts_per_update=2"], 12),
+        (["schedule.prompts_per_update=5"], 4),  # 4 of 24 groups are left over
+        (["schedule.passes=3"], 18),
+        (["schedule.prompts_per_update=8", "schedule.passes=2"], 6),
+        (["schedule.prompts_per_update=8", "schedule.updates_per_stage=2"], 2),
+        ([], 6),
+    ],
+)
+def test_a_branch_in_other_batches_makes_the_updates_that_its_groups_are_enough_for(recipe, tmp_path, changes, updates):
+    stage = RunDir.create(tmp_path / "run", load_recipe(recipe)).stage(0)
+    for path in (stage.policy, stage.rollouts):
+        path.mkdir(parents=True)
+    assert branch_recipe(stage, changes).schedule.updates_per_stage == updates
 
 
 @pytest.mark.parametrize(("keep", "stay"), [(1, [2]), (2, [1, 2]), (3, [0, 1, 2]), (9, [0, 1, 2]), (None, [0, 1, 2])])

@@ -6,11 +6,13 @@ Staleness is computed for whole runs: batch by batch, with `LagRule` where a run
 import re
 import shlex
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
+from megarl.commands import branch_recipe
 from megarl.recipe.load import load_recipe
+from megarl.storage.run_dir import RunDir
 from tests.helpers import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -78,6 +80,10 @@ PAPERS = {
     "table 2, mu-GRPO, lag 1024": mu_grpo("mu_grpo", (0, 1023), ratio_max=5.0),
     "table 2, GRPO, lag 4": mu_grpo("grpo", (0, 3), **GRPO),
     "table 4, fixed data, batch 32": mu_grpo("mu_grpo", (0, 1258), updates=1259),
+    # 8 responses to each prompt of DeepScaleR; table 4 has the updates
+    "table 4, fixed data, batch 64": replace(mu_grpo("mu_grpo", (0, 628), updates=629), prompts=64),
+    "table 4, fixed data, batch 128": replace(mu_grpo("mu_grpo", (0, 313), updates=314), prompts=128),
+    "table 4, fixed data, batch 256": replace(mu_grpo("mu_grpo", (0, 156), updates=157), prompts=256),
     "table 4, S = 512": mu_grpo("mu_grpo", (0, 511)),
     "table 4, S = 2048": mu_grpo("mu_grpo", (0, 2047)),
     "table 4, S = 4096": mu_grpo("mu_grpo", (0, 4095)),
@@ -102,6 +108,8 @@ PAPERS = {
         positive_target=0.4, low_start=0.6, low_end=0.9, low_step=0.02,
         high_start=1.2, high_end=3.0, high_step=0.05,
     ),
+    "figures 8 and 11, each batch twice: BAPO": replace(bapo("bapo"), updates=800),
+    "figures 2 and 11, each batch twice: GRPO": replace(bapo("grpo"), updates=800),
     "figures 2 and 11, table 2: GRPO": bapo("grpo", eps_low=0.2, eps_high=0.2),
     "figure 2, on-policy GRPO": bapo("grpo", (0, 0)),
     "figure 12, partial rollouts: BAPO": bapo("bapo", (0, 15)),
@@ -120,7 +128,7 @@ def rows():
     found = []
     for line in (EXAMPLES / "README.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 5 and cells[1].startswith("`megarl train "):
+        if len(cells) == 5 and cells[1].startswith("`megarl "):
             name, command, models, updates, lags = cells
             found.append((name, command.strip("`"), models.split(), int(updates), tuple(map(int, lags.split("-")))))
     return found
@@ -128,6 +136,8 @@ def rows():
 
 ROWS = rows()
 RUNS = [(name, command.replace("MODEL", model)) for name, command, models, *_ in ROWS for model in models]
+TRAINED = [(name, command) for name, command in RUNS if command.startswith("megarl train ")]
+REBATCHED = [(name, command) for name, command in RUNS if command.startswith("megarl optimize ")]
 
 
 def recipe_of(command):
@@ -168,9 +178,25 @@ def test_every_row_is_a_papers_and_every_papers_row_is_there():
         assert (updates, lags) == (PAPERS[name].updates, PAPERS[name].lags)
 
 
-@pytest.mark.parametrize(("name", "command"), RUNS, ids=[f"{c.split()[2].split('/')[1]}: {n}" for n, c in RUNS])
+@pytest.mark.parametrize(("name", "command"), TRAINED, ids=[f"{c.split()[2].split('/')[1]}: {n}" for n, c in TRAINED])
 def test_a_row_has_the_papers_numbers(name, command):
-    recipe, paper = recipe_of(command), PAPERS[name]
+    check_numbers(recipe_of(command), PAPERS[name])
+
+
+@pytest.mark.parametrize(("name", "command"), REBATCHED)
+def test_a_row_on_fixed_rollouts_has_the_papers_numbers(tmp_path, name, command):
+    (fixed,) = (recipe_of(command) for name, command in TRAINED if name == "table 4, fixed data, batch 32")
+    words = shlex.split(command)
+    assert words[:7] == ["megarl", "optimize", "FIXED", "--stage", "0", "--output", "RUN"] and set(words[7::2]) == {
+        "--set"
+    }
+    stage = RunDir.create(tmp_path / "run", fixed).stage(0)
+    for path in (stage.policy, stage.rollouts):
+        path.mkdir(parents=True)
+    check_numbers(branch_recipe(stage, words[8::2]), PAPERS[name])
+
+
+def check_numbers(recipe, paper):
     schedule, rollout = recipe.schedule, recipe.rollout
     lags = lags_of(schedule)
     later = after_warm_up(schedule, lags)
@@ -195,7 +221,7 @@ def test_stale_256_trains_the_base_model_first_and_then_four_lags_equally_often(
 
 def test_every_recipe_has_a_row_or_a_line():
     """Of the 30B model, which two of the papers do not train, README.md names the recipes."""
-    used = {shlex.split(command)[2] for _, command in RUNS}
+    used = {shlex.split(command)[2] for _, command in TRAINED}
     text = (EXAMPLES / "README.md").read_text()
     for path in sorted(EXAMPLES.glob("*_*/*.toml")):
         named = path.parent.name == "qwen3_30b_a3b" and f"`{path.name}`" in text

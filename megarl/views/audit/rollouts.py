@@ -42,12 +42,13 @@ def _compared_stages(run: RunDir) -> set[int]:
 
 
 def _check_choice(stage: Stage, store: RolloutStore) -> Iterator[str]:
-    where = f"stage {stage.number}"
+    where, wanted = f"stage {stage.number}", stage.run.recipe.groups_per_stage
+    if stage.rollouts.is_symlink() and wanted < len(store.chosen):
+        return  # of the run that this one branched from, in batches of another size
     if foreign := [group for group in store.group_ids if group not in stage.groups]:
         yield f"{where} has group {foreign[0]}, which is of another stage"
     if not stage.is_sealed():
         return
-    wanted = stage.run.recipe.groups_per_stage
     if len(store.chosen) != wanted:
         yield f"{where} is sealed with {len(store.chosen)} groups to train, but the recipe says {wanted}"
     if gone := [group for group in store.chosen if store.missing([group])]:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass
 class StageTotals:
-    """The closing ledger of a stage: generated = trained + not chosen + pending, in groups and in response tokens."""
+    """The closing ledger of a stage: generated = trained + not chosen + pending, in groups and in response tokens.
+
+    What several passes train counts once.
+    """
 
     stage: int
     generated: int = 0

@@ -53,19 +53,24 @@ def _check_stage(stage: Stage, lines: list[dict[str, Any]], row: StageTotals) ->
     except UserError:
         return  # `check_rollouts` says so
     trained: set[int] = set()
+    passes: dict[int, set[int]] = {}
     for line in lines:
-        ids = stage.groups_of_update(store.chosen, line["update"] - 1 - stage.first_update)
+        inside = line["update"] - 1 - stage.first_update
+        this_pass = passes.setdefault(inside // stage.run.recipe.schedule.updates_per_pass, set())
+        ids = stage.groups_of_update(store.chosen, inside)
         if not ids or store.missing(ids):
             yield f"update {line['update']} has no groups in {stage.rollouts}"
             continue
-        if twice := trained.intersection(ids):
+        if twice := this_pass.intersection(ids):
             yield f"update {line['update']} trains group {min(twice)} again"
+        again = trained.issuperset(ids)
+        this_pass.update(ids)
         trained.update(ids)
         try:
             groups = store.read(ids)
         except UserError:
             continue  # `check_rollouts` says so
-        row.trained_tokens += line.get("trained_tokens", 0)
+        row.trained_tokens += 0 if again else line.get("trained_tokens", 0)
         yield from compare(stage, line, groups)
     row.trained = len(trained)
     row.pending = row.generated - row.not_chosen - row.trained
@@ -78,7 +83,7 @@ def compare(stage: Stage, line: dict[str, Any], groups: Sequence[Group]) -> Iter
     recipe, inside = stage.run.recipe, line["update"] - 1 - stage.first_update
     live = recipe.schedule.kind == "live"
     expected: dict[str, Any] = summary(list(groups)) | _tokens(groups, recipe.objective.zero_variance == "drop")
-    expected |= lags(groups, stage.first_update + inside) if live else {"staleness": inside}
+    expected |= lags(groups, stage.first_update + inside) if live else stage.age_of(inside)
     if "skipped_update" in line:
         expected.pop("trained_tokens")
     for name, value in expected.items():

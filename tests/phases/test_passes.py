@@ -1,0 +1,64 @@
+"""Groups that a stage trains several times, and the rollouts of a stage trained in batches of another size."""
+
+import pytest
+
+from megarl.views.audit import audit
+from tests.actor.ranks import run_ranks
+from tests.helpers import megarl, read_lines
+from tests.phases.plain_loop import train
+from tests.phases.test_kill import kill_at
+
+SETTINGS = ("schedule.stages=1", "schedule.passes=2", "eval.every=0")
+OPTIONS = [part for setting in SETTINGS for part in ("--set", setting)]
+WEIGHTS = "final/model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def twice(recipe, tmp_path_factory):
+    """Two passes of three updates."""
+    run = tmp_path_factory.mktemp("twice") / "run"
+    result = megarl("train", recipe, "--run-dir", run, *OPTIONS)
+    assert result.returncode == 0, result.stderr
+    return run
+
+
+def test_every_pass_trains_the_same_batches_in_the_same_order(twice, tmp_path):
+    updates = read_lines(twice / "metrics.jsonl")
+    assert [(line["pass"], line["staleness"]) for line in updates] == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
+    of_groups = [[line[key] for key in ("reward/mean", "tokens", "trained_tokens")] for line in updates]
+    assert of_groups[:3] == of_groups[3:] and len(set(map(tuple, of_groups[:3]))) == 3
+    run_ranks(train, (twice, tmp_path / "loop"), 1)
+    assert (tmp_path / "loop/model.safetensors").read_bytes() == (twice / WEIGHTS).read_bytes()
+
+
+def test_a_run_killed_in_its_second_pass_ends_with_the_same_bytes(recipe, twice, tmp_path):
+    run = tmp_path / "run"
+    kill_at("open .*metrics.jsonl", 5, recipe, run, *OPTIONS)
+    result = megarl("train", recipe, "--run-dir", run, *OPTIONS)
+    assert result.returncode == 0, result.stderr
+    assert [line["pass"] for line in read_lines(run / "metrics.jsonl")] == [0, 0, 0, 1, 1, 1]
+    assert (run / WEIGHTS).read_bytes() == (twice / WEIGHTS).read_bytes()
+
+
+def test_the_books_of_several_passes_close(twice):
+    found = audit(twice, 1000)
+    assert found.problems == []
+    (row,) = found.stages
+    assert (row.generated, row.trained, row.pending, row.updates) == (12, 12, 0, 6)
+    assert row.trained_tokens == row.tokens > 0
+
+
+def test_the_same_rollouts_in_batches_of_another_size(twice, tmp_path):
+    """By two ranks: 12 groups make 5 updates of 2 and, as asked, one less."""
+    branch = tmp_path / "branch"
+    changes = ("schedule.prompts_per_update=2", "schedule.passes=1", "schedule.updates_per_stage=5")
+    options = [part for change in (*changes, "actor.processes_per_node=2") for part in ("--set", change)]
+    result = megarl("optimize", twice, "--stage", "0", "--output", branch, *options)
+    assert result.returncode == 0, result.stderr
+    once, updates = read_lines(twice / "metrics.jsonl")[:3], read_lines(branch / "metrics.jsonl")
+    assert [line["staleness"] for line in updates] == list(range(5)) and "pass" not in updates[0]
+    # two of the branch's updates are one of the origin's
+    for key, mean in (("reward/mean", True), ("tokens", False)):
+        pairs = [updates[2 * i][key] + updates[2 * i + 1][key] for i in range(2)]
+        assert [pair / 2 if mean else pair for pair in pairs] == pytest.approx([line[key] for line in once[:2]])
+    assert audit(branch, 1000).problems == []
