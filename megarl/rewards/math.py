@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
-from megarl.recipe.tables import Recipe
+from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import Verifier, right_answer
 
 
@@ -19,7 +19,7 @@ def check(recipe: Recipe) -> None:
     """Suits all data; an answer that is no mathematics is a `UserError` when a response to it is scored."""
 
 
-def build(prompts: PromptSource) -> Verifier:
+def build(table: RewardTable, prompts: PromptSource) -> Verifier:
     """See `VerifierModule`."""
     return Math()
 
