@@ -139,5 +139,5 @@ def test_a_recipe_for_code_is_checked_row_by_row(tmp_path):
 
 
 def test_settings_of_code_are_of_no_other_kind():
-    with pytest.raises(ValueError, match='seconds is a setting of kind = "code"'):
+    with pytest.raises(ValueError, match="seconds is a setting of kind = 'code'"):
         RewardTable(kind="math", seconds=3)
