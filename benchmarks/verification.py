@@ -29,6 +29,7 @@ from megarl.phases.rollout import generate
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.scoring import Scoring
 from megarl.recipe.load import load_recipe
+from megarl.recipe.tables import RewardTable
 from megarl.rewards.math import Math
 from megarl.rewards.pool import Limits, Verdict, VerifierPool
 from megarl.storage.policies import copy_policy
@@ -123,7 +124,7 @@ def main() -> None:
         copy_policy(model, model, policy)
         worker = RolloutWorker.build(recipe, 0, policy)
     worker.tokenizer, worker.stop_token_ids = Solutions(), ()
-    ways = {"unverified": Here(None), "pool": pool, "same process": Here(Math())}
+    ways = {"unverified": Here(None), "pool": pool, "same process": Here(Math(RewardTable(kind="math")))}
     rows = take_turns(worker, ways, options.groups, options.turns)
     worker.close()
     pool.close()

@@ -127,12 +127,17 @@ class FileItems:
 
 def read_prompt_file(path: Path) -> list[Item]:
     """Rows of a .jsonl or .parquet file: ``prompt`` (text or chat messages), ``answer``, other columns as metadata."""
+    return [item for _, item in read_rows(path)]
+
+
+def read_rows(path: Path) -> list[tuple[str, Item]]:
+    """`read_prompt_file`, each row with its place: the file, and its line or row."""
     if path.suffix not in (".jsonl", ".parquet"):
         raise UserError(f"{path}: a prompt file ends in .jsonl or .parquet")
     if not path.is_file():
         raise UserError(f"no prompt file {path}")
     rows = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
-    items = [_item_of_row(row, where) for where, row in rows]
+    items = [(where, _item_of_row(row, where)) for where, row in rows]
     if not items:
         raise UserError(f"{path} holds no prompts")
     return items

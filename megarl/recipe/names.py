@@ -17,4 +17,5 @@ VERIFIERS = {
     "reasoning_gym": "megarl.rewards.reasoning_gym",
     "exact": "megarl.rewards.exact",
     "math": "megarl.rewards.math",
+    "code": "megarl.rewards.code",
 }

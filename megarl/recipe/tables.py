@@ -68,6 +68,20 @@ class RewardTable(Table):
     kind: VerifierKind
     correct_above: float = Field(0.999, gt=0, le=1)  # a verifier's score at or above this is reward 1, else 0
     require_stop: bool = True  # a response cut off by the token limit scores 0
+    boxed: bool = False  # kind = "math": a response without \boxed{} is wrong; else its answer is looked for
+    # of kind = "code" alone:
+    language: Literal["python", "cpp"] = "python"  # of programs, where a row has no column "language"
+    partial_credit: bool = False  # the share of a row's tests that are passed, instead of 1 for all of them
+    seconds: int = Field(6, ge=1, le=600)  # processor time of a program on one test
+    memory_mb: int = Field(1024, ge=64, le=1 << 20)  # MiB of a program's address space
+
+    @model_validator(mode="after")
+    def _settings_are_of_this_kind(self) -> RewardTable:
+        kinds = {"boxed": "math"} | dict.fromkeys(("language", "partial_credit", "seconds", "memory_mb"), "code")
+        for name, kind in kinds.items():
+            if kind != self.kind and getattr(self, name) != RewardTable.model_fields[name].default:
+                raise ValueError(f"{name} is a setting of kind = {kind!r}: leave it out, or set kind")
+        return self
 
 
 class RolloutTable(Table):

@@ -1,18 +1,35 @@
-"""Verifiers: a response's text becomes a score, and the score becomes the reward. No response is ever run as code."""
+"""Verifiers: a response's text becomes a score, and the score becomes the reward.
+
+Of all verifiers only `megarl.rewards.code` runs a response as code, in a sandbox.
+"""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, cast
 
 from megarl.data.prompts import Prompt, PromptSource
+from megarl.data.sources import read_rows
 from megarl.errors import UserError
 from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import Recipe, RewardTable
 
+BAD_ROWS_TOLD = 5  # of a prompt file, in one message
+
+
+@dataclass(frozen=True)
+class Score:
+    """How right a response is, in [0, 1]; ``over`` names a limit of the verifier's own that it exceeded."""
+
+    value: float
+    over: str | None = None
+
 
 class Verifier(Protocol):
-    def score(self, prompt: Prompt, response: str) -> float:
+    def score(self, prompt: Prompt, response: str) -> float | Score:
         """How right ``response`` is, in [0, 1]; 0 for garbage, and no exception because of its text but MemoryError.
 
         It may take as long, and as much memory, as the response makes it: `megarl.rewards.pool` has the limits.
@@ -26,7 +43,7 @@ class VerifierModule(Protocol):
     def check(self, recipe: Recipe) -> None:
         """`UserError` if the verifier cannot judge responses to the recipe's training or evaluation prompts."""
 
-    def build(self, prompts: PromptSource) -> Verifier:
+    def build(self, table: RewardTable, prompts: PromptSource) -> Verifier:
         """The verifier for all training and held-out prompts of ``prompts``."""
         ...
 
@@ -56,7 +73,21 @@ def check_reward(recipe: Recipe) -> None:
 
 def build_verifier(recipe: Recipe, prompts: PromptSource) -> Verifier:
     """The verifier that ``[reward] kind`` names, for the training and held-out prompts of ``prompts``."""
-    return _module(recipe).build(prompts)
+    return _module(recipe).build(recipe.reward, prompts)
+
+
+def check_rows(recipe: Recipe, read: Callable[[Prompt], object]) -> None:
+    """``read`` every row of the recipe's prompt files; one `UserError` for all whose reading raises one."""
+    for file in recipe.prompt_files():
+        wrong: list[str] = []
+        for where, item in read_rows(Path(file)):
+            try:
+                read(Prompt(0, str(item["question"]), (), item["answer"], item))
+            except UserError as error:
+                wrong.append(f"{where}: {error}")
+        if wrong:
+            more = f"\nand {len(wrong) - BAD_ROWS_TOLD} more rows" if len(wrong) > BAD_ROWS_TOLD else ""
+            raise UserError("\n".join(wrong[:BAD_ROWS_TOLD]) + more)
 
 
 def _module(recipe: Recipe) -> VerifierModule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.data.prompts import Prompt, PromptSource
-from megarl.recipe.tables import Recipe
+from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import Verifier, right_answer
 
 
@@ -11,7 +11,7 @@ def check(recipe: Recipe) -> None:
     """Suits all data; a prompt without an answer is a `UserError` when a response to it is scored."""
 
 
-def build(prompts: PromptSource) -> Verifier:
+def build(table: RewardTable, prompts: PromptSource) -> Verifier:
     """See `VerifierModule`."""
     return Exact()
 

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 from megarl.data.prompts import Prompt
 from megarl.errors import STOP_SIGNALS, UserError
 from megarl.linux import name_process
-from megarl.rewards import Verifier
+from megarl.rewards import Score, Verifier
 
 HEADER = struct.Struct(">QI")  # number of the question, bytes that follow
 POLL_SECONDS = 0.5  # between two looks at workers that say nothing
@@ -62,7 +62,7 @@ class Verdict:
     """What a response is worth, in [0, 1]; ``over`` says which limit it exceeded, which makes the score 0."""
 
     score: float
-    over: str | None = None  # "time" | "memory" | "died"
+    over: str | None = None  # "time" | "memory" | "died", or a limit of the verifier's own
 
 
 class VerifierPool:
@@ -323,7 +323,8 @@ def _score(verifier: Verifier, prompt: Prompt, response: str) -> dict[str, Any]:
     if "sympy.core.random" in sys.modules:  # it tests equality at random points
         sys.modules["sympy.core.random"].seed(0)
     try:
-        return {"score": verifier.score(prompt, response)}
+        found = verifier.score(prompt, response)
+        return {"score": found.value, "over": found.over} if isinstance(found, Score) else {"score": found}
     except MemoryError:
         return {"score": 0.0, "over": "memory"}
     except UserError as error:

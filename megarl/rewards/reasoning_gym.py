@@ -13,7 +13,7 @@ from typing import Any
 
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
-from megarl.recipe.tables import Recipe
+from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import Verifier
 
 EVAL_SCORERS = {"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"}
@@ -40,7 +40,7 @@ def check(recipe: Recipe) -> None:
         raise UserError('reward.kind = "reasoning_gym" cannot score eval.source = "file"; use "exact" or "math"')
 
 
-def build(prompts: PromptSource) -> Verifier:
+def build(table: RewardTable, prompts: PromptSource) -> Verifier:
     """See `VerifierModule`."""
     return ReasoningGym(prompts.scorers)
 

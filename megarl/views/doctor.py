@@ -9,6 +9,8 @@ import shutil
 
 import psutil
 
+from megarl.errors import UserError
+
 _PACKAGES = {
     "torch": "the base installation",
     "megatron-core": "the base installation",
@@ -50,6 +52,7 @@ def diagnose() -> str:
         lines.append('gpu                 none that torch sees: use [actor] backend = "cpu"')
     library = find_library("cpu")
     lines.append(f"cpu kernels         {library or 'missing: `pip install .` builds them (needs a C++ compiler)'}")
+    lines.append(f"sandbox             {_sandbox()}")
     lines.append(f"triton kernels      {triton_lacks() or 'can be compiled when they run (GPUs)'}{_of_torch()}")
     for package, remedy in _PACKAGES.items():
         try:
@@ -57,3 +60,14 @@ def diagnose() -> str:
         except importlib.metadata.PackageNotFoundError:
             lines.append(f"{package:<20}missing: {remedy}")
     return "\n".join(lines)
+
+
+def _sandbox() -> str:
+    """Whether ``reward.kind = "code"`` can run programs here."""
+    from megarl.rewards.sandbox import bubblewrap, check_sandbox
+
+    try:
+        check_sandbox()
+    except UserError as error:
+        return f"missing, for programs as responses: {error}"
+    return f"runs programs, with {bubblewrap() or 'namespaces of its own'}"

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.data.prompts import Prompt, build_prompts
 from megarl.errors import UserError
+from megarl.recipe.tables import RewardTable
 from megarl.rewards import build_verifier
 from megarl.rewards.exact import Exact
 from megarl.rewards.math import Math
@@ -79,7 +80,7 @@ def test_there_are_as_many_hostile_answers_as_were_found():
 
 
 def test_hostile_mathematics_scores_0_and_stops_nobody():
-    with pool(Math) as verifiers:
+    with pool(lambda: Math(RewardTable(kind="math"))) as verifiers:
         verdicts = score(verifiers, [(asked("42"), text) for text in (*hostile.MATH, "so it is $42$")])
     *verdicts, last = verdicts
     assert [text for text, verdict in zip(hostile.MATH, verdicts, strict=True) if verdict.score] == []

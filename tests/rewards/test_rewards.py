@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import time
 
 import pytest
@@ -45,7 +46,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def math():
-    return Math()
+    return Math(RewardTable(kind="math"))
 
 
 @pytest.mark.parametrize(
@@ -81,10 +82,36 @@ def test_exact():
         ("x^2+1", "thus \\boxed{1+x^2}", True),
         ("(1,2)", "\\boxed{(2,1)}", False),
         ("#### $7$", "7", True),
+        ("42", "First I get \\boxed{41}. No: the final answer is \\boxed{42}", True),
+        ("41", "First I get \\boxed{41}. No: the final answer is \\boxed{42}", False),
+        ("42", "it is 42, so \\boxed{41}", False),
+        ("42", "\\boxed{42}, or \\boxed{4", True),
+        ("\\frac{1}{2}", "\\boxed{\\frac{1}{2}}", True),
+        ("\\$18.90", "\\boxed{18.9}", True),
+        ("18.9", "\\boxed{\\$18.90}", True),
+        ("\\$32,\\!348", "\\boxed{32348}", True),
+        ("32348", "\\boxed{\\$32,\\!348}", True),
+        ("32,348", "\\boxed{32348}", True),
+        ("5 \\text{ cm}", "\\boxed{5}", True),
+        ("5", "\\boxed{5\\,\\text{cm}}", True),
     ],
 )
 def test_math(math, answer, response, right):
     assert math.score(asked(answer), response) == float(right)
+
+
+def test_a_box_where_the_prompt_asks_for_one():
+    boxed = Math(RewardTable(kind="math", boxed=True))
+    assert [boxed.score(asked("42"), text) for text in ("42", "$42$", "\\boxed{42}", "\\boxed{42")] == [0, 0, 1, 0]
+
+
+def test_answers_that_cannot_be_read_are_found_before_the_run(tmp_path):
+    file = tmp_path / "p.jsonl"
+    answers = ["1", "$$", "\\$18.90", "\\boxed{}", "x^2"]
+    file.write_text("\n".join(json.dumps({"prompt": "?", "answer": answer}) for answer in answers))
+    with pytest.raises(UserError, match=r"p.jsonl, line 2: the answer '..' .*\n.*p.jsonl, line 4: ") as error:
+        check_reward(recipe(file=file, kind="math"))
+    assert "line 3" not in str(error.value) and "line 5" not in str(error.value)
 
 
 def test_math_survives_garbage(math):
@@ -171,6 +198,7 @@ def test_only_generators_have_a_reasoning_gym_scorer(tmp_path):
     with pytest.raises(UserError, match='reward.kind = "reasoning_gym" needs data.source = "reasoning_gym"'):
         check_reward(recipe(file=file, kind="reasoning_gym"))
     check_reward(recipe("chain_sum", evaluation={"source": "file", "suite": str(file), "every": 0}))
+    file.write_text('{"prompt": "?", "answer": "1"}')
     for kind in ("exact", "math"):
         check_reward(recipe(file=file, kind=kind))
 

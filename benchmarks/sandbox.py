@@ -1,0 +1,70 @@
+"""Programs a minute that the sandbox runs and judges on this machine's processors, and the processor time of each.
+
+Four kinds: Python on a pair of input and output, Python against assertions (two sandboxes each), C++ (compiled, then
+run) and no program at all (``/bin/true``: what the sandbox itself costs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from megarl.data.prompts import Prompt
+from megarl.recipe.tables import RewardTable
+from megarl.rewards.code import Code
+from megarl.rewards.sandbox import Program, check_sandbox, run
+
+PAIR = {"tests": [{"input": "1 2\n", "output": "3\n"}]}
+ADD = "print(sum(map(int, input().split())))"
+ASSERTIONS = {"tests": "assert add(1, 2) == 3\nassert add(3, 4) == 7"}
+CPP = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
+
+
+def judge(columns: dict[str, object], program: str, language: str = "python") -> Callable[[], None]:
+    """A call that judges a right program once."""
+    verifier = Code(RewardTable(kind="code", language=language))  # type: ignore[arg-type]
+    prompt = Prompt(0, "?", (1,), "", {"metadata": columns})
+
+    def once() -> None:
+        assert verifier.score(prompt, program).value == 1
+
+    return once
+
+
+def nothing() -> None:
+    assert run(Program(("/bin/true",), {})).succeeded
+
+
+def cpu_seconds() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", type=int, default=200)
+    arguments = parser.parse_args()
+    check_sandbox()
+    cores = len(os.sched_getaffinity(0))
+    kinds = {
+        "no program": (nothing, arguments.programs),
+        "Python, input and output": (judge(PAIR, ADD), arguments.programs),
+        "Python, assertions": (judge(ASSERTIONS, "def add(a, b): return a + b"), arguments.programs),
+        "C++": (judge(PAIR, CPP, "cpp"), max(1, arguments.programs // 20)),
+    }
+    print(f"{'kind':<28}{'programs/minute':>18}{'CPU ms each':>14}{'at full use of ' + str(cores) + ' cores':>28}")
+    for name, (once, count) in kinds.items():
+        start, cpu = time.monotonic(), cpu_seconds()
+        with ThreadPoolExecutor(cores) as threads:
+            for future in [threads.submit(once) for _ in range(count)]:
+                future.result()
+        seconds, cpu = time.monotonic() - start, cpu_seconds() - cpu
+        print(f"{name:<28}{60 * count / seconds:>18.0f}{1000 * cpu / count:>14.1f}{60 * cores * count / cpu:>28.0f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Python that runs inside the sandbox, where megarl is not: these files are read as text, and import no megarl."""

@@ -1,0 +1,75 @@
+"""Runs in the program's sandbox: loads the program, and does with it what its tests ask for.
+
+Requests come on the standard input and replies go to the standard output, a line each. The program may read, change and
+forge all that is here. It sees what its functions are called with, as it would anyway, and what it forges is data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+from typing import Any
+
+
+def main() -> None:
+    sys.path.insert(0, "/box")
+    sys.set_int_max_str_digits(0)
+    sys.setrecursionlimit(20_000)
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "r+b") as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(nothing.fileno(), 1)
+    program = types.ModuleType("solution")
+    sys.modules["solution"] = program
+    objects: list[Any] = []
+
+    def reply(make: Any) -> None:
+        try:
+            answer = {"value": make()}
+        except BaseException as error:
+            answer = {"raise": type(error).__name__, "text": str(error)[:1000]}
+        replies.write(json.dumps(answer).encode() + b"\n")
+        replies.flush()
+
+    def load() -> None:
+        with open("/box/program.py", encoding="utf-8", errors="surrogateescape") as file:
+            exec(compile(file.read(), "program.py", "exec"), program.__dict__)
+
+    reply(load)
+    for line in requests:
+        request = json.loads(line)
+        reply(lambda request=request: answer_to(request, program, objects))
+
+
+def named_in(program: types.ModuleType, name: str) -> Any:
+    """What the program calls so, or a method of its class ``Solution``, as some data sets want it."""
+    return getattr(program if hasattr(program, name) else program.Solution(), name)
+
+
+def answer_to(request: dict[str, Any], program: types.ModuleType, objects: list[Any]) -> Any:
+    """Do one thing: a call, an attribute, the items, the truth or the length of an object."""
+    from values import decode, encode  # type: ignore[import-not-found]
+
+    def keep(value: Any) -> dict[str, int]:
+        objects.append(value)
+        return {"object": len(objects) - 1}
+
+    target = decode(request["of"], objects.__getitem__)
+    target = named_in(program, target) if isinstance(target, str) else target
+    arguments = decode(request["arguments"], objects.__getitem__)
+    named = decode(request["named"], objects.__getitem__)
+    does = {
+        "call": lambda: target(*arguments, **named),
+        "attribute": lambda: getattr(target, *arguments),
+        "items": lambda: list(target),
+        "item": lambda: target[arguments[0]],
+        "truth": lambda: bool(target),
+        "length": lambda: len(target),
+    }
+    return encode(does[request["do"]](), keep)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""What a program is, which tests a row has, and what is right."""
+
+import json
+
+import pytest
+
+from megarl.data.prompts import Prompt
+from megarl.errors import UserError
+from megarl.recipe.tables import RewardTable
+from megarl.rewards import check_reward
+from megarl.rewards.code import Code, is_right, program_of
+from megarl.rewards.code_tests import InputOutput, read_tests
+from megarl.rewards.sandbox import Outcome
+from tests.data.prompt_sources import recipe
+
+ADD = "```python\nprint(sum(map(int, input().split())))\n```"
+
+
+def row(answer="", **columns):
+    return Prompt(0, "?", (1,), answer, {"metadata": columns})
+
+
+def score(prompt, response, **settings):
+    return Code(RewardTable(kind="code", **settings)).score(prompt, response).value
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("print(1)", "print(1)"),
+        ("so:\n```python\nprint(1)\n```\nor rather\n```\nprint(2)\n```\nThat is it.", "print(2)\n"),
+        ("```py\nprint(1)\n```\n```cut\nprint(2)", "print(2)"),
+        ("``` a\n```\n", ""),
+    ],
+)
+def test_the_last_block_is_the_program(response, program):
+    assert program_of(response) == program
+
+
+@pytest.mark.parametrize(
+    ("written", "expected", "right"),
+    [
+        ("1 2\n", "1 2", True),
+        ("1 2  \n\n", "1 2\n", True),
+        ("1\n2\n", "1 2", False),
+        ("2.50", "2.5", True),
+        ("2.5000001", "2.5", False),
+        ("1e5", "100000", False),
+        ("", "0", False),
+        ("Yes", "YES", False),
+        (" 1", "1", True),
+    ],
+)
+def test_output_is_compared_by_lines(written, expected, right):
+    assert is_right(Outcome(None, 0, written.encode()), InputOutput("", expected)) == right
+    assert not is_right(Outcome("time", 0, written.encode()), InputOutput("", expected))
+    assert not is_right(Outcome(None, 1, written.encode()), InputOutput("", expected))
+
+
+def test_pairs_of_input_and_output():
+    pairs = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2\n", "output": "5\n"}]
+    lists = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
+    assert score(row(tests=pairs), ADD) == 0
+    assert score(row(tests=pairs), ADD, partial_credit=True) == 0.5
+    assert score(row(tests=pairs[:1]), ADD) == 1
+    assert score(row(json.dumps(lists)), ADD) == 1
+    cpp = "```cpp\n#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }\n```"
+    assert score(row(tests=lists, language="C++"), cpp) == 1
+    assert score(row(tests=lists), cpp) == 0, "it is no Python"
+    assert score(row(tests=lists), "int main() {", language="cpp") == 0
+
+
+@pytest.mark.parametrize(
+    ("tests", "program", "right"),
+    [
+        ("assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]", "def add(a, b): return a + b", True),
+        ("assert add(1, 2) == 3", "def add(a, b): return a - b", False),
+        ("assert math.isclose(half(1), .5)", "def half(a): return a / 2", True),
+        ("try:\n    f(0)\nexcept ZeroDivisionError:\n    pass\nassert f(1) == 1", "def f(a): return 1 / a", True),
+        ("s = Stack()\ns.push(1)\nassert s.pop() == 1\nassert not s", "class Stack(list): push = list.append", True),
+        ("assert list(upto(3)) == [0, 1, 2]", "def upto(n): yield from range(n)", True),
+        ("assert same((1, {2: {3}}, b'4', 5j, None)) == (1, {2: {3}}, b'4', 5j, None)", "def same(a): return a", True),
+        ("assert same(float('inf')) > 10 ** 300\nassert same(10 ** 5000) % 7 == 2", "def same(a): return a", True),
+        ("assert greet('x') == 'x'", "print('noise')\ninput\ndef greet(a): print(a); return a", True),
+        ("assert f(1) == 1", "if __name__ == '__main__': raise SystemExit\ndef f(a): return a", True),
+    ],
+)
+def test_assertions(tests, program, right):
+    assert score(row(tests=tests), program) == right
+
+
+def test_assertions_of_other_shapes():
+    humaneval = row(tests="def check(candidate):\n    assert candidate(2) == 4\n", entry_point="square")
+    assert score(humaneval, "def square(a): return a * a") == 1
+    assert score(humaneval, "def square(a): return a") == 0
+    named = row(tests={"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"})
+    assert score(named, "class Solution:\n    def add(self, a, b): return a + b") == 1
+    builtin = "assert sum([1]) == 2"
+    assert score(row(tests=builtin, entry_point="sum"), "def sum(a): return 2") == 1
+    assert score(row(tests=builtin), "def sum(a): return 2") == 0, "the tests' own builtins are Python's"
+
+
+def test_tests_that_no_program_can_pass_are_a_mistake():
+    with pytest.raises(UserError, match="only plain values cross"):
+        score(row(tests="assert apply(lambda a: a, 1) == 1"), "def apply(f, a): return f(a)")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({}, "tests are a list"),
+        ({"tests": [{"input": "1"}]}, "a test needs input and output"),
+        ({"tests": {"inputs": ["1"], "outputs": []}}, "two lists of the same length"),
+        ({"tests": {"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}}, "a list of arguments"),
+        ({"tests": {"inputs": [[1]], "outputs": [1], "fn_name": "f()[0]; g"}}, "no name of a function"),
+        ({"tests": "assert f( == 1"}, "no Python"),
+        ({"tests": "f(1)"}, "no assert statement"),
+        ({"tests": "import numpy\nassert f(1) == 1"}, "import 'numpy', but"),
+        ({"tests": "assert f(1) == 1", "language": "cpp"}, "assert statements test Python"),
+        ({"tests": "assert f(1) == 1", "language": "cobol"}, "'cobol' is not supported; known are python"),
+    ],
+)
+def test_rows_without_usable_tests(columns, message):
+    with pytest.raises(UserError, match=message):
+        read_tests(row(**columns), "python")
+
+
+def test_a_recipe_for_code_is_checked_row_by_row(tmp_path):
+    file = tmp_path / "p.jsonl"
+    good = {"prompt": "?", "answer": "see tests", "tests": "assert f(1) == 1"}
+    bad = {"prompt": "?", "answer": "see tests", "tests": "f(1)"}
+    file.write_text("\n".join(json.dumps(line) for line in (good, bad, good, bad)))
+    with pytest.raises(UserError, match=r"p.jsonl, line 2: the tests hold no assert statement\n[^\n]*line 4: "):
+        check_reward(recipe(file=file, kind="code"))
+    file.write_text(json.dumps(good))
+    check_reward(recipe(file=file, kind="code"))
+    with pytest.raises(UserError, match="needs prompt files"):
+        check_reward(recipe("chain_sum", kind="code"))
+
+
+def test_settings_of_code_are_of_no_other_kind():
+    with pytest.raises(ValueError, match="seconds is a setting of kind = 'code'"):
+        RewardTable(kind="math", seconds=3)
