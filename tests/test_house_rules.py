@@ -92,7 +92,7 @@ def test_no_ten_lines_stand_in_two_places() -> None:
 
 # a file of a policy, the metadata of an installed package, and a test's module that cannot be imported
 NO_MODULES = ("megarl.json", "megarl.dist", "megarl.workers.no_such_module")
-MADE_BY_THE_BUILD = "megarl/kernels/lib"
+MADE_BY_THE_BUILD = ("megarl/kernels/lib", "megarl/rewards/bin")
 
 
 def tracked_texts() -> Iterator[tuple[str, str]]:
