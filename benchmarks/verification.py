@@ -96,7 +96,7 @@ def take_turns(worker: RolloutWorker, ways: dict[str, Any], size: int, turns: in
         names = list(ways) if turn % 2 else list(ways)[::-1]
         row: dict[str, Any] = {"turn": turn, "responses": size * SAMPLES}
         for name in names:
-            worker.scoring = Scoring(ways[name], worker.recipe.reward, in_order=True)
+            worker.scoring = Scoring(ways[name], worker.recipe.reward, True, worker.recipe.rollout.max_response_tokens)
             asking, cpu, wall = ways["pool"].seconds, time.process_time(), time.perf_counter()
             stored = [group for portion in generate(worker, iter([groups])) for group in portion]
             row |= {f"{name}, CPU s": time.process_time() - cpu, f"{name}, s": time.perf_counter() - wall}

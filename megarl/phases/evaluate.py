@@ -70,7 +70,7 @@ def evaluate_policy(
 def score_heldout(
     worker: RolloutWorker, counter: dist.Store, interrupted: Callable[[], bool]
 ) -> dict[int, list[float]]:
-    """Rewards of the held-out prompts that this replica took, by prompt number."""
+    """Which responses to the held-out prompts that this replica took are right, by prompt number."""
     recipe, prompts = worker.recipe, worker.prompts.heldout()
     size = recipe.rollout.groups_per_chunk if worker.engine.repeats_chunks else 1
 
@@ -80,7 +80,7 @@ def score_heldout(
             yield [SeededPrompt(_EVALUATION_SEED + begin + i, prompt) for i, prompt in enumerate(batch)]
 
     groups = worker.generate(take(), recipe.eval.samples, recipe.eval.temperature, interrupted)
-    return {g.seeded.number - _EVALUATION_SEED: [r.reward for r in g.responses] for g in groups}
+    return {g.seeded.number - _EVALUATION_SEED: [r.correctness for r in g.responses] for g in groups}
 
 
 def summarise(rewards: np.ndarray) -> dict[str, object]:

@@ -32,7 +32,7 @@ class RolloutStats:
         self.longest = max(self.longest, *lengths)
         self.unstopped += sum(response.finish_reason != "stop" for response in group.responses)
         self.rewards += float(rewards.sum())
-        self.solve_rates[solve_rate_bin(float(rewards.mean()))] += 1
+        self.solve_rates[solve_rate_bin(float(np.mean([r.correctness for r in group.responses])))] += 1
 
     def due(self) -> bool:
         """Once every `EVENT_SECONDS`."""
@@ -61,7 +61,7 @@ class RolloutStats:
 
 
 def solve_rate_bin(mean: float) -> int:
-    """Of a group's mean reward in [0, 1]: the first and the last bin hold the groups that teach nothing."""
+    """Of the share of a group that is right: the first and the last bin hold the groups that teach nothing."""
     if mean in (0.0, 1.0):
         return 0 if mean == 0.0 else SOLVE_RATE_BINS - 1
     return 1 + min(int(mean * (SOLVE_RATE_BINS - 2)), SOLVE_RATE_BINS - 3)

@@ -61,7 +61,7 @@ class RolloutWorker:
             tokenizer=tokenizer,
             prompts=prompts,
             # chunks that can be repeated are to be stored in the same order, whichever response was scored first
-            scoring=Scoring(verifiers, recipe.reward, in_order=engine.repeats_chunks),
+            scoring=Scoring(verifiers, recipe.reward, engine.repeats_chunks, recipe.rollout.max_response_tokens),
             engine=engine,
             stop_token_ids=tuple(stop_token_ids(tokenizer, policy_dir)),
             weights_hash=info.weights_hash,

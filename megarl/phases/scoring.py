@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from megarl.beats import beat
 from megarl.data.prompts import Prompt
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import is_scored, reward
+from megarl.rewards import Score, is_scored
+from megarl.rewards.parts import total
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engine import Completion
 from megarl.storage.rollouts import Response
@@ -54,12 +55,13 @@ class Scoring:
     """Asks for the rewards of responses and hands out groups that have all of theirs.
 
     in_order: in the order in which their last responses were generated; else as their last rewards come.
+    longest: tokens that a response may have.
     """
 
-    def __init__(self, verifiers: VerifierPool, table: RewardTable, in_order: bool) -> None:
+    def __init__(self, verifiers: VerifierPool, table: RewardTable, in_order: bool, longest: int) -> None:
         self.seen: Callable[[ScoredGroup], None] = lambda group: None
         self.over_limit = 0  # responses that a verifier could not read within its limits
-        self._verifiers, self._table, self._in_order = verifiers, table, in_order
+        self._verifiers, self._table, self._in_order, self._longest = verifiers, table, in_order, longest
         self._asked: dict[int, tuple[PendingGroup, int]] = {}  # number of the question -> whose response it is about
         self._generated: list[PendingGroup] = []  # wholly; the first to be so first
         self._whole: list[ScoredGroup] = []  # not handed out yet
@@ -70,6 +72,8 @@ class Scoring:
         if is_scored(response.finish_reason, self._table):
             group.unscored += 1
             self._asked[self._verifiers.ask(group.seeded.prompt, text)] = group, sample
+        else:
+            group.responses[sample] = self._rewarded(response, Score(0.0))
         if len(group.responses) == group.samples:
             self._generated.append(group)
 
@@ -77,7 +81,7 @@ class Scoring:
         """Take what verdicts there are. ``wait``: for one at least."""
         for number, verdict in self._verifiers.verdicts(wait):
             group, sample = self._asked.pop(number)
-            group.responses[sample] = replace(group.responses[sample], reward=reward(verdict.score, self._table))
+            group.responses[sample] = self._rewarded(group.responses[sample], verdict.found)
             group.unscored -= 1
             if verdict.over:
                 self.over_limit += 1
@@ -90,6 +94,10 @@ class Scoring:
             elif self._in_order:
                 break
         self._generated = [group for group in self._generated if not group.done]
+
+    def _rewarded(self, response: Response, score: Score) -> Response:
+        reward, correct = total(score, len(response.tokens), self._table, self._longest)
+        return replace(response, reward=reward, correct=None if correct == reward else correct)
 
     def settle(self) -> None:
         """Wait for all rewards that are asked for."""

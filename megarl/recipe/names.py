@@ -18,4 +18,5 @@ VERIFIERS = {
     "exact": "megarl.rewards.exact",
     "math": "megarl.rewards.math",
     "code": "megarl.rewards.code",
+    "python": "megarl.rewards.python",
 }

@@ -7,44 +7,21 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from megarl.errors import nearest
+from megarl.recipe.base import Table, one_of
 from megarl.recipe.megatron import CONFIGS
 from megarl.recipe.megatron import problems as megatron_problems
-from megarl.recipe.names import ENGINES, VERIFIERS
+from megarl.recipe.names import ENGINES
+from megarl.recipe.reward_table import RewardPart as RewardPart
+from megarl.recipe.reward_table import RewardTable as RewardTable
 from megarl.recipe.schedule import LagRule, nearest_divisor
 
-
-class Table(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        validate_default=True,
-        allow_inf_nan=False,
-        ser_json_inf_nan="constants",
-    )
-
-
-def _one_of(known: Iterable[str]) -> AfterValidator:
-    def check(name: str) -> str:
-        if name not in known:
-            close = nearest(name, known)
-            hint = f"did you mean {close!r}? " if close else ""
-            raise ValueError(f"unknown; {hint}known are {', '.join(map(repr, known))}")
-        return name
-
-    return AfterValidator(check)
-
-
-Engine = Annotated[str, _one_of(ENGINES)]
-VerifierKind = Annotated[str, _one_of(VERIFIERS)]
+Engine = Annotated[str, one_of(ENGINES)]
 
 
 class ModelTable(Table):
@@ -59,29 +36,9 @@ class ModelTable(Table):
 class DataTable(Table):
     source: Literal["file", "reasoning_gym"]
     train: str  # a .jsonl / .parquet file with columns prompt, answer; or the name of a reasoning-gym generator
-    options: dict[str, Any] = {}  # reasoning-gym: the generator's own settings, for example { min_word_len = 3 }
+    options: dict[str, Any] = Field({})  # reasoning-gym: the generator's own settings, for example { min_word_len = 3 }
     prompt_template: str = Field("{prompt}", max_length=1_000_000)
     max_prompt_tokens: int = Field(1024, ge=1, le=10**9)  # tokens; longer prompts are an error that names the prompt
-
-
-class RewardTable(Table):
-    kind: VerifierKind
-    correct_above: float = Field(0.999, gt=0, le=1)  # a verifier's score at or above this is reward 1, else 0
-    require_stop: bool = True  # a response cut off by the token limit scores 0
-    boxed: bool = False  # kind = "math": a response without \boxed{} is wrong; else its answer is looked for
-    # of kind = "code" alone:
-    language: Literal["python", "cpp"] = "python"  # of programs, where a row has no column "language"
-    partial_credit: bool = False  # the share of a row's tests that are passed, instead of 1 for all of them
-    seconds: int = Field(6, ge=1, le=600)  # processor time of a program on one test
-    memory_mb: int = Field(1024, ge=64, le=1 << 20)  # MiB of a program's address space
-
-    @model_validator(mode="after")
-    def _settings_are_of_this_kind(self) -> RewardTable:
-        kinds = {"boxed": "math"} | dict.fromkeys(("language", "partial_credit", "seconds", "memory_mb"), "code")
-        for name, kind in kinds.items():
-            if kind != self.kind and getattr(self, name) != RewardTable.model_fields[name].default:
-                raise ValueError(f"{name} is a setting of kind = {kind!r}: leave it out, or set kind")
-        return self
 
 
 class RolloutTable(Table):
@@ -97,8 +54,8 @@ class RolloutTable(Table):
     float32_head: bool = True  # logits from the bf16 head in float32, as the actor computes them
     response_timeout: float = Field(3600.0, gt=0)  # seconds from its start until a response is cut off
     sglang_python: Path | None = Field(None, strict=False)  # interpreter that has SGLang; default: megarl's own
-    vllm: dict[str, Any] = {}  # passed through to vLLM's EngineArgs
-    sglang: dict[str, Any] = {}  # passed through to sglang.launch_server
+    vllm: dict[str, Any] = Field({})  # passed through to vLLM's EngineArgs
+    sglang: dict[str, Any] = Field({})  # passed through to sglang.launch_server
 
 
 class StageTable(Table):
@@ -268,14 +225,14 @@ class Recipe(Table):
     data: DataTable
     reward: RewardTable
     rollout: RolloutTable = RolloutTable()
-    stages: dict[str, StageTable] = {}  # by stage number, from 0
+    stages: dict[str, StageTable] = Field({})  # by stage number, from 0
     schedule: ScheduleTable = ScheduleTable()
     objective: ObjectiveTable = ObjectiveTable()
     optimizer: OptimizerTable = OptimizerTable()
     actor: ActorTable = ActorTable()
-    megatron: dict[str, Any] = {}  # passed through to megatron.core's TransformerConfig
-    megatron_ddp: dict[str, Any] = {}  # and to its DistributedDataParallelConfig
-    megatron_optimizer: dict[str, Any] = {}  # and to its OptimizerConfig; a torch.dtype by name, as "bfloat16"
+    megatron: dict[str, Any] = Field({})  # passed through to megatron.core's TransformerConfig
+    megatron_ddp: dict[str, Any] = Field({})  # and to its DistributedDataParallelConfig
+    megatron_optimizer: dict[str, Any] = Field({})  # and to its OptimizerConfig; a torch.dtype by name, as "bfloat16"
     eval: EvalTable = EvalTable()
     run: RunTable = RunTable()
 
@@ -285,6 +242,21 @@ class Recipe(Table):
         if self.eval.suite and (self.eval.source or self.data.source) == "file":
             files.append(self.eval.suite)
         return files
+
+    def reward_files(self) -> list[str]:
+        """The files of the user's own reward functions."""
+        paths = [self.reward.path, *(part.path for part in self.reward.parts)]
+        return [path.rpartition(":")[0] for path in paths if path]
+
+    @model_validator(mode="after")
+    def _buffers_fit(self) -> Recipe:
+        for part in self.reward.parts:
+            if part.buffer is not None and part.buffer > self.rollout.max_response_tokens:
+                raise ValueError(
+                    f"reward.parts: buffer = {part.buffer} is more than rollout.max_response_tokens = "
+                    f"{self.rollout.max_response_tokens}"
+                )
+        return self
 
     @model_validator(mode="after")
     def _stages_exist(self) -> Recipe:

@@ -22,10 +22,12 @@ BAD_ROWS_TOLD = 5  # of a prompt file, in one message
 
 @dataclass(frozen=True)
 class Score:
-    """How right a response is, in [0, 1]; ``over`` names a limit of the verifier's own that it exceeded."""
+    """How right a response is, in [0, 1], and what else decides its reward (`megarl.rewards.parts.total`)."""
 
     value: float
-    over: str | None = None
+    over: str | None = None  # a limit of the verifier's own that it exceeded
+    reward: float | None = None  # what takes the place of ``value`` in the reward
+    extra: float = 0.0  # what is added
 
 
 class Verifier(Protocol):
@@ -58,10 +60,9 @@ def is_scored(finish_reason: str, table: RewardTable) -> bool:
 
 
 def reward(score: float, table: RewardTable) -> float:
-    """1.0 for a right response, else 0.0.
+    """1.0 for a right response, one with a score of ``table.correct_above`` or more, else 0.0.
 
-    Verifiers may give partial credit (reasoning-gym's often do); only a score of ``table.correct_above`` or more
-    counts.
+    `megarl.rewards.parts.total` is what such a response gets where the recipe has partial credit or parts.
     """
     return 1.0 if score >= table.correct_above else 0.0
 
@@ -69,11 +70,21 @@ def reward(score: float, table: RewardTable) -> float:
 def check_reward(recipe: Recipe) -> None:
     """`UserError` if the verifier that ``[reward] kind`` names does not suit the recipe's data."""
     _module(recipe).check(recipe)
+    for part in recipe.reward.parts:
+        if part.path is not None:
+            from megarl.rewards.python import load_function
+
+            load_function(part.path)
 
 
 def build_verifier(recipe: Recipe, prompts: PromptSource) -> Verifier:
     """The verifier that ``[reward] kind`` names, for the training and held-out prompts of ``prompts``."""
-    return _module(recipe).build(recipe.reward, prompts)
+    verifier = _module(recipe).build(recipe.reward, prompts)
+    if not recipe.reward.parts:
+        return verifier
+    from megarl.rewards.parts import WithParts  # which is made of verifiers
+
+    return WithParts(verifier, recipe.reward.parts)
 
 
 def check_rows(recipe: Recipe, read: Callable[[Prompt], object]) -> None:

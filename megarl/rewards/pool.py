@@ -63,6 +63,17 @@ class Verdict:
 
     score: float
     over: str | None = None  # "time" | "memory" | "died", or a limit of the verifier's own
+    reward: float | None = None  # as in `Score`
+    extra: float = 0.0
+
+    @property
+    def found(self) -> Score:
+        """What it says of the reward."""
+        return Score(self.score, self.over, self.reward, self.extra)
+
+
+def _verdict(answer: dict[str, Any]) -> Verdict:
+    return Verdict(answer["score"], answer.get("over"), answer.get("reward"), answer.get("extra", 0.0))
 
 
 class VerifierPool:
@@ -108,7 +119,7 @@ class VerifierPool:
                 raise UserError(answer["mistake"])
             if "error" in answer:
                 raise RuntimeError(f"the verifier failed:\n{answer['error']}")
-            answers.append((number, Verdict(answer["score"], answer.get("over"))))
+            answers.append((number, _verdict(answer)))
         if self._keeper.closed:
             raise RuntimeError("the process that keeps the verifiers ended; its own message is above, if it had one")
         return answers
@@ -324,7 +335,9 @@ def _score(verifier: Verifier, prompt: Prompt, response: str) -> dict[str, Any]:
         sys.modules["sympy.core.random"].seed(0)
     try:
         found = verifier.score(prompt, response)
-        return {"score": found.value, "over": found.over} if isinstance(found, Score) else {"score": found}
+        if not isinstance(found, Score):
+            return {"score": found}
+        return {"score": found.value, "over": found.over, "reward": found.reward, "extra": found.extra}
     except MemoryError:
         return {"score": 0.0, "over": "memory"}
     except UserError as error:

@@ -66,7 +66,7 @@ class RunDir:
                 )
             write_atomic(path, _dump(recipe))
         run = cls(root, recipe)
-        if not run.prompts.exists() and all(map(os.path.isfile, recipe.prompt_files())):
+        if not run.prompts.exists() and all(map(os.path.isfile, recipe.prompt_files() + recipe.reward_files())):
             write_checked(run.prompts, {"files": run._prompt_sums()})
         return run
 
@@ -89,7 +89,13 @@ class RunDir:
             return
         remedy = "Delete it and start again: the prompt files are then taken as they are now"
         began = read_checked(self.prompts, remedy).get("files", {})
+        rewards = self.recipe.reward_files()
         for name, found in self._prompt_sums().items():
+            if began.get(name, found) != found and name in rewards:
+                raise UserError(
+                    f"the reward function in {name} has changed since {self.root} began: put the old file back, or use "
+                    "another --run-dir for the new one"
+                )
             if began.get(name, found) != found:
                 raise UserError(
                     f"the prompt file {name} has changed since {self.root} began, and with it which prompts are held "
@@ -98,7 +104,9 @@ class RunDir:
 
     def _prompt_sums(self) -> dict[str, str]:
         try:
-            return {name: file_sha256(Path(name)) for name in self.recipe.prompt_files()}
+            return {
+                name: file_sha256(Path(name)) for name in (*self.recipe.prompt_files(), *self.recipe.reward_files())
+            }
         except OSError as error:
             raise UserError(f"cannot read the prompt file {error.filename}: {error.strerror}") from error
 

@@ -30,6 +30,8 @@ SCHEMA = pa.schema(
 )
 # a column of shards with a response that was continued under another policy; null: policy_version for all tokens
 VERSIONS = pa.field("policy_versions", pa.list_(pa.int32()))
+# a column of shards with a response whose reward is not just whether it is right; null: it is
+CORRECT = pa.field("correct", pa.float64())
 # a column of shards whose engine recorded them, in rows [layers, top_k] of the smallest type that holds an expert's id;
 # readers that do not touch it pay nothing, since the file is mapped
 EXPERTS = "routed_experts"
@@ -47,6 +49,12 @@ class Response:
     policy_versions: np.ndarray | None = None  # [n] int32, of each token, where they are not all the first's
     # [prompt + n - 1, layers, top_k] int8 or int16, of every token but the last; -1: not known
     routed_experts: np.ndarray | None = None
+    correct: float | None = None  # 1 or 0, where that is not the reward
+
+    @property
+    def correctness(self) -> float:
+        """1 for a right response, 0 for a wrong one."""
+        return self.reward if self.correct is None else self.correct
 
     @property
     def versions(self) -> np.ndarray:
@@ -79,6 +87,7 @@ class Shard:
         self.versions = batch["policy_version"].to_numpy()
         self.finish_reasons = batch["finish_reason"].to_pylist()
         self.token_versions = batch[VERSIONS.name] if VERSIONS.name in batch.schema.names else None
+        self.correct = batch[CORRECT.name].to_pylist() if CORRECT.name in batch.schema.names else None
         self.experts = _experts_column(batch[EXPERTS]) if EXPERTS in batch.schema.names else None
         ids, first, count = np.unique(batch["group_id"].to_numpy(), return_index=True, return_counts=True)
         self.rows = {int(i): range(int(f), int(f + n)) for i, f, n in zip(ids, first, count, strict=True)}
@@ -96,7 +105,8 @@ class Shard:
             versions = self.token_versions[row].values.to_numpy()
         reward, version = float(self.rewards[row]), int(self.versions[row])
         experts = None if self.experts is None else _slice(self.experts, row)
-        return Response(tokens, logprobs, reward, self.finish_reasons[row], version, versions, experts)
+        correct = None if self.correct is None else self.correct[row]
+        return Response(tokens, logprobs, reward, self.finish_reasons[row], version, versions, experts, correct)
 
 
 def validate(groups: Sequence[Group]) -> None:
@@ -175,8 +185,12 @@ def encode(groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> pa.
     }
     schema, versions = SCHEMA, [response.policy_versions for _, _, response in rows]
     if any(per_token is not None for per_token in versions):
-        schema = SCHEMA.append(VERSIONS)
+        schema = schema.append(VERSIONS)
         columns[VERSIONS.name] = pa.array(versions, VERSIONS.type)
+    correct = [response.correct for _, _, response in rows]
+    if any(value is not None for value in correct):
+        schema = schema.append(CORRECT)
+        columns[CORRECT.name] = pa.array(correct, CORRECT.type)
     experts = [response.routed_experts for _, _, response in rows if response.routed_experts is not None]
     if experts:
         columns[EXPERTS] = _experts_array(experts)

@@ -16,10 +16,12 @@ def rewards_of(groups: Sequence[Group]) -> np.ndarray:
 
 
 def summary(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards and lengths."""
+    """Rewards and lengths; ``correct/mean`` where the reward is more than right or wrong."""
     rewards = rewards_of(groups)
     responses = [response for group in groups for response in group.responses]
-    return {
+    told_apart = any(response.correct is not None for response in responses)
+    correct = {"correct/mean": float(np.mean([r.correctness for r in responses]))} if told_apart else {}
+    return correct | {
         "reward/mean": float(rewards.mean()),
         "zero_variance_fraction": float((rewards.min(1) == rewards.max(1)).mean()),
         "response_tokens/mean": float(np.mean([len(r.tokens) for r in responses])),

@@ -31,7 +31,7 @@ def response(finish_reason="stop"):
 
 def make(in_order, groups=3, samples=2, **table):
     pool = Script()
-    scoring = Scoring(pool, RewardTable(kind="exact", **table), in_order)
+    scoring = Scoring(pool, RewardTable(kind="exact", **table), in_order, longest=10)
     pending = [PendingGroup(0, SeededPrompt(i, Prompt(i, "", (5,), "", {})), samples) for i in range(groups)]
     return pool, scoring, pending
 

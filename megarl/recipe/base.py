@@ -1,0 +1,33 @@
+"""What all tables of a recipe have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from megarl.errors import nearest
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+    )
+
+
+def one_of(known: Iterable[str]) -> AfterValidator:
+    """Of a text field: one of these, or an error that names the nearest."""
+
+    def check(name: str) -> str:
+        if name not in known:
+            close = nearest(name, known)
+            hint = f"did you mean {close!r}? " if close else ""
+            raise ValueError(f"unknown; {hint}known are {', '.join(map(repr, known))}")
+        return name
+
+    return AfterValidator(check)

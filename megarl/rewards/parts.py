@@ -1,0 +1,47 @@
+"""What a reward is made of beside right or wrong: ``[[reward.parts]]``, each with a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megarl.data.prompts import Prompt
+from megarl.recipe.tables import RewardPart, RewardTable
+from megarl.rewards import Score, Verifier, reward
+from megarl.rewards.math import last_box
+from megarl.rewards.python import Python
+
+
+class WithParts:
+    """A verifier, and the parts that read the response: their weighted sum is the score's ``extra``."""
+
+    def __init__(self, verifier: Verifier, parts: Sequence[RewardPart]) -> None:
+        self._verifier = verifier
+        self._boxes = sum(part.weight for part in parts if part.kind == "box")
+        self._functions = [(part.weight, Python(str(part.path))) for part in parts if part.kind == "python"]
+
+    def score(self, prompt: Prompt, response: str) -> Score:
+        found = self._verifier.score(prompt, response)
+        score = found if isinstance(found, Score) else Score(found)
+        extra = self._boxes if last_box(response) is not None else 0.0
+        extra += sum(weight * function.score(prompt, response).value for weight, function in self._functions)
+        return replace(score, extra=extra)
+
+
+def total(score: Score, tokens: int, table: RewardTable, longest: int) -> tuple[float, float]:
+    """(reward, correct) of a response of so many ``tokens``; ``longest``: what it may have at most."""
+    correct = reward(score.value, table)
+    worth = score.value if table.partial_credit else correct
+    if score.reward is not None:
+        worth = score.reward
+    worth = table.weight * worth + score.extra
+    for part in table.parts:
+        if part.kind == "overlong":
+            assert part.buffer is not None
+            worth += part.weight * overlong(tokens, longest, part.buffer)
+    return worth, correct
+
+
+def overlong(tokens: int, longest: int, buffer: int) -> float:
+    """DAPO's soft penalty (arXiv:2503.14476, Eq. 13): 0 up to ``longest - buffer`` tokens, then linear to -1."""
+    return -min(1.0, max(0, tokens - (longest - buffer)) / buffer)

@@ -1,0 +1,77 @@
+"""A verifier of the user's own: a Python function in a file, ``score(prompt, response, row) -> float | dict``.
+
+It runs in the processes of `megarl.rewards.pool`, within their limits, and sees texts and the row alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megarl.data.prompts import Prompt, PromptSource
+from megarl.errors import UserError
+from megarl.recipe.tables import Recipe, RewardTable
+from megarl.rewards import Score, Verifier
+
+Function = Callable[[str, str, dict[str, Any]], Any]
+
+
+def check(recipe: Recipe) -> None:
+    """The file must load, and have the function."""
+    load_function(str(recipe.reward.path))
+
+
+def build(table: RewardTable, prompts: PromptSource) -> Verifier:
+    """See `VerifierModule`."""
+    return Python(str(table.path))
+
+
+class Python:
+    """Scores as the function at ``path``, FILE.py:FUNCTION, does."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._function = path, load_function(path)
+
+    def score(self, prompt: Prompt, response: str) -> Score:
+        """The function gives the score, or {"score": ...} with, if it likes, "reward", what is trained on."""
+        row = {"prompt": prompt.text, "answer": prompt.answer, **prompt.entry.get("metadata", {})}
+        found = self._function(prompt.text, response, row)
+        if not isinstance(found, dict):
+            return Score(self._number(found))
+        if unknown := found.keys() - {"score", "reward"}:
+            raise UserError(f"{self._path} gave {sorted(unknown)[0]!r}: a score has the keys score and reward")
+        reward = found.get("reward")
+        return Score(self._number(found.get("score")), reward=None if reward is None else self._number(reward))
+
+    def _number(self, value: Any) -> float:
+        number = float(value) if isinstance(value, bool | int | float) else math.nan
+        if not math.isfinite(number):
+            raise UserError(f"{self._path} gave {value!r:.60}: a score is a finite number")
+        return number
+
+
+def load_function(path: str) -> Function:
+    """The function at ``path``; `UserError` where there is none that takes prompt, response and row."""
+    file, _, name = path.rpartition(":")
+    if not Path(file).is_file():
+        raise UserError(f"[reward] path = {path!r}: there is no file {file}")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"[reward] path = {path!r}: {file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"[reward] path = {path!r} cannot be loaded: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"[reward] path = {path!r}: {file} has no function {name!r}")
+    try:
+        inspect.signature(function).bind("prompt", "response", {})
+    except TypeError as error:
+        raise UserError(f"[reward] path = {path!r}: {name} must take (prompt, response, row): {error}") from None
+    return function

@@ -1,0 +1,165 @@
+"""Rewards that are more than right or wrong: functions of the user's own, partial credit and parts."""
+
+import numpy as np
+import pytest
+
+from megarl.data.prompts import Prompt
+from megarl.errors import UserError
+from megarl.phases.scoring import PendingGroup, Scoring, SeededPrompt
+from megarl.recipe.tables import Recipe, RewardTable
+from megarl.rewards import Score, build_verifier, check_reward
+from megarl.rewards.parts import overlong, total
+from megarl.rewards.pool import Limits, VerifierPool
+from megarl.storage.rollouts import Group, Response
+from megarl.storage.run_dir import RunDir
+from megarl.storage.shards import Shard, encode
+from megarl.storage.update_summary import summary
+
+SOURCE = """
+def score(prompt, response, row):
+    if response == "share":
+        return 0.5
+    if response == "dict":
+        return {"score": 1, "reward": -2.5}
+    if response == "nan":
+        return float("nan")
+    if response == "spin":
+        while True: pass
+    if response == "key":
+        return {"score": 1, "rewrad": 1}
+    return float(response == row["answer"] and row["level"] == 3 and prompt == "?")
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def recipe(tmp_path, **reward):
+    data = tmp_path / "p.jsonl"
+    data.write_text('{"prompt": "?", "answer": "42"}\n')
+    table = {"model": {"path": "unused"}, "data": {"source": "file", "train": str(data)}, "reward": reward}
+    return Recipe.model_validate(table)
+
+
+def prompt():
+    return Prompt(0, "?", (1,), "42", {"metadata": {"level": 3}})
+
+
+def scored(settings, texts, tokens=1, finish="stop"):
+    """The responses with these texts as they are stored."""
+    pool = VerifierPool(lambda: build_verifier(settings, None), Limits(seconds=0.5, workers=1))
+    try:
+        scoring = Scoring(pool, settings.reward, False, longest=10)
+        group = PendingGroup(0, SeededPrompt(0, prompt()), len(texts))
+        for sample, text in enumerate(texts):
+            tokens_of = np.ones(tokens, np.int32), np.zeros(tokens, np.float32)
+            scoring.add(group, sample, Response(*tokens_of, 0.0, finish, 0), text)
+        scoring.settle()
+        (whole,) = scoring.take()
+    finally:
+        pool.close()
+    return whole.responses
+
+
+def test_a_function_of_the_users_own(tmp_path, file):
+    settings = recipe(tmp_path, kind="python", path=f"{file}:score")
+    check_reward(settings)
+    texts = ["42", "43", "share", "dict", "spin", "42"]
+    responses = scored(settings, texts)
+    assert [r.reward for r in responses] == [1, 0, 0, -2.5, 0, 1], "what spins costs only its own reward"
+    assert [r.correctness for r in responses] == [1, 0, 0, 1, 0, 1]
+    credit = recipe(tmp_path, kind="python", path=f"{file}:score", partial_credit=True)
+    assert [(r.reward, r.correctness) for r in scored(credit, ["share", "dict"])] == [(0.5, 0), (-2.5, 1)]
+    for text in ("nan", "key"):
+        with pytest.raises(UserError, match=r"my.py:score gave (nan: a score is a finite|'rewrad': a score has)"):
+            scored(settings, [text])
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        (None, "score", "there is no file"),
+        ("def other(a, b, c): pass", "score", "has no function 'score'"),
+        ("def score(a): pass", "score", r"must take \(prompt, response, row\)"),
+        ("def score(", "score", "cannot be loaded: SyntaxError"),
+        ("import nowhere", "score", "cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"),
+    ],
+)
+def test_functions_that_cannot_be_used_are_told_before_the_run(tmp_path, source, name, message):
+    path = tmp_path / "my.py"
+    if source is not None:
+        path.write_text(source)
+    part = {"kind": "python", "weight": 1.0, "path": f"{path}:{name}"}
+    for reward in ({"kind": "python", "path": f"{path}:{name}"}, {"kind": "exact", "parts": [part]}):
+        with pytest.raises(UserError, match=message):
+            check_reward(recipe(tmp_path, **reward))
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"kind": "python"}, 'kind = "python" needs path'),
+        ({"kind": "python", "path": "my.py"}, "expected FILE.py:FUNCTION"),
+        ({"kind": "exact", "path": "my.py:score"}, "path is a setting of kind = 'python'"),
+        ({"kind": "exact", "boxed": True}, "boxed is a setting of kind = 'math'"),
+        ({"kind": "exact", "parts": [{"kind": "overlong", "weight": 1.0}]}, "needs buffer"),
+        ({"kind": "exact", "parts": [{"kind": "box", "weight": 1.0, "path": "a.py:f"}]}, "has no path"),
+        ({"kind": "exact", "parts": [{"kind": "bx", "weight": 1.0}]}, "'box', 'overlong' or 'python'"),
+        ({"kind": "exact", "parts": [{"kind": "overlong", "weight": 1.0, "buffer": 2000}]}, "is more than rollout.max"),
+    ],
+)
+def test_mistakes_of_a_recipe(tmp_path, reward, message):
+    with pytest.raises(ValueError, match=message):
+        recipe(tmp_path, **reward)
+
+
+def test_the_reward_is_the_sum_of_its_parts(tmp_path, file):
+    """M2PO's 1.0 + 0.1 for a box, and a function's; a response that is not read has none of them."""
+    parts = [
+        {"kind": "box", "weight": 0.1},
+        {"kind": "python", "weight": -2.0, "path": f"{file}:score"},
+        {"kind": "overlong", "weight": 1.0, "buffer": 4},
+    ]
+    settings = recipe(tmp_path, kind="math", parts=parts)
+    texts = ["\\boxed{42}", "\\boxed{41}", "42", "share"]
+    responses = scored(settings, texts, tokens=6)
+    assert [r.reward for r in responses] == pytest.approx([1.1, 0.1, 1 - 2, -1])
+    assert [r.correctness for r in responses] == [1, 0, 1, 0]
+    assert [r.reward for r in scored(settings, texts, tokens=10, finish="length")] == [-1] * 4
+
+
+def test_overlong_is_dapos():
+    assert [overlong(tokens, 20, 4) for tokens in (1, 16, 17, 18, 20, 25)] == [0, 0, -0.25, -0.5, -1, -1]
+    parts = ({"kind": "overlong", "weight": 2.0, "buffer": 4},)
+    table = RewardTable.model_validate({"kind": "exact", "parts": parts})
+    assert total(Score(1.0), 18, table, 20) == (0.0, 1.0)
+    assert total(Score(1.0), 1, table.model_copy(update={"weight": 0.9}), 20) == (0.9, 1.0)
+
+
+def test_correct_and_reward_are_stored_apart(tmp_path):
+    def response(reward, correct):
+        return Response(np.ones(2, np.int32), -np.ones(2, np.float32), reward, "stop", 0, correct=correct)
+
+    group = Group(0, np.ones(1, np.int32), (response(1.1, 1.0), response(0.0, None), response(-0.5, 0.0)))
+    for stored, correct in ((group, [1, 0, 0]), (Group(0, group.prompt_tokens, group.responses[1:2]), [0])):
+        (tmp_path / "shard").write_bytes(encode([stored], "hash", "raw"))
+        found = Shard(tmp_path / "shard").group(0).responses
+        assert [(r.reward, r.correct) for r in found] == [(r.reward, r.correct) for r in stored.responses]
+        assert [r.correctness for r in found] == correct
+    assert summary([group])["correct/mean"] == pytest.approx(1 / 3)
+    assert summary([group])["reward/mean"] == pytest.approx(0.2)
+
+
+def test_a_recipe_keeps_its_parts_and_its_function_is_pinned(tmp_path, file):
+    parts = [{"kind": "python", "weight": 0.5, "path": f"{file}:score"}]
+    settings = recipe(tmp_path, kind="exact", parts=parts)
+    run = RunDir.create(tmp_path / "run", settings)
+    assert RunDir.open(tmp_path / "run").recipe.reward == settings.reward
+    run.check_prompts()
+    file.write_text(SOURCE + "\n# better")
+    with pytest.raises(UserError, match=r"the reward function in .*my.py has changed since"):
+        run.check_prompts()
