@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from megarl.errors import UserError
-from megarl.rewards import is_scored
+from megarl.rewards import Score, is_scored
+from megarl.rewards.parts import total
 from megarl.storage.json_lines import read_intact_lines
 from megarl.storage.ledger import LedgerEntry, verify_shard
 from megarl.storage.rollouts import Group, RolloutStore
@@ -94,7 +95,8 @@ def _check_group(stage: Stage, group: Group) -> Iterator[str]:
     for number, response in enumerate(group.responses):
         if len(response.tokens) > stage.rollout.max_response_tokens:
             yield f"response {number} has {len(response.tokens)} tokens, more than rollout.max_response_tokens"
-        if not is_scored(response.finish_reason, recipe.reward) and response.reward:
+        unscored = total(Score(0.0), len(response.tokens), recipe.reward, stage.rollout.max_response_tokens)[0]
+        if not is_scored(response.finish_reason, recipe.reward) and response.reward != unscored:
             yield f"response {number} was not scored ({response.finish_reason}), but has reward {response.reward:g}"
         versions = response.versions
         if versions.min() < oldest or versions.max() > newest or (np.diff(versions) < 0).any():

@@ -9,10 +9,11 @@ import numpy as np
 
 from megarl.data.prompts import PromptSource, open_prompts
 from megarl.errors import UserError
-from megarl.rewards import build_verifier, is_scored, reward
+from megarl.rewards import build_verifier, is_scored
+from megarl.rewards.parts import total
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rollout.drift import TOLERANCES, hugging_face_reference
-from megarl.storage.rollouts import Group, RolloutStore
+from megarl.storage.rollouts import Group, Response, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.weights import weight_files
 
@@ -63,19 +64,20 @@ def _check_prompts(stage: Stage, groups: Sequence[Group], prompts: PromptSource)
 def _check_rewards(
     stage: Stage, groups: Sequence[Group], prompts: PromptSource, tokenizer: object, pool: VerifierPool
 ) -> Iterator[str]:
-    table = stage.run.recipe.reward
-    asked: dict[int, tuple[int, int, float]] = {}
+    table, longest = stage.run.recipe.reward, stage.rollout.max_response_tokens
+    asked: dict[int, tuple[int, int, Response]] = {}
     for group in groups:
         for number, response in enumerate(group.responses):
             if is_scored(response.finish_reason, table):
                 text = tokenizer.decode(response.tokens.tolist(), skip_special_tokens=True)  # type: ignore[attr-defined]
                 key = pool.ask(prompts.train(group.group_id), text)
-                asked[key] = group.group_id, number, response.reward
+                asked[key] = group.group_id, number, response
     while asked:
         for key, verdict in pool.verdicts(wait=True):
-            group_id, number, stored = asked.pop(key)
-            if (now := reward(verdict.score, table)) != stored:
-                yield f"response {number} of group {group_id} has reward {stored:g}, but its verifier says {now:g}"
+            group_id, number, response = asked.pop(key)
+            now, stored = total(verdict.found, len(response.tokens), table, longest), response.reward
+            if now != (stored, response.correctness):
+                yield f"response {number} of group {group_id} has reward {stored:g}, but its verifier says {now[0]:g}"
 
 
 def _check_logprobs(stage: Stage, groups: Sequence[Group], notes: list[str]) -> Iterator[str]:
