@@ -120,6 +120,16 @@ struct ClipToken : Bounded {
   }
 };
 
+// the value of ClipToken, with a gradient also where it is bounded
+struct ClipPreserving : Bounded {
+  static constexpr Quantity kQuantity = Quantity::kNone;
+  using Bounded::Bounded;
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence&) const {
+    const Outcome o = hard_clip(t.ratio, t.advantage, low, high, 0);
+    return {o.value, t.clamped ? 0.0f : o.value, !t.clamped, o.first, 0};
+  }
+};
+
 // largest |l|: the comparison is exact where the bound is the log-ratio of a token
 struct ClipLogRatio {
   static constexpr Quantity kQuantity = Quantity::kNone;
@@ -322,6 +332,7 @@ struct Tag {
 #define MEGARL_RULES(rule)                                            \
   rule("reinforce", Reinforce)                                        \
   rule("clip_token", ClipToken)                                       \
+  rule("clip_preserving", ClipPreserving)                             \
   rule("clip_log_ratio", ClipLogRatio)                                \
   rule("clip_prefix", ClipPrefix)                                     \
   rule("clip_sequence_mean", ClipSequenceMean)                        \

@@ -10,6 +10,7 @@ from megarl.objectives.bapo import Bapo
 from megarl.objectives.cispo import Cispo
 from megarl.objectives.dapo import Dapo
 from megarl.objectives.decoupled_ppo import DecoupledPpo
+from megarl.objectives.gppo import Gppo
 from megarl.objectives.grpo import Grpo
 from megarl.objectives.gspo import Gspo
 from megarl.objectives.m2po import M2Po
@@ -41,6 +42,7 @@ __all__ = [
 OBJECTIVES: dict[str, type[Objective]] = {
     "grpo": Grpo,
     "dapo": Dapo,
+    "gppo": Gppo,
     "gspo": Gspo,
     "cispo": Cispo,
     "m2po": M2Po,

@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in OBJ
 }  # fmt: skip
 
 
-KEEPS_ALL = ("cispo", "minpro", "topr", "reinforce")
+KEEPS_ALL = ("cispo", "gppo", "minpro", "topr", "reinforce")
 
 
 @dataclass

@@ -69,6 +69,18 @@ def dapo(rs):
     return grpo(rs, 0.2, 0.28)
 
 
+def gppo(rs, eps_low=0.2, eps_high=0.28):
+    value, kept = {}, {}
+    for o in rs:
+        for t in o:
+            low, high = ((1 + side) / sg(t.rho) * t.rho for side in (-eps_low, eps_high))
+            bounded = torch.maximum(torch.minimum(t.rho, high), low)
+            # min() of two equal numbers, of which torch would take half of each gradient
+            value[t.index] = bounded * t.a if past_bound(t.rho, t.a, 1 - eps_low, 1 + eps_high) else t.rho * t.a
+            kept[t.index] = not t.clamped
+    return value, kept
+
+
 def gspo(rs, eps=2e-3):
     """Its own form: one objective a response. Here each token carries it, so that the mean over tokens is the value."""
     value, kept = {}, {}

@@ -19,6 +19,7 @@ BACKENDS = ("torch", "cpp")
 CASES = {
     "grpo": (OBJECTIVES["grpo"](), papers.grpo),
     "dapo": (OBJECTIVES["dapo"](), papers.dapo),
+    "gppo": (OBJECTIVES["gppo"](), papers.gppo),
     "gspo": (OBJECTIVES["gspo"](), papers.gspo),
     "cispo": (OBJECTIVES["cispo"](), papers.cispo),
     "m2po": (OBJECTIVES["m2po"](), papers.m2po),

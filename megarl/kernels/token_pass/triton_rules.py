@@ -116,6 +116,13 @@ def clip_token(t, s, p):
 
 
 @triton.jit
+def clip_preserving(t, s, p):
+    bounded = hard_clip(t.ratio, t.advantage, p[0], p[1], t.clamped)
+    coefficient = tl.where(t.clamped, 0.0, bounded.value)
+    return Outcome(bounded.value, coefficient, ~t.clamped, bounded.first, bounded.second)
+
+
+@triton.jit
 def clip_log_ratio(t, s, p):
     l, level = t.log_ratio, p[0]
     clipped = ((t.advantage > 0) & (l > level)) | ((t.advantage < 0) & (l < -level))
@@ -227,6 +234,7 @@ class TritonRule:
 TRITON_RULES = {  # by the name that `Rule.name` gives
     "reinforce": TritonRule(reinforce, 0),
     "clip_token": TritonRule(clip_token, 2),
+    "clip_preserving": TritonRule(clip_preserving, 2),
     "clip_prefix": TritonRule(clip_prefix, 2),
     "clip_sequence_mean": TritonRule(clip_sequence_mean, 2, "mean"),
     "clip_dual": TritonRule(clip_dual, 3),

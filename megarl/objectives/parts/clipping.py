@@ -1,4 +1,4 @@
-"""Hard clip (no gradient outside the bounds) and soft clip (a bounded weight; every token keeps its gradient)."""
+"""Hard clip (no gradient outside the bounds), and two that keep every token's gradient, with a bounded weight."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ def hard_clip(
     clipped = ((advantages > 0) & (ratio_value > ratio_max)) | ((advantages < 0) & (ratio_value < ratio_min))
     bounded = torch.clamp(ratio_value, ratio_min, ratio_max)  # type: ignore[arg-type]
     return torch.where(clipped, bounded, ratio) * advantages, clipped
+
+
+def preserving_clip(
+    ratio: torch.Tensor, advantages: torch.Tensor, ratio_min: float, ratio_max: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The value of `hard_clip` [T], and [T] bool where it is bounded. There the gradient is that of bound * log pi."""
+    value, clipped = hard_clip(ratio, advantages, ratio_min, ratio_max)
+    # ratio / sg(ratio) is 1 with the gradient of log pi
+    return torch.where(clipped, value.detach() * (ratio / ratio.detach()), value), clipped
 
 
 def soft_clip(
