@@ -210,3 +210,9 @@ def test_hostile_programs_change_no_others_reward(host):
         pool.close()
     assert [found[number].score for number in numbers] == [1, 0, 0] * 5
     assert [found[number].over for number in numbers[1::3]] == [None, None, "asleep", "time", None]
+
+
+def test_names_that_the_tests_use_are_not_the_programs():
+    tests = "assert all(answer(n) == 5 for n in (7,))\nassert isinstance(answer(7), int) and math.isclose(answer(7), 5)"
+    assert verifier().score(row(tests=tests), attacks.FORGED["names of the tests"]).value == 0
+    assert verifier().score(row(tests=tests), "def answer(n): return 5").value == 1
