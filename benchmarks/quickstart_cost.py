@@ -33,7 +33,8 @@ from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.samples import to_samples
 from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import Recipe
-from megarl.rewards import build_verifier, is_scored, reward
+from megarl.rewards import is_scored, reward
+from megarl.rewards.parts import build_verifier
 from megarl.storage.metrics_log import NOTHING, MetricsWriter
 from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal

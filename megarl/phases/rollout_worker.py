@@ -17,7 +17,7 @@ from megarl.distributed import ReplicaGroup
 from megarl.errors import UserError
 from megarl.phases.scoring import PendingGroup, ScoredGroup, Scoring, SeededPrompt
 from megarl.recipe.tables import Recipe
-from megarl.rewards import build_verifier
+from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rollout import build_engine
 from megarl.rollout.drift import Drift, check_weights, hugging_face_reference

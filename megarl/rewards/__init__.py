@@ -5,16 +5,14 @@ Of all verifiers only `megarl.rewards.code` runs a response as code, in a sandbo
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Protocol
 
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.data.sources import read_rows
 from megarl.errors import UserError
-from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import Recipe, RewardTable
 
 BAD_ROWS_TOLD = 5  # of a prompt file, in one message
@@ -67,26 +65,6 @@ def reward(score: float, table: RewardTable) -> float:
     return 1.0 if score >= table.correct_above else 0.0
 
 
-def check_reward(recipe: Recipe) -> None:
-    """`UserError` if the verifier that ``[reward] kind`` names does not suit the recipe's data."""
-    _module(recipe).check(recipe)
-    for part in recipe.reward.parts:
-        if part.path is not None:
-            from megarl.rewards.python import load_function
-
-            load_function(part.path)
-
-
-def build_verifier(recipe: Recipe, prompts: PromptSource) -> Verifier:
-    """The verifier that ``[reward] kind`` names, for the training and held-out prompts of ``prompts``."""
-    verifier = _module(recipe).build(recipe.reward, prompts)
-    if not recipe.reward.parts:
-        return verifier
-    from megarl.rewards.parts import WithParts  # which is made of verifiers
-
-    return WithParts(verifier, recipe.reward.parts)
-
-
 def check_rows(recipe: Recipe, read: Callable[[Prompt], object]) -> None:
     """``read`` every row of the recipe's prompt files; one `UserError` for all whose reading raises one."""
     for file in recipe.prompt_files():
@@ -99,10 +77,6 @@ def check_rows(recipe: Recipe, read: Callable[[Prompt], object]) -> None:
         if wrong:
             more = f"\nand {len(wrong) - BAD_ROWS_TOLD} more rows" if len(wrong) > BAD_ROWS_TOLD else ""
             raise UserError("\n".join(wrong[:BAD_ROWS_TOLD]) + more)
-
-
-def _module(recipe: Recipe) -> VerifierModule:
-    return cast(VerifierModule, importlib.import_module(VERIFIERS[recipe.reward.kind]))
 
 
 def right_answer(prompt: Prompt) -> str:

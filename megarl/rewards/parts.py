@@ -1,15 +1,38 @@
-"""What a reward is made of beside right or wrong: ``[[reward.parts]]``, each with a weight."""
+"""The reward of a recipe: its verifier, and ``[[reward.parts]]``, each with a weight."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
-from megarl.data.prompts import Prompt
-from megarl.recipe.tables import RewardPart, RewardTable
-from megarl.rewards import Score, Verifier, reward
+from megarl.data.prompts import Prompt, PromptSource
+from megarl.recipe.names import VERIFIERS
+from megarl.recipe.tables import Recipe, RewardPart, RewardTable
+from megarl.rewards import Score, Verifier, VerifierModule, reward
 from megarl.rewards.math import last_box
-from megarl.rewards.python import Python
+from megarl.rewards.python import Python, load_function
+
+
+def check_reward(recipe: Recipe) -> None:
+    """`UserError` if the verifier that ``[reward] kind`` names does not suit the recipe's data."""
+    _module(recipe).check(recipe)
+    for part in recipe.reward.parts:
+        if part.path is not None:
+            load_function(part.path)
+
+
+def build_verifier(recipe: Recipe, prompts: PromptSource) -> Verifier:
+    """The verifier that ``[reward] kind`` names, for the training and held-out prompts of ``prompts``."""
+    verifier = _module(recipe).build(recipe.reward, prompts)
+    if not recipe.reward.parts:
+        return verifier
+    return WithParts(verifier, recipe.reward.parts)
+
+
+def _module(recipe: Recipe) -> VerifierModule:
+    return cast(VerifierModule, importlib.import_module(VERIFIERS[recipe.reward.kind]))
 
 
 class WithParts:

@@ -131,7 +131,7 @@ def launcher() -> Path:
         distribution = importlib.metadata.distribution("megarl")
     except importlib.metadata.PackageNotFoundError:
         raise UserError("megarl is not installed: the sandbox needs its compiled launcher, pip install .") from None
-    return Path(str(distribution.locate_file("megarl/rewards/bin/megarl_sandbox")))
+    return Path(str(distribution.locate_file("megarl"))) / "rewards/bin/megarl_sandbox"
 
 
 class Run:

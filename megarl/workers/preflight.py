@@ -19,7 +19,7 @@ from megarl.recipe.layout import check_layout
 from megarl.recipe.load import dump_recipe
 from megarl.recipe.optimizer import check_optimizer
 from megarl.recipe.tables import ActorTable, Recipe
-from megarl.rewards import check_reward
+from megarl.rewards.parts import check_reward
 from megarl.rollout import check_engine
 from megarl.storage.weights import weight_files
 from megarl.workers.processes import Starter

@@ -7,9 +7,9 @@ import pytest
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import check_reward
 from megarl.rewards.code import Code, is_right, program_of
 from megarl.rewards.code_tests import InputOutput, read_tests
+from megarl.rewards.parts import check_reward
 from megarl.rewards.sandbox import Outcome
 from tests.data.prompt_sources import recipe
 

@@ -7,8 +7,8 @@ from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.phases.scoring import PendingGroup, Scoring, SeededPrompt
 from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import Score, build_verifier, check_reward
-from megarl.rewards.parts import overlong, total
+from megarl.rewards import Score
+from megarl.rewards.parts import build_verifier, check_reward, overlong, total
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.run_dir import RunDir

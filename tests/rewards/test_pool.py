@@ -11,9 +11,9 @@ import pytest
 from megarl.data.prompts import Prompt, build_prompts
 from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import build_verifier
 from megarl.rewards.exact import Exact
 from megarl.rewards.math import Math
+from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits, Verdict, VerifierPool
 from tests.data.prompt_sources import char_tokenizer, recipe
 from tests.rewards import hostile

@@ -11,9 +11,10 @@ from megarl.data.prompts import Prompt, build_prompts
 from megarl.errors import UserError
 from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import VerifierModule, build_verifier, check_reward, is_scored, reward
+from megarl.rewards import VerifierModule, is_scored, reward
 from megarl.rewards.exact import Exact
 from megarl.rewards.math import Math
+from megarl.rewards.parts import build_verifier, check_reward
 from megarl.rewards.reasoning_gym import EVAL_SCORERS, FORMULA_SCORERS, is_plain_formula
 from tests.data.prompt_sources import char_tokenizer, recipe
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from megarl.data.prompts import PromptSource, open_prompts
 from megarl.errors import UserError
-from megarl.rewards import build_verifier, is_scored
-from megarl.rewards.parts import total
+from megarl.rewards import is_scored
+from megarl.rewards.parts import build_verifier, total
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rollout.drift import TOLERANCES, hugging_face_reference
 from megarl.storage.rollouts import Group, Response, RolloutStore
