@@ -66,7 +66,8 @@ CASES = {
     "live trainer": (of_rank("live:0"), trains, LIVE, "live", ""),
     "live generator": (of_rank("live:1"), trains, LIVE, "live", ""),
     "warm": (warm, trains, (), "optimize", ""),
-    "writer": (held_writer, writes, ("actor.checkpoint_every=4",), "optimize", "update_000004"),
+    # which is held for the test to find it, and must be stopped before that counts as standing still
+    "writer": (held_writer, writes, ("actor.checkpoint_every=4", "run.stall_seconds=12"), "optimize", "update_000004"),
 }
 
 

@@ -253,7 +253,8 @@ def test_a_stopped_process_of_one_node_is_named_beside_all_others(recipe, sealed
     for number in (0, 1):
         assert f"rank {number} (process" in message, message
         log = sealed / f"logs/000_optimize/attempt_0/rank_000{number}.log"
-        assert "most recent call first" in log.read_text(), number
+        # as it was asked to write, or of the exception with which the other one's end ended it before it was asked
+        assert "most recent call" in log.read_text(), number
     assert "no progress for" in events(sealed, "no_progress")[0]["cause"]
     wait_until_nobody_works_on(sealed)
 

@@ -81,7 +81,8 @@ def test_there_are_as_many_hostile_answers_as_were_found():
 
 
 def test_hostile_mathematics_scores_0_and_stops_nobody():
-    with pool(lambda: Math(RewardTable(kind="math"))) as verifiers:
+    # the last, right one takes a tenth of that, and several times as much on a busy machine
+    with pool(lambda: Math(RewardTable(kind="math")), replace(TIGHT, seconds=1.0)) as verifiers:
         verdicts = score(verifiers, [(asked("42"), text) for text in (*hostile.MATH, "so it is $42$")])
     *verdicts, last = verdicts
     assert [text for text, verdict in zip(hostile.MATH, verdicts, strict=True) if verdict.score] == []

@@ -63,6 +63,7 @@ def test_a_server_that_lacks_memory_names_the_settings():
 def test_a_response_that_the_cache_cut_short_is_an_error():
     engine = object.__new__(SglangEngine)
     engine.settings, engine.version = SglangSettings("cuda", context=4096, responses=512, memory_fraction=0.3), 7
+    engine._done = engine._done_tokens = 0
     scored = [[-1.0, 5, None], [-2.0, 6, None]]
 
     def running(limit):

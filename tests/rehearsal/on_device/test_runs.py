@@ -64,7 +64,7 @@ def test_train_and_optimize_elsewhere(untrained_recipe, tmp_path):
     lines = metrics(run)
     assert [line["update"] for line in lines] == list(range(1, 13))
     phases = [event["phase"] for event in events(run, "phase_start")]
-    assert phases[:3] == ["rehearse", "evaluate", "rollout"] and phases.count("rehearse") == 1
+    assert phases[:3] == ["rehearse", "rollout", "optimize"] and phases.count("rehearse") == 1
     assert not (run.root / "rehearsal").exists()
     assert len(events(run, "evaluation")) == 3 and len(events(run, "export")) == 2
     weights = load_file(run.final / "model.safetensors")
