@@ -177,6 +177,7 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch, host):
 
 def test_a_sandbox_that_is_killed_from_outside_is_tried_again(host):
     """Once: what is killed twice is an error."""
+    slow = program("import time\ntime.sleep(1)\nwon()", host)  # it has not ended when it is killed
     kill = subprocess.Popen.__init__
     killed = []
 
@@ -189,10 +190,10 @@ def test_a_sandbox_that_is_killed_from_outside_is_tried_again(host):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess.Popen, "__init__", killing)
         most = 1
-        assert verifier().score(asked(host), program("won()", host)).value == 1
+        assert verifier().score(asked(host), slow).value == 1
         most = 3
         with pytest.raises(SandboxError, match="ended from outside"):
-            verifier().score(asked(host), program("won()", host))
+            verifier().score(asked(host), slow)
     assert len(killed) == 3
 
 
