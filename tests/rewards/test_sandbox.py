@@ -178,6 +178,8 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch, host):
 def test_a_sandbox_that_is_killed_from_outside_is_tried_again(host):
     """Once: what is killed twice is an error."""
     slow = program("import time\ntime.sleep(0.4)\nwon()", host)  # it has not ended when it is killed
+    judge = verifier()
+    judge._limits = replace(judge._limits, asleep=60.0)
     kill = subprocess.Popen.__init__
     killed = []
 
@@ -190,10 +192,10 @@ def test_a_sandbox_that_is_killed_from_outside_is_tried_again(host):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess.Popen, "__init__", killing)
         most = 1
-        assert verifier().score(asked(host), slow).value == 1
+        assert judge.score(asked(host), slow).value == 1
         most = 3
         with pytest.raises(SandboxError, match="ended from outside"):
-            verifier().score(asked(host), slow)
+            judge.score(asked(host), slow)
     assert len(killed) == 3
 
 
