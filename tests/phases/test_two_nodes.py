@@ -112,7 +112,7 @@ def assert_same_rollouts(one, other):
 
 def assert_same_result(one, other):
     trained = [update["grad_norm"] > 0 for update in updates(one)]
-    assert sum(trained) > len(trained) / 2  # there is something to compare
+    assert sum(trained) >= len(trained) / 2  # there is something to compare
     for a, b in zip(updates(one), updates(other), strict=True):
         for key in ("update", "loss", "reward/mean", "grad_norm", "entropy", "ess", "tokens"):
             assert a[key] == b[key], (a["update"], key)

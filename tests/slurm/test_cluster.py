@@ -24,9 +24,10 @@ from tests.phases.test_two_nodes import (
 
 # two ranks in every phase: both on one node, or one on each of two
 ON_ONE = ("rollout.workers=2", "actor.processes_per_node=2")
-# many shards, updates and micro-batches, so that there is time to stop between two
-TINY = (*EASY, "schedule.stages=1", "schedule.updates_per_stage=24", "rollout.groups_per_chunk=1", "eval.every=0")
-TINY += ("actor.checkpoint_every=24", "actor.tokens_per_micro_batch=20")
+# many shards, updates and micro-batches, so that there is time to stop between two: Slurm takes seconds to ask
+UPDATES, GROUPS = 64, 256
+TINY = (*EASY, "schedule.stages=1", f"schedule.updates_per_stage={UPDATES}", "eval.every=0")
+TINY += ("rollout.groups_per_chunk=1", f"actor.checkpoint_every={UPDATES}", "actor.tokens_per_micro_batch=20")
 # the quickstart, cut to seconds: one stage of 6 updates, a smaller evaluation, an untrained model, easy answers
 QUICKSTART = (*EASY[:3], "schedule.stages=1", "schedule.updates_per_stage=6", "schedule.prompts_per_update=4")
 QUICKSTART += ("eval.prompts=32",)
@@ -139,8 +140,8 @@ def test_preempted_in_rollout_and_in_optimize_every_update_is_made_once(recipe, 
     assert job.wait() == "COMPLETED", job.output()
     assert [event["phase"] for event in events(run, "phase_stopped")] == ["rollout", "optimize"]
     resumed = {event["phase"]: event["skipped"] for event in events(run, "resume")}
-    assert 0 < resumed["rollout"] < 96 and 0 < resumed["optimize"] < 24
-    assert f"skips {resumed['optimize']} of 24 updates made earlier" in job.output()
+    assert 0 < resumed["rollout"] < GROUPS and 0 < resumed["optimize"] < UPDATES
+    assert f"skips {resumed['optimize']} of {UPDATES} updates made earlier" in job.output()
     assert_same_rollouts(local, run)
     assert_same_result(local, run)
 
