@@ -213,7 +213,7 @@ def test_chain_runs_each_phase_as_its_own_job(recipe, local, submit, tmp_path):
 
 
 def test_chain_cancels_what_depends_on_a_failed_job(recipe, submit, tmp_path):
-    diverges = settings(*TINY, "optimizer.lr=1e30", "schedule.stages=2")
+    diverges = settings(*TINY, "optimizer.lr=1", "optimizer.weight_decay=1e30", "schedule.stages=2")
     jobs = submit(recipe, tmp_path / "run", "--chain", "--retries", 0, *diverges, waits_and_fails=True)
     assert len(jobs) == 5
     assert [job.wait() for job in jobs] == ["COMPLETED", "FAILED", "CANCELLED", "CANCELLED", "CANCELLED"]
