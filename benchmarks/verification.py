@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, help="exit with 1 when the pool's ratio is above")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    pool = Timed(VerifierPool(Math, Limits.of_this_process()))
+    pool = Timed(VerifierPool(lambda: Math(RewardTable(kind="math")), Limits.of_this_process(600.0)))
     with tempfile.TemporaryDirectory() as folder:
         model, policy = make_model(Path(folder) / "model"), Path(folder) / "policy"
         settings = [f"rollout.max_response_tokens={options.tokens}", f'model.path="{model}"']
