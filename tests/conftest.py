@@ -3,14 +3,12 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import importlib.util
-import itertools
-import sys
 
 import pytest
 import torch
 
 from megarl.rollout.sglang.server import installed_version
-from tests.helpers import ROOT, SGLANG_PYTHON, write_guessing_model, write_recipe
+from tests.helpers import SGLANG_PYTHON, five_letters, write_guessing_model, write_recipe, write_untrained_model
 
 torch.set_num_threads(1)
 
@@ -34,13 +32,8 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """The quickstart's untrained model and tokenizer."""
-    sys.path.insert(0, str(ROOT / "examples/quickstart"))
-    try:
-        from make_base import write_initial_model
-    finally:
-        sys.path.pop(0)
     path = tmp_path_factory.mktemp("model") / "model"
-    write_initial_model(path)
+    write_untrained_model(path)
     return path
 
 
@@ -55,5 +48,4 @@ def guessing_model(tiny_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def recipe(guessing_model, tmp_path_factory):
     """A tiny run's recipe: a Qwen3-MoE that guesses the first letter of a word and is right in a third of the cases."""
-    words = ["".join(letters) for letters in itertools.product("abc", repeat=5)]
-    return write_recipe(tmp_path_factory.mktemp("recipe"), guessing_model, words)
+    return write_recipe(tmp_path_factory.mktemp("recipe"), guessing_model, five_letters())

@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -163,3 +165,25 @@ def events(run, kind):
 def read_lines(path):
     """The objects of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_untrained_model(path):
+    """The quickstart's model and tokenizer before it has learnt anything."""
+    sys.path.insert(0, str(ROOT / "examples/quickstart"))
+    try:
+        from make_base import write_initial_model
+    finally:
+        sys.path.pop(0)
+    write_initial_model(path)
+
+
+def five_letters():
+    """The words of the tiny recipe."""
+    return ["".join(letters) for letters in itertools.product("abc", repeat=5)]
+
+
+def write_laboratory(folder):
+    """The tiny recipe with a model that has rewards to learn from, for scripts that have no fixtures."""
+    write_untrained_model(folder / "initial")
+    write_guessing_model(folder / "initial", folder / "model")
+    return write_recipe(folder, folder / "model", five_letters())

@@ -49,7 +49,7 @@ class Limits:
     """Of one program."""
 
     seconds: int = 6  # processor time
-    asleep: float = 10.0  # seconds in which it neither ran nor waited for a processor: a busy machine does not count
+    asleep: float = 10.0  # seconds in which it neither ran nor waited for a processor; waits for memory count
     memory: int = 1 << 30  # bytes of address space; of each process where there may be several
     output: int = 4 << 20  # bytes
     file_size: int = 64 << 20  # bytes of a file

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.kills import assert_same_live_run
-from tests.helpers import ROOT, megarl, write_guessing_model, write_recipe
+from tests.helpers import megarl, write_laboratory
 from tests.phases.test_kill import assert_same_run, kill_at
 
 SETTINGS = ("--set", "eval.every=2")  # before the first stage and after the last
@@ -188,14 +188,7 @@ class Laboratory:
     """An undisturbed run, and the same stopped in its second stage: without rollouts (0), with four updates (4)."""
 
     def __init__(self, folder: Path) -> None:
-        sys.path.insert(0, str(ROOT / "examples/quickstart"))
-        from make_base import write_initial_model
-
-        self.folder = folder
-        write_initial_model(folder / "initial")
-        write_guessing_model(folder / "initial", folder / "model")
-        words = ["".join(letters) for letters in itertools.product("abc", repeat=5)]
-        self.recipe = write_recipe(folder, folder / "model", words)
+        self.folder, self.recipe = folder, write_laboratory(folder)
         self.prompts = (folder / "prompts.jsonl").read_bytes()
         self.whole, self.whole_live = folder / "whole", folder / "whole_live"
         for run, settings in ((self.whole, SETTINGS), (self.whole_live, (*SETTINGS, *LIVE))):

@@ -27,13 +27,11 @@ from pathlib import Path
 import psutil
 
 from tests.helpers import (
-    ROOT,
     megarl,
     read_lines,
     start_megarl,
     wait_until_nobody_works_on,
-    write_guessing_model,
-    write_recipe,
+    write_laboratory,
 )
 from tests.phases.test_kill import TIMES, assert_same_run
 
@@ -174,14 +172,7 @@ class Laboratory:
     """A recipe with rewards, and an undisturbed run of each kind."""
 
     def __init__(self, folder: Path) -> None:
-        sys.path.insert(0, str(ROOT / "examples/quickstart"))
-        from make_base import write_initial_model
-
-        self.folder = folder
-        write_initial_model(folder / "initial")
-        write_guessing_model(folder / "initial", folder / "model")
-        words = ["".join(letters) for letters in itertools.product("abc", repeat=5)]
-        self.recipe = write_recipe(folder, folder / "model", words)
+        self.folder, self.recipe = folder, write_laboratory(folder)
         for kind in KINDS:
             whole = Run(kind, self.recipe, folder / kind)
             whole.finish()

@@ -69,6 +69,14 @@ def program(body, host):
     return "```python\n" + (attacks.PRELUDE + body).format(**host) + "\n```"
 
 
+@pytest.fixture
+def nothing_left():
+    """Of the processes that a test starts; what fixtures of other modules keep running is not its."""
+    before = psutil.Process().children(recursive=True)
+    yield
+    assert [child for child in psutil.Process().children(recursive=True) if child not in before] == []
+
+
 def test_there_are_more_than_forty():
     assert len(attacks.PROGRAMS) + len(attacks.FORGED) + len(attacks.CPP) >= 100
 
@@ -83,28 +91,28 @@ def test_what_wins_is_right(host):
     assert verifier(language="cpp").score(asked(host), cpp).value == 1
 
 
+@pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", attacks.PROGRAMS)
 def test_a_hostile_program_is_wrong_and_alone(name, host):
     score = verifier().score(asked(host), program(attacks.PROGRAMS[name], host))
     assert score.value == 0
     expected = "asleep" if name in HANGING else "time" if name in SPINNING else None
     assert name in SEVERAL or score.over == expected
-    assert psutil.Process().children(recursive=True) == []
 
 
+@pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", attacks.FORGED)
 def test_assertions_cannot_be_forged(name):
     assert verifier().score(row(tests=attacks.ASSERTIONS), attacks.FORGED[name]).value == 0
-    assert psutil.Process().children(recursive=True) == []
 
 
+@pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", attacks.CPP)
 def test_hostile_cpp_is_wrong_and_alone(name, host, monkeypatch):
     from megarl.rewards import code
 
     monkeypatch.setattr(code, "COMPILING", replace(code.COMPILING, seconds=2, memory=1 << 30, disk=64 << 20))
     assert verifier(language="cpp").score(asked(host), attacks.CPP[name].format(**host)).value == 0
-    assert psutil.Process().children(recursive=True) == []
 
 
 def as_ordinary_user(check, *arguments):
