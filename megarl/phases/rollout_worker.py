@@ -143,7 +143,8 @@ class RolloutWorker:
             if completion.finish_reason == "interrupted":
                 continue
             self._have_scored(group, k, group.parts.pop(k))
-            yield from self.scoring.take()
+            if self.scoring.is_due():
+                yield from self.scoring.take()
         self.scoring.settle()
         yield from self.scoring.take()
         self.unfinished = [group for group in pending if not group.done]

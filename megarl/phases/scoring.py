@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +14,8 @@ from megarl.rewards.parts import total
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engine import Completion
 from megarl.storage.rollouts import Response
+
+SECONDS_BETWEEN_LOOKS = 0.01  # where small models' responses end faster than that
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Scoring:
         self._asked: dict[int, tuple[PendingGroup, int]] = {}  # number of the question -> whose response it is about
         self._generated: list[PendingGroup] = []  # wholly; the first to be so first
         self._whole: list[ScoredGroup] = []  # not handed out yet
+        self._looked = time.monotonic()
 
     def add(self, group: PendingGroup, sample: int, response: Response, text: str) -> None:
         """A response is generated; its reward is to be found."""
@@ -79,6 +83,7 @@ class Scoring:
 
     def look(self, wait: bool = False) -> None:
         """Take what verdicts there are. ``wait``: for one at least."""
+        self._looked = time.monotonic()
         for number, verdict in self._verifiers.verdicts(wait):
             group, sample = self._asked.pop(number)
             group.responses[sample] = self._rewarded(group.responses[sample], verdict.found)
@@ -105,6 +110,10 @@ class Scoring:
         while self._asked:
             beat("scoring")
             self.look(wait=True)
+
+    def is_due(self) -> bool:
+        """Whether the last look was so long ago that another one costs next to nothing."""
+        return time.monotonic() - self._looked > SECONDS_BETWEEN_LOOKS
 
     def take(self) -> list[ScoredGroup]:
         """The groups that have become whole since the last call."""

@@ -3,7 +3,8 @@
 The process that generates asks and goes on; verdicts are there when it looks. It forks one process, the keeper, before
 it starts threads or CUDA. The keeper builds the verifier, forks workers that score one response at a time, and ends
 those that take too long, wherever they are: a hostile formula can keep C code busy for hours. Whatever is forked dies
-with the process that forked it, by the end of its socket at the latest.
+with the process that forked it, by the end of its socket at the latest. Responses travel in batches, because a word
+compared takes less time than a message.
 
 A verdict depends on the response alone. So the limit is one of processor time, which a busy machine does not change,
 and a worker that ended for another reason, such as a kill, does not count against the response that it had.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import mmap
 import os
 import pickle
 import random
@@ -26,8 +28,8 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from megarl.data.prompts import Prompt
@@ -35,7 +37,11 @@ from megarl.errors import STOP_SIGNALS, UserError
 from megarl.linux import name_process
 from megarl.rewards import Score, Verifier
 
-HEADER = struct.Struct(">QI")  # number of the question, bytes that follow
+MESSAGE = struct.Struct(">II")  # how many questions or answers, bytes that follow
+QUESTION = struct.Struct(">QII")  # its number, bytes of the prompt, bytes of the response
+NUMBER = struct.Struct("=Q")
+BATCH = 32  # questions in a message, at most
+SECONDS_TO_ANSWER = 0.01  # that an answer may wait for others to be sent with
 POLL_SECONDS = 0.5  # between two looks at workers that say nothing
 ATTEMPTS = 2  # of a response whose worker ended, but not because of the limits
 
@@ -90,13 +96,28 @@ class VerifierPool:
         theirs.close()
         self._keeper = _Channel(ours)
         self._asked = self._answered = 0
+        self._unsent: list[bytes] = []
+        self._prompt: tuple[Prompt, bytes] | None = None  # the last one that was asked about, as it is sent
 
     def ask(self, prompt: Prompt, response: str) -> int:
-        """Have a response scored; returns at once, with the number of the question."""
+        """Have a response scored, from the next call of `verdicts` on at the latest.
+
+        Returns at once, with the number of the question.
+        """
+        if self._prompt is None or self._prompt[0] is not prompt:
+            # tokens, which no verifier reads, may be most of a prompt
+            self._prompt = prompt, pickle.dumps(replace(prompt, tokens=()))
         self._asked += 1
-        # tokens, which no verifier reads, may be most of a prompt
-        self._keeper.send(self._asked, pickle.dumps((replace(prompt, tokens=()), response)))
+        about, text = self._prompt[1], response.encode("utf-8", "surrogatepass")
+        self._unsent.append(QUESTION.pack(self._asked, len(about), len(text)) + about + text)
+        if len(self._unsent) == BATCH:
+            self._send()
         return self._asked
+
+    def _send(self) -> None:
+        if self._unsent:
+            self._keeper.send(len(self._unsent), b"".join(self._unsent))
+            self._unsent = []
 
     def verdicts(self, wait: bool = False) -> list[tuple[int, Verdict]]:
         """(number of the question, verdict) of what has been scored since the last call, in any order.
@@ -105,6 +126,7 @@ class VerifierPool:
         """
         if self._asked == self._answered:
             return []
+        self._send()
         while not (answers := self._receive()) and wait:
             select.select([self._keeper.socket], [self._keeper.socket] if self._keeper.unsent else [], [])
         self._answered += len(answers)
@@ -113,8 +135,7 @@ class VerifierPool:
     def _receive(self) -> list[tuple[int, Verdict]]:
         self._keeper.flush()
         answers = []
-        for number, body in self._keeper.receive():
-            answer = json.loads(body)
+        for number, answer in [item for _, body in self._keeper.receive() for item in json.loads(body)]:
             if "mistake" in answer:
                 raise UserError(answer["mistake"])
             if "error" in answer:
@@ -133,7 +154,7 @@ class VerifierPool:
 
 
 class _Channel:
-    """Numbered messages both ways over a socket, neither of which ever waits."""
+    """Messages both ways over a socket, neither of which ever waits."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
@@ -141,8 +162,8 @@ class _Channel:
         self.unsent, self._received = bytearray(), bytearray()
         self.closed = False  # by the other end
 
-    def send(self, number: int, body: bytes) -> None:
-        self.unsent += HEADER.pack(number, len(body)) + body
+    def send(self, items: int, body: bytes) -> None:
+        self.unsent += MESSAGE.pack(items, len(body)) + body
         self.flush()
 
     def flush(self) -> None:
@@ -152,7 +173,7 @@ class _Channel:
                 del self.unsent[: self.socket.send(self.unsent)]
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """All messages that have arrived."""
+        """All messages that have arrived: how many questions or answers each has, and these."""
         try:
             while data := self.socket.recv(1 << 20):
                 self._received += data
@@ -162,38 +183,54 @@ class _Channel:
         except ConnectionResetError:
             self.closed = True
         messages = []
-        while len(self._received) >= HEADER.size:
-            number, size = HEADER.unpack_from(self._received)
-            if len(self._received) < HEADER.size + size:
+        while len(self._received) >= MESSAGE.size:
+            items, size = MESSAGE.unpack_from(self._received)
+            if len(self._received) < MESSAGE.size + size:
                 break
-            messages.append((number, bytes(self._received[HEADER.size : HEADER.size + size])))
-            del self._received[: HEADER.size + size]
+            messages.append((items, bytes(self._received[MESSAGE.size : MESSAGE.size + size])))
+            del self._received[: MESSAGE.size + size]
         return messages
 
 
-@dataclass
+@dataclass(eq=False)
 class _Question:
     number: int
-    body: bytes
+    frame: bytes  # as in a message
     attempts: int = 0
+
+
+def _questions(body: bytes) -> Iterator[tuple[int, bytes, int]]:
+    """(number, frame, where the response begins in it) of each question of a message."""
+    begin = 0
+    while begin < len(body):
+        number, *sizes = QUESTION.unpack_from(body, begin)
+        end = begin + QUESTION.size + sum(sizes)
+        yield number, body[begin:end], QUESTION.size + sizes[0]
+        begin = end
+
+
+def _answers(answers: Iterable[tuple[int, dict[str, Any]]]) -> bytes:
+    return json.dumps(list(answers)).encode()
 
 
 @dataclass
 class _Worker:
     pid: int
     channel: _Channel
-    question: _Question | None = None
+    current: mmap.mmap  # the number of the question that it scores
+    questions: deque[_Question] = field(default_factory=deque)  # that it has not answered, in order
     ran: int = 0  # nanoseconds of processor time when it was last seen to run
     seen: float = 0.0  # when that was, `time.monotonic`
     ended: bool = False
 
-    def begin(self, question: _Question) -> None:
-        self.question, self.ran, self.seen = question, self._processor_time(), time.monotonic()
-        self.channel.send(question.number, question.body)
+    def begin(self, questions: Iterable[_Question]) -> None:
+        self.questions.extend(questions)
+        self.ran, self.seen = self._processor_time(), time.monotonic()
+        self.channel.send(len(self.questions), b"".join(question.frame for question in self.questions))
 
     def is_stuck(self, patience: float) -> bool:
-        """Whether it has not run at all for so many seconds, though it has a question."""
-        if not self.question or time.monotonic() - self.seen <= patience:
+        """Whether it has not run at all for so many seconds, though it has questions."""
+        if not self.questions or time.monotonic() - self.seen <= patience:
             return False
         if (ran := self._processor_time()) == self.ran:
             return True
@@ -225,7 +262,8 @@ class _Keeper:
         """Until the asker is gone."""
         while not self.asker.closed:
             self._select()
-            self.waiting += [_Question(number, body) for number, body in self.asker.receive()]
+            for _, body in self.asker.receive():
+                self.waiting += [_Question(number, frame) for number, frame, _ in _questions(body)]
             for worker in self.workers:
                 self._hear(worker)
             self.workers = [worker for worker in self.workers if not worker.ended]
@@ -237,16 +275,17 @@ class _Keeper:
     def _select(self) -> None:
         channels = [self.asker, *(worker.channel for worker in self.workers)]
         unsent = [channel.socket for channel in channels if channel.unsent]
-        busy = any(worker.question for worker in self.workers)
+        busy = any(worker.questions for worker in self.workers)
         select.select([channel.socket for channel in channels], unsent, [], POLL_SECONDS if busy else None)
         for channel in channels:
             channel.flush()
 
     def _hear(self, worker: _Worker) -> None:
-        """Take a worker's verdict, notice its end, or end it."""
-        for number, body in worker.channel.receive():
-            self.asker.send(number, body)
-            worker.question = None
+        """Take a worker's verdicts, notice its end, or end it."""
+        for answered, body in worker.channel.receive():
+            self.asker.send(answered, body)
+            for _ in range(answered):
+                worker.questions.popleft()
         if worker.is_stuck(self.limits.patience):
             os.kill(worker.pid, signal.SIGKILL)
         elif not worker.channel.closed:
@@ -254,35 +293,43 @@ class _Keeper:
         _, status = os.waitpid(worker.pid, 0)
         worker.channel.socket.close()
         worker.ended = True
-        if worker.question:
-            self._after_its_worker(worker.question, os.waitstatus_to_exitcode(status))
+        code = os.waitstatus_to_exitcode(status)
+        (current,) = NUMBER.unpack(worker.current)
+        left = [question for question in worker.questions if code == 0 or not self._ended_by(question, current, code)]
+        self.waiting.extendleft(reversed(left))
 
-    def _after_its_worker(self, question: _Question, code: int) -> None:
-        question.attempts += code != 0  # else it ended because of the response before
-        if code in (0, -signal.SIGKILL) and question.attempts < ATTEMPTS:  # by a person, the kernel, or `_hear`
-            self.waiting.appendleft(question)
-            return
+    def _ended_by(self, question: _Question, current: int, code: int) -> bool:
+        """Whether a worker ended because of this question of those it had, which is then answered."""
+        if question.number != current:
+            return False
+        question.attempts += 1
+        if code == -signal.SIGKILL and question.attempts < ATTEMPTS:  # by a person, the kernel, or `_hear`
+            return False
         over = "time" if code == -signal.SIGPROF else "died"  # as C code does that gets no memory, or recurs too deep
-        self.asker.send(question.number, json.dumps({"score": 0.0, "over": over}).encode())
+        self.asker.send(1, _answers([(question.number, {"score": 0.0, "over": over})]))
+        return True
 
     def _hand_out(self) -> None:
-        idle = [worker for worker in self.workers if not worker.question]
+        idle = [worker for worker in self.workers if not worker.questions]
         while self.waiting and (idle or len(self.workers) < self.limits.workers):
             worker = idle.pop() if idle else self._fork()
-            worker.begin(self.waiting.popleft())
+            # fewer the fewer are left, so that no worker is still busy for long when the others have no more
+            share = min(BATCH, -(-len(self.waiting) // (2 * self.limits.workers)))
+            worker.begin([self.waiting.popleft() for _ in range(share)])
 
     def _fork(self) -> _Worker:
         ours, theirs = socket.socketpair()
+        current = mmap.mmap(-1, NUMBER.size)
         pid = os.fork()
         if not pid:
-            _in_fork(theirs, lambda: _work(theirs, self.verifier, self.limits))
+            _in_fork(theirs, lambda: _work(theirs, self.verifier, self.limits, current))
         theirs.close()
-        self.workers.append(_Worker(pid, _Channel(ours)))
+        self.workers.append(_Worker(pid, _Channel(ours), current))
         return self.workers[-1]
 
     def _end(self, answer: dict[str, str]) -> NoReturn:
         self.asker.socket.setblocking(True)
-        self.asker.send(0, json.dumps(answer).encode())
+        self.asker.send(1, _answers([(0, answer)]))
         sys.exit(1)
 
 
@@ -305,7 +352,7 @@ def _in_fork(end: socket.socket, run: Callable[[], None]) -> NoReturn:
         os._exit(code)  # what it inherited is not its to clean up
 
 
-def _work(keeper: socket.socket, verifier: Verifier, limits: Limits) -> None:
+def _work(keeper: socket.socket, verifier: Verifier, limits: Limits, current: mmap.mmap) -> None:
     """In a worker: score one response after another."""
     logging.disable(logging.CRITICAL)  # math-verify logs every formula that it cannot read
     with open("/proc/self/oom_score_adj", "w") as file:
@@ -316,17 +363,26 @@ def _work(keeper: socket.socket, verifier: Verifier, limits: Limits) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action ends the process, also inside C code
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     keeper.setblocking(True)
-    with keeper.makefile("rb") as questions:
-        while header := questions.read(HEADER.size):
-            number, size = HEADER.unpack(header)
-            prompt, response = pickle.loads(questions.read(size))
-            signal.setitimer(signal.ITIMER_PROF, limits.seconds)
-            answer = _score(verifier, prompt, response)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            body = json.dumps(answer).encode()
-            keeper.sendall(HEADER.pack(number, len(body)) + body)
-            if answer.get("over") or _memory() - begin > limits.memory // 8:
-                return  # what this response left behind is not to count against the next one
+    with keeper.makefile("rb") as messages:
+        while header := messages.read(MESSAGE.size):
+            answers, sent = [], time.monotonic()
+            left, size = MESSAGE.unpack(header)
+            for number, frame, response in _questions(messages.read(size)):
+                current[:] = NUMBER.pack(number)
+                prompt, text = frame[QUESTION.size : response], frame[response:].decode("utf-8", "surrogatepass")
+                signal.setitimer(signal.ITIMER_PROF, limits.seconds)
+                answer = _score(verifier, pickle.loads(prompt), text)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                answers.append((number, answer))
+                left -= 1
+                # what this response left behind is not to count against the next one
+                worn = answer.get("over") or _memory() - begin > limits.memory // 8
+                if worn or not left or time.monotonic() - sent > SECONDS_TO_ANSWER:
+                    body = _answers(answers)
+                    keeper.sendall(MESSAGE.pack(len(answers), len(body)) + body)
+                    answers, sent = [], time.monotonic()
+                if worn:
+                    return
 
 
 def _score(verifier: Verifier, prompt: Prompt, response: str) -> dict[str, Any]:

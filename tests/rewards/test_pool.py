@@ -57,6 +57,8 @@ class Scripted:
                 return float(len(bytearray(8 << 30)))
             case "crash":
                 os.abort()
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
             case "raise":
                 raise ValueError("a bug")
             case "sleep":
@@ -121,11 +123,13 @@ def test_hostile_answers_to_generators_score_0_and_stop_nobody(sources):
 
 def test_each_limit_costs_only_its_response():
     with pool(Scripted) as verifiers:
-        texts = ["spin", "a", "eat", "a", "crash", "a"]
+        bad, right = ["spin", "eat", "crash", "kill"], ["a"] * 40  # more than a message has
+        texts = [text for one in bad for text in (*right, one, *right)]
         verdicts = score(verifiers, [(asked("a"), text) for text in texts])
-    assert verdicts[1::2] == [RIGHT] * 3
-    assert [verdict.over for verdict in verdicts[::2]] == ["time", "memory", "died"]
-    assert {verdict.score for verdict in verdicts[::2]} == {0.0}
+    assert [verdict for text, verdict in zip(texts, verdicts, strict=True) if text == "a" and verdict != RIGHT] == []
+    wrong = [verdict for text, verdict in zip(texts, verdicts, strict=True) if text != "a"]
+    assert [verdict.over for verdict in wrong] == ["time", "memory", "died", "died"]
+    assert {verdict.score for verdict in wrong} == {0.0}
 
 
 def test_the_asker_goes_on_meanwhile():
@@ -149,6 +153,7 @@ def test_a_worker_that_is_killed_or_stopped_does_not_count_against_its_response(
         worker = int(first.score)
         os.kill(worker, signal.SIGSTOP)
         question = verifiers.ask(asked("a"), "a")
+        assert verifiers.verdicts() == []
         os.kill(worker, number)
         assert verifiers.verdicts(wait=True) == [(question, RIGHT)]
         assert worker not in [process.pid for process in workers(verifiers)]
@@ -180,6 +185,7 @@ def test_nothing_is_left_behind():
     with pool(Scripted, replace(TIGHT, seconds=3600)) as verifiers:  # so long that both spin at the same time
         score(verifiers, [(asked("a"), "a")])
         spinning = [verifiers.ask(asked("a"), "spin") for _ in range(2)]
+        assert verifiers.verdicts() == []
         wait_until(lambda: len(workers(verifiers)) == len(spinning))
         started = [psutil.Process(verifiers._pid), *workers(verifiers)]
     assert [process for process in started if process.is_running()] == []
