@@ -38,7 +38,7 @@ class DecoupledPpo(Objective):
         weight = behaviour.exp().clamp(max=self.behaviour_weight_max)
         value, clipped = hard_clip(proximal.exp(), batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
         metrics = fraction_metrics("clip_fraction", clipped, batch)
-        return make_terms(self.aggregation, batch, -weight * value, ~clipped & ~far, l, clamped, metrics)
+        return make_terms(self, batch, -weight * value, ~clipped & ~far, l, clamped, metrics)
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         require(batch, "old_logprobs", "decoupled_ppo")

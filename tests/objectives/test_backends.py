@@ -27,7 +27,7 @@ class HalfReinforce(Objective):
 
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        return make_terms(self.aggregation, batch, -l.exp() * batch.advantages / 2, ~clamped, l, clamped, {})
+        return make_terms(self, batch, -l.exp() * batch.advantages / 2, ~clamped, l, clamped, {})
 
 
 @dataclass(frozen=True)

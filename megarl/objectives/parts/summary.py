@@ -18,7 +18,8 @@ def summarise(metrics: dict[str, Metric], histograms: dict[str, torch.Tensor] | 
     """Numbers of one update from summed metrics and histograms; waits for the device.
 
     Every metric becomes sum / count (left out if the count is 0). Added: ``ess`` (effective sample size as a share of
-    the tokens: mean(rho)^2 / mean(rho^2)), ``selectivity`` (dampen rate after bad prefixes over that after good ones),
+    the tokens: mean(rho)^2 / mean(rho^2)), ``positive_share/loss`` (of the magnitudes of the tokens' losses, what tokens
+    with A > 0 have: BAPO, Fig. 4), ``selectivity`` (dampen rate after bad prefixes over that after good ones),
     ``ratio/q50`` ... ``prefix_min/q01`` (quantiles of the ratios), ``chi2/bound`` (Theorem 5.1 of M2PO: chi2 <= R^2 M2,
     R the largest ratio or inverse ratio).
     """
@@ -26,6 +27,11 @@ def summarise(metrics: dict[str, Metric], histograms: dict[str, torch.Tensor] | 
     out = {name: total / count for name, (total, count) in zip(metrics, rows, strict=True) if count}
     if out.get("ratio/square_mean"):
         out["ess"] = out["ratio/mean"] ** 2 / out["ratio/square_mean"]
+    if "token_loss/positive" in out:
+        good = abs(out["token_loss/positive"])
+        bad = abs(out["token_loss"] - out["token_loss/positive"])
+        if good + bad:
+            out["positive_share/loss"] = good / (good + bad)
     for name in [n for n in out if n.endswith("/good_prefix")]:
         bad = out.get(name.replace("/good_prefix", "/bad_prefix"))
         if bad is not None and out[name] > 0:
