@@ -80,9 +80,7 @@ class Bapo(Objective):
         whole = negative + 1e-8 if self.variant == "released" else positive + negative
         return (positive >= self.positive_target * whole) | (negative <= 0)
 
-    def _endless(
-        self, batch: TokenBatch, lows: torch.Tensor, group: ProcessGroup | None, backend: str
-    ) -> RatioBounds:
+    def _endless(self, batch: TokenBatch, lows: torch.Tensor, group: ProcessGroup | None, backend: str) -> RatioBounds:
         """`statistics` without an end of c_high."""
         weighted = self.variant == "paper"
         low = lows[0]

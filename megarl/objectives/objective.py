@@ -74,6 +74,11 @@ class Objective:
             )
 
     @property
+    def updates_a_step(self) -> int:
+        """Updates of which each batch gets the log-probs of the policy before the first as ``old_logprobs``."""
+        return 1
+
+    @property
     def couples_tokens(self) -> bool:
         """Whether the gradient of a token's loss reaches other tokens of its response; then the losses of a response
         may only be weighted alike."""

@@ -201,6 +201,10 @@ class WithOptions:
     def requires(self) -> tuple[str, ...]:
         return self.objective.requires + tuple(name for option in self.options for name in option.requires)
 
+    @property
+    def updates_a_step(self) -> int:
+        return self.objective.updates_a_step
+
     def check(self, backend: str, live: bool) -> None:
         """As `Objective.check`, and for the options."""
         self.objective.check(backend, live)
