@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
 from megarl.workers.processes import WarmProcess, kill, stop_signals_noted, supervise
+from megarl.workers.watch import Stall
 from tests.helpers import ROOT
 
 SCRIPTS = {
@@ -27,6 +29,9 @@ SCRIPTS = {
     "fails": "import sys; sys.exit(1)",
     "waits": "import signal as s, sys; s.signal(s.SIGTERM, lambda *_: sys.exit(143)); print('ready'); s.pause()",
     "ignores": "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print('ready')\nwhile True: s.pause()",
+    # with a server in a group of its own, which takes a moment to end
+    "leaves": "import subprocess as s; print(s.Popen(['sleep', '1'], process_group=0).pid); raise SystemExit(1)",
+    "stands": "import subprocess as s; print(s.Popen(['sleep', '1'], process_group=0).pid); s.run(['sleep', '60'])",
 }
 
 
@@ -51,6 +56,8 @@ class Scripts:
         if self.started[index].poll() is None:
             processes._signal(self.pids[index], number, group)
 
+    def abandon(self): ...
+
 
 def test_all_done():
     ended = supervise(Scripts("done", "done"))
@@ -67,6 +74,17 @@ def test_who_does_not_stop_is_killed_after_the_patience(monkeypatch):
     monkeypatch.setenv("MEGARL_SHUTDOWN_SECONDS", "0.2")
     ended = supervise(Scripts("ignores", "fails"))
     assert (ended.codes, ended.first) == ({0: -signal.SIGKILL, 1: 1}, frozenset({1}))
+
+
+@pytest.mark.parametrize(("script", "code"), [("leaves", 1), ("stands", -signal.SIGKILL)])
+def test_what_an_ended_phase_has_left_is_waited_for(script, code):
+    """A phase that is started again would meet it on its GPUs."""
+    scripts = Scripts(script)
+    left = int(scripts.started[0].stdout.readline())
+    assert psutil.pid_exists(left)
+    watch = SimpleNamespace(look=lambda *_: Stall("stands still", certain=True), dump=lambda _: [])
+    assert supervise(scripts, watch=watch if script == "stands" else None).codes == {0: code}
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_signal_to_the_agent_is_passed_on_once_and_a_second_interrupt_kills():
