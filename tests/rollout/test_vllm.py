@@ -169,10 +169,11 @@ def test_experts_that_vllms_runner_hands_over_are_those_of_the_response(engine, 
 @on(VLLM)
 def test_a_wrong_reload_is_caught_and_mended(engine, tmp_path):
     """vLLM's in-place reload of experts on a CPU is wrong without an error; only the drift check notices it."""
-    settings, policy = engine.settings, other_policy(engine)
+    settings, policy, started = engine.settings, other_policy(engine), engine._engine
     reference = reference_of(policy)
     engine.settings = replace(settings, device="cuda")  # where any model is reloaded
     engine.load_weights(policy, 5)
+    assert engine._engine is started, "in place"
     engine.settings = settings
     if engine._has_experts:
         with pytest.raises(UserError, match="weights are not the policy's.* nats off"):
@@ -180,7 +181,7 @@ def test_a_wrong_reload_is_caught_and_mended(engine, tmp_path):
     else:
         assert check_weights(engine, reference).max < TOLERANCE
     write_reference(tmp_path, reference)
-    worker, started = object.__new__(RolloutWorker), engine._engine
+    worker = object.__new__(RolloutWorker)
     worker.engine = engine
     assert worker.check_weights(tmp_path, None).max < TOLERANCE
     assert (engine._engine is not started) is bool(engine._has_experts), "started anew only where it was wrong"

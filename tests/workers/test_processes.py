@@ -21,6 +21,7 @@ from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
 from megarl.workers.processes import WarmProcess, kill, stop_signals_noted, supervise
+from megarl.workers.warm import become
 from megarl.workers.watch import Stall
 from tests.helpers import ROOT
 
@@ -181,6 +182,26 @@ def warm(tmp_path, monkeypatch):
     process = WarmProcess("tests.workers.trivial_forks")
     yield process
     process.close()
+
+
+def test_a_process_of_a_phase_leads_a_session_of_its_own(tmp_path):
+    """So that signals to the run's group reach neither it nor its engine; by the session its leftovers are found."""
+    log = str(tmp_path / "log")
+    cold = processes._start_cold(processes.Process("evaluate", str(tmp_path), 0, log, {}))
+    assert os.getsid(cold.pid) == cold.pid
+    cold.kill()
+    cold.wait()
+    reader, writer = os.pipe()
+    if not (warm := os.fork()):
+        try:
+            become(log, {})
+            os.write(writer, str(os.getsid(0)).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    assert int(os.read(reader, 20)) == warm
+    os.close(reader)
+    os.waitpid(warm, 0)
 
 
 def test_every_end_of_forks_that_end_together_is_told(warm):
