@@ -55,6 +55,7 @@ def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, ti
 
     def running_engine(recipe, stage, policy_dir, version, routed_experts):
         assert (stage, routed_experts) == (0, True)
+        assert policy_dir == run.root / ".policy_0000", "the same path in every stage"
         engine.load_weights(policy_dir, version)
         return engine
 
@@ -143,6 +144,21 @@ def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine):
         assert len(list(events)) == 1
     engine.wake()
     assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE
+
+
+def test_weights_that_are_loaded_in_place_are_to_the_bit_those_of_the_start(engine):
+    """By SGLang's own checksums of all its tensors, which no log-prob is needed for."""
+
+    def checksums(policy):
+        engine.load_weights(policy, engine.version)
+        (rank,) = engine._server.post("/weights_checker", {"action": "checksum"})["ranks"]
+        return rank["checksums"]
+
+    one, other = engine.policy_dir, other_policy(engine)
+    first, second = checksums(one), checksums(other)
+    same = {name for name in first if first[name] == second[name]}
+    assert len(first) > 2 * len(same) and all("norm" in name for name in same), "which are 1 in both models"
+    assert checksums(one) == first
 
 
 def test_a_directory_that_sglang_cannot_load_changes_nothing(engine, tmp_path):
