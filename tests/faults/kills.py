@@ -196,11 +196,12 @@ class Laboratory:
                 run.finish()
                 run.compare(self.folder / kind / "run")
             except (AssertionError, OSError, ValueError, subprocess.TimeoutExpired) as error:
-                kept = self.folder / f"wrong_{number}"
-                shutil.copytree(run.directory, kept, dirs_exist_ok=True)
-                wrong.append(f"run {number} ({kind}), after {done}: {error!r}"[:2000])
+                kept = Path(tempfile.mkdtemp(prefix=f"megarl-wrong-{seed}-{number}-"))  # for somebody to look into
+                shutil.copytree(run.directory, kept / "run")
+                wrong.append(f"run {number} ({kind}), kept in {kept}: {error!r}"[:2000])
                 print(f"WRONG {wrong[-1]}", flush=True)
-            print(f"run {number} ({kind}): {len(done)} kills, {counts.total()} in all", flush=True)
+            what = "; ".join(f"{phase.partition(': ')[2]}: {name}" for phase, name in done)
+            print(f"run {number} ({kind}): {len(done)} kills, {counts.total()} in all: {what}", flush=True)
         raise AssertionError("not reached")
 
 
