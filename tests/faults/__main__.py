@@ -2,8 +2,9 @@
 
 A run of two stages, staged or live, is stopped in the middle of the second one, damaged and started again. It must end
 with the bytes of an undisturbed run, or say in one message what is wrong and exit with 2. A call that fails once must
-do neither more nor less than end the start with 1 or 2 and a message: the next start must end with these bytes. ``make
-faults`` prints a row for each; an argument is a pattern, and only faults whose names it is found in are tried.
+do neither more nor less than end the start with 1 or 2 and a message (a full disk: 2, and say so): the next start must
+end with these bytes. ``make faults`` prints a row for each; an argument is a pattern, and only faults whose names it is
+found in are tried.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ FILES = (
     "logs/001_optimize/attempt_0/rank_0000.log",
     "stages/000/policy/config.json",
     "stages/000/policy/model.safetensors",
+    "stages/000/rollouts/SEALED",  # of a finished stage
+    "stages/000/rollouts/ledger.jsonl",
     f"{POLICY}/config.json",
     f"{POLICY}/megarl.json",
     f"{POLICY}/model.safetensors",
@@ -231,6 +234,8 @@ class Laboratory:
         first = said.splitlines()[0].replace(str(self.folder), "")
         if trial.damage:
             return code == 2, f"exit {code}: {first}"
+        if trial.call[2] == errno.ENOSPC and (code != 2 or "no space left" not in first):
+            return False, f"exit {code}: {first}"
         again, more = self.start(run, dict(os.environ), trial.live)
         if again:
             return False, f"exit {code}: {first}; then exit {again}: {more}"
