@@ -127,6 +127,11 @@ WHOLE_RUNS: dict[str, Callable[[Path], object]] = {
         run.parent / "prompts.jsonl", b'{"prompt": "cc", "answer": "c"}\n'
     ),
 }
+REMEDIES: dict[str, Callable[[Path], object]] = {  # of staged and live runs
+    "a remedy: the rollouts of the stage before deleted": lambda run: shutil.rmtree(run / "stages/000/rollouts"),
+    "a remedy: the rollouts of the stage deleted": lambda run: shutil.rmtree(run / ROLLOUTS),
+    "a remedy: a seal deleted": lambda run: (run / "stages/000/rollouts/SEALED").unlink(),
+}
 # (function, part of the path, error number or 0 for half a write, which call)
 CALLS = [
     *itertools.product(["write"], ["/metrics.jsonl"], [errno.EIO, errno.ENOSPC, 0], [1]),
@@ -170,7 +175,7 @@ def trials() -> list[Trial]:
     at_rest = [
         Trial(f"{file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(run / f)) for file in FILES for kind in KINDS
     ]
-    whole = [Trial(name, damage) for name, damage in WHOLE_RUNS.items()]
+    whole = [Trial(name, damage) for name, damage in (WHOLE_RUNS | REMEDIES).items()]
     calls = [Trial(describe(call), None, call) for call in CALLS]
     live = [
         Trial(f"live: {file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(min(run.glob(f))), stopped=stopped)
@@ -178,6 +183,7 @@ def trials() -> list[Trial]:
         for file in files
         for kind in KINDS
     ]
+    live += [Trial(f"live: {name}", damage, stopped="live") for name, damage in REMEDIES.items()]
     live += [Trial(f"live: {describe(call)}", None, call, stopped="live begun") for call in LIVE_CALLS]
     return [*at_rest, *whole, *calls, *live]
 
