@@ -137,7 +137,10 @@ def read_rows(path: Path) -> list[tuple[str, Item]]:
     if not path.is_file():
         raise UserError(f"no prompt file {path}")
     rows = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
-    items = [(where, _item_of_row(row, where)) for where, row in rows]
+    try:
+        items = [(where, _item_of_row(row, where)) for where, row in rows]
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
     if not items:
         raise UserError(f"{path} holds no prompts")
     return items
