@@ -79,6 +79,8 @@ def _absolute_paths(recipe: Recipe) -> Recipe:
     model = model.model_copy(update={"path": model.path.resolve(), "tokenizer": tokenizer})
     if data.source == "file":
         data = data.model_copy(update={"train": str(Path(data.train).resolve())})
+    if data.template_file:
+        data = data.model_copy(update={"template": str(Path(data.template_file).resolve())})
     if evaluation.suite and (evaluation.source or data.source) == "file":
         evaluation = evaluation.model_copy(update={"suite": str(Path(evaluation.suite).resolve())})
     rollout = recipe.rollout

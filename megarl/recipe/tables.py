@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from megarl.recipe.base import Table, one_of
+from megarl.recipe.data_table import DataTable as DataTable
 from megarl.recipe.megatron import CONFIGS
 from megarl.recipe.megatron import problems as megatron_problems
 from megarl.recipe.names import ENGINES
@@ -31,14 +32,6 @@ class ModelTable(Table):
     @property
     def tokenizer_path(self) -> Path:
         return self.tokenizer or self.path
-
-
-class DataTable(Table):
-    source: Literal["file", "reasoning_gym"]
-    train: str  # a .jsonl / .parquet file with columns prompt, answer; or the name of a reasoning-gym generator
-    options: dict[str, Any] = Field({})  # reasoning-gym: the generator's own settings, for example { min_word_len = 3 }
-    prompt_template: str = Field("{prompt}", max_length=1_000_000)
-    max_prompt_tokens: int = Field(1024, ge=1, le=10**9)  # tokens; longer prompts are an error that names the prompt
 
 
 class RolloutTable(Table):
@@ -242,6 +235,10 @@ class Recipe(Table):
         if self.eval.suite and (self.eval.source or self.data.source) == "file":
             files.append(self.eval.suite)
         return files
+
+    def template_files(self) -> list[str]:
+        """The chat template, where it is a file."""
+        return [self.data.template_file] if self.data.template_file else []
 
     def reward_files(self) -> list[str]:
         """The files of the user's own reward functions."""

@@ -11,11 +11,6 @@ from megarl.data.prompts import build_prompts, open_prompts
 from megarl.errors import UserError
 from tests.data.prompt_sources import char_tokenizer, recipe
 
-CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
@@ -69,18 +64,6 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tokenizer, tmp_path):
     )
     assert [a.train(i) for i in range(30)] == [b.train(i) for i in range(30)]
     assert a.train(0).text.split(": ")[0] in "012"
-
-
-def test_chat_messages_go_through_the_chat_template(tmp_path):
-    chatty = char_tokenizer(tmp_path / "chat", chat_template=CHAT)
-    rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": "1"} for i in range(4)]
-    file = write(tmp_path / "p.jsonl", rows)
-    prompts = build_prompts(recipe(file=file, heldout=1), chatty)
-    assert prompts.train(0).text[:6] == "<user>" and prompts.train(0).text.endswith("?<assistant>")
-    with pytest.raises(UserError, match="no chat template"):
-        build_prompts(recipe(file=file, heldout=1), char_tokenizer(tmp_path / "plain"))
-    with pytest.raises(UserError, match="cannot be combined with chat messages"):
-        build_prompts(recipe(file=file, heldout=1, prompt_template="Q: {prompt}"), chatty)
 
 
 def test_separate_suite(tokenizer, tmp_path):
