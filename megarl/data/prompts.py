@@ -11,15 +11,17 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.sources import FileItems, GymItems, Item, open_items
+from megarl.data.files import Item
+from megarl.data.sources import FileItems, GymItems, Mixture, open_items, shares
 from megarl.data.templates import Overlong, Renderer
 from megarl.data.tokenizer import TOKENIZER_FILES, check_tokenizer_fits, load_tokenizer
 from megarl.errors import UserError
+from megarl.recipe.data_table import DataTable, SourceTable
 from megarl.recipe.tables import Recipe
 
 if TYPE_CHECKING:
@@ -63,14 +65,7 @@ class PromptSource:
     Prompts with the same tokens are the same prompt: to a tokenizer that folds case, "Ada=" and "ada=" are one.
     """
 
-    def __init__(
-        self,
-        items: GymItems | FileItems,
-        heldout: list[Prompt],
-        scorers: dict[str, Any],
-        build: Build,
-        seed: int,
-    ) -> None:
+    def __init__(self, items: Mixture, heldout: list[Prompt], scorers: dict[str, Any], build: Build, seed: int) -> None:
         self._items, self._heldout, self._build, self._seed = items, heldout, build, seed
         self._banned = {prompt.tokens for prompt in heldout}
         self.scorers = scorers  # generator name -> the reasoning-gym data set whose score_answer judges its responses
@@ -88,15 +83,24 @@ class PromptSource:
         )
 
     def check(self, count: int) -> None:
-        """Build the first ``count`` prompts of a file, or the first one of a generator; `UserError` if one is unfit."""
-        rows = len(self._items.rows) if isinstance(self._items, FileItems) else 1
-        checked = min(count, rows)
-        if truncated := sum(self.train(index).truncated for index in range(checked)):
-            warnings.warn(f"{truncated} of {checked} training prompts are cut to data.max_prompt_tokens", stacklevel=2)
-        if truncated := sum(prompt.truncated for prompt in self._heldout):
-            warnings.warn(
-                f"{truncated} of {len(self._heldout)} held-out prompts are cut to data.max_prompt_tokens", stacklevel=2
-            )
+        """Build, of the first ``count`` prompts, those of a first epoch of each file, and one of each generator;
+        `UserError` if one is unfit."""
+        for name, prompts in (("training", list(self.first_epoch(count))), ("held-out", self._heldout)):
+            if truncated := sum(prompt.truncated for prompt in prompts):
+                warnings.warn(
+                    f"{truncated} of {len(prompts)} {name} prompts are cut to data.max_prompt_tokens", stacklevel=2
+                )
+
+    def first_epoch(self, count: int) -> Iterator[Prompt]:
+        """Of the first ``count`` training prompts those of a first epoch of each file, and one of each generator."""
+        left = [len(items.rows) if isinstance(items, FileItems) else 1 for items in self._items.sources]
+        for index in range(count):
+            source, _ = self._items.place(self._seed, index)
+            if left[source]:
+                left[source] -= 1
+                yield self.train(index)
+            elif not any(left):
+                return
 
     def heldout(self) -> list[Prompt]:
         return list(self._heldout)
@@ -106,46 +110,70 @@ def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptS
     """Open the recipe's data; `UserError` for anything wrong with the file, the generator or the template."""
     renderer = Renderer(recipe.data, tokenizer)
     build = functools.partial(_build_prompt, renderer, tokenizer.unk_token_id, recipe.data.overlong == "drop")
-    items = open_items(recipe.data.source, recipe.data.train, recipe.data.options)
-    scorers = {items.name: items.scorer} if isinstance(items, GymItems) else {}
+    sources, weights = recipe.data.mixture, [table.weight for table in recipe.data.mixture]
+    items = [open_items(table) for table in sources]
+    scorers = _scorers(items, sources)
     heldout: list[Prompt] = []
-    if recipe.eval.every:
-        source, suite = recipe.eval.source or recipe.data.source, recipe.eval.suite or recipe.data.train
-        if (source, suite) == (recipe.data.source, recipe.data.train):
-            heldout = _split(items, build, recipe.eval.prompts, suite)
-        else:
-            exam = open_items(source, suite, recipe.data.options if suite == recipe.data.train else {})
-            scorers |= {exam.name: exam.scorer} if isinstance(exam, GymItems) else {}
-            heldout = _drawn(exam, build, recipe.eval.prompts)
-            _warn_if_fewer(len(heldout), recipe.eval.prompts, suite)
-    if isinstance(items, FileItems):
-        items = FileItems(_training_rows(recipe, items.rows, renderer, build, {p.text for p in heldout}))
-    return PromptSource(items, heldout, scorers, build, recipe.run.seed)
+    if recipe.exam is None and recipe.eval.every:
+        for table, own, count in zip(sources, items, shares(weights, recipe.eval.prompts), strict=True):
+            heldout += _split(own, build, count, table.train) if count else []
+        heldout = _renumbered(heldout)
+    elif recipe.exam is not None:
+        (table,) = recipe.exam.mixture
+        exam = open_items(table)
+        scorers |= _scorers([exam], [table])
+        heldout = _drawn(exam, build, recipe.eval.prompts)
+        _warn_if_fewer(len(heldout), recipe.eval.prompts, table.train)
+    texts = {prompt.text for prompt in heldout}
+    for n, (table, own) in enumerate(zip(sources, items, strict=True)):
+        if isinstance(own, FileItems):
+            items[n] = FileItems(_training_rows(recipe.data, table.train, own.rows, renderer, build, texts))
+    return PromptSource(Mixture(items, weights), heldout, scorers, build, recipe.run.seed)
 
 
-def _training_rows(recipe: Recipe, rows: list[Item], renderer: Renderer, build: Build, heldout: set[str]) -> list[Item]:
+def _scorers(items: Sequence[GymItems | FileItems], tables: Sequence[SourceTable]) -> dict[str, Any]:
+    """Of generators, by name; `UserError` where one has two."""
+    options: dict[str, Any] = {}
+    for table in tables:
+        if table.source == "reasoning_gym" and options.setdefault(table.train, table.options) != table.options:
+            raise UserError(
+                f"two of [[data.sources]] are the generator {table.train!r} with other options, and only one could "
+                'score: use train = "composite", which mixes generators by itself'
+            )
+    return {own.name: own.scorer for own in items if isinstance(own, GymItems)}
+
+
+def _renumbered(prompts: list[Prompt]) -> list[Prompt]:
+    """Held-out prompts of several sources as one list without repetitions."""
+    found: dict[tuple[int, ...], Prompt] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.tokens, prompt)
+    return [replace(prompt, index=n) for n, prompt in enumerate(found.values())]
+
+
+def _training_rows(
+    data: DataTable, name: str, rows: list[Item], renderer: Renderer, build: Build, heldout: set[str]
+) -> list[Item]:
     """Those that are neither held out nor to be dropped for their length; `UserError` if none are left."""
 
     def text_of(item: Item) -> str | None:
-        if recipe.data.overlong == "error":
+        if data.overlong == "error":
             return renderer.text(item, "a row")  # its tokens, which take longer, do not matter
         prompt = build(0, item, "a row")
         return None if prompt is None else prompt.text
 
-    if not heldout and recipe.data.overlong != "drop":
+    if not heldout and data.overlong != "drop":
         return rows
     texts = [text_of(item) for item in rows]
     if too_long := texts.count(None):
         warnings.warn(
-            f"{too_long} of the {len(rows)} prompts of {recipe.data.train} have more than data.max_prompt_tokens = "
-            f"{recipe.data.max_prompt_tokens} tokens and are left out",
+            f"{too_long} of the {len(rows)} prompts of {name} have more than data.max_prompt_tokens = "
+            f"{data.max_prompt_tokens} tokens and are left out",
             stacklevel=3,
         )
     kept = [item for item, text in zip(rows, texts, strict=True) if text is not None and text not in heldout]
     if not kept:
-        raise UserError(
-            f"every prompt of {recipe.data.train} is held out for evaluation or too long; nothing is left to train on"
-        )
+        raise UserError(f"every prompt of {name} is held out for evaluation or too long; nothing is left to train on")
     return kept
 
 

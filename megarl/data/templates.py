@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.sources import Item
+from megarl.data.files import Item
 from megarl.errors import UserError
 from megarl.recipe.data_table import DataTable
 

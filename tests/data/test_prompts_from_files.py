@@ -93,7 +93,12 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
         ("p.jsonl", b'{"prompt": "3", "answer": null}\n', "line 1: answer must be a text or a finite number, got None"),
         ("p.jsonl", GOOD, "too few different prompts to hold one out"),
         ("p.parquet", b"not parquet", "cannot read .*p.parquet"),
-        ("p.csv", GOOD, "ends in .jsonl or .parquet"),
+        ("p.csv", GOOD, "holds no prompts"),
+        ("p.csv", b"prompt,answer\n1,2\n3\n", "p.csv, row 2: answer must be a text or a finite number, got None"),
+        ("p.csv", b'prompt,answer\n1,"2', "cannot read .*p.csv: unexpected end of data"),
+        ("p.json", GOOD, r"p.json: expected a list of rows, got dict"),
+        ("p.json", b"[1, ", r"p.json is not JSON"),
+        ("p.txt", GOOD, "ends in .jsonl, .json, .csv or .parquet"),
     ],
 )
 def test_damage_is_named(tokenizer, tmp_path, name, content, message):
