@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
-from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.data.files import read_rows
 from megarl.data.prompts import Prompt, PromptSource
-from megarl.data.sources import read_rows
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
 
@@ -97,9 +96,9 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 def check_rows(recipe: Recipe, read: Callable[[Prompt], object]) -> None:
     """``read`` every row of the recipe's prompt files; one `UserError` for all whose reading raises one."""
-    for file in recipe.prompt_files():
+    for table in recipe.prompt_sources():
         wrong: list[str] = []
-        for where, item in read_rows(Path(file)):
+        for where, item in read_rows(table) if table.source == "file" else ():
             try:
                 read(Prompt(0, str(item["question"]), (), item["answer"], item))
             except UserError as error:
