@@ -8,13 +8,14 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from megarl.errors import UserError, nearest
-from megarl.recipe.tables import ObjectiveTable, Recipe, StageTable
+from megarl.recipe.data_table import DataTable, SourceTable
+from megarl.recipe.tables import ObjectiveTable, Recipe
 
 MAX_SIZE = 16 << 20  # bytes of a recipe
 
@@ -77,14 +78,28 @@ def _absolute_paths(recipe: Recipe) -> Recipe:
     model, data, evaluation = recipe.model, recipe.data, recipe.eval
     tokenizer = model.tokenizer and model.tokenizer.resolve()
     model = model.model_copy(update={"path": model.path.resolve(), "tokenizer": tokenizer})
-    if data.source == "file":
-        data = data.model_copy(update={"train": str(Path(data.train).resolve())})
     if evaluation.suite and (evaluation.source or data.source) == "file":
         evaluation = evaluation.model_copy(update={"suite": str(Path(evaluation.suite).resolve())})
     rollout = recipe.rollout
     if rollout.sglang_python:  # not resolved: an environment's interpreter is a link, and works only under that name
         rollout = rollout.model_copy(update={"sglang_python": rollout.sglang_python.absolute()})
-    return recipe.model_copy(update={"model": model, "data": data, "eval": evaluation, "rollout": rollout})
+    return recipe.model_copy(
+        update={"model": model, "data": _absolute_data(data), "eval": evaluation, "rollout": rollout}
+    )
+
+
+def _absolute_data(data: DataTable) -> DataTable:
+    changed: dict[str, Any] = {"sources": tuple(map(_absolute_source, data.sources))}
+    if data.source == "file" and data.train:
+        changed["train"] = str(Path(data.train).resolve())
+    if data.template_file:
+        changed["template"] = str(Path(data.template_file).resolve())
+    return data.model_copy(update=changed)
+
+
+def _absolute_source(table: SourceTable) -> SourceTable:
+    resolved = str(Path(table.train).resolve()) if table.source == "file" else table.train
+    return table.model_copy(update={"train": resolved})
 
 
 def _validate(tables: dict[str, Any]) -> Recipe:
@@ -170,9 +185,8 @@ def _short(value: Any) -> str:
 def _unknown(loc: tuple[Any, ...]) -> str:
     table: Any = Recipe
     for part in loc[:-1]:
-        # only [stages] is a table of tables
-        table = StageTable if table is dict else table.model_fields[part].annotation
-        table = get_origin(table) or table
+        inside = get_args(table)  # of a list or dict of tables
+        table = next(t for t in inside if hasattr(t, "model_fields")) if inside else table.model_fields[part].annotation
     known = list(table.model_fields)
     kind = "key" if len(loc) > 1 else "table"
     close = nearest(str(loc[-1]), known)

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from megarl.recipe.base import Table, one_of
+from megarl.recipe.data_table import OF_A_SOURCE, SourceTable
+from megarl.recipe.data_table import DataTable as DataTable
 from megarl.recipe.megatron import CONFIGS
 from megarl.recipe.megatron import problems as megatron_problems
 from megarl.recipe.names import ENGINES
@@ -31,14 +33,6 @@ class ModelTable(Table):
     @property
     def tokenizer_path(self) -> Path:
         return self.tokenizer or self.path
-
-
-class DataTable(Table):
-    source: Literal["file", "reasoning_gym"]
-    train: str  # a .jsonl / .parquet file with columns prompt, answer; or the name of a reasoning-gym generator
-    options: dict[str, Any] = Field({})  # reasoning-gym: the generator's own settings, for example { min_word_len = 3 }
-    prompt_template: str = Field("{prompt}", max_length=1_000_000)
-    max_prompt_tokens: int = Field(1024, ge=1, le=10**9)  # tokens; longer prompts are an error that names the prompt
 
 
 class RolloutTable(Table):
@@ -243,12 +237,26 @@ class Recipe(Table):
     metrics: MetricsTable = MetricsTable()
     run: RunTable = RunTable()
 
+    @property
+    def exam(self) -> DataTable | None:
+        """The prompts of evaluation, where it has its own."""
+        source, suite = self.eval.source or self.data.source, self.eval.suite or self.data.train
+        if not self.eval.every or (source, suite) == (self.data.source, self.data.train):
+            return None
+        kept = {name: value for name, value in self.data.model_dump().items() if name not in (*OF_A_SOURCE, "sources")}
+        return DataTable.model_validate(kept | {"source": source, "train": suite})
+
+    def prompt_sources(self) -> list[SourceTable]:
+        """Where the prompts of training and evaluation come from."""
+        return [*self.data.mixture, *(self.exam.mixture if self.exam else ())]
+
     def prompt_files(self) -> list[str]:
         """The files of prompts, for training and for evaluation."""
-        files = [self.data.train] if self.data.source == "file" else []
-        if self.eval.suite and (self.eval.source or self.data.source) == "file":
-            files.append(self.eval.suite)
-        return files
+        return [table.train for table in self.prompt_sources() if table.source == "file"]
+
+    def template_files(self) -> list[str]:
+        """The chat template, where it is a file."""
+        return [self.data.template_file] if self.data.template_file else []
 
     def reward_files(self) -> list[str]:
         """The files of the user's own reward functions."""
@@ -273,9 +281,9 @@ class Recipe(Table):
         return self
 
     @model_validator(mode="after")
-    def _options_are_a_generators(self) -> Recipe:
-        if self.data.options and self.data.source == "file":
-            raise ValueError('data.options are settings of a reasoning-gym generator, but data.source = "file"')
+    def _suite_has_a_source(self) -> Recipe:
+        if self.eval.suite and not (self.eval.source or self.data.source):
+            raise ValueError('eval.source: "file" or "reasoning_gym", which eval.suite is')
         return self
 
     @model_validator(mode="after")
