@@ -180,6 +180,16 @@ def _show_data(options: argparse.Namespace) -> None:
     print(show_prompts(load_recipe(options.recipe, options.set), options.count))
 
 
+def _check_data(options: argparse.Namespace) -> None:
+    from megarl.recipe.load import load_recipe
+    from megarl.views.check_data import check_prompts
+
+    found = check_prompts(load_recipe(options.recipe, options.set))
+    print(found.text())
+    if found.problems:
+        sys.exit(1)
+
+
 def _doctor(options: argparse.Namespace) -> None:
     from megarl.views.doctor import diagnose
 
@@ -275,6 +285,10 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("show", _show_data, "the first prompts as the model sees them, with their tokens", data)
     sub.add_argument("recipe", type=Path)
     sub.add_argument("--count", type=int, default=3, help="training and held-out prompts, each; default: 3")
+    settings(sub)
+
+    sub = command("check", _check_data, "every row of a recipe's files; exit code 1 if a run would stop at one", data)
+    sub.add_argument("recipe", type=Path)
     settings(sub)
 
     sub = command("doctor", _doctor, "what this machine has, what is missing, which extra installs it")
