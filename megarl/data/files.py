@@ -39,11 +39,14 @@ def scan_rows(table: SourceTable) -> Iterator[tuple[str, Item | UserError]]:
         raise UserError(f"{path}: a prompt file ends in .jsonl, .json, .csv or .parquet")
     if not path.is_file():
         raise UserError(f"no prompt file {path}")
-    for where, row in readers[path.suffix](path, form):
-        try:
-            yield where, _item_of_row(_renamed(row, table, form, where), where)
-        except UserError as error:
-            yield where, error
+    try:
+        for where, row in readers[path.suffix](path, form):
+            try:
+                yield where, _item_of_row(_renamed(row, table, form, where), where)
+            except UserError as error:
+                yield where, error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
 def find_format(name: str | None) -> Format | None:

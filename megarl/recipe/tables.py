@@ -204,6 +204,12 @@ class EvalTable(Table):
     every: int = Field(1, ge=0)  # stages; 0 turns evaluation off
 
 
+class MetricsTable(Table):
+    # updates from one with the diagnostics of docs/objectives.md that cost a pass over the tokens to the next; 0: none
+    detail: int = Field(0, ge=0)
+    listed_tokens: int = Field(50, ge=1, le=10**4)  # of those that lose their gradient most often
+
+
 class RunTable(Table):
     seed: int = Field(0, ge=0, lt=2**32)
     max_restarts: int = Field(0, ge=0)  # times a failed phase is started again
@@ -228,6 +234,7 @@ class Recipe(Table):
     megatron_ddp: dict[str, Any] = Field({})  # and to its DistributedDataParallelConfig
     megatron_optimizer: dict[str, Any] = Field({})  # and to its OptimizerConfig; a torch.dtype by name, as "bfloat16"
     eval: EvalTable = EvalTable()
+    metrics: MetricsTable = MetricsTable()
     run: RunTable = RunTable()
 
     @property
