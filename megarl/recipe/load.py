@@ -8,15 +8,17 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from megarl.errors import UserError, nearest
-from megarl.recipe.tables import ObjectiveTable, Recipe, StageTable
+from megarl.recipe.eval_table import EvalTable, SuiteTable
+from megarl.recipe.tables import ObjectiveTable, Recipe
 
 MAX_SIZE = 16 << 20  # bytes of a recipe
+AnySuite = TypeVar("AnySuite", EvalTable, SuiteTable)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -79,12 +81,18 @@ def _absolute_paths(recipe: Recipe) -> Recipe:
     model = model.model_copy(update={"path": model.path.resolve(), "tokenizer": tokenizer})
     if data.source == "file":
         data = data.model_copy(update={"train": str(Path(data.train).resolve())})
-    if evaluation.suite and (evaluation.source or data.source) == "file":
-        evaluation = evaluation.model_copy(update={"suite": str(Path(evaluation.suite).resolve())})
+    suites = [_absolute_suite(suite, data.source) for suite in evaluation.suites]
+    evaluation = _absolute_suite(evaluation, data.source).model_copy(update={"suites": suites})
     rollout = recipe.rollout
     if rollout.sglang_python:  # not resolved: an environment's interpreter is a link, and works only under that name
         rollout = rollout.model_copy(update={"sglang_python": rollout.sglang_python.absolute()})
     return recipe.model_copy(update={"model": model, "data": data, "eval": evaluation, "rollout": rollout})
+
+
+def _absolute_suite(table: AnySuite, source: str) -> AnySuite:
+    if not table.suite or (table.source or source) != "file":
+        return table
+    return table.model_copy(update={"suite": str(Path(table.suite).resolve())})
 
 
 def _validate(tables: dict[str, Any]) -> Recipe:
@@ -146,11 +154,17 @@ def _apply_override(tables: dict[str, Any], override: str) -> None:
         raise UserError(f"--set {name}: {error}") from error
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string: --set objective.name=grpo
+    found: Any = tables
     for section in sections:
-        tables = tables.setdefault(section, {})
-        if not isinstance(tables, dict):
-            raise UserError(f"--set {override!r}: {section!r} is a key, not a table")
-    tables[key] = value
+        if isinstance(found, list):  # of tables with names: eval.suites.NAME.samples
+            found = next((table for table in found if table.get("name") == section), None)
+        else:
+            found = found.setdefault(section, {})
+        if not isinstance(found, dict | list):
+            raise UserError(f"--set {override!r}: {section!r} is {'the name of none' if found is None else 'a key, not a table'}")
+    if isinstance(found, list):
+        raise UserError(f"--set {override!r}: expected {'.'.join(sections)}.NAME.{key}")
+    found[key] = value
 
 
 def _explain(error: dict[str, Any]) -> str:
@@ -170,9 +184,8 @@ def _short(value: Any) -> str:
 def _unknown(loc: tuple[Any, ...]) -> str:
     table: Any = Recipe
     for part in loc[:-1]:
-        # only [stages] is a table of tables
-        table = StageTable if table is dict else table.model_fields[part].annotation
-        table = get_origin(table) or table
+        inside = get_args(table)  # of a list or dict of tables
+        table = next(t for t in inside if hasattr(t, "model_fields")) if inside else table.model_fields[part].annotation
     known = list(table.model_fields)
     kind = "key" if len(loc) > 1 else "table"
     close = nearest(str(loc[-1]), known)

@@ -11,9 +11,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from megarl.recipe.base import Table, one_of
+from megarl.recipe.eval_table import EvalTable as EvalTable
+from megarl.recipe.eval_table import Suite as Suite
+from megarl.recipe.eval_table import make_suites
 from megarl.recipe.megatron import CONFIGS
 from megarl.recipe.megatron import problems as megatron_problems
 from megarl.recipe.names import ENGINES
@@ -39,6 +42,9 @@ class DataTable(Table):
     options: dict[str, Any] = Field({})  # reasoning-gym: the generator's own settings, for example { min_word_len = 3 }
     prompt_template: str = Field("{prompt}", max_length=1_000_000)
     max_prompt_tokens: int = Field(1024, ge=1, le=10**9)  # tokens; longer prompts are an error that names the prompt
+
+
+OF_THE_PROMPTS = ("source", "train", "options")  # keys of [data] that suit no other file or generator
 
 
 class RolloutTable(Table):
@@ -201,15 +207,6 @@ class ActorTable(Table):
         return "triton" if self.kernel_backend in ("triton", "cuda") else "torch"
 
 
-class EvalTable(Table):
-    source: Literal["file", "reasoning_gym"] | None = None  # default: [data] source
-    suite: str | None = None  # file or generator; default: held-out prompts of [data] train
-    prompts: int = Field(1024, ge=1, le=10**6)
-    samples: int = Field(1, ge=1, le=10**5)  # k of avg@k and pass@k
-    temperature: float = Field(1.0, gt=0)
-    every: int = Field(1, ge=0)  # stages; 0 turns evaluation off
-
-
 class RunTable(Table):
     seed: int = Field(0, ge=0, lt=2**32)
     max_restarts: int = Field(0, ge=0)  # times a failed phase is started again
@@ -239,9 +236,24 @@ class Recipe(Table):
     def prompt_files(self) -> list[str]:
         """The files of prompts, for training and for evaluation."""
         files = [self.data.train] if self.data.source == "file" else []
-        if self.eval.suite and (self.eval.source or self.data.source) == "file":
-            files.append(self.eval.suite)
-        return files
+        return files + [suite.data for suite in self.suites if suite.own and suite.source == "file"]
+
+    @property
+    def suites(self) -> list[Suite]:
+        """What is evaluated each time, the first one to choose the best policy by; none with evaluation turned off."""
+        return make_suites(self.eval, self.data.source, self.data.train, self.rollout.max_response_tokens)
+
+    def with_data_of(self, suite: Suite) -> Recipe:
+        """The recipe whose ``[data]`` is what that of a suite with prompts of its own is."""
+        described = {"source": suite.source, "train": suite.data, **suite.changes}
+        shared = {key: value for key, value in self.data.model_dump().items() if key not in OF_THE_PROMPTS}
+        return self.model_copy(update={"data": DataTable.model_validate(shared | described)})
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its response, in rollouts and evaluations."""
+        suites = ((self.with_data_of(s).data.max_prompt_tokens, s.max_response_tokens) for s in self.suites)
+        return max(map(sum, [(self.data.max_prompt_tokens, self.rollout.max_response_tokens), *suites]))
 
     def reward_files(self) -> list[str]:
         """The files of the user's own reward functions."""
@@ -269,6 +281,30 @@ class Recipe(Table):
     def _options_are_a_generators(self) -> Recipe:
         if self.data.options and self.data.source == "file":
             raise ValueError('data.options are settings of a reasoning-gym generator, but data.source = "file"')
+        return self
+
+    @model_validator(mode="after")
+    def _suites_have_data(self) -> Recipe:
+        for suite in self.suites:
+            try:
+                data = self.with_data_of(suite).data
+            except ValidationError as error:
+                first = error.errors()[0]
+                raise ValueError(
+                    f"{suite.place} data.{'.'.join(map(str, first['loc']))}: {first['msg']}"
+                ) from error
+            if data.options and data.source == "file":
+                raise ValueError(f"{suite.place} data.options are settings of a generator, but {suite.data} is a file")
+        return self
+
+    @model_validator(mode="after")
+    def _versions_to_evaluate_are_published(self) -> Recipe:
+        every, sync = self.eval.every_updates, self.schedule.sync_every
+        if every and sync and every % sync:
+            raise ValueError(
+                f"eval.every_updates = {every} is no multiple of schedule.sync_every = {sync}: a live run exports no "
+                f"other policies; the nearest is {max(1, round(every / sync)) * sync}"
+            )
         return self
 
     @model_validator(mode="after")
