@@ -6,12 +6,13 @@ that takes group 70000 builds that prompt and no other, and a resumed phase sees
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,12 +37,14 @@ def check_data(recipe: Recipe, hf: dict[str, Any]) -> None:
     tokenizer = load_tokenizer(recipe.model.tokenizer_path)
     check_tokenizer_fits(tokenizer, recipe.model.path)
     build_prompts(recipe, tokenizer).check(recipe.schedule.stages * recipe.candidates_per_stage)
-    longest, context = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens, hf["max_position_embeddings"]
-    if longest > context:
-        raise UserError(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}, "
-            f"but {recipe.model.path} has max_position_embeddings = {context}"
-        )
+    rollouts = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    lengths = [("data.max_prompt_tokens + rollout.max_response_tokens", rollouts)]
+    for suite in recipe.suites:
+        what = f"{suite.place}: max_prompt_tokens + max_response_tokens"
+        lengths.append((what, suite.data.max_prompt_tokens + suite.max_response_tokens))
+    for what, longest in lengths:
+        if longest > (context := hf["max_position_embeddings"]):
+            raise UserError(f"{what} = {longest}, but {recipe.model.path} has max_position_embeddings = {context}")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Prompt:
 
 
 class PromptSource:
-    """The prompts of a run: ``train(index)`` in training order, ``heldout()`` for evaluation; no prompt is in both.
+    """The prompts of a run: ``train(index)`` in training order, ``heldout(suite)`` to evaluate; no prompt is in both.
 
     Prompts with the same tokens are the same prompt: to a tokenizer that folds case, "Ada=" and "ada=" are one.
     """
@@ -62,13 +65,14 @@ class PromptSource:
     def __init__(
         self,
         items: GymItems | FileItems,
-        heldout: list[Prompt],
+        heldout: dict[str, list[Prompt]],
+        banned: list[Prompt],
         scorers: dict[str, Any],
         build: Callable[[int, Item, str], Prompt],
         seed: int,
     ) -> None:
         self._items, self._heldout, self._build, self._seed = items, heldout, build, seed
-        self._banned = {prompt.tokens for prompt in heldout}
+        self._banned = {prompt.tokens for prompt in banned}
         self.scorers = scorers  # generator name -> the reasoning-gym data set whose score_answer judges its responses
 
     def train(self, index: int) -> Prompt:
@@ -86,8 +90,9 @@ class PromptSource:
         for index in range(min(count, rows)):
             self.train(index)
 
-    def heldout(self) -> list[Prompt]:
-        return list(self._heldout)
+    def heldout(self, suite: str | None = None) -> list[Prompt]:
+        """The prompts of a suite, by default of all suites, one after another."""
+        return [prompt for name, prompts in self._heldout.items() if suite in (None, name) for prompt in prompts]
 
 
 def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
@@ -95,25 +100,35 @@ def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptS
     build = functools.partial(_build_prompt, recipe, tokenizer)
     items = open_items(recipe.data.source, recipe.data.train, recipe.data.options)
     scorers = {items.name: items.scorer} if isinstance(items, GymItems) else {}
-    heldout: list[Prompt] = []
-    if recipe.eval.every:
-        source, suite = recipe.eval.source or recipe.data.source, recipe.eval.suite or recipe.data.train
-        if (source, suite) == (recipe.data.source, recipe.data.train):
-            heldout = _split(items, build, recipe.eval.prompts, suite)
-        else:
-            exam = open_items(source, suite, recipe.data.options if suite == recipe.data.train else {})
-            scorers |= {exam.name: exam.scorer} if isinstance(exam, GymItems) else {}
-            candidates = itertools.islice(exam.candidates(), math.ceil(1.4 * recipe.eval.prompts))
-            heldout = _distinct(candidates, build, recipe.eval.prompts)
-            _warn_if_fewer(len(heldout), recipe.eval.prompts, suite)
-    if isinstance(items, FileItems) and heldout:
-        texts = {prompt.text for prompt in heldout}
+    heldout: dict[str, list[Prompt]] = {}
+    banned: list[Prompt] = []
+    for suite in recipe.suites:
+        if not suite.own:
+            heldout[suite.name] = _split(items, build, suite.prompts, suite.data.train)
+            banned += heldout[suite.name]
+            continue
+        exam = open_items(suite.data.source, suite.data.train, suite.data.options)
+        scorers |= {exam.name: exam.scorer} if isinstance(exam, GymItems) else {}
+        ask = functools.partial(_build_prompt, recipe.model_copy(update={"data": suite.data}), tokenizer)
+        candidates = itertools.islice(exam.candidates(), math.ceil(1.4 * suite.prompts))
+        heldout[suite.name] = _distinct(candidates, ask, suite.prompts)
+        banned += _as_trained(build, heldout[suite.name])
+        _warn_if_fewer(len(heldout[suite.name]), suite.prompts, suite.data.train)
+    if isinstance(items, FileItems) and banned:
+        texts = {prompt.text for prompt in banned}
         items = FileItems([item for item in items.rows if render(recipe, tokenizer, item, "a row") not in texts])
         if not items.rows:
             raise UserError(
                 f"every prompt of {recipe.data.train} is held out for evaluation; nothing is left to train on"
             )
-    return PromptSource(items, heldout, scorers, build, recipe.run.seed)
+    return PromptSource(items, heldout, banned, scorers, build, recipe.run.seed)
+
+
+def _as_trained(build: Callable[..., Prompt], prompts: list[Prompt]) -> Iterator[Prompt]:
+    """Of the prompts of a suite, which may have a template of its own, as they would look in training."""
+    for prompt in prompts:
+        with contextlib.suppress(UserError):  # its row has not even what the template of training needs
+            yield build(prompt.index, prompt.entry, "a row")
 
 
 @dataclass(frozen=True)

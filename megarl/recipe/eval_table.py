@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from megarl.recipe.base import Table
+from megarl.recipe.data_table import DataTable
 
 HELDOUT = "heldout"  # the suite of prompts that are held out of [data] train
+OF_THE_PROMPTS = ("source", "train", "options")  # keys of [data] that suit no other file or generator
 
 
 class SuiteTable(Table):
@@ -74,10 +76,8 @@ class Suite:
 
     name: str
     place: str  # in the recipe, for messages
-    source: Literal["file", "reasoning_gym"]
-    data: str  # file or generator
     own: bool  # False: held out of the training prompts
-    changes: dict[str, Any]  # keys of [data] for its own prompts
+    data: DataTable  # of its prompts
     prompts: int
     samples: int
     temperature: float  # 0: greedy
@@ -85,23 +85,16 @@ class Suite:
     max_response_tokens: int
 
 
-def make_suites(
-    table: EvalTable, source: Literal["file", "reasoning_gym"], train: str, max_response_tokens: int
-) -> list[Suite]:
+def make_suites(table: EvalTable, data: DataTable, max_response_tokens: int) -> list[Suite]:
     """All suites of a recipe; none where evaluation is off. The rest: what ``[data]`` and ``[rollout]`` say."""
-    return [_make(table, one, source, train, max_response_tokens) for one in table.suites or [None] if table.on]
+    return [_make(table, suite, data, max_response_tokens) for suite in table.suites or [None] if table.on]
 
 
-def _make(
-    shared: EvalTable,
-    own: SuiteTable | None,
-    source: Literal["file", "reasoning_gym"],
-    train: str,
-    max_response_tokens: int,
-) -> Suite:
-    table = own or shared
-    place = table.source or source, table.suite or train
-    apart = place != (source, train) or bool(table.data)
+def _make(shared: EvalTable, own: SuiteTable | None, data: DataTable, max_response_tokens: int) -> Suite:
+    table, place = own or shared, f"eval.suites {own.name!r}" if own else "[eval]"
+    described = {"source": table.source or data.source, "train": table.suite or data.train, **table.data}
+    apart = any(getattr(data, key, None) != value for key, value in described.items())
+    name = own.name if own else default_name(str(described["source"]), str(described["train"])) if apart else HELDOUT
 
     def setting(name: str) -> Any:
         value = getattr(own, name) if own else None
@@ -109,18 +102,26 @@ def _make(
 
     greedy = setting("greedy")
     return Suite(
-        name=own.name if own else default_name(*place) if apart else HELDOUT,
-        place=f"eval.suites {own.name!r}" if own else "[eval]",
-        source=place[0],
-        data=place[1],
+        name=name,
+        place=place,
         own=apart,
-        changes=table.data,
+        data=_merged(data, described, place) if apart else data,
         prompts=setting("prompts"),
         samples=1 if greedy else setting("samples"),
         temperature=0.0 if greedy else setting("temperature"),
         top_p=1.0 if greedy else setting("top_p"),
         max_response_tokens=setting("max_response_tokens") or max_response_tokens,
     )
+
+
+def _merged(data: DataTable, changes: dict[str, Any], place: str) -> DataTable:
+    """``data`` with other prompts; ValueError for what is no key of it."""
+    kept = {key: value for key, value in data.model_dump().items() if key not in OF_THE_PROMPTS}
+    try:
+        return DataTable.model_validate(kept | changes)
+    except ValidationError as error:
+        key, message = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
+        raise ValueError(f"{place} data.{key}: {message.removeprefix('Value error, ')}") from error
 
 
 def default_name(source: str, data: str) -> str:

@@ -11,9 +11,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from megarl.recipe.base import Table, one_of
+from megarl.recipe.data_table import DataTable as DataTable
 from megarl.recipe.eval_table import EvalTable as EvalTable
 from megarl.recipe.eval_table import Suite as Suite
 from megarl.recipe.eval_table import make_suites
@@ -34,17 +35,6 @@ class ModelTable(Table):
     @property
     def tokenizer_path(self) -> Path:
         return self.tokenizer or self.path
-
-
-class DataTable(Table):
-    source: Literal["file", "reasoning_gym"]
-    train: str  # a .jsonl / .parquet file with columns prompt, answer; or the name of a reasoning-gym generator
-    options: dict[str, Any] = Field({})  # reasoning-gym: the generator's own settings, for example { min_word_len = 3 }
-    prompt_template: str = Field("{prompt}", max_length=1_000_000)
-    max_prompt_tokens: int = Field(1024, ge=1, le=10**9)  # tokens; longer prompts are an error that names the prompt
-
-
-OF_THE_PROMPTS = ("source", "train", "options")  # keys of [data] that suit no other file or generator
 
 
 class RolloutTable(Table):
@@ -236,23 +226,17 @@ class Recipe(Table):
     def prompt_files(self) -> list[str]:
         """The files of prompts, for training and for evaluation."""
         files = [self.data.train] if self.data.source == "file" else []
-        return files + [suite.data for suite in self.suites if suite.own and suite.source == "file"]
+        return files + [suite.data.train for suite in self.suites if suite.own and suite.data.source == "file"]
 
     @property
     def suites(self) -> list[Suite]:
         """What is evaluated each time, the first one to choose the best policy by; none with evaluation turned off."""
-        return make_suites(self.eval, self.data.source, self.data.train, self.rollout.max_response_tokens)
-
-    def with_data_of(self, suite: Suite) -> Recipe:
-        """The recipe whose ``[data]`` is what that of a suite with prompts of its own is."""
-        described = {"source": suite.source, "train": suite.data, **suite.changes}
-        shared = {key: value for key, value in self.data.model_dump().items() if key not in OF_THE_PROMPTS}
-        return self.model_copy(update={"data": DataTable.model_validate(shared | described)})
+        return make_suites(self.eval, self.data, self.rollout.max_response_tokens)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt with its response, in rollouts and evaluations."""
-        suites = ((self.with_data_of(s).data.max_prompt_tokens, s.max_response_tokens) for s in self.suites)
+        suites = ((suite.data.max_prompt_tokens, suite.max_response_tokens) for suite in self.suites)
         return max(map(sum, [(self.data.max_prompt_tokens, self.rollout.max_response_tokens), *suites]))
 
     def reward_files(self) -> list[str]:
@@ -285,16 +269,9 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _suites_have_data(self) -> Recipe:
-        for suite in self.suites:
-            try:
-                data = self.with_data_of(suite).data
-            except ValidationError as error:
-                first = error.errors()[0]
-                raise ValueError(
-                    f"{suite.place} data.{'.'.join(map(str, first['loc']))}: {first['msg']}"
-                ) from error
-            if data.options and data.source == "file":
-                raise ValueError(f"{suite.place} data.options are settings of a generator, but {suite.data} is a file")
+        for suite in self.suites:  # which raises where [data] has no such keys
+            if suite.own and suite.data.options and suite.data.source == "file":
+                raise ValueError(f"{suite.place} data.options are settings of a generator, not of a file")
         return self
 
     @model_validator(mode="after")
