@@ -56,7 +56,8 @@ class EvalTable(Table):
     def _suites_are_whole(self) -> EvalTable:
         if self.suites and (self.suite or self.source or self.data):
             raise ValueError("suite, source and data stand in each of [[eval.suites]], where there are any")
-        for table in (self, *self.suites):
+        tables: list[EvalTable | SuiteTable] = [self, *self.suites]
+        for table in tables:
             where = f"suite {table.name!r}: " if isinstance(table, SuiteTable) else ""
             if table.data and not table.suite:
                 raise ValueError(f"{where}data is for a suite of its own: held-out prompts are those of [data]")
@@ -87,7 +88,8 @@ class Suite:
 
 def make_suites(table: EvalTable, data: DataTable, max_response_tokens: int) -> list[Suite]:
     """All suites of a recipe; none where evaluation is off. The rest: what ``[data]`` and ``[rollout]`` say."""
-    return [_make(table, suite, data, max_response_tokens) for suite in table.suites or [None] if table.on]
+    suites: list[SuiteTable | None] = [*table.suites] or [None]
+    return [_make(table, suite, data, max_response_tokens) for suite in suites if table.on]
 
 
 def _make(shared: EvalTable, own: SuiteTable | None, data: DataTable, max_response_tokens: int) -> Suite:

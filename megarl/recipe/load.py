@@ -161,7 +161,9 @@ def _apply_override(tables: dict[str, Any], override: str) -> None:
         else:
             found = found.setdefault(section, {})
         if not isinstance(found, dict | list):
-            raise UserError(f"--set {override!r}: {section!r} is {'the name of none' if found is None else 'a key, not a table'}")
+            raise UserError(
+                f"--set {override!r}: {section!r} is {'the name of none' if found is None else 'a key, not a table'}"
+            )
     if isinstance(found, list):
         raise UserError(f"--set {override!r}: expected {'.'.join(sections)}.NAME.{key}")
     found[key] = value

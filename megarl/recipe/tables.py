@@ -233,6 +233,12 @@ class Recipe(Table):
         """What is evaluated each time, the first one to choose the best policy by; none with evaluation turned off."""
         return make_suites(self.eval, self.data, self.rollout.max_response_tokens)
 
+    def is_evaluated(self, version: int) -> bool:
+        """Whether the policy after so many updates is to be evaluated."""
+        every = [self.eval.every * self.schedule.updates_per_stage, self.eval.every_updates]
+        at_end = version == self.schedule.total_updates
+        return self.eval.on and (at_end or any(n and version % n == 0 for n in every))
+
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt with its response, in rollouts and evaluations."""
