@@ -1,6 +1,6 @@
 """What evaluations leave in a run directory: the prompts of a suite, and every response to them with its reward.
 
-``evaluations/NAME/prompts.jsonl`` has one object a prompt. ``evaluations/NAME/update_000096/`` is a rollout store, whose
+``evaluations/NAME/prompts.jsonl`` has one object a prompt. ``evaluations/NAME/update_000096/`` is a rollout store whose
 groups have the numbers of their prompts, sealed when all are answered.
 """
 
