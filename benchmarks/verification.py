@@ -115,12 +115,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, help="exit with 1 when the pool's ratio is above")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    pool = Timed(VerifierPool(lambda: Math(RewardTable(kind="math")), Limits.of_this_process(600.0)))
     with tempfile.TemporaryDirectory() as folder:
         model, policy = make_model(Path(folder) / "model"), Path(folder) / "policy"
         settings = [f"rollout.max_response_tokens={options.tokens}", f'model.path="{model}"']
         settings += ["reward.kind=math", "reward.require_stop=false", "eval.every=0"]
         recipe = load_recipe(ROOT / "examples/quickstart/recipe.toml", settings)
+        pool = Timed(VerifierPool(lambda: Math(recipe.reward), Limits.of_this_process(recipe)))
         copy_policy(model, model, policy)
         worker = RolloutWorker.build(recipe, 0, policy)
     worker.tokenizer, worker.stop_token_ids = Solutions(), ()

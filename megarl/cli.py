@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | rollout | optimize | eval | compare | report | audit | plan | doctor``.
+"""The command line: ``megarl train | rollout | optimize | eval | compare | report | audit | plan | data | doctor``.
 
 Each command imports what it needs; the module itself imports nothing heavy, so that help and the first line of a run
 appear at once.
@@ -179,6 +179,13 @@ def _plan(options: argparse.Namespace) -> None:
     print(make_plan(options.recipe, options.nodes, options.gpu, options.set))
 
 
+def _show_data(options: argparse.Namespace) -> None:
+    from megarl.recipe.load import load_recipe
+    from megarl.views.data import show_prompts
+
+    print(show_prompts(load_recipe(options.recipe, options.set), options.count))
+
+
 def _doctor(options: argparse.Namespace) -> None:
     from megarl.views.doctor import diagnose
 
@@ -221,8 +228,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, function, help: str) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
-        sub = commands.add_parser(name, help=help, description=help)
+    def command(name: str, function, help: str, among=commands) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
+        sub = among.add_parser(name, help=help, description=help)
         sub.set_defaults(command=function)
         return sub
 
@@ -280,6 +287,12 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("recipe", type=Path)
     sub.add_argument("--nodes", type=int, default=1)
     sub.add_argument("--gpu", default="h200", help="a100, h100, h200 or b200; default: h200")
+    settings(sub)
+
+    data = commands.add_parser("data", help="the prompts of a recipe").add_subparsers(required=True, metavar="COMMAND")
+    sub = command("show", _show_data, "the first prompts as the model sees them, with their tokens", data)
+    sub.add_argument("recipe", type=Path)
+    sub.add_argument("--count", type=int, default=3, help="training and held-out prompts, each; default: 3")
     settings(sub)
 
     sub = command("doctor", _doctor, "what this machine has, what is missing, which extra installs it")

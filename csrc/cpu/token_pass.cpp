@@ -144,13 +144,13 @@ MEGARL_VARIANTS void count_flags(const Tile& tile, int n, double* sums) {
   sums[MEGARL_SECOND_NEGATIVE] += second_negative;
 }
 
-MEGARL_VARIANTS void count_dampened(const Tile& tile, int n, double* sums) {
+MEGARL_VARIANTS void count_dampened(const Tile& tile, int n, float dampened, double* sums) {
   int32_t bad_prefix = 0, token = 0, token_bad = 0, prefix = 0, prefix_bad = 0;
 #pragma omp simd reduction(+ : bad_prefix, token, token_bad, prefix, prefix_bad)
   for (int i = 0; i < n; ++i) {
-    const int bad = tile.mask[i] & (tile.prefix[i] < kLogDampened);
-    const int by_token = tile.mask[i] & (tile.ratio[i] < kDampened);
-    const int by_prefix = tile.mask[i] & (tile.prefix_ratio[i] < kDampened);
+    const int bad = tile.mask[i] & (tile.prefix[i] < kLogBadPrefix);
+    const int by_token = tile.mask[i] & (tile.ratio[i] < dampened);
+    const int by_prefix = tile.mask[i] & (tile.prefix_ratio[i] < dampened);
     bad_prefix += bad;
     token += by_token;
     token_bad += by_token & bad;
@@ -202,6 +202,20 @@ MEGARL_VARIANTS void measure(const Tile& tile, int n, double* sums) {
   sums[MEGARL_TRUST_KEPT_SQUARE] += kept_square;
 }
 
+MEGARL_VARIANTS void measure_by_sign(const Tile& tile, int n, double* sums) {
+  float above = 0, below = 0, loss = 0;
+#pragma omp simd reduction(+ : above, below, loss)
+  for (int i = 0; i < n; ++i) {  // an untrained token has an advantage of 0
+    const float a = tile.advantage[i];
+    above += a > 0.0f ? tile.ratio[i] : 0.0f;
+    below += a < 0.0f ? tile.ratio[i] : 0.0f;
+    loss -= a > 0.0f ? tile.value[i] : 0.0f;
+  }
+  sums[MEGARL_RATIO_POSITIVE] += above;
+  sums[MEGARL_RATIO_NEGATIVE] += below;
+  sums[MEGARL_LOSS_POSITIVE] += loss;
+}
+
 MEGARL_VARIANTS void store(const Tile& tile, int64_t start, int n, const Output& out, Histograms& histograms) {
 #pragma omp simd
   for (int i = 0; i < n; ++i) {
@@ -244,6 +258,7 @@ struct Pass {
   Quantity quantity;
   int rule;
   const double* parameters;
+  float dampened;
   const megarl_tokens& tokens;
   const megarl_inherited* inherited;
   const int64_t* places;
@@ -332,8 +347,9 @@ void run_block(const Pass& pass, int64_t first_segment, int64_t last_segment, do
     apply(pass.rule, pass.parameters, tile, n);
     count(tile, n, sums);
     count_flags(tile, n, sums);
-    count_dampened(tile, n, sums);
+    count_dampened(tile, n, pass.dampened, sums);
     measure(tile, n, sums);
+    measure_by_sign(tile, n, sums);
     store(tile, start, n, pass.out, histograms);
     sum_segments(tile, cu_seqlens, segment, start, n, pass.out.segment_sums);
   }
@@ -342,17 +358,18 @@ void run_block(const Pass& pass, int64_t first_segment, int64_t last_segment, do
 }  // namespace
 }  // namespace megarl
 
-extern "C" int megarl_token_pass_cpu(const char* name, const double* parameters, const megarl_tokens* tokens,
-                                     const megarl_inherited* inherited, const int64_t* places, float* loss,
-                                     float* coefficient, uint8_t* kept, double* segment_sums, double* sums,
-                                     int64_t* histograms) {
+extern "C" int megarl_token_pass_cpu(const char* name, const double* parameters, const double* dampened,
+                                     const megarl_tokens* tokens, const megarl_inherited* inherited,
+                                     const int64_t* places, float* loss, float* coefficient, uint8_t* kept,
+                                     double* segment_sums, double* sums, int64_t* histograms) {
   using namespace megarl;
   if (!boundaries_are_valid(tokens->cu_seqlens, tokens->num_segments)) return MEGARL_BAD_BOUNDARIES;
   const int rule = find_rule(name);
   if (rule < 0) return MEGARL_UNKNOWN_RULE;
   Quantity quantity = Quantity::kNone;
   with_rule(rule, [&](auto tag) { quantity = decltype(tag)::Rule::kQuantity; });
-  const Pass pass{quantity, rule, parameters, *tokens, inherited, places, {loss, coefficient, kept, segment_sums}};
+  const Output out{loss, coefficient, kept, segment_sums};
+  const Pass pass{quantity, rule, parameters, static_cast<float>(*dampened), *tokens, inherited, places, out};
   const std::vector<int64_t> cuts = cut_into_blocks(tokens->cu_seqlens, tokens->num_segments);
   const int64_t num_blocks = static_cast<int64_t>(cuts.size()) - 1;
   std::vector<double> block_sums(num_blocks * MEGARL_NUM_SUMS, 0.0);

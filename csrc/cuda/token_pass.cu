@@ -14,6 +14,7 @@ static_assert(kRow <= kWarp, "one lane writes one sum");
 
 struct Pass {
   const double* parameters;
+  const double* dampened;
   megarl_tokens tokens;
   bool has_inherited;
   megarl_inherited inherited;
@@ -124,7 +125,7 @@ __device__ Sequence whole_sequence(const Pass& pass, Shared& shared, int64_t s, 
 __host__ __device__ constexpr bool is_count(int sum) {
   return !(sum == MEGARL_RATIO || sum == MEGARL_RATIO_SQUARE || sum == MEGARL_CHI2 || sum == MEGARL_LOG_RATIO ||
            sum == MEGARL_K3 || sum == MEGARL_SQUARE || sum == MEGARL_TRUST_SQUARE || sum == MEGARL_TRUST_KEPT_SQUARE ||
-           sum == kLoss);
+           sum == MEGARL_RATIO_POSITIVE || sum == MEGARL_RATIO_NEGATIVE || sum == MEGARL_LOSS_POSITIVE || sum == kLoss);
 }
 
 __host__ __device__ constexpr int counts_below(int sum) {
@@ -161,11 +162,11 @@ struct Totals {
 constexpr int kStretch = 32;  // tiles; 128 tokens of a thread fit into its counts, and cost float32 sums little
 static_assert(kStretch * kItems < 256, "a count has 8 bits");
 
-__device__ void count(const Token& t, float log_m, int on, const Outcome& o, Totals& totals) {
+__device__ void count(const Token& t, float log_m, float dampened, int on, const Outcome& o, Totals& totals) {
   const int above = t.advantage > 0.0f, below = t.advantage < 0.0f;
   const int kept = on & o.kept, first = on & o.first, second = on & o.second;
-  const int bad = on & (log_m < kLogDampened);
-  const int by_token = on & (t.ratio < kDampened), by_prefix = on & (t.prefix_ratio < kDampened);
+  const int bad = on & (log_m < kLogBadPrefix);
+  const int by_token = on & (t.ratio < dampened), by_prefix = on & (t.prefix_ratio < dampened);
   totals.count<MEGARL_TOKENS>(on);
   totals.count<MEGARL_POSITIVE>(above);
   totals.count<MEGARL_NEGATIVE>(below);
@@ -202,6 +203,9 @@ __device__ void measure(const Token& t, int on, const Outcome& o, Totals& totals
   x[MEGARL_SQUARE] += l * l;
   x[MEGARL_TRUST_SQUARE] += trust ? l * l : 0.0f;
   x[MEGARL_TRUST_KEPT_SQUARE] += trust & on & o.kept ? l * l : 0.0f;
+  x[MEGARL_RATIO_POSITIVE] += t.advantage > 0.0f ? t.ratio : 0.0f;  // 0 where not trained
+  x[MEGARL_RATIO_NEGATIVE] += t.advantage < 0.0f ? t.ratio : 0.0f;
+  x[MEGARL_LOSS_POSITIVE] -= t.advantage > 0.0f ? o.value : 0.0f;
   x[kLoss] -= on ? o.value : 0.0f;
 }
 
@@ -249,7 +253,7 @@ __device__ void store(const Pass& pass, const Results& r, uint32_t first, uint32
 // A thread's four tokens of a tile. least: key of the minimum of all earlier tokens of the sequence.
 template <class Rule>
 __device__ Results weigh(const Rule& rule, const Sequence& sequence, const Quad& q, int index, int least,
-                         Shared& shared, Run& minima, Totals& totals) {
+                         float dampened, Shared& shared, Run& minima, Totals& totals) {
   Results results;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -262,7 +266,7 @@ __device__ Results weigh(const Rule& rule, const Sequence& sequence, const Quad&
     results.loss[i] = q.on[i] ? -o.value : 0.0f;
     results.coefficient[i] = q.on[i] ? -o.coefficient : 0.0f;
     results.kept[i] = static_cast<uint8_t>(q.on[i] & o.kept);
-    count(token, log_m, q.on[i], o, totals);
+    count(token, log_m, dampened, q.on[i], o, totals);
     measure(token, q.on[i], o, totals);
     if (q.on[i]) {
       atomicAdd(&shared.histograms[0][bin_of(l)], 1u);
@@ -289,6 +293,7 @@ template <class Rule, class Team>
 __device__ void run_segment(const Pass& pass, Shared& shared, int64_t s) {
   const uint32_t start = pass.tokens.cu_seqlens[s], end = pass.tokens.cu_seqlens[s + 1];
   const Rule rule(pass.parameters);
+  const float dampened = static_cast<float>(*pass.dampened);
   const Sequence sequence = whole_sequence<Rule, Team>(pass, shared, s, start, end);
   int carry = pass.has_inherited ? to_key(pass.inherited.prefix_min[s]) : kNone;  // minimum of the earlier tiles
   int turn = 0;
@@ -306,7 +311,8 @@ __device__ void run_segment(const Pass& pass, Shared& shared, int64_t s) {
       for (int i = 0; i < kItems; ++i) key = q.on[i] ? Least()(key, to_key(clamped_log_ratio(q, i))) : key;
       Team::exclusive_min(shared, turn, key, before, tile_least);
       const int index = static_cast<int>(first - start);
-      store(pass, weigh(rule, sequence, q, index, Least()(carry, before), shared, minima, totals), first, start, end);
+      const int least = Least()(carry, before);
+      store(pass, weigh(rule, sequence, q, index, least, dampened, shared, minima, totals), first, start, end);
       carry = Least()(carry, tile_least);
     }
     totals.flush(row);
@@ -368,18 +374,19 @@ void launch(const Pass& pass, cudaStream_t stream) {
 }  // namespace
 }  // namespace megarl
 
-extern "C" int megarl_token_pass_cuda(const char* name, const double* parameters, const megarl_tokens* tokens,
-                                      const megarl_inherited* inherited, const int64_t* places, float* loss,
-                                      float* coefficient, uint8_t* kept, double* segment_sums, double* sums,
-                                      int64_t* histograms, double* scratch, void* stream) {
+extern "C" int megarl_token_pass_cuda(const char* name, const double* parameters, const double* dampened,
+                                      const megarl_tokens* tokens, const megarl_inherited* inherited,
+                                      const int64_t* places, float* loss, float* coefficient, uint8_t* kept,
+                                      double* segment_sums, double* sums, int64_t* histograms, double* scratch,
+                                      void* stream) {
   using namespace megarl;
   const int rule = find_rule(name);
   if (rule < 0) return MEGARL_UNKNOWN_RULE;
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   const bool wide = can_load_wide(*tokens) && are_aligned({loss, coefficient}, 16) && are_aligned({kept}, 4);
-  const Pass pass{parameters,  *tokens, inherited != nullptr, inherited ? *inherited : megarl_inherited{},
-                  places,      loss,    coefficient,          kept,
-                  segment_sums, histograms, scratch,          wide};
+  const Pass pass{parameters,   dampened,   *tokens,     inherited != nullptr, inherited ? *inherited : megarl_inherited{},
+                  places,       loss,       coefficient, kept,
+                  segment_sums, histograms, scratch,     wide};
   with_rule(rule, [&](auto tag) {
     if (tokens->num_segments > 0) launch<typename decltype(tag)::Rule>(pass, on);
   });

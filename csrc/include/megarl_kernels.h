@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define MEGARL_ABI_VERSION 3 /* rises when a signature or its meaning changes; Python refuses another one */
+#define MEGARL_ABI_VERSION 4 /* rises when a signature or its meaning changes; Python refuses another one */
 
 #define MEGARL_OK 0
 #define MEGARL_BAD_BOUNDARIES 1 /* cu_seqlens does not start at 0, or decreases */
@@ -71,10 +71,13 @@ enum megarl_sum {
   MEGARL_SECOND_POSITIVE,
   MEGARL_SECOND_NEGATIVE,
   MEGARL_BAD_PREFIX, /* m < .8 */
-  MEGARL_DAMPENED_TOKEN, /* ratio < .8 */
+  MEGARL_DAMPENED_TOKEN, /* ratio < *dampened */
   MEGARL_DAMPENED_TOKEN_BAD, /* ... after a bad prefix */
-  MEGARL_DAMPENED_PREFIX, /* m ratio < .8 */
+  MEGARL_DAMPENED_PREFIX, /* m ratio < *dampened */
   MEGARL_DAMPENED_PREFIX_BAD,
+  MEGARL_RATIO_POSITIVE, /* ratio of the tokens with A > 0 */
+  MEGARL_RATIO_NEGATIVE,
+  MEGARL_LOSS_POSITIVE, /* loss of the tokens with A > 0 */
   MEGARL_NUM_SUMS
 };
 
@@ -86,6 +89,7 @@ enum megarl_sum {
 /* Log-ratio, prefix minimum, weight and mask, loss, its gradient and every sum of the metrics, in one pass.
  *
  * rule: one of the names in MEGARL_RULES of token_rules.h. parameters: float64, on the device; see there.
+ * dampened: effective ratio below which a token counts as dampened, on the device.
  * places [num_segments] int64 or NULL: position of a segment's first token in the order of ties of "second_moment".
  * loss, coefficient [T]: loss of a token and its derivative with respect to the log-prob, 0 where the mask is 0.
  * kept [T] uint8: trained tokens whose gradient survives.
@@ -93,13 +97,14 @@ enum megarl_sum {
  * sums [MEGARL_NUM_SUMS] float64. histograms [2, MEGARL_BINS] int64, of l and of log m; the CUDA function adds to them.
  * scratch (CUDA): float64 [num_segments, MEGARL_NUM_SUMS].
  */
-int megarl_token_pass_cpu(const char* rule, const double* parameters, const megarl_tokens* tokens,
-                          const megarl_inherited* inherited, const int64_t* places, float* loss, float* coefficient,
-                          uint8_t* kept, double* segment_sums, double* sums, int64_t* histograms);
-int megarl_token_pass_cuda(const char* rule, const double* parameters, const megarl_tokens* tokens,
-                           const megarl_inherited* inherited, const int64_t* places, float* loss, float* coefficient,
-                           uint8_t* kept, double* segment_sums, double* sums, int64_t* histograms, double* scratch,
-                           void* stream);
+int megarl_token_pass_cpu(const char* rule, const double* parameters, const double* dampened,
+                          const megarl_tokens* tokens, const megarl_inherited* inherited, const int64_t* places,
+                          float* loss, float* coefficient, uint8_t* kept, double* segment_sums, double* sums,
+                          int64_t* histograms);
+int megarl_token_pass_cuda(const char* rule, const double* parameters, const double* dampened,
+                           const megarl_tokens* tokens, const megarl_inherited* inherited, const int64_t* places,
+                           float* loss, float* coefficient, uint8_t* kept, double* segment_sums, double* sums,
+                           int64_t* histograms, double* scratch, void* stream);
 
 /* What the other segments of a sequence need to know of each segment, [num_segments] each: the least clamped log-ratio
  * of its trained tokens (inf for none, NaN if one is NaN), their sum and number, and the first trigger (A < 0 and

@@ -19,8 +19,8 @@ namespace megarl {
 
 constexpr float kLogRatioLimit = 20.0f;
 constexpr float kSequenceLogRatioLimit = 80.0f;  // e^80 is beyond any bound, and still a float32
-constexpr float kDampened = 0.8f;
-constexpr float kLogDampened = -0.22314355131420976f;  // log .8
+constexpr float kBadPrefix = 0.8f;
+constexpr float kLogBadPrefix = -0.22314355131420976f;  // log .8
 constexpr int32_t kNever = 0x7FFFFFFF;                 // index of a trigger that is not there
 constexpr int kPositionBits = 22;                      // of a token's position in its sequence, and of the sequence's
 constexpr uint32_t kOutside = 0xFFFFFFFFu;             // key of a token outside the trust region
@@ -92,6 +92,15 @@ MEGARL_INLINE Outcome hard_clip(float ratio, float advantage, float low, float h
   return {value, kept ? value : 0.0f, kept, clipped, 0};
 }
 
+MEGARL_INLINE Outcome dual_clip(Outcome o, float advantage, float bound) {
+  const int capped = (advantage < 0.0f) & (o.value < bound * advantage);
+  o.value = capped ? bound * advantage : o.value;
+  o.coefficient = capped ? 0.0f : o.coefficient;
+  o.kept &= !capped;
+  o.first |= capped;
+  return o;
+}
+
 MEGARL_INLINE Outcome soft_clip(float ratio, const Token& t, float low, float high) {
   const float weight = clamp(ratio, low, high) * t.advantage;
   return {weight * t.logprob, weight, 1, (ratio < low) | (ratio > high), 0};
@@ -127,6 +136,20 @@ struct ClipPreserving : Bounded {
   MEGARL_INLINE Outcome operator()(const Token& t, const Sequence&) const {
     const Outcome o = hard_clip(t.ratio, t.advantage, low, high, 0);
     return {o.value, t.clamped ? 0.0f : o.value, !t.clamped, o.first, 0};
+  }
+};
+
+// eps_low, eps_high, ratio_max: the bounds widen as the token's probability under the behaviour policy falls
+struct ClipPrior {
+  static constexpr Quantity kQuantity = Quantity::kNone;
+  float low, high, most;
+  MEGARL_INLINE explicit ClipPrior(const double* p)
+      : low(static_cast<float>(p[0])), high(static_cast<float>(p[1])), most(static_cast<float>(p[2])) {}
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence&) const {
+    const float inverse = exponential(clamp(-t.rollout_logprob, 0.0f, kSequenceLogRatioLimit));
+    const float below = 0.5f + 0.5f * sqrtf(clamp(1.0f - 4.0f * low * inverse, 0.0f, 1.0f));
+    const float above = clamp(0.5f + 0.5f * sqrtf(1.0f + 4.0f * high * inverse), 1.0f, most);
+    return dual_clip(hard_clip(t.ratio, t.advantage, below, above, t.clamped), t.advantage, most);
   }
 };
 
@@ -166,13 +189,7 @@ struct ClipDual : Bounded {
   float bound;
   MEGARL_INLINE explicit ClipDual(const double* p) : Bounded(p), bound(static_cast<float>(p[2])) {}
   MEGARL_INLINE Outcome operator()(const Token& t, const Sequence&) const {
-    Outcome o = hard_clip(t.ratio, t.advantage, low, high, t.clamped);
-    const int capped = (t.advantage < 0.0f) & (o.value < bound * t.advantage);
-    o.value = capped ? bound * t.advantage : o.value;
-    o.coefficient = capped ? 0.0f : o.coefficient;
-    o.kept &= !capped;
-    o.first |= capped;
-    return o;
+    return dual_clip(hard_clip(t.ratio, t.advantage, low, high, t.clamped), t.advantage, bound);
   }
 };
 
@@ -333,6 +350,7 @@ struct Tag {
   rule("reinforce", Reinforce)                                        \
   rule("clip_token", ClipToken)                                       \
   rule("clip_preserving", ClipPreserving)                             \
+  rule("clip_prior", ClipPrior)                                       \
   rule("clip_log_ratio", ClipLogRatio)                                \
   rule("clip_prefix", ClipPrefix)                                     \
   rule("clip_sequence_mean", ClipSequenceMean)                        \

@@ -32,7 +32,9 @@ from megarl.actor.step import Actor
 from megarl.actor.writers import ForkedResults
 from megarl.beats import beat
 from megarl.errors import UserError
+from megarl.objectives.m2po import LogRatioBound
 from megarl.objectives.parts.clipping import RatioBounds
+from megarl.objectives.parts.prefix_ratio import LowestPrefix
 from megarl.objectives.parts.second_moment import SecondMomentMask
 from megarl.recipe.layout import Layout
 from megarl.storage.checkpoints import (
@@ -205,7 +207,7 @@ def _load_data(actor: Actor, path: Path) -> tuple[dict[str, Any], dict[str, Any]
     metadata, before = _read_metadata(path), FileSystemReader.read_metadata
     FileSystemReader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
     try:
-        with torch.serialization.safe_globals([RatioBounds, SecondMomentMask]):
+        with torch.serialization.safe_globals([LogRatioBound, LowestPrefix, RatioBounds, SecondMomentMask]):
             common = dist_checkpointing.load_common_state_dict(str(path))
             state = _sharded_state(actor)
             if common["layout"] == _layout(actor):

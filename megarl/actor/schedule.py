@@ -25,6 +25,7 @@ class MicroBatchLog:
     batch: TokenBatch  # detached
     metrics: dict[str, Metric]
     histograms: dict[str, torch.Tensor]
+    tokens: torch.Tensor | None = None  # [2, V] int64, how often each token trains, and without a gradient
 
 
 LogprobsAndEntropy = tuple[torch.Tensor, torch.Tensor]  # [N], [N]
@@ -76,7 +77,7 @@ def token_batch(micro_batch: MicroBatch, output: LogprobsAndEntropy) -> TokenBat
         assert packed.trained is not None
         output = _spread(output[0], packed.trained, batch), _spread(output[1], packed.trained, batch)
     logprobs, entropy = output
-    # without a frozen policy the proximal policy is the one before the update: each batch gets one update
+    # where nobody put them in, the proximal policy is the one before the update
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     return replace(batch, logprobs=logprobs, entropy=entropy, old_logprobs=old_logprobs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from megarl.actor.writers import Saving
 from megarl.batch import TokenBatch
 from megarl.models.hf_config import read_hf_config
 from megarl.objectives import Objective, WithOptions, token_weights
+from megarl.objectives.parts.detail import detailed
 from megarl.objectives.parts.summary import summarise
 from megarl.recipe.tables import Recipe
 
@@ -63,15 +64,16 @@ class Actor:
 
 
 def train_step(
-    actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions, lr: float
-) -> dict[str, float]:
+    actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions, lr: float, detail: int = 0
+) -> dict[str, Any]:
     """One optimizer update; returns metrics averaged over the whole optimizer batch of all ranks.
 
     micro_batches: those of this data-parallel rank. Raises `NonFiniteUpdate` on all ranks, before anything is applied,
     when the loss or the gradient is not finite. Outside the last pipeline stage it returns only ``grad_norm`` and
-    ``lr``.
+    ``lr``. detail: how many of the tokens to list that most often have no gradient; 0 leaves out all the metrics of
+    `megarl.objectives.parts.detail` too.
     """
-    logs, metrics = compute_gradients(actor, micro_batches, objective)
+    logs, metrics = compute_gradients(actor, micro_batches, objective, detail)
     norm, finite = _norm_and_finite(actor.optimizer, metrics.get("loss", 0.0), actor.device)
     if not finite:
         raise non_finite_update(logs, objective, metrics, norm, _batch_group())
@@ -82,9 +84,21 @@ def train_step(
     return metrics
 
 
+def with_proximal(actor: Actor, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches with the current policy's log-probs as ``old_logprobs``, by one forward pass. Collective."""
+    seen = micro_batches
+    for policy in actor.frozen:  # for the experts that they give
+        seen = policy.annotate(seen)
+    logs = run_micro_batches(actor.replicas, seen, collect, forward_only=True)
+    if not logs:  # only the last pipeline stage has log-probs, and needs them
+        return micro_batches
+    pairs = zip(micro_batches, logs, strict=True)
+    return [replace(m, batch=replace(m.batch, old_logprobs=log.batch.logprobs)) for m, log in pairs]
+
+
 def compute_gradients(
-    actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions
-) -> tuple[list[MicroBatchLog], dict[str, float]]:
+    actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions, detail: int = 0
+) -> tuple[list[MicroBatchLog], dict[str, Any]]:
     """Forward and backward passes of an update. Leaves the reduced gradients in the replicas' buffers.
 
     Returns this rank's logs, one a micro-batch, and the metrics of the whole batch.
@@ -96,9 +110,10 @@ def compute_gradients(
         replica.zero_grad_buffer()
     actor.optimizer.zero_grad()
     backend = actor.recipe.actor.kernel_backend
-    loss = partial(_loss, objective=objective, statistics=statistics, backend=backend)
+    vocabulary = actor.models[0].true_vocab_size if detail else 0
+    loss = partial(_loss, objective=objective, statistics=statistics, backend=backend, vocabulary=vocabulary)
     logs = run_micro_batches(actor.replicas, micro_batches, loss)
-    return logs, _reduce(logs, routing.count_disagreement(actor.models, actor.device))
+    return logs, _reduce(logs, routing.count_disagreement(actor.models, actor.device), detail)
 
 
 def _statistics(
@@ -136,8 +151,12 @@ def _loss(
     objective: Objective | WithOptions,
     statistics: Callable[[TokenBatch], Any],
     backend: str,
+    vocabulary: int,
 ) -> Loss:
-    """The objective as Megatron wants it: (sum, count, log). Megatron divides the gradient by the global count."""
+    """The objective as Megatron wants it: (sum, count, log). Megatron divides the gradient by the global count.
+
+    vocabulary: of the model, for detailed metrics; 0: without them.
+    """
     batch = token_batch(micro_batch, output)
     terms = objective(batch, statistics(batch), backend)
     weights = token_weights(batch.loss_mask, batch.cu_seqlens, objective.aggregation, batch.shard)
@@ -145,31 +164,65 @@ def _loss(
     count = micro_batch.sequence_count if objective.aggregation == "sequence_mean" else micro_batch.token_count
     batch = batch.detach()
     log = MicroBatchLog(batch, terms.metrics, terms.histograms)
+    if vocabulary:
+        metrics, histograms = detailed(batch, terms.kept)
+        tokens = _count_tokens(micro_batch, terms.kept, vocabulary)
+        log = MicroBatchLog(batch, terms.metrics | metrics, terms.histograms | histograms, tokens)
     return loss, torch.full((), count, dtype=torch.int, device=loss.device), log  # no copy, so no wait
 
 
-def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None) -> dict[str, float]:
+def _count_tokens(micro_batch: MicroBatch, kept: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """[2, V] int64, of each token of the vocabulary: how often it trains, and how often its gradient is lost."""
+    mask, labels = micro_batch.batch.loss_mask, micro_batch.labels[0]
+    if micro_batch.batch.shard is None:
+        assert micro_batch.packed.trained is not None
+        labels = labels.index_select(0, micro_batch.packed.trained)
+    labels = labels[: mask.numel()]
+    counts = labels.new_zeros(2, vocabulary)
+    counts[0].index_add_(0, labels, mask.long())
+    counts[1].index_add_(0, labels, (mask & ~kept).long())
+    return counts
+
+
+def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None, listed: int) -> dict[str, Any]:
     """Means over all micro-batches and data-parallel ranks, with one wait for the device.
 
-    routed: [2], choices of experts that differ from the given ones, and all of them; already of all ranks.
+    routed: [2], choices of experts that differ from the given ones, and all of them; already of all ranks. listed: how
+    many tokens that have lost their gradient.
     """
     values = [] if routed is None else [routed]
     if logs:  # on the last pipeline stage
         pairs = torch.stack([torch.stack([x for p in log.metrics.values() for x in p]) for log in logs]).sum(0)
-        counts = torch.stack([torch.stack(list(log.histograms.values())) for log in logs]).sum(0)
+        shapes = {name: counts.shape for name, counts in logs[0].histograms.items()}
+        counts = torch.stack([torch.cat([c.flatten() for c in log.histograms.values()]) for log in logs]).sum(0)
         dist.all_reduce(pairs, group=_batch_group())
         dist.all_reduce(counts, group=_batch_group())
         values += [pairs, counts]
+        if listed:
+            values.append(_most_muted(logs, listed))
     if not values:
         return {}
     host = torch.cat([value.flatten().double() for value in values]).cpu()
     parts = iter(host.split([value.numel() for value in values]))
-    extra = {} if routed is None else routing.disagreement(*next(parts).tolist())
+    extra: dict[str, Any] = {} if routed is None else routing.disagreement(*next(parts).tolist())
     if not logs:
         return extra
-    on_host, counted = next(parts).to(pairs.dtype).view(-1, 2), next(parts).to(counts.dtype).view(counts.shape)
+    on_host, counted = next(parts).to(pairs.dtype).view(-1, 2), next(parts).to(counts.dtype)
     metrics = {name: tuple(p) for name, p in zip(logs[0].metrics, on_host, strict=True)}
-    return summarise(metrics, dict(zip(logs[0].histograms, counted, strict=True))) | extra
+    split = counted.split([shape.numel() for shape in shapes.values()])
+    histograms = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), split, strict=True)}
+    if listed:
+        ids, muted, trained = next(parts).long().view(3, -1).tolist()
+        extra["muted_tokens"] = {"id": ids, "muted": muted, "trained": trained}
+    return summarise(metrics, histograms) | extra
+
+
+def _most_muted(logs: list[MicroBatchLog], listed: int) -> torch.Tensor:
+    """[3, listed] int64: the tokens that most often lost their gradient, how often they did, how often they trained."""
+    counts = torch.stack([log.tokens for log in logs if log.tokens is not None]).sum(0)
+    dist.all_reduce(counts, group=_batch_group())
+    muted, ids = counts[1].topk(min(listed, counts.size(1)))
+    return torch.stack([ids, muted, counts[0][ids]])
 
 
 def _norm_and_finite(optimizer: MegatronOptimizer, loss: float, device: torch.device) -> tuple[float, bool]:

@@ -11,19 +11,24 @@ import contextlib
 import os
 import pickle
 import queue
+import re
 import signal
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from torch.distributed.checkpoint import CheckpointException
 
 from megarl.beats import beat
 from megarl.storage.checkpoints import FileSum
+from megarl.storage.files import disk_errors
 
 POLL_SECONDS = 0.02
 
@@ -78,7 +83,7 @@ class Saving(AsyncCallsQueue):
     def finish(self, wait: bool) -> None:
         """Complete what is being written; with ``wait`` False only if every rank is done. Collective.
 
-        RuntimeError on the rank whose writer died.
+        RuntimeError on the rank whose writer died; on all ranks what `disk_errors` makes of a full disk.
         """
         written = -1
         while self.get_num_unfinalized_calls():
@@ -88,6 +93,9 @@ class Saving(AsyncCallsQueue):
             except Exception:
                 self._check()  # the writer died just now: that is why
                 raise
+            except CheckpointException as error:  # on all ranks, of which one knows why
+                self._check()
+                self._fail(error)
             if not wait or not self.get_num_unfinalized_calls():
                 return
             if (size := self._size()) != written:
@@ -107,6 +115,16 @@ class Saving(AsyncCallsQueue):
                 "The checkpoint before it is what counts"
             )
 
+    def _fail(self, error: CheckpointException) -> None:
+        """Collective."""
+        known: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(known, "; ".join(str(cause) for cause, _ in error.failures.values()))
+        why = "; ".join(filter(None, known))
+        if number := re.search(r"\[Errno (\d+)\]", why):
+            with disk_errors(self._path):
+                raise OSError(int(number[1]), os.strerror(int(number[1])), str(self._path)) from error
+        raise RuntimeError(f"{self._name} could not be written: {why}") from error
+
     def _size(self) -> int:
         with contextlib.suppress(OSError):  # it has just been renamed
             return sum(file.stat().st_size for file in self._path.iterdir())
@@ -116,9 +134,26 @@ class Saving(AsyncCallsQueue):
 def _write_and_sum(write: Callable[..., None], sums: ForkedResults, path: Path, rank: int, *arguments: Any) -> None:
     """In a forked process: write this rank's files, then sum them up, which takes no time from training."""
     signal.signal(signal.SIGCHLD, lambda *_: _end_if_one_died(sums))
+    filesystem_async._write_item = _with_causes(filesystem_async._write_item)
     write(*arguments)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     sums.put({file.name: FileSum.of(file) for file in path.glob(f"__{rank}_*.distcp")})
+
+
+def _with_causes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of torch's errors about files ("unexpected pos 704 vs 598") the system's, such as that of a full disk."""
+
+    @wraps(function)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
+
+    return wrapped
 
 
 def _end_if_one_died(sums: ForkedResults) -> None:

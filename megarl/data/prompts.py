@@ -12,15 +12,17 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.sources import FileItems, GymItems, Item, open_items
-from megarl.data.templates import render
+from megarl.data.files import Item
+from megarl.data.sources import FileItems, GymItems, Mixture, open_items, shares
+from megarl.data.templates import Overlong, Renderer
 from megarl.data.tokenizer import TOKENIZER_FILES, check_tokenizer_fits, load_tokenizer
 from megarl.errors import UserError
+from megarl.recipe.data_table import DataTable, SourceTable
 from megarl.recipe.tables import Recipe
 
 if TYPE_CHECKING:
@@ -54,6 +56,10 @@ class Prompt:
     tokens: tuple[int, ...]
     answer: str  # "" where the generator has no single right answer
     entry: dict[str, Any]  # what the verifier needs: the item of the data set and the generator's name
+    truncated: bool = False  # to data.max_prompt_tokens
+
+
+Build = Callable[[int, Item, str], Prompt | None]  # None: too long, and to be left out
 
 
 class PromptSource:
@@ -64,11 +70,11 @@ class PromptSource:
 
     def __init__(
         self,
-        items: GymItems | FileItems,
+        items: Mixture,
         heldout: dict[str, list[Prompt]],
         banned: list[Prompt],
         scorers: dict[str, Any],
-        build: Callable[[int, Item, str], Prompt],
+        build: Build,
         seed: int,
     ) -> None:
         self._items, self._heldout, self._build, self._seed = items, heldout, build, seed
@@ -80,15 +86,32 @@ class PromptSource:
         for attempt in range(REDRAWS):
             item = self._items.train(self._seed, index, attempt)
             prompt = self._build(index, item, f"training prompt {index}")
-            if prompt.tokens not in self._banned:
+            if prompt is not None and prompt.tokens not in self._banned:
                 return prompt
-        raise UserError(f"no training prompt {index}: {REDRAWS} draws all gave held-out prompts; lower eval.prompts")
+        raise UserError(
+            f"no training prompt {index}: {REDRAWS} draws all gave held-out or overlong prompts; lower eval.prompts or "
+            "raise data.max_prompt_tokens"
+        )
 
     def check(self, count: int) -> None:
-        """Build the first ``count`` prompts of a file, or the first one of a generator; `UserError` if one is unfit."""
-        rows = len(self._items.rows) if isinstance(self._items, FileItems) else 1
-        for index in range(min(count, rows)):
-            self.train(index)
+        """Build, of the first ``count`` prompts, those of a first epoch of each file, and one of each generator;
+        `UserError` if one is unfit."""
+        for name, prompts in (("training", list(self.first_epoch(count))), ("held-out", self.heldout())):
+            if truncated := sum(prompt.truncated for prompt in prompts):
+                warnings.warn(
+                    f"{truncated} of {len(prompts)} {name} prompts are cut to data.max_prompt_tokens", stacklevel=2
+                )
+
+    def first_epoch(self, count: int) -> Iterator[Prompt]:
+        """Of the first ``count`` training prompts those of a first epoch of each file, and one of each generator."""
+        left = [len(items.rows) if isinstance(items, FileItems) else 1 for items in self._items.sources]
+        for index in range(count):
+            source, _ = self._items.place(self._seed, index)
+            if left[source]:
+                left[source] -= 1
+                yield self.train(index)
+            elif not any(left):
+                return
 
     def heldout(self, suite: str | None = None) -> list[Prompt]:
         """The prompts of a suite, by default of all suites, one after another."""
@@ -97,38 +120,89 @@ class PromptSource:
 
 def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
     """Open the recipe's data; `UserError` for anything wrong with the file, the generator or the template."""
-    build = functools.partial(_build_prompt, recipe, tokenizer)
-    items = open_items(recipe.data.source, recipe.data.train, recipe.data.options)
-    scorers = {items.name: items.scorer} if isinstance(items, GymItems) else {}
+    renderer, build = _builder(recipe.data, tokenizer)
+    sources, weights = recipe.data.mixture, [table.weight for table in recipe.data.mixture]
+    items = [open_items(table) for table in sources]
+    scorers = _scorers(items, sources)
     heldout: dict[str, list[Prompt]] = {}
     banned: list[Prompt] = []
     for suite in recipe.suites:
-        if not suite.own:
-            heldout[suite.name] = _split(items, build, suite.prompts, suite.data.train)
+        if suite.own:
+            (table,) = suite.data.mixture
+            exam = open_items(table)
+            scorers |= _scorers([exam], [table])
+            heldout[suite.name] = _drawn(exam, _builder(suite.data, tokenizer)[1], suite.prompts)
+            _warn_if_fewer(len(heldout[suite.name]), suite.prompts, table.train)
+            banned += _as_trained(build, heldout[suite.name])
+        else:
+            split = zip(sources, items, shares(weights, suite.prompts), strict=True)
+            chosen = [_split(own, build, count, table.train) for table, own, count in split if count]
+            heldout[suite.name] = _renumbered([prompt for prompts in chosen for prompt in prompts])
             banned += heldout[suite.name]
-            continue
-        exam = open_items(suite.data.source, suite.data.train, suite.data.options)
-        scorers |= {exam.name: exam.scorer} if isinstance(exam, GymItems) else {}
-        ask = functools.partial(_build_prompt, recipe.model_copy(update={"data": suite.data}), tokenizer)
-        candidates = itertools.islice(exam.candidates(), math.ceil(1.4 * suite.prompts))
-        heldout[suite.name] = _distinct(candidates, ask, suite.prompts)
-        banned += _as_trained(build, heldout[suite.name])
-        _warn_if_fewer(len(heldout[suite.name]), suite.prompts, suite.data.train)
-    if isinstance(items, FileItems) and banned:
-        texts = {prompt.text for prompt in banned}
-        items = FileItems([item for item in items.rows if render(recipe, tokenizer, item, "a row") not in texts])
-        if not items.rows:
-            raise UserError(
-                f"every prompt of {recipe.data.train} is held out for evaluation; nothing is left to train on"
-            )
-    return PromptSource(items, heldout, banned, scorers, build, recipe.run.seed)
+    texts = {prompt.text for prompt in banned}
+    for n, (table, own) in enumerate(zip(sources, items, strict=True)):
+        if isinstance(own, FileItems):
+            items[n] = FileItems(_training_rows(recipe.data, table.train, own.rows, renderer, build, texts))
+    return PromptSource(Mixture(items, weights), heldout, banned, scorers, build, recipe.run.seed)
 
 
-def _as_trained(build: Callable[..., Prompt], prompts: list[Prompt]) -> Iterator[Prompt]:
+def _builder(data: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Renderer, Build]:
+    renderer = Renderer(data, tokenizer)
+    return renderer, functools.partial(_build_prompt, renderer, tokenizer.unk_token_id, data.overlong == "drop")
+
+
+def _as_trained(build: Build, prompts: list[Prompt]) -> Iterator[Prompt]:
     """Of the prompts of a suite, which may have a template of its own, as they would look in training."""
     for prompt in prompts:
         with contextlib.suppress(UserError):  # its row has not even what the template of training needs
-            yield build(prompt.index, prompt.entry, "a row")
+            if trained := build(prompt.index, prompt.entry, "a row"):
+                yield trained
+
+
+def _scorers(items: Sequence[GymItems | FileItems], tables: Sequence[SourceTable]) -> dict[str, Any]:
+    """Of generators, by name; `UserError` where one has two."""
+    options: dict[str, Any] = {}
+    for table in tables:
+        if table.source == "reasoning_gym" and options.setdefault(table.train, table.options) != table.options:
+            raise UserError(
+                f"two of [[data.sources]] are the generator {table.train!r} with other options, and only one could "
+                'score: use train = "composite", which mixes generators by itself'
+            )
+    return {own.name: own.scorer for own in items if isinstance(own, GymItems)}
+
+
+def _renumbered(prompts: list[Prompt]) -> list[Prompt]:
+    """Held-out prompts of several sources as one list without repetitions."""
+    found: dict[tuple[int, ...], Prompt] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.tokens, prompt)
+    return [replace(prompt, index=n) for n, prompt in enumerate(found.values())]
+
+
+def _training_rows(
+    data: DataTable, name: str, rows: list[Item], renderer: Renderer, build: Build, heldout: set[str]
+) -> list[Item]:
+    """Those that are neither held out nor to be dropped for their length; `UserError` if none are left."""
+
+    def text_of(item: Item) -> str | None:
+        if data.overlong == "error":
+            return renderer.text(item, "a row")  # its tokens, which take longer, do not matter
+        prompt = build(0, item, "a row")
+        return None if prompt is None else prompt.text
+
+    if not heldout and data.overlong != "drop":
+        return rows
+    texts = [text_of(item) for item in rows]
+    if too_long := texts.count(None):
+        warnings.warn(
+            f"{too_long} of the {len(rows)} prompts of {name} have more than data.max_prompt_tokens = "
+            f"{data.max_prompt_tokens} tokens and are left out",
+            stacklevel=3,
+        )
+    kept = [item for item, text in zip(rows, texts, strict=True) if text is not None and text not in heldout]
+    if not kept:
+        raise UserError(f"every prompt of {name} is held out for evaluation or too long; nothing is left to train on")
+    return kept
 
 
 @dataclass(frozen=True)
@@ -163,19 +237,19 @@ def _tokenizer_content(path: Path) -> dict[str, bytes]:
 
 
 def _prompt_file_states(recipe: Recipe) -> list[tuple[int, int]]:
-    """Size and time of the last change of each; `RunDir.check_prompts` compares their contents."""
-    files = [Path(name) for name in recipe.prompt_files() if Path(name).is_file()]
+    """Size and time of the last change of each and of the chat template; `RunDir.check_prompts` compares contents."""
+    files = [Path(name) for name in recipe.prompt_files() + recipe.template_files() if Path(name).is_file()]
     return [(state.st_size, state.st_mtime_ns) for state in map(os.stat, files)]
 
 
-def _split(items: GymItems | FileItems, build: Callable[..., Prompt], count: int, name: str) -> list[Prompt]:
+def _split(items: GymItems | FileItems, build: Build, count: int, name: str) -> list[Prompt]:
     """Hold out ``count`` distinct prompts, but never more than half of what there is."""
     if isinstance(items, FileItems):
         heldout = _distinct(itertools.islice(items.candidates(), len(items.rows) // 2), build, count)
     else:
         # 2 n ln 2 = 1.39 n draws from 2 n prompts give n different ones. If more are needed, the generator has
         # fewer than 2 n, and half of those drawn are held out.
-        heldout = _distinct(itertools.islice(items.candidates(), math.ceil(1.4 * count)), build, count)
+        heldout = _drawn(items, build, count)
         if len(heldout) < count:
             heldout = heldout[: len(heldout) // 2]
     if not heldout:
@@ -184,10 +258,16 @@ def _split(items: GymItems | FileItems, build: Callable[..., Prompt], count: int
     return heldout
 
 
-def _distinct(items: Iterable[Item], build: Callable[..., Prompt], count: int) -> list[Prompt]:
+def _drawn(items: GymItems | FileItems, build: Build, count: int) -> list[Prompt]:
+    candidates = itertools.islice(items.candidates(), REDRAWS * count)  # should nearly all be too long
+    return _distinct(candidates, build, count, math.ceil(1.4 * count))
+
+
+def _distinct(items: Iterable[Item], build: Build, count: int, draws: int | None = None) -> list[Prompt]:
+    """Up to ``count`` different prompts, of the first ``draws`` that are not too long."""
     found: dict[tuple[int, ...], Prompt] = {}
-    for item in items:
-        prompt = build(len(found), item, f"held-out prompt {len(found)}")
+    built = (prompt for item in items if (prompt := build(len(found), item, f"held-out prompt {len(found)}")))
+    for prompt in itertools.islice(built, draws):
         found.setdefault(prompt.tokens, prompt)
         if len(found) == count:
             break
@@ -201,18 +281,18 @@ def _warn_if_fewer(found: int, asked: int, name: str) -> None:
         )
 
 
-def _build_prompt(recipe: Recipe, tokenizer: Any, index: int, item: Item, where: str) -> Prompt:
-    text = render(recipe, tokenizer, item, where)
-    tokens = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if not tokens:
-        raise UserError(f"{where} has no tokens: {text!r}")
-    if len(tokens) > recipe.data.max_prompt_tokens:
-        raise UserError(
-            f"{where} has {len(tokens)} tokens, more than data.max_prompt_tokens = {recipe.data.max_prompt_tokens}: "
-            f"{text[:80]!r}"
-        )
-    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in tokens:
+def _build_prompt(
+    renderer: Renderer, unknown: int | None, drop: bool, index: int, item: Item, where: str
+) -> Prompt | None:
+    """unknown: the token of what the tokenizer does not know. drop: None for an overlong prompt, not `Overlong`."""
+    try:
+        rendered = renderer.render(item, where)
+    except Overlong:
+        if drop:
+            return None
+        raise
+    if unknown is not None and unknown in rendered.tokens:
         warnings.warn(
             "the tokenizer does not know some characters of the prompts; the model cannot see them", stacklevel=2
         )
-    return Prompt(index, text, tokens, item["answer"] or "", item)
+    return Prompt(index, rendered.text, rendered.tokens, item["answer"] or "", item, rendered.truncated)

@@ -1,25 +1,21 @@
-"""Where prompts come from: the generators of reasoning-gym and prompt files, both with random access to their items."""
+"""Where prompts come from: generators of reasoning-gym, files, and mixtures of them, all with random access."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import itertools
-import json
 import math
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megarl.data.files import Item, read_rows
 from megarl.errors import UserError, nearest
-
-MAX_LINE = 16 << 20  # bytes of a row of a .jsonl file: no prompt is as long, and a file that is no JSON lines has one
-Item = dict[str, Any]  # {"question": str | chat messages, "answer": str, "metadata": dict}, as reasoning-gym has it
+from megarl.recipe.data_table import SourceTable
 
 # reasoning-gym draws item i of a data set from Random(seed + i), so seeds next to each other share all but one of
 # their items. Therefore seeds are used in blocks: 4096 for prompts of a run, then 4096 for spare items that replace
@@ -29,6 +25,8 @@ BLOCK_SEEDS = 2 * BLOCK
 HELDOUT_BLOCKS = 1024  # the first blocks are for evaluation, whatever run.seed is, so that runs can be compared
 TRAIN_BLOCKS = 2**32 // BLOCK_SEEDS - HELDOUT_BLOCKS
 BLOCKS_PER_RUN_SEED = 4096  # 16.8 million prompts before a run meets those of the next run.seed
+
+PATTERN = 1000  # prompts in which each of several sources has exactly its share
 
 # reasoning-gym 0.1.25: the items of these depend on the order of a Python set, hence on the hash seed of the process.
 HASH_DEPENDENT = {"codeio", "isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"}
@@ -125,76 +123,49 @@ class FileItems:
         return order
 
 
-def read_prompt_file(path: Path) -> list[Item]:
-    """Rows of a .jsonl or .parquet file: ``prompt`` (text or chat messages), ``answer``, other columns as metadata."""
-    return [item for _, item in read_rows(path)]
+class Mixture:
+    """Several sources, each with its share of the prompts: the same in every `PATTERN` prompts, in another order.
+
+    Where there is one source, its order is that of the mixture.
+    """
+
+    def __init__(self, sources: Sequence[GymItems | FileItems], weights: Sequence[float]) -> None:
+        self.sources = list(sources)
+        self.counts = shares(weights, PATTERN)
+        if 0 in self.counts:
+            raise UserError(f"a weight of [[data.sources]] gives less than one of {PATTERN} prompts")
+        self._pattern = functools.lru_cache(2)(self._shuffled)
+
+    def place(self, seed: int, index: int) -> tuple[int, int]:
+        """(source, which of its prompts) of the index-th training prompt."""
+        number, position = divmod(index, PATTERN)
+        pattern = self._pattern(f"{seed}/{number}/sources")
+        source = pattern[position]
+        return source, number * self.counts[source] + pattern[:position].count(source)
+
+    def train(self, seed: int, index: int, attempt: int) -> Item:
+        """As in `GymItems`; what replaces an item is of the same source."""
+        source, nth = self.place(seed, index)
+        return self.sources[source].train(seed, nth, attempt)
+
+    def _shuffled(self, key: str) -> list[int]:
+        pattern = [source for source, count in enumerate(self.counts) for _ in range(count)]
+        random.Random(key).shuffle(pattern)
+        return pattern
 
 
-def read_rows(path: Path) -> list[tuple[str, Item]]:
-    """`read_prompt_file`, each row with its place: the file, and its line or row."""
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise UserError(f"{path}: a prompt file ends in .jsonl or .parquet")
-    if not path.is_file():
-        raise UserError(f"no prompt file {path}")
-    rows = _read_jsonl(path) if path.suffix == ".jsonl" else _read_parquet(path)
-    items = [(where, _item_of_row(row, where)) for where, row in rows]
-    if not items:
-        raise UserError(f"{path} holds no prompts")
-    return items
+def shares(weights: Sequence[float], total: int) -> list[int]:
+    """``total`` shared out by weights in whole numbers; what is left over goes to the largest remainders."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda n: counts[n] - exact[n])
+    for n in by_remainder[: total - sum(counts)]:
+        counts[n] += 1
+    return counts
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    with open(path, "rb") as file:
-        for number in itertools.count(1):
-            line = file.readline(MAX_LINE + 1)
-            if not line:
-                return
-            if len(line) > MAX_LINE:
-                raise UserError(f"{path}, line {number} is longer than {MAX_LINE >> 20} MB")
-            if not line.strip():
-                continue
-            try:
-                yield f"{path}, line {number}", json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {number} is not JSON: {error}") from error
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-    if missing := {"prompt", "answer"} - set(table.column_names):
-        raise UserError(f"{path}: no column {sorted(missing)[0]!r}; it has {', '.join(table.column_names)}")
-    return ((f"{path}, row {number}", row) for number, row in enumerate(table.to_pylist(), 1))
-
-
-def _item_of_row(row: Any, where: str) -> Item:
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: expected an object with prompt and answer, got {type(row).__name__}")
-    for column in ("prompt", "answer"):
-        if column not in row:
-            raise UserError(f"{where}: no column {column!r}; it has {', '.join(row) or 'none'}")
-    prompt, answer = row["prompt"], row["answer"]
-    chat = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
-    if not prompt or not (chat or isinstance(prompt, str)):
-        raise UserError(
-            f"{where}: prompt must be a text or a list of messages with role and content, got {prompt!r:.60}"
-        )
-    number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
-    if not number and not (isinstance(answer, str) and answer.strip()):
-        raise UserError(f"{where}: answer must be a text or a finite number, got {answer!r:.60}")
-    try:
-        json.dumps(row, ensure_ascii=False, default=str).encode()
-    except (ValueError, RecursionError) as error:  # half of a surrogate pair, which no tokenizer takes
-        raise UserError(f"{where}: not valid text: {error}") from error
-    metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
-    return {"question": prompt, "answer": str(answer), "metadata": metadata}
-
-
-def open_items(source: str, name: str, options: dict[str, Any]) -> GymItems | FileItems:
+def open_items(table: SourceTable) -> GymItems | FileItems:
     """The items of a generator or of a file; `UserError` for anything wrong with either."""
-    return GymItems(name, options) if source == "reasoning_gym" else FileItems(read_prompt_file(Path(name)))
+    if table.source == "reasoning_gym":
+        return GymItems(table.train, table.options)
+    return FileItems([item for _, item in read_rows(table)])

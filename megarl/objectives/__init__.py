@@ -9,7 +9,9 @@ from megarl.errors import UserError, nearest
 from megarl.objectives.bapo import Bapo
 from megarl.objectives.cispo import Cispo
 from megarl.objectives.dapo import Dapo
+from megarl.objectives.dcpo import Dcpo
 from megarl.objectives.decoupled_ppo import DecoupledPpo
+from megarl.objectives.full_prefix import FullPrefix
 from megarl.objectives.gppo import Gppo
 from megarl.objectives.grpo import Grpo
 from megarl.objectives.gspo import Gspo
@@ -22,6 +24,7 @@ from megarl.objectives.parts.aggregation import denominator, token_weights
 from megarl.objectives.parts.fields import build
 from megarl.objectives.parts.metrics import Metric
 from megarl.objectives.parts.terms import Terms
+from megarl.objectives.prefix_filter import PrefixFilter
 from megarl.objectives.prefix_ratio_grpo import PrefixRatioGrpo
 from megarl.objectives.reinforce import Reinforce
 from megarl.objectives.topr import Topr
@@ -43,12 +46,15 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "grpo": Grpo,
     "dapo": Dapo,
     "gppo": Gppo,
+    "dcpo": Dcpo,
     "gspo": Gspo,
     "cispo": Cispo,
     "m2po": M2Po,
     "mu_grpo": MuGrpo,
     "minpro": MinPro,
     "prefix_ratio_grpo": PrefixRatioGrpo,
+    "full_prefix": FullPrefix,
+    "prefix_filter": PrefixFilter,
     "bapo": Bapo,
     "topr": Topr,
     "decoupled_ppo": DecoupledPpo,

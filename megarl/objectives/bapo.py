@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +11,7 @@ from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.kernels.token_pass import Rule
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.clip_bounds import contributions, grid, path
+from megarl.objectives.parts.clip_bounds import contributions, first_high, grid, path
 from megarl.objectives.parts.clipping import RatioBounds, dual_clip, hard_clip
 from megarl.objectives.parts.fields import choice, number
 from megarl.objectives.parts.fused import constants
@@ -28,7 +29,8 @@ class Bapo(Objective):
     low_end, c_high rises by high_step if that keeps it within high_end, else c_low by low_step. Positive contribution,
     over the whole batch: sum_{A>0} pi_rollout |min(rho A, clip(rho, 0, c_high) A)| divided by the sum over all A of
     pi_rollout |min(rho A, clip(rho, c_low, c_high) A)|. The paper sums the loss over tokens; token_mean is that times a
-    constant.
+    constant. high_end = inf (Table 6): c_high rises until positive_target is reached, or nothing is clipped above, and
+    as it could always rise c_low stays at low_start.
 
     variant "released" is what the authors' code does: c_low rises first, then c_high; no pi_rollout weight;
     positive_target is compared with positive / negative (.4 of the whole is .667 there); dual clip at 3 in the loss.
@@ -53,13 +55,15 @@ class Bapo(Objective):
             raise UserError(f"Bapo.positive_target is {self.positive_target}, a share of the whole; expected [0, 1]")
         for side in ("low", "high"):
             start, end = getattr(self, f"{side}_start"), getattr(self, f"{side}_end")
-            if not start <= end < float("inf"):
-                raise UserError(f"Bapo.{side}_end is {end}; expected a finite number, at least {side}_start = {start}")
+            if not start <= end:
+                raise UserError(f"Bapo.{side}_end is {end}; expected at least {side}_start = {start}")
 
     def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> RatioBounds:
         """The bounds at which the search over the tokens of all ranks of `group` stops; one all-reduce."""
         released, device = self.variant == "released", batch.loss_mask.device
         lows = grid(self.low_start, self.low_end, self.low_step, device, cut=released)
+        if self.high_end == math.inf:
+            return self._endless(batch, lows, group, backend)
         highs = grid(self.high_start, self.high_end, self.high_step, device, cut=released)
         if released:
             low, high = path(lows.numel(), highs.numel(), device)
@@ -68,10 +72,31 @@ class Bapo(Objective):
             high, low = path(highs.numel() if lows.numel() > 1 else 1, lows.numel(), device)
         positive, negative = contributions(batch, lows, highs, not released, group, backend)
         positive, negative = positive[high], negative[low]  # [states]
-        whole = negative + 1e-8 if released else positive + negative
-        short = (positive < self.positive_target * whole) & (negative > 0)
-        stop = short.long().cumprod(0).sum().clamp(max=low.numel() - 1)
+        stop = (~self._enough(positive, negative)).long().cumprod(0).sum().clamp(max=low.numel() - 1)
         return RatioBounds(*(x.take(stop) for x in (lows[low], highs[high], positive, negative)))
+
+    def _enough(self, positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
+        """Bool, where the positive contribution is no less than what is wanted; both float64 of a shape that fits."""
+        whole = negative + 1e-8 if self.variant == "released" else positive + negative
+        return (positive >= self.positive_target * whole) | (negative <= 0)
+
+    def _endless(self, batch: TokenBatch, lows: torch.Tensor, group: ProcessGroup | None, backend: str) -> RatioBounds:
+        """`statistics` without an end of c_high."""
+        weighted = self.variant == "paper"
+        low = lows[0]
+        if self.variant == "released":  # c_low goes first
+            start = grid(self.high_start, self.high_start, self.high_step, lows.device)
+            positive, negative = contributions(batch, lows, start, weighted, group, backend)
+            stop = (~self._enough(positive, negative)).long().cumprod(0).sum()
+            low = lows.take(stop.clamp(max=lows.numel() - 1))
+        elif lows.numel() == 1:  # the paper's loop ends before it moves anything
+            high = torch.full_like(low, self.high_start)
+            positive, negative = contributions(batch, lows, high[None], weighted, group, backend)
+            return RatioBounds(low, high, positive[0], negative[0])
+        high, at_high, at_low = first_high(
+            batch, low, self.high_start, self.high_step, self._enough, weighted, group, backend
+        )
+        return RatioBounds(low, high, at_high, at_low)
 
     def terms(self, batch: TokenBatch, statistics: RatioBounds) -> Terms:
         mask, low, high = batch.loss_mask, statistics.ratio_min, statistics.ratio_max
@@ -84,7 +109,7 @@ class Bapo(Objective):
         metrics = fraction_metrics("clip_fraction", clipped, batch)
         for name, scalar in (("ratio_min", low), ("ratio_max", high), ("positive_contribution", share)):
             metrics[f"bapo/{name}"] = mean_metric(scalar.double().expand_as(l), mask)
-        return make_terms(self.aggregation, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
+        return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
 
     def rule(self, batch: TokenBatch, statistics: RatioBounds) -> Rule:
         low, high, share = statistics.ratio_min, statistics.ratio_max, statistics.positive_share

@@ -31,7 +31,7 @@ class Cispo(Objective):
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         value, saturated = soft_clip(l.exp(), batch, 1 - self.eps_low, 1 + self.eps_high)
         metrics = fraction_metrics("clip_fraction", saturated, batch)
-        return make_terms(self.aggregation, batch, -value, batch.loss_mask, l, clamped, metrics)
+        return make_terms(self, batch, -value, batch.loss_mask, l, clamped, metrics)
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)

@@ -31,7 +31,7 @@ class Gppo(Objective):
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         value, bounded = preserving_clip(l.exp(), batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
         metrics = fraction_metrics("clip_fraction", bounded, batch)
-        return make_terms(self.aggregation, batch, -value, ~clamped, l, clamped, metrics)
+        return make_terms(self, batch, -value, ~clamped, l, clamped, metrics)
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)

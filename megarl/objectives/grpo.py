@@ -27,11 +27,15 @@ class Grpo(Objective):
     eps_high: float = number(0.2, 0)
     aggregation: str = choice("sequence_mean", "token_mean")
 
+    @property
+    def dampened_below(self) -> float:
+        return self.dampen_threshold or 1 - self.eps_low
+
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         value, clipped = hard_clip(l.exp(), batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
         metrics = fraction_metrics("clip_fraction", clipped, batch)
-        return make_terms(self.aggregation, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
+        return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)

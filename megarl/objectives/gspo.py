@@ -33,7 +33,7 @@ class Gspo(Objective):
         ratio = sequence_log_ratio(l, batch, mean=True).exp() * (l - l.detach()).exp()
         value, clipped = hard_clip(ratio, batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
         metrics = fraction_metrics("clip_fraction", clipped, batch)
-        return make_terms(self.aggregation, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
+        return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)

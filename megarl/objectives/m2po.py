@@ -68,7 +68,7 @@ class M2Po(Objective):
             muted = statistics.masked(l, trust_region(l, batch), batch)
             value = torch.where(muted, 0, ratio * batch.advantages.detach())
         metrics = fraction_metrics("m2_mask_fraction", muted, batch)
-        return make_terms(self.aggregation, batch, -value, ~muted & ~clamped, l, clamped, metrics)
+        return make_terms(self, batch, -value, ~muted & ~clamped, l, clamped, metrics)
 
     def rule(self, batch: TokenBatch, statistics: SecondMomentMask | LogRatioBound) -> Rule:
         if isinstance(statistics, LogRatioBound):

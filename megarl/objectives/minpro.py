@@ -35,7 +35,7 @@ class MinPro(Objective):
         ratio = (prefix + l).exp()
         value, saturated = soft_clip(ratio, batch, 1 - self.eps_low, 1 + self.eps_high)
         metrics = fraction_metrics("clip_fraction", saturated, batch)
-        return make_terms(self.aggregation, batch, -value, batch.loss_mask, l, clamped, metrics)
+        return make_terms(self, batch, -value, batch.loss_mask, l, clamped, metrics)
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)

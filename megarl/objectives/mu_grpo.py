@@ -42,7 +42,7 @@ class MuGrpo(Objective):
         metrics = fraction_metrics("clip_fraction", clipped & ~vetoed, batch)
         metrics |= fraction_metrics("veto_fraction", vetoed, batch)
         kept = ~vetoed & ~clipped & ~clamped
-        return make_terms(self.aggregation, batch, -torch.where(vetoed, 0, value), kept, l, clamped, metrics)
+        return make_terms(self, batch, -torch.where(vetoed, 0, value), kept, l, clamped, metrics)
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         parameters = constants((self.ratio_min, self.ratio_max, self.veto_threshold), batch.loss_mask.device)

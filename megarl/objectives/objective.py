@@ -10,8 +10,9 @@ from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
+from megarl.kernels.constants import BAD_PREFIX
 from megarl.kernels.token_pass import Rule, has_rule
-from megarl.objectives.parts.fields import check_fields, choice
+from megarl.objectives.parts.fields import check_fields, choice, number
 from megarl.objectives.parts.fused import fused_terms
 from megarl.objectives.parts.terms import Terms
 
@@ -22,7 +23,8 @@ class Objective:
 
     A subclass defines `terms`, what the paper says, and `rule`, which names the function of the fused token pass that
     computes the same. aggregation: how the caller turns ``terms.loss`` into one number over the whole optimizer batch,
-    see `megarl.objectives.parts.aggregation`.
+    see `megarl.objectives.parts.aggregation`. dampen_threshold: effective ratio below which the metrics ``dampen/*``
+    count a token as dampened; 0 for the objective's own, see `dampened_below`.
     """
 
     needs_statistics: ClassVar[bool] = False  # True: has `statistics(batch, group)`, whose result goes into the call
@@ -30,6 +32,7 @@ class Objective:
     ratio_form: ClassVar[bool] = True  # objective_t = ratio * A; False: weight * A * log pi
 
     aggregation: str = choice("token_mean", "sequence_mean")
+    dampen_threshold: float = number(0.0, 0)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -45,7 +48,12 @@ class Objective:
             statistics = self.statistics(batch.detach(), batch.shard.group if batch.shard else None, backend)
         if backend == "torch":
             return self.terms(batch, statistics)
-        return fused_terms(self.rule(batch, statistics), batch, self.aggregation, backend)
+        return fused_terms(self.rule(batch, statistics), batch, self.aggregation, self.dampened_below, backend)
+
+    @property
+    def dampened_below(self) -> float:
+        """`dampen_threshold`, or where that is 0 the lower bound of the objective's ratios; .8 if it has none."""
+        return self.dampen_threshold or BAD_PREFIX
 
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
         raise NotImplementedError
@@ -59,13 +67,27 @@ class Objective:
         backend: of the kernels, as in a call. live: of a run whose rollouts come from several policies; any objective
         can train in it, but not every option.
         """
-        if backend == "torch":
-            return
-        if type(self).rule is Objective.rule or not has_rule(self._rule_name(), backend):
+        if backend != "torch" and not (self.fusible and has_rule(self._rule_name(), backend)):
             raise UserError(
                 f"{type(self).__name__} has no rule for the fused token pass of kernels = {backend!r}: use "
                 '[actor] kernels = "torch", which evaluates its definition'
             )
+
+    @property
+    def updates_a_step(self) -> int:
+        """Updates of which each batch gets the log-probs of the policy before the first as ``old_logprobs``."""
+        return 1
+
+    @property
+    def couples_tokens(self) -> bool:
+        """Whether the gradient of a token's loss reaches other tokens of its response; then the losses of a response
+        may only be weighted alike."""
+        return False
+
+    @property
+    def fusible(self) -> bool:
+        """Whether `rule` names what the fused token pass does for these settings."""
+        return type(self).rule is not Objective.rule
 
     def _rule_name(self) -> str:
         nothing = torch.zeros(0)

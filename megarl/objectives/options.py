@@ -178,6 +178,12 @@ class WithOptions:
     def __post_init__(self) -> None:
         if any(isinstance(o, DualClip) for o in self.options) and not self.objective.ratio_form:
             raise UserError(f"dual_clip bounds ratio * A, but {type(self.objective).__name__} weights log pi instead")
+        for option in self.options:
+            if self.objective.couples_tokens and isinstance(option, DualClip | TruncatedImportance | IcePop):
+                raise UserError(
+                    f"{name_of(option)} weights each token by itself, but in {type(self.objective).__name__} the gradient "
+                    "of a token's loss also reaches earlier ones, as these settings have it; leave one of them out"
+                )
         if "old_logprobs" in self.objective.requires and any("old_logprobs" in o.requires for o in self.options):
             raise UserError(f"{type(self.objective).__name__} weights by pi_old / pi_rollout itself")
         if sum(isinstance(o, TruncatedImportance | IcePop) for o in self.options) > 1:
@@ -194,6 +200,10 @@ class WithOptions:
     @property
     def requires(self) -> tuple[str, ...]:
         return self.objective.requires + tuple(name for option in self.options for name in option.requires)
+
+    @property
+    def updates_a_step(self) -> int:
+        return self.objective.updates_a_step
 
     def check(self, backend: str, live: bool) -> None:
         """As `Objective.check`, and for the options."""

@@ -3,6 +3,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megarl.batch import TokenBatch
 from megarl.kernels.token_pass import Rule
 from megarl.objectives.objective import Objective
@@ -10,7 +12,7 @@ from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.fields import choice, number
 from megarl.objectives.parts.fused import constants
 from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
+from megarl.objectives.parts.prefix_min import prefix_min_log_ratio, sum_at_minima
 from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.terms import Terms, make_terms
 
@@ -21,21 +23,40 @@ class PrefixRatioGrpo(Objective):
 
     objective_t = min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t), r_t = m_t rho_t, m_t = min_{i<t} rho_i over
     the earlier trained tokens of the response, 1 for the first; averaged within a response and then over responses.
-    Gradient: r_t A_t grad log pi(t) where not clipped. m_t carries none: the text does not say, but with a gradient a
-    token would be pushed once for every token after it, against the selectivity that the paper argues for.
+    Gradient: r_t A_t grad log pi(t) where not clipped. With prefix_gradient "stopped" m_t carries none: the text does
+    not say, but with a gradient a token is pushed once for every token after it, against the selectivity that the paper
+    argues for. "full" is Eq. 5 as it stands, without a stop-gradient: the token that m_t is the ratio of (the first of
+    equals) gets r_t A_t of every later token whose minimum it is and which is not clipped. ``kept`` is of the tokens'
+    own gradients in both.
     """
 
+    prefix_gradient: str = choice("stopped", "full")
     eps_low: float = number(0.2, 0, 1)
     eps_high: float = number(0.2, 0)
     aggregation: str = choice("sequence_mean", "token_mean")
+
+    @property
+    def fusible(self) -> bool:
+        return self.prefix_gradient == "stopped"
+
+    @property
+    def couples_tokens(self) -> bool:
+        return self.prefix_gradient == "full"
+
+    @property
+    def dampened_below(self) -> float:
+        return self.dampen_threshold or 1 - self.eps_low
 
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         prefix = prefix_min_log_ratio(l, batch)
         ratio = (prefix + l).exp()
         value, clipped = hard_clip(ratio, batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
+        if self.prefix_gradient == "full":
+            # adds 0, with the gradient that m_t sends to earlier tokens, on whichever rank these are
+            value = value + sum_at_minima(l, torch.where(clipped, 0, value), batch).to(l.dtype) * (l - l.detach())
         metrics = fraction_metrics("clip_fraction", clipped, batch)
-        return make_terms(self.aggregation, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
+        return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)

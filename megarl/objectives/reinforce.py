@@ -21,7 +21,7 @@ class Reinforce(Objective):
 
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        return make_terms(self.aggregation, batch, -l.exp() * batch.advantages.detach(), ~clamped, l, clamped, {})
+        return make_terms(self, batch, -l.exp() * batch.advantages.detach(), ~clamped, l, clamped, {})
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         return Rule("reinforce", constants((), batch.loss_mask.device))

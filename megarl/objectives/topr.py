@@ -37,9 +37,8 @@ class Topr(Objective):
         weight = torch.where(advantages > 0, 1, ratio.clamp(self.ratio_min, self.ratio_max))
         saturated = (advantages < 0) & ((ratio < self.ratio_min) | (ratio > self.ratio_max))
         loss = -weight * advantages * torch.where(mask, batch.logprobs, 0)
-        return make_terms(
-            self.aggregation, batch, loss, mask, l, clamped, fraction_metrics("clip_fraction", saturated, batch)
-        )
+        metrics = fraction_metrics("clip_fraction", saturated, batch)
+        return make_terms(self, batch, loss, mask, l, clamped, metrics)
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         bounds = constants((self.ratio_min, self.ratio_max), batch.loss_mask.device)

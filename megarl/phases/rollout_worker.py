@@ -61,9 +61,7 @@ class RolloutWorker:
         info = read_info(policy_dir)
         tokenizer, prompts = open_prompts(recipe, policy_dir)
         # before the engine starts threads or CUDA
-        verifiers = VerifierPool(
-            lambda: build_verifier(recipe, prompts), Limits.of_this_process(recipe.run.stall_seconds)
-        )
+        verifiers = VerifierPool(lambda: build_verifier(recipe, prompts), Limits.of_this_process(recipe))
         experts = for_training and recipe.actor.routing_replay == "engine"
         engine = build_engine(recipe, stage, policy_dir, info.version, routed_experts=experts)
         return cls(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +14,9 @@ import numpy as np
 from megarl.actor.nonfinite import Offender
 from megarl.actor.packing import Sample
 from megarl.advantages import group_advantages, zero_variance
+from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
-from megarl.recipe.tables import ObjectiveTable
+from megarl.recipe.tables import ModelTable, ObjectiveTable
 from megarl.storage.rollouts import Group
 from megarl.storage.update_summary import rewards_of
 
@@ -62,6 +65,27 @@ def throughput(samples: list[Sample], start: float) -> dict[str, Any]:
     trained = sum(len(sample.response_tokens) for sample in samples if sample.trained)
     times = {"seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1)}
     return {"tokens": tokens, "trained_tokens": trained} | times
+
+
+def lengths_by_sign(samples: Sequence[Sample]) -> dict[str, float]:
+    """Mean response tokens by the sign of the advantage (BAPO, Fig. 6), of the responses that train."""
+    found = {}
+    for name, sign in (("positive", 1), ("negative", -1)):
+        lengths = [len(s.response_tokens) for s in samples if s.trained and sign * s.advantage > 0]
+        if lengths:
+            found[f"response_tokens/{name}"] = sum(lengths) / len(lengths)
+    return found
+
+
+def token_texts(ids: Sequence[int], model: ModelTable) -> list[str]:
+    """What each token stands for."""
+    tokenizer = _tokenizer(model.tokenizer_path)
+    return [tokenizer.decode([token]) for token in ids]
+
+
+@functools.cache
+def _tokenizer(path: Path) -> Any:
+    return load_tokenizer(path)
 
 
 def describe(offender: Offender, sample: Sample) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,12 +17,12 @@ from megarl.actor import checkpoint, packing, parallel
 from megarl.actor.frozen import Field, FrozenPolicy
 from megarl.actor.nonfinite import NonFiniteUpdate
 from megarl.actor.packing import Sample
-from megarl.actor.step import Actor, train_step
+from megarl.actor.step import Actor, train_step, with_proximal
 from megarl.beats import beat
 from megarl.errors import STOPPED, UserError
 from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.phases.exports import Exporter
-from megarl.phases.samples import describe, throughput, to_samples
+from megarl.phases.samples import describe, lengths_by_sign, throughput, to_samples, token_texts
 from megarl.phases.stop import StopRequest
 from megarl.storage.checkpoints import checkpoints, read_manifest, read_metrics, set_aside
 from megarl.storage.json_lines import append_json
@@ -101,25 +102,28 @@ def _make_updates(
 ) -> None:
     run, total = stage.run, stage.run.recipe.schedule.updates_per_stage
     objective, saved = _objective(run), done
+    ready: deque[Prepared] = deque()
     for update in range(done, total):
         start = time.perf_counter()
         beat("update", f"update {stage.first_update + update + 1}")
-        groups = batches.read(update)
-        if groups is not None:
-            exporter.see(groups)
-            ages = batches.metrics(update, groups)
+        if not ready:
+            ready.extend(_read_step(actor, run, objective, batches, exporter, update, total))
+        batch = ready.popleft() if ready else None
+        if batch is not None:
             place = {
                 "stage": stage.number,
+                **({"pass": update // run.recipe.schedule.updates_per_pass} if run.recipe.schedule.passes > 1 else {}),
                 "update": stage.first_update + update + 1,
-                "staleness": ages["staleness"],
+                "staleness": batch.ages["staleness"],
             }
-            samples = to_samples(groups, run.recipe.objective, run.recipe.actor.routing_replay == "engine")
-            values = _make_update(actor, run, samples, objective, place)
+            values = _make_update(actor, run, batch, objective, place)
             batches.trained(update + 1)
             if metrics:
-                metrics.append(place | ages | summary(groups) | values | throughput(samples, start))
-        updates = update + (groups is not None)
-        stopping = groups is None or (updates < total and stop.agreed(actor.device))
+                seen = summary(batch.groups) | values | throughput(batch.samples, start)
+                metrics.append(place | batch.ages | seen)
+        updates = update + (batch is not None)
+        # within a step the proximal policy is known only from batches that are in memory
+        stopping = batch is None or (updates < total and not ready and stop.agreed(actor.device))
         last = updates == total or stopping
         checkpoint.finish(actor, wait=False)
         if updates > saved and (updates % run.recipe.actor.checkpoint_every == 0 or last):
@@ -131,6 +135,43 @@ def _make_updates(
         if stopping:
             checkpoint.finish(actor)
             sys.exit(STOPPED)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What one update trains."""
+
+    groups: list[Group]
+    ages: dict[str, Any]
+    samples: list[Sample]
+    micro_batches: list[packing.MicroBatch]
+
+
+def _read_step(
+    actor: Actor,
+    run: RunDir,
+    objective: Objective | WithOptions,
+    batches: Batches,
+    exporter: Exporter,
+    first: int,
+    last: int,
+) -> list[Prepared]:
+    """The updates from ``first`` on, ``last`` excluded, that have one proximal policy, the current one; none when a stop was asked for.
+
+    Collective. The first of them needs no forward pass: its own update begins with that policy.
+    """
+    step: list[Prepared] = []
+    for update in range(first, min(last, first + objective.updates_a_step)):
+        groups = batches.read(update)
+        if groups is None:
+            return []  # nothing of the step is trained yet
+        exporter.see(groups)
+        samples = to_samples(groups, run.recipe.objective, run.recipe.actor.routing_replay == "engine")
+        micro_batches = packing.micro_batches(samples, run.recipe.actor.tokens_per_micro_batch, actor.device)
+        if step:
+            micro_batches = with_proximal(actor, micro_batches)
+        step.append(Prepared(groups, batches.metrics(update, groups), samples, micro_batches))
+    return step
 
 
 def _open_metrics(stage: Stage, start: Start) -> MetricsWriter | None:
@@ -149,13 +190,17 @@ def _phase(stage: Stage) -> str:
 
 
 def _make_update(
-    actor: Actor, run: RunDir, samples: list[Sample], objective: Objective | WithOptions, place: dict[str, int]
-) -> dict[str, float]:
-    micro_batches = packing.micro_batches(samples, run.recipe.actor.tokens_per_micro_batch, actor.device)
+    actor: Actor, run: RunDir, batch: Prepared, objective: Objective | WithOptions, place: dict[str, int]
+) -> dict[str, Any]:
+    table = run.recipe.metrics
+    listed = table.listed_tokens if table.detail and place["update"] % table.detail == 0 else 0
     try:
-        return train_step(actor, micro_batches, objective, actor.learning_rate(place["update"]))
+        values = train_step(actor, batch.micro_batches, objective, actor.learning_rate(place["update"]), listed)
+        if "muted_tokens" in values and parallel.reports_metrics():
+            values["muted_tokens"] |= {"text": token_texts(values["muted_tokens"]["id"], run.recipe.model)}
+        return values | lengths_by_sign(batch.samples)
     except NonFiniteUpdate as error:
-        return skip(actor, run, place, error, samples)
+        return skip(actor, run, place, error, batch.samples)
 
 
 def skip(

@@ -10,10 +10,9 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from megarl.recipe.base import Table
-from megarl.recipe.data_table import DataTable
+from megarl.recipe.data_table import OF_A_SOURCE, DataTable
 
 HELDOUT = "heldout"  # the suite of prompts that are held out of [data] train
-OF_THE_PROMPTS = ("source", "train", "options")  # keys of [data] that suit no other file or generator
 
 
 class SuiteTable(Table):
@@ -61,7 +60,7 @@ class EvalTable(Table):
             where = f"suite {table.name!r}: " if isinstance(table, SuiteTable) else ""
             if table.data and not table.suite:
                 raise ValueError(f"{where}data is for a suite of its own: held-out prompts are those of [data]")
-            if wrong := {"source", "train"} & table.data.keys():
+            if wrong := {"source", "train", "sources"} & table.data.keys():
                 raise ValueError(f"{where}data.{min(wrong)}: say suite = FILE OR GENERATOR, and source, instead")
             if table.greedy and (table.samples or 1) > 1:
                 raise ValueError(f"{where}greedy = true gives the same response again: leave out samples")
@@ -94,6 +93,8 @@ def make_suites(table: EvalTable, data: DataTable, max_response_tokens: int) -> 
 
 def _make(shared: EvalTable, own: SuiteTable | None, data: DataTable, max_response_tokens: int) -> Suite:
     table, place = own or shared, f"eval.suites {own.name!r}" if own else "[eval]"
+    if table.suite and not (table.source or data.source):
+        raise ValueError(f'{place}: source = "file" or "reasoning_gym", which suite is')
     described = {"source": table.source or data.source, "train": table.suite or data.train, **table.data}
     apart = any(getattr(data, key, None) != value for key, value in described.items())
     name = own.name if own else default_name(str(described["source"]), str(described["train"])) if apart else HELDOUT
@@ -118,7 +119,7 @@ def _make(shared: EvalTable, own: SuiteTable | None, data: DataTable, max_respon
 
 def _merged(data: DataTable, changes: dict[str, Any], place: str) -> DataTable:
     """``data`` with other prompts; ValueError for what is no key of it."""
-    kept = {key: value for key, value in data.model_dump().items() if key not in OF_THE_PROMPTS}
+    kept = {key: value for key, value in data.model_dump().items() if key not in (*OF_A_SOURCE, "sources")}
     try:
         return DataTable.model_validate(kept | changes)
     except ValidationError as error:

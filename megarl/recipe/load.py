@@ -14,6 +14,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from megarl.errors import UserError, nearest
+from megarl.recipe.data_table import MESSAGES, DataTable, SourceTable
 from megarl.recipe.eval_table import EvalTable, SuiteTable
 from megarl.recipe.tables import ObjectiveTable, Recipe
 
@@ -79,20 +80,37 @@ def _absolute_paths(recipe: Recipe) -> Recipe:
     model, data, evaluation = recipe.model, recipe.data, recipe.eval
     tokenizer = model.tokenizer and model.tokenizer.resolve()
     model = model.model_copy(update={"path": model.path.resolve(), "tokenizer": tokenizer})
-    if data.source == "file":
-        data = data.model_copy(update={"train": str(Path(data.train).resolve())})
     suites = [_absolute_suite(suite, data.source) for suite in evaluation.suites]
     evaluation = _absolute_suite(evaluation, data.source).model_copy(update={"suites": suites})
     rollout = recipe.rollout
     if rollout.sglang_python:  # not resolved: an environment's interpreter is a link, and works only under that name
         rollout = rollout.model_copy(update={"sglang_python": rollout.sglang_python.absolute()})
-    return recipe.model_copy(update={"model": model, "data": data, "eval": evaluation, "rollout": rollout})
+    return recipe.model_copy(
+        update={"model": model, "data": _absolute_data(data), "eval": evaluation, "rollout": rollout}
+    )
 
 
-def _absolute_suite(table: AnySuite, source: str) -> AnySuite:
-    if not table.suite or (table.source or source) != "file":
-        return table
-    return table.model_copy(update={"suite": str(Path(table.suite).resolve())})
+def _absolute_data(data: DataTable) -> DataTable:
+    changed: dict[str, Any] = {"sources": tuple(map(_absolute_source, data.sources))}
+    if data.source == "file" and data.train:
+        changed["train"] = str(Path(data.train).resolve())
+    if data.template_file:
+        changed["template"] = str(Path(data.template_file).resolve())
+    return data.model_copy(update=changed)
+
+
+def _absolute_source(table: SourceTable) -> SourceTable:
+    resolved = str(Path(table.train).resolve()) if table.source == "file" else table.train
+    return table.model_copy(update={"train": resolved})
+
+
+def _absolute_suite(table: AnySuite, source: str | None) -> AnySuite:
+    changed: dict[str, Any] = {}
+    if table.suite and (table.source or source) == "file":
+        changed["suite"] = str(Path(table.suite).resolve())
+    if (template := table.data.get("template", "raw")) not in MESSAGES:
+        changed["data"] = {**table.data, "template": str(Path(template).resolve())}
+    return table.model_copy(update=changed)
 
 
 def _validate(tables: dict[str, Any]) -> Recipe:

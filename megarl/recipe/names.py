@@ -19,4 +19,6 @@ VERIFIERS = {
     "math": "megarl.rewards.math",
     "code": "megarl.rewards.code",
     "python": "megarl.rewards.python",
+    "judge": "megarl.rewards.service",
+    "http": "megarl.rewards.service",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -35,6 +36,18 @@ def _check_function(path: str | None) -> None:
         raise ValueError(f"path = {path!r}: expected FILE.py:FUNCTION")
 
 
+class ServiceTable(Table):
+    """``[reward.service]``: the server that kind = "judge" or "http" asks."""
+
+    url: str  # judge: an OpenAI-compatible server's, as "http://judge:8000/v1"; http: where questions are posted
+    model: str | None = None  # judge: as the server calls it
+    prompt: Path | None = Field(None, strict=False)  # judge: a file with {prompt}, {answer} and {response}
+    api_key: str | None = None  # name of the environment variable that has it
+    seconds: float = Field(120.0, gt=0, le=86400)  # until a request counts as unanswered
+    attempts: int = Field(4, ge=1, le=20)  # of a request, with pauses of 1, 2, 4, .. seconds
+    at_once: int = Field(16, ge=1, le=512)  # requests under way, of each engine replica
+
+
 class RewardTable(Table):
     kind: VerifierKind
     correct_above: float = Field(0.999, gt=0, le=1)  # a verifier's score at or above this is reward 1, else 0
@@ -44,6 +57,7 @@ class RewardTable(Table):
     partial_credit: bool = False  # the reward is the verifier's score, instead of 1 or 0
     weight: float = 1.0  # of what the verifier gives, beside the parts
     parts: tuple[RewardPart, ...] = Field((), strict=False)  # what the reward has beside
+    service: ServiceTable | None = None  # kind = "judge" and "http"
     # of kind = "code" alone:
     language: Literal["python", "cpp"] = "python"  # of programs, where a row has no column "language"
     seconds: int = Field(6, ge=1, le=600)  # processor time of a program on one test
@@ -54,6 +68,12 @@ class RewardTable(Table):
         _check_function(self.path)
         if self.kind == "python" and self.path is None:
             raise ValueError('kind = "python" needs path: FILE.py:FUNCTION')
+        if (self.service is not None) != (self.kind in ("judge", "http")):
+            raise ValueError('kind = "judge" and "http" need [reward.service], and no other kind has it')
+        if self.service and (self.service.model is not None) != (self.kind == "judge"):
+            raise ValueError('kind = "judge" needs service.model, and kind = "http" has none')
+        if self.service and self.service.prompt and self.kind == "http":
+            raise ValueError('service.prompt is a setting of kind = "judge"')
         kinds = {"boxed": "math", "path": "python"} | dict.fromkeys(("language", "seconds", "memory_mb"), "code")
         for name, kind in kinds.items():
             if kind != self.kind and getattr(self, name) != RewardTable.model_fields[name].default:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from megarl.recipe.base import Table, one_of
 from megarl.recipe.data_table import DataTable as DataTable
+from megarl.recipe.data_table import SourceTable
 from megarl.recipe.eval_table import EvalTable as EvalTable
 from megarl.recipe.eval_table import Suite as Suite
 from megarl.recipe.eval_table import make_suites
@@ -197,6 +198,12 @@ class ActorTable(Table):
         return "triton" if self.kernel_backend in ("triton", "cuda") else "torch"
 
 
+class MetricsTable(Table):
+    # updates from one with the diagnostics of docs/objectives.md that cost a pass over the tokens to the next; 0: none
+    detail: int = Field(0, ge=0)
+    listed_tokens: int = Field(50, ge=1, le=10**4)  # of those that lose their gradient most often
+
+
 class RunTable(Table):
     seed: int = Field(0, ge=0, lt=2**32)
     max_restarts: int = Field(0, ge=0)  # times a failed phase is started again
@@ -221,12 +228,21 @@ class Recipe(Table):
     megatron_ddp: dict[str, Any] = Field({})  # and to its DistributedDataParallelConfig
     megatron_optimizer: dict[str, Any] = Field({})  # and to its OptimizerConfig; a torch.dtype by name, as "bfloat16"
     eval: EvalTable = EvalTable()
+    metrics: MetricsTable = MetricsTable()
     run: RunTable = RunTable()
+
+    def prompt_sources(self) -> list[SourceTable]:
+        """Where the prompts of training and evaluation come from."""
+        return [*self.data.mixture, *(table for suite in self.suites if suite.own for table in suite.data.mixture)]
 
     def prompt_files(self) -> list[str]:
         """The files of prompts, for training and for evaluation."""
-        files = [self.data.train] if self.data.source == "file" else []
-        return files + [suite.data.train for suite in self.suites if suite.own and suite.data.source == "file"]
+        return [table.train for table in self.prompt_sources() if table.source == "file"]
+
+    def template_files(self) -> list[str]:
+        """The chat templates that are files, of training and of suites."""
+        tables = [self.data, *(suite.data for suite in self.suites)]
+        return sorted({table.template_file for table in tables if table.template_file})
 
     @property
     def suites(self) -> list[Suite]:
@@ -268,16 +284,8 @@ class Recipe(Table):
         return self
 
     @model_validator(mode="after")
-    def _options_are_a_generators(self) -> Recipe:
-        if self.data.options and self.data.source == "file":
-            raise ValueError('data.options are settings of a reasoning-gym generator, but data.source = "file"')
-        return self
-
-    @model_validator(mode="after")
     def _suites_have_data(self) -> Recipe:
-        for suite in self.suites:  # which raises where [data] has no such keys
-            if suite.own and suite.data.options and suite.data.source == "file":
-                raise ValueError(f"{suite.place} data.options are settings of a generator, not of a file")
+        self.suites  # noqa: B018 - raises where their settings do not fit
         return self
 
     @model_validator(mode="after")

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from math import isfinite
+from typing import Any, Protocol
 
+from megarl.data.files import read_rows
 from megarl.data.prompts import Prompt, PromptSource
-from megarl.data.sources import read_rows
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
 
@@ -26,6 +26,10 @@ class Score:
     over: str | None = None  # a limit of the verifier's own that it exceeded
     reward: float | None = None  # what takes the place of ``value`` in the reward
     extra: float = 0.0  # what is added
+
+
+class VerifierUnavailable(RuntimeError):
+    """What a verifier asks says nothing now. It ends the phase, which can be started again; it is no score."""
 
 
 class Verifier(Protocol):
@@ -65,11 +69,36 @@ def reward(score: float, table: RewardTable) -> float:
     return 1.0 if score >= table.correct_above else 0.0
 
 
+def read_score(found: Any, who: str) -> Score:
+    """What a user's function or service says: a number, or {"score": ..} with, if it likes, "reward".
+
+    ``who`` says it, for the `UserError` when it is neither.
+    """
+    if not isinstance(found, dict):
+        return Score(_number(found, who))
+    if unknown := found.keys() - {"score", "reward"}:
+        raise UserError(f"{who} gave {sorted(unknown)[0]!r}: a score has the keys score and reward")
+    reward = found.get("reward")
+    return Score(_number(found.get("score"), who), reward=None if reward is None else _number(reward, who))
+
+
+def _number(value: Any, who: str) -> float:
+    number = float(value) if isinstance(value, bool | int | float) else float("nan")
+    if not isfinite(number):
+        raise UserError(f"{who} gave {value!r:.60}: a score is a finite number")
+    return number
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """The columns of the prompt's row."""
+    return {"prompt": prompt.text, "answer": prompt.answer, **prompt.entry.get("metadata", {})}
+
+
 def check_rows(recipe: Recipe, read: Callable[[Prompt], object]) -> None:
     """``read`` every row of the recipe's prompt files; one `UserError` for all whose reading raises one."""
-    for file in recipe.prompt_files():
+    for table in recipe.prompt_sources():
         wrong: list[str] = []
-        for where, item in read_rows(Path(file)):
+        for where, item in read_rows(table) if table.source == "file" else ():
             try:
                 read(Prompt(0, str(item["question"]), (), item["answer"], item))
             except UserError as error:

@@ -41,7 +41,7 @@ COMPILE = ("/bin/sh", "-c", "g++ -std=gnu++17 -O2 -pipe -o /tmp/program -x c++ /
 
 def check(recipe: Recipe) -> None:
     """There must be a sandbox here, with the languages of all rows, and every row must have tests."""
-    if any(data.source != "file" for data in (recipe.data, *(suite.data for suite in recipe.suites))):
+    if any(table.source != "file" for table in recipe.prompt_sources()):
         raise UserError('reward.kind = "code" needs prompt files, whose rows have tests; no generator has any')
     languages: set[str] = set()
     check_rows(recipe, lambda prompt: languages.add(read_tests(prompt, recipe.reward.language).language))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import Verifier, right_answer
+from megarl.rewards import Verifier, check_rows, right_answer
 
 
 def check(recipe: Recipe) -> None:
-    """Suits all data; a prompt without an answer is a `UserError` when a response to it is scored."""
+    """Every row of a prompt file must have an answer; a generator's item without is a `UserError` when it is met."""
+    check_rows(recipe, right_answer)
 
 
 def build(table: RewardTable, prompts: PromptSource) -> Verifier:

@@ -13,12 +13,12 @@ import functools
 import re
 from typing import Any
 
+from megarl.data.boxes import last_box
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import Verifier, check_rows, right_answer
 
-BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
 DOLLAR = re.compile(r"(?<!\\)\$")  # of a formula; \$ is money
 
@@ -71,14 +71,3 @@ class Math:
         """The right answer: bare (42, 1/2, \\frac{1}{2}, \\$18.90) or in a text with $...$ or \\boxed{...}."""
         dressed = answer if DOLLAR.search(answer) or "\\boxed" in answer else f"${answer}$"
         return self._library.parse(dressed, parsing_timeout=None)
-
-
-def last_box(response: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}`` or ``\fbox{...}`` whose braces close; None if there is none."""
-    for match in reversed(list(BOX.finditer(response))):
-        depth = 1
-        for at in range(match.end(), len(response)):
-            depth += {"{": 1, "}": -1}.get(response[at], 0) if response[at - 1] != "\\" else 0
-            if not depth:
-                return response[match.end() : at]
-    return None

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
+from megarl.data.boxes import last_box
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import Recipe, RewardPart, RewardTable
 from megarl.rewards import Score, Verifier, VerifierModule, reward
-from megarl.rewards.math import last_box
 from megarl.rewards.python import Python, load_function
 
 

@@ -28,17 +28,17 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from megarl.data.prompts import Prompt
 from megarl.errors import STOP_SIGNALS, UserError
 from megarl.linux import name_process
-from megarl.rewards import Score, Verifier
+from megarl.recipe.tables import Recipe
+from megarl.rewards import Score, Verifier, VerifierUnavailable
+from megarl.rewards.messages import MESSAGE, Channel, pack_answers, pack_question, split, unpack_question
 
-MESSAGE = struct.Struct(">II")  # how many questions or answers, bytes that follow
-QUESTION = struct.Struct(">QII")  # its number, bytes of the prompt, bytes of the response
 NUMBER = struct.Struct("=Q")
 BATCH = 32  # questions in a message, at most
 SECONDS_TO_ANSWER = 0.01  # that an answer may wait for others to be sent with
@@ -56,8 +56,14 @@ class Limits:
     workers: int = 4  # at most; another one is forked when a response would wait for those there are
 
     @classmethod
-    def of_this_process(cls, stall_seconds: float) -> Limits:
-        """With this process's share of its node's cores; a worker is replaced before the phase seems to stand still."""
+    def of_this_process(cls, recipe: Recipe) -> Limits:
+        """With this process's share of its node's cores; a worker is replaced before the phase seems to stand still.
+
+        Workers that wait for a service need no core, and wait for as long as that may take.
+        """
+        stall_seconds = recipe.run.stall_seconds
+        if service := recipe.reward.service:
+            return cls(workers=service.at_once, patience=stall_seconds)
         replicas = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         workers = max(1, min(cls.workers, len(os.sched_getaffinity(0)) // replicas))
         return cls(workers=workers, patience=min(cls.patience, stall_seconds / 4))
@@ -94,7 +100,7 @@ class VerifierPool:
         if not self._pid:
             _in_fork(theirs, lambda: _Keeper(theirs, build, limits).serve())
         theirs.close()
-        self._keeper = _Channel(ours)
+        self._keeper = Channel(ours)
         self._asked = self._answered = 0
         self._unsent: list[bytes] = []
         self._prompt: tuple[Prompt, bytes] | None = None  # the last one that was asked about, as it is sent
@@ -108,8 +114,7 @@ class VerifierPool:
             # tokens, which no verifier reads, may be most of a prompt
             self._prompt = prompt, pickle.dumps(replace(prompt, tokens=()))
         self._asked += 1
-        about, text = self._prompt[1], response.encode("utf-8", "surrogatepass")
-        self._unsent.append(QUESTION.pack(self._asked, len(about), len(text)) + about + text)
+        self._unsent.append(pack_question(self._asked, self._prompt[1], response))
         if len(self._unsent) == BATCH:
             self._send()
         return self._asked
@@ -138,6 +143,8 @@ class VerifierPool:
         for number, answer in [item for _, body in self._keeper.receive() for item in json.loads(body)]:
             if "mistake" in answer:
                 raise UserError(answer["mistake"])
+            if "unavailable" in answer:
+                raise VerifierUnavailable(answer["unavailable"])
             if "error" in answer:
                 raise RuntimeError(f"the verifier failed:\n{answer['error']}")
             answers.append((number, _verdict(answer)))
@@ -153,70 +160,17 @@ class VerifierPool:
             self._pid = 0
 
 
-class _Channel:
-    """Messages both ways over a socket, neither of which ever waits."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.socket = end
-        self.socket.setblocking(False)
-        self.unsent, self._received = bytearray(), bytearray()
-        self.closed = False  # by the other end
-
-    def send(self, items: int, body: bytes) -> None:
-        self.unsent += MESSAGE.pack(items, len(body)) + body
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what there is room for."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self.unsent:
-                del self.unsent[: self.socket.send(self.unsent)]
-
-    def receive(self) -> list[tuple[int, bytes]]:
-        """All messages that have arrived: how many questions or answers each has, and these."""
-        try:
-            while data := self.socket.recv(1 << 20):
-                self._received += data
-            self.closed = True
-        except BlockingIOError:
-            pass
-        except ConnectionResetError:
-            self.closed = True
-        messages = []
-        while len(self._received) >= MESSAGE.size:
-            items, size = MESSAGE.unpack_from(self._received)
-            if len(self._received) < MESSAGE.size + size:
-                break
-            messages.append((items, bytes(self._received[MESSAGE.size : MESSAGE.size + size])))
-            del self._received[: MESSAGE.size + size]
-        return messages
-
-
 @dataclass(eq=False)
 class _Question:
     number: int
-    frame: bytes  # as in a message
+    packed: bytes
     attempts: int = 0
-
-
-def _questions(body: bytes) -> Iterator[tuple[int, bytes, int]]:
-    """(number, frame, where the response begins in it) of each question of a message."""
-    begin = 0
-    while begin < len(body):
-        number, *sizes = QUESTION.unpack_from(body, begin)
-        end = begin + QUESTION.size + sum(sizes)
-        yield number, body[begin:end], QUESTION.size + sizes[0]
-        begin = end
-
-
-def _answers(answers: Iterable[tuple[int, dict[str, Any]]]) -> bytes:
-    return json.dumps(list(answers)).encode()
 
 
 @dataclass
 class _Worker:
     pid: int
-    channel: _Channel
+    channel: Channel
     current: mmap.mmap  # the number of the question that it scores
     questions: deque[_Question] = field(default_factory=deque)  # that it has not answered, in order
     ran: int = 0  # nanoseconds of processor time when it was last seen to run
@@ -226,7 +180,7 @@ class _Worker:
     def begin(self, questions: Iterable[_Question]) -> None:
         self.questions.extend(questions)
         self.ran, self.seen = self._processor_time(), time.monotonic()
-        self.channel.send(len(self.questions), b"".join(question.frame for question in self.questions))
+        self.channel.send(len(self.questions), b"".join(question.packed for question in self.questions))
 
     def is_stuck(self, patience: float) -> bool:
         """Whether it has not run at all for so many seconds, though it has questions."""
@@ -247,7 +201,7 @@ class _Keeper:
     """Hands questions to workers, and verdicts back."""
 
     def __init__(self, asker: socket.socket, build: Callable[[], Verifier], limits: Limits) -> None:
-        self.asker, self.limits = _Channel(asker), limits
+        self.asker, self.limits = Channel(asker), limits
         self.waiting: deque[_Question] = deque()
         self.workers: list[_Worker] = []
         os.nice(19)  # scoring takes only time that the generation leaves; what is left at its end has all of it
@@ -263,7 +217,7 @@ class _Keeper:
         while not self.asker.closed:
             self._select()
             for _, body in self.asker.receive():
-                self.waiting += [_Question(number, frame) for number, frame, _ in _questions(body)]
+                self.waiting += [_Question(number, packed) for number, packed in split(body)]
             for worker in self.workers:
                 self._hear(worker)
             self.workers = [worker for worker in self.workers if not worker.ended]
@@ -306,7 +260,7 @@ class _Keeper:
         if code == -signal.SIGKILL and question.attempts < ATTEMPTS:  # by a person, the kernel, or `_hear`
             return False
         over = "time" if code == -signal.SIGPROF else "died"  # as C code does that gets no memory, or recurs too deep
-        self.asker.send(1, _answers([(question.number, {"score": 0.0, "over": over})]))
+        self.asker.send(1, pack_answers([(question.number, {"score": 0.0, "over": over})]))
         return True
 
     def _hand_out(self) -> None:
@@ -324,12 +278,12 @@ class _Keeper:
         if not pid:
             _in_fork(theirs, lambda: _work(theirs, self.verifier, self.limits, current))
         theirs.close()
-        self.workers.append(_Worker(pid, _Channel(ours), current))
+        self.workers.append(_Worker(pid, Channel(ours), current))
         return self.workers[-1]
 
     def _end(self, answer: dict[str, str]) -> NoReturn:
         self.asker.socket.setblocking(True)
-        self.asker.send(1, _answers([(0, answer)]))
+        self.asker.send(1, pack_answers([(0, answer)]))
         sys.exit(1)
 
 
@@ -367,18 +321,18 @@ def _work(keeper: socket.socket, verifier: Verifier, limits: Limits, current: mm
         while header := messages.read(MESSAGE.size):
             answers, sent = [], time.monotonic()
             left, size = MESSAGE.unpack(header)
-            for number, frame, response in _questions(messages.read(size)):
+            for number, packed in split(messages.read(size)):
                 current[:] = NUMBER.pack(number)
-                prompt, text = frame[QUESTION.size : response], frame[response:].decode("utf-8", "surrogatepass")
+                prompt, response = unpack_question(packed)
                 signal.setitimer(signal.ITIMER_PROF, limits.seconds)
-                answer = _score(verifier, pickle.loads(prompt), text)
+                answer = _score(verifier, prompt, response)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 answers.append((number, answer))
                 left -= 1
                 # what this response left behind is not to count against the next one
                 worn = answer.get("over") or _memory() - begin > limits.memory // 8
                 if worn or not left or time.monotonic() - sent > SECONDS_TO_ANSWER:
-                    body = _answers(answers)
+                    body = pack_answers(answers)
                     keeper.sendall(MESSAGE.pack(len(answers), len(body)) + body)
                     answers, sent = [], time.monotonic()
                 if worn:
@@ -398,6 +352,8 @@ def _score(verifier: Verifier, prompt: Prompt, response: str) -> dict[str, Any]:
         return {"score": 0.0, "over": "memory"}
     except UserError as error:
         return {"mistake": str(error)}
+    except VerifierUnavailable as error:
+        return {"unavailable": str(error)}
     except Exception:
         return {"error": f"{prompt.text[:60]!r}, answered by {response[:60]!r}:\n{traceback.format_exc()}"}
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import Score, Verifier
+from megarl.rewards import Score, Verifier, read_score, row_of
 
 Function = Callable[[str, str, dict[str, Any]], Any]
 
@@ -38,20 +37,7 @@ class Python:
 
     def score(self, prompt: Prompt, response: str) -> Score:
         """The function gives the score, or {"score": ...} with, if it likes, "reward", what is trained on."""
-        row = {"prompt": prompt.text, "answer": prompt.answer, **prompt.entry.get("metadata", {})}
-        found = self._function(prompt.text, response, row)
-        if not isinstance(found, dict):
-            return Score(self._number(found))
-        if unknown := found.keys() - {"score", "reward"}:
-            raise UserError(f"{self._path} gave {sorted(unknown)[0]!r}: a score has the keys score and reward")
-        reward = found.get("reward")
-        return Score(self._number(found.get("score")), reward=None if reward is None else self._number(reward))
-
-    def _number(self, value: Any) -> float:
-        number = float(value) if isinstance(value, bool | int | float) else math.nan
-        if not math.isfinite(number):
-            raise UserError(f"{self._path} gave {value!r:.60}: a score is a finite number")
-        return number
+        return read_score(self._function(prompt.text, response, row_of(prompt)), self._path)
 
 
 def load_function(path: str) -> Function:

@@ -34,7 +34,7 @@ LARGEST_POWER = 64
 
 def check(recipe: Recipe) -> None:
     """Training and evaluation prompts must come from generators, because a file has no scorer."""
-    if recipe.data.source != "reasoning_gym":
+    if recipe.data.files:
         raise UserError('reward.kind = "reasoning_gym" needs data.source = "reasoning_gym"')
     for suite in recipe.suites:
         if suite.data.source == "file":

@@ -180,15 +180,22 @@ def _other_policy(shard: Path, what: str, theirs: str, ours: str) -> UserError:
 
 def check_seal(directory: Path) -> None:
     """`UserError` unless the ledger of a sealed directory is the one that was sealed."""
+    seal, ledger = directory / SEALED, directory / LEDGER
     try:
-        expected = decode((directory / SEALED).read_bytes())["ledger_sha256"]
-        intact = hashlib.sha256((directory / LEDGER).read_bytes()).hexdigest() == expected
-    except (ValueError, KeyError, RecursionError, FileNotFoundError, IsADirectoryError):
+        expected = decode(seal.read_bytes())["ledger_sha256"]
+    except (ValueError, KeyError, RecursionError, OSError) as error:
+        raise UserError(
+            f"{seal} is damaged: {error}. Restore it from a copy, or delete it and start again: the stage's rollouts "
+            "are then sealed anew"
+        ) from error
+    try:
+        intact = hashlib.sha256(ledger.read_bytes()).hexdigest() == expected
+    except (FileNotFoundError, IsADirectoryError):
         intact = False
     if not intact:
         raise UserError(
-            f"{directory / LEDGER} does not agree with {directory / SEALED}: one of the two was truncated or edited "
-            f"after sealing. Restore it from a copy, or delete {directory} to generate the stage again"
+            f"{ledger} does not agree with {seal}: it was truncated or edited after sealing. Restore it from a copy, "
+            f"or delete {directory} to generate the stage again"
         )
 
 

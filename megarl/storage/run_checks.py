@@ -1,7 +1,7 @@
 """What is checked, and where possible mended, of a run directory before any process works on it.
 
-Shards, ledgers and checkpoints are verified where they are read. What is trained on and what says that it was trained,
-policies, prompt files, recipe and metrics, is looked at here, once a start.
+Shards and checkpoints are verified where they are read. What is trained on and what says that it was trained, policies,
+prompt files, recipe, metrics and the seals of stages, is looked at here, once a start.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from megarl.errors import UserError
 from megarl.storage.checkpoints import Damaged, checkpoints, read_manifest, read_metrics
 from megarl.storage.files import write_atomic
 from megarl.storage.json_lines import read_intact_lines
+from megarl.storage.ledger import check_seal
 from megarl.storage.metrics_log import NOTHING, Position, agrees
 from megarl.storage.policies import check_policy
 from megarl.storage.run_dir import RunDir, Stage
 
 
 def check_run(run: RunDir) -> None:
-    """`UserError` for prompt files that have changed, a damaged policy, and metrics that are lost for good."""
+    """`UserError` for prompt files that have changed, a damaged policy or seal, and metrics that are lost for good."""
     try:
         _check_run(run)
     except OSError as error:
@@ -28,6 +29,9 @@ def check_run(run: RunDir) -> None:
 def _check_run(run: RunDir) -> None:
     run.check_prompts()
     mend_metrics(run)
+    for stage in run.stages():  # also finished ones, of which no phase reads the rollouts again
+        if stage.is_sealed():
+            check_seal(stage.rollouts)
     there = [stage for stage in [*run.stages(), run.end] if stage.policy.exists()]
     for stage in {stage.number: stage for stage in there[:1] + there[-1:]}.values():  # those that are still read
         check_policy(stage.policy, _remedy(stage))

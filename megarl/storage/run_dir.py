@@ -75,7 +75,7 @@ class RunDir:
                 )
             write_atomic(path, _dump(recipe))
         run = cls(root, recipe)
-        if not run.prompts.exists() and all(map(os.path.isfile, recipe.prompt_files() + recipe.reward_files())):
+        if not run.prompts.exists() and all(map(os.path.isfile, run._pinned_files())):
             write_checked(run.prompts, {"files": run._prompt_sums()})
         return run
 
@@ -98,11 +98,12 @@ class RunDir:
             return
         remedy = "Delete it and start again: the prompt files are then taken as they are now"
         began = read_checked(self.prompts, remedy).get("files", {})
-        rewards = self.recipe.reward_files()
+        others = dict.fromkeys(self.recipe.reward_files(), "reward function in")
+        others |= dict.fromkeys(self.recipe.template_files(), "chat template")
         for name, found in self._prompt_sums().items():
-            if began.get(name, found) != found and name in rewards:
+            if began.get(name, found) != found and name in others:
                 raise UserError(
-                    f"the reward function in {name} has changed since {self.root} began: put the old file back, or use "
+                    f"the {others[name]} {name} has changed since {self.root} began: put the old file back, or use "
                     "another --run-dir for the new one"
                 )
             if began.get(name, found) != found:
@@ -111,11 +112,13 @@ class RunDir:
                     "out: put the old file back, or use another --run-dir for the new one"
                 )
 
+    def _pinned_files(self) -> list[str]:
+        recipe = self.recipe
+        return [*recipe.prompt_files(), *recipe.template_files(), *recipe.reward_files()]
+
     def _prompt_sums(self) -> dict[str, str]:
         try:
-            return {
-                name: file_sha256(Path(name)) for name in (*self.recipe.prompt_files(), *self.recipe.reward_files())
-            }
+            return {name: file_sha256(Path(name)) for name in self._pinned_files()}
         except OSError as error:
             raise UserError(f"cannot read the prompt file {error.filename}: {error.strerror}") from error
 

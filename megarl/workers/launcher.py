@@ -130,7 +130,7 @@ def _watch(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path, f
     watched = [Watched(rank, _beats_file(folder, rank), _log(logs, rank)) for rank in _ranks(nodes, processes)]
     cuda = stage.run.recipe.actor.backend == "cuda"
     nccl = (_nccl_pipe(folder), _nccl_dump(logs)) if cuda else None
-    return Watch(watched, stage.run.recipe.run.stall_seconds, nodes.count == 1, warn, nodes.tick, nccl)
+    return Watch(watched, stage.run.recipe.run.stall_seconds, nodes.count == 1, warn, nccl)
 
 
 def _kill(started: Processes, watch: Watch | None) -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megarl.errors import PhaseFailed
 from megarl.keystore import StoreClient, StoreServer, new_secret
+from megarl.workers.activity import Activity
 from megarl.workers.meeting import join, make_secret, publish
 from megarl.workers.node_rank import NodeRank
 from megarl.workers.processes import Starter
@@ -28,7 +29,6 @@ from megarl.workers.processes import Starter
 HEARTBEAT_SECONDS = 0.5
 DEAD_AFTER_SECONDS = 15.0  # below Slurm's KillWait: the cause is known before the job is killed
 LEADER_LOST_SECONDS = 60.0  # without an answer of its store: more than a busy machine or file system takes
-IDLE_SECONDS = 600.0  # in which the main thread of an agent did nothing: its file system may not answer
 JOIN_TIMEOUT = timedelta(minutes=10)  # nodes of one job start seconds apart, but may first pull a container
 POLL_SECONDS = 0.05
 STALLED = "stalled"  # why the others end an order
@@ -62,15 +62,15 @@ class Nodes:
         self._orders = 0
         self._kill: Callable[[bool], None] | None = None
         self._lock = threading.Lock()  # between the end of a phase and an order to end it
-        self._last_sign: dict[int, tuple[bytes, float]] = {}  # rank -> heartbeat, when it changed (monotonic)
+        self._last_sign: dict[int, tuple[bytes, float]] = {}  # rank -> heartbeat, when it changed (`Activity.time`)
         self.dead: dict[int, str] = {}  # rank -> what is known
         self.leader_lost = False
-        self._active = time.monotonic()
+        self._activity = Activity()  # of this thread
         self._closing = threading.Event()
         if self.count > 1:
             self._meet()
-            self._watch = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-            self._watch.start()
+        self._watch = threading.Thread(target=self._beat if self.count > 1 else self._look, daemon=True)
+        self._watch.start()
 
     def _open(self, run_dir: Path | None) -> StoreClient:
         """The leader hosts the store: on loopback where nobody else is to come."""
@@ -153,7 +153,6 @@ class Nodes:
         key = f"order/{self._orders}"
         try:
             while not self._store.check([key]):
-                self.tick()
                 time.sleep(POLL_SECONDS)  # in Python, so that a signal is handled meanwhile
             return {"number": self._orders, **json.loads(self._store.get(key))}
         except LOST as error:
@@ -176,10 +175,6 @@ class Nodes:
         except LOST as error:
             raise self.lost_leader() from error
 
-    def tick(self) -> None:
-        """The main thread is at work; without it for `IDLE_SECONDS` this agent counts as dead."""
-        self._active = time.monotonic()
-
     @contextlib.contextmanager
     def killable(self, kill: Callable[[bool], None]) -> Iterator[None]:
         """Within, ``kill`` is called (from a thread, perhaps repeatedly) once the phase ended badly on another node.
@@ -201,18 +196,23 @@ class Nodes:
             self.leader_lost = True
             return True
 
+    def _look(self) -> None:
+        """Of a node that is alone."""
+        while not self._closing.wait(HEARTBEAT_SECONDS):
+            self._activity.look()
+
     def _beat(self) -> None:
+        """An agent whose main thread does nothing for too long counts as dead."""
         store = self._store.clone()  # a connection of its own: the other may be waiting
         store.set_timeout(timedelta(seconds=LEADER_LOST_SECONDS))
         beats = 0
         while not self._closing.wait(HEARTBEAT_SECONDS):
-            beats += time.monotonic() - self._active < IDLE_SECONDS
+            beats += self._activity.look()
             try:
                 store.set(f"alive/{self.rank}", str(beats))
-                if self.rank == 0:
-                    self._look_for_dead(store)
-                key = f"abort/{self._orders}"
-                reason = store.get(key).decode() if store.check([key]) else "1" if self.dead else ""
+                self._look_for_dead(store)
+                key, gone = f"abort/{self._orders}", self.dead or self.leader_lost
+                reason = store.get(key).decode() if store.check([key]) else "1" if gone else ""
             except LOST:
                 self.leader_lost, reason = True, "1"
             with self._lock:
@@ -223,13 +223,16 @@ class Nodes:
                 return
 
     def _look_for_dead(self, store: dist.Store) -> None:
-        now = time.monotonic()
-        for rank in range(1, self.count):
+        """The leader looks for the others, they for the leader, whose store may answer when it does nothing itself."""
+        now = self._activity.time
+        for rank in range(1, self.count) if self.rank == 0 else (0,):
             key = f"alive/{rank}"
             sign = store.get(key) if store.check([key]) else b""
             last, since = self._last_sign.get(rank, (None, now))
             if sign != last:
                 self._last_sign[rank] = sign, now
+            elif rank == 0:
+                self.leader_lost = now - since > LEADER_LOST_SECONDS
             elif now - since > DEAD_AFTER_SECONDS and rank not in self.dead and not store.check([f"left/{rank}"]):
                 self.dead[rank] = (
                     f"the agent of {self.name(rank)} died or stands still: no sign of life for {now - since:.0f} s"

@@ -58,7 +58,9 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
         check_engine(recipe, stage, hf)
     check_devices(recipe)
     live = recipe.schedule.kind == "live"
-    build_objective(recipe.objective.name, recipe.objective.fields).check(recipe.actor.kernel_backend, live)
+    objective = build_objective(recipe.objective.name, recipe.objective.fields)
+    objective.check(recipe.actor.kernel_backend, live)
+    _check_steps(recipe, objective.updates_a_step)
     if live and recipe.actor.routing_replay == "actor":
         raise UserError(
             '[actor] routing_replay = "actor" replays the policy that generated the stage, but in a live run several '
@@ -67,6 +69,23 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
     if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("[run] wandb = true, but wandb is not installed: pip install wandb")
     check_layout(recipe, hf, nodes if optimizes else None)
+
+
+def _check_steps(recipe: Recipe, updates: int) -> None:
+    """`UserError` unless everything that happens between updates happens between steps of so many ``updates``."""
+    cut = {"schedule.updates_per_stage": recipe.schedule.updates_per_stage}
+    cut["actor.checkpoint_every"] = recipe.actor.checkpoint_every
+    if recipe.schedule.kind == "live":
+        # or trainers would wait for groups that only a version after these updates may generate
+        cut["schedule.sync_every"] = recipe.schedule.sync_every or 1
+    for name, value in cut.items():
+        if value % updates:
+            nearest = max(updates, round(value / updates) * updates)
+            raise UserError(
+                f"objective.proximal_updates = {updates}: one forward pass before a step of so many updates gives the "
+                f"log-probs of its proximal policy, but {name} = {value} would cut a step. Set it to a multiple, for "
+                f"example {nearest}"
+            )
 
 
 def check_devices(recipe: Recipe) -> None:

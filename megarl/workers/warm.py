@@ -220,7 +220,7 @@ def imports_of_run(run_dir: Path) -> tuple[Iterator[None], Iterator[None]]:
 
 def import_prompts(recipe: Recipe) -> Iterator[None]:
     """Where the prompts come from."""
-    if recipe.data.source == "reasoning_gym":
+    if any(table.source == "reasoning_gym" for table in recipe.data.mixture):
         from megarl.data.sources import import_reasoning_gym
 
         import_reasoning_gym()

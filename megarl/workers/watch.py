@@ -50,8 +50,7 @@ class Watch:
     """Of the processes of one attempt at a phase on this node.
 
     seconds: ``[run] stall_seconds``. alone: there is no other node for which all of them could wait. warn: is told in
-    one line, before anything is done about it. tick: is called at every look. nccl: the beginnings of the paths of
-    NCCL's pipes and of its dumps.
+    one line, before anything is done about it. nccl: the beginnings of the paths of NCCL's pipes and of its dumps.
     """
 
     def __init__(
@@ -60,11 +59,10 @@ class Watch:
         seconds: float,
         alone: bool,
         warn: Callable[[str], None],
-        tick: Callable[[], None] = lambda: None,
         nccl: tuple[Path, Path] | None = None,
     ) -> None:
         self._watched, self._seconds, self._alone, self._nccl = watched, seconds, alone, nccl
-        self._warn, self._tick = warn, tick
+        self._warn = warn
         self._beats = [START for _ in watched]
         self._idle = [0.0 for _ in watched]  # since the last sign
         self._waiting = [0.0 for _ in watched]  # for others, without a break
@@ -77,7 +75,6 @@ class Watch:
 
         pids: of the processes, of which those with the indices ``ended`` have ended.
         """
-        self._tick()
         now = time.monotonic()
         elapsed, self._looked = min(now - self._looked, LOST_SECONDS), now
         self._time += elapsed

@@ -1,5 +1,6 @@
 """A resumed run goes on bit for bit, from a checkpoint that is what was written, and runs nothing that stands in it."""
 
+import errno
 import io
 import json
 import os
@@ -7,10 +8,13 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.errors import UserError
 from megarl.objectives import build_objective
-from tests.actor.conftest import make_hf_model
+from tests.actor.conftest import make_hf_model, make_recipe
+from tests.actor.layout_ranks import join
+from tests.actor.ranks import run_ranks
 from tests.actor.test_step import CPU, build, make_samples
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -91,6 +95,42 @@ def test_the_manifest_names_every_file_and_any_flipped_bit_is_named(saved):
     other = path.rename(path.with_name("update_000003"))
     assert "manifest.json is of update 2" in checkpoint.verify(other)
     other.rename(path)
+
+
+def save_of_two(rank, model, folder, error, message):
+    """Rank 1 meets an error while it writes, as torch's writer wraps it; both say what it was."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from megarl.actor import checkpoint, parallel
+
+    join(rank, 2, folder)
+    parallel.build_groups(make_recipe(model))
+
+    def fail(*arguments, **options):
+        try:
+            raise error
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")
+
+    if rank == 1:
+        filesystem_async._write_item = fail
+    with pytest.raises((UserError, RuntimeError), match=message):
+        checkpoint.save(build(model), folder / "checkpoints", 3, keep=2)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "no space left while writing .*update_000003"),
+        (ValueError("odd"), "update_000003 could not be written: .*unexpected pos"),
+    ],
+)
+def test_every_rank_says_why_one_could_not_write(tmp_path, error, message):
+    make_hf_model("qwen3").save_pretrained(tmp_path / "model")
+    run_ranks(save_of_two, (tmp_path / "model", tmp_path, error, message), 2)
+    assert not list((tmp_path / "checkpoints").glob("update_*"))
 
 
 class Payload:

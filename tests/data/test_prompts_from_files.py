@@ -11,11 +11,6 @@ from megarl.data.prompts import build_prompts, open_prompts
 from megarl.errors import UserError
 from tests.data.prompt_sources import char_tokenizer, recipe
 
-CHAT = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
@@ -71,18 +66,6 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tokenizer, tmp_path):
     assert a.train(0).text.split(": ")[0] in "012"
 
 
-def test_chat_messages_go_through_the_chat_template(tmp_path):
-    chatty = char_tokenizer(tmp_path / "chat", chat_template=CHAT)
-    rows = [{"prompt": [{"role": "user", "content": f"{i}?"}], "answer": "1"} for i in range(4)]
-    file = write(tmp_path / "p.jsonl", rows)
-    prompts = build_prompts(recipe(file=file, heldout=1), chatty)
-    assert prompts.train(0).text[:6] == "<user>" and prompts.train(0).text.endswith("?<assistant>")
-    with pytest.raises(UserError, match="no chat template"):
-        build_prompts(recipe(file=file, heldout=1), char_tokenizer(tmp_path / "plain"))
-    with pytest.raises(UserError, match="cannot be combined with chat messages"):
-        build_prompts(recipe(file=file, heldout=1, prompt_template="Q: {prompt}"), chatty)
-
-
 def test_separate_suite(tokenizer, tmp_path):
     suite = write(tmp_path / "suite.jsonl", [{"prompt": f"{i}+1", "answer": "1"} for i in range(5)])
     file = numbers(tmp_path, 20)
@@ -110,7 +93,12 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
         ("p.jsonl", b'{"prompt": "3", "answer": null}\n', "line 1: answer must be a text or a finite number, got None"),
         ("p.jsonl", GOOD, "too few different prompts to hold one out"),
         ("p.parquet", b"not parquet", "cannot read .*p.parquet"),
-        ("p.csv", GOOD, "ends in .jsonl or .parquet"),
+        ("p.csv", GOOD, "holds no prompts"),
+        ("p.csv", b"prompt,answer\n1,2\n3\n", "p.csv, row 2: answer must be a text or a finite number, got None"),
+        ("p.csv", b'prompt,answer\n1,"2', "cannot read .*p.csv: unexpected end of data"),
+        ("p.json", GOOD, r"p.json: expected a list of rows, got dict"),
+        ("p.json", b"[1, ", r"p.json is not JSON"),
+        ("p.txt", GOOD, "ends in .jsonl, .json, .csv or .parquet"),
     ],
 )
 def test_damage_is_named(tokenizer, tmp_path, name, content, message):

@@ -2,8 +2,9 @@
 
 A run of two stages, staged or live, is stopped in the middle of the second one, damaged and started again. It must end
 with the bytes of an undisturbed run, or say in one message what is wrong and exit with 2. A call that fails once must
-do neither more nor less than end the start with 1 or 2 and a message: the next start must end with these bytes. ``make
-faults`` prints a row for each; an argument is a pattern, and only faults whose names it is found in are tried.
+do neither more nor less than end the start with 1 or 2 and a message (a full disk: 2, and say so): the next start must
+end with these bytes. ``make faults`` prints a row for each; an argument is a pattern, and only faults whose names it is
+found in are tried.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ FILES = (
     "logs/001_optimize/attempt_0/rank_0000.log",
     "stages/000/policy/config.json",
     "stages/000/policy/model.safetensors",
+    "stages/000/rollouts/SEALED",  # of a finished stage
+    "stages/000/rollouts/ledger.jsonl",
     f"{POLICY}/config.json",
     f"{POLICY}/megarl.json",
     f"{POLICY}/model.safetensors",
@@ -124,6 +127,11 @@ WHOLE_RUNS: dict[str, Callable[[Path], object]] = {
         run.parent / "prompts.jsonl", b'{"prompt": "cc", "answer": "c"}\n'
     ),
 }
+REMEDIES: dict[str, Callable[[Path], object]] = {  # of staged and live runs
+    "a remedy: the rollouts of the stage before deleted": lambda run: shutil.rmtree(run / "stages/000/rollouts"),
+    "a remedy: the rollouts of the stage deleted": lambda run: shutil.rmtree(run / ROLLOUTS),
+    "a remedy: a seal deleted": lambda run: (run / "stages/000/rollouts/SEALED").unlink(),
+}
 # (function, part of the path, error number or 0 for half a write, which call)
 CALLS = [
     *itertools.product(["write"], ["/metrics.jsonl"], [errno.EIO, errno.ENOSPC, 0], [1]),
@@ -167,7 +175,7 @@ def trials() -> list[Trial]:
     at_rest = [
         Trial(f"{file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(run / f)) for file in FILES for kind in KINDS
     ]
-    whole = [Trial(name, damage) for name, damage in WHOLE_RUNS.items()]
+    whole = [Trial(name, damage) for name, damage in (WHOLE_RUNS | REMEDIES).items()]
     calls = [Trial(describe(call), None, call) for call in CALLS]
     live = [
         Trial(f"live: {file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(min(run.glob(f))), stopped=stopped)
@@ -175,6 +183,7 @@ def trials() -> list[Trial]:
         for file in files
         for kind in KINDS
     ]
+    live += [Trial(f"live: {name}", damage, stopped="live") for name, damage in REMEDIES.items()]
     live += [Trial(f"live: {describe(call)}", None, call, stopped="live begun") for call in LIVE_CALLS]
     return [*at_rest, *whole, *calls, *live]
 
@@ -231,6 +240,8 @@ class Laboratory:
         first = said.splitlines()[0].replace(str(self.folder), "")
         if trial.damage:
             return code == 2, f"exit {code}: {first}"
+        if trial.call[2] == errno.ENOSPC and (code != 2 or "no space left" not in first):
+            return False, f"exit {code}: {first}"
         again, more = self.start(run, dict(os.environ), trial.live)
         if again:
             return False, f"exit {code}: {first}; then exit {again}: {more}"

@@ -83,10 +83,15 @@ class Run:
             return None
         phase = self.phase()
         name, processes, number = rng.choice(victims)
+        held.unlink(missing_ok=True)
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-        command.wait(PATIENCE_SECONDS)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while command.poll(0.05) is None and time.monotonic() < deadline:
+            if held.exists():  # the parent, since each process counts its operations by itself: it would wait for ever
+                command.kill()
+        command.wait(0.0)
         wait_until_nobody_works_on(self.directory)
         return phase, name
 
@@ -196,11 +201,12 @@ class Laboratory:
                 run.finish()
                 run.compare(self.folder / kind / "run")
             except (AssertionError, OSError, ValueError, subprocess.TimeoutExpired) as error:
-                kept = self.folder / f"wrong_{number}"
-                shutil.copytree(run.directory, kept, dirs_exist_ok=True)
-                wrong.append(f"run {number} ({kind}), after {done}: {error!r}"[:2000])
+                kept = Path(tempfile.mkdtemp(prefix=f"megarl-wrong-{seed}-{number}-"))  # for somebody to look into
+                shutil.copytree(run.directory, kept / "run")
+                wrong.append(f"run {number} ({kind}), kept in {kept}: {error!r}"[:2000])
                 print(f"WRONG {wrong[-1]}", flush=True)
-            print(f"run {number} ({kind}): {len(done)} kills, {counts.total()} in all", flush=True)
+            what = "; ".join(f"{phase.partition(': ')[2]}: {name}" for phase, name in done)
+            print(f"run {number} ({kind}): {len(done)} kills, {counts.total()} in all: {what}", flush=True)
         raise AssertionError("not reached")
 
 

@@ -79,6 +79,8 @@ def test_no_sample_is_older_than_allowed(phases, new_run, max_lag):
     assert idle["trainer"]["idle_seconds"] == pytest.approx(waited, abs=1e-4 * len(metrics(run)))
     parts = sum(idle["rollout"][name] for name in ("idle_seconds", "load_seconds", "generate_seconds"))
     assert idle["rollout"]["generate_seconds"] > 0 and parts <= idle["rollout"]["seconds"]
+    loads = [event["load_seconds"] for event in events(run, "weight_drift")]
+    assert min(loads) > 0 and sum(loads) <= idle["rollout"]["load_seconds"] + 1e-3 * len(loads)
     for event in idle.values():
         assert event["ratio"] == pytest.approx(event["idle_seconds"] / event["seconds"], abs=1e-3)
 

@@ -19,8 +19,8 @@ def test_what_needs_the_one_policy_of_a_stage(recipe):
     with pytest.raises(UserError, match='routing_replay = "actor".*in a live run several do'):
         check_recipe(load_recipe(recipe, [*LIVE, "actor.routing_replay=actor"]))
     check_recipe(load_recipe(recipe, ["objective.icepop={}"]))
-    current = "objective.name=decoupled_ppo"  # the policy of the moment is its proximal one
-    check_recipe(load_recipe(recipe, [*LIVE, current]))
+    current = ["objective.name=decoupled_ppo", "objective.proximal_updates=2"]  # its proximal policy is a current one
+    check_recipe(load_recipe(recipe, [*LIVE, *current]))
 
 
 def test_devices_stand_side_by_side(recipe):

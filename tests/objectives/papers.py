@@ -212,7 +212,10 @@ def bapo_bounds(rs, rho0=0.4, low=0.6, low_end=0.9, low_step=0.02, high=1.2, hig
         return above / below if below else math.nan
 
     tiny = 1e-9  # .6 + 15 * .02 must count as .9
+    most = max((t.rho_value for t in tokens), default=0.0)
     while contribution() < rho0 and low + low_step <= low_end + tiny:
+        if high_end == math.inf and high >= most:  # it would go on for ever: nothing is clipped above
+            return low, math.inf
         if high + high_step <= high_end + tiny:
             high += high_step
         else:
@@ -231,7 +234,10 @@ def bapo_released_bounds(rs, target=0.4, low=0.6, low_end=0.9, low_step=0.02, hi
     tiny = 1e-9
     while ratio() < target and low < low_end - tiny:
         low = min(low + low_step, low_end)
+    most = max((t.rho_value for t in tokens), default=0.0)
     while ratio() < target and high < high_end - tiny:
+        if high_end == math.inf and high >= most:
+            return low, math.inf
         high = min(high + high_step, high_end)
     return low, high
 
@@ -284,3 +290,49 @@ def decoupled_ppo(rs, eps=0.2):
 def reinforce(rs):
     value = {t.index: t.rho * t.a for o in rs for t in o}
     return value, {t.index: not t.clamped for o in rs for t in o}
+
+
+def dcpo(rs, eps_low=0.16, eps_high=0.2, most=10.0):
+    value, kept = {}, {}
+    for o in rs:
+        for t in o:
+            q = math.exp(t.rollout)
+            low = 0.5 + 0.5 * math.sqrt(max(1 - 4 * eps_low / q, 0))
+            high = min(0.5 + 0.5 * math.sqrt(1 + 4 * eps_high / q), most)
+            inner = ppo(t.rho, t.a, low, high)
+            capped = t.a < 0 and inner.item() < most * t.a
+            value[t.index] = torch.maximum(inner, torch.tensor(most * t.a, dtype=torch.float64)) if t.a < 0 else inner
+            kept[t.index] = not past_bound(t.rho, t.a, low, high) and not capped and not t.clamped
+    return value, kept
+
+
+def full_prefix(rs, eps_low=1.0, eps_high=4.0):
+    value, kept = {}, {}
+    for o in rs:
+        for i, t in enumerate(o):
+            whole = math.exp(min(sum(s.l_value for s in o[: i + 1]), 700.0))
+            value[t.index] = min(max(whole, 1 - eps_low), 1 + eps_high) * t.a * t.logprob
+            kept[t.index] = True
+    return value, kept
+
+
+def prefix_filter(rs, fraction=0.01, eps_low=1.0, eps_high=4.0):
+    """Tokens that equal the first one that stays all stay; equal to 2^-30, since float64 adds in an order."""
+    sums = {t.index: sum(s.l_value for s in o[: i + 1]) for o in rs for i, t in enumerate(o)}
+    ranked = sorted(sums.values())
+    removed = int(fraction * len(ranked) + 1e-9)
+    lowest = ranked[min(removed, len(ranked) - 1)] - 2.0**-30 if ranked else 0.0
+    value, kept = cispo(rs, eps_low, eps_high)
+    kept = {index: sums[index] >= lowest for index in kept}
+    return {index: value[index] * float(kept[index]) for index in value}, kept
+
+
+def prefix_ratio_grpo_full(rs, eps=0.2):
+    """Eq. 3-5 without a stop-gradient: autograd goes through the minimum, to the first of equals."""
+    value, kept = {}, {}
+    for o in rs:
+        for i, t in enumerate(o):
+            r = min(o[:i], key=lambda s: s.rho_value).rho * t.rho if i else t.rho
+            value[t.index] = ppo(r, t.a, 1 - eps, 1 + eps)
+            kept[t.index] = not past_bound(r, t.a, 1 - eps, 1 + eps) and not t.clamped
+    return value, kept

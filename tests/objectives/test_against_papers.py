@@ -12,6 +12,7 @@ import torch
 from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES
 from megarl.objectives.objective import Objective
+from megarl.objectives.parts.clip_bounds import BEYOND, contributions
 from tests.objectives import papers
 from tests.objectives.random_batches import KINDS, random_batch
 
@@ -20,12 +21,19 @@ CASES = {
     "grpo": (OBJECTIVES["grpo"](), papers.grpo),
     "dapo": (OBJECTIVES["dapo"](), papers.dapo),
     "gppo": (OBJECTIVES["gppo"](), papers.gppo),
+    "dcpo": (OBJECTIVES["dcpo"](), papers.dcpo),
     "gspo": (OBJECTIVES["gspo"](), papers.gspo),
     "cispo": (OBJECTIVES["cispo"](), papers.cispo),
     "m2po": (OBJECTIVES["m2po"](), papers.m2po),
     "m2po-released": (OBJECTIVES["m2po"](variant="released"), papers.m2po_released),
     "minpro": (OBJECTIVES["minpro"](), papers.minpro),
     "prefix_ratio_grpo": (OBJECTIVES["prefix_ratio_grpo"](), papers.prefix_ratio_grpo),
+    "prefix_ratio_grpo-full": (
+        OBJECTIVES["prefix_ratio_grpo"](prefix_gradient="full"),
+        papers.prefix_ratio_grpo_full,
+    ),
+    "full_prefix": (OBJECTIVES["full_prefix"](), papers.full_prefix),
+    "prefix_filter": (OBJECTIVES["prefix_filter"](filter_fraction=0.2), lambda rs: papers.prefix_filter(rs, 0.2)),
     "bapo": (OBJECTIVES["bapo"](), papers.bapo),
     "bapo-released": (OBJECTIVES["bapo"](variant="released"), papers.bapo_released),
     "topr": (OBJECTIVES["topr"](), papers.topr),
@@ -85,11 +93,14 @@ def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
     expected, expected_kept = torch.stack(values), torch.tensor(kept)
     sizes = [batch.logprobs.numel() for batch in batches]
     weights = torch.cat([torch.linspace(0.5, 1.5, size) for size in sizes])
+    if objective.couples_tokens:  # weights of the aggregation are those of responses
+        whole = TokenBatch.concatenate(batches)
+        weights = torch.linspace(0.5, 1.5, whole.cu_seqlens.numel() - 1)[whole.sequence_ids]
     mask = torch.cat([batch.loss_mask for batch in batches])
     seeds = torch.arange(504).repeat_interleave(torch.tensor(sizes))
     gradients = torch.autograd.grad((expected * weights).sum(), precise, retain_graph=True, allow_unused=True)
     theirs = torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(precise, gradients, strict=True)])
-    for backend in BACKENDS:
+    for backend in BACKENDS if objective.fusible else ("torch",):
         loss, ours_kept = evaluate(objective, batches, backend)
         (wrong,) = (ours_kept != expected_kept).nonzero(as_tuple=True)
         assert not len(wrong), f"{name}, {backend}: tokens of {describe(seeds[wrong])}"
@@ -98,7 +109,7 @@ def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
         ours = torch.cat(torch.autograd.grad((loss * weights).sum(), [batch.logprobs for batch in batches]))
         close(ours.double(), theirs, f"{name}, {backend}, gradient", seeds)
     assert int(expected_kept.sum()) > 1000
-    assert int((mask & ~expected_kept).sum()) > 20 or name in ("cispo", "minpro", "topr")
+    assert int((mask & ~expected_kept).sum()) > 20 or name in ("cispo", "full_prefix", "minpro", "topr")
 
 
 def test_gspo_tokens_average_to_the_sequence_objective() -> None:
@@ -153,6 +164,37 @@ def test_bapo_stops_at_the_state_where_its_loop_stops(variant: str, settings: di
     assert len(states) > 1 if moves else len(states) == 1
 
 
+@pytest.mark.parametrize("settings", [{}, {"low_end": 0.6}])
+@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bapo_without_an_end_of_the_upper_bound(backend: str, variant: str, settings: dict[str, float]) -> None:
+    """Table 6's [1.2, inf]: the state at which the loop stops, however far, or a bound that clips nothing."""
+    name = "target" if variant == "released" else "rho0"
+    literal = papers.bapo_released_bounds if variant == "released" else papers.bapo_bounds
+    found = []
+    for seed in range(60):
+        batch = random_batch(seed)
+        ends, low = torch.tensor([1.2, BEYOND]).double(), torch.tensor([0.6 if variant == "paper" else 0.9]).double()
+        good, bad = contributions(batch, low, ends, variant == "paper", None)
+        shares = good / (good + bad if variant == "paper" else bad + 1e-8)  # at both ends of the way
+        target = float(shares.mean()) if seed % 3 and shares[1] > shares[0] + 1e-6 else 0.4
+        objective = OBJECTIVES["bapo"](variant=variant, high_end=math.inf, positive_target=target, **settings)
+        rs = papers.responses(batch, batch.logprobs.detach().double())
+        if max((t.rho_value for o in rs for t in o), default=0.0) > 50:  # a long way, step by step
+            continue
+        low, high = literal(rs, high_end=math.inf, **{name: target}, **settings)
+        bounds = objective.statistics(batch.detach(), None, backend)
+        assert float(bounds.ratio_min) == pytest.approx(low, abs=1e-9), seed
+        assert float(bounds.ratio_max) == pytest.approx(min(high, BEYOND), rel=1e-12), seed
+        terms, endless = objective(batch), OBJECTIVES["mu_grpo"](ratio_min=low, ratio_max=high, veto_threshold=0.0)
+        if variant == "paper":
+            torch.testing.assert_close(terms.loss, endless(batch).loss)
+            assert math.isfinite(float(terms.metrics["bapo/ratio_max"][0]))
+        found.append(high)
+    moves = "low_end" not in settings or variant == "released"
+    assert (math.inf in found and any(1.21 < high < 50 for high in found)) == moves
+
+
 def test_bapo_walks_52_states_with_the_defaults() -> None:
     """Adding floats would stop at .88 and 2.9999."""
     batch = random_batch(3, "continuous")
@@ -186,7 +228,7 @@ def test_released_m2po_mutes_more_than_the_paper() -> None:
     assert 0 < muted[0] < muted[1]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name, (objective, _) in CASES.items() if objective.fusible])
 def test_the_fused_pass_reports_the_metrics_of_the_definition(name: str) -> None:
     """Names, sums, counts and histograms; a sum may lose what its largest terms cannot hold."""
     objective, _ = CASES[name]

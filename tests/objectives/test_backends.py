@@ -27,7 +27,7 @@ class HalfReinforce(Objective):
 
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        return make_terms(self.aggregation, batch, -l.exp() * batch.advantages / 2, ~clamped, l, clamped, {})
+        return make_terms(self, batch, -l.exp() * batch.advantages / 2, ~clamped, l, clamped, {})
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,22 @@ def test_an_objective_without_a_rule_is_refused(
             build_objective("half", options).check(backend, live=False)
 
 
+# what a rule would have to know, the fused pass does not compute: prefix sums, the gradient of a minimum
+WITHOUT_RULES = {"full_prefix": {}, "prefix_filter": {}, "prefix_ratio_grpo": {"prefix_gradient": "full"}}
+
+
+@pytest.mark.parametrize("name", WITHOUT_RULES)
+@pytest.mark.parametrize("backend", FUSED)
+def test_what_has_no_rule_is_refused_and_runs_in_torch(name: str, backend: str) -> None:
+    objective = build_objective(name, WITHOUT_RULES[name])
+    objective.check("torch", live=True)
+    with pytest.raises(UserError, match=rf'no rule .*{backend}.*\[actor\] kernels = "torch"'):
+        objective.check(backend, live=False)
+
+
 @pytest.mark.parametrize("variant", ["paper", "released"])
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_objective_of_megarl_has_a_rule_everywhere(
+@pytest.mark.parametrize("name", [name for name, kind in OBJECTIVES.items() if kind().fusible])
+def test_every_other_objective_of_megarl_has_a_rule_everywhere(
     name: str, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The header with the rules of the CPU is that of CUDA."""
@@ -84,9 +97,17 @@ def test_a_live_run_has_no_one_policy_to_recompute_with(option: str) -> None:
         objective.check("cpp", live=True)
 
 
-def test_decoupled_ppo_recomputes_nothing_and_may_run_live() -> None:
-    """Its proximal policy is the one before the update, which the update itself knows."""
+def test_decoupled_ppo_may_run_live() -> None:
+    """Its proximal policy is the one before a step of updates, which recomputes log-probs itself."""
     build_objective("decoupled_ppo", {}).check("cpp", live=True)
+
+
+@pytest.mark.parametrize("option", ["truncated_importance", "icepop", "dual_clip"])
+def test_what_weights_tokens_alone_is_refused_where_their_gradients_are_coupled(option: str) -> None:
+    build_objective("prefix_ratio_grpo", {option: {}})
+    with pytest.raises(UserError, match=f"{option} weights each token by itself.*PrefixRatioGrpo"):
+        build_objective("prefix_ratio_grpo", {"prefix_gradient": "full", option: {}})
+    build_objective("prefix_ratio_grpo", {"prefix_gradient": "full", "opsm": {}, "kl": {}})
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])

@@ -36,11 +36,28 @@ CASES: list[tuple[str, dict[str, Any], list[float], list[float]]] = [
     ("dapo", {}, [-2.56, -1, 1.5, 0.8], [0, -1, 1.5, 0]),
     ("gppo", {}, [-2.56, -1, 1.5, 0.8], [-2.56, -1, 1.5, 0.8]),
     ("gppo", {"eps_low": 0.6, "eps_high": 0.6}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
+    # q = .4, .2: bounds [.5, 1.3660] and [.5, 1.6180], so that only the first response is clipped
+    ("dcpo", {}, [-2 * (0.5 + 0.75**0.5), -1, 1.5, 0.5], [0, -1, 1.5, 0.5]),
+    ("dcpo", {"eps_low": 0.0375}, [-2 * (0.5 + 0.75**0.5), -1, 1.5, 0.75], [0, -1, 1.5, 0]),
+    ("dcpo", {"eps_high": 2.0, "ratio_max": 1.4}, [-2.8, -1, 1.4, 0.5], [0, -1, 0, 0.5]),
     ("gspo", {}, [-2 * S, -2 * S, 0.998, 0.998], [-2 * S, -2 * S, 0, 0]),
     ("cispo", {}, [-3 * A, -1 * B, 1.5 * A, 0.5 * B], [-3, -1, 1.5, 0.5]),
     ("cispo", {"eps_low": 0.2, "eps_high": 0.2}, [-2.4 * A, -1.6 * B, 1.2 * A, 0.8 * B], [-2.4, -1.6, 1.2, 0.8]),
     ("minpro", {}, [-3 * A, -1.5 * B, 1.5 * A, 0.75 * B], [-3, -1.5, 1.5, 0.75]),
     ("prefix_ratio_grpo", {}, [-2.4, -1.5, 1.5, 0.8], [0, -1.5, 1.5, 0]),
+    # m of the second token is the first ratio, 1.5, which gets the second token's 1.5 and .75 too
+    (
+        "prefix_ratio_grpo",
+        {"prefix_gradient": "full", "eps_low": 0.6, "eps_high": 0.6},
+        [-3, -1.5, 1.5, 0.75],
+        [-4.5, -1.5, 2.25, 0.75],
+    ),
+    ("full_prefix", {}, [-3 * A, -1.5 * B, 1.5 * A, 0.75 * B], [-3, -1.5, 1.5, 0.75]),
+    ("full_prefix", {"eps_low": 0.2, "eps_high": 0.4}, [-2.8 * A, -1.6 * B, 1.4 * A, 0.8 * B], [-2.8, -1.6, 1.4, 0.8]),
+    ("prefix_filter", {}, [-3 * A, -1 * B, 1.5 * A, 0.5 * B], [-3, -1, 1.5, 0.5]),
+    # prefix ratios 1.5, .75, 1.5, .75: the two lowest may go, but equals of the first that stays do not
+    ("prefix_filter", {"filter_fraction": 0.5}, [-3 * A, 0, 1.5 * A, 0], [-3, 0, 1.5, 0]),
+    ("prefix_filter", {"filter_fraction": 0.25}, [-3 * A, -1 * B, 1.5 * A, 0.5 * B], [-3, -1, 1.5, 0.5]),
     ("m2po", {}, [0, -1, 1.5, 0], [0, -1, 1.5, 0]),
     # trust region: l = log 1.5 and log .5, squares .164 and .480; .2 keeps the first alone
     ("m2po", {"m2_threshold": 0.2}, [-3, -1, 1.5, 0], [-3, -1, 1.5, 0]),

@@ -49,6 +49,11 @@ def test_every_metric_is_its_definition() -> None:
             "kept_fraction": mean(terms.kept.double(), mask),
             "kept_fraction/negative": mean(terms.kept.double(), mask & (a < 0)),
             "loss": (float(terms.loss.detach().double().sum()), float(mask.sum())),
+            "ratio/mean/positive": mean(rho, mask & (a > 0)),
+            "ratio/mean/negative": mean(rho, mask & (a < 0)),
+            "positive_share/tokens": mean((a > 0).double(), mask),
+            "token_loss": mean(terms.loss.detach().double(), mask),
+            "token_loss/positive": (float(terms.loss.detach().double()[mask & (a > 0)].sum()), float(mask.sum())),
         }
         for name, pair in expected.items():
             got = terms.metrics[name]
@@ -80,6 +85,37 @@ def test_dampen_rates_after_good_and_bad_prefixes() -> None:
         "dampen/prefix/bad_prefix": [1, 2],
     }
     assert summarise(metrics)["dampen/prefix/selectivity"] == pytest.approx(0.5 / 0.4)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_a_token_counts_as_dampened_below_the_bound_of_its_objective(backend: str) -> None:
+    """Table 2 of Prefix-Ratio GRPO has one row of eps .2 and one of .1. Ratios .5, .85, .95, after a bad prefix."""
+    rho = torch.tensor([0.5, 0.85, 0.95])
+    batch = TokenBatch(rho.log(), torch.zeros(3), torch.ones(3), torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]))
+
+    def dampened(name: str, **fields: float) -> list[float]:
+        metrics = build_objective(name, fields)(batch, backend=backend).metrics
+        return [float(metrics[f"dampen/token/{kind}_prefix"][0]) for kind in ("good", "bad")]
+
+    assert dampened("grpo") == dampened("reinforce") == dampened("prefix_ratio_grpo") == [1, 0]
+    assert dampened("grpo", eps_low=0.1) == dampened("prefix_ratio_grpo", eps_low=0.1) == [1, 1]
+    assert dampened("grpo", dampen_threshold=0.96) == dampened("mu_grpo", dampen_threshold=0.96) == [1, 2]
+    assert dampened("grpo", dampen_threshold=0.4) == [0, 0]
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+@pytest.mark.parametrize("name", ["grpo", "cispo"])
+def test_the_share_of_good_tokens_in_the_loss(name: str, backend: str) -> None:
+    """Four tokens: magnitudes 2 and 1 where A > 0, 1 and 2 where A < 0, of which one has no advantage at all."""
+    batch = TokenBatch(
+        torch.full((5,), -1.0), torch.full((5,), -1.0), torch.tensor([2.0, 1.0, -1.0, -2.0, 0.0]),
+        torch.ones(5, dtype=torch.bool), torch.tensor([0, 5]),
+    )  # fmt: skip
+    out = summarise(build_objective(name, {})(batch, backend=backend).metrics)
+    assert out["positive_share/loss"] == pytest.approx(0.5) and out["positive_share/tokens"] == pytest.approx(0.4)
+    tensors = (batch.logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask)
+    batch = TokenBatch(*(x[1:] for x in tensors), torch.tensor([0, 4]))
+    assert summarise(build_objective(name, {})(batch, backend=backend).metrics)["positive_share/loss"] == 0.25
 
 
 @pytest.mark.parametrize("spread", [1e-5, 0.01, 0.5, 5.0, 30.0])

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.rollout import build_engine, engine_module
 from tests.helpers import ROOT, children
-from tests.rollout.engines import BOTH, CONTEXT, TOGETHER, stage_recipe
+from tests.rollout.engines import BOTH, CONTEXT, OWN_OPTION, TOGETHER, stage_recipe
 from tests.rollout.tiny_models import save
 
 
@@ -53,7 +53,8 @@ def engine(request, models, actor):
     name, family = request.param
     model, before = models[family][0], children()
     experts = "cpu" in engine_module(name).RECORDS_EXPERTS and family == "qwen3_moe"
-    engine = build_engine(stage_recipe(name, model={"path": str(model)}), 0, model, 3, routed_experts=experts)
+    recipe = stage_recipe(name, model={"path": str(model)}, rollout=OWN_OPTION)
+    engine = build_engine(recipe, 0, model, 3, routed_experts=experts)
     if name != "builtin":
         assert (engine.settings.context, engine.settings.responses) == (CONTEXT, TOGETHER)
     own = children() - before

@@ -19,6 +19,7 @@ TOLERANCE = 1e-4  # nats, between two float32 implementations
 LONG = 110  # tokens of a response that does not end by itself meanwhile
 CONTEXT = 120  # tokens of the longest prompt with such a response; the models have 128 positions
 TOGETHER = 6  # responses that vLLM and SGLang decode together
+OWN_OPTION = {"vllm": {"max_logprobs": 7}, "sglang": {"max_prefill_tokens": 5000}}  # no defaults of theirs
 
 
 def started(family, *names):

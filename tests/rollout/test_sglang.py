@@ -8,17 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from megarl.beats import FILE, read_beat
 from megarl.distributed import become_single_process
 from megarl.errors import UserError
 from megarl.phases.rollout import rollout
 from megarl.rollout.drift import check_weights
 from megarl.rollout.engine import Request
-from megarl.rollout.sglang.server import ServerFailed
+from megarl.rollout.sglang.server import QUESTION_SECONDS, ServerFailed
 from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
@@ -55,6 +57,7 @@ def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, ti
 
     def running_engine(recipe, stage, policy_dir, version, routed_experts):
         assert (stage, routed_experts) == (0, True)
+        assert policy_dir == run.root / ".policy_0000", "the same path in every stage"
         engine.load_weights(policy_dir, version)
         return engine
 
@@ -145,6 +148,21 @@ def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine):
     assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE
 
 
+def test_weights_that_are_loaded_in_place_are_to_the_bit_those_of_the_start(engine):
+    """By SGLang's own checksums of all its tensors, which no log-prob is needed for."""
+
+    def checksums(policy):
+        engine.load_weights(policy, engine.version)
+        (rank,) = engine._server.post("/weights_checker", {"action": "checksum"})["ranks"]
+        return rank["checksums"]
+
+    one, other = engine.policy_dir, other_policy(engine)
+    first, second = checksums(one), checksums(other)
+    same = {name for name in first if first[name] == second[name]}
+    assert len(first) > 2 * len(same) and all("norm" in name for name in same), "which are 1 in both models"
+    assert checksums(one) == first
+
+
 def test_a_directory_that_sglang_cannot_load_changes_nothing(engine, tmp_path):
     version = engine.version
     (tmp_path / "config.json").write_text((engine.policy_dir / "config.json").read_text())
@@ -152,6 +170,32 @@ def test_a_directory_that_sglang_cannot_load_changes_nothing(engine, tmp_path):
         engine.load_weights(tmp_path, 8)
     assert engine.version == version
     assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE
+
+
+def test_a_server_that_answers_nothing_gives_no_sign_of_progress(engine, tmp_path, monkeypatch):
+    """Here its scheduler is stopped; the same holds for one that hangs, which nobody sees from outside."""
+    signs, seen = tmp_path / "beats", []
+    monkeypatch.setenv(FILE, str(signs))
+    (scheduler,) = [p for p in server_processes() if p.cmdline()[0].startswith("sglang::scheduler")]
+
+    def look():
+        """Called again and again while the engine waits for the server."""
+        sign = read_beat(signs)
+        if sign and scheduler.status() != psutil.STATUS_STOPPED and not seen:  # it decodes
+            scheduler.suspend()
+        elif sign:
+            seen.append((time.monotonic(), sign.number))
+            if seen[-1][0] > seen[0][0] + 4 * QUESTION_SECONDS:
+                scheduler.resume()
+        return False
+
+    responses = list(engine.serve(iter([Request([[8]], sampling([[8]], tokens=LONG))]), look))
+    assert len(responses) == 3
+    late = [number for at, number in seen if seen[0][0] + 2 < at < seen[0][0] + 4 * QUESTION_SECONDS]
+    assert len(late) > 5 and len(set(late)) == 1
+    deadline = time.monotonic() + 60
+    while not engine._server.answers():
+        assert time.monotonic() < deadline
 
 
 def test_a_killed_scheduler_is_an_error_with_the_end_of_the_log(engine):

@@ -1,12 +1,14 @@
 """What is particular to vLLM: a wrong reload of experts, temperatures, memory, steps. Runs after test_contract.py."""
 
 import itertools
+import math
 import multiprocessing
 import shutil
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,13 +118,62 @@ def test_stages_find_what_was_compiled_by_vllms_own_key(models, tmp_path):
     assert len(keys) == 1
 
 
+def test_vllms_own_checks_let_experts_be_recorded_where_its_runner_for_gpus_runs(models, monkeypatch):
+    """Its version 2, which alone records them and wants Triton; by the arguments of an engine that records."""
+    from vllm import EngineArgs
+    from vllm.config import vllm as checks
+
+    from megarl.rollout.vllm import engine_arguments
+
+    settings = Settings("cpu", context=64, responses=2, routed_experts=True)
+    arguments = EngineArgs(**engine_arguments(models["qwen3_moe"][0], settings))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match="Model Runner V2 requires Triton"):
+        arguments.create_engine_config()
+    monkeypatch.setattr(checks, "HAS_TRITON", True)
+    assert arguments.create_engine_config().aux_output_config.enable_return_routed_experts
+
+
+@on(MOE)
+def test_experts_that_vllms_runner_hands_over_are_those_of_the_response(engine, monkeypatch):
+    """With each step those of its tokens, here random ones; vLLM's own classes on the CPU do the rest."""
+    core, states = engine._engine.engine_core, engine._engine.output_processor.request_states
+    get_output, given, experts = core.get_output, {}, np.random.default_rng(0)
+
+    def with_experts(filled=1):
+        outputs = get_output()
+        for output in outputs.outputs:
+            first = output.request_id not in given  # when all of the prompt was computed
+            shape = len(states[output.request_id].prompt_token_ids) if first else 1, 2, 8
+            output.routed_experts = filled * np.argsort(experts.random(shape))[..., :2].astype(np.uint8)
+            given.setdefault(output.request_id, []).append(output.routed_experts)
+        return outputs
+
+    monkeypatch.setattr(engine, "settings", replace(engine.settings, routed_experts=True))
+    monkeypatch.setattr(core, "get_output", with_experts)
+    request = Request(PROMPTS[:2], sampling(PROMPTS[:2], tokens=9))
+    for last, reason in ((8, "interrupted"), (math.inf, "length")):
+        calls = itertools.count()
+        completions = [c for _, c in engine.serve(iter([request]), lambda: next(calls) > last)]  # noqa: B023
+        assert {c.finish_reason for c in completions} == {reason}
+        for c in completions:
+            assert c.routed_experts.shape == (len(PROMPTS[c.prompt]) + len(c.tokens) - 1, 2, 2)
+        whole = {np.concatenate(parts).astype(np.int8).tobytes() for parts in given.values()}
+        assert len(whole) == 6 and whole == {c.routed_experts.tobytes() for c in completions}
+        given.clear()
+    monkeypatch.setattr(core, "get_output", lambda: with_experts(filled=0))
+    with pytest.raises(RuntimeError, match="not filled"):
+        generate(engine, PROMPTS[:2], request.sampling)
+
+
 @on(VLLM)
 def test_a_wrong_reload_is_caught_and_mended(engine, tmp_path):
     """vLLM's in-place reload of experts on a CPU is wrong without an error; only the drift check notices it."""
-    settings, policy = engine.settings, other_policy(engine)
+    settings, policy, started = engine.settings, other_policy(engine), engine._engine
     reference = reference_of(policy)
     engine.settings = replace(settings, device="cuda")  # where any model is reloaded
     engine.load_weights(policy, 5)
+    assert engine._engine is started, "in place"
     engine.settings = settings
     if engine._has_experts:
         with pytest.raises(UserError, match="weights are not the policy's.* nats off"):
@@ -130,7 +181,7 @@ def test_a_wrong_reload_is_caught_and_mended(engine, tmp_path):
     else:
         assert check_weights(engine, reference).max < TOLERANCE
     write_reference(tmp_path, reference)
-    worker, started = object.__new__(RolloutWorker), engine._engine
+    worker = object.__new__(RolloutWorker)
     worker.engine = engine
     assert worker.check_weights(tmp_path, None).max < TOLERANCE
     assert (engine._engine is not started) is bool(engine._has_experts), "started anew only where it was wrong"

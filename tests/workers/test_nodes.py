@@ -2,7 +2,10 @@
 
 import contextlib
 import os
+import re
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +13,7 @@ import torch.distributed as dist
 from megarl.distributed import ReplicaGroup
 from megarl.errors import PhaseFailed, UserError
 from megarl.keystore import StoreServer, new_secret
-from megarl.workers import meeting, nodes
+from megarl.workers import activity, meeting, nodes
 from megarl.workers.nodes import NodeRank, Nodes, Report
 
 
@@ -138,7 +141,7 @@ def test_a_leader_that_stands_still_is_noticed(tmp_path, monkeypatch):
 
 
 def test_an_agent_that_does_nothing_counts_as_dead_though_it_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(nodes, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(activity, "IDLE_SECONDS", 0.5)
     monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)
     told = threading.Event()
 
@@ -156,3 +159,59 @@ def test_an_agent_that_does_nothing_counts_as_dead_though_it_runs(tmp_path, monk
         assert report.outcome == "failed" and "node 1" in report.cause and "stands still" in report.cause
         told.set()
     follower.join(60)
+
+
+def test_a_leader_that_does_nothing_is_noticed_though_its_store_answers(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(activity, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(nodes, "LEADER_LOST_SECONDS", 2.0)
+    noticed, causes = threading.Event(), []
+
+    def follow():
+        try:
+            with node(1, tmp_path) as agents:
+                agents.next_order()
+        except PhaseFailed as error:
+            causes.append(str(error))
+            noticed.set()
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    with node(0, tmp_path):
+        assert noticed.wait(60)  # as a call to a file system that does not answer
+    assert "node 1" in causes[0] and "stands still" in causes[0]
+    assert_said_where(capfd)
+
+
+def test_an_agent_that_is_alone_says_where_it_stands(monkeypatch, capfd):
+    monkeypatch.setattr(activity, "IDLE_SECONDS", 0.5)
+    with Nodes(NodeRank(0, 1, "127.0.0.1")):
+        threading.Event().wait(3)
+        assert_said_where(capfd)
+        deadline = time.monotonic() + 2
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "no progress" not in capfd.readouterr().err
+
+
+def assert_said_where(capfd):
+    said = capfd.readouterr().err
+    assert said.count("megarl: no progress for") == 1 and "file system" in said
+    assert re.search(r'test_nodes.py", line \d+ in test_', said), said
+
+
+def test_a_suspended_agent_did_not_stand_still(monkeypatch):
+    now = [0.0]
+    clocks = {
+        "monotonic": lambda: now[0],
+        "pthread_getcpuclockid": lambda thread: 0,
+        "clock_gettime": lambda clock: 1.0,
+    }
+    monkeypatch.setattr(activity, "time", SimpleNamespace(**clocks))
+    mine = activity.Activity()
+    for seconds in (0.5, 1e6, 0.5):  # nothing of the process ran meanwhile
+        now[0] += seconds
+        assert mine.look()
+    for _ in range(2 * int(activity.IDLE_SECONDS)):
+        now[0] += 0.5
+        running = mine.look()
+    assert not running

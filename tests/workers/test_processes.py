@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -20,6 +21,8 @@ from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
 from megarl.workers.processes import WarmProcess, kill, stop_signals_noted, supervise
+from megarl.workers.warm import become
+from megarl.workers.watch import Stall
 from tests.helpers import ROOT
 
 SCRIPTS = {
@@ -27,6 +30,9 @@ SCRIPTS = {
     "fails": "import sys; sys.exit(1)",
     "waits": "import signal as s, sys; s.signal(s.SIGTERM, lambda *_: sys.exit(143)); print('ready'); s.pause()",
     "ignores": "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print('ready')\nwhile True: s.pause()",
+    # with a server in a group of its own, which takes a moment to end
+    "leaves": "import subprocess as s; print(s.Popen(['sleep', '1'], process_group=0).pid); raise SystemExit(1)",
+    "stands": "import subprocess as s; print(s.Popen(['sleep', '1'], process_group=0).pid); s.run(['sleep', '60'])",
 }
 
 
@@ -51,6 +57,8 @@ class Scripts:
         if self.started[index].poll() is None:
             processes._signal(self.pids[index], number, group)
 
+    def abandon(self): ...
+
 
 def test_all_done():
     ended = supervise(Scripts("done", "done"))
@@ -67,6 +75,17 @@ def test_who_does_not_stop_is_killed_after_the_patience(monkeypatch):
     monkeypatch.setenv("MEGARL_SHUTDOWN_SECONDS", "0.2")
     ended = supervise(Scripts("ignores", "fails"))
     assert (ended.codes, ended.first) == ({0: -signal.SIGKILL, 1: 1}, frozenset({1}))
+
+
+@pytest.mark.parametrize(("script", "code"), [("leaves", 1), ("stands", -signal.SIGKILL)])
+def test_what_an_ended_phase_has_left_is_waited_for(script, code):
+    """A phase that is started again would meet it on its GPUs."""
+    scripts = Scripts(script)
+    left = int(scripts.started[0].stdout.readline())
+    assert psutil.pid_exists(left)
+    watch = SimpleNamespace(look=lambda *_: Stall("stands still", certain=True), dump=lambda _: [])
+    assert supervise(scripts, watch=watch if script == "stands" else None).codes == {0: code}
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_signal_to_the_agent_is_passed_on_once_and_a_second_interrupt_kills():
@@ -163,6 +182,26 @@ def warm(tmp_path, monkeypatch):
     process = WarmProcess("tests.workers.trivial_forks")
     yield process
     process.close()
+
+
+def test_a_process_of_a_phase_leads_a_session_of_its_own(tmp_path):
+    """So that signals to the run's group reach neither it nor its engine; by the session its leftovers are found."""
+    log = str(tmp_path / "log")
+    cold = processes._start_cold(processes.Process("evaluate", str(tmp_path), 0, log, {}))
+    assert os.getsid(cold.pid) == cold.pid
+    cold.kill()
+    cold.wait()
+    reader, writer = os.pipe()
+    if not (warm := os.fork()):
+        try:
+            become(log, {})
+            os.write(writer, str(os.getsid(0)).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    assert int(os.read(reader, 20)) == warm
+    os.close(reader)
+    os.waitpid(warm, 0)
 
 
 def test_every_end_of_forks_that_end_together_is_told(warm):

@@ -20,5 +20,16 @@ def token_pass_compiled(a: Arguments) -> tuple[torch.Tensor, ...]:
         assert a.log_ratio is not None and a.first_trigger is not None
         inherited = library.InheritedPointers(*(t.data_ptr() for t in (a.prefix_min, a.log_ratio, a.first_trigger)))
     scratch = (a.logprobs.new_empty(tokens.segments, len(SUMS), dtype=torch.float64),) if device.type == "cuda" else ()
-    library.call("token_pass", device, a.rule, a.parameters, tokens.pointers(), inherited, a.places, *outputs, *scratch)
+    library.call(
+        "token_pass",
+        device,
+        a.rule,
+        a.parameters,
+        a.dampened,
+        tokens.pointers(),
+        inherited,
+        a.places,
+        *outputs,
+        *scratch,
+    )
     return outputs

@@ -40,6 +40,9 @@ SUMS = (
     "dampened_token_bad",
     "dampened_prefix",
     "dampened_prefix_bad",
+    "ratio_positive",
+    "ratio_negative",
+    "loss_positive",
 )
 
 
@@ -48,6 +51,7 @@ class Arguments(NamedTuple):
 
     rule: str
     parameters: torch.Tensor
+    dampened: torch.Tensor
     logprobs: torch.Tensor
     rollout_logprobs: torch.Tensor
     old_logprobs: torch.Tensor | None
@@ -109,4 +113,4 @@ def scale_coefficient(ctx: Any, grad_loss: torch.Tensor | None, *_: Any) -> tupl
     """The gradient of every loss with respect to its own log-prob: one multiplication."""
     (coefficient,) = ctx.saved_tensors
     grad = None if grad_loss is None else grad_loss * coefficient
-    return (None, None, grad, *([None] * 9))
+    return (None, None, None, grad, *([None] * 9))

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from megarl.kernels.constants import (
+    BAD_PREFIX,
     BINS,
     BINS_PER_SIGN,
-    DAMPENED,
     HISTOGRAM_BASE,
     HISTOGRAM_SHIFT,
     LAST_PLACE,
@@ -38,7 +38,7 @@ from megarl.kernels.token_pass.triton_rules import (
 
 TILE = 256  # tokens
 WARPS = 4
-_ROW = tl.constexpr(32)  # sums of a segment: those of SUMS, the loss, three unused
+_ROW = tl.constexpr(32)  # sums of a segment: those of SUMS, and the loss
 _LOSS = len(SUMS)
 _STRETCH = tl.constexpr(64)  # tiles that are summed in float32 before the sum is added to a float64 sum
 _BINS = tl.constexpr(BINS)
@@ -47,8 +47,7 @@ _TABLE = tl.constexpr(triton.next_power_of_2(BINS))  # its last bin takes the un
 _SHIFT = tl.constexpr(HISTOGRAM_SHIFT)
 _BASE = tl.constexpr(HISTOGRAM_BASE)
 _LAST_PLACE = tl.constexpr(LAST_PLACE)
-_DAMPENED = tl.constexpr(DAMPENED)
-_LOG_DAMPENED = tl.constexpr(math.log(DAMPENED))
+_LOG_BAD_PREFIX = tl.constexpr(math.log(BAD_PREFIX))
 
 
 @triton.jit
@@ -127,17 +126,17 @@ def _join8(a, b, c, d, e, f, g, h):
 
 
 @triton.jit
-def _sums(t, log_m, on, o):
+def _sums(t, log_m, dampened, on, o):
     """[TILE, 2, 2, 2, 2, 2] float32: what each token adds to the sums of SUMS, whose number counts from the left."""
     above, below = (t.advantage > 0).to(tl.float32), (t.advantage < 0).to(tl.float32)
-    trains, zero = on.to(tl.float32), tl.zeros_like(t.ratio)
+    trains = on.to(tl.float32)
     ratio, l = tl.where(on, t.ratio, 0.0), t.log_ratio  # 0 where not trained
     e = excess(l, t.ratio)
     trust = trust_region(t)
     kept = o.kept.to(tl.float32)
     first, second = o.first.to(tl.float32), o.second.to(tl.float32)
-    bad = on & (log_m < _LOG_DAMPENED)
-    by_token, by_prefix = on & (t.ratio < _DAMPENED), on & (t.prefix_ratio < _DAMPENED)
+    bad = on & (log_m < _LOG_BAD_PREFIX)
+    by_token, by_prefix = on & (t.ratio < dampened), on & (t.prefix_ratio < dampened)
     square, trust_kept = l * l, trust & o.kept
     a = _join8(trains, above, below, ratio, ratio * ratio, (l + e) * (l + e), l, e)
     b = _join8(
@@ -149,14 +148,14 @@ def _sums(t, log_m, on, o):
     )
     d = _join8(
         by_token.to(tl.float32), (by_token & bad).to(tl.float32), by_prefix.to(tl.float32),
-        (by_prefix & bad).to(tl.float32), -o.value, zero, zero, zero,
+        (by_prefix & bad).to(tl.float32), ratio * above, ratio * below, tl.where(t.advantage > 0, -o.value, 0.0), -o.value,
     )  # fmt: skip
     return tl.join(tl.join(a, b), tl.join(c, d))
 
 
 @triton.jit
 def token_pass_kernel(
-    parameters,  # [PARAMETERS] float64
+    parameters, dampened,  # [PARAMETERS] and [1] float64
     logprobs, rollout_logprobs, old_logprobs,  # [T] float32, the last one or None
     advantages, mask, cu_seqlens,  # [T] float32, [T] bool, [segments + 1] int32
     prefix_min, sequence_log_ratio, first_trigger,  # [segments] each, see `Inherited`, or None
@@ -179,6 +178,7 @@ def token_pass_kernel(
     least = tl.full((), float("inf"), tl.float32)
     if prefix_min is not None:
         least = tl.load(prefix_min + segment)
+    below = tl.load(dampened).to(tl.float32)
     row = tl.zeros((_ROW,), tl.float64)
     by_ratio, by_minimum = tl.zeros((_TABLE,), tl.int32), tl.zeros((_TABLE,), tl.int32)
     for stretch in range(start, end, _STRETCH * TILE):
@@ -206,7 +206,7 @@ def token_pass_kernel(
             tl.store(loss + at, -o.value, mask=inside)
             tl.store(coefficient + at, -o.coefficient, mask=inside)
             tl.store(kept + at, o.kept, mask=inside)
-            sums += tl.sum(_sums(t, log_m, on, o).reshape(2, TILE // 2, 2, 2, 2, 2, 2), 0)  # within a thread
+            sums += tl.sum(_sums(t, log_m, below, on, o).reshape(2, TILE // 2, 2, 2, 2, 2, 2), 0)  # within a thread
             by_ratio += tl.histogram(_bin_of(l, on), _TABLE)
             by_minimum += tl.histogram(_bin_of(log_m, on), _TABLE)
         row += tl.permute(tl.sum(sums, 0), (4, 3, 2, 1, 0)).reshape(_ROW).to(tl.float64)
@@ -232,9 +232,9 @@ def token_pass_triton(a: Arguments) -> tuple[torch.Tensor, ...]:
     return loss, coefficient, kept, segment_sums, rows[:, : len(SUMS)].sum(0), histograms
 
 
-# As many registers as let two blocks share a multiprocessor. Without a limit ptxas spills some to reach a round number;
-# with 192, which Triton 3.9 needs, the code of Triton 3.7.1 spills.
-LAUNCH_OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=True, maxnreg=255)
+# Two blocks share a multiprocessor with up to 256 registers. Without a limit ptxas spills some to reach a round number;
+# with 192, which Triton 3.9 needs, the code of Triton 3.7.1 spills, and with 254 or more its code for sm_100 does, too.
+LAUNCH_OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=True, maxnreg=240)
 
 
 def kernel_constants(rule: TritonRule) -> dict[str, Any]:

@@ -123,6 +123,14 @@ def clip_preserving(t, s, p):
 
 
 @triton.jit
+def clip_prior(t, s, p):
+    inverse = exponential(clamp(-t.rollout_logprob, 0.0, SEQUENCE_LOG_RATIO_LIMIT))
+    below = 0.5 + 0.5 * tl.sqrt(clamp(1.0 - 4.0 * p[0] * inverse, 0.0, 1.0))
+    above = clamp(0.5 + 0.5 * tl.sqrt(1.0 + 4.0 * p[1] * inverse), 1.0, p[2])
+    return dual(hard_clip(t.ratio, t.advantage, below, above, t.clamped), t, p[2])
+
+
+@triton.jit
 def clip_log_ratio(t, s, p):
     l, level = t.log_ratio, p[0]
     clipped = ((t.advantage > 0) & (l > level)) | ((t.advantage < 0) & (l < -level))
@@ -142,12 +150,16 @@ def clip_sequence_mean(t, s, p):
 
 
 @triton.jit
-def clip_dual(t, s, p):
-    o = hard_clip(t.ratio, t.advantage, p[0], p[1], t.clamped)
-    bound = p[2] * t.advantage
+def dual(o, t, ratio_c):
+    bound = ratio_c * t.advantage
     capped = (t.advantage < 0) & (o.value < bound)
     value = tl.where(capped, bound, o.value)
     return Outcome(value, tl.where(capped, 0.0, o.coefficient), o.kept & ~capped, o.first | capped, o.second)
+
+
+@triton.jit
+def clip_dual(t, s, p):
+    return dual(hard_clip(t.ratio, t.advantage, p[0], p[1], t.clamped), t, p[2])
 
 
 @triton.jit
@@ -236,6 +248,7 @@ TRITON_RULES = {  # by the name that `Rule.name` gives
     "clip_token": TritonRule(clip_token, 2),
     "clip_preserving": TritonRule(clip_preserving, 2),
     "clip_prefix": TritonRule(clip_prefix, 2),
+    "clip_prior": TritonRule(clip_prior, 3),
     "clip_sequence_mean": TritonRule(clip_sequence_mean, 2, "mean"),
     "clip_dual": TritonRule(clip_dual, 3),
     "soft_clip_token": TritonRule(soft_clip_token, 2),

@@ -7,6 +7,7 @@ between two grid points, so per-bin sums of w and w rho give the contribution at
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,41 @@ def path(first: int, second: int, device: torch.device) -> tuple[torch.Tensor, t
     """Grid indices [first + second - 1] of both bounds in the states: one goes to its end, then the other."""
     step = torch.arange(first + second - 1, device=device)
     return step.clamp(max=first - 1), (step - first + 1).clamp(min=0)
+
+
+POINTS = 256  # of a level of `first_high`
+BEYOND = 2.0**29  # above every ratio: a bound that clips nothing, and still a finite number for a metric
+
+
+def first_high(
+    batch: TokenBatch,
+    low: torch.Tensor,  # 0-d float64
+    start: float,
+    step: float,
+    enough: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    weighted: bool,
+    group: ProcessGroup | None,
+    backend: str = "torch",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first of start, start + step, ... without end at which `enough` holds, BEYOND if there is none; and the
+    positive and negative contributions there. All 0-d float64.
+
+    enough maps the contributions [POINTS] and 0-d to [POINTS] bool, and stays true once it is. Each level looks at
+    POINTS places of the last one's gap, in one pass and one all-reduce; there are as many as reach BEYOND.
+    """
+    levels = math.ceil(math.log((BEYOND - start) / step + 1, POINTS))
+    first = torch.zeros((), dtype=torch.int64, device=low.device)
+    places = torch.arange(1, POINTS + 1, device=low.device)
+    found = torch.ones((), dtype=torch.bool, device=low.device)
+    for level in reversed(range(levels)):
+        stride = POINTS**level
+        highs = (start + step * (first + stride * places - 1).double()).clamp(max=BEYOND)  # the ends of the gaps
+        positive, negative = contributions(batch, low[None], highs, weighted, group, backend)
+        short = (~enough(positive, negative[0])).long().cumprod(0).sum()
+        found = found & (short < POINTS)
+        first = first + stride * short.clamp(max=POINTS - 1)
+    at = short.clamp(max=POINTS - 1)  # of the last level, whose gaps are single steps
+    return torch.where(found, highs.take(at), BEYOND), positive.take(at), negative[0]
 
 
 def contributions(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.batch import TokenBatch
+from megarl.kernels.constants import SEQUENCE_LOG_RATIO_LIMIT
 
 
 def hard_clip(
@@ -29,6 +30,20 @@ def preserving_clip(
     value, clipped = hard_clip(ratio, advantages, ratio_min, ratio_max)
     # ratio / sg(ratio) is 1 with the gradient of log pi
     return torch.where(clipped, value.detach() * (ratio / ratio.detach()), value), clipped
+
+
+def prior_bounds(
+    batch: TokenBatch, eps_low: float, eps_high: float, ratio_max: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """DCPO's clip bounds of each token [T], from its probability q under the behaviour policy.
+
+    They solve |(r - 1) r q| = eps for the ratio r: the rarer the token, the wider.
+    """
+    rollout = torch.where(batch.loss_mask, batch.rollout_logprobs.detach(), 0)
+    inverse = (-rollout).clamp(0, SEQUENCE_LOG_RATIO_LIMIT).exp()  # 1 / q
+    low = 0.5 + 0.5 * (1 - 4 * eps_low * inverse).clamp(min=0).sqrt()
+    high = 0.5 + 0.5 * (1 + 4 * eps_high * inverse).sqrt()
+    return low, high.clamp(max=ratio_max)
 
 
 def soft_clip(

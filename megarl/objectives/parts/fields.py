@@ -15,6 +15,11 @@ def number(default: float, low: float, high: float = math.inf) -> Any:
     return field(default=default, metadata={"low": low, "high": high})
 
 
+def whole(default: int, low: int) -> Any:
+    """An int field of at least ``low``."""
+    return field(default=default, metadata={"least": low})
+
+
 def choice(default: str, *others: str) -> Any:
     """A string field with the given values; the first is the default."""
     return field(default=default, metadata={"choices": (default, *others)})
@@ -26,6 +31,8 @@ def check_fields(settings: Any) -> None:
         value, owner = getattr(settings, f.name), f"{type(settings).__name__}.{f.name}"
         if "choices" in f.metadata and (not isinstance(value, str) or value not in f.metadata["choices"]):
             raise UserError(f"{owner} is {value!r}; {describe(f)}{_suggest(value, f.metadata['choices'])}")
+        if "least" in f.metadata and (type(value) is not int or value < f.metadata["least"]):
+            raise UserError(f"{owner} is {value!r}; {describe(f)}")
         if "low" in f.metadata:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise UserError(f"{owner} is {value!r}; {describe(f)}")
@@ -38,6 +45,8 @@ def describe(f: Any) -> str:
     """The allowed values of a field in words."""
     if "choices" in f.metadata:
         return f"expected one of {', '.join(f.metadata['choices'])}"
+    if "least" in f.metadata:
+        return f"expected a whole number of at least {f.metadata['least']}"
     return f"expected a number in [{f.metadata['low']}, {f.metadata['high']}]"
 
 

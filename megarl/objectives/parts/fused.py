@@ -25,16 +25,18 @@ def constants(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(values or (0.0,), dtype=torch.float64, device=device)
 
 
-def fused_terms(rule: Rule, batch: TokenBatch, aggregation: str, backend: str) -> Terms:
+def fused_terms(rule: Rule, batch: TokenBatch, aggregation: str, dampened_below: float, backend: str) -> Terms:
     """`Terms` of the objective that `rule` stands for; loss and metrics agree with its definition to rounding."""
     tokens = Tokens.of(batch)
     places = tie_places(batch) if rule.quantity == "ties" else None
     inherited, counts = None, None
     if batch.shard is not None:
         inherited, counts = _inherit(rule, tokens, batch, backend)
-    result = token_pass(rule, tokens, inherited, places, backend)
+    dampened = constants((dampened_below,), batch.loss_mask.device)
+    result = token_pass(rule, tokens, inherited, places, backend, dampened)
     sums = dict(zip(SUMS, result.sums, strict=True))
     metrics = _metrics(sums, rule)
+    metrics["token_loss"] = (result.segment_sums[:, 1].sum(), sums["tokens"])
     metrics["loss"] = _loss_metric(result.segment_sums, counts, batch, aggregation)
     if batch.entropy is not None:
         metrics["entropy"] = mean_metric(batch.entropy, batch.loss_mask)
@@ -54,6 +56,10 @@ def _metrics(s: dict[str, torch.Tensor], rule: Rule) -> dict[str, Metric]:
         "m2/before": (s["trust_square"], s["trust"]),
         "m2/after": (s["trust_kept_square"], s["trust_kept"]),
         "log_ratio_clamp_fraction": (s["clamped"], tokens),
+        "ratio/mean/positive": (s["ratio_positive"], s["positive"]),
+        "ratio/mean/negative": (s["ratio_negative"], s["negative"]),
+        "positive_share/tokens": (s["positive"], tokens),
+        "token_loss/positive": (s["loss_positive"], tokens),
     }
     for flag, name in (("kept", "kept_fraction"), ("first", rule.first), ("second", rule.second)):
         if name is not None:

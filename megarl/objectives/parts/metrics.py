@@ -7,7 +7,7 @@ import math
 import torch
 
 from megarl.batch import TokenBatch
-from megarl.kernels.constants import DAMPENED
+from megarl.kernels.constants import BAD_PREFIX
 from megarl.objectives.parts.aggregation import denominator, token_weights
 
 # (sum, count), float64 0-d: add both over ranks and micro-batches, then divide
@@ -36,14 +36,32 @@ def loss_metric(loss: torch.Tensor, batch: TokenBatch, aggregation: str) -> Metr
     return (loss.detach().double() * weights).sum(), count.double()
 
 
-def dampen_metrics(ratio: torch.Tensor, prefix: torch.Tensor, batch: TokenBatch, name: str) -> dict[str, Metric]:
+def sign_metrics(ratio: torch.Tensor, loss: torch.Tensor, batch: TokenBatch) -> dict[str, Metric]:
+    """Mean ratio by the sign of the advantage (mu-GRPO, Fig. 3), and what good tokens have of all (BAPO, Fig. 4).
+
+    ``positive_share/tokens`` counts tokens. ``token_loss`` is the loss of a token, with no weight, and
+    ``token_loss/positive`` what tokens with A > 0 have of it: all of one sign, so that `summarise` makes a share of them.
+    """
+    above, below = batch.loss_mask & (batch.advantages > 0), batch.loss_mask & (batch.advantages < 0)
+    return {
+        "ratio/mean/positive": mean_metric(ratio, above),
+        "ratio/mean/negative": mean_metric(ratio, below),
+        "positive_share/tokens": mean_metric(above.double(), batch.loss_mask),
+        "token_loss": mean_metric(loss.double(), batch.loss_mask),
+        "token_loss/positive": mean_metric(torch.where(above, loss.double(), 0), batch.loss_mask),
+    }
+
+
+def dampen_metrics(
+    ratio: torch.Tensor, prefix: torch.Tensor, batch: TokenBatch, name: str, dampened_below: float
+) -> dict[str, Metric]:
     """How selectively an effective ratio dampens tokens after an unlikely prefix (Prefix-Ratio GRPO, Table 2).
 
-    The share of tokens whose effective ratio [T] is below .8, after good prefixes (m_t >= .8) and after bad ones.
-    prefix: log m_t [T]. Selectivity is the share after bad prefixes over that after good ones.
+    The share of tokens whose effective ratio [T] is below a threshold, after good prefixes (m_t >= .8) and after bad
+    ones. prefix: log m_t [T]. Selectivity is the share after bad prefixes over that after good ones.
     """
-    dampened = (ratio.detach() < DAMPENED).double()
-    bad = prefix < math.log(DAMPENED)
+    dampened = (ratio.detach() < dampened_below).double()
+    bad = prefix < math.log(BAD_PREFIX)
     return {
         f"{name}/good_prefix": mean_metric(dampened, batch.loss_mask & ~bad),
         f"{name}/bad_prefix": mean_metric(dampened, batch.loss_mask & bad),

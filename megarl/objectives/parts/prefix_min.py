@@ -22,10 +22,7 @@ def prefix_min_log_ratio(l: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     values, shard = l.detach().float(), batch.shard
     if shard is None:
         return exclusive_min(values, batch.loss_mask, batch.cu_seqlens).to(l.dtype)
-    ids = segment_ids(batch.segments, values.numel())
-    minima = values.new_full((batch.segments.numel() - 1,), math.inf)
-    minima.scatter_reduce_(0, ids, torch.where(batch.loss_mask, values, math.inf), "amin")
-    before = min_of_earlier_chunks(minima.view(-1, 2), shard).flatten()
+    before = min_of_earlier_chunks(segment_minima(values, batch).view(-1, 2), shard).flatten()
     return exclusive_min(values, batch.loss_mask, batch.segments, before).to(l.dtype)
 
 
@@ -39,6 +36,14 @@ def exclusive_min(
 
     One cummin over integer keys that sort like the floats, minus segment * 2^32, so that it starts afresh in each.
     """
+    least = _exclusive_keys(log_ratio, mask, boundaries, before)
+    return torch.where(least == _NONE, 0.0, _from_key(least))
+
+
+def _exclusive_keys(
+    log_ratio: torch.Tensor, mask: torch.Tensor, boundaries: torch.Tensor, before: torch.Tensor | None
+) -> torch.Tensor:
+    """The keys [T] of `exclusive_min`; _NONE where there is no earlier token."""
     ids = segment_ids(boundaries, mask.numel())
     offset = ids << 32
     inclusive = (torch.where(mask, _to_key(log_ratio), _NONE) - offset).cummin(0).values
@@ -47,7 +52,54 @@ def exclusive_min(
     least = exclusive.clamp(max=_NONE)
     if before is not None:
         least = torch.minimum(least, torch.where(before == math.inf, _NONE, _to_key(before))[ids])
-    return torch.where(least == _NONE, 0.0, _from_key(least))
+    return least
+
+
+def sum_at_minima(l: torch.Tensor, values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """[T] float64 without gradient: sum of `values` [T] over the later tokens of the response whose m_t is this token.
+
+    The first of equals is the minimum. This is how a function of m_t reaches the tokens that m_t is a ratio of: its
+    derivative by log m_t, summed here, is one by their l. Over a shard: two all-gathers of [S, 2] numbers.
+    """
+    l = l.detach().float() + 0.0  # -0.0 is no less than 0.0
+    values = torch.where(batch.loss_mask, values.detach().double(), 0)
+    boundaries, tokens = batch.segments.long(), values.numel()
+    ids = segment_ids(boundaries, tokens)
+    minima = segment_minima(l, batch)
+    before = None if batch.shard is None else min_of_earlier_chunks(minima.view(-1, 2), batch.shard).flatten()
+    record = batch.loss_mask & (_to_key(l) < _exclusive_keys(l, batch.loss_mask, boundaries, before))
+    index = torch.where(record, torch.arange(tokens, device=l.device), -1)
+    latest = torch.cat([index.new_full((1,), -1), index]).cummax(0).values  # [T + 1], the last record before each place
+    owner = latest[:-1]
+    mine = owner >= boundaries[ids]  # not in an earlier segment
+    sums = values.new_zeros(tokens).index_add_(0, owner.clamp(min=0), torch.where(mine, values, 0))
+    if batch.shard is None:
+        return sums
+    foreign = values.new_zeros(minima.numel()).index_add_(0, ids, torch.where(mine, 0, values))
+    received = _from_later_chunks(foreign.view(-1, 2), minima.view(-1, 2), batch.shard).flatten()
+    place = latest[boundaries[1:]]  # the minimum of a chunk that is lower than all chunks before it
+    return sums.index_add_(0, place.clamp(min=0), received)
+
+
+def _from_later_chunks(amounts: torch.Tensor, minima: torch.Tensor, shard: ContextShard) -> torch.Tensor:
+    """What this rank's chunks [S, 2] get from later ones, each of which sends its amount [S, 2] to the chunk that has
+    the first least of all minima [S, 2] before it. One all-gather."""
+    sent = torch.stack([amounts, minima.double()], -1)
+    gathered = [torch.empty_like(sent) for _ in range(shard.size)]
+    dist.all_gather(gathered, sent, group=shard.group)
+    amounts, minima = shard.in_order(torch.stack(gathered).transpose(1, 2)).unbind(-1)  # [chunks, S] each
+    earlier = torch.cat([torch.full_like(minima[:1], math.inf), minima.cummin(0).values[:-1]])
+    chunk = torch.arange(shard.chunks, device=minima.device)[:, None]
+    holder = torch.where(minima < earlier, chunk, -1).cummax(0).values[:-1]  # of the least of all up to and with each
+    return torch.stack([torch.where(holder == held, amounts[1:], 0).sum(0) for held in shard.held], 1)
+
+
+def segment_minima(l: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """[segments] float32: least l of the trained tokens of each sequence, or of each of this rank's chunks; inf for
+    none, NaN where one is NaN."""
+    ids = segment_ids(batch.segments, l.numel())
+    minima = l.new_full((batch.segments.numel() - 1,), math.inf)
+    return minima.scatter_reduce_(0, ids, torch.where(batch.loss_mask, l, math.inf), "amin")
 
 
 def min_of_earlier_chunks(minima: torch.Tensor, shard: ContextShard) -> torch.Tensor:

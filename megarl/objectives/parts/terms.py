@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.objectives.parts.histograms import histogram
-from megarl.objectives.parts.metrics import Metric, dampen_metrics, fraction_metrics, loss_metric, mean_metric
+from megarl.objectives.parts.metrics import (
+    Metric,
+    dampen_metrics,
+    fraction_metrics,
+    loss_metric,
+    mean_metric,
+    sign_metrics,
+)
 from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
 
 
@@ -40,8 +48,18 @@ def trust_region(log_ratio: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     return batch.loss_mask & (((a > 0) & (l > 0)) | ((a < 0) & (l < 0)))
 
 
+class Settings(Protocol):
+    """What every objective has."""
+
+    @property
+    def aggregation(self) -> str: ...
+
+    @property
+    def dampened_below(self) -> float: ...
+
+
 def make_terms(
-    aggregation: str,
+    settings: Settings,
     batch: TokenBatch,
     loss: torch.Tensor,  # [T], any value where loss_mask is False
     kept: torch.Tensor,  # [T] bool
@@ -55,6 +73,7 @@ def make_terms(
     ``kl/k3`` estimate KL(behaviour || current) from behaviour samples (http://joschu.net/blog/kl-approx.html);
     ``m2/before`` is the mean squared log-ratio of trust-region tokens, ``m2/after`` that of those that are kept;
     ``dampen/token`` and ``dampen/prefix`` are the dampen rates of rho_t and of m_t rho_t (Prefix-Ratio GRPO, Table 2).
+    `sign_metrics` are by the sign of the advantage.
     """
     mask = batch.loss_mask
     loss, kept = torch.where(mask, loss, 0), kept & mask
@@ -63,7 +82,7 @@ def make_terms(
     trust = trust_region(log_ratio, batch)
     prefix = prefix_min_log_ratio(log_ratio, batch)
     common = {
-        "loss": loss_metric(loss, batch, aggregation),
+        "loss": loss_metric(loss, batch, settings.aggregation),
         "ratio/mean": mean_metric(ratio, mask),
         "ratio/square_mean": mean_metric(ratio.square(), mask),
         "chi2": mean_metric((ratio - 1).square(), mask),
@@ -74,8 +93,9 @@ def make_terms(
         "m2/after": mean_metric(square, trust & kept),
         "log_ratio_clamp_fraction": mean_metric(clamped.double(), mask),
         **fraction_metrics("kept_fraction", kept, batch),
-        **dampen_metrics(log_ratio.exp(), prefix, batch, "dampen/token"),
-        **dampen_metrics((prefix + log_ratio).exp(), prefix, batch, "dampen/prefix"),
+        **dampen_metrics(log_ratio.exp(), prefix, batch, "dampen/token", settings.dampened_below),
+        **dampen_metrics((prefix + log_ratio).exp(), prefix, batch, "dampen/prefix", settings.dampened_below),
+        **sign_metrics(ratio, loss.detach(), batch),
     }
     if batch.entropy is not None:
         common["entropy"] = mean_metric(batch.entropy, mask)

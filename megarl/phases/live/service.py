@@ -189,10 +189,11 @@ class LiveRolloutWorker:
         else:
             self.worker.load(path)
         drift = self.worker.check_weights(path, self.replicas)
-        place = {"phase": "live", "rank": self.replicas.rank, "version": version}
+        seconds = time.perf_counter() - start
+        place = {"phase": "live", "rank": self.replicas.rank, "version": version, "load_seconds": round(seconds, 3)}
         self.stage.log_event("weight_drift", **place, **asdict(drift))
         self.loaded = version
-        self.seconds["load"] += time.perf_counter() - start
+        self.seconds["load"] += seconds
         return self.worker
 
     def _log_idle(self) -> None:

@@ -192,7 +192,8 @@ class SglangEngine(ContinuousEngine):
         try:
             event = self._events.get(timeout=POLL_SECONDS)
         except queue.Empty:
-            if any(not response.cut_off for response in running.values()):  # else the server should have answered
+            due = all(response.cut_off for response in running.values())  # the server should have sent them by now
+            if self._server.answers() and not due:
                 beat("decoding")
             return
         beat("decoding")

@@ -22,6 +22,7 @@ from megarl.rollout.sglang import guard, start
 HOST = "127.0.0.1"
 HEALTH_SECONDS = 0.25  # between two looks at a server that is starting
 ANSWER_SECONDS = 10.0  # limit of a question whether the server has started
+QUESTION_SECONDS = 1.0  # between two questions whether a server that decodes still answers
 CLOSE_SECONDS = 10.0  # a server that broke a connection by ending has ended after this time
 LOG_LINES = 30  # last lines of the log that an error shows
 OWN = ("host", "port", "served-model-name", "config", "api-key")  # arguments that `Server` adds
@@ -68,6 +69,8 @@ class Server:
     def __init__(self, python: Path, arguments: list[str], settings: dict[str, str], folder: Path) -> None:
         self.port, self._name, self._key = _free_port(), secrets.token_hex(8), secrets.token_hex(32)
         self._tail: deque[str] = deque(maxlen=LOG_LINES)
+        self._question: threading.Thread | None = None  # the last one, asked at `_asked`
+        self._asked, self._answered = 0.0, False
         command = [python, "-W", "ignore", start.__file__, "sglang.launch_server", "--config", self._key_file(folder)]
         command += ["--host", HOST, "--port", self.port, "--served-model-name", self._name]
         self._process = subprocess.Popen(
@@ -116,6 +119,24 @@ class Server:
     def get(self, path: str) -> Any:
         """The JSON that the server answers."""
         return json.loads(self._request("GET", path, timeout=ANSWER_SECONDS).read())
+
+    def answers(self) -> bool:
+        """Whether the server, its scheduler included, has answered a question since the last call. Never waits.
+
+        It asks by itself, one question at a time, for which a server that hangs may take for ever.
+        """
+        answered, self._answered = self._answered, False
+        asking = self._question is not None and self._question.is_alive()
+        if not asking and time.monotonic() > self._asked + QUESTION_SECONDS:
+            self._asked = time.monotonic()
+            self._question = threading.Thread(target=self._ask, daemon=True)
+            self._question.start()
+        return answered
+
+    def _ask(self) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException, ServerFailed):
+            self._request("GET", "/server_info").read()
+            self._answered = True
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """The JSON that the server answers, None for any other answer; `ServerFailed` with its words for a refusal."""

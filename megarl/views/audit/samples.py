@@ -31,13 +31,15 @@ def check_samples(run: RunDir, count: int, notes: list[str]) -> Iterator[str]:
     except UserError as error:
         notes.append(f"no prompt and no reward was computed again: {error}")
         return
-    limits = Limits.of_this_process(run.recipe.run.stall_seconds)
-    pool = VerifierPool(lambda: build_verifier(run.recipe, prompts), limits)
+    pool = VerifierPool(lambda: build_verifier(run.recipe, prompts), Limits.of_this_process(run.recipe))
+    if run.recipe.reward.service:
+        notes.append("no reward was computed again: a service gives them, and may say something else now")
     try:
         for stage in stages:
             groups = sample(stage, count)
             yield from _check_prompts(stage, groups, prompts)
-            yield from _check_rewards(stage, groups, prompts, tokenizer, pool)
+            if not run.recipe.reward.service:
+                yield from _check_rewards(stage, groups, prompts, tokenizer, pool)
             yield from _check_logprobs(stage, groups, notes)
     except (UserError, RuntimeError) as error:
         notes.append(f"rewards were not all computed again: {error}")

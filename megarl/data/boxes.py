@@ -1,0 +1,18 @@
+r"""``\boxed{...}``, where answers of mathematics stand, in responses and in solutions of data sets."""
+
+from __future__ import annotations
+
+import re
+
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+def last_box(response: str) -> str | None:
+    r"""What stands in the last ``\boxed{...}`` or ``\fbox{...}`` whose braces close; None if there is none."""
+    for match in reversed(list(BOX.finditer(response))):
+        depth = 1
+        for at in range(match.end(), len(response)):
+            depth += {"{": 1, "}": -1}.get(response[at], 0) if response[at - 1] != "\\" else 0
+            if not depth:
+                return response[match.end() : at]
+    return None

@@ -1,0 +1,159 @@
+"""Prompt files: rows of JSON lines, JSON, CSV or Parquet, whatever their columns are called."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.data.formats import FORMATS, Format
+from megarl.errors import UserError, nearest
+from megarl.recipe.data_table import SourceTable
+
+MAX_LINE = 16 << 20  # bytes of a row of a .jsonl file: no prompt is as long, and a file that is no JSON lines has one
+Item = dict[str, Any]  # {"question": str | chat messages, "answer": str, "metadata": dict}, as reasoning-gym has it
+Rows = Iterator[tuple[str, Any]]  # each with its place
+
+
+def read_rows(table: SourceTable) -> list[tuple[str, Item]]:
+    """The rows of a file, each with its place; `UserError` for the first that is no prompt."""
+    found = []
+    for where, item in scan_rows(table):
+        if isinstance(item, UserError):
+            raise item
+        found.append((where, item))
+    if not found:
+        raise UserError(f"{table.train} holds no prompts")
+    return found
+
+
+def scan_rows(table: SourceTable) -> Iterator[tuple[str, Item | UserError]]:
+    """`read_rows`, with what is wrong with a row in its place; `UserError` for a file that cannot be read on."""
+    path, form = Path(table.train), find_format(table.format)
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+    if path.suffix not in readers:
+        raise UserError(f"{path}: a prompt file ends in .jsonl, .json, .csv or .parquet")
+    if not path.is_file():
+        raise UserError(f"no prompt file {path}")
+    try:
+        for where, row in readers[path.suffix](path, form):
+            try:
+                yield where, _item_of_row(_renamed(row, table, form, where), where)
+            except UserError as error:
+                yield where, error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def find_format(name: str | None) -> Format | None:
+    """`UserError` for a name that is none."""
+    if name is not None and name not in FORMATS:
+        close = nearest(name, FORMATS)
+        hint = f"did you mean {close!r}? " if close else ""
+        raise UserError(f"data.format = {name!r}: unknown; {hint}known are {', '.join(FORMATS)}")
+    return FORMATS[name] if name else None
+
+
+def _read_jsonl(path: Path, form: Format | None) -> Rows:
+    with open(path, "rb") as file:
+        for number in itertools.count(1):
+            line = file.readline(MAX_LINE + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE:
+                raise UserError(f"{path}, line {number} is longer than {MAX_LINE >> 20} MB")
+            if not line.strip():
+                continue
+            try:
+                yield f"{path}, line {number}", json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{path}, line {number} is not JSON: {error}") from error
+
+
+def _read_json(path: Path, form: Format | None) -> Rows:
+    try:
+        rows = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise UserError(f"{path}: expected a list of rows, got {type(rows).__name__}")
+    return ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _read_csv(path: Path, form: Format | None) -> Rows:
+    csv.field_size_limit(MAX_LINE)
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            rows = list(csv.DictReader(file, restkey="(without a column)", strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    return ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+
+
+def _read_parquet(path: Path, form: Format | None) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        there = pyarrow.parquet.read_schema(path).names
+        wanted = [name for name in there if name in (*form.columns, *form.optional)] if form else None
+        table = pyarrow.parquet.read_table(path, columns=wanted)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    places = (f"{path}, row {number}" for number in itertools.count(1))
+    return zip(places, (row for batch in table.to_batches(64) for row in batch.to_pylist()), strict=False)
+
+
+def _renamed(row: Any, table: SourceTable, form: Format | None, where: str) -> Any:
+    """The row with the columns prompt and answer, as the recipe's ``columns`` or ``format`` find them."""
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: expected an object with prompt and answer, got {type(row).__name__}")
+    if form is None:
+        found = {name: _at(row, path, where) for name, path in table.columns.items()}
+        return {**{name: value for name, value in row.items() if name not in table.columns.values()}, **found}
+    for name in form.columns:
+        if name not in row:
+            raise UserError(f"{where}: no column {name!r}, which data.format = {table.format!r} has")
+    try:
+        return form.convert(row)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"{where} is no row of data.format = {table.format!r}: {error!r}") from error
+
+
+def _at(row: dict[str, Any], path: str, where: str) -> Any:
+    """The column of this name, or what stands inside one: "reward_model.ground_truth", "prompt.0.content"."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for step in path.split("."):
+        try:
+            value = value[int(step)] if isinstance(value, list) else value[step]
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise UserError(f"{where}: no column {path!r}; it has {', '.join(row) or 'none'}") from None
+    return value
+
+
+def _item_of_row(row: Any, where: str) -> Item:
+    if "prompt" not in row or not {"answer", "tests"} & row.keys():
+        missing = "answer" if "prompt" in row else "prompt"
+        raise UserError(f"{where}: no column {missing!r}; it has {', '.join(row) or 'none'}")
+    prompt, answer = row["prompt"], row.get("answer")
+    chat = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
+    if not prompt or not (chat or isinstance(prompt, str)):
+        raise UserError(
+            f"{where}: prompt must be a text or a list of messages with role and content, got {prompt!r:.60}"
+        )
+    number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    given = number or (isinstance(answer, str) and answer.strip())
+    if not given and (answer is not None or not row.get("tests")):  # which are all that a program is judged by
+        raise UserError(f"{where}: answer must be a text or a finite number, got {answer!r:.60}")
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except (ValueError, RecursionError) as error:  # half of a surrogate pair, which no tokenizer takes
+        raise UserError(f"{where}: not valid text: {error}") from error
+    metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
+    return {"question": prompt, "answer": str(answer) if given else "", "metadata": metadata}

@@ -1,0 +1,190 @@
+"""Public data sets as they are published: from a row of one to ``prompt``, ``answer`` and what verifiers need.
+
+Prompts are bare questions, for ``data.prompt_template`` to say how they are to be answered.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickletools
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.data.boxes import last_box
+
+Row = dict[str, Any]
+LARGEST_TESTS = 1 << 30  # bytes of a row's compressed tests, unpacked
+LETTERS = "ABCDEFGHIJ"
+# what DAPO-Math-17k puts around every question, to ask for its own way to mark an answer
+DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+
+@dataclass(frozen=True)
+class Format:
+    """``convert`` makes a row of the columns ``prompt``, ``answer`` or ``tests``, and others, of a published one.
+
+    columns: those that it reads. Of a Parquet file no others are loaded.
+    """
+
+    convert: Callable[[Row], Row]
+    columns: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+
+def dapo_math(row: Row) -> Row:
+    """https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, without its own wrapping of the question."""
+    question = _said(row["prompt"]).removeprefix(DAPO_BEFORE).removesuffix(DAPO_AFTER)
+    return {"prompt": question, "answer": row["reward_model"]["ground_truth"]}
+
+
+def deepscaler(row: Row) -> Row:
+    """https://huggingface.co/datasets/agentica-org/DeepScaleR-Preview-Dataset"""
+    return {"prompt": row["problem"], "answer": row["answer"]}
+
+
+def skywork_or1(row: Row) -> Row:
+    """https://huggingface.co/datasets/Skywork/Skywork-OR1-RL-Data: mathematics and programs.
+
+    The truth is JSON: a list of answers, of which the first is taken, or one of three kinds of tests.
+    """
+    truth = json.loads(row["reward_model"]["ground_truth"])
+    if isinstance(truth, list):
+        found = {"answer": truth[0]}
+    elif "test_code" in truth:
+        names = {"tests": "test_code", "test_setup": "import_prefix", "entry_point": "entry_point"}
+        found = {name: truth[column] for name, column in names.items()}
+    else:
+        found = {"tests": truth.get("assert_case") or truth}
+    return {"prompt": _said(row["prompt"]), **found}
+
+
+def math(row: Row) -> Row:
+    """https://huggingface.co/datasets/EleutherAI/hendrycks_math, and MATH-500, which has a column ``answer``."""
+    answer = row.get("answer") or last_box(row["solution"])
+    return {"prompt": row["problem"], "answer": answer, "level": row.get("level"), "subject": _subject(row)}
+
+
+def gsm8k(row: Row) -> Row:
+    """https://huggingface.co/datasets/openai/gsm8k: the answer stands behind ####."""
+    _, marker, answer = row["answer"].rpartition("####")
+    if not marker:
+        raise ValueError("no #### in the column answer")
+    return {"prompt": row["question"], "answer": answer.strip().replace(",", "")}
+
+
+def big_math(row: Row) -> Row:
+    """https://huggingface.co/datasets/SynthLabsAI/Big-Math-RL-Verified"""
+    kept = {name: row.get(name) for name in ("source", "domain", "llama8b_solve_rate")}
+    return {"prompt": row["problem"], "answer": row["answer"], **kept}
+
+
+def code_contests(row: Row) -> Row:
+    """https://huggingface.co/datasets/deepmind/code_contests: public, private and generated tests together."""
+    groups = [row.get(name) or {} for name in ("public_tests", "private_tests", "generated_tests")]
+    tests = {f"{side}s": [text for group in groups for text in group.get(side) or []] for side in ("input", "output")}
+    return {"prompt": row["description"], "tests": tests, "name": row.get("name"), "difficulty": row.get("difficulty")}
+
+
+def livecodebench(row: Row) -> Row:
+    """https://huggingface.co/datasets/livecodebench/code_generation_lite: public and private tests together.
+
+    Arguments and results of functions are lines of JSON. Private tests may be compressed, and then pickled: their text
+    is read from the pickle's code, of which nothing is executed.
+    """
+    tests = [*_json_or_packed(row["public_test_cases"]), *_json_or_packed(row["private_test_cases"])]
+    question, starter = row["question_content"], row.get("starter_code")
+    found: Any = [{"input": test["input"], "output": test["output"]} for test in tests]
+    if any(test.get("testtype") == "functional" for test in tests):
+        found = {
+            "fn_name": json.loads(row["metadata"])["func_name"],
+            "inputs": [[json.loads(line) for line in test["input"].splitlines()] for test in tests],
+            "outputs": [json.loads(test["output"]) for test in tests],
+        }
+    kept = {name: row.get(name) for name in ("difficulty", "contest_date")}
+    prompt = f"{question}\n\n```python\n{starter}\n```" if starter else question
+    return {"prompt": prompt, "tests": found, **kept}
+
+
+def gpqa(row: Row) -> Row:
+    """https://huggingface.co/datasets/Idavidrein/gpqa: the right answer among three others, in an order of its own."""
+    right = row["Correct Answer"].strip()
+    choices = [right, *(row[f"Incorrect Answer {n}"].strip() for n in (1, 2, 3))]
+    random.Random(row["Question"]).shuffle(choices)
+    prompt = _choices(row["Question"].strip(), LETTERS, choices)
+    return {"prompt": prompt, "answer": LETTERS[choices.index(right)], "subdomain": row.get("Subdomain")}
+
+
+def arc(row: Row) -> Row:
+    """https://huggingface.co/datasets/allenai/ai2_arc"""
+    labels, choices = row["choices"]["label"], row["choices"]["text"]
+    if row["answerKey"] not in labels:
+        raise ValueError(f"answerKey {row['answerKey']!r} is none of {labels}")
+    return {"prompt": _choices(row["question"], labels, choices), "answer": row["answerKey"]}
+
+
+def enigmata(row: Row) -> Row:
+    """https://huggingface.co/datasets/BytedTsinghua-SIA/Enigmata-Data: for a verifier of kind "python", which gets the
+    puzzle's ``task_name`` and ``meta``; ``answer`` is there where the puzzle has a single one."""
+    meta = row.get("meta")
+    meta = json.loads(meta) if isinstance(meta, str) and meta else meta or {}
+    answer = row.get("answer") or meta.get("answer")
+    answer = answer if isinstance(answer, str | int | float) or not answer else json.dumps(answer, ensure_ascii=False)
+    return {"prompt": row["prompt"], "answer": answer, "task_name": row["task_name"], "meta": meta}
+
+
+FORMATS = {
+    "dapo_math": Format(dapo_math, ("prompt", "reward_model")),
+    "deepscaler": Format(deepscaler, ("problem", "answer")),
+    "skywork_or1": Format(skywork_or1, ("prompt", "reward_model")),
+    "math": Format(math, ("problem",), ("solution", "answer", "level", "type", "subject")),
+    "gsm8k": Format(gsm8k, ("question", "answer")),
+    "big_math": Format(big_math, ("problem", "answer"), ("source", "domain", "llama8b_solve_rate")),
+    "code_contests": Format(
+        code_contests, ("description", "public_tests"), ("private_tests", "generated_tests", "name", "difficulty")
+    ),
+    "livecodebench": Format(
+        livecodebench,
+        ("question_content", "public_test_cases", "private_test_cases"),
+        ("starter_code", "metadata", "difficulty", "contest_date"),
+    ),
+    "gpqa": Format(gpqa, ("Question", "Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 3))), ("Subdomain",)),
+    "arc": Format(arc, ("question", "choices", "answerKey")),
+    "enigmata": Format(enigmata, ("prompt", "task_name"), ("answer", "meta")),
+}
+
+
+def _said(messages: list[dict[str, Any]]) -> str:
+    """What the user says in a chat of one message."""
+    if len(messages) != 1 or messages[0]["role"] != "user":
+        raise ValueError("the prompt is not one message of the user")
+    return str(messages[0]["content"])
+
+
+def _subject(row: Row) -> Any:
+    return row.get("subject") or row.get("type")
+
+
+def _choices(question: str, labels: Any, choices: list[str]) -> str:
+    return "\n".join([question, "", *(f"{label}. {choice}" for label, choice in zip(labels, choices, strict=False))])
+
+
+def _json_or_packed(text: str) -> list[dict[str, Any]]:
+    if text.lstrip()[:1] != "[":
+        unpacker = zlib.decompressobj()
+        packed = unpacker.decompress(base64.b64decode(text, validate=True), LARGEST_TESTS)
+        if unpacker.unconsumed_tail:
+            raise ValueError(f"tests of more than {LARGEST_TESTS} bytes")
+        texts = [value for _, value, _ in pickletools.genops(packed) if isinstance(value, str)]
+        text = max(texts, key=len)
+    tests = json.loads(text)
+    if not isinstance(tests, list):
+        raise ValueError("tests are not a list")
+    return tests

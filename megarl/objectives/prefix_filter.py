@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.distributed import ProcessGroup
+
+from megarl.batch import TokenBatch
+from megarl.objectives.objective import Objective
+from megarl.objectives.parts.clipping import soft_clip
+from megarl.objectives.parts.fields import number
+from megarl.objectives.parts.metrics import fraction_metrics
+from megarl.objectives.parts.prefix_ratio import LowestPrefix, lowest_threshold, prefix_sums
+from megarl.objectives.parts.ratios import log_ratio
+from megarl.objectives.parts.terms import Terms, make_terms
+
+
+@dataclass(frozen=True)
+class PrefixFilter(Objective):
+    """CISPO without the tokens of the lowest prefix ratio (MinPRO paper, section 6.2, "Indirect Use").
+
+    objective_t = K_t sg(clip(rho_t, 1 - eps_low, 1 + eps_high)) A_t log pi(t), averaged over all trained tokens. K_t is
+    0 for the filter_fraction of the batch's tokens with the lowest rho_{1:t} = prod_{i<=t} rho_i, and not
+    differentiated. Inferred, for the paper names neither: that it filters `Cispo`, and that removed tokens stay in the
+    denominator.
+    """
+
+    needs_statistics: ClassVar[bool] = True
+    ratio_form: ClassVar[bool] = False
+
+    eps_low: float = number(1.0, 0, 1)
+    eps_high: float = number(4.0, 0)
+    filter_fraction: float = number(0.01, 0, 1)
+
+    def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> LowestPrefix:
+        """The lowest prefix ratio that stays, over all ranks of `group`."""
+        l, _ = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
+        return LowestPrefix(lowest_threshold(prefix_sums(l, batch), batch.loss_mask, self.filter_fraction, group))
+
+    def terms(self, batch: TokenBatch, statistics: LowestPrefix) -> Terms:
+        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
+        removed = batch.loss_mask & (prefix_sums(l, batch) < statistics.threshold)
+        value, saturated = soft_clip(l.exp(), batch, 1 - self.eps_low, 1 + self.eps_high)
+        metrics = fraction_metrics("clip_fraction", saturated & ~removed, batch)
+        metrics |= fraction_metrics("filter_fraction", removed, batch)
+        kept = batch.loss_mask & ~removed
+        return make_terms(self, batch, -torch.where(removed, 0, value), kept, l, clamped, metrics)

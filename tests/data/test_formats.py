@@ -1,0 +1,298 @@
+"""Small files with the columns of public data sets, as they are published, and files whose columns are mapped."""
+
+import base64
+import csv
+import json
+import pickle
+import zlib
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megarl.data.files import read_rows
+from megarl.data.formats import FORMATS
+from megarl.data.prompts import Prompt
+from megarl.errors import UserError
+from megarl.recipe.data_table import SourceTable
+from megarl.recipe.tables import RewardTable
+from megarl.rewards.code_tests import Assertions, InputOutput, read_tests
+from megarl.rewards.math import Math
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".csv":
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path, rows, **settings):
+    table = SourceTable.model_validate({"source": "file", "train": str(write(path, rows)), **settings})
+    return [item for _, item in read_rows(table)]
+
+
+def chat(text):
+    return [{"content": text, "role": "user"}]
+
+
+SQUARE = "What is $3^2$?"
+DAPO = {
+    "data_source": "math_dapo",
+    "prompt": chat(
+        "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+        "$Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is $3^2$?\n\n"
+        'Remember to put your answer on its own line after "Answer:".'
+    ),
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "9", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
+}
+SKYWORK = {
+    "data_source": "train-math-deepscaler",
+    "prompt": chat(SQUARE),
+    "ability": "math",
+    "reward_model": {"ground_truth": '["9", "9.0"]', "style": "rule"},
+    "extra_info": {"index": 2, "model_difficulty": {"DeepSeek-R1-Distill-Qwen-7B": 2}},
+}
+DEEPSCALER = {"problem": SQUARE, "answer": "9", "solution": "Three times three."}
+MATH = {
+    "problem": SQUARE,
+    "level": "Level 1",
+    "type": "Algebra",
+    "solution": r"First \boxed{3}, so it is $\boxed{\frac{18}{2}}$.",
+}
+MATH500 = {
+    "problem": SQUARE,
+    "solution": r"\boxed{9}",
+    "answer": "9",
+    "subject": "Algebra",
+    "level": 1,
+    "unique_id": "test/algebra/1.json",
+}
+GSM8K = {"question": SQUARE, "answer": "Three threes are 3*3=<<3*3=9>>9.\nIn cents 900.\n#### 1,009"}
+BIG_MATH = {
+    "problem": SQUARE,
+    "answer": "9",
+    "source": "orca_math",
+    "domain": ["Mathematics -> Algebra"],
+    "llama8b_solve_rate": 0.875,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "row", "answer", "columns"),
+    [
+        ("dapo_math", "parquet", DAPO, "9", {}),
+        ("deepscaler", "json", DEEPSCALER, "9", {}),
+        ("skywork_or1", "parquet", SKYWORK, "9", {}),
+        ("math", "parquet", MATH, r"\frac{18}{2}", {"level": "Level 1", "subject": "Algebra"}),
+        ("math", "jsonl", MATH500, "9", {"level": 1, "subject": "Algebra"}),
+        ("gsm8k", "jsonl", GSM8K, "1009", {}),
+        (
+            "big_math",
+            "parquet",
+            BIG_MATH,
+            "9",
+            {"source": "orca_math", "domain": ["Mathematics -> Algebra"], "llama8b_solve_rate": 0.875},
+        ),
+    ],
+)
+def test_mathematics(tmp_path, name, suffix, row, answer, columns):
+    (item,) = read(tmp_path / f"p.{suffix}", [row], format=name)
+    assert item == {"question": SQUARE, "answer": answer, "metadata": columns}
+    assert Math(RewardTable(kind="math")).gold(as_prompt(item))
+
+
+def as_prompt(item):
+    return Prompt(0, str(item["question"]), (), item["answer"], item)
+
+
+def judged_by(item):
+    return read_tests(as_prompt(item), "python")
+
+
+CONTEST = {
+    "name": "1_A. Sum",
+    "description": "Read two numbers, write their sum.",
+    "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
+    "private_tests": {"input": ["5 5\n", "0 0\n"], "output": ["10\n", "0\n"]},
+    "generated_tests": {"input": [], "output": []},
+    "source": 2,
+    "difficulty": 7,
+    "solutions": {"language": [3], "solution": ["print(sum(map(int, input().split())))"]},
+    "time_limit": {"seconds": 2, "nanos": 0},
+}
+
+
+def test_code_contests(tmp_path):
+    (item,) = read(tmp_path / "p.parquet", [CONTEST], format="code_contests")
+    assert (item["question"], item["answer"]) == ("Read two numbers, write their sum.", "")
+    assert item["metadata"].keys() == {"tests", "name", "difficulty"}, "no solutions"
+    pairs = (("1 2\n", "3\n"), ("5 5\n", "10\n"), ("0 0\n", "0\n"))
+    assert judged_by(item).pairs == tuple(InputOutput(*pair) for pair in pairs)
+
+
+def live_code_bench(public, private, **more):
+    return {
+        "question_title": "Sum",
+        "question_content": "Add.",
+        "platform": "leetcode",
+        "starter_code": "",
+        "difficulty": "easy",
+        "contest_date": "2024-01-06T00:00:00",
+        "public_test_cases": json.dumps(public),
+        "private_test_cases": private,
+        "metadata": "{}",
+        **more,
+    }
+
+
+def packed(value):
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+def test_livecodebench(tmp_path):
+    first, second = ({"input": f"{n} 2", "output": f"{n + 2}", "testtype": "stdin"} for n in (1, 5))
+    called = [{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}]
+    starter = "class Solution:\n    def add(self, a, b):"
+    functional = live_code_bench(called, "[]", starter_code=starter, metadata='{"func_name": "add"}')
+    rows = [live_code_bench([first], packed(json.dumps([second]))), functional]
+    stdin, function = read(tmp_path / "p.jsonl", rows, format="livecodebench")
+    assert judged_by(stdin).pairs == (InputOutput("1 2", "3"), InputOutput("5 2", "7"))
+    assert stdin["question"] == "Add."
+    assert function["question"] == f"Add.\n\n```python\n{starter}\n```"
+    assert judged_by(function).assertions == Assertions("\nassert add(*[[1, 2], 3]) == 6", None)
+
+
+class Bomb:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('it was executed')",))
+
+
+def test_a_pickle_is_read_and_never_executed(tmp_path):
+    with pytest.raises(UserError, match=r"p\.jsonl, line 1 is no row of data\.format = 'livecodebench'"):
+        read(tmp_path / "p.jsonl", [live_code_bench([], packed(Bomb()))], format="livecodebench")
+
+
+@pytest.mark.parametrize(
+    ("truth", "tests"),
+    [
+        ({"inputs": ["1 2"], "outputs": ["3"]}, (InputOutput("1 2", "3"),)),
+        (
+            {
+                "entry_point": "add",
+                "import_prefix": "import math\n",
+                "test_code": "def check(candidate):\n    assert candidate(1) == 2",
+            },
+            Assertions("import math\n\ndef check(candidate):\n    assert candidate(1) == 2\ncheck(add)\n", "add"),
+        ),
+        ({"assert_case": ["assert f(1)", "assert f(2)"]}, Assertions("\nassert f(1)\nassert f(2)", None)),
+    ],
+)
+def test_programs_of_skywork_or1(tmp_path, truth, tests):
+    row = {**SKYWORK, "ability": "code", "reward_model": {"ground_truth": json.dumps(truth), "style": "rule"}}
+    (item,) = read(tmp_path / "p.parquet", [row], format="skywork_or1")
+    found = judged_by(item)
+    assert (found.assertions or found.pairs) == tests
+
+
+def test_gpqa(tmp_path):
+    rows = [
+        {
+            "Record ID": f"rec{n}",
+            "Question": f"Which is number {n}?\n",
+            "Correct Answer": f"the {n}th\n",
+            "Incorrect Answer 1": "x",
+            "Incorrect Answer 2": "y",
+            "Incorrect Answer 3": "z, or\nw",
+            "Subdomain": "Physics (general)",
+        }
+        for n in range(40)
+    ]
+    items = read(tmp_path / "gpqa_diamond.csv", rows, format="gpqa")
+    assert items == read(tmp_path / "again.csv", rows, format="gpqa"), "the order of choices is the question's"
+    for n, item in enumerate(items):
+        assert item["question"].startswith(f"Which is number {n}?\n\nA. ")
+        assert f"\n{item['answer']}. the {n}th" in item["question"]
+        assert all(f". {choice}" in item["question"] for choice in ("x", "y", "z, or\nw"))
+        assert item["metadata"] == {"subdomain": "Physics (general)"}
+    assert {item["answer"] for item in items} == set("ABCD")
+
+
+def test_arc(tmp_path):
+    row = {
+        "id": "Mercury_1",
+        "question": "Which is hot?",
+        "choices": {"text": ["ice", "fire", "air"], "label": ["1", "2", "3"]},
+        "answerKey": "2",
+    }
+    (item,) = read(tmp_path / "p.parquet", [row], format="arc")
+    assert (item["question"], item["answer"]) == ("Which is hot?\n\n1. ice\n2. fire\n3. air", "2")
+    with pytest.raises(UserError, match="answerKey 'E' is none of"):
+        read(tmp_path / "p.parquet", [{**row, "answerKey": "E"}], format="arc")
+
+
+def test_enigmata(tmp_path):
+    row = {"id": "1", "task_name": "sudoku", "prompt": "Solve it.", "answer": "", "ability": "logic"}
+    meta = {"answer": [[1, 2], [2, 1]], "difficulty": "easy"}
+    rows = [{**row, "meta": json.dumps(meta)}, {**row, "answer": "42", "meta": "{}"}]
+    grid, number = read(tmp_path / "p.parquet", rows, format="enigmata")
+    assert grid == {
+        "question": "Solve it.",
+        "answer": "[[1, 2], [2, 1]]",
+        "metadata": {"task_name": "sudoku", "meta": meta},
+    }
+    assert number["answer"] == "42"
+
+
+# ---------------------------------------------------------------------------------------------------------- columns
+
+
+def test_columns_are_found_where_the_recipe_says(tmp_path):
+    row = {"ask": chat(SQUARE), "truth": {"all": ["9", "nine"]}, "io.tests": "[]", "level": 3}
+    columns = {"prompt": "ask.0.content", "answer": "truth.all.0", "tests": "io.tests"}
+    for suffix in ("parquet", "jsonl", "json"):
+        (item,) = read(tmp_path / f"p.{suffix}", [row], columns=columns)
+        assert (item["question"], item["answer"]) == (SQUARE, "9")
+        assert item["metadata"]["level"] == 3 and item["metadata"]["tests"] == "[]"
+        assert "io.tests" not in item["metadata"]
+    renamed = read(tmp_path / "p.csv", [{"q": "1+1", "a": "2", "x": "y"}], columns={"prompt": "q", "answer": "a"})
+    assert renamed == [{"question": "1+1", "answer": "2", "metadata": {"x": "y"}}]
+
+
+@pytest.mark.parametrize("path", ["truth.none", "truth.all.7", "nowhere", "truth.all.first"])
+def test_a_column_that_is_not_there_is_named(tmp_path, path):
+    rows = [{"prompt": "1", "truth": {"all": ["9"]}}]
+    with pytest.raises(UserError, match=rf"p\.jsonl, line 1: no column '{path}'; it has prompt, truth"):
+        read(tmp_path / "p.jsonl", rows, columns={"answer": path})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_of_another_format_is_named(tmp_path, name):
+    with pytest.raises(UserError, match=rf"line 1: no column .*, which data.format = '{name}' has"):
+        read(tmp_path / "p.jsonl", [{"text": "1"}], format=name)
+
+
+def test_a_row_that_does_not_fit_its_format_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"line 2 is no row of data.format = 'gsm8k': ValueError\('no ####"):
+        read(tmp_path / "p.jsonl", [GSM8K, {"question": "1", "answer": "2"}], format="gsm8k")
+    with pytest.raises(UserError, match="row 1: answer must be a text or a finite number, got None"):
+        read(tmp_path / "p.parquet", [{**MATH, "solution": "No box."}], format="math")
+    with pytest.raises(UserError, match="data.format = 'gsm8': unknown; did you mean 'gsm8k'"):
+        read(tmp_path / "p.jsonl", [GSM8K], format="gsm8")
+
+
+def test_settings_that_exclude_each_other():
+    with pytest.raises(ValueError, match="leave out data.columns"):
+        SourceTable(source="file", train="p.jsonl", format="gsm8k", columns={"prompt": "q"})
+    with pytest.raises(ValueError, match="describe a file"):
+        SourceTable(source="reasoning_gym", train="chain_sum", format="gsm8k")

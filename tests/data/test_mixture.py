@@ -1,0 +1,136 @@
+"""Several sources of prompts, with weights."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from megarl.data.prompts import build_prompts
+from megarl.data.sources import PATTERN, shares
+from megarl.errors import UserError
+from megarl.recipe.data_table import DataTable
+from megarl.recipe.load import dump_recipe, load_recipe
+from megarl.recipe.tables import Recipe
+from tests.data.prompt_sources import char_tokenizer, recipe
+
+# of the version before there were several sources
+GOLDEN = [f"a{n}" for n in (0, 1, 4, 6, 9, 5, 11, 10, 8, 1, 6, 5, 8, 11, 0, 4, 9, 10, 6, 4)]
+GOLDEN_HELDOUT = ["a7", "a2", "a3"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return char_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def numbers(path, name, count):
+    """A file whose prompts begin with its name."""
+    path = path / f"{name}.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{name}{i}", "answer": "1"}) + "\n" for i in range(count)))
+    return {"source": "file", "train": str(path)}
+
+
+def mixed(*sources, heldout=0, **more):
+    evaluation = {"every": 1, "prompts": heldout} if heldout else {"every": 0}
+    data = {"sources": sources}
+    tables = {"model": {"path": "unused"}, "data": data, "reward": {"kind": "exact"}, "eval": evaluation, **more}
+    return Recipe.model_validate(tables)
+
+
+def test_each_source_has_its_share_and_its_own_order(tokenizer, tmp_path):
+    a, b, c = numbers(tmp_path, "a", 50), numbers(tmp_path, "b", 400), numbers(tmp_path, "c", 7)
+    prompts = build_prompts(mixed({**a, "weight": 7}, {**b, "weight": 2.5}, {**c, "weight": 0.5}), tokenizer)
+    order = [prompts.train(i).text for i in range(3 * PATTERN)]
+    assert Counter(text[0] for text in order) == {"a": 2100, "b": 750, "c": 150}
+    for start in range(0, 3 * PATTERN, PATTERN):
+        assert Counter(text[0] for text in order[start : start + PATTERN]) == {"a": 700, "b": 250, "c": 50}
+    for name, count in (("a", 50), ("b", 400), ("c", 7)):
+        file = tmp_path / f"{name}.jsonl"
+        alone = build_prompts(recipe(file=file, evaluation={"every": 0}), tokenizer)
+        own = [text for text in order if text[0] == name]
+        assert own == [alone.train(i).text for i in range(len(own))]
+        assert len(set(own[:count])) == min(count, len(own)), "epoch by epoch"
+    assert len({tuple(text[0] for text in order[n : n + PATTERN]) for n in (0, PATTERN)}) == 2
+
+
+def test_a_prompt_depends_on_its_index_alone(tokenizer, tmp_path):
+    settings = mixed(numbers(tmp_path, "a", 30), {**numbers(tmp_path, "b", 60), "weight": 2}, heldout=9)
+    first, second = build_prompts(settings, tokenizer), build_prompts(settings, tokenizer)
+    indices = [5000, 3, 999, 1000, 0, 77, 3]
+    forward = {i: second.train(i) for i in sorted(set(indices))}
+    assert [first.train(i) for i in indices] == [forward[i] for i in indices]
+    other = build_prompts(settings.model_copy(update={"run": settings.run.model_copy(update={"seed": 1})}), tokenizer)
+    assert [other.train(i).text for i in range(50)] != [first.train(i).text for i in range(50)]
+    assert other.heldout() == first.heldout()
+
+
+def test_the_order_of_one_source_is_what_it_was(tokenizer, tmp_path):
+    """Runs that are continued by this version see what the earlier one saw."""
+    a = numbers(tmp_path, "a", 12)
+    plain = build_prompts(recipe(file=tmp_path / "a.jsonl", heldout=3), tokenizer)
+    assert [plain.train(i).text for i in range(20)] == GOLDEN
+    assert [prompt.text for prompt in plain.heldout()] == GOLDEN_HELDOUT
+    alone = build_prompts(mixed(a, heldout=3), tokenizer)
+    assert [alone.train(i) for i in range(2100)] == [plain.train(i) for i in range(2100)]
+    assert alone.heldout() == plain.heldout()
+
+
+def test_held_out_prompts_are_of_all_sources_and_in_none(tokenizer, tmp_path):
+    a, b = numbers(tmp_path, "a", 40), numbers(tmp_path, "b", 200)
+    with open(b["train"], "a") as file:
+        file.writelines(json.dumps({"prompt": f"a{i}", "answer": "1"}) + "\n" for i in range(40))
+    prompts = build_prompts(mixed(a, {**b, "weight": 3}, heldout=40), tokenizer)
+    heldout = {prompt.text for prompt in prompts.heldout()}
+    assert [prompt.index for prompt in prompts.heldout()] == list(range(len(heldout)))
+    assert 36 <= len(heldout) <= 40 and 10 <= sum(text[0] == "a" for text in heldout) <= 20
+    assert heldout.isdisjoint(prompts.train(i).text for i in range(2000))
+
+
+def test_files_and_generators_together(tokenizer, tmp_path):
+    words = {"source": "reasoning_gym", "train": "spell_backward"}
+    prompts = build_prompts(mixed(numbers(tmp_path, "q", 9), words, heldout=4), tokenizer)
+    order = [prompts.train(i) for i in range(400)]
+    assert 150 < sum("generator" in prompt.entry for prompt in order) < 250
+    assert prompts.scorers.keys() == {"spell_backward"}
+    checked = list(prompts.first_epoch(1000))
+    assert sum("generator" in prompt.entry for prompt in checked) == 1
+    assert len([prompt for prompt in checked if "generator" not in prompt.entry]) == 7
+
+
+def test_shares_are_whole_and_add_up():
+    assert shares([1, 1, 1], 1000) == [334, 333, 333]
+    assert shares([0.7, 0.3], 1000) == [700, 300]
+    assert shares([1e-3, 1], 10) == [0, 10]
+    assert shares([5], 17) == [17]
+
+
+def test_mistakes(tokenizer, tmp_path):
+    a, b = numbers(tmp_path, "a", 4), numbers(tmp_path, "b", 4)
+    with pytest.raises(UserError, match="less than one of 1000 prompts"):
+        build_prompts(mixed(a, {**b, "weight": 1e-6}), tokenizer)
+    words = {"source": "reasoning_gym", "train": "spell_backward"}
+    with pytest.raises(UserError, match=r'generator .spell_backward. with other options.*train = "composite"'):
+        build_prompts(mixed(words, {**words, "options": {"min_word_len": 4}}), tokenizer)
+    with pytest.raises(ValueError, match=r"source stands in each of \[\[data.sources\]\]"):
+        DataTable.model_validate({"sources": [a], "source": "file"})
+    with pytest.raises(ValueError, match=r"say where prompts come from, or each of \[\[data.sources\]\]"):
+        DataTable.model_validate({"source": "file"})
+    with pytest.raises(ValueError, match="eval.source"):
+        mixed(a, b, eval={"suite": "s.jsonl"})
+
+
+def test_sources_in_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = '[model]\npath = "m"\n[reward]\nkind = "exact"\n'
+    text += '[[data.sources]]\nsource = "file"\ntrain = "a.jsonl"\nformat = "gsm8k"\nweight = 2\n'
+    text += '[[data.sources]]\nsource = "reasoning_gym"\ntrain = "chain_sum"\noptions = { min_terms = 3 }\n'
+    path = tmp_path / "r.toml"
+    path.write_text(text)
+    loaded = load_recipe(path)
+    assert loaded.prompt_files() == [str(tmp_path / "a.jsonl")]
+    assert [table.weight for table in loaded.data.mixture] == [2, 1]
+    path.write_text(dump_recipe(loaded))
+    assert load_recipe(path) == loaded
+    path.write_text(text.replace("weight", "wieght"))
+    with pytest.raises(UserError, match=r"data\.sources\.0\.wieght: unknown key; did you mean 'weight'"):
+        load_recipe(path)

@@ -1,0 +1,75 @@
+"""The detailed diagnostics against loops over single tokens."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megarl.objectives import build_objective
+from megarl.objectives.parts.detail import COLUMNS, DISTANCES, ROWS, detailed
+from megarl.objectives.parts.summary import summarise
+from tests.objectives import papers
+from tests.objectives.random_batches import random_batch
+
+
+def column(rho: float) -> int:
+    distance, k = abs(rho - 1), 0
+    while k < DISTANCES - 1 and distance >= 2.0 ** (k - 10):
+        k += 1
+    return DISTANCES - 1 - k if rho < 1 else DISTANCES + k
+
+
+@pytest.mark.parametrize("kind", ["continuous", "heavy_tails", "empty_masks"])
+def test_every_diagnostic_is_its_definition(kind: str) -> None:
+    objective = build_objective("grpo", {})
+    for seed in range(12):
+        batch = random_batch(seed, kind)
+        g = torch.Generator().manual_seed(seed)
+        batch = replace(batch, entropy=5 * torch.rand(batch.logprobs.numel(), generator=g))
+        kept = objective(batch).kept
+        metrics, histograms = detailed(batch, kept)
+        rs = papers.responses(batch, batch.logprobs.detach().double())
+        entropies, probabilities, inverse, pairs, occupancy = Counter(), Counter(), [], [], []
+        for o in rs:
+            for i, t in enumerate(o):
+                gamma = math.exp(min(max(sum(s.l_value for s in o[:i]), -80), 80))
+                inverse.append(1 / gamma - 1)
+                occupancy.append(math.log(gamma))
+                probability = math.exp(t.logprob.item())
+                entropies[min(int(4 * float(batch.entropy[t.index])), ROWS - 1), column(t.rho_value)] += 1
+                probabilities[min(int(-math.log2(probability)), ROWS - 1), column(t.rho_value)] += 1
+                pairs.append((t.logprob.item(), t.a * float(kept[t.index])))
+        assert float(metrics["prefix/reverse_chi2"][0]) == pytest.approx(sum(inverse), rel=1e-5, abs=1e-6)
+        assert float(metrics["prefix/reverse_chi2"][1]) == len(inverse)
+        for name, expected in (("entropy_by_ratio", entropies), ("probability_by_ratio", probabilities)):
+            counts = histograms[name]
+            assert counts.shape == (ROWS, COLUMNS)
+            got = Counter({(int(r), int(c)): int(counts[r, c]) for r, c in counts.nonzero().tolist()})
+            assert got == expected, (seed, name)
+        if not pairs:
+            continue
+        out = summarise(metrics, histograms)
+        means = [sum(column) / len(pairs) for column in zip(*pairs, strict=True)]
+        covariance = sum(x * y for x, y in pairs) / len(pairs) - means[0] * means[1]
+        assert out["entropy_covariance"] == pytest.approx(covariance, rel=1e-5, abs=1e-6)
+        assert not any(name.startswith("covariance/") for name in out)
+        lowest = min(max(min(occupancy), -20), 20)
+        assert math.log(out["prefix_occupancy/q00"]) == pytest.approx(lowest, rel=1 / 16, abs=2.0**-13)
+        assert out["entropy_by_ratio"]["counts"] == histograms["entropy_by_ratio"].tolist()
+
+
+def test_an_unlikely_prefix_weighs_beyond_its_own_tokens() -> None:
+    """Corollary 1 of mu-GRPO: the second token's own ratio is 1, its prefix has occupancy 1/1000."""
+    batch = random_batch(0)
+    batch = replace(
+        batch, logprobs=torch.tensor([math.log(1e-3), 0.0]), rollout_logprobs=torch.zeros(2),
+        advantages=-torch.ones(2), loss_mask=torch.ones(2, dtype=torch.bool), cu_seqlens=torch.tensor([0, 2]),
+        old_logprobs=None, ref_logprobs=None,
+    )  # fmt: skip
+    metrics, _ = detailed(batch, batch.loss_mask)
+    total, count = metrics["prefix/reverse_chi2"]
+    assert float(total) == pytest.approx(999, rel=1e-5) and float(count) == 2

@@ -1,0 +1,106 @@
+"""Decoupled PPO's proximal policy: that before a step of updates, from a forward pass over the step's batches."""
+
+import pytest
+
+from megarl.actor import hf, packing, parallel
+from megarl.actor.frozen import FrozenPolicy
+from megarl.actor.step import Actor, train_step
+from megarl.distributed import become_single_process
+from megarl.errors import UserError
+from megarl.objectives import build_objective
+from megarl.phases.samples import to_samples
+from megarl.recipe.load import load_recipe
+from megarl.storage.rollouts import RolloutStore
+from megarl.storage.run_dir import RunDir
+from megarl.workers.preflight import check_recipe
+from tests.actor.ranks import run_ranks
+from tests.helpers import megarl, read_lines
+from tests.phases.test_kill import kill_at
+
+SETTINGS = (
+    "objective.name=decoupled_ppo", "objective.proximal_updates=3", "objective.eps_low=0.001",
+    "objective.eps_high=0.001", "actor.checkpoint_every=3", "schedule.stages=1", "eval.every=0", "metrics.detail=2",
+)  # fmt: skip
+OPTIONS = [part for setting in SETTINGS for part in ("--set", setting)]
+WEIGHTS = "final/model.safetensors"
+
+
+def train_with_copies(rank, root, result, copies):
+    """As the run, but the proximal policy is a second model with the weights that the actor had before the step."""
+    become_single_process()
+    run = RunDir.open(root)
+    recipe = run.recipe
+    device, stage = parallel.initialize(recipe), run.stage(0)
+    actor = Actor.build(recipe, stage.policy, device)
+    objective = build_objective(recipe.objective.name, recipe.objective.fields)
+    for update in range(recipe.schedule.updates_per_stage):
+        if update % 3 == 0:
+            hf.export_hf(actor.models, copies / str(update), stage.policy, update)
+            proximal = FrozenPolicy.build(("old_logprobs",), recipe, copies / str(update))
+        size = recipe.schedule.prompts_per_update
+        groups = RolloutStore(stage.rollouts).read(range(update * size, (update + 1) * size))
+        batches = packing.micro_batches(
+            to_samples(groups, recipe.objective), recipe.actor.tokens_per_micro_batch, device
+        )
+        train_step(actor, proximal.annotate(batches), objective, actor.learning_rate(update + 1))
+    hf.export_hf(actor.models, result, stage.policy, recipe.schedule.updates_per_stage)
+
+
+@pytest.fixture(scope="module")
+def run(recipe, tmp_path_factory):
+    """Two steps of three updates."""
+    run = tmp_path_factory.mktemp("proximal") / "run"
+    result = megarl("train", recipe, "--run-dir", run, *OPTIONS)
+    assert result.returncode == 0, result.stderr
+    return run
+
+
+def test_the_proximal_policy_is_the_one_before_the_step(run, tmp_path):
+    run_ranks(train_with_copies, (run, tmp_path / "loop", tmp_path), 1)
+    assert (tmp_path / "loop/model.safetensors").read_bytes() == (run / WEIGHTS).read_bytes()
+    clipped = [line["clip_fraction"] for line in read_lines(run / "metrics.jsonl")]
+    assert clipped[0] == clipped[3] == 0 and min(clipped[1:3] + clipped[4:]) > 0
+
+
+def test_a_run_killed_within_a_step_begins_that_step_again(recipe, run, tmp_path):
+    again = tmp_path / "run"
+    kill_at("open .*metrics.jsonl", 5, recipe, again, *OPTIONS)
+    result = megarl("train", recipe, "--run-dir", again, *OPTIONS)
+    assert result.returncode == 0, result.stderr
+    assert (again / WEIGHTS).read_bytes() == (run / WEIGHTS).read_bytes()
+    assert [line["update"] for line in read_lines(again / "metrics.jsonl")] == list(range(1, 7))
+
+
+def test_details_stand_in_every_so_manyth_line(run):
+    lines = read_lines(run / "metrics.jsonl")
+    assert [line["update"] for line in lines if "muted_tokens" in line] == [2, 4, 6]
+    line = lines[1]
+    tokens = line["muted_tokens"]
+    trained = round(line["trained_tokens"] * (1 - line["kept_fraction"]))
+    assert sum(tokens["muted"]) == trained > 0  # fewer than 50 tokens have a text
+    assert tokens["muted"] == sorted(tokens["muted"], reverse=True)
+    assert all(0 <= a <= b for a, b in zip(tokens["muted"], tokens["trained"], strict=True))
+    assert {text for text, n in zip(tokens["text"], tokens["trained"], strict=True) if n} <= {
+        *"abc",
+        "",
+        "<end>",
+        "<eos>",
+    }
+    assert sum(map(sum, line["entropy_by_ratio"]["counts"])) == line["trained_tokens"]
+    assert {"prefix/reverse_chi2", "prefix_occupancy/q01", "entropy_covariance"} <= line.keys()
+    assert all("response_tokens/positive" in line and "positive_share/loss" in line for line in lines)
+
+
+def test_what_would_cut_a_step_is_refused(recipe):
+    steps = ["objective.name=decoupled_ppo", "objective.proximal_updates=3"]
+    check_recipe(load_recipe(recipe, [*steps, "actor.checkpoint_every=6"]))
+    with pytest.raises(UserError, match="actor.checkpoint_every = 2 would cut a step.*for example 3"):
+        check_recipe(load_recipe(recipe, steps))
+    with pytest.raises(UserError, match="schedule.updates_per_stage = 7 would cut a step.*for example 6"):
+        check_recipe(load_recipe(recipe, [*steps, "actor.checkpoint_every=3", "schedule.updates_per_stage=7"]))
+    live = ["schedule.kind=live", "schedule.lockstep=true", "actor.checkpoint_every=3"]
+    check_recipe(load_recipe(recipe, [*steps, *live, "schedule.sync_every=3"]))
+    with pytest.raises(UserError, match="schedule.sync_every = 2 would cut a step"):
+        check_recipe(load_recipe(recipe, [*steps, *live, "schedule.sync_every=2"]))
+    with pytest.raises(UserError, match="proximal_updates is 0.*at least 1"):
+        load_recipe(recipe, [steps[0], "objective.proximal_updates=0"])

@@ -1,0 +1,198 @@
+"""Rewards that a server gives: what it says is the score, and silence never is one."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from megarl.data.prompts import Prompt
+from megarl.errors import UserError
+from megarl.recipe.tables import Recipe
+from megarl.rewards import VerifierUnavailable, service
+from megarl.rewards.parts import build_verifier, check_reward
+from megarl.rewards.pool import Limits, Verdict, VerifierPool
+
+KEY = "a-secret-key"
+PROMPT = Prompt(0, "2 + 2?", (1,), "4", {"metadata": {"level": 3}})
+
+
+class Server(ThreadingHTTPServer):
+    """Does what the response under judgement says, and keeps what it was asked."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked, self.keys, self.under_way, self.most = [], set(), 0, 0
+        self.lock, self.gate = threading.Lock(), threading.Event()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(200, {"data": [{"id": "grader"}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.keys.add(self.headers.get("Authorization"))
+        judge = "messages" in body
+        text = body["messages"][0]["content"] if judge else body["response"]
+        with self.server.lock:
+            self.server.asked.append((self.path, body))
+            times = sum(other == body for _, other in self.server.asked)
+            self.server.under_way += 1
+            self.server.most = max(self.server.most, self.server.under_way)
+        self.respond(text, judge, times)
+        with self.server.lock:
+            self.server.under_way -= 1
+
+    def respond(self, text, judge, times):
+        if "TRICKLE" in text:
+            self.send_response(200)
+            self.end_headers()
+            while True:  # a byte at a time, for ever
+                self.wfile.write(b" ")
+                self.wfile.flush()
+                time.sleep(0.02)
+        if "TOGETHER" in text:
+            with self.server.lock:
+                if self.server.most == 4:
+                    self.server.gate.set()
+            self.server.gate.wait()
+        if "BUSY" in text or ("ONCE" in text and times == 1):
+            self.answer(503, {})
+        elif "REFUSED" in text:
+            self.answer(401, {"error": "no such key"})
+        elif "HUGE" in text:
+            self.answer(200, "x" * (service.LARGEST_ANSWER + 1))
+        elif judge:
+            said = f"SCORE: 0? No.\n**SCORE: {'1' if 'RIGHT' in text else '.25'}**"
+            said = {"SILENT": "", "NONE": None, "LARGE": "SCORE: 7"}.get(text.split()[-1], said)
+            choice = {"message": {"role": "assistant", "content": said}}
+            self.answer(200, {} if "ODD" in text else {"choices": [choice]})
+        else:
+            self.answer(200, {"score": 1 if "RIGHT" in text else 0.25, "reward": -2.0})
+
+    def answer(self, status, body):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    monkeypatch.setattr(service.time, "sleep", lambda seconds: None)  # of the pauses between attempts
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.gate.set()
+        server.shutdown()
+        thread.join()
+
+
+def recipe(tmp_path, url, kind="judge", stall=600.0, **settings):
+    data = tmp_path / "p.jsonl"
+    data.write_text('{"prompt": "?", "answer": "42"}\n')
+    settings = {"url": url, "attempts": 3, "api_key": "JUDGE_KEY"} | settings
+    if kind == "judge":
+        question = tmp_path / "question.txt"
+        question.write_text("{prompt} is {answer}: {response}")
+        settings = {"model": "grader", "prompt": str(question)} | settings
+    return Recipe.model_validate(
+        {
+            "model": {"path": "unused"},
+            "data": {"source": "file", "train": str(data)},
+            "reward": {"kind": kind, "service": settings},
+            "run": {"stall_seconds": stall},
+        }
+    )
+
+
+def scored(settings, texts):
+    pool = VerifierPool(lambda: build_verifier(settings, None), Limits.of_this_process(settings))
+    try:
+        numbers, found = [pool.ask(PROMPT, text) for text in texts], {}
+        while len(found) < len(numbers):
+            found |= dict(pool.verdicts(wait=True))
+        return [found[number] for number in numbers]
+    finally:
+        pool.close()
+
+
+def test_a_judge_says_the_score(tmp_path, server):
+    settings = recipe(tmp_path, server.url)
+    check_reward(settings)
+    texts = ["RIGHT", "wrong {answer}", "ONCE RIGHT", "SILENT", "NONE", "LARGE"]
+    nothing = Verdict(0.0, "judge says no score")
+    assert scored(settings, texts) == [Verdict(1.0), Verdict(0.25), Verdict(1.0), nothing, nothing, nothing]
+    asked = [(path, body["messages"][0]["content"]) for path, body in server.asked]
+    assert ("/v1/chat/completions", "2 + 2? is 4: wrong {answer}") in asked
+    assert [text for _, text in asked].count("2 + 2? is 4: ONCE RIGHT") == 2
+    assert server.keys == {f"Bearer {KEY}"}
+    assert {(body["model"], body["temperature"]) for _, body in server.asked} == {("grader", 0.0)}
+
+
+def test_a_service_says_score_and_reward(tmp_path, server):
+    settings = recipe(tmp_path, server.url, "http")
+    check_reward(settings)
+    assert scored(settings, ["RIGHT", "else"]) == [Verdict(1.0, reward=-2.0), Verdict(0.25, reward=-2.0)]
+    row = {"prompt": "2 + 2?", "answer": "4", "level": 3}
+    assert ("/v1", {"prompt": "2 + 2?", "response": "RIGHT", "answer": "4", "row": row}) in server.asked
+
+
+def test_requests_are_under_way_together(tmp_path, server):
+    settings = recipe(tmp_path, server.url, at_once=4)
+    assert scored(settings, [f"TOGETHER RIGHT {i}" for i in range(16)]) == [Verdict(1.0)] * 16  # else it waits for ever
+    assert server.most == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("BUSY", "503"), ("TRICKLE", "no answer within 0.3 s"), ("HUGE", "more than 4 MiB")],
+)
+def test_silence_ends_the_phase(tmp_path, server, text, why):
+    settings = recipe(tmp_path, server.url, seconds=0.3 if text == "TRICKLE" else 30)
+    with pytest.raises(VerifierUnavailable, match=f"chat/completions was asked 3 times, and did not answer: .*{why}"):
+        scored(settings, ["RIGHT", text])
+
+
+def test_a_refusal_is_a_mistake_and_keeps_the_key_to_itself(tmp_path, server):
+    with pytest.raises(UserError, match=r"refuses the request: 401 Unauthorized.*no such key") as caught:
+        scored(recipe(tmp_path, server.url), ["REFUSED"])
+    assert KEY not in str(caught.value)
+    with pytest.raises(UserError, match=r"is no chat completion service: it said \{\}"):
+        scored(recipe(tmp_path, server.url), ["ODD"])
+
+
+def test_mistakes_are_told_before_the_run(tmp_path, server, monkeypatch):
+    for settings, message in (
+        ({"model": "grande"}, r"does not serve model = 'grande'; it has \['grader'\]"),
+        ({"url": "judge:8000"}, "is no http:// or https:// address"),
+        ({"url": "http://127.0.0.1:9"}, "nothing answers at http://127.0.0.1:9: .*refused"),
+        ({"seconds": 300.0}, "3 attempts of 300 seconds may take 908 s"),
+        ({"prompt": str(tmp_path / "none")}, "none cannot be read"),
+        ({"prompt": str(tmp_path / "p.jsonl")}, r"has no \{response\}"),
+        ({"api_key": "NO_SUCH_KEY"}, "environment variable NO_SUCH_KEY, which is not set"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_reward(recipe(tmp_path, **{"url": server.url} | settings))
+    for reward, message in (
+        ({"kind": "judge"}, "need .reward.service."),
+        ({"kind": "exact", "service": {"url": "http://a"}}, "no other kind has it"),
+        ({"kind": "judge", "service": {"url": "http://a"}}, "needs service.model"),
+        ({"kind": "http", "service": {"url": "http://a", "prompt": "q"}}, "service.prompt is a setting of"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Recipe.model_validate({**recipe(tmp_path, "http://a").model_dump(mode="json"), "reward": reward})
