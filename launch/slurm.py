@@ -117,6 +117,7 @@ def agent_arguments(recipe: Recipe, link: Link, options: argparse.Namespace) -> 
         settings.append(f'rollout.sglang_python="{recipe.rollout.sglang_python}"')
     if recipe.eval.suite:
         settings.append(f'eval.suite="{recipe.eval.suite}"')
+    settings += [f'eval.suites.{table.name}.suite="{table.suite}"' for table in recipe.eval.suites if table.suite]
     for setting in [*options.set, *settings]:
         arguments += ["--set", setting]
     return arguments + (["--until", link.until] if link.until else [])

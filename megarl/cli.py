@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | rollout | optimize | eval | report | audit | plan | data | doctor``.
+"""The command line: ``megarl train | rollout | optimize | eval | compare | report | audit | plan | data | doctor``.
 
 Each command imports what it needs; the module itself imports nothing heavy, so that help and the first line of a run
 appear at once.
@@ -146,7 +146,13 @@ def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
 def _evaluate(options: argparse.Namespace) -> None:
     from megarl.commands import evaluate_model
 
-    print(evaluate_model(options.model_or_run, options.recipe, options.suite, options.set))
+    print(evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output))
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from megarl.views.comparison import compare
+
+    print(compare(options.a, options.b, options.suite))
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -260,11 +266,23 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--output", type=Path, help="write to a new run directory, with other settings")
     settings(sub)
 
-    sub = command("eval", _evaluate, "avg@k and pass@k with 95%% intervals")
+    sub = command("eval", _evaluate, "avg@k, pass@k and maj@k with 95%% intervals")
     sub.add_argument("model_or_run", type=Path)
     sub.add_argument("--recipe", type=Path, help="data and reward settings, when the model is not part of a run")
-    sub.add_argument("--suite", help="prompt file or reasoning-gym generator; default: the recipe's")
+    sub.add_argument(
+        "--suite",
+        action="append",
+        default=[],
+        help="name of a suite of the recipe, prompt file or reasoning-gym generator; may be repeated; default: all of "
+        "the recipe's",
+    )
+    sub.add_argument("--output", type=Path, help="a directory that keeps the responses, and continues if interrupted")
     settings(sub)
+
+    sub = command("compare", _compare, "two policies on the prompts that both have answered")
+    sub.add_argument("a", metavar="A", help="a run directory, or DIR:UPDATE, DIR:best; default: its last evaluation")
+    sub.add_argument("b", metavar="B")
+    sub.add_argument("--suite", help="default: every suite that both have")
 
     sub = command("report", _report, "one self-contained HTML page; several runs side by side")
     sub.add_argument("run_dirs", type=Path, nargs="+")

@@ -37,15 +37,15 @@ class Report:
 def check_prompts(recipe: Recipe) -> Report:
     """Read all files of prompts from the first row to the last. `UserError` for an unfit tokenizer alone."""
     report, tokenizer = Report(), load_tokenizer(recipe.model.tokenizer_path)
-    texts: dict[str, list[str]] = {"training": [], "evaluation": []}
-    for name, data in (("training", recipe.data), ("evaluation", recipe.exam)):
-        for table in data.mixture if data else ():
-            if table.source == "file" and data:
+    train: list[str] = []
+    for data in (recipe.data, *(suite.data for suite in recipe.suites if suite.own)):
+        for table in data.mixture:
+            if table.source == "file":
                 items = _read(report, table)
                 _measure(report, table, data, items, _renderer(report, data, tokenizer))
-                texts[name] += [_asked(item) for item in items]
+                train += [_asked(item) for item in items if data is recipe.data]
     if not report.problems:
-        _rehearse(report, recipe, tokenizer, texts["training"])
+        _rehearse(report, recipe, tokenizer, train)
     return report
 
 
