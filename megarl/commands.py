@@ -217,7 +217,13 @@ def _with_suites(recipe: Recipe, suites: list[str]) -> Recipe:
     chosen = [known.get(name) or _suite_of(name) for name in suites]
     if len({one.name for one in chosen}) < len(chosen):
         raise UserError(f"--suite: two of {', '.join(suites)} have the same name")
-    changes = {"suite": None, "source": None, "data": {}, "suites": chosen, "every": max(1, table.every)}
+    changes: dict[str, Any] = {
+        "suite": None,
+        "source": None,
+        "data": {},
+        "suites": chosen,
+        "every": max(1, table.every),
+    }
     return recipe.model_copy(update={"eval": table.model_copy(update=changes)})
 
 

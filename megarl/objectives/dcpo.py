@@ -18,9 +18,9 @@ from megarl.objectives.parts.terms import Terms, make_terms
 class Dcpo(Objective):
     """DCPO's dynamic-adaptive clipping (arXiv:2509.02333, section "Dynamic-Adaptive Clipping").
 
-    objective_t = min(rho_t A_t, clip(rho_t, low_t, high_t) A_t), with the bounds that |(rho - 1) pi(t)| <= eps gives for
-    the token's probability q under the behaviour policy: low_t = 1/2 + 1/2 sqrt(max(1 - 4 eps_low / q, 0)), high_t =
-    1/2 + 1/2 sqrt(1 + 4 eps_high / q), at most ratio_max. A < 0: at least ratio_max A_t (dual clip), which is in the
+    objective_t = min(rho_t A_t, clip(rho_t, low_t, high_t) A_t), with the bounds that |(rho - 1) pi(t)| <= eps gives
+    for the token's probability q under the behaviour policy: low_t = 1/2 + 1/2 sqrt(max(1 - 4 eps_low / q, 0)), high_t
+    = 1/2 + 1/2 sqrt(1 + 4 eps_high / q), at most ratio_max. A < 0: at least ratio_max A_t (dual clip), which is in the
     authors' code, as is ratio_max = 10. Gradient as `Grpo`. Its "only token mean" sums the means of the responses: here
     their mean, a constant factor.
 

@@ -181,8 +181,9 @@ class WithOptions:
         for option in self.options:
             if self.objective.couples_tokens and isinstance(option, DualClip | TruncatedImportance | IcePop):
                 raise UserError(
-                    f"{name_of(option)} weights each token by itself, but in {type(self.objective).__name__} the gradient "
-                    "of a token's loss also reaches earlier ones, as these settings have it; leave one of them out"
+                    f"{name_of(option)} weights each token by itself, but with these settings of "
+                    f"{type(self.objective).__name__} the gradient of a token's loss also reaches earlier ones; leave "
+                    "one of them out"
                 )
         if "old_logprobs" in self.objective.requires and any("old_logprobs" in o.requires for o in self.options):
             raise UserError(f"{type(self.objective).__name__} weights by pi_old / pi_rollout itself")

@@ -156,9 +156,10 @@ def _read_step(
     first: int,
     last: int,
 ) -> list[Prepared]:
-    """The updates from ``first`` on, ``last`` excluded, that have one proximal policy, the current one; none when a stop was asked for.
+    """The updates from ``first`` on, before ``last``, that have the current policy as their proximal one.
 
-    Collective. The first of them needs no forward pass: its own update begins with that policy.
+    Collective. None when a stop was asked for. The first of them needs no forward pass: its own update begins with
+    that policy.
     """
     step: list[Prepared] = []
     for update in range(first, min(last, first + objective.updates_a_step)):

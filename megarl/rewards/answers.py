@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from megarl.rewards.math import BOX, last_box
+from megarl.data.boxes import BOX, last_box
 
 COMPARED = ("exact", "math", "reasoning_gym")  # verifiers of short answers; programs have none to compare
 LONGEST = 1000  # characters of an answer

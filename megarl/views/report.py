@@ -13,7 +13,8 @@ from pathlib import Path
 from megarl.errors import UserError
 from megarl.storage.files import write_atomic
 from megarl.storage.json_lines import Record
-from megarl.views.report_charts import COLOURS, Chart, make_charts
+from megarl.views.chart import Chart
+from megarl.views.report_charts import COLOURS, make_charts
 from megarl.views.run_reader import Run, half_width, read_run
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import html
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.storage.json_lines import Record
+from megarl.views.chart import Chart
+from megarl.views.report_detail import detail_charts
 from megarl.views.run_reader import Run, interval
 
 COLOURS = (
@@ -48,6 +49,39 @@ PLAIN_CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]],
         {"rangemode": "tozero"},
     ),
     (
+        "Importance ratio by sign of the advantage",
+        "Mean ratio of the tokens of good and of bad responses. A fall of the bad ones' towards 0 precedes a collapse.",
+        {"ratio/mean/positive": ("good", "solid"), "ratio/mean/negative": ("bad", "dot")},
+        {"rangemode": "tozero"},
+    ),
+    (
+        "Share of good responses",
+        "What tokens with A > 0 have of all tokens, and of the magnitudes of their losses. Far below a half, an update "
+        "mostly suppresses.",
+        {"positive_share/loss": ("of the loss", "solid"), "positive_share/tokens": ("of the tokens", "dot")},
+        {"rangemode": "tozero", "tickformat": ".0%"},
+    ),
+    (
+        "Dampened tokens",
+        "Tokens whose effective ratio (with the minimum of its prefix) is below the objective's threshold, after "
+        "prefixes that stayed likely and after those that did not. The wider the gap, the more selective.",
+        {"dampen/prefix/bad_prefix": ("bad prefix", "solid"), "dampen/prefix/good_prefix": ("good prefix", "dot")},
+        {"rangemode": "tozero", "tickformat": ".0%"},
+    ),
+    (
+        "Prefix occupancy",
+        "How likely the prefixes of the tokens are now, over how likely they were when generated: median and lowest "
+        "1 %, logarithmic, not below 2e-9. Low values are tokens that training sees and generation would not.",
+        {"prefix_occupancy/q50": ("median", "solid"), "prefix_occupancy/q01": ("lowest 1 %", "dot")},
+        {"type": "log", "exponentformat": "power"},
+    ),
+    (
+        "Reverse chi-square of the prefixes",
+        "Mean of 1 / occupancy - 1, logarithmic: how far generation has left the prefixes that are trained on.",
+        {"prefix/reverse_chi2": ("", "solid")},
+        {"type": "log", "exponentformat": "power"},
+    ),
+    (
         "Gradient norm",
         "Before clipping, logarithmic. Look for spikes, and for growth towards the end of a stage.",
         {"grad_norm": ("", "solid")},
@@ -57,7 +91,11 @@ PLAIN_CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]],
         "Response length",
         "Mean tokens of a response. A drift to the token limit or to nothing is more often a reward being gamed "
         "than a gain.",
-        {"response_tokens/mean": ("", "solid")},
+        {
+            "response_tokens/mean": ("all", "solid"),
+            "response_tokens/positive": ("good", "dash"),
+            "response_tokens/negative": ("bad", "dot"),
+        },
         {"rangemode": "tozero"},
     ),
     (
@@ -67,17 +105,6 @@ PLAIN_CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]],
         {"rangemode": "tozero"},
     ),
 )
-
-
-@dataclass
-class Chart:
-    """One chart of the page."""
-
-    title: str
-    hint: str  # a sentence: what to look for
-    traces: list[dict[str, Any]] = field(default_factory=list)
-    layout: dict[str, Any] = field(default_factory=dict)
-    empty: str = ""  # shown when there is nothing to draw; "" leaves the chart out
 
 
 def make_charts(runs: list[Run]) -> list[Chart]:
@@ -93,7 +120,7 @@ def make_charts(runs: list[Run]) -> list[Chart]:
         total = max(run.stages * run.updates_per_stage for run in runs)
         xaxis = {"title": {"text": "update", "standoff": 6}, "range": [-0.01 * total, 1.01 * total]}
         chart.layout = {"xaxis": xaxis, **_stages(runs), **chart.layout}
-    charts = [*curves[:1], _pass_at(runs), *curves[1:], _phase_times(runs)]
+    charts = [*curves[:1], _pass_at(runs), *curves[1:], _phase_times(runs), *detail_charts(runs)]
     for chart in charts:
         chart.layout["showlegend"] = sum(trace.get("showlegend", True) for trace in chart.traces) > 1
     return charts

@@ -31,7 +31,7 @@ no_kernels = not REQUIRED and library.find_library("cuda") is None
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(no_kernels, reason="the CUDA kernels are not installed"))
 both = pytest.mark.parametrize("backend", [CUDA, "triton"])
 CASES = {
-    **{name: kind() for name, kind in OBJECTIVES.items()},
+    **{name: kind() for name, kind in OBJECTIVES.items() if kind().fusible},
     "m2po-released": OBJECTIVES["m2po"](variant="released"),
     **{
         f"mu_grpo-{scope}": OBJECTIVES["mu_grpo"](veto_scope=scope, veto_threshold=0.3, ratio_min=0.1, ratio_max=1.5)

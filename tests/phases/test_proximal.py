@@ -59,7 +59,7 @@ def test_the_proximal_policy_is_the_one_before_the_step(run, tmp_path):
     run_ranks(train_with_copies, (run, tmp_path / "loop", tmp_path), 1)
     assert (tmp_path / "loop/model.safetensors").read_bytes() == (run / WEIGHTS).read_bytes()
     clipped = [line["clip_fraction"] for line in read_lines(run / "metrics.jsonl")]
-    assert clipped[0] == clipped[3] == 0 and min(clipped[1:3] + clipped[4:]) > 0
+    assert clipped[0] == clipped[3] == 0 < min(max(clipped[1:3]), max(clipped[4:]))
 
 
 def test_a_run_killed_within_a_step_begins_that_step_again(recipe, run, tmp_path):
@@ -80,12 +80,8 @@ def test_details_stand_in_every_so_manyth_line(run):
     assert sum(tokens["muted"]) == trained > 0  # fewer than 50 tokens have a text
     assert tokens["muted"] == sorted(tokens["muted"], reverse=True)
     assert all(0 <= a <= b for a, b in zip(tokens["muted"], tokens["trained"], strict=True))
-    assert {text for text, n in zip(tokens["text"], tokens["trained"], strict=True) if n} <= {
-        *"abc",
-        "",
-        "<end>",
-        "<eos>",
-    }
+    letters = [text for text, n in zip(tokens["text"], tokens["trained"], strict=True) if n and text != "<eos>"]
+    assert letters and all(len(text) == 1 and text.islower() for text in letters)
     assert sum(map(sum, line["entropy_by_ratio"]["counts"])) == line["trained_tokens"]
     assert {"prefix/reverse_chi2", "prefix_occupancy/q01", "entropy_covariance"} <= line.keys()
     assert all("response_tokens/positive" in line and "positive_share/loss" in line for line in lines)

@@ -199,6 +199,23 @@ def midway(engine, name, monkeypatch):
     return begun.is_set
 
 
+@on(CONTINUOUS)
+def test_the_time_of_a_queued_response_counts_from_its_first_token(engine, monkeypatch):
+    """Twelve responses of one request, of which an engine decodes six together."""
+    begun, step = [], engine._step
+
+    def watched(running):
+        ended = list(step(running))
+        begun.append([response.deadline is not None for response in running.values()])
+        yield from ended
+
+    monkeypatch.setattr(engine, "_step", watched)
+    prompts = PROMPTS[:4]
+    assert len(generate(engine, prompts, sampling(prompts, tokens=12))) == 12
+    assert sum(begun[0]) <= TOGETHER < len(begun[0]) == 12
+    assert any(running and all(running) for running in begun)
+
+
 @on(MOE)
 def test_a_response_that_takes_too_long_is_cut_off(engine, name):
     prompts = PROMPTS if name != "sglang" else PROMPTS[:1]

@@ -26,6 +26,19 @@ def make_recipe(schedule: dict[str, int] | None = None, **objective: Any) -> Rec
     )
 
 
+def detail(age: float) -> dict[str, Any]:
+    """What ``metrics.detail = 48`` adds."""
+    counts = [[round(1000 * math.exp(-((c - 15.5) ** 2) / 9 - abs(r - c / 4))) for c in range(32)] for r in range(16)]
+    return {
+        "prefix_occupancy/q01": math.exp(-12 * age),
+        "prefix_occupancy/q50": math.exp(-age),
+        "prefix/reverse_chi2": math.exp(6 * age),
+        "entropy_by_ratio": {"counts": counts},
+        "probability_by_ratio": {"counts": counts},
+        "muted_tokens": {"id": [5, 9, 2], "muted": [40, 12, 0], "trained": [90, 50, 8], "text": ["<b>", " so", "a"]},
+    }
+
+
 def update_record(number: int, size: int, noise: random.Random, speed: float = 1.0) -> dict[str, Any]:
     stage, staleness = divmod(number - 1, size)
     age, progress = staleness / size, number / (3 * size)
@@ -49,6 +62,15 @@ def update_record(number: int, size: int, noise: random.Random, speed: float = 1
         "ratio/square_mean": square_mean,
         "clip_fraction": 0.004 * age,
         "veto_fraction": 0.05 * age**2,
+        "ratio/mean/positive": 1 + 0.1 * age,
+        "ratio/mean/negative": 1 - 0.4 * age,
+        "positive_share/tokens": 0.3 + 0.3 * progress,
+        "positive_share/loss": 0.4 + 0.1 * progress,
+        "dampen/prefix/good_prefix": 0.02 + 0.2 * age,
+        "dampen/prefix/bad_prefix": 0.05 + 0.9 * age,
+        "response_tokens/positive": 6.5,
+        "response_tokens/negative": 7.8,
+        **(detail(age) if number % 48 == 0 else {}),
         "m2/before": spread**2,
         "m2/after": 0.7 * spread**2,
         "entropy": 0.9 - 0.6 * progress + noise.gauss(0, 0.01),

@@ -7,8 +7,10 @@ import re
 import pytest
 
 from megarl.errors import UserError
+from megarl.objectives.parts import detail
 from megarl.views.report import short_names, summary, write_report
 from megarl.views.report_charts import POINTS, make_charts
+from megarl.views.report_detail import COLUMNS, ROWS
 from megarl.views.run_reader import read_run
 from tests.views.synthetic_run import make_recipe, make_run, update_record, write_lines
 
@@ -88,16 +90,46 @@ def test_traces_of_every_chart(tmp_path):
         "Second moment of the log-ratio (M2)": ["before", "after clip and veto"],
         "Effective sample size": ["effective sample size"],
         "Entropy": ["entropy"],
+        "Importance ratio by sign of the advantage": ["good", "bad"],
+        "Share of good responses": ["of the loss", "of the tokens"],
+        "Dampened tokens": ["bad prefix", "good prefix"],
+        "Prefix occupancy": ["median", "lowest 1 %"],
+        "Reverse chi-square of the prefixes": ["reverse chi-square of the prefixes"],
         "Gradient norm": ["gradient norm"],
-        "Response length": ["response length"],
+        "Response length": ["all", "good", "bad"],
         "Staleness": ["staleness"],
         "Time per phase": ["rollout", "optimize", "evaluate"],
+        "Entropy against importance ratio": [],
+        "Probability against importance ratio": [],
+        "Tokens that lose their gradient": [],
     }
     ess = charts["Effective sample size"].traces[0]["y"]
     assert ess[95] == pytest.approx(1 / (1 + (0.02 + 0.5 * 95 / 96) ** 2), rel=1e-5)
     assert [t["y"] for t in charts["Time per phase"].traces] == [[11, 12, 13], [17, 16, 15], [4, 4, 4, 4]]
     assert len([s for s in charts["Entropy"].layout["shapes"] if s["type"] == "line"]) == 2
     assert all(chart.hint.endswith(".") for chart in charts.values())
+
+
+def test_details_are_of_the_last_update_that_has_them(tmp_path):
+    """Counts in the columns and rows of the objectives' tables; tokens by name, whatever is in it."""
+    assert (COLUMNS, ROWS) == (detail.COLUMNS, detail.ROWS)
+    root = make_run(tmp_path / "a")
+    charts = charts_of(root)
+    (heat,) = charts["Entropy against importance ratio"].traces
+    assert (len(heat["x"]), len(heat["y"])) == (COLUMNS, ROWS) and heat["x"][14:18] == [
+        "-0.00098",
+        "-0",
+        "+0",
+        "+0.00098",
+    ]
+    assert heat["z"][4][16] == pytest.approx(math.log10(heat["customdata"][4][16]), abs=1e-3)
+    assert "update 288." in charts["Entropy against importance ratio"].hint
+    (bars,) = charts["Tokens that lose their gradient"].traces
+    assert bars["y"] == [40, 12] and bars["customdata"] == ["&#x27;&lt;b&gt;&#x27;", "&#x27; so&#x27;"]
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if not isinstance(v, dict)} for line in lines]
+    write_lines(root / "metrics.jsonl", kept)
+    assert "Tokens that lose their gradient" not in charts_of(root)
 
 
 def test_several_runs_are_overlaid_and_their_recipes_compared(tmp_path):

@@ -148,7 +148,8 @@ def _sums(t, log_m, dampened, on, o):
     )
     d = _join8(
         by_token.to(tl.float32), (by_token & bad).to(tl.float32), by_prefix.to(tl.float32),
-        (by_prefix & bad).to(tl.float32), ratio * above, ratio * below, tl.where(t.advantage > 0, -o.value, 0.0), -o.value,
+        (by_prefix & bad).to(tl.float32), ratio * above, ratio * below,
+        tl.where(t.advantage > 0, -o.value, 0.0), -o.value,
     )  # fmt: skip
     return tl.join(tl.join(a, b), tl.join(c, d))
 

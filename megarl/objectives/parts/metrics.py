@@ -40,7 +40,7 @@ def sign_metrics(ratio: torch.Tensor, loss: torch.Tensor, batch: TokenBatch) -> 
     """Mean ratio by the sign of the advantage (mu-GRPO, Fig. 3), and what good tokens have of all (BAPO, Fig. 4).
 
     ``positive_share/tokens`` counts tokens. ``token_loss`` is the loss of a token, with no weight, and
-    ``token_loss/positive`` what tokens with A > 0 have of it: all of one sign, so that `summarise` makes a share of them.
+    ``token_loss/positive`` what tokens with A > 0 have of it: all of one sign, so that `summarise` makes a share.
     """
     above, below = batch.loss_mask & (batch.advantages > 0), batch.loss_mask & (batch.advantages < 0)
     return {

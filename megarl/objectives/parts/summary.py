@@ -19,11 +19,10 @@ def summarise(metrics: dict[str, Metric], histograms: dict[str, torch.Tensor] | 
     """Numbers of one update from summed metrics and histograms; waits for the device.
 
     Every metric becomes sum / count (left out if the count is 0). Added: ``ess`` (effective sample size as a share of
-    the tokens: mean(rho)^2 / mean(rho^2)), ``positive_share/loss`` (of the magnitudes of the tokens' losses, what tokens
-    with A > 0 have: BAPO, Fig. 4), ``selectivity`` (dampen rate after bad prefixes over that after good ones),
-    ``entropy_covariance`` (Eq. 6 of
-    BAPO), ``ratio/q50`` ... ``prefix_min/q01`` (quantiles of the ratios), ``chi2/bound`` (Theorem 5.1 of M2PO: chi2 <= R^2 M2,
-    R the largest ratio or inverse ratio).
+    the tokens: mean(rho)^2 / mean(rho^2)), ``positive_share/loss`` (what tokens with A > 0 have of the magnitudes of
+    all losses: BAPO, Fig. 4), ``selectivity`` (dampen rate after bad prefixes over that after good ones),
+    ``entropy_covariance`` (BAPO, Eq. 6), ``ratio/q50`` ... ``prefix_min/q01`` (quantiles of the ratios), ``chi2/bound``
+    (Theorem 5.1 of M2PO: chi2 <= R^2 M2, R the largest ratio or inverse ratio). Tables stay counts.
     """
     rows = torch.stack([torch.stack(pair) for pair in metrics.values()]).tolist() if metrics else []
     out = {name: total / count for name, (total, count) in zip(metrics, rows, strict=True) if count}

@@ -1,0 +1,94 @@
+"""Charts of the last update with detailed metrics (``metrics.detail``): tables of counts, and tokens by name."""
+
+from __future__ import annotations
+
+import html
+from math import log10
+from typing import Any
+
+from megarl.storage.json_lines import Record
+from megarl.views.chart import Chart
+from megarl.views.run_reader import Run
+
+TOKENS = 30  # bars
+# the columns and rows of `megarl.objectives.parts.detail`, which the report does not import: it would load torch
+COLUMNS, ROWS = 32, 16
+
+
+def detail_charts(runs: list[Run]) -> list[Chart]:
+    """Of the first run that has such metrics; none without."""
+    for run in runs:
+        if record := _last(run):
+            of = f" {html.escape(run.name)}, update {record['update']}."
+            return [
+                _heat_map(
+                    record, "entropy_by_ratio", "Entropy against importance ratio", "nats a token",
+                    [f"{row / 4:g}" for row in range(ROWS)],
+                    "Tokens by how far their ratio is from 1 and by the entropy behind them: log of the counts. Rare "
+                    "tokens far from 1 are the ones that a clip mutes." + of,
+                ),
+                _heat_map(
+                    record, "probability_by_ratio", "Probability against importance ratio", "probability",
+                    [f"2^-{row}" for row in range(ROWS)],
+                    "Tokens by how far their ratio is from 1 and by their probability now: log of the counts." + of,
+                ),
+                _muted_tokens(record, of),
+            ]  # fmt: skip
+    return []
+
+
+def _last(run: Run) -> Record | None:
+    return next((r for r in reversed(run.updates) if isinstance(r.get("probability_by_ratio"), dict)), None)
+
+
+def column_labels() -> list[str]:
+    """rho - 1 at the edge of each column that is nearer to 1."""
+    octaves = ["0", *(f"{2.0 ** (k - 11):.2g}" for k in range(1, COLUMNS // 2))]
+    return [*(f"-{edge}" for edge in reversed(octaves)), *(f"+{edge}" for edge in octaves)]
+
+
+def _heat_map(record: Record, name: str, title: str, axis: str, rows: list[str], hint: str) -> Chart:
+    counts = record.get(name, {}).get("counts")
+    chart = Chart(title, hint)
+    if counts:
+        trace: dict[str, Any] = {
+            "type": "heatmap",
+            "x": column_labels(),
+            "y": rows,
+            "z": [[round(log10(n), 3) if n else None for n in row] for row in counts],
+            "customdata": counts,
+            "colorscale": "Viridis",
+            "showscale": False,
+            "hovertemplate": "ratio - 1 from %{x}, " + axis + " from %{y}: %{customdata} tokens<extra></extra>",
+        }
+        chart.traces.append(trace)
+        # categories: the axes are not of equal steps
+        chart.layout = {
+            "xaxis": {"type": "category", "title": {"text": "ratio - 1", "standoff": 6}},
+            "yaxis": {"type": "category", "title": {"text": axis}},
+            "hovermode": "closest",
+        }
+    return chart
+
+
+def _muted_tokens(record: Record, of: str) -> Chart:
+    chart = Chart(
+        "Tokens that lose their gradient",
+        "Which tokens clip, veto or mask take out most often, with counts." + of,
+    )
+    tokens = record.get("muted_tokens", {})
+    bars = [(t, n) for t, n in zip(tokens.get("text", []), tokens.get("muted", []), strict=False) if n][:TOKENS]
+    if bars:
+        chart.traces.append(
+            {
+                "type": "bar",
+                "x": list(range(len(bars))),
+                "y": [n for _, n in bars],
+                "customdata": [html.escape(repr(text)) for text, _ in bars],
+                "marker": {"color": "#4c8bd6"},
+                "hovertemplate": "%{customdata}: %{y}<extra></extra>",
+            }
+        )
+        ticks = {"tickvals": list(range(len(bars))), "ticktext": [html.escape(repr(text)[1:-1]) for text, _ in bars]}
+        chart.layout = {"xaxis": ticks | {"tickangle": -60}, "hovermode": "closest"}
+    return chart

@@ -1,0 +1,96 @@
+"""docs/papers.md: up to date, complete, and nothing in it that is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from megarl.objectives import OBJECTIVES
+from megarl.recipe.tables import Recipe
+from tests.helpers import ROOT
+
+spec = importlib.util.spec_from_file_location("papers_table", ROOT / "tools/papers_table.py")
+assert spec is not None and spec.loader is not None
+table = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(table)
+
+PAPERS = table.papers()
+ROWS = [row for paper in PAPERS for row in paper["rows"]]
+SOURCES = "\n".join(path.read_text() for path in (ROOT / "megarl").rglob("*.py"))
+README = (ROOT / "examples/README.md").read_text()
+
+
+def problem(where: str) -> str | None:
+    """Why what a row names is not there."""
+    kind, _, name = where.partition(":")
+    if kind == "file":
+        path, _, symbol = name.partition(":")
+        if not (ROOT / path).is_file():
+            return "no such file"
+        return None if re.search(rf"\b{symbol}\b", (ROOT / path).read_text()) else "not in the file"
+    if kind == "key":
+        table_name, _, key = name.partition(".")
+        known: set[str] = set(Recipe.model_fields[table_name].annotation.model_fields)  # type: ignore[union-attr]
+        if table_name == "objective":
+            known |= {field.name for objective in OBJECTIVES.values() for field in fields(objective)}
+        return None if key in known else "no such key"
+    if kind == "row":
+        return None if f"| {name} | `megarl " in README else "no such row"
+    if kind == "chart":
+        return None if f'"{name}"' in SOURCES else "no such chart"
+    return metric_problem(name) if kind == "metric" else "what is this?"
+
+
+def metric_problem(name: str) -> str | None:
+    """A name stands in the code as it is, or as the parts of an f-string: quantiles, signs, kinds of prefixes."""
+    stems = [name, re.sub(r"/(q\d\d|positive|negative|good_prefix|bad_prefix|selectivity)$", "", name)]
+    if re.sub(r"/q\d\d$", "", name) != name or name.startswith(("dampen/", "response_tokens/", "bapo/")):
+        stems.append(stems[1].rpartition("/")[2])
+    return None if any(f'"{stem}"' in SOURCES or f'"{stem}/' in SOURCES for stem in stems) else "no such metric"
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert (ROOT / "docs/papers.md").read_text() == table.render(PAPERS), "run: python tools/papers_table.py"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row["item"][:40] for row in ROWS])
+def test_a_row_names_what_is_there(row: dict[str, Any]) -> None:
+    assert {"item", "where"} <= row.keys() <= {"item", "where", "why", "outside"} and row["where"]
+    assert not {"why", "outside"} <= row.keys() and all(row.get(key, "text") for key in ("why", "outside"))
+    assert [f"{where}: {found}" for where in row["where"] if (found := problem(where))] == []
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["file:megarl/objectives/gone.py:", "file:megarl/objectives/m2po.py:Gone", "key:schedule.gone", "row:table 1, gone",
+     "chart:Gone", "metric:gone", "metric:gone/q01", "text"],
+)  # fmt: skip
+def test_what_is_not_there_is_found(where: str) -> None:
+    assert problem(where) is not None
+
+
+def test_every_paper_has_its_numbered_items() -> None:
+    """Equations, algorithms, tables and figures that the papers number."""
+    numbered = {
+        "M2PO": {"Eq": 5, "Table": 1, "Fig": 10},
+        "mu-GRPO": {"Eq": 4, "Table": 9, "Fig": 6},
+        "MinPRO": {"Table": 4, "Fig": 6},
+        "Prefix-Ratio": {"Eq": 5, "Table": 2, "Fig": 2},
+        "BAPO": {"Eq": 13, "Table": 7, "Fig": 14},
+    }
+    not_data = {("Prefix-Ratio", "Fig", 1), ("BAPO", "Fig", 1), ("BAPO", "Fig", 3)}  # drawings and bars of a table
+    not_data |= {("BAPO", "Eq", 1), ("BAPO", "Eq", 2), ("BAPO", "Eq", 3)}  # what a policy gradient is
+    for name, kinds in numbered.items():
+        (paper,) = (paper for paper in PAPERS if paper["name"].startswith(name))
+        for kind, last in kinds.items():
+            found = set()
+            for row in paper["rows"]:
+                for words in re.findall(rf"\b{kind}s?\.? ([\d, ab-]+)", row["item"], re.IGNORECASE):
+                    for part in re.findall(r"(\d+)\w?(?:-(\d+))?", words):
+                        found |= set(range(int(part[0]), int(part[1] or part[0]) + 1))
+            missing = set(range(1, last + 1)) - found
+            assert {n for n in missing if (name, kind, n) not in not_data} == set(), (name, kind)
