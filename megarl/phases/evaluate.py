@@ -150,9 +150,9 @@ class _Evaluation:
         return SeededPrompt(_EVALUATION_SEED + number, self.prompts[number])
 
     def _with_answers(self, group: Group) -> Group:
-        """Under the prompt's number, with what the responses say."""
+        """Under the prompt's number, with what the responses say, and without routed experts, which nobody replays."""
         kind, decode = self.worker.recipe.reward.kind, self.worker.tokenizer.decode
-        responses = group.responses
+        responses = tuple(replace(response, routed_experts=None) for response in group.responses)
         if kind in COMPARED and self.suite.samples > 1:
             texts = (decode(response.tokens, skip_special_tokens=True) for response in responses)
             answers = (answer_of(kind, text) for text in texts)

@@ -94,7 +94,7 @@ def make_suites(table: EvalTable, data: DataTable, max_response_tokens: int) -> 
 def _make(shared: EvalTable, own: SuiteTable | None, data: DataTable, max_response_tokens: int) -> Suite:
     table, place = own or shared, f"eval.suites {own.name!r}" if own else "[eval]"
     if table.suite and not (table.source or data.source):
-        raise ValueError(f'{place}: source = "file" or "reasoning_gym", which suite is')
+        raise ValueError(f'{place.strip("[]")}.source: "file" or "reasoning_gym", which {table.suite!r} is')
     described = {"source": table.source or data.source, "train": table.suite or data.train, **table.data}
     apart = any(getattr(data, key, None) != value for key, value in described.items())
     name = own.name if own else default_name(str(described["source"]), str(described["train"])) if apart else HELDOUT
