@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from megarl.actor import parallel
 from megarl.distributed import become_single_process
 from megarl.objectives import build_objective
-from megarl.phases import rollout
+from megarl.phases.generation import generate_rollouts, missing_chunks
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.samples import to_samples
 from megarl.recipe.load import load_recipe
@@ -159,8 +159,8 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
         here = run.stage(stage)
         here.rollouts.mkdir(parents=True)
         with RolloutWriter(here.rollouts, weights_hash=worker.weights_hash, logprob_mode="processed") as writer:
-            for chunk in rollout.missing_chunks(here, here.groups, whole=True):
-                timed("megarl/generate", lambda chunk=chunk: writer.append(*rollout.generate(worker, iter([chunk]))))
+            for chunk in missing_chunks(here.groups, here.groups, True, recipe.rollout.groups_per_chunk):
+                timed("megarl/generate", lambda chunk=chunk: writer.append(*generate_rollouts(worker, iter([chunk]))))
                 timed("plain/generate", plain.generate, chunk)
         timed("megarl/generate", seal, here.rollouts, here.groups)
         store = RolloutStore(here.rollouts)

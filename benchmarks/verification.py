@@ -25,7 +25,7 @@ from common import ROOT, write_table
 from vllm_throughput import SAMPLES, make_model
 
 from megarl.data.prompts import Prompt
-from megarl.phases.rollout import generate
+from megarl.phases.generation import generate_rollouts
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.scoring import Scoring
 from megarl.recipe.load import load_recipe
@@ -98,7 +98,7 @@ def take_turns(worker: RolloutWorker, ways: dict[str, Any], size: int, turns: in
         for name in names:
             worker.scoring = Scoring(ways[name], worker.recipe.reward, True, worker.recipe.rollout.max_response_tokens)
             asking, cpu, wall = ways["pool"].seconds, time.process_time(), time.perf_counter()
-            stored = [group for portion in generate(worker, iter([groups])) for group in portion]
+            stored = [group for portion in generate_rollouts(worker, iter([groups])) for group in portion]
             row |= {f"{name}, CPU s": time.process_time() - cpu, f"{name}, s": time.perf_counter() - wall}
             assert len(stored) == size
             if name == "pool":

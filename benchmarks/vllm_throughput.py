@@ -28,7 +28,7 @@ from common import ROOT, write_table
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from megarl.data.prompts import Prompt
-from megarl.phases.rollout import generate
+from megarl.phases.generation import generate_rollouts
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import Recipe
@@ -67,7 +67,7 @@ def phase(worker: RolloutWorker, groups: range, scratch: Path) -> int:
     """Tokens of what a rollout phase does between its engine's start and its end."""
     tokens = 0
     with RolloutWriter(scratch, weights_hash=worker.weights_hash, logprob_mode="processed") as writer:
-        for portion in generate(worker, iter([[group] for group in groups])):
+        for portion in generate_rollouts(worker, iter([[group] for group in groups])):
             writer.append(portion)
             tokens += sum(len(response.tokens) for group in portion for response in group.responses)
     return tokens

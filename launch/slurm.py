@@ -9,11 +9,13 @@ Runs in an environment of its own (`pip install` what the extra ``launch`` of py
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import nemo_run as run
 
@@ -105,14 +107,30 @@ def agent_arguments(recipe: Recipe, link: Link, options: argparse.Namespace) -> 
     settings = [f'model.path="{recipe.model.path}"']
     if recipe.model.tokenizer:
         settings.append(f'model.tokenizer="{recipe.model.tokenizer}"')
-    settings.append(f'data.train="{recipe.data.train}"')
+    if recipe.data.sources:
+        settings.append(f"data.sources={toml_value([table.model_dump() for table in recipe.data.sources])}")
+    else:
+        settings.append(f'data.train="{recipe.data.train}"')
+    if recipe.data.template_file:
+        settings.append(f'data.template="{recipe.data.template_file}"')
     if recipe.rollout.sglang_python:
         settings.append(f'rollout.sglang_python="{recipe.rollout.sglang_python}"')
     if recipe.eval.suite:
         settings.append(f'eval.suite="{recipe.eval.suite}"')
+    settings += [f'eval.suites.{table.name}.suite="{table.suite}"' for table in recipe.eval.suites if table.suite]
     for setting in [*options.set, *settings]:
         arguments += ["--set", setting]
     return arguments + (["--until", link.until] if link.until else [])
+
+
+def toml_value(value: Any) -> str:
+    """``value`` on one line; what is None is left out of tables."""
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key)} = {toml_value(part)}" for key, part in value.items() if part is not None)
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Namespace) -> run.SlurmExecutor:

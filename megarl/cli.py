@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | rollout | optimize | eval | report | audit | plan | data | doctor``.
+"""The command line: ``megarl train | rollout | optimize | eval | compare | report | audit | plan | data | doctor``.
 
 Each command imports what it needs; the module itself imports nothing heavy, so that help and the first line of a run
 appear at once.
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megarl import __version__
 from megarl.errors import PhaseFailed, UserError
@@ -24,6 +24,7 @@ from megarl.errors import PhaseFailed, UserError
 _MISTAKES = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
     from megarl.storage.run_dir import RunDir, Stage
     from megarl.workers.nodes import Nodes
 
@@ -146,7 +147,13 @@ def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
 def _evaluate(options: argparse.Namespace) -> None:
     from megarl.commands import evaluate_model
 
-    print(evaluate_model(options.model_or_run, options.recipe, options.suite, options.set))
+    print(evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output))
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from megarl.views.comparison import compare
+
+    print(compare(options.a, options.b, options.suite))
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -178,6 +185,16 @@ def _show_data(options: argparse.Namespace) -> None:
     from megarl.views.data import show_prompts
 
     print(show_prompts(load_recipe(options.recipe, options.set), options.count))
+
+
+def _check_data(options: argparse.Namespace) -> None:
+    from megarl.recipe.load import load_recipe
+    from megarl.views.check_data import check_prompts
+
+    found = check_prompts(load_recipe(options.recipe, options.set))
+    print(found.text())
+    if found.problems:
+        sys.exit(1)
 
 
 def _doctor(options: argparse.Namespace) -> None:
@@ -221,67 +238,98 @@ def _phase_and_stage(text: str) -> tuple[str, int]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_phases(commands)
+    _add_evaluation(commands)
+    _add_views(commands)
+    return parser
 
-    def command(name: str, function, help: str, among=commands) -> argparse.ArgumentParser:  # type: ignore[no-untyped-def]
-        sub = among.add_parser(name, help=help, description=help)
-        sub.set_defaults(command=function)
-        return sub
 
-    def settings(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument(
-            "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a recipe setting"
-        )
+def _command(among: Commands, name: str, function: Any, help: str) -> argparse.ArgumentParser:
+    sub = among.add_parser(name, help=help, description=help)
+    sub.set_defaults(command=function)
+    return sub
 
-    sub = command("train", _on_all_nodes(_train), "the whole run; start it again to continue it")
+
+def _settings(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a recipe setting"
+    )
+
+
+def _add_phases(commands: Commands) -> None:
+    sub = _command(commands, "train", _on_all_nodes(_train), "the whole run; start it again to continue it")
     sub.add_argument("recipe", type=Path)
     sub.add_argument("--run-dir", type=Path, required=True)
     sub.add_argument(
         "--until", type=_phase_and_stage, metavar="PHASE:STAGE", help="stop after it, for example rollout:0"
     )
-    settings(sub)
+    _settings(sub)
 
-    sub = command("rollout", _on_all_nodes(_rollout), "generate and seal the rollouts of one stage")
+    sub = _command(commands, "rollout", _on_all_nodes(_rollout), "generate and seal the rollouts of one stage")
     sub.add_argument("run_dir", type=Path)
     sub.add_argument("--stage", type=int, required=True)
 
-    sub = command("optimize", _on_all_nodes(_optimize), "all updates of one stage on its sealed rollouts")
+    sub = _command(commands, "optimize", _on_all_nodes(_optimize), "all updates of one stage on its sealed rollouts")
     sub.add_argument("run_dir", type=Path)
     sub.add_argument("--stage", type=int, required=True)
     sub.add_argument("--output", type=Path, help="write to a new run directory, with other settings")
-    settings(sub)
+    _settings(sub)
 
-    sub = command("eval", _evaluate, "avg@k and pass@k with 95%% intervals")
+
+def _add_evaluation(commands: Commands) -> None:
+    sub = _command(commands, "eval", _evaluate, "avg@k, pass@k and maj@k with 95%% intervals")
     sub.add_argument("model_or_run", type=Path)
     sub.add_argument("--recipe", type=Path, help="data and reward settings, when the model is not part of a run")
-    sub.add_argument("--suite", help="prompt file or reasoning-gym generator; default: the recipe's")
-    settings(sub)
+    sub.add_argument(
+        "--suite",
+        action="append",
+        default=[],
+        help="name of a suite of the recipe, prompt file or reasoning-gym generator; may be repeated; default: all of "
+        "the recipe's",
+    )
+    sub.add_argument("--output", type=Path, help="a directory that keeps the responses, and continues if interrupted")
+    _settings(sub)
 
-    sub = command("report", _report, "one self-contained HTML page; several runs side by side")
+    sub = _command(commands, "compare", _compare, "two policies on the prompts that both have answered")
+    sub.add_argument("a", metavar="A", help="a run directory, or DIR:UPDATE, DIR:best; default: its last evaluation")
+    sub.add_argument("b", metavar="B")
+    sub.add_argument("--suite", help="default: every suite that both have")
+
+
+def _add_views(commands: Commands) -> None:
+    sub = _command(commands, "report", _report, "one self-contained HTML page; several runs side by side")
     sub.add_argument("run_dirs", type=Path, nargs="+")
     sub.add_argument("--output", type=Path)
 
-    sub = command("audit", _audit, "whether all that a run directory holds agrees; exit code 1 if it does not")
+    sub = _command(
+        commands, "audit", _audit, "whether all that a run directory holds agrees; exit code 1 if it does not"
+    )
     sub.add_argument("run_dir", type=Path)
     sub.add_argument("--samples", type=int, default=16, help="groups a stage that are scored again; default: 16")
     sub.add_argument("--json", action="store_true", help="one JSON object")
 
-    sub = command("plan", _plan, "memory and time of every phase on GPUs, or what does not fit and what would")
+    sub = _command(
+        commands, "plan", _plan, "memory and time of every phase on GPUs, or what does not fit and what would"
+    )
     sub.add_argument("recipe", type=Path)
     sub.add_argument("--nodes", type=int, default=1)
     sub.add_argument("--gpu", default="h200", help="a100, h100, h200 or b200; default: h200")
-    settings(sub)
+    _settings(sub)
 
     data = commands.add_parser("data", help="the prompts of a recipe").add_subparsers(required=True, metavar="COMMAND")
-    sub = command("show", _show_data, "the first prompts as the model sees them, with their tokens", data)
+    sub = _command(data, "show", _show_data, "the first prompts as the model sees them, with their tokens")
     sub.add_argument("recipe", type=Path)
     sub.add_argument("--count", type=int, default=3, help="training and held-out prompts, each; default: 3")
-    settings(sub)
+    _settings(sub)
 
-    sub = command("doctor", _doctor, "what this machine has, what is missing, which extra installs it")
+    sub = _command(data, "check", _check_data, "every row of a recipe's files; exit code 1 if a run would stop at one")
+    sub.add_argument("recipe", type=Path)
+    _settings(sub)
+
+    sub = _command(commands, "doctor", _doctor, "what this machine has, what is missing, which extra installs it")
     sub.add_argument("--recipe", type=Path, help="instead: rehearse an update, export and checkpoint of this recipe")
     sub.add_argument("--scratch", type=Path, help="where the rehearsal writes; shared by several nodes")
-    settings(sub)
-    return parser
+    _settings(sub)
 
 
 if __name__ == "__main__":

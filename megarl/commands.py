@@ -6,13 +6,17 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megarl.errors import UserError
+from megarl.recipe.eval_table import SuiteTable, default_name
 from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import load_recipe, override_recipe, recipe_diff
 from megarl.recipe.tables import Recipe
+from megarl.storage.best import settle_evaluations
+from megarl.storage.evaluations import Answered
 from megarl.storage.files import make_directory
 from megarl.storage.policies import check_policy, copy_policy
 from megarl.storage.run_checks import check_run
@@ -58,6 +62,7 @@ def rollout_stage(nodes: Nodes, stage: Stage) -> None:
         return
     with Progress(run.root, run.recipe):
         run_phase(nodes, stage, "rollout", stage.rollout.workers)
+    settle_evaluations(stage)
     print(f"sealed {stage.rollouts}")
 
 
@@ -83,8 +88,9 @@ def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: list[s
     with RunDir(target.resolve(), recipe).lock():
         stage = branch(source, target, recipe)
         optimize_stage(nodes, stage)
-        if recipe.eval.every and stage.next.evaluation() is None:
+        if stage.run.unevaluated(stage.next.first_update):
             run_phase(nodes, stage.next, "evaluate", stage.next.rollout.workers)
+        settle_evaluations(stage.next)
     write_report([stage.run.root], stage.run.root / "report.html")
 
 
@@ -151,62 +157,114 @@ def branch(source: Stage, target: Path, recipe: Recipe) -> Stage:
         make_directory(link.parent)
         if not link.exists():
             os.symlink(path, link)
-    base = source.evaluation()
-    if base and stage.evaluation() is None:
-        stage.run.log_event(**{key: value for key, value in base.items() if key != "time"})
+    for suite in recipe.suites:
+        base = source.run.evaluation(source.first_update, suite.name)
+        if base and stage.run.evaluation(source.first_update, suite.name) is None:
+            _link_evaluation(source, stage, suite.name)
+            stage.run.log_event(**{key: value for key, value in base.items() if key != "time"})
     return stage
 
 
-def evaluate_model(target: Path, recipe_path: Path | None, suite: str | None, overrides: list[str]) -> str:
-    """avg@k (and pass@k) of a run's newest policy or of a Hugging Face directory, with 95 % intervals."""
+def _link_evaluation(source: Stage, stage: Stage, suite: str) -> None:
+    theirs, ours = (Answered.of(where.run.root, suite) for where in (source, stage))
+    if theirs.prompts.exists():
+        make_directory(ours.directory)
+        for place in (theirs.prompts, theirs.responses(source.first_update)):
+            link = ours.directory / place.name
+            link.unlink(missing_ok=True)
+            link.symlink_to(place)
+
+
+def evaluate_model(
+    target: Path, recipe_path: Path | None, suites: list[str], overrides: list[str], output: Path | None
+) -> str:
+    """A run's newest policy, or a Hugging Face directory, on ``suites``: the text to print.
+
+    suites: names of the recipe's suites, prompt files or generators; none: all of the recipe's. ``output`` becomes, or
+    is, a run directory that keeps the responses, and in which an interrupted evaluation continues.
+    """
     if not target.is_dir():
         raise UserError(f"{target} is not a directory")
-    if (target / "recipe.toml").exists():
-        run = RunDir.open(target)
-        recipe, policy = run.recipe, _newest_policy(run)
-        if policy != recipe.model.path:
+    run = RunDir.open(target) if (target / "recipe.toml").exists() else None
+    if run is not None:
+        before, policy = run.recipe, _newest_policy(run)
+        if policy != before.model.path:
             check_policy(policy, "Restore it from a copy")
-        if suite is None:
-            run.check_prompts()
     elif recipe_path is not None:
-        recipe, policy = load_recipe(recipe_path), target.resolve()
+        before, policy = load_recipe(recipe_path), target.resolve()
     else:
         raise UserError(f"{target} is no run directory: say with --recipe which data and reward to use")
-    if suite is not None:
-        overrides = ["eval.every=1", f'eval.suite="{suite}"', f'eval.source="{_suite_source(suite)}"', *overrides]
-    before, recipe = recipe, override_recipe(recipe, overrides)
-    if suite is None and (before.eval.prompts < recipe.eval.prompts or not recipe.eval.every):
-        raise UserError(
-            f"{before.eval.prompts if before.eval.every else 'no'} prompts were held out from training; "
-            "--suite evaluates on others"
-        )
+    recipe = override_recipe(_with_suites(before, suites), overrides)
+    heldout = max((suite.prompts for suite in before.suites if not suite.own), default=0)
+    if not recipe.suites or any(suite.prompts > heldout for suite in recipe.suites if not suite.own):
+        raise UserError(f"{heldout or 'no'} prompts were held out from training; --suite evaluates on others")
+    if run is not None and not all(suite.own for suite in recipe.suites):
+        run.check_prompts()
     with tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch, Nodes(NodeRank()) as nodes:
         check(nodes.starter, recipe)
-        stage = RunDir.create(Path(scratch) / "run", recipe).stage(0)
-        stage.policy.parent.mkdir(parents=True)
-        os.symlink(policy, stage.policy)
-        run_phase(nodes, stage, "evaluate", stage.rollout.workers)
-        result = stage.evaluation()
-        assert result is not None
-    return f"{policy}\n{describe(result)}"
+        results = _evaluate_in(RunDir((output or Path(scratch) / "run").resolve(), recipe), policy, nodes)
+    return "\n".join([str(policy), *(line for result in results for line in _describe(result, len(results) > 1))])
 
 
-def describe(result: dict[str, Any]) -> str:
-    """One line an estimate, with its interval."""
-    lines = [_estimate(f"avg@{result['samples']}", result["accuracy"], result["ci95"], result["prompts"])]
-    if "pass_at_k" in result:
-        lines.append(
-            _estimate(f"pass@{result['samples']}", result["pass_at_k"], result["pass_at_k_ci95"], result["prompts"])
-        )
-    return "\n".join(lines)
+def _with_suites(recipe: Recipe, suites: list[str]) -> Recipe:
+    """With these suites alone; no ``suites``: as it is."""
+    if not suites:
+        return recipe
+    table = recipe.eval
+    known = {one.name: one for one in table.suites}
+    for suite in () if known else recipe.suites:
+        known[suite.name] = SuiteTable(name=suite.name, suite=table.suite, source=table.source, data=table.data)
+    chosen = [known.get(name) or _suite_of(name) for name in suites]
+    if len({one.name for one in chosen}) < len(chosen):
+        raise UserError(f"--suite: two of {', '.join(suites)} have the same name")
+    changes: dict[str, Any] = {
+        "suite": None,
+        "source": None,
+        "data": {},
+        "suites": chosen,
+        "every": max(1, table.every),
+    }
+    return recipe.model_copy(update={"eval": table.model_copy(update=changes)})
+
+
+def _suite_of(data: str) -> SuiteTable:
+    """Of a file or generator that the recipe does not name."""
+    source: Literal["file", "reasoning_gym"] = "reasoning_gym"
+    if Path(data).suffix in (".jsonl", ".parquet"):
+        source, data = "file", str(Path(data).resolve())
+    return SuiteTable(name=default_name(source, data), source=source, suite=data)
+
+
+def _evaluate_in(run: RunDir, policy: Path, nodes: Nodes) -> list[dict[str, Any]]:
+    """The evaluations of ``policy``, the only one of a run directory, made or found there."""
+    with run.lock():
+        stage = RunDir.create(run.root, run.recipe).stage(0)
+        make_directory(stage.directory)
+        if stage.policy.exists() and stage.policy.resolve() != policy.resolve():
+            raise UserError(f"{run.root} has evaluations of {stage.policy.resolve()}: use another --output")
+        if not stage.policy.exists():
+            stage.policy.symlink_to(policy)
+        if stage.run.unevaluated(0):
+            run_phase(nodes, stage, "evaluate", stage.rollout.workers)
+        return [result for suite in run.recipe.suites if (result := stage.run.evaluation(0, suite.name))]
+
+
+def _describe(result: dict[str, Any], named: bool) -> Iterator[str]:
+    """One line an estimate, with its interval; pass@k for powers of 2."""
+    n = result["samples"]
+    if named:
+        yield result["suite"]
+    yield _estimate(f"avg@{n}", result["accuracy"], result["ci95"], result["prompts"])
+    for k in range(2, n + 1):
+        if k == n or k & (k - 1) == 0:
+            value, bounds = result["pass_at"][k - 1], result["pass_at_ci95"][k - 1]
+            yield _estimate(f"pass@{k}", value, bounds, result["prompts"])
+    if "maj_at_k" in result:
+        yield _estimate(f"maj@{n}", result["maj_at_k"], result["maj_at_k_ci95"], result["prompts"])
 
 
 def _estimate(name: str, value: float, interval: list[float], prompts: int) -> str:
     return f"{name} {value:.4f}  95 % interval [{interval[0]:.4f}, {interval[1]:.4f}]  {prompts} prompts"
-
-
-def _suite_source(suite: str) -> str:
-    return "file" if Path(suite).suffix in (".jsonl", ".parquet") else "reasoning_gym"
 
 
 def _newest_policy(run: RunDir) -> Path:

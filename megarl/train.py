@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 from megarl.errors import PhaseFailed, UserError
+from megarl.storage.best import settle_evaluations
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir
@@ -33,22 +34,25 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
         log_finished_stages(run)
         for stage in run.stages():
             replicas = stage.rollout.workers
-            if stage.evaluation_is_due() and (recipe.schedule.kind == "live" or stage.is_sealed()):
+            if stage.due_evaluations() and (recipe.schedule.kind == "live" or stage.is_sealed()):
                 run_phase(nodes, stage, "evaluate", replicas)  # else by the engines of the rollout phase
             if recipe.schedule.kind == "live":
+                settle_evaluations(stage)
                 if not (stage.is_sealed() and stage.is_trained()):
                     run_phase(nodes, stage, "live", trainers + replicas)  # both at the same time
             else:
                 if not stage.is_sealed():
                     run_phase(nodes, stage, "rollout", replicas)  # pi_stage answers; engines get all memory
+                settle_evaluations(stage)
                 if until == ("rollout", stage.number):
                     return
                 if not stage.is_trained():
                     run_phase(nodes, stage, "optimize", trainers)  # S updates: pi_stage -> pi_stage+1
             if until is not None and until[1] == stage.number:
                 return
-        if run.end.evaluation_is_due():
+        if run.end.due_evaluations():
             run_phase(nodes, run.end, "evaluate", run.end.rollout.workers)
+        settle_evaluations(run.end)
     write_report([run.root], run.root / "report.html")
 
 

@@ -51,6 +51,7 @@ LAYERS = (
     "beats",
     "batch",
     "advantages",
+    "estimates",
     "keystore",
     "distributed",
     "kernels",

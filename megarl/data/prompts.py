@@ -6,6 +6,7 @@ that takes group 70000 builds that prompt and no other, and a resumed phase sees
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -38,12 +39,14 @@ def check_data(recipe: Recipe, hf: dict[str, Any]) -> None:
     tokenizer = load_tokenizer(recipe.model.tokenizer_path)
     check_tokenizer_fits(tokenizer, recipe.model.path)
     build_prompts(recipe, tokenizer).check(recipe.schedule.stages * recipe.candidates_per_stage)
-    longest, context = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens, hf["max_position_embeddings"]
-    if longest > context:
-        raise UserError(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}, "
-            f"but {recipe.model.path} has max_position_embeddings = {context}"
-        )
+    rollouts = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    lengths = [("data.max_prompt_tokens + rollout.max_response_tokens", rollouts)]
+    for suite in recipe.suites:
+        what = f"{suite.place}: max_prompt_tokens + max_response_tokens"
+        lengths.append((what, suite.data.max_prompt_tokens + suite.max_response_tokens))
+    for what, longest in lengths:
+        if longest > (context := hf["max_position_embeddings"]):
+            raise UserError(f"{what} = {longest}, but {recipe.model.path} has max_position_embeddings = {context}")
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,22 @@ Build = Callable[[int, Item, str], Prompt | None]  # None: too long, and to be l
 
 
 class PromptSource:
-    """The prompts of a run: ``train(index)`` in training order, ``heldout()`` for evaluation; no prompt is in both.
+    """The prompts of a run: ``train(index)`` in training order, ``heldout(suite)`` to evaluate; no prompt is in both.
 
     Prompts with the same tokens are the same prompt: to a tokenizer that folds case, "Ada=" and "ada=" are one.
     """
 
-    def __init__(self, items: Mixture, heldout: list[Prompt], scorers: dict[str, Any], build: Build, seed: int) -> None:
+    def __init__(
+        self,
+        items: Mixture,
+        heldout: dict[str, list[Prompt]],
+        banned: list[Prompt],
+        scorers: dict[str, Any],
+        build: Build,
+        seed: int,
+    ) -> None:
         self._items, self._heldout, self._build, self._seed = items, heldout, build, seed
-        self._banned = {prompt.tokens for prompt in heldout}
+        self._banned = {prompt.tokens for prompt in banned}
         self.scorers = scorers  # generator name -> the reasoning-gym data set whose score_answer judges its responses
 
     def train(self, index: int) -> Prompt:
@@ -85,7 +96,7 @@ class PromptSource:
     def check(self, count: int) -> None:
         """Build, of the first ``count`` prompts, those of a first epoch of each file, and one of each generator;
         `UserError` if one is unfit."""
-        for name, prompts in (("training", list(self.first_epoch(count))), ("held-out", self._heldout)):
+        for name, prompts in (("training", list(self.first_epoch(count))), ("held-out", self.heldout())):
             if truncated := sum(prompt.truncated for prompt in prompts):
                 warnings.warn(
                     f"{truncated} of {len(prompts)} {name} prompts are cut to data.max_prompt_tokens", stacklevel=2
@@ -102,33 +113,50 @@ class PromptSource:
             elif not any(left):
                 return
 
-    def heldout(self) -> list[Prompt]:
-        return list(self._heldout)
+    def heldout(self, suite: str | None = None) -> list[Prompt]:
+        """The prompts of a suite, by default of all suites, one after another."""
+        return [prompt for name, prompts in self._heldout.items() if suite in (None, name) for prompt in prompts]
 
 
 def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
     """Open the recipe's data; `UserError` for anything wrong with the file, the generator or the template."""
-    renderer = Renderer(recipe.data, tokenizer)
-    build = functools.partial(_build_prompt, renderer, tokenizer.unk_token_id, recipe.data.overlong == "drop")
+    renderer, build = _builder(recipe.data, tokenizer)
     sources, weights = recipe.data.mixture, [table.weight for table in recipe.data.mixture]
     items = [open_items(table) for table in sources]
     scorers = _scorers(items, sources)
-    heldout: list[Prompt] = []
-    if recipe.exam is None and recipe.eval.every:
-        for table, own, count in zip(sources, items, shares(weights, recipe.eval.prompts), strict=True):
-            heldout += _split(own, build, count, table.train) if count else []
-        heldout = _renumbered(heldout)
-    elif recipe.exam is not None:
-        (table,) = recipe.exam.mixture
-        exam = open_items(table)
-        scorers |= _scorers([exam], [table])
-        heldout = _drawn(exam, build, recipe.eval.prompts)
-        _warn_if_fewer(len(heldout), recipe.eval.prompts, table.train)
-    texts = {prompt.text for prompt in heldout}
+    heldout: dict[str, list[Prompt]] = {}
+    banned: list[Prompt] = []
+    for suite in recipe.suites:
+        if suite.own:
+            (table,) = suite.data.mixture
+            exam = open_items(table)
+            scorers |= _scorers([exam], [table])
+            heldout[suite.name] = _drawn(exam, _builder(suite.data, tokenizer)[1], suite.prompts)
+            _warn_if_fewer(len(heldout[suite.name]), suite.prompts, table.train)
+            banned += _as_trained(build, heldout[suite.name])
+        else:
+            split = zip(sources, items, shares(weights, suite.prompts), strict=True)
+            chosen = [_split(own, build, count, table.train) for table, own, count in split if count]
+            heldout[suite.name] = _renumbered([prompt for prompts in chosen for prompt in prompts])
+            banned += heldout[suite.name]
+    texts = {prompt.text for prompt in banned}
     for n, (table, own) in enumerate(zip(sources, items, strict=True)):
         if isinstance(own, FileItems):
             items[n] = FileItems(_training_rows(recipe.data, table.train, own.rows, renderer, build, texts))
-    return PromptSource(Mixture(items, weights), heldout, scorers, build, recipe.run.seed)
+    return PromptSource(Mixture(items, weights), heldout, banned, scorers, build, recipe.run.seed)
+
+
+def _builder(data: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Renderer, Build]:
+    renderer = Renderer(data, tokenizer)
+    return renderer, functools.partial(_build_prompt, renderer, tokenizer.unk_token_id, data.overlong == "drop")
+
+
+def _as_trained(build: Build, prompts: list[Prompt]) -> Iterator[Prompt]:
+    """Of the prompts of a suite, which may have a template of its own, as they would look in training."""
+    for prompt in prompts:
+        with contextlib.suppress(UserError):  # its row has not even what the template of training needs
+            if trained := build(prompt.index, prompt.entry, "a row"):
+                yield trained
 
 
 def _scorers(items: Sequence[GymItems | FileItems], tables: Sequence[SourceTable]) -> dict[str, Any]:

@@ -85,6 +85,10 @@ class Renderer:
             f"{rendered.text[:80]!r}"
         )
 
+    def length(self, item: Item, where: str) -> int:
+        """Tokens of the whole prompt."""
+        return len(self._whole(item, where).tokens)
+
     def _whole(self, item: Item, where: str) -> Rendered:
         # of the columns, which may hold megabytes of tests, only those that are shown
         used = {name: value for name, value in item["metadata"].items() if name in self._fields}

@@ -1,134 +1,189 @@
-"""The evaluate phase: held-out prompts answered by the policy of a stage; avg@k and pass@k with their uncertainty."""
+"""The evaluate phase: suites answered by the policies that are due, and what the run directory keeps of that."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from statistics import NormalDist
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, replace
 
 import numpy as np
-import torch.distributed as dist
 
+from megarl.data.prompts import Prompt
 from megarl.distributed import ReplicaGroup
-from megarl.phases.rollout_worker import RolloutWorker
+from megarl.estimates import summarise
+from megarl.phases.generation import generate, missing_chunks
+from megarl.phases.rollout_worker import Draws, RolloutWorker
 from megarl.phases.scoring import SeededPrompt
+from megarl.recipe.tables import Suite
+from megarl.rewards.answers import COMPARED, answer_of
 from megarl.rollout.engine import never
+from megarl.storage.evaluations import Answered
+from megarl.storage.files import make_directory
+from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 
 _EVALUATION_SEED = 1 << 40  # apart from the seeds of training responses, which are group ids
 
 
 def evaluate(stage: Stage) -> None:
-    """The phase of an evaluation with engines of its own: of a run's end, of a stage that is generated already."""
+    """The phase of evaluations with engines of its own: of a run's end, of a stage that is generated already."""
     replicas = ReplicaGroup.join()
-    if replicas.from_first("there", stage.evaluation() is not None):
+    due = set(stage.due_evaluations())
+    if stage.run.unevaluated(stage.first_update):  # the phase is asked for it, whether the recipe wants it or not
+        due.add(stage.first_update)
+    due = set(replicas.from_first("due", sorted(due)))
+    if not due:
         return  # a restart after a process that died between the result and its end
-    worker = start_worker(stage, replicas, "evaluate", for_training=False)
-    evaluate_policy(stage, worker, replicas)
+    worker = _evaluate_all(stage, replicas, due, sorted(due), never)
     worker.close()
     replicas.barrier("evaluated")
 
 
-def start_worker(stage: Stage, replicas: ReplicaGroup, phase: str, for_training: bool) -> RolloutWorker:
-    """An engine that has been found to compute the stage's policy. ``phase``: what it is to do first."""
-    start = time.monotonic()
-    stage.run.check_prompts()
-    policy = stage.run.under_one_path(stage.policy, replicas.rank)
-    worker = RolloutWorker.build(stage.run.recipe, stage.number, policy, for_training)
-    drift = worker.check_weights(stage.policy, replicas)
+def start_evaluated(stage: Stage, replicas: ReplicaGroup, interrupted: Callable[[], bool]) -> RolloutWorker:
+    """An engine with the stage's policy, after the evaluations that are due have been made, or were interrupted."""
+    due = set(replicas.from_first("due", stage.due_evaluations()))
+    return _evaluate_all(stage, replicas, due, sorted({*due, stage.first_update}), interrupted, for_training=True)
+
+
+def _evaluate_all(
+    stage: Stage,
+    replicas: ReplicaGroup,
+    due: Collection[int],
+    versions: Sequence[int],
+    interrupted: Callable[[], bool],
+    for_training: bool = False,
+) -> RolloutWorker:
+    """One engine that loads ``versions`` one after another and evaluates those that are ``due``."""
+    worker: RolloutWorker | None = None
+    for version in versions:
+        phase = "evaluate" if version in due else "rollout"
+        worker = _load(stage, replicas, worker, version, phase, for_training)
+        if version in due:
+            evaluate_policy(stage, version, worker, replicas, interrupted)
+        if interrupted():
+            break
+    assert worker is not None
+    return worker
+
+
+def _load(
+    stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker | None, version: int, phase: str, for_training: bool
+) -> RolloutWorker:
+    """An engine that has been found to compute the policy ``version``. ``phase``: what it is to do first."""
+    start, run = time.monotonic(), stage.run
+    run.check_prompts()
+    policy = run.version(version)
+    if worker is None:
+        path = run.under_one_path(policy, replicas.rank)
+        worker = RolloutWorker.build(run.recipe, stage.number, path, for_training)
+    else:
+        worker.load(policy)
+    drift = worker.check_weights(policy, replicas)
     seconds = round(time.monotonic() - start, 3)
     stage.log_event("weight_drift", phase=phase, rank=replicas.rank, load_seconds=seconds, **asdict(drift))
     return worker
 
 
 def evaluate_policy(
-    stage: Stage, worker: RolloutWorker, replicas: ReplicaGroup, interrupted: Callable[[], bool] = never
+    stage: Stage,
+    version: int,
+    worker: RolloutWorker,
+    replicas: ReplicaGroup,
+    interrupted: Callable[[], bool] = never,
 ) -> None:
-    """Append one ``evaluation`` event for ``stage.policy``; nothing, where it was interrupted."""
-    start = time.monotonic()
-    mine = score_heldout(worker, replicas.store, interrupted)
-    generated = round(time.monotonic() - start, 3)
-    if interrupted():
-        return
-    everyone = replicas.gather("rewards", {"rewards": list(mine.items()), "over_limit": worker.scoring.over_limit})
-    if replicas.rank == 0:
-        rewards = {index: values for part in everyone for index, values in part["rewards"]}
+    """Append an ``evaluation`` event for each suite that lacks one, and none for what was interrupted.
+
+    What an earlier attempt has stored is not generated again.
+    """
+    names = replicas.from_first(f"suites/{version}", stage.run.unevaluated(version))
+    for suite in (suite for suite in stage.run.recipe.suites if suite.name in names):
+        one = _Evaluation(stage, version, suite, worker, replicas)
+        start = time.monotonic()
+        one.answer(interrupted)
+        if interrupted():
+            return
+        one.finish(start)
+
+
+class _Evaluation:
+    """Of one policy on one suite."""
+
+    def __init__(self, stage: Stage, version: int, suite: Suite, worker: RolloutWorker, replicas: ReplicaGroup) -> None:
+        self.stage, self.version, self.suite, self.worker, self.replicas = stage, version, suite, worker, replicas
+        self.prompts: list[Prompt] = worker.prompts.heldout(suite.name)
+        self.place = Answered.of(stage.run.root, suite.name)
+        self.directory = self.place.responses(version)
+        self.key = f"{version}/{suite.name}"  # in the replicas' store
+
+    def answer(self, interrupted: Callable[[], bool]) -> None:
+        """Store the responses that are missing."""
+        found = None
+        if self.replicas.rank == 0:
+            self.place.write_prompts(self.prompts)
+            make_directory(self.directory)
+            found = RolloutStore(self.directory).missing(range(len(self.prompts)))
+        missing = set(self.replicas.from_first(f"missing/{self.key}", found))
+        if not missing:
+            return
+        if self.replicas.rank == 0 and (there := len(self.prompts) - len(missing)):
+            resumed = {"phase": "evaluate", "skipped": there, "total": len(self.prompts), "unit": "prompts"}
+            self.stage.log_event("resume", suite=self.suite.name, **resumed)
+        suite, worker = self.suite, self.worker
+        draws = Draws(suite.samples, suite.temperature, suite.max_response_tokens, suite.top_p)
+        whole = draws.temperature > 0 and draws.top_p == 1
+        mode = "processed" if whole else "engine"  # of log-probs of what is cut off an engine says what it likes
+        with RolloutWriter(
+            self.directory, weights_hash=worker.weights_hash, logprob_mode=mode, writer=self.replicas.rank
+        ) as writer:
+            stops = never if worker.engine.repeats_chunks else interrupted  # a chunk that is begun is finished
+            for groups in generate(worker, self._take(missing, interrupted), self._prompt, draws, stops):
+                kept = (self._with_answers(group) for group in groups)
+                writer.append([group for group in kept if group.group_id in missing])
+
+    def _take(self, missing: Collection[int], interrupted: Callable[[], bool]) -> Iterator[Sequence[int]]:
+        whole, size = self.worker.engine.repeats_chunks, self.worker.recipe.rollout.groups_per_chunk
+        chunks, counter = missing_chunks(range(len(self.prompts)), missing, whole, size), self.replicas.store
+        while not interrupted() and (number := counter.add(f"next/{self.key}", 1) - 1) < len(chunks):
+            yield chunks[number]
+
+    def _prompt(self, number: int) -> SeededPrompt:
+        return SeededPrompt(_EVALUATION_SEED + number, self.prompts[number])
+
+    def _with_answers(self, group: Group) -> Group:
+        """Under the prompt's number, with what the responses say, and without routed experts, which nobody replays."""
+        kind, decode = self.worker.recipe.reward.kind, self.worker.tokenizer.decode
+        responses = tuple(replace(response, routed_experts=None) for response in group.responses)
+        if kind in COMPARED and self.suite.samples > 1:
+            texts = (decode(response.tokens, skip_special_tokens=True) for response in responses)
+            answers = (answer_of(kind, text) for text in texts)
+            responses = tuple(replace(r, answer=a) for r, a in zip(responses, answers, strict=True))
+        return Group(group.group_id - _EVALUATION_SEED, group.prompt_tokens, responses)
+
+    def finish(self, start: float) -> None:
+        """Seal the responses and log what they amount to; ``start``: when the first of them was asked for."""
+        stage, suite = self.stage, self.suite
+        generated = round(time.monotonic() - start, 3)
+        over = self.replicas.gather(f"answered/{self.key}", self.worker.scoring.over_limit)
+        self.worker.scoring.over_limit = 0  # of what follows
+        if self.replicas.rank:
+            return
+        seal(self.directory, range(len(self.prompts)))
         stage.log_event(
             "evaluation",
-            policy=str(stage.policy.relative_to(stage.run.root)),
-            **summarise(np.array([rewards[i] for i in sorted(rewards)])),
-            over_limit=sum(part["over_limit"] for part in everyone),
-            temperature=stage.run.recipe.eval.temperature,
+            update=self.version,
+            suite=suite.name,
+            policy=str(stage.run.version(self.version).relative_to(stage.run.root)),
+            **_summary(self.place.read(self.version), self.worker.recipe.reward.kind in COMPARED),
+            over_limit=sum(over),
+            temperature=suite.temperature,
+            top_p=suite.top_p,
             generate_seconds=generated,
             seconds=round(time.monotonic() - start, 3),
         )
-    worker.scoring.over_limit = 0  # of what follows
 
 
-def score_heldout(
-    worker: RolloutWorker, counter: dist.Store, interrupted: Callable[[], bool]
-) -> dict[int, list[float]]:
-    """Which responses to the held-out prompts that this replica took are right, by prompt number."""
-    recipe, prompts = worker.recipe, worker.prompts.heldout()
-    size = recipe.rollout.groups_per_chunk if worker.engine.repeats_chunks else 1
-
-    def take() -> Iterator[list[SeededPrompt]]:
-        while not interrupted() and (begin := (counter.add("next_evaluation", 1) - 1) * size) < len(prompts):
-            batch = prompts[begin : begin + size]
-            yield [SeededPrompt(_EVALUATION_SEED + begin + i, prompt) for i, prompt in enumerate(batch)]
-
-    groups = worker.generate(take(), recipe.eval.samples, recipe.eval.temperature, interrupted)
-    return {g.seeded.number - _EVALUATION_SEED: [r.correctness for r in g.responses] for g in groups}
-
-
-def summarise(rewards: np.ndarray) -> dict[str, object]:
-    """[prompts, samples] rewards in [0, 1] -> accuracy (avg@k), its 95 % interval and, for k > 1, pass@k."""
-    prompts, samples = rewards.shape
-    accuracy = float(rewards.mean())
-    summary: dict[str, object] = {
-        "accuracy": accuracy,
-        "ci95": interval(rewards.mean(1), samples),
-        "prompts": prompts,
-        "samples": samples,
-    }
-    if samples > 1:
-        passed = rewards.max(1)
-        summary |= {"pass_at_k": float(passed.mean()), "pass_at_k_ci95": interval(passed)}
-    return summary
-
-
-def interval(scores: np.ndarray, samples: int = 1) -> list[float]:
-    """95 % interval of the mean of one score in [0, 1] a prompt, each itself the mean of so many ``samples``.
-
-    Samples of one prompt are correlated, so the prompt is the unit. For one sample, right or wrong, it is Wilson's.
-    Else it is Wilson's with the scores' own variance, Student's t for the normal distribution, and one more prompt that
-    is right half of the time: a few prompts that happen to agree say little about how prompts differ. It keeps a width
-    at accuracy 0 and 1, stays inside [0, 1], and covers the truth in 94 % of the cases or more from 2 prompts on.
-    """
-    n, mean, z = len(scores), float(scores.mean()), NormalDist().inv_cdf(0.975)
-    n_effective = float(n)  # tosses of a coin with the same mean that tell as much
-    if samples > 1:
-        z, mean = _student_t(n - 1), float((scores.sum() + 0.5) / (n + 1))
-        variance = float(((scores - mean) ** 2).sum() + (0.5 - mean) ** 2) / n
-        n_effective = min(n * mean * (1 - mean) / variance, n * samples) if variance > 0 else n * samples
-    centre = (mean + z * z / (2 * n_effective)) / (1 + z * z / n_effective)
-    half = z / (1 + z * z / n_effective) * math.sqrt(mean * (1 - mean) / n_effective + z * z / (4 * n_effective**2))
-    return [max(0.0, centre - half), min(1.0, centre + half)]
-
-
-def _student_t(freedom: int) -> float:
-    """The .975 quantile, to 1 %: exact for 1 and 2 degrees of freedom, else its expansion (Abramowitz, Stegun 26.7.5).
-
-    With none there is no variance to estimate, and nothing is known.
-    """
-    if freedom <= 2:
-        return (1e6, math.tan(0.475 * math.pi), 0.95 * math.sqrt(2 / (4 * 0.975 * 0.025)))[freedom]
-    z = NormalDist().inv_cdf(0.975)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-    )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+def _summary(groups: Sequence[Group], compares: bool) -> dict[str, object]:
+    """`summarise` of stored responses, so that a continued evaluation ends with the numbers of one in a single go."""
+    correct = np.array([[response.correctness for response in group.responses] for group in groups])
+    answers = [[response.answer for response in group.responses] for group in groups]
+    return summarise(correct, answers if compares else None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from megarl.actor import parallel
 from megarl.errors import UserError
 from megarl.phases.exports import Exporter
@@ -28,8 +30,14 @@ def optimize(stage: Stage) -> None:
         check_rollouts(store)
     actor = build_actor(stage, device, start)
     resume(actor, start)
-    batches = SealedBatches(stage, store)
-    make_updates(actor, stage, start, batches, stop, Exporter(actor, stage, start.done))
+    exporter = Exporter(actor, stage, start.done)
+    batches = SealedBatches(stage, store, exporter)
+    if dist.get_rank() == 0:
+        stage.run.remove_versions_after(stage.first_update + start.done)
+    dist.barrier()
+    if start.done:
+        batches.trained(start.done)
+    make_updates(actor, stage, start, batches, stop, exporter)
 
 
 @dataclass(frozen=True)
@@ -38,11 +46,16 @@ class SealedBatches:
 
     stage: Stage
     store: RolloutStore
+    exporter: Exporter
 
     def read(self, update: int) -> list[Group]:
         return self.store.read(self.stage.groups_of_update(self.store.chosen, update))
 
-    def trained(self, updates: int) -> None: ...
+    def trained(self, updates: int) -> None:
+        """Export what is to be evaluated when all updates are made: engines and trainer share the devices."""
+        run, version = self.stage.run, self.stage.first_update + updates
+        if updates < run.recipe.schedule.updates_per_stage and run.recipe.is_evaluated(version):
+            self.exporter.export(version, run.version(version))
 
     def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
         return dict(self.stage.age_of(update))

@@ -30,6 +30,16 @@ PROMPTS, PROMPT_TOKENS = 16, 128  # that a base model scores, on a CPU
 CONTINUED = -1  # the chunk of a group that an earlier call began
 
 
+@dataclass(frozen=True)
+class Draws:
+    """How the responses to a prompt are sampled, as in `Sampling`."""
+
+    samples: int
+    temperature: float
+    max_tokens: int
+    top_p: float = 1.0
+
+
 @dataclass
 class RolloutWorker:
     """An engine with one policy, and the processes that score its responses meanwhile."""
@@ -101,32 +111,31 @@ class RolloutWorker:
     def generate(
         self,
         chunks: Iterator[Sequence[SeededPrompt]],
-        samples: int,
-        temperature: float,
+        draws: Draws,
         interrupted: Callable[[], bool] = never,
         seen: Callable[[ScoredGroup], None] = lambda group: None,
     ) -> Iterator[ScoredGroup]:
-        """``samples`` scored responses to each prompt; a prompt's group is handed out once it is complete.
+        """The scored responses to each prompt; a prompt's group is handed out once it is complete.
 
         A chunk is taken when the engine has room for it. What ``interrupted`` leaves unfinished is continued by the
         next call, before any chunk. ``seen`` is called with each group as soon as all its rewards are known.
         """
         pending, self.unfinished = self.unfinished, []
         rows: list[list[tuple[PendingGroup, int]]] = []  # of each request: whose response a completion is
-        self.scoring.seen = seen
+        self.scoring.seen, samples = seen, draws.samples
 
         def requests() -> Iterator[Request]:
             if pending:
                 rows.append([(group, k) for group in pending for k in range(samples) if k not in group.responses])
                 self.decoding += len(rows[-1])
-                yield self._continuation(rows[-1], temperature)
+                yield self._continuation(rows[-1], draws)
             for number, chunk in enumerate(chunks):
                 beat("chunk", f"chunk {number + 1} of this replica, prompt {chunk[0].number}")
                 begun = [PendingGroup(number, seeded, samples) for seeded in chunk]
                 pending.extend(begun)
                 rows.append([(group, k) for group in begun for k in range(samples)])
                 self.decoding += len(rows[-1])
-                yield self._request(chunk, samples, temperature)
+                yield self._request(chunk, draws)
 
         def stopped() -> bool:
             self.scoring.look()
@@ -149,26 +158,26 @@ class RolloutWorker:
         for group in self.unfinished:
             group.chunk = CONTINUED
 
-    def _request(self, chunk: Sequence[SeededPrompt], samples: int, temperature: float) -> Request:
-        seeds = [self._seed(seeded, k) for seeded in chunk for k in range(samples)]
-        return Request([list(seeded.prompt.tokens) for seeded in chunk], self._sampling(temperature, samples, seeds))
+    def _request(self, chunk: Sequence[SeededPrompt], draws: Draws) -> Request:
+        seeds = [self._seed(seeded, k) for seeded in chunk for k in range(draws.samples)]
+        return Request([list(seeded.prompt.tokens) for seeded in chunk], self._sampling(draws, seeds))
 
-    def _continuation(self, rows: Sequence[tuple[PendingGroup, int]], temperature: float) -> Request:
+    def _continuation(self, rows: Sequence[tuple[PendingGroup, int]], draws: Draws) -> Request:
         """One request with a prompt of its own for each response."""
         seeds = [self._seed(group.seeded, k) for group, k in rows]
         prefixes = tuple(tuple(t for part in group.parts.get(k, ()) for t in part.tokens.tolist()) for group, k in rows)
-        sampling = replace(self._sampling(temperature, 1, seeds), prefixes=prefixes)
+        sampling = replace(self._sampling(draws, seeds), samples=1, prefixes=prefixes)
         return Request([list(group.seeded.prompt.tokens) for group, _ in rows], sampling)
 
-    def _sampling(self, temperature: float, samples: int, seeds: Sequence[int]) -> Sampling:
-        table = self.recipe.rollout
+    def _sampling(self, draws: Draws, seeds: Sequence[int]) -> Sampling:
         return Sampling(
-            temperature=temperature,
-            max_tokens=table.max_response_tokens,
-            samples=samples,
+            temperature=draws.temperature,
+            max_tokens=draws.max_tokens,
+            samples=draws.samples,
             stop_token_ids=self.stop_token_ids,
             seeds=tuple(seeds),
-            timeout=table.response_timeout,
+            timeout=self.recipe.rollout.response_timeout,
+            top_p=draws.top_p,
         )
 
     def _seed(self, seeded: SeededPrompt, sample: int) -> int:

@@ -8,16 +8,18 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from megarl.errors import UserError, nearest
-from megarl.recipe.data_table import DataTable, SourceTable
+from megarl.recipe.data_table import MESSAGES, DataTable, SourceTable
+from megarl.recipe.eval_table import EvalTable, SuiteTable
 from megarl.recipe.tables import ObjectiveTable, Recipe
 
 MAX_SIZE = 16 << 20  # bytes of a recipe
+AnySuite = TypeVar("AnySuite", EvalTable, SuiteTable)
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -78,8 +80,8 @@ def _absolute_paths(recipe: Recipe) -> Recipe:
     model, data, evaluation = recipe.model, recipe.data, recipe.eval
     tokenizer = model.tokenizer and model.tokenizer.resolve()
     model = model.model_copy(update={"path": model.path.resolve(), "tokenizer": tokenizer})
-    if evaluation.suite and (evaluation.source or data.source) == "file":
-        evaluation = evaluation.model_copy(update={"suite": str(Path(evaluation.suite).resolve())})
+    suites = [_absolute_suite(suite, data.source) for suite in evaluation.suites]
+    evaluation = _absolute_suite(evaluation, data.source).model_copy(update={"suites": suites})
     rollout = recipe.rollout
     if rollout.sglang_python:  # not resolved: an environment's interpreter is a link, and works only under that name
         rollout = rollout.model_copy(update={"sglang_python": rollout.sglang_python.absolute()})
@@ -100,6 +102,15 @@ def _absolute_data(data: DataTable) -> DataTable:
 def _absolute_source(table: SourceTable) -> SourceTable:
     resolved = str(Path(table.train).resolve()) if table.source == "file" else table.train
     return table.model_copy(update={"train": resolved})
+
+
+def _absolute_suite(table: AnySuite, source: str | None) -> AnySuite:
+    changed: dict[str, Any] = {}
+    if table.suite and (table.source or source) == "file":
+        changed["suite"] = str(Path(table.suite).resolve())
+    if (template := table.data.get("template", "raw")) not in MESSAGES:
+        changed["data"] = {**table.data, "template": str(Path(template).resolve())}
+    return table.model_copy(update=changed)
 
 
 def _validate(tables: dict[str, Any]) -> Recipe:
@@ -161,11 +172,19 @@ def _apply_override(tables: dict[str, Any], override: str) -> None:
         raise UserError(f"--set {name}: {error}") from error
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string: --set objective.name=grpo
+    found: Any = tables
     for section in sections:
-        tables = tables.setdefault(section, {})
-        if not isinstance(tables, dict):
-            raise UserError(f"--set {override!r}: {section!r} is a key, not a table")
-    tables[key] = value
+        if isinstance(found, list):  # of tables with names: eval.suites.NAME.samples
+            found = next((table for table in found if table.get("name") == section), None)
+        else:
+            found = found.setdefault(section, {})
+        if not isinstance(found, dict | list):
+            raise UserError(
+                f"--set {override!r}: {section!r} is {'the name of none' if found is None else 'a key, not a table'}"
+            )
+    if isinstance(found, list):
+        raise UserError(f"--set {override!r}: expected {'.'.join(sections)}.NAME.{key}")
+    found[key] = value
 
 
 def _explain(error: dict[str, Any]) -> str:

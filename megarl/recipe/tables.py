@@ -14,8 +14,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from megarl.recipe.base import Table, one_of
-from megarl.recipe.data_table import OF_A_SOURCE, SourceTable
 from megarl.recipe.data_table import DataTable as DataTable
+from megarl.recipe.data_table import SourceTable
+from megarl.recipe.eval_table import EvalTable as EvalTable
+from megarl.recipe.eval_table import Suite as Suite
+from megarl.recipe.eval_table import make_suites
 from megarl.recipe.megatron import CONFIGS
 from megarl.recipe.megatron import problems as megatron_problems
 from megarl.recipe.names import ENGINES
@@ -195,15 +198,6 @@ class ActorTable(Table):
         return "triton" if self.kernel_backend in ("triton", "cuda") else "torch"
 
 
-class EvalTable(Table):
-    source: Literal["file", "reasoning_gym"] | None = None  # default: [data] source
-    suite: str | None = None  # file or generator; default: held-out prompts of [data] train
-    prompts: int = Field(1024, ge=1, le=10**6)
-    samples: int = Field(1, ge=1, le=10**5)  # k of avg@k and pass@k
-    temperature: float = Field(1.0, gt=0)
-    every: int = Field(1, ge=0)  # stages; 0 turns evaluation off
-
-
 class MetricsTable(Table):
     # updates from one with the diagnostics of docs/objectives.md that cost a pass over the tokens to the next; 0: none
     detail: int = Field(0, ge=0)
@@ -237,26 +231,35 @@ class Recipe(Table):
     metrics: MetricsTable = MetricsTable()
     run: RunTable = RunTable()
 
-    @property
-    def exam(self) -> DataTable | None:
-        """The prompts of evaluation, where it has its own."""
-        source, suite = self.eval.source or self.data.source, self.eval.suite or self.data.train
-        if not self.eval.every or (source, suite) == (self.data.source, self.data.train):
-            return None
-        kept = {name: value for name, value in self.data.model_dump().items() if name not in (*OF_A_SOURCE, "sources")}
-        return DataTable.model_validate(kept | {"source": source, "train": suite})
-
     def prompt_sources(self) -> list[SourceTable]:
         """Where the prompts of training and evaluation come from."""
-        return [*self.data.mixture, *(self.exam.mixture if self.exam else ())]
+        return [*self.data.mixture, *(table for suite in self.suites if suite.own for table in suite.data.mixture)]
 
     def prompt_files(self) -> list[str]:
         """The files of prompts, for training and for evaluation."""
         return [table.train for table in self.prompt_sources() if table.source == "file"]
 
     def template_files(self) -> list[str]:
-        """The chat template, where it is a file."""
-        return [self.data.template_file] if self.data.template_file else []
+        """The chat templates that are files, of training and of suites."""
+        tables = [self.data, *(suite.data for suite in self.suites)]
+        return sorted({table.template_file for table in tables if table.template_file})
+
+    @property
+    def suites(self) -> list[Suite]:
+        """What is evaluated each time, the first one to choose the best policy by; none with evaluation turned off."""
+        return make_suites(self.eval, self.data, self.rollout.max_response_tokens)
+
+    def is_evaluated(self, version: int) -> bool:
+        """Whether the policy after so many updates is to be evaluated."""
+        every = [self.eval.every * self.schedule.updates_per_stage, self.eval.every_updates]
+        at_end = version == self.schedule.total_updates
+        return self.eval.on and (at_end or any(n and version % n == 0 for n in every))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its response, in rollouts and evaluations."""
+        suites = ((suite.data.max_prompt_tokens, suite.max_response_tokens) for suite in self.suites)
+        return max(map(sum, [(self.data.max_prompt_tokens, self.rollout.max_response_tokens), *suites]))
 
     def reward_files(self) -> list[str]:
         """The files of the user's own reward functions."""
@@ -281,9 +284,18 @@ class Recipe(Table):
         return self
 
     @model_validator(mode="after")
-    def _suite_has_a_source(self) -> Recipe:
-        if self.eval.suite and not (self.eval.source or self.data.source):
-            raise ValueError('eval.source: "file" or "reasoning_gym", which eval.suite is')
+    def _suites_have_data(self) -> Recipe:
+        self.suites  # noqa: B018 - raises where their settings do not fit
+        return self
+
+    @model_validator(mode="after")
+    def _versions_to_evaluate_are_published(self) -> Recipe:
+        every, sync = self.eval.every_updates, self.schedule.sync_every
+        if every and sync and every % sync:
+            raise ValueError(
+                f"eval.every_updates = {every} is no multiple of schedule.sync_every = {sync}: a live run exports no "
+                f"other policies; the nearest is {max(1, round(every / sync)) * sync}"
+            )
         return self
 
     @model_validator(mode="after")

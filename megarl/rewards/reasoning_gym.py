@@ -36,8 +36,12 @@ def check(recipe: Recipe) -> None:
     """Training and evaluation prompts must come from generators, because a file has no scorer."""
     if recipe.data.files:
         raise UserError('reward.kind = "reasoning_gym" needs data.source = "reasoning_gym"')
-    if recipe.eval.every and recipe.eval.source == "file":
-        raise UserError('reward.kind = "reasoning_gym" cannot score eval.source = "file"; use "exact" or "math"')
+    for suite in recipe.suites:
+        if suite.data.source == "file":
+            raise UserError(
+                'reward.kind = "reasoning_gym" cannot score eval.source = "file": '
+                f'{suite.data.train}; use "exact" or "math"'
+            )
 
 
 def build(table: RewardTable, prompts: PromptSource) -> Verifier:

@@ -162,11 +162,24 @@ def _starts(request: Request) -> tuple[list[list[int]], int]:
     return [[*prompts[row // samples], *prefix] for row, prefix in enumerate(prefixes)], 1
 
 
+def _nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """[n, V] log-probs of the distributions cut to their fewest most probable tokens with a mass of ``top_p`` or more.
+
+    Holtzman et al. 2020 (arXiv 1904.09751), Equations 2 and 3; of equally probable tokens the first ones stay.
+    """
+    ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
+    probabilities = ordered.double().exp_()
+    kept = probabilities.cumsum(-1) - probabilities < top_p  # what comes before a token has less than top_p
+    kept[:, 0] = True
+    cut = torch.full_like(logprobs, -torch.inf)
+    return cut.scatter(-1, order, ordered.masked_fill(~kept, -torch.inf)).log_softmax(-1)
+
+
 class _Decoder:
     """The rows that are being decoded, all at ``position``, with the logits of their next tokens and their KV cache."""
 
     def __init__(self, model: PreTrainedModel, sampling: Sampling, fanout: int) -> None:
-        self.model, self.fanout, self.temperature = model, fanout, sampling.temperature
+        self.model, self.fanout, self.temperature, self.top_p = model, fanout, sampling.temperature, sampling.top_p
         self.stop_token_ids = np.array(sampling.stop_token_ids, np.int64)
         self.rows = np.empty(0, np.int64)  # [n] prompt * samples + sample
         self.position = 0
@@ -190,11 +203,16 @@ class _Decoder:
     @torch.inference_mode()
     def sample(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Next tokens [n] by the inverse CDF at ``uniforms`` [n] float64, their log-probs [n], and which stop [n]."""
-        logprobs = (self.logits / self.temperature).log_softmax(-1)
-        cdf = logprobs.double().exp_().cumsum(-1)
-        # u <= 1 - 2**-53, so u * total rounds to less than the total: no token of probability 0 can come out.
-        target = torch.from_numpy(uniforms)[:, None].to(cdf.device) * cdf[:, -1:]
-        tokens = torch.searchsorted(cdf, target, right=True)
+        logprobs = (self.logits / (self.temperature or 1.0)).log_softmax(-1)
+        if self.temperature == 0:
+            tokens = logprobs.argmax(-1, keepdim=True)
+        else:
+            if self.top_p < 1:
+                logprobs = _nucleus(logprobs, self.top_p)
+            cdf = logprobs.double().exp_().cumsum(-1)
+            # u <= 1 - 2**-53, so u * total rounds to less than the total: no token of probability 0 can come out.
+            target = torch.from_numpy(uniforms)[:, None].to(cdf.device) * cdf[:, -1:]
+            tokens = torch.searchsorted(cdf, target, right=True)
         sampled = tokens[:, 0].cpu().numpy()
         return sampled, logprobs.gather(1, tokens)[:, 0].cpu().numpy(), np.isin(sampled, self.stop_token_ids)
 

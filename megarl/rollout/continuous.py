@@ -44,7 +44,7 @@ class Settings:
         table = recipe.rollout_of(stage)
         return cls(
             device=recipe.actor.backend,
-            context=recipe.data.max_prompt_tokens + table.max_response_tokens,
+            context=recipe.longest,
             responses=table.groups_per_chunk * table.responses_per_prompt,
             memory_fraction=table.memory_fraction,
             tensor_parallel=table.tensor_parallel,
@@ -63,9 +63,10 @@ def check_table(recipe: Recipe, stage: int, temperatures: tuple[float, float]) -
             'backend = "cpu" has one replica'
         )
     low, high = temperatures
-    for name, value in (("rollout", table.temperature), ("eval", recipe.eval.temperature)):
+    evaluated = [(suite.place, suite.temperature) for suite in recipe.suites if suite.temperature]  # 0: greedy
+    for place, value in (("[rollout]", table.temperature), *evaluated):
         if not low <= value <= high:
-            raise UserError(f"[{name}] temperature = {value}: {table.engine} samples at {low} to {high}")
+            raise UserError(f"{place} temperature = {value}: {table.engine} samples at {low} to {high}")
 
 
 def out_of_memory(engine: str, doing: str, cause: str, settings: Settings, share: str, remedy: str) -> UserError:

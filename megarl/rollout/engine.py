@@ -25,18 +25,24 @@ class Sampling:
     towards ``max_tokens``; a completion holds only the tokens that follow them.
     """
 
-    temperature: float  # > 0
+    temperature: float  # 0: the most probable token each time
     max_tokens: int  # tokens of a response, stop token included
     samples: int  # responses per prompt
     stop_token_ids: tuple[int, ...]  # any of them ends a response and is its last token
     seeds: tuple[int, ...]  # [prompts * samples], each in [0, 2**63): see `_seed`
     prefixes: tuple[tuple[int, ...], ...] = ()  # [prompts * samples]
     timeout: float = math.inf  # seconds that a response may take; then it is cut off, but with at least one token
+    # tokens are drawn from the fewest most probable ones whose probability, after the temperature, is top_p or more
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "max_tokens", "samples", "timeout"):
+        for name in ("max_tokens", "samples", "timeout", "top_p"):
             if not getattr(self, name) > 0:
                 raise UserError(f"sampling {name} is {getattr(self, name)}: it must be above 0")
+        if not self.temperature >= 0:
+            raise UserError(f"sampling temperature is {self.temperature}: it must be above 0, or 0 for greedy decoding")
+        if not self.top_p <= 1:
+            raise UserError(f"sampling top_p is {self.top_p}: it must be above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,9 @@ class Completion:
     prompt: int
     sample: int
     tokens: np.ndarray  # [n] int32, stop token included; n = 0 only when interrupted
-    logprobs: np.ndarray  # [n] float32, nats, of the distribution that was sampled: temperature applied
+    # [n] float32, nats, of the distribution that was sampled, temperature applied. With temperature 0 they are those of
+    # temperature 1; whether top_p is applied depends on the engine, and no response is trained that it truncated
+    logprobs: np.ndarray
     finish_reason: str  # "stop" | "length" | "timeout" | "interrupted"
     # [prompt + n - 1, layers, top_k] of `expert_type`, or None if the engine does not record them: the experts of every
     # token (prefix included) but the last, which no layer has processed; -1 where they are not known

@@ -150,7 +150,7 @@ class VllmEngine(ContinuousEngine):
         vocabulary = self._engine.model_config.get_vocab_size()
         check_request(request.prompts, request.sampling, vocabulary, self._engine.model_config.max_model_len)
         low, high = TEMPERATURES
-        if not low <= request.sampling.temperature <= high:
+        if request.sampling.temperature and not low <= request.sampling.temperature <= high:
             raise UserError(f"temperature {request.sampling.temperature}: vLLM samples at {low} to {high}")
 
     def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:
@@ -242,6 +242,7 @@ def _parameters(sampling: Sampling, response: Running) -> Any:
 
     return SamplingParams(
         temperature=sampling.temperature,
+        top_p=sampling.top_p,
         seed=continuation_seed(response.seed, response.done),
         max_tokens=response.limit,
         stop_token_ids=list(sampling.stop_token_ids),

@@ -24,7 +24,14 @@ from megarl.storage.files import file_sha256, make_directory, write_atomic
 from megarl.storage.json_lines import StrictTail, append_json
 from megarl.storage.ledger import is_sealed
 
-_CONTENTS = ("stages", "metrics.jsonl", "events.jsonl", "final")  # what a run makes once it has a recipe
+_CONTENTS = (
+    "stages",
+    "metrics.jsonl",
+    "events.jsonl",
+    "final",
+    "evaluations",
+    "best",
+)  # what a run makes once it has a recipe
 _CHECKSUM = "# checksum of the lines above: "
 
 
@@ -32,7 +39,9 @@ _CHECKSUM = "# checksum of the lines above: "
 class RunDir:
     root: Path
     recipe: Recipe
-    _evaluations: dict[int, dict[str, Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _evaluations: dict[tuple[int, str], dict[str, Any]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def create(cls, root: Path, recipe: Recipe) -> RunDir:
@@ -135,6 +144,11 @@ class RunDir:
         return self.root / "final"
 
     @property
+    def best(self) -> Path:
+        """The policy with the highest accuracy so far."""
+        return self.root / "best"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 
@@ -159,13 +173,32 @@ class RunDir:
         return Stage(self, self.recipe.schedule.stages)
 
     def version(self, version: int) -> Path:
-        """Where a live run publishes the policy after ``version`` updates; between stages it is the stage's own."""
+        """Where the policy after ``version`` updates is exported to; between stages it is the stage's own."""
         stage, inside = divmod(version, self.recipe.schedule.updates_per_stage)
         return self.stage(stage).directory / f"policies/{version:06d}" if inside else self.stage(stage).policy
 
     def versions(self) -> list[int]:
-        """What is published at this moment beside the stages' own policies, oldest first."""
+        """What is exported at this moment beside the stages' own policies, oldest first."""
         return sorted(int(path.name) for path in self.root.glob("stages/*/policies/[0-9]*"))
+
+    def remove_version(self, version: int) -> None:
+        """Of those between stages; a kill leaves no half of it under its name."""
+        policy = self.version(version)
+        hidden = policy.with_name(f".{policy.name}.tmp")
+        policy.rename(hidden)
+        shutil.rmtree(hidden)
+
+    def remove_versions_after(self, saved: int) -> list[int]:
+        """Forget what an earlier attempt exported after later updates than it saved; returns the versions that stay.
+
+        These are made again, perhaps otherwise, the one after exactly ``saved`` updates included.
+        """
+        for leftover in self.root.glob("stages/*/policies/.*.tmp"):
+            shutil.rmtree(leftover)
+        versions = self.versions()
+        for version in (v for v in versions if v >= saved):
+            self.remove_version(version)
+        return [v for v in versions if v < saved]
 
     def under_one_path(self, policy: Path, rank: int) -> Path:
         """``policy`` by a link whose path is the same for every policy that a replica loads.
@@ -198,12 +231,32 @@ class RunDir:
     def log_event(self, event: str, **fields: Any) -> None:
         append_json(self.events, {"time": round(time.time(), 3), "event": event, **fields})
 
-    def evaluations(self) -> dict[int, dict[str, Any]]:
-        """The first recorded evaluation of each stage's policy, by stage; reads what is new since the last call."""
+    def evaluations(self) -> dict[tuple[int, str], dict[str, Any]]:
+        """The first recorded evaluation of each policy on each suite, by updates and name of the suite.
+
+        Reads what is new since the last call.
+        """
         for event in self._new_events.read():
             if event.get("event") == "evaluation":
-                self._evaluations.setdefault(event["stage"], event)
+                version = event.get("update", event["stage"] * self.recipe.schedule.updates_per_stage)
+                self._evaluations.setdefault((version, event.get("suite", self._first_suite)), event)
         return self._evaluations
+
+    @property
+    def _first_suite(self) -> str:
+        return next((suite.name for suite in self.recipe.suites), "")
+
+    def evaluation(self, version: int, suite: str | None = None) -> dict[str, Any] | None:
+        """That of the policy after so many updates, if there is one; by default on the first suite."""
+        return self.evaluations().get((version, suite or self._first_suite))
+
+    def lacks_evaluation(self, version: int) -> bool:
+        """Whether the policy after so many updates is to be evaluated, and some suite is not done."""
+        return self.recipe.is_evaluated(version) and bool(self.unevaluated(version))
+
+    def unevaluated(self, version: int) -> list[str]:
+        """The names of the suites on which the policy after so many updates has not been evaluated."""
+        return [suite.name for suite in self.recipe.suites if self.evaluation(version, suite.name) is None]
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -299,14 +352,22 @@ class Stage:
         return self.next.policy.exists()
 
     def evaluation(self) -> dict[str, Any] | None:
-        """The recorded evaluation of the stage's policy, if there is one."""
-        return self.run.evaluations().get(self.number)
+        """The recorded evaluation of the stage's policy on the first suite, if there is one."""
+        return self.run.evaluation(self.first_update)
 
-    def evaluation_is_due(self) -> bool:
-        """Every ``eval.every`` stages and at the end, once."""
-        every = self.run.recipe.eval.every
-        due = every > 0 and (self.number % every == 0 or self == self.run.end)
-        return due and self.evaluation() is None
+    def due_evaluations(self) -> list[int]:
+        """The versions to be evaluated when this stage begins: its policy and those exported during the one before."""
+        run = self.run
+        published = [v for v in run.versions() if v < self.first_update]
+        return [v for v in [*published, self.first_update] if run.lacks_evaluation(v)]
+
+    @property
+    def oldest_needed(self) -> int:
+        """The oldest version of the policy that engines of this stage or a later one may load."""
+        schedule, first = self.run.recipe.schedule, self.first_update
+        if schedule.kind == "staged" or first == schedule.total_updates or schedule.lag_rule.delay is None:
+            return first
+        return schedule.lag_rule.exact(first)
 
     def log_event(self, event: str, **fields: Any) -> None:
         self.run.log_event(event, stage=self.number, **fields)

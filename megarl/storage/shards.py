@@ -32,6 +32,8 @@ SCHEMA = pa.schema(
 VERSIONS = pa.field("policy_versions", pa.list_(pa.int32()))
 # a column of shards with a response whose reward is not just whether it is right; null: it is
 CORRECT = pa.field("correct", pa.float64())
+# a column of shards of evaluations whose verifier compares answers: what the response gave as its answer, if anything
+ANSWER = pa.field("answer", pa.string())
 # a column of shards whose engine recorded them, in rows [layers, top_k] of the smallest type that holds an expert's id;
 # readers that do not touch it pay nothing, since the file is mapped
 EXPERTS = "routed_experts"
@@ -50,6 +52,7 @@ class Response:
     # [prompt + n - 1, layers, top_k] int8 or int16, of every token but the last; -1: not known
     routed_experts: np.ndarray | None = None
     correct: float | None = None  # 1 or 0, where that is not the reward
+    answer: str | None = None  # by which responses are compared with each other
 
     @property
     def correctness(self) -> float:
@@ -88,6 +91,7 @@ class Shard:
         self.finish_reasons = batch["finish_reason"].to_pylist()
         self.token_versions = batch[VERSIONS.name] if VERSIONS.name in batch.schema.names else None
         self.correct = batch[CORRECT.name].to_pylist() if CORRECT.name in batch.schema.names else None
+        self.answers = batch[ANSWER.name].to_pylist() if ANSWER.name in batch.schema.names else None
         self.experts = _experts_column(batch[EXPERTS]) if EXPERTS in batch.schema.names else None
         ids, first, count = np.unique(batch["group_id"].to_numpy(), return_index=True, return_counts=True)
         self.rows = {int(i): range(int(f), int(f + n)) for i, f, n in zip(ids, first, count, strict=True)}
@@ -106,7 +110,8 @@ class Shard:
         reward, version = float(self.rewards[row]), int(self.versions[row])
         experts = None if self.experts is None else _slice(self.experts, row)
         correct = None if self.correct is None else self.correct[row]
-        return Response(tokens, logprobs, reward, self.finish_reasons[row], version, versions, experts, correct)
+        answer = None if self.answers is None else self.answers[row]
+        return Response(tokens, logprobs, reward, self.finish_reasons[row], version, versions, experts, correct, answer)
 
 
 def validate(groups: Sequence[Group]) -> None:
@@ -191,6 +196,10 @@ def encode(groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> pa.
     if any(value is not None for value in correct):
         schema = schema.append(CORRECT)
         columns[CORRECT.name] = pa.array(correct, CORRECT.type)
+    answers = [response.answer for _, _, response in rows]
+    if any(value is not None for value in answers):
+        schema = schema.append(ANSWER)
+        columns[ANSWER.name] = pa.array(answers, ANSWER.type)
     experts = [response.routed_experts for _, _, response in rows if response.routed_experts is not None]
     if experts:
         columns[EXPERTS] = _experts_array(experts)

@@ -16,8 +16,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from megarl.recipe.eval_table import HELDOUT
 from megarl.recipe.tables import Recipe
 from megarl.storage.json_lines import JsonTail
+from megarl.views.run_reader import half_width
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -52,7 +54,8 @@ class RunState:
         self.phase, self.stage, self.phase_since = "", 0, 0.0
         self.doing = ""  # "loading" or "evaluating", where a phase with engines is not yet at its own work
         self.work_since = 0.0  # the start of that work, or of the phase
-        self.accuracies: dict[int, tuple[float, float]] = {}  # stage -> held-out accuracy, half a 95 % interval
+        self.accuracies: dict[int, tuple[float, float]] = {}  # update -> accuracy on the first suite, half an interval
+        self._suite = next((suite.name for suite in recipe.suites), HELDOUT)
         self.seconds: dict[str, float] = {}  # phase -> duration of the last one that ended
         self.recent: deque[dict[str, Any]] = deque(maxlen=RATE_UPDATES)
         self._replicas: dict[int, dict[str, Any]] = {}  # the last `rollout_progress` of each in the current phase
@@ -103,8 +106,8 @@ class RunState:
             self._replicas[event.get("rank", 0)] = event
         elif kind == "evaluation" and "accuracy" in event:
             self.doing, self.work_since = "", event.get("time", self.work_since)
-            low, high = event.get("ci95") or (event["accuracy"], event["accuracy"])
-            self.accuracies[stage] = (event["accuracy"], (high - low) / 2)
+            if event.get("suite", self._suite) == self._suite:
+                self.accuracies[_version(event, self)] = event["accuracy"], half_width(event)
 
     def _read_ledgers(self) -> None:
         for path in (self.run_dir / f"stages/{self.stage:03d}/rollouts").glob("ledger*.jsonl"):
@@ -299,9 +302,11 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
     kind, stage, phase = event["event"], event.get("stage", 0), event.get("phase", "")
     place = _place(stage, phase, state)
     if kind == "evaluation" and "accuracy" in event:
-        accuracy, half = state.accuracies.get(stage, (event["accuracy"], 0.0))
-        whose = "base model" if stage == 0 else f"after {stage * state.schedule.updates_per_stage} updates"
-        return f"held-out accuracy {accuracy:.3f} +- {half:.3f} ({event.get('prompts', '?')} prompts), {whose}"
+        version, suite = _version(event, state), event.get("suite", HELDOUT)
+        whose = "base model" if version == 0 else f"after {version} updates"
+        name = "held-out" if suite == HELDOUT else suite
+        estimate = f"{event['accuracy']:.3f} +- {half_width(event):.3f} ({event.get('prompts', '?')} prompts)"
+        return f"{name} accuracy {estimate}, {whose}"
     if kind == "resume" and phase == "train":
         return f"continues after {event['skipped']} of {event['total']} stages"
     if kind == "dynamic_sampling":
@@ -323,6 +328,11 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
         "resume": f"continues, skips {event.get('skipped')} of {event.get('total')} {event.get('unit')} made earlier",
     }
     return f"{place} {what.get(kind, 'starts')}"
+
+
+def _version(event: dict[str, Any], state: RunState) -> int:
+    """Updates of the policy that an evaluation is of."""
+    return int(event.get("update", event.get("stage", 0) * state.schedule.updates_per_stage))
 
 
 def _place(stage: int, phase: str, state: RunState) -> str:

@@ -105,7 +105,7 @@ def _settings_table(runs: list[Run]) -> str:
 def summary(run: Run) -> dict[str, str]:
     """The cells of a run's row in the table at the top."""
     evaluations = run.evaluations
-    base = evaluations[0] if evaluations and evaluations[0]["stage"] == 0 else None
+    base = evaluations[0] if evaluations and evaluations[0]["update"] == 0 else None
     final = evaluations[-1] if len(evaluations) > 1 else None
     gain = "-"
     if base and final:
@@ -121,6 +121,7 @@ def summary(run: Run) -> dict[str, str]:
         "Base accuracy": _estimate(base),
         "Final accuracy": _estimate(final),
         "Gain (95 %)": gain,
+        **_best(evaluations),
         "Updates": f"{len(run.updates):,} / {run.stages * run.updates_per_stage:,}",
         "Largest staleness": f"{max(ages):,.0f}" if ages else "-",
         "Time in phases": _clock(seconds) if seconds else "-",
@@ -142,6 +143,14 @@ def _idle_shares(run: Run) -> dict[str, str]:
         "Trainers idle": f"{waited / seconds:.1%}" if seconds else "-",
         "Engines idle": f"{idle / working:.1%}" if working else "-",
     }
+
+
+def _best(evaluations: list[Record]) -> dict[str, str]:
+    """Of a run with three evaluations or more: the highest accuracy, of equal ones the earliest."""
+    if len(evaluations) < 3:
+        return {}
+    best = max(evaluations, key=lambda event: event["accuracy"])
+    return {"Best accuracy": f"{_estimate(best)} (update {best['update']:,})"}
 
 
 def _estimate(event: Record | None) -> str:

@@ -21,6 +21,7 @@ COLOURS = (
     "#d1606a",
     "#4aa3b5",
 )  # on white and on black
+DASHES = ("solid", "dash", "dashdot", "longdash")  # of the suites of one run beside others
 PHASE_COLOURS = {"rollout": "#4c8bd6", "optimize": "#e0803a", "evaluate": "#3fa37a"}
 POINTS = 1000  # of a curve at most; longer runs are averaged in bins, finer than a screen shows
 BARS = 100  # stages, or neighbouring stages together, for which times are shown
@@ -119,7 +120,7 @@ def make_charts(runs: list[Run]) -> list[Chart]:
         total = max(run.stages * run.updates_per_stage for run in runs)
         xaxis = {"title": {"text": "update", "standoff": 6}, "range": [-0.01 * total, 1.01 * total]}
         chart.layout = {"xaxis": xaxis, **_stages(runs), **chart.layout}
-    charts = [*curves, _phase_times(runs), *detail_charts(runs)]
+    charts = [*curves[:1], _pass_at(runs), *curves[1:], _phase_times(runs), *detail_charts(runs)]
     for chart in charts:
         chart.layout["showlegend"] = sum(trace.get("showlegend", True) for trace in chart.traces) > 1
     return charts
@@ -128,37 +129,69 @@ def make_charts(runs: list[Run]) -> list[Chart]:
 def _accuracy(runs: list[Run]) -> Chart:
     chart = Chart(
         "Held-out accuracy",
-        "Measured at stage boundaries on prompts that are never trained on; bars are 95 % intervals. Gains inside the "
-        "bars are noise.",
+        "avg@k on prompts that are never trained on; bars are 95 % intervals. Gains inside the bars are noise.",
         layout={"yaxis": {"tickformat": ".0%"}},
         empty="No evaluation has been made yet.",
     )
     for number, run in enumerate(runs):
-        if not run.evaluations:
-            continue
-        evaluations = _some(run.evaluations)
-        bounds = [interval(e) for e in evaluations]
-        accuracies = [e["accuracy"] for e in evaluations]
-        chart.traces.append(
-            _line(number, run, [e["stage"] * run.updates_per_stage for e in evaluations], accuracies)
-            | {
-                "name": html.escape(run.name) if len(runs) > 1 else "held-out accuracy",
-                "mode": "lines+markers",
-                "marker": {"size": 7},
-                "error_y": {
-                    "type": "data",
-                    "symmetric": False,
-                    "array": [high - a for a, (_, high) in zip(accuracies, bounds, strict=True)],
-                    "arrayminus": [a - low for a, (low, _) in zip(accuracies, bounds, strict=True)],
-                    "thickness": 1.5,
-                },
-                "customdata": [
-                    [e.get("prompts", "?"), low, high] for e, (low, high) in zip(evaluations, bounds, strict=True)
-                ],
-                "hovertemplate": "%{y:.3f}  [%{customdata[1]:.3f}, %{customdata[2]:.3f}], %{customdata[0]} prompts",
-            }
-        )
+        for order, (suite, evaluations) in enumerate(run.suites.items()):
+            chart.traces.append(_accuracy_curve(number, run, _some(evaluations)))
+            names = [run.name] if len(runs) > 1 else []
+            names += [suite] if len(run.suites) > 1 else []
+            chart.traces[-1]["name"] = html.escape(" ".join(names)) or "held-out accuracy"
+            chart.traces[-1]["line"] = _suite_line(runs, number, order)
     return chart
+
+
+def _accuracy_curve(number: int, run: Run, evaluations: list[Record]) -> dict[str, Any]:
+    bounds = [interval(e) for e in evaluations]
+    accuracies = [e["accuracy"] for e in evaluations]
+    return _line(number, run, [e["update"] for e in evaluations], accuracies) | {
+        "mode": "lines+markers",
+        "marker": {"size": 7},
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [high - a for a, (_, high) in zip(accuracies, bounds, strict=True)],
+            "arrayminus": [a - low for a, (low, _) in zip(accuracies, bounds, strict=True)],
+            "thickness": 1.5,
+        },
+        "customdata": [[e.get("prompts", "?"), low, high] for e, (low, high) in zip(evaluations, bounds, strict=True)],
+        "hovertemplate": "%{y:.3f}  [%{customdata[1]:.3f}, %{customdata[2]:.3f}], %{customdata[0]} prompts",
+    }
+
+
+def _pass_at(runs: list[Run]) -> Chart:
+    """Of the first and the last policy that each suite was answered by."""
+    chart = Chart(
+        "pass@k",
+        "Share of prompts with a right response among k. A policy that only sharpens what the base model (dotted) can "
+        "do gains at k = 1 and not at large k.",
+        layout={"yaxis": {"tickformat": ".0%"}, "xaxis": {"type": "log", "title": {"text": "k", "standoff": 6}}},
+    )
+    for number, run in enumerate(runs):
+        for order, (suite, evaluations) in enumerate(run.suites.items()):
+            curves = [e for e in evaluations if _numbers(e.get("pass_at"))]
+            for event in {e["update"]: e for e in [*curves[:1], *curves[-1:]]}.values():
+                passed = event["pass_at"]
+                trace = _line(number, run, list(range(1, len(passed) + 1)), passed)
+                trace["line"] = _suite_line(runs, number, order) | ({"dash": "dot"} if event["update"] == 0 else {})
+                trace["name"] = html.escape(
+                    f"{run.name + ' ' if len(runs) > 1 else ''}{suite}, update {event['update']}"
+                )
+                chart.traces.append(trace)
+    return chart
+
+
+def _numbers(values: object) -> bool:
+    return isinstance(values, list) and all(isinstance(value, int | float) for value in values)
+
+
+def _suite_line(runs: list[Run], number: int, order: int) -> dict[str, Any]:
+    """Of the suite ``order`` of run ``number``: colours are of runs where there are several, else of suites."""
+    if len(runs) == 1:
+        return {"width": 1.8, "color": _colour(order)}
+    return {"width": 1.8, "color": _colour(number), "dash": DASHES[order % len(DASHES)]}
 
 
 def _reward(runs: list[Run]) -> Chart:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.recipe.eval_table import HELDOUT
 from megarl.storage.json_lines import Record, read_intact_lines
 
 
@@ -37,9 +38,18 @@ class Run:
 
     @property
     def evaluations(self) -> list[Record]:
-        """The newest evaluation of each policy, in the order of the policies."""
-        found = {e["stage"]: e for e in self.events if e.get("event") == "evaluation" and _is_evaluation(e)}
-        return [found[stage] for stage in sorted(found)]
+        """`suites`' evaluations on the first suite."""
+        return next(iter(self.suites.values()), [])
+
+    @property
+    def suites(self) -> dict[str, list[Record]]:
+        """The newest evaluation of each policy on each suite, in the order of the policies; each has an ``update``."""
+        found: dict[str, dict[int, Record]] = {}
+        for event in self.events:
+            if event.get("event") == "evaluation" and _is_evaluation(event):
+                update = event.get("update", event["stage"] * self.updates_per_stage)
+                found.setdefault(str(event.get("suite", HELDOUT)), {})[update] = event | {"update": update}
+        return {suite: [by_update[u] for u in sorted(by_update)] for suite, by_update in found.items()}
 
     @property
     def phase_seconds(self) -> dict[tuple[int, str], float]:
@@ -81,7 +91,7 @@ def read_run(root: Path, name: str) -> Run:
     run.updates = [by_update[update] for update in sorted(by_update)]
     run.events = _read_lines(root / "events.jsonl", run.notes)
     total = run.stages * run.updates_per_stage
-    if not run.evaluations and settings.get("eval.every"):
+    if not run.evaluations and (settings.get("eval.every") or settings.get("eval.every_updates")):
         run.notes.append("no evaluation has been made yet")
     if len(run.updates) < total:
         run.notes.append(f"not finished: {len(run.updates)} of {total} updates")
@@ -99,7 +109,8 @@ def _read_lines(path: Path, notes: list[str]) -> list[Record]:
 
 
 def _is_evaluation(event: Record) -> bool:
-    return isinstance(event.get("stage"), int) and isinstance(event.get("accuracy"), (int, float))
+    places = (event.get("stage"), event.get("update", 0))
+    return all(isinstance(place, int) for place in places) and isinstance(event.get("accuracy"), (int, float))
 
 
 def _flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:

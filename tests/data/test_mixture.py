@@ -115,7 +115,7 @@ def test_mistakes(tokenizer, tmp_path):
         DataTable.model_validate({"sources": [a], "source": "file"})
     with pytest.raises(ValueError, match=r"say where prompts come from, or each of \[\[data.sources\]\]"):
         DataTable.model_validate({"source": "file"})
-    with pytest.raises(ValueError, match="eval.source"):
+    with pytest.raises(ValueError, match=r"which suite is"):
         mixed(a, b, eval={"suite": "s.jsonl"})
 
 

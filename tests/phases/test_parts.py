@@ -1,6 +1,5 @@
 """The arithmetic inside the phases, by hand."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 from megarl.commands import branch_recipe
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
-from megarl.phases.evaluate import interval, summarise
 from megarl.phases.rollout_stats import RolloutStats, solve_rate_bin
 from megarl.phases.rollout_worker import ScoredGroup, SeededPrompt, join_experts
 from megarl.phases.samples import to_samples
@@ -116,50 +114,6 @@ def test_a_run_continues_with_other_memory_and_replicas_but_not_with_another_eng
     assert RunDir.open(tmp_path).recipe.rollout_of(1).memory_fraction == 0.5
     with pytest.raises(UserError, match=r"stages.1.engine: 'vllm' -> 'builtin'"):
         RunDir.create(tmp_path, override_recipe(smaller, ["stages.1.engine=builtin"]))
-
-
-def test_interval_is_wilsons_for_one_sample_a_prompt():
-    scores = np.array([1.0] * 8 + [0.0] * 2)
-    z, n, p = 1.959964, 10, 0.8
-    centre, half = (p + z * z / (2 * n)), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    expected = [(centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)]
-    assert interval(scores) == pytest.approx(expected, rel=1e-5)
-    assert interval(np.zeros(100))[0] == 0.0 < interval(np.zeros(100))[1] < 0.05
-
-
-def test_interval_covers_the_truth_as_often_as_it_says():
-    rng = np.random.default_rng(0)
-    for samples in (1, 4):
-        hits = 0
-        for _ in range(400):
-            difficulty = rng.beta(2, 3, 200)  # prompts differ, so samples of a prompt are correlated
-            low, high = interval((rng.random((200, samples)) < difficulty[:, None]).mean(1), samples)
-            hits += low <= 0.4 <= high
-        assert 0.91 < hits / 400 < 0.985
-
-
-@pytest.mark.parametrize("prompts", [2, 3, 5, 8, 12, 20, 30])
-@pytest.mark.parametrize("difficulty", [(2, 3), (0.3, 0.3), (0.5, 4), (5, 0.5), (0.2, 2), (20, 20)])
-def test_interval_covers_the_truth_for_few_prompts_with_many_samples(prompts, difficulty):
-    """Most prompts hopeless, all of a kind, or anything between: Beta distributions of their difficulty."""
-    rng = np.random.default_rng(0)
-    truth, trials = difficulty[0] / sum(difficulty), 600
-    for samples in (4, 32):
-        scores = rng.binomial(samples, rng.beta(*difficulty, (trials, prompts))) / samples
-        bounds = [interval(row, samples) for row in scores]
-        assert sum(low <= truth <= high for low, high in bounds) / trials > 0.92  # .95 less three standard errors
-        assert all(0 <= low < high <= 1 for low, high in bounds)
-
-
-def test_interval_of_one_prompt_is_everything():
-    low, high = interval(np.array([0.25]), 32)
-    assert low < 1e-6 and high > 1 - 1e-6
-
-
-def test_pass_at_k_counts_prompts_with_a_right_answer():
-    result = summarise(np.array([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]))
-    assert (result["accuracy"], result["pass_at_k"]) == (0.5, 0.75)
-    assert (result["prompts"], result["samples"]) == (4, 2)
 
 
 def test_a_branch_keeps_the_rollouts_and_replays_only_experts_that_were_recorded(recipe, tmp_path):

@@ -9,6 +9,7 @@ import threading
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from megarl.errors import UserError
 from megarl.rollout.drift import check_weights
@@ -23,6 +24,7 @@ from tests.rollout.engines import (
     TOLERANCE,
     by_response,
     generate,
+    hugging_face,
     hugging_face_logprobs,
     on,
     other_policy,
@@ -63,6 +65,35 @@ def test_log_probs_are_of_the_distribution_that_was_sampled(engine, name):
     for c in generate(engine, PROMPTS, sampling(PROMPTS, temperature=0.7)).values():
         expected = hugging_face_logprobs(engine.policy_dir, PROMPTS[c.prompt], c.tokens, 0.7)
         np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=AGAINST_HUGGING_FACE.get(name, TOLERANCE))
+
+
+@on(MOE)
+def test_top_p_samples_the_fewest_tokens_that_have_it(engine, name):
+    """None beyond them, and all of them in time; their log-probs are renormalised, or those of all tokens: SGLang's."""
+    first, kept_first = set(), 0
+    for c in generate(engine, PROMPTS[:2], sampling(PROMPTS[:2], samples=60, tokens=4, top_p=0.4)).values():
+        everything = hugging_face(engine.policy_dir, PROMPTS[c.prompt], c.tokens)
+        ordered, order = everything.sort(descending=True)
+        kept = (ordered.exp().cumsum(-1) - ordered.exp() < 0.4 - 1e-6).sum(-1)
+        for step, token in enumerate(c.tokens.tolist()):
+            assert token in order[step, : kept[step]], (step, token)
+        nucleus = [everything[step, order[step, : kept[step]]].logsumexp(0) for step in range(len(c.tokens))]
+        whole = everything.gather(1, torch.tensor(c.tokens.tolist())[:, None])[:, 0].numpy()
+        expected = whole if name == "sglang" else whole - np.array(nucleus, np.float32)
+        np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=TOLERANCE)
+        if c.prompt == 0:
+            first.add(int(c.tokens[0]))
+            kept_first = int(kept[0])
+    assert 1 < len(first) <= kept_first < 30
+
+
+@on(MOE)
+def test_temperature_0_takes_the_most_probable_token(engine, name):
+    for c in generate(engine, PROMPTS, sampling(PROMPTS, samples=2, temperature=0.0)).values():
+        everything = hugging_face(engine.policy_dir, PROMPTS[c.prompt], c.tokens)
+        best, tokens = everything.max(-1)
+        assert c.tokens.tolist() == tokens.tolist()
+        np.testing.assert_allclose(c.logprobs, best.numpy(), rtol=0, atol=TOLERANCE)
 
 
 @on(CONTINUOUS)
@@ -166,6 +197,23 @@ def midway(engine, name, monkeypatch):
 
     monkeypatch.setattr(engine._server, "stream", watched)
     return begun.is_set
+
+
+@on(CONTINUOUS)
+def test_the_time_of_a_queued_response_counts_from_its_first_token(engine, monkeypatch):
+    """Twelve responses of one request, of which an engine decodes six together."""
+    begun, step = [], engine._step
+
+    def watched(running):
+        ended = list(step(running))
+        begun.append([response.deadline is not None for response in running.values()])
+        yield from ended
+
+    monkeypatch.setattr(engine, "_step", watched)
+    prompts = PROMPTS[:4]
+    assert len(generate(engine, prompts, sampling(prompts, tokens=12))) == 12
+    assert sum(begun[0]) <= TOGETHER < len(begun[0]) == 12
+    assert any(running and all(running) for running in begun)
 
 
 @on(MOE)

@@ -25,7 +25,15 @@ def test_response_seeds_are_stable_and_distinct():
 
 
 @pytest.mark.parametrize(
-    "change", [{"temperature": 0.0}, {"temperature": float("nan")}, {"max_tokens": 0}, {"samples": 0}]
+    "change",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"max_tokens": 0},
+        {"samples": 0},
+        {"top_p": 0},
+        {"top_p": 2},
+    ],
 )
 def test_sampling_refuses_what_means_nothing(change):
     good = {"temperature": 1.0, "max_tokens": 4, "samples": 1, "stop_token_ids": (), "seeds": (1,)}

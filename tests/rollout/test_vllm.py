@@ -189,23 +189,6 @@ def test_a_wrong_reload_is_caught_and_mended(engine, tmp_path):
     assert check_weights(engine, reference).max < TOLERANCE and not engine.renew()
 
 
-@on(MOE)
-def test_the_time_of_a_queued_response_counts_from_its_first_token(engine, monkeypatch):
-    """Twelve responses, six of which vLLM decodes at a time."""
-    seen, step = [], engine._step
-
-    def watched(running):
-        ended = list(step(running))
-        seen.append([response.deadline is not None for response in running.values()])
-        yield from ended
-
-    monkeypatch.setattr(engine, "_step", watched)
-    prompts = PROMPTS[:4]
-    assert len(generate(engine, prompts, sampling(prompts, tokens=12))) == 12
-    assert seen[0] == [True] * 6 + [False] * 6
-    assert not engine._queued and [True] * 6 in seen
-
-
 def test_workers_of_an_engine_outlive_a_signal_to_all_processes(models):
     """Two tensor-parallel workers, each a process. A scheduler signals all; what was decoded is handed out first."""
     from megarl.rollout.vllm import VllmEngine

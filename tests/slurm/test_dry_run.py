@@ -120,6 +120,22 @@ def test_paths_hold_on_every_node(launch, qwen):
     assert f"--set 'rollout.sglang_python=\"{ROOT}/sglang-env/bin/python\"'" in result.stdout, result.stderr
 
 
+def test_paths_of_several_sources_hold_on_every_node(launch, qwen, tmp_path):
+    text = re.sub(r"(?m)^(source|train) = .*\n", "", qwen.read_text().partition("[reward]")[0])
+    recipe = tmp_path / "recipe.toml"
+    sources = (
+        '[[data.sources]]\nsource = "file"\ntrain = "a.jsonl"\ncolumns = { prompt = "q.0" }\n'
+        '[[data.sources]]\nsource = "reasoning_gym"\ntrain = "chain_sum"\noptions = { min_terms = 3 }\nweight = 0.5\n'
+    )
+    rest = "[reward]" + qwen.read_text().partition("[reward]")[2]
+    recipe.write_text(text + sources + rest)
+    result = launch(recipe, *SUBMIT, "--nodes", 4)
+    (setting,) = re.findall(r"--set '(data\.sources=[^']*)'", result.stdout)
+    sources = load_without_objective(recipe, [setting]).data.sources
+    assert sources == load_without_objective(recipe).data.sources
+    assert (sources[0].train, sources[1].options) == (f"{ROOT}/a.jsonl", {"min_terms": 3})
+
+
 def test_container(launch, qwen):
     image = ("--container-image", "nvcr.io/nvidia/pytorch:25.09-py3", "--container-mounts", "/fast:/fast")
     result = launch(qwen, *SUBMIT, "--nodes", 2, *image, "--python", "/fast/venv/bin/python")

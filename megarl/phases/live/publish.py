@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megarl.phases.live.state import NO_VERSION, LiveState
+from megarl.phases.live.state import LiveState
 from megarl.storage.run_dir import Stage
 
 if TYPE_CHECKING:
@@ -28,14 +26,9 @@ class Publisher:
         made again, perhaps otherwise, and are removed."""
         if dist.get_rank():
             return
-        for leftover in self.stage.run.root.glob("stages/*/policies/.*.tmp"):
-            shutil.rmtree(leftover)
         # a version after exactly `done` updates, if due, is published again once the actor is there
-        run, saved = self.stage.run, self.stage.first_update + done
-        versions = run.versions()
-        for version in (v for v in versions if v >= saved):
-            _remove(run.version(version))
-        self.state.publish(max([self.stage.first_update, *(v for v in versions if v < saved)]))
+        versions = self.stage.run.remove_versions_after(self.stage.first_update + done)
+        self.state.publish(max([self.stage.first_update, *versions]))
 
     def trained(self, exporter: Exporter, updates: int) -> None:
         """So many updates of the stage are made; publish if a version is due. Collective."""
@@ -47,28 +40,15 @@ class Publisher:
         exporter.export(version, run.version(version))
         if dist.get_rank() == 0:
             self.state.publish(version)
-            self._retire(min(self.state.oldest_in_use(), self._needed_later()))
+            self._retire(min(self.state.oldest_in_use(), self.stage.next.oldest_needed))
 
     def end_stage(self) -> None:
         """Keep what engines of the next stage may need, and nothing after the last one."""
         if dist.get_rank() == 0:
-            self._retire(self._needed_later())
-
-    def _needed_later(self) -> int:
-        """The oldest version that engines of later stages may load."""
-        schedule, following = self.stage.run.recipe.schedule, self.stage.next.first_update
-        if following == schedule.total_updates:
-            return NO_VERSION
-        return following if schedule.lag_rule.delay is None else schedule.lag_rule.exact(following)
+            self._retire(self.stage.next.oldest_needed)
 
     def _retire(self, oldest: int) -> None:
-        """Remove what is older than ``oldest``."""
+        """Remove what is older than ``oldest``, unless it waits for its evaluation."""
         run = self.stage.run
-        for version in (v for v in run.versions() if v < oldest):
-            _remove(run.version(version))
-
-
-def _remove(policy: Path) -> None:
-    hidden = policy.with_name(f".{policy.name}.tmp")  # so that a kill leaves no half of it under its name
-    policy.rename(hidden)
-    shutil.rmtree(hidden)
+        for version in (v for v in run.versions() if v < oldest and not run.lacks_evaluation(v)):
+            run.remove_version(version)

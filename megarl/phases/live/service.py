@@ -12,8 +12,8 @@ from pathlib import Path
 from megarl.beats import WAITS, beat
 from megarl.distributed import ReplicaGroup, Role
 from megarl.errors import STOPPED, UserError
+from megarl.phases.generation import generate_rollouts, missing_chunks
 from megarl.phases.live.state import LiveState
-from megarl.phases.rollout import generate, missing_chunks
 from megarl.phases.rollout_stats import RolloutStats
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.stop import StopRequest
@@ -83,7 +83,8 @@ class LiveRolloutWorker:
             while (self.next or worker.unfinished) and (version := self._wait(self._next_version)) is not None:
                 self._load(version)
                 start = time.perf_counter()
-                for groups in generate(worker, self._chunks_now(), self._interrupted(), STORE_SECONDS, self.stats.add):
+                chunks, interrupted = self._chunks_now(), self._interrupted()
+                for groups in generate_rollouts(worker, chunks, interrupted, STORE_SECONDS, self.stats.add):
                     writer.append(groups, worker.weights_hash)
                     if self.stats.due():
                         self._log_progress()
@@ -105,7 +106,10 @@ class LiveRolloutWorker:
         if self.replicas.rank == 0 and present:
             total = len(self.stage.groups)
             self.stage.log_event("resume", phase="live", skipped=len(present), total=total, unit="groups")
-        chunks = missing_chunks(self.stage, set(missing), whole)
+        schedule, size = self.schedule, self.stage.rollout.groups_per_chunk
+        assert schedule.sync_every is not None
+        interval = schedule.sync_every * schedule.prompts_per_update
+        chunks = missing_chunks(self.stage.groups, set(missing), whole, size, interval)
         # groups with continued responses are stored one by one, so of their chunk some may be there
         return [[group for group in chunk if group not in present] for chunk in chunks]
 

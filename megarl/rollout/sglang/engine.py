@@ -281,7 +281,7 @@ def _parameters(sampling: Sampling, response: Running) -> dict[str, Any]:
     """Everything that shapes the distribution is set, because SGLang takes defaults from generation_config.json."""
     return {
         "temperature": sampling.temperature,
-        "top_p": 1.0,
+        "top_p": sampling.top_p,
         "top_k": -1,
         "min_p": 0.0,
         "frequency_penalty": 0.0,

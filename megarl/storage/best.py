@@ -1,0 +1,56 @@
+"""``best/``: the evaluated policy with the highest accuracy; what else was exported for evaluations is removed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from megarl.storage.files import atomic_directory
+from megarl.storage.policies import read_info
+from megarl.storage.run_dir import RunDir, Stage
+
+
+def settle_evaluations(stage: Stage) -> None:
+    """After the evaluations that are due when ``stage`` begins: keep the best policy, let go of those between stages.
+
+    To be repeated after a kill: a policy is removed only when ``best`` is there.
+    """
+    run = stage.run
+    keep_best(run)
+    for version in run.versions():
+        if version < stage.oldest_needed and not run.lacks_evaluation(version):
+            run.remove_version(version)
+
+
+def best_version(run: RunDir) -> int | None:
+    """Updates of the policy with the highest avg@k on the first suite; of equal ones the earliest, trained least."""
+    first = next((suite.name for suite in run.recipe.suites), None)
+    found = {version: e["accuracy"] for (version, suite), e in run.evaluations().items() if suite == first}
+    return max(sorted(found), key=lambda version: found[version], default=None)
+
+
+def keep_best(run: RunDir) -> None:
+    """Make ``best`` the policy that `best_version` names, while that policy is there."""
+    version = best_version(run)
+    if version is None or not (policy := run.version(version)).exists():
+        return
+    if run.best.exists():
+        if read_info(run.best).version == version:
+            return
+        old = run.best.with_name(".best.old.tmp")
+        shutil.rmtree(old, ignore_errors=True)
+        run.best.rename(old)
+    with atomic_directory(run.best) as temporary:
+        for file in sorted(policy.iterdir()):
+            if file.is_file():
+                _link(file.resolve(), temporary / file.name)
+    shutil.rmtree(run.best.with_name(".best.old.tmp"), ignore_errors=True)
+
+
+def _link(file: Path, target: Path) -> None:
+    """A second name for a file that is never written again; a copy where the file system has no links."""
+    try:
+        os.link(file, target)
+    except OSError:
+        shutil.copyfile(file, target)

@@ -1,0 +1,103 @@
+"""``megarl compare A B``: two policies on the same prompts, from the responses that evaluations stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.errors import UserError
+from megarl.estimates import paired, pass_at
+from megarl.storage.best import best_version
+from megarl.storage.evaluations import Answered
+from megarl.storage.run_dir import RunDir
+
+TOLD = 60  # characters of a prompt in a message
+
+
+@dataclass(frozen=True)
+class Side:
+    """A policy of a run."""
+
+    name: str  # as it was asked for
+    run: Path
+    version: int | None  # None: the last that a suite was answered by
+
+    @classmethod
+    def parse(cls, text: str) -> Side:
+        """Of ``DIR``, ``DIR:UPDATE`` or ``DIR:best``."""
+        path, colon, place = text.rpartition(":")
+        if not colon or Path(text).exists():
+            path, place = text, ""
+        run = RunDir.open(Path(path))
+        if place == "best":
+            return cls(text, run.root, best_version(run))
+        if place and not place.isdecimal():
+            raise UserError(f"{text}: after the colon stands the number of an update, or best")
+        return cls(text, run.root, int(place) if place else None)
+
+    def suites(self) -> list[str]:
+        return sorted(path.parent.name for path in self.run.glob("evaluations/*/prompts.jsonl"))
+
+    def correct(self, suite: str) -> tuple[int, np.ndarray]:
+        """(updates of the policy, [prompts, samples] of 1 and 0); `UserError` where it has not answered the suite."""
+        answered = Answered.of(self.run, suite)
+        versions = answered.versions()
+        version = self.version if self.version is not None else max(versions, default=None)
+        if version is None or version not in versions:
+            there = f"evaluated are updates {', '.join(map(str, versions))}" if versions else "nothing is evaluated"
+            raise UserError(f"{self.name} has no whole evaluation of suite {suite!r} there: {there}")
+        return version, np.array([[r.correctness for r in group.responses] for group in answered.read(version)])
+
+
+def compare(a: str, b: str, suite: str | None = None) -> str:
+    """B less A on each suite that both have, or on ``suite``; `UserError` where they were asked other prompts."""
+    left, right = Side.parse(a), Side.parse(b)
+    suites = [suite] if suite else [name for name in left.suites() if name in right.suites()]
+    if not suites:
+        raise UserError(
+            f"{a} and {b} have no suite in common: {', '.join(left.suites()) or 'none'}; "
+            f"{', '.join(right.suites()) or 'none'}"
+        )
+    return "\n".join(_compare(name, left, right) for name in suites)
+
+
+def _compare(suite: str, a: Side, b: Side) -> str:
+    check_same_prompts(Answered.of(a.run, suite), Answered.of(b.run, suite))
+    (first, ours), (second, theirs) = a.correct(suite), b.correct(suite)
+    lines = [f"{suite}: {len(ours)} prompts, A = {a.name} (update {first}), B = {b.name} (update {second})"]
+    shared = min(ours.shape[1], theirs.shape[1])
+    for k in sorted({1, shared}):
+        x, y = (scores.mean(1) if k == 1 else pass_at(scores)[:, k - 1] for scores in (ours, theirs))
+        found = paired(x, y)
+        what = f"avg@{ours.shape[1]}" if ours.shape[1] == theirs.shape[1] else "avg"
+        lines.append(
+            f"  {what if k == 1 else f'pass@{k}':8} {x.mean():.4f} -> {y.mean():.4f}  "
+            f"{found.mean:+.4f} [{found.ci95[0]:+.4f}, {found.ci95[1]:+.4f}]  "
+            f"{found.better} prompts better, {found.worse} worse, sign test p = {found.p_value:.3g}"
+        )
+    return "\n".join(lines)
+
+
+def check_same_prompts(a: Answered, b: Answered) -> None:
+    """`UserError` with the first prompt that is another one. Questions and answers count, not how they are rendered."""
+    ours, theirs = ([_question(line) for line in side.read_prompts()] for side in (a, b))
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one != other:
+            raise UserError(
+                f"prompt {number} of {a.directory} is {one[0]:.{TOLD}} with the answer {one[1]!r:.{TOLD}}, of "
+                f"{b.directory} {other[0]:.{TOLD}} with {other[1]!r:.{TOLD}}: only the same prompts can be compared"
+            )
+    if len(ours) != len(theirs):
+        both = min(len(ours), len(theirs))
+        extra, place = (ours[both], a) if len(ours) > both else (theirs[both], b)
+        raise UserError(
+            f"{a.directory} has {len(ours)} prompts, {b.directory} {len(theirs)}: prompt {both}, {extra[0]:.{TOLD}}, "
+            f"is in {place.directory} alone; only the same prompts can be compared"
+        )
+
+
+def _question(line: dict[str, Any]) -> tuple[str, Any]:
+    return repr(line["question"]), line["answer"]

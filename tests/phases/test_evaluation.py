@@ -1,0 +1,240 @@
+"""Evaluations of whole runs: several suites from one start of the engines, between stages too, killed, compared."""
+
+import json
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from safetensors.torch import load_file
+
+from megarl.estimates import summarise
+from megarl.recipe.load import load_recipe
+from megarl.storage.best import best_version, keep_best
+from megarl.storage.policies import read_info
+from megarl.storage.run_dir import RunDir
+from tests.helpers import events, megarl, read_lines, start_megarl, wait_for, wait_until_nobody_works_on
+
+SUITES = """
+every_updates = 2
+[[eval.suites]]
+name = "heldout"
+samples = 4
+[[eval.suites]]
+name = "short"
+suite = "{suite}"
+data = {{ prompt_template = "{{prompt}}{{prompt}}=" }}
+prompts = 4
+samples = 3
+top_p = 0.7
+max_response_tokens = 2
+[[eval.suites]]
+name = "greedy"
+greedy = true
+"""
+NAMES = ("heldout", "short", "greedy")
+SMALL = ("schedule.updates_per_stage=4", "schedule.prompts_per_update=2", "rollout.groups_per_chunk=8")
+TIMES = ("time", "seconds", "generate_seconds", "crc")
+
+
+@pytest.fixture(scope="module")
+def suites(recipe, tmp_path_factory):
+    """The tiny recipe with three suites."""
+    folder = tmp_path_factory.mktemp("suites")
+    exam = folder / "exam.jsonl"
+    exam.write_text("".join(json.dumps({"prompt": word, "answer": word[0]}) + "\n" for word in ("ab", "bc", "ca", "a")))
+    path = folder / "recipe.toml"
+    path.write_text(recipe.read_text().replace("[run]", SUITES.format(suite=exam) + "[run]"))
+    return path
+
+
+def settings(*values):
+    return [word for value in values for word in ("--set", value)]
+
+
+@pytest.fixture(scope="module")
+def whole(suites, tmp_path_factory):
+    run = tmp_path_factory.mktemp("whole") / "run"
+    result = megarl("train", suites, "--run-dir", run, *settings(*SMALL))
+    assert result.returncode == 0, result.stderr
+    return RunDir.open(run)
+
+
+def figures(run):
+    """Of every evaluation what does not depend on time, in their order."""
+    return [{k: v for k, v in e.items() if k not in TIMES} for e in events(run, "evaluation")]
+
+
+def table(run, suite, update):
+    """The stored responses, as anybody reads them."""
+    shards = sorted((run.root / f"evaluations/{suite}/update_{update:06d}").glob("*.arrow"))
+    return [row for shard in shards for row in pa.ipc.open_file(shard).read_all().to_pylist()]
+
+
+def test_every_suite_is_answered_once_by_every_policy_that_is_due(whole):
+    found = [(e["update"], e["suite"]) for e in events(whole, "evaluation")]
+    assert found == [(update, name) for update in (0, 2, 4, 6, 8) for name in NAMES]
+    starts = [(e["phase"], e["stage"]) for e in events(whole, "phase_start")]
+    assert starts == [("rollout", 0), ("optimize", 0), ("rollout", 1), ("optimize", 1), ("evaluate", 2)]
+    # those between two stages are loaded by the engines of the next phase, one after another
+    assert [e["stage"] for e in events(whole, "weight_drift")] == [0, 1, 1, 2, 2]
+    ledger = read_lines(whole.stage(1).rollouts / "ledger.jsonl")
+    assert {line["weights_hash"] for line in ledger} == {read_info(whole.stage(1).policy).weights_hash}
+    assert not whole.versions(), "exports that nobody needs any more"
+
+
+def test_what_is_stored_is_what_was_counted(whole):
+    settings = {"heldout": (16, 4, 6), "short": (4, 3, 2), "greedy": (16, 1, 6)}
+    for event in events(whole, "evaluation"):
+        name, (prompts, samples, longest) = event["suite"], settings[event["suite"]]
+        rows = table(whole, name, event["update"])
+        assert [(r["group_id"], r["sample"]) for r in rows] == [(i, k) for i in range(prompts) for k in range(samples)]
+        assert max(len(r["response_tokens"]) for r in rows) <= longest
+        correct = np.array([r["reward"] for r in rows]).reshape(prompts, samples)
+        answers = np.array([r.get("answer") for r in rows], object).reshape(prompts, samples)
+        assert event.items() >= summarise(correct, answers).items()
+        lines = read_lines(whole.root / f"evaluations/{name}/prompts.jsonl")
+        for row, line in zip(rows[::samples], lines, strict=True):
+            assert row["group_id"] == line["prompt"]
+            text = line["text"].removesuffix("=")
+            assert text == line["question"] * (2 if name == "short" else 1) and line["answer"] == text[0]
+            assert len(row["prompt_tokens"]) == len(line["text"])
+
+
+def test_greedy_answers_are_the_most_probable_ones(whole):
+    """The model ends after one of three letters, of which "a" is the most probable."""
+    (first,) = {tuple(row["response_tokens"][:1]) for row in table(whole, "greedy", 0)}
+    sampled = [tuple(row["response_tokens"][:1]) for row in table(whole, "heldout", 0)]
+    assert max(set(sampled), key=sampled.count) == first and len(set(sampled)) > 1
+
+
+def test_the_best_policy_is_kept_the_earliest_of_equals(whole, tmp_path):
+    accuracies = {e["update"]: e["accuracy"] for e in events(whole, "evaluation") if e["suite"] == "heldout"}
+    best = min(update for update in accuracies if accuracies[update] == max(accuracies.values()))
+    assert best_version(whole) == read_info(whole.best).version == best
+    for file in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (whole.best / file).exists()
+    run = RunDir.create(tmp_path / "run", load_recipe(whole.root / "recipe.toml"))
+    for stage in (0, 1):
+        shutil.copytree(whole.stage(stage).policy, run.stage(stage).policy)
+    for later, expected in ((0.5, 0), (0.6, 4)):
+        run.events.unlink(missing_ok=True)
+        for update, accuracy in ((0, 0.5), (4, later)):
+            for suite, value in (("heldout", accuracy), ("short", 1 - accuracy)):
+                run.log_event("evaluation", stage=update // 4, update=update, suite=suite, accuracy=value)
+        keep_best(RunDir.open(run.root))
+        assert read_info(run.best).version == expected
+        assert_same_weights(run.best, run.version(expected))
+
+
+def assert_same_weights(a, b):
+    ours, theirs = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
+    assert ours.keys() == theirs.keys() and all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def hold_and_kill(pattern, count, *arguments, held):
+    """Start a command, hold it at a moment and kill it."""
+    held.unlink(missing_ok=True)
+    command = start_megarl(*arguments, hold=[pattern, count, str(held)])
+    wait_for(command, held.exists)
+    command.kill()
+    command.wait()
+    return command
+
+
+def test_a_killed_run_repeats_no_answer_and_gives_the_same_numbers(whole, suites, tmp_path):
+    run, arguments = tmp_path / "run", ("train", suites, "--run-dir", tmp_path / "run", *settings(*SMALL))
+    stored = {}
+    for pattern, count in [
+        (r"replace .*/evaluations/heldout/update_000000/.*_00000008\.arrow", 1),  # the first of two chunks is there
+        (r"open .*/\.best\..*\.tmp/.", 1),
+        (r"open .*/stages/000/policies/\.000002\..*\.tmp/.", 1),  # an export between stages
+        (r"open .*/checkpoints/\.update_000004\..*\.tmp/.", 1),  # after it, from an earlier checkpoint
+        (r"replace .*/evaluations/short/update_000004/SEALED", 1),
+        (r"replace .*/evaluations/heldout/update_000008/.*_00000008\.arrow", 1),
+    ]:
+        hold_and_kill(pattern, count, *arguments, held=tmp_path / "held")
+        wait_until_nobody_works_on(run)
+        now = {path: path.stat().st_ino for path in run.glob("evaluations/*/*/*.arrow")}
+        assert stored.items() <= now.items(), "an answer that was stored was made again"
+        stored = now
+    assert len(stored) > 10
+    result = megarl(*arguments)
+    assert result.returncode == 0, result.stderr
+    assert {path: path.stat().st_ino for path in stored} == stored
+    assert [e["skipped"] for e in events(RunDir.open(run), "resume") if e["phase"] == "evaluate"] == [8, 8]
+    assert figures(RunDir.open(run)) == figures(whole)
+    for path in [*whole.root.glob("evaluations/*/*"), *whole.root.glob("evaluations/*/*/*")]:
+        if path.is_file():
+            assert path.read_bytes() == (run / path.relative_to(whole.root)).read_bytes(), path
+    assert read_info(run / "best") == read_info(whole.best)
+    assert_same_weights(run / "final", whole.final)
+    assert not RunDir.open(run).versions() and not [p for p in run.rglob(".*.tmp") if "logs" not in p.parts]
+
+
+def test_a_model_is_evaluated_on_several_suites_killed_and_continued(whole, suites, tmp_path):
+    exam = tmp_path / "another.jsonl"
+    exam.write_text("".join(json.dumps({"prompt": word, "answer": word[0]}) + "\n" for word in ("abc", "bca")))
+    arguments = ["eval", whole.best, "--recipe", suites, "--suite", "heldout", "--suite", exam]
+    arguments += settings("eval.samples=2", *SMALL)
+    plain = megarl(*arguments)
+    assert plain.returncode == 0, plain.stderr
+    names = [line.split()[0] for line in plain.stdout.splitlines()[-9:]]
+    assert names == ["heldout", "avg@4", "pass@2", "pass@4", "maj@4", "another", "avg@2", "pass@2", "maj@2"]
+    output, kept = tmp_path / "evals", [*arguments, "--output", tmp_path / "evals"]
+    pattern = r"replace .*/evaluations/heldout/update_000000/.*_00000008\.arrow"
+    hold_and_kill(pattern, 1, *kept, held=tmp_path / "held")
+    wait_until_nobody_works_on(output)
+    (first,) = output.glob("evaluations/heldout/update_000000/*.arrow")
+    inode = first.stat().st_ino
+    for _ in range(2):  # the second finds all of it
+        result = megarl(*kept)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.splitlines()[-9:] == plain.stdout.splitlines()[-9:]
+    assert first.stat().st_ino == inode
+    starts = events(RunDir.open(output), "phase_start")
+    assert len(starts) == 2, "what is there is evaluated no more"
+    version = best_version(whole)
+    compared = megarl("compare", output, f"{whole.root}:{version}", "--suite", "heldout")
+    assert compared.returncode == 0, compared.stderr
+    assert f"B = {whole.root}:{version} (update {version})" in compared.stdout
+    assert "+0.0000 [+0.0000, +0.0000]  0 prompts better, 0 worse, sign test p = 1" in compared.stdout
+
+
+def test_compare_names_what_differs(whole, tmp_path):
+    result = megarl("compare", f"{whole.root}:0", whole.root)
+    assert result.returncode == 0, result.stderr
+    for name, samples in (("heldout", 4), ("short", 3), ("greedy", 1)):
+        means = [np.mean([row["reward"] for row in table(whole, name, update)]) for update in (0, 8)]
+        assert f"{name}: " in result.stdout and f"avg@{samples}    {means[0]:.4f} -> {means[1]:.4f}" in result.stdout
+    other = tmp_path / "other"
+    (other / "evaluations").mkdir(parents=True)
+    shutil.copy(whole.root / "recipe.toml", other)
+    shutil.copytree(whole.root / "evaluations/heldout", other / "evaluations/heldout")
+    lines = (other / "evaluations/heldout/prompts.jsonl").read_text().splitlines()
+    changed = json.loads(lines[3])
+    (other / "evaluations/heldout/prompts.jsonl").write_text("\n".join(lines[:3]) + "\n")
+    result = megarl("compare", whole.root, other)
+    assert result.returncode == 2 and f"prompt 3, {changed['question']!r}, is in" in result.stderr
+    changed = {key: changed[key] for key in changed if key != "crc"} | {"answer": "z"}
+    lines[3] = json.dumps(changed)
+    (other / "evaluations/heldout/prompts.jsonl").write_text("\n".join(lines) + "\n")
+    result = megarl("compare", whole.root, other)
+    assert result.returncode == 2 and "prompt 3 of" in result.stderr and "with 'z'" in result.stderr
+    for arguments, message in {
+        (f"{whole.root}:3", whole.root): "evaluated are updates 0, 2, 4, 6, 8",
+        (f"{whole.root}:x", whole.root): "the number of an update, or best",
+        (tmp_path / "no", whole.root): "is not a run directory",
+    }.items():
+        result = megarl("compare", *arguments)
+        assert result.returncode == 2 and message in result.stderr, result.stderr
+
+
+def test_versions_of_a_live_run_wait_for_their_evaluation(suites, tmp_path):
+    run = tmp_path / "run"
+    live = ("schedule.kind=live", "schedule.sync_every=2", "schedule.delay=1", *SMALL, "eval.suites=[]", "eval.every=0")
+    result = megarl("train", suites, "--run-dir", run, *settings(*live))
+    assert result.returncode == 0, result.stderr
+    found = [(e["update"], e["stage"]) for e in events(RunDir.open(run), "evaluation")]
+    assert found == [(0, 0), (2, 1), (4, 1), (6, 2), (8, 2)]
+    assert not RunDir.open(run).versions()

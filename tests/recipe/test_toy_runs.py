@@ -1,0 +1,120 @@
+"""A run of every family of recipes, whole, in the shape of the paper's and a size for a test.
+
+Model, data, reward and sizes are the tiny recipe's; objective, kind of schedule, what follows from it, parts of the
+optimizer and the evaluations are the example's, with its schedule divided.
+"""
+
+import itertools
+import json
+import tomllib
+
+import pytest
+
+from megarl.storage.run_dir import RunDir
+from tests.helpers import ROOT, events, five_letters, megarl, metrics
+
+TINY = {
+    "model.tokenizer": None,
+    "data.source": "file",
+    "data.prompt_template": "{prompt}=",
+    "data.max_prompt_tokens": 8,
+    "reward.kind": "exact",
+    "rollout.engine": "builtin",
+    "rollout.workers": 1,
+    "rollout.tensor_parallel": 1,
+    "rollout.max_response_tokens": 6,
+    "rollout.groups_per_chunk": 8,
+    "optimizer.lr": 2e-4,
+    "optimizer.warmup_updates": 0,
+    "actor.checkpoint_every": 8,
+    "eval.prompts": 16,
+    "eval.samples": 2,
+    "schedule.prompts_per_update": 4,
+    "run.tensorboard": False,
+}
+# example -> what of its schedule is divided, and the lags of the updates that follow
+FAMILIES = {
+    # stale-k: lags 256 to 259 after 256 updates of the base model's data
+    "qwen3_8b/m2po": ({"stages": 2, "updates_per_stage": 16, "delay": 4}, [*range(16), *[16, 17, 18, 19] * 4]),
+    # four stages, each frozen
+    "qwen3_8b/mu_grpo": ({"updates_per_stage": 8}, [*range(8)] * 4),
+    # n = 2: lags 32 to 47 after 32 updates
+    "qwen3_8b/minpro": (
+        {"stages": 2, "updates_per_stage": 16, "sync_every": 4},
+        [*range(8), *[8, 9, 10, 11] * 6],
+    ),
+    # the generator is at most S = 11 updates behind, and published every kappa = 10
+    "qwen3_8b/prefix_ratio_grpo": ({"updates_per_stage": 20}, 11),
+    # on-policy but for the mini-batches of a step
+    "deepseek_7b/bapo": ({"stages": 2, "updates_per_stage": 16}, [*range(8)] * 4),
+    # the same batch twice
+    "deepseek_7b/bapo-replay": ({"stages": 3}, [*range(8)] * 3),
+    "qwen2_5_math_7b/mu_grpo-async": ({"stages": 2, "updates_per_stage": 16, "max_lag": 15}, 15),
+}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": word, "answer": word[0]}) + "\n" for word in five_letters()))
+    return file
+
+
+def toy(example, divided, model, prompts):
+    """The example with the tiny model and its schedule divided."""
+    table = tomllib.loads((ROOT / f"examples/{example}.toml").read_text())
+    for tables in ("actor", "megatron", "megatron_ddp", "megatron_optimizer"):  # of GPUs
+        table.pop(tables, None)
+    table["actor"], table["data"] = {"backend": "cpu"}, {}
+    table["reward"] = {key: table["reward"][key] for key in ("require_stop",) if key in table["reward"]}
+    for key in ("suites", "suite", "source"):
+        table["eval"].pop(key, None)
+    table["rollout"] = {key: table["rollout"][key] for key in ("temperature", "responses_per_prompt")}
+    settings = TINY | {"model.path": str(model), "data.train": str(prompts)}
+    settings |= {f"schedule.{key}": value for key, value in divided.items()}
+    for key, value in settings.items():
+        name, field = key.split(".")
+        if value is None:
+            table.setdefault(name, {}).pop(field, None)
+        else:
+            table.setdefault(name, {})[field] = value
+    return table
+
+
+def write_toml(table):
+    """Of tables of plain values; JSON's texts, numbers and lists are TOML's."""
+    lines = []
+    for name, fields in table.items():
+        lines += [f"[{name}]", *(f"{key} = {inline(value)}" for key, value in fields.items())]
+    return "\n".join(lines)
+
+
+def inline(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {inline(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize("example", FAMILIES)
+def test_a_recipe_runs_to_its_end(example, guessing_model, prompts, tmp_path):
+    divided, lags = FAMILIES[example]
+    table = toy(example, divided, guessing_model, prompts)
+    recipe, path = tmp_path / "recipe.toml", tmp_path / "run"
+    recipe.write_text(write_toml(table))
+    trained = megarl("train", str(recipe), "--run-dir", str(path))
+    assert trained.returncode == 0, trained.stderr
+    run = RunDir.open(path)
+    schedule, updates = run.recipe.schedule, metrics(run)
+    assert [update["update"] for update in updates] == list(range(1, schedule.total_updates + 1))
+    found = [update["staleness"] for update in updates]
+    if isinstance(lags, int):
+        assert max(found) <= lags and min(itertools.islice(found, lags, None)) < lags
+    else:
+        assert found == lags
+    assert run.recipe.objective.name == table["objective"]["name"]
+    assert any(update["grad_norm"] > 0 for update in updates)
+    occasions = [event["stage"] for event in events(run, "evaluation")]
+    assert occasions == sorted({*range(0, schedule.stages, table["eval"]["every"]), schedule.stages})
+    assert (path / "final/config.json").exists()
+    audited = megarl("audit", str(path))
+    assert audited.returncode == 0, audited.stdout

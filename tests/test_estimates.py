@@ -1,0 +1,188 @@
+"""avg@k, pass@k, maj@k and paired differences: closed forms, plain counting, scipy, and how often intervals hold."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from megarl.estimates import interval, majority, paired, pass_at, sign_test, summarise
+from megarl.rewards.answers import BOXES, LONGEST, answer_of
+
+
+def test_interval_is_wilsons_for_one_sample_a_prompt():
+    scores = np.array([1.0] * 8 + [0.0] * 2)
+    z, n, p = 1.959964, 10, 0.8
+    centre, half = (p + z * z / (2 * n)), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    expected = [(centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)]
+    assert interval(scores) == pytest.approx(expected, rel=1e-5)
+    assert interval(np.zeros(100))[0] == 0.0 < interval(np.zeros(100))[1] < 0.05
+
+
+def test_interval_covers_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    for samples in (1, 4):
+        hits = 0
+        for _ in range(400):
+            difficulty = rng.beta(2, 3, 200)  # prompts differ, so samples of a prompt are correlated
+            low, high = interval((rng.random((200, samples)) < difficulty[:, None]).mean(1), samples)
+            hits += low <= 0.4 <= high
+        assert 0.91 < hits / 400 < 0.985
+
+
+@pytest.mark.parametrize("prompts", [2, 3, 5, 8, 12, 20, 30])
+@pytest.mark.parametrize("difficulty", [(2, 3), (0.3, 0.3), (0.5, 4), (5, 0.5), (0.2, 2), (20, 20)])
+def test_interval_covers_the_truth_for_few_prompts_with_many_samples(prompts, difficulty):
+    """Most prompts hopeless, all of a kind, or anything between: Beta distributions of their difficulty."""
+    rng = np.random.default_rng(0)
+    truth, trials = difficulty[0] / sum(difficulty), 600
+    for samples in (4, 32):
+        scores = rng.binomial(samples, rng.beta(*difficulty, (trials, prompts))) / samples
+        bounds = [interval(row, samples) for row in scores]
+        assert sum(low <= truth <= high for low, high in bounds) / trials > 0.92  # .95 less three standard errors
+        assert all(0 <= low < high <= 1 for low, high in bounds)
+
+
+def test_interval_of_one_prompt_is_everything():
+    low, high = interval(np.array([0.25]), 32)
+    assert low < 1e-6 and high > 1 - 1e-6
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_closed_form_and_what_counting_all_draws_gives(n):
+    """1 - C(n - c, k) / C(n, k), for every number c of right responses and every k."""
+    correct = np.array([[1.0] * c + [0.0] * (n - c) for c in range(n + 1)])
+    found = pass_at(correct)
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        assert found[c, k - 1] == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k), abs=1e-15)
+        draws = list(itertools.combinations(correct[c], k))
+        assert found[c, k - 1] == pytest.approx(sum(map(max, draws)) / len(draws), abs=1e-15)
+
+
+def test_pass_at_k_of_many_samples_is_the_closed_form_where_factorials_would_overflow():
+    n, c = 2000, 3
+    found = pass_at(np.array([[1.0] * c + [0.0] * (n - c)]))[0]
+    for k in (1, 2, 10, 500, 1997, 1998, 2000):
+        assert found[k - 1] == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k), rel=1e-9)
+
+
+def test_pass_at_k_is_unbiased():
+    """Over all outcomes of n = 4 tosses of a prompt that is right with p its mean is 1 - (1 - p)^k exactly."""
+    p, n = 0.3, 4
+    outcomes = np.array(list(itertools.product([0.0, 1.0], repeat=n)))
+    weights = (p**outcomes * (1 - p) ** (1 - outcomes)).prod(1)
+    np.testing.assert_allclose(weights @ pass_at(outcomes), [1 - (1 - p) ** k for k in range(1, n + 1)], rtol=1e-12)
+
+
+@pytest.mark.parametrize("k", [2, 3, 8])
+def test_intervals_of_pass_at_k_cover_the_truth(k):
+    rng, n, prompts = np.random.default_rng(k), 8, 40
+    difficulty = rng.beta(1, 3, 200_000)
+    truth, hits = float((1 - (1 - difficulty) ** k).mean()), 0
+    for _ in range(400):
+        right = (rng.random((prompts, n)) < rng.choice(difficulty, prompts)[:, None]).astype(float)
+        low, high = summarise(right)["pass_at_ci95"][k - 1]
+        hits += low <= truth <= high
+    assert hits / 400 > 0.92
+
+
+@pytest.mark.parametrize(
+    ("correct", "answers", "expected"),
+    [
+        ([1, 1, 0], ["4", "4.0", "5"], 1.0),  # right ones agree, however they are written
+        ([1, 0, 0], ["4", "5", "5"], 0.0),
+        ([1, 0, 0], ["4", "5", "6"], 1 / 3),
+        ([1, 1, 0, 0], ["4", "4", "5", "5"], 0.5),
+        ([1, 0, 0, 0], ["4", None, None, None], 1.0),  # no answer, no vote
+        ([1], [None], 1.0),
+        ([0, 0], [None, None], 0.0),
+        ([0, 0], ["5", "5"], 0.0),
+    ],
+)
+def test_majority(correct, answers, expected):
+    assert majority(np.array(correct, float), answers) == pytest.approx(expected)
+
+
+def test_a_summary_has_every_figure_with_its_interval():
+    correct = np.array([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+    found = summarise(correct, [["a", "b"], ["b", "b"], ["a", "a"], ["c", "a"]])
+    assert (found["accuracy"], found["pass_at_k"], found["maj_at_k"]) == (0.5, 0.75, 0.5)
+    assert found["pass_at"] == [0.5, 0.75] and (found["prompts"], found["samples"]) == (4, 2)
+    assert found["pass_at_ci95"] == [found["ci95"], found["pass_at_k_ci95"]]
+    assert found["maj_at_k_ci95"] == interval(np.array([0.5, 0.0, 1.0, 0.5]))
+    assert "maj_at_k" not in summarise(correct) and "pass_at" not in summarise(correct[:, :1])
+
+
+# scipy.stats.binomtest(better, better + worse).pvalue of scipy 1.17.1, which is no dependency of megarl
+SIGN_TESTS = {
+    (1, 0): 1.0,
+    (9, 1): 0.021484375,
+    (5, 5): 1.0,
+    (12, 30): 0.007915897334896727,
+    (400, 460): 0.04416954819458914,
+    (3000, 2800): 0.00896943600119357,
+}
+
+
+@pytest.mark.parametrize(("better", "worse"), SIGN_TESTS)
+def test_the_sign_test_is_scipys_and_the_binomial_sum(better, worse):
+    n, fewer = better + worse, min(better, worse)
+    assert sign_test(better, worse) == sign_test(worse, better) == pytest.approx(SIGN_TESTS[better, worse], rel=1e-10)
+    if n < 1000:
+        exact = Fraction(sum(math.comb(n, k) for k in range(fewer + 1)), 2 ** (n - 1))
+        assert sign_test(better, worse) == pytest.approx(float(min(exact, 1)), rel=1e-10)
+
+
+def test_without_a_difference_there_is_no_sign():
+    assert sign_test(0, 0) == 1.0
+
+
+def test_the_paired_bootstrap_is_scipys():
+    """scipy.stats.bootstrap((b - a,), np.mean, n_resamples=200_000, method="percentile") of scipy 1.17.1."""
+    number = np.arange(40)
+    found = paired(0.25 * (number % 3), number % 7 / 6)
+    # a quantile of 10,000 resamples has a standard error of sqrt(.025 * .975 / 10000) / density: 3 % of theirs
+    spread = 0.3947957893364338 / math.sqrt(40)
+    np.testing.assert_allclose(found.ci95, [0.1145833333333333, 0.3583333333333333], atol=4 * 0.03 * spread)
+    assert found.mean == pytest.approx(0.23541666666666666)
+    assert found == paired(0.25 * (number % 3), number % 7 / 6)
+
+
+def test_the_bootstrap_is_what_all_resamples_give():
+    """Of 5 prompts there are 3125 resamples."""
+    a, b = np.array([0.5, 0.0, 0.25, 0.75, 1.0]), np.array([1.0, 0.5, 0.25, 0.5, 1.0])
+    everything = np.array([np.mean(drawn) for drawn in itertools.product(b - a, repeat=5)])
+    for found, share in zip(paired(a, b).ci95, (0.025, 0.975), strict=True):
+        near = [np.quantile(everything, share + 4 * sign * math.sqrt(0.025 * 0.975 / 10_000)) for sign in (-1, 1)]
+        assert near[0] <= found <= near[1]
+    assert (paired(a, b).better, paired(a, b).worse, paired(a, b).p_value) == (2, 1, 1.0)
+
+
+def test_what_prompts_differ_in_cancels():
+    rng = np.random.default_rng(1)
+    a = rng.random(200)
+    low, high = paired(a, a + 0.01).ci95
+    assert low == pytest.approx(0.01) and high == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "response", "expected"),
+    [
+        ("math", r"so \boxed{3} or rather \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
+        ("math", "That is $1,234.50.", "1,234.50"),
+        ("math", "no idea", None),
+        ("math", r"\boxed{", None),
+        ("exact", " abc\n", "abc"),
+        ("exact", "  ", None),
+        ("code", "print(1)", None),
+    ],
+)
+def test_the_answer_of_a_response(kind, response, expected):
+    assert answer_of(kind, response) == expected
+
+
+@pytest.mark.parametrize("text", [r"\boxed{" * 50_000, "{" * 10**6, "1" * 10**6, "1," * 10**6, r"\boxed{}" * 10**5])
+def test_no_text_takes_long_to_read(text):
+    """Nesting is followed from the last boxes alone, and numbers are looked for at the end."""
+    assert len(answer_of("math", text) or "") <= LONGEST and BOXES < 10

@@ -1,0 +1,124 @@
+"""`megarl data check`: what a run would stop at, before there is one."""
+
+import json
+
+import pytest
+
+from megarl import cli
+from tests.data.prompt_sources import char_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    char_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def check(tmp_path, model, capsys):
+    """Exit code and output of a check of these rows."""
+
+    def run(rows, *changes, exam=None, kind="math"):
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
+        path = tmp_path / "r.toml"
+        suite = ""
+        if exam is not None:
+            (tmp_path / "exam.jsonl").write_text("".join(json.dumps(row) + "\n" for row in exam))
+            suite = f'suite = "{tmp_path}/exam.jsonl"\n'
+        path.write_text(
+            f'[model]\npath = "{model}"\n[data]\nsource = "file"\ntrain = "{tmp_path}/p.jsonl"\n'
+            f'max_prompt_tokens = 200\n[reward]\nkind = "{kind}"\n[eval]\nprompts = 2\n{suite}'
+        )
+        arguments = ["data", "check", str(path)]
+        for change in changes:
+            arguments += ["--set", change]
+        code = 0
+        try:
+            cli.main(arguments)
+        except SystemExit as end:
+            code = end.code
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def rows(count):
+    return [{"prompt": f"{i} + 1 = ?", "answer": i + 1} for i in range(count)]
+
+
+def test_nothing_is_wrong_with_good_rows(check):
+    code, said = check([*rows(20), *rows(3)])
+    assert code == 0 and said.endswith("nothing would go wrong\n")
+    assert "p.jsonl: 23 prompts, 3 of them repetitions of others" in said
+    assert "tokens: median 9, 99 % up to 10, longest 10" in said
+
+
+def test_every_bad_row_is_found_and_the_first_are_named(check):
+    bad = [{"prompt": "x"}, {"prompt": "x", "answer": None}, {"prompt": "", "answer": 1}, [1], {"answer": 1}]
+    code, said = check([*rows(4), *bad, *bad, *rows(4)])
+    assert code == 1
+    for line, what in ((5, "no column 'answer'"), (6, "answer must be"), (7, "prompt must be"), (8, "got list")):
+        assert f"p.jsonl, line {line}: " in said and what in said
+    assert "WRONG: and 5 more rows that cannot be used" in said
+    assert "8 prompts, 4 of them repetitions" in said
+
+
+def test_a_file_that_breaks_off(check):
+    code, said = check([*rows(3), '{"prompt": "1", "ans'])
+    assert code == 1 and "line 4 is not JSON" in said and "3 prompts" in said
+
+
+def test_answers_that_a_verifier_cannot_read(check):
+    code, said = check([*rows(8), {"prompt": "word?", "answer": "$$"}])
+    assert code == 1 and "line 9: the answer '$$' of prompt 'word?' is no mathematics" in said
+    code, said = check([*rows(8), {"prompt": "word?", "answer": "$$"}], kind="exact")
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("overlong", "code", "fate"), [("error", 1, "stops"), ("drop", 0, "left out"), ("truncate", 0, "cut")]
+)
+def test_lengths(check, overlong, code, fate):
+    long = [{"prompt": "1 " * 300, "answer": "1"}] * 2
+    found, said = check([*rows(20), *long], f"data.overlong={overlong}")
+    assert found == code
+    assert "2 prompts of" in said and "more than data.max_prompt_tokens = 200: " in said and fate in said
+    assert "longest 600" in said
+
+
+def test_a_template_that_does_not_fit_is_told_once_for_all(check):
+    mixed = [{**row, "hint": "h"} for row in rows(4)] + rows(9)
+    code, said = check(mixed, "data.prompt_template={hint} {prompt}")
+    assert code == 1 and said.count("does not fit") == 5
+    assert "WRONG: and 4 more prompts that do not fit the template" in said
+    code, said = check(rows(4), "data.template=chat")
+    assert code == 1 and "has no chat template" in said
+
+
+def test_overlap_with_an_examination(check):
+    story = "a train leaves the town at nine and meets another one at noon how fast was the first"
+    exam = [{"prompt": story + "?", "answer": 1}, {"prompt": "two plus two", "answer": 4}]
+    train = [
+        *rows(20),
+        {"prompt": "two plus two", "answer": 4},
+        {"prompt": "Two plus  two", "answer": 4},
+        {"prompt": "once more: " + story + ", and then?", "answer": 1},
+    ]
+    code, said = check(train, exam=exam)
+    assert code == 0
+    assert (
+        "2 held-out prompts: of the training files 1 prompts are among them and are not trained, 1 differ in case "
+        "or spaces alone, 1 share 13 words in a row with one\n"
+        "  differs in case or spaces alone: 'Two plus  two'\n  shares 13 words: 'once more: a train leaves"
+    ) in said
+
+
+def test_what_a_start_refuses(check):
+    code, said = check(rows(1))
+    assert code == 1 and "too few different prompts to hold one out" in said
+    code, said = check(rows(9), "data.format=gsm9k")
+    assert code == 1 and "did you mean 'gsm8k'" in said
+    code, said = check(rows(9), "reward.kind=reasoning_gym")
+    assert code == 1 and "needs data.source" in said
