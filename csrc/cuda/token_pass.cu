@@ -332,7 +332,7 @@ __device__ bool is_short(const megarl_tokens& tokens, int64_t first, int64_t las
 }
 
 template <class Rule>
-__global__ void __launch_bounds__(kThreads, 3) token_pass(const Pass pass) {
+__global__ void __launch_bounds__(kThreads, 2) token_pass(const Pass pass) {
   __shared__ Shared shared;
   const int64_t first = blockIdx.x / kWarps * kWarps;
   const int64_t last = first + kWarps < pass.tokens.num_segments ? first + kWarps : pass.tokens.num_segments;

@@ -156,8 +156,7 @@ def _sums(t, log_m, dampened, on, o):
 
 @triton.jit
 def token_pass_kernel(
-    parameters,  # [PARAMETERS] float64
-    dampened,  # float32
+    parameters, dampened,  # [PARAMETERS] float64, and a float32
     logprobs, rollout_logprobs, old_logprobs,  # [T] float32, the last one or None
     advantages, mask, cu_seqlens,  # [T] float32, [T] bool, [segments + 1] int32
     prefix_min, sequence_log_ratio, first_trigger,  # [segments] each, see `Inherited`, or None
