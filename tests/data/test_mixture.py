@@ -117,7 +117,7 @@ def test_mistakes(tokenizer, tmp_path):
         DataTable.model_validate({"sources": [a], "source": "file"})
     with pytest.raises(ValueError, match=r"say where prompts come from, or each of \[\[data.sources\]\]"):
         DataTable.model_validate({"source": "file"})
-    with pytest.raises(ValueError, match=r"which suite is"):
+    with pytest.raises(ValueError, match="eval.source.* which .s.jsonl. is"):
         mixed(a, b, eval={"suite": "s.jsonl"})
 
 
