@@ -119,7 +119,8 @@ def linear_logprob_specs(dtype: torch.dtype, architecture: int) -> list[CompileS
 
 
 POINTERS = dict(
-    parameters="*fp64", dampened="*fp64", logprobs="*fp32", rollout_logprobs="*fp32", old_logprobs="*fp32", advantages="*fp32",
+    parameters="*fp64", dampened="fp32",
+    logprobs="*fp32", rollout_logprobs="*fp32", old_logprobs="*fp32", advantages="*fp32",
     mask="*i1", cu_seqlens="*i32", prefix_min="*fp32", sequence_log_ratio="*fp32", first_trigger="*i32", places="*i64",
     loss="*fp32", coefficient="*fp32", kept="*i1", rows="*fp64", histograms="*i64",
 )  # fmt: skip
@@ -136,7 +137,7 @@ def token_pass_spec(name: str, inherited: bool, architecture: int) -> CompileSpe
         signature=signature,
         constants=kernel_constants(rule) | dict.fromkeys(absent),
         architecture=architecture,
-        aligned=tuple(signature),
+        aligned=tuple(name for name, type in signature.items() if type.startswith("*")),
         options=LAUNCH_OPTIONS,
     )
 

@@ -66,7 +66,7 @@ def test_a_row_names_what_is_there(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "where",
-    ["file:megarl/objectives/gone.py:", "file:megarl/objectives/m2po.py:Gone", "key:schedule.gone", "row:table 1, gone",
+    ["file:docs/gone.md:", "file:megarl/objectives/m2po.py:Gone", "key:schedule.gone", "row:table 1, gone",
      "chart:Gone", "metric:gone", "metric:gone/q01", "text"],
 )  # fmt: skip
 def test_what_is_not_there_is_found(where: str) -> None:

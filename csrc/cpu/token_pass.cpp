@@ -358,7 +358,7 @@ void run_block(const Pass& pass, int64_t first_segment, int64_t last_segment, do
 }  // namespace
 }  // namespace megarl
 
-extern "C" int megarl_token_pass_cpu(const char* name, const double* parameters, const double* dampened,
+extern "C" int megarl_token_pass_cpu(const char* name, const double* parameters, double dampened,
                                      const megarl_tokens* tokens, const megarl_inherited* inherited,
                                      const int64_t* places, float* loss, float* coefficient, uint8_t* kept,
                                      double* segment_sums, double* sums, int64_t* histograms) {
@@ -369,7 +369,7 @@ extern "C" int megarl_token_pass_cpu(const char* name, const double* parameters,
   Quantity quantity = Quantity::kNone;
   with_rule(rule, [&](auto tag) { quantity = decltype(tag)::Rule::kQuantity; });
   const Output out{loss, coefficient, kept, segment_sums};
-  const Pass pass{quantity, rule, parameters, static_cast<float>(*dampened), *tokens, inherited, places, out};
+  const Pass pass{quantity, rule, parameters, static_cast<float>(dampened), *tokens, inherited, places, out};
   const std::vector<int64_t> cuts = cut_into_blocks(tokens->cu_seqlens, tokens->num_segments);
   const int64_t num_blocks = static_cast<int64_t>(cuts.size()) - 1;
   std::vector<double> block_sums(num_blocks * MEGARL_NUM_SUMS, 0.0);

@@ -14,7 +14,7 @@ static_assert(kRow <= kWarp, "one lane writes one sum");
 
 struct Pass {
   const double* parameters;
-  const double* dampened;
+  float dampened;
   megarl_tokens tokens;
   bool has_inherited;
   megarl_inherited inherited;
@@ -253,7 +253,7 @@ __device__ void store(const Pass& pass, const Results& r, uint32_t first, uint32
 // A thread's four tokens of a tile. least: key of the minimum of all earlier tokens of the sequence.
 template <class Rule>
 __device__ Results weigh(const Rule& rule, const Sequence& sequence, const Quad& q, int index, int least,
-                         float dampened, Shared& shared, Run& minima, Totals& totals) {
+                         const Pass& pass, Shared& shared, Run& minima, Totals& totals) {
   Results results;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
@@ -266,7 +266,7 @@ __device__ Results weigh(const Rule& rule, const Sequence& sequence, const Quad&
     results.loss[i] = q.on[i] ? -o.value : 0.0f;
     results.coefficient[i] = q.on[i] ? -o.coefficient : 0.0f;
     results.kept[i] = static_cast<uint8_t>(q.on[i] & o.kept);
-    count(token, log_m, dampened, q.on[i], o, totals);
+    count(token, log_m, pass.dampened, q.on[i], o, totals);
     measure(token, q.on[i], o, totals);
     if (q.on[i]) {
       atomicAdd(&shared.histograms[0][bin_of(l)], 1u);
@@ -293,7 +293,6 @@ template <class Rule, class Team>
 __device__ void run_segment(const Pass& pass, Shared& shared, int64_t s) {
   const uint32_t start = pass.tokens.cu_seqlens[s], end = pass.tokens.cu_seqlens[s + 1];
   const Rule rule(pass.parameters);
-  const float dampened = static_cast<float>(*pass.dampened);
   const Sequence sequence = whole_sequence<Rule, Team>(pass, shared, s, start, end);
   int carry = pass.has_inherited ? to_key(pass.inherited.prefix_min[s]) : kNone;  // minimum of the earlier tiles
   int turn = 0;
@@ -312,7 +311,7 @@ __device__ void run_segment(const Pass& pass, Shared& shared, int64_t s) {
       Team::exclusive_min(shared, turn, key, before, tile_least);
       const int index = static_cast<int>(first - start);
       const int least = Least()(carry, before);
-      store(pass, weigh(rule, sequence, q, index, least, dampened, shared, minima, totals), first, start, end);
+      store(pass, weigh(rule, sequence, q, index, least, pass, shared, minima, totals), first, start, end);
       carry = Least()(carry, tile_least);
     }
     totals.flush(row);
@@ -374,7 +373,7 @@ void launch(const Pass& pass, cudaStream_t stream) {
 }  // namespace
 }  // namespace megarl
 
-extern "C" int megarl_token_pass_cuda(const char* name, const double* parameters, const double* dampened,
+extern "C" int megarl_token_pass_cuda(const char* name, const double* parameters, double dampened,
                                       const megarl_tokens* tokens, const megarl_inherited* inherited,
                                       const int64_t* places, float* loss, float* coefficient, uint8_t* kept,
                                       double* segment_sums, double* sums, int64_t* histograms, double* scratch,
@@ -384,9 +383,11 @@ extern "C" int megarl_token_pass_cuda(const char* name, const double* parameters
   if (rule < 0) return MEGARL_UNKNOWN_RULE;
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   const bool wide = can_load_wide(*tokens) && are_aligned({loss, coefficient}, 16) && are_aligned({kept}, 4);
-  const Pass pass{parameters,   dampened,   *tokens,     inherited != nullptr, inherited ? *inherited : megarl_inherited{},
-                  places,       loss,       coefficient, kept,
-                  segment_sums, histograms, scratch,     wide};
+  const float threshold = static_cast<float>(dampened);
+  const bool chunks = inherited != nullptr;
+  const Pass pass{parameters,    threshold,    *tokens,    chunks, chunks ? *inherited : megarl_inherited{},
+                  places,        loss,         coefficient, kept,
+                  segment_sums,  histograms,   scratch,     wide};
   with_rule(rule, [&](auto tag) {
     if (tokens->num_segments > 0) launch<typename decltype(tag)::Rule>(pass, on);
   });

@@ -71,9 +71,9 @@ enum megarl_sum {
   MEGARL_SECOND_POSITIVE,
   MEGARL_SECOND_NEGATIVE,
   MEGARL_BAD_PREFIX, /* m < .8 */
-  MEGARL_DAMPENED_TOKEN, /* ratio < *dampened */
+  MEGARL_DAMPENED_TOKEN, /* ratio < dampened */
   MEGARL_DAMPENED_TOKEN_BAD, /* ... after a bad prefix */
-  MEGARL_DAMPENED_PREFIX, /* m ratio < *dampened */
+  MEGARL_DAMPENED_PREFIX, /* m ratio < dampened */
   MEGARL_DAMPENED_PREFIX_BAD,
   MEGARL_RATIO_POSITIVE, /* ratio of the tokens with A > 0 */
   MEGARL_RATIO_NEGATIVE,
@@ -89,7 +89,7 @@ enum megarl_sum {
 /* Log-ratio, prefix minimum, weight and mask, loss, its gradient and every sum of the metrics, in one pass.
  *
  * rule: one of the names in MEGARL_RULES of token_rules.h. parameters: float64, on the device; see there.
- * dampened: effective ratio below which a token counts as dampened, on the device.
+ * dampened: effective ratio below which a token counts as dampened.
  * places [num_segments] int64 or NULL: position of a segment's first token in the order of ties of "second_moment".
  * loss, coefficient [T]: loss of a token and its derivative with respect to the log-prob, 0 where the mask is 0.
  * kept [T] uint8: trained tokens whose gradient survives.
@@ -97,11 +97,11 @@ enum megarl_sum {
  * sums [MEGARL_NUM_SUMS] float64. histograms [2, MEGARL_BINS] int64, of l and of log m; the CUDA function adds to them.
  * scratch (CUDA): float64 [num_segments, MEGARL_NUM_SUMS].
  */
-int megarl_token_pass_cpu(const char* rule, const double* parameters, const double* dampened,
+int megarl_token_pass_cpu(const char* rule, const double* parameters, double dampened,
                           const megarl_tokens* tokens, const megarl_inherited* inherited, const int64_t* places,
                           float* loss, float* coefficient, uint8_t* kept, double* segment_sums, double* sums,
                           int64_t* histograms);
-int megarl_token_pass_cuda(const char* rule, const double* parameters, const double* dampened,
+int megarl_token_pass_cuda(const char* rule, const double* parameters, double dampened,
                            const megarl_tokens* tokens, const megarl_inherited* inherited, const int64_t* places,
                            float* loss, float* coefficient, uint8_t* kept, double* segment_sums, double* sums,
                            int64_t* histograms, double* scratch, void* stream);

@@ -106,7 +106,7 @@ class InheritedPointers(ctypes.Structure):
 
 def call(name: str, device: torch.device, *arguments: Any) -> None:
     """Call ``megarl_<name>_<device>``: tensors become pointers, structures are passed by reference, a str is a C
-    string, an int is int64_t, None is NULL. CUDA functions get the current stream as last argument."""
+    string, an int is int64_t, a float double, None is NULL. CUDA functions get the current stream as last argument."""
     converted: list[Any] = [_convert(a) for a in arguments]
     function = getattr(load_library(device.type), f"megarl_{name}_{device.type}")
     if device.type == "cuda":
@@ -123,6 +123,8 @@ def _convert(argument: Any) -> Any:
         return ctypes.c_void_p(argument.data_ptr())
     if isinstance(argument, ctypes.Structure):
         return ctypes.byref(argument)
+    if isinstance(argument, float):
+        return ctypes.c_double(argument)
     if isinstance(argument, str):
         return ctypes.c_char_p(argument.encode())
     if argument is None:

@@ -10,7 +10,7 @@ from megarl.beats import beat
 from megarl.data.prompts import Prompt
 from megarl.recipe.tables import RewardTable
 from megarl.rewards import Score, is_scored
-from megarl.rewards.parts import total
+from megarl.rewards.parts import totals
 from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engine import Completion
 from megarl.storage.rollouts import Response
@@ -44,14 +44,9 @@ class PendingGroup:
     samples: int
     parts: dict[int, list[Completion]] = field(default_factory=dict)  # of the responses that are not finished
     responses: dict[int, Response] = field(default_factory=dict)  # of those that are, scored or not
-    unscored: int = 0
+    texts: dict[int, str] = field(default_factory=dict)  # of those that are to be scored together
+    scores: dict[int, Score] = field(default_factory=dict)  # of those that are scored
     done: bool = False  # handed out
-
-    def scored(self) -> ScoredGroup:
-        """Hand it out, and hold its responses no longer."""
-        responses = tuple(self.responses.pop(k) for k in range(self.samples))
-        self.done = True
-        return ScoredGroup(self.chunk, self.seeded, responses)
 
 
 class Scoring:
@@ -73,36 +68,47 @@ class Scoring:
     def add(self, group: PendingGroup, sample: int, response: Response, text: str) -> None:
         """A response is generated; its reward is to be found."""
         group.responses[sample] = response
-        if is_scored(response.finish_reason, self._table):
-            group.unscored += 1
-            self._asked[self._verifiers.ask(group.seeded.prompt, text)] = group, sample
+        if not is_scored(response.finish_reason, self._table):
+            group.scores[sample] = Score(0.0)
+        elif self._table.group:
+            group.texts[sample] = text
         else:
-            group.responses[sample] = self._rewarded(response, Score(0.0))
+            self._asked[self._verifiers.ask(group.seeded.prompt, text)] = group, sample
         if len(group.responses) == group.samples:
             self._generated.append(group)
+            if group.texts:
+                samples = sorted(group.texts)
+                numbers = self._verifiers.ask_group(group.seeded.prompt, [group.texts.pop(k) for k in samples])
+                self._asked |= {number: (group, k) for number, k in zip(numbers, samples, strict=True)}
 
     def look(self, wait: bool = False) -> None:
         """Take what verdicts there are. ``wait``: for one at least."""
         self._looked = time.monotonic()
         for number, verdict in self._verifiers.verdicts(wait):
             group, sample = self._asked.pop(number)
-            group.responses[sample] = self._rewarded(group.responses[sample], verdict.found)
-            group.unscored -= 1
+            group.scores[sample] = verdict.found
             if verdict.over:
                 self.over_limit += 1
                 place = f"response {sample} to prompt {group.seeded.number}"
                 print(f"{place} scores 0: its verifier ran out of limits ({verdict.over})", flush=True)
         for group in self._generated:
-            if not group.unscored:
-                self._whole.append(group.scored())
+            if len(group.scores) == group.samples:
+                self._whole.append(self._rewarded(group))
                 self.seen(self._whole[-1])
             elif self._in_order:
                 break
         self._generated = [group for group in self._generated if not group.done]
 
-    def _rewarded(self, response: Response, score: Score) -> Response:
-        reward, correct = total(score, len(response.tokens), self._table, self._longest)
-        return replace(response, reward=reward, correct=None if correct == reward else correct)
+    def _rewarded(self, group: PendingGroup) -> ScoredGroup:
+        """The group with its rewards; it holds its responses no longer."""
+        responses, scores = zip(*((group.responses.pop(k), group.scores[k]) for k in range(group.samples)), strict=True)
+        found = totals(scores, [len(response.tokens) for response in responses], self._table, self._longest)
+        group.done = True
+        rewarded = tuple(
+            replace(response, reward=reward, correct=None if correct == reward else correct)
+            for response, (reward, correct) in zip(responses, found, strict=True)
+        )
+        return ScoredGroup(group.chunk, group.seeded, rewarded)
 
     def settle(self) -> None:
         """Wait for all rewards that are asked for."""

@@ -16,7 +16,8 @@ VerifierKind = Annotated[str, one_of(VERIFIERS)]
 class RewardPart(Table):
     """``[[reward.parts]]``: what a response gets beside 1 for being right."""
 
-    kind: Literal["box", "overlong", "python"]  # 1 for a \boxed{}; DAPO's penalty of 0 to -1; a function of the user's
+    # 1 for a \boxed{}; DAPO's penalty of 0 to -1; length among the group's, 0.5 to -0.5; a function of the user's
+    kind: Literal["box", "overlong", "length", "python"]
     weight: float
     buffer: int | None = Field(None, ge=1)  # overlong: tokens before rollout.max_response_tokens in which it grows
     path: str | None = None  # python: FILE.py:FUNCTION
@@ -54,6 +55,7 @@ class RewardTable(Table):
     require_stop: bool = True  # a response cut off by the token limit scores 0
     boxed: bool = False  # kind = "math": a response without \boxed{} is wrong; else its answer is looked for
     path: str | None = None  # kind = "python": FILE.py:FUNCTION, which takes (prompt, response, row)
+    group: bool = False  # kind = "python": it takes (prompt, responses, row), all responses to a prompt together
     partial_credit: bool = False  # the reward is the verifier's score, instead of 1 or 0
     weight: float = 1.0  # of what the verifier gives, beside the parts
     parts: tuple[RewardPart, ...] = Field((), strict=False)  # what the reward has beside
@@ -74,7 +76,8 @@ class RewardTable(Table):
             raise ValueError('kind = "judge" needs service.model, and kind = "http" has none')
         if self.service and self.service.prompt and self.kind == "http":
             raise ValueError('service.prompt is a setting of kind = "judge"')
-        kinds = {"boxed": "math", "path": "python"} | dict.fromkeys(("language", "seconds", "memory_mb"), "code")
+        kinds = {"boxed": "math", "path": "python", "group": "python"}
+        kinds |= dict.fromkeys(("language", "seconds", "memory_mb"), "code")
         for name, kind in kinds.items():
             if kind != self.kind and getattr(self, name) != RewardTable.model_fields[name].default:
                 raise ValueError(f"{name} is a setting of kind = {kind!r}: leave it out, or set kind")

@@ -5,7 +5,7 @@ Of all verifiers only `megarl.rewards.code` runs a response as code, in a sandbo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Protocol
@@ -38,6 +38,14 @@ class Verifier(Protocol):
 
         It may take as long, and as much memory, as the response makes it: `megarl.rewards.pool` has the limits.
         """
+        ...
+
+
+class GroupVerifier(Verifier, Protocol):
+    """Of a recipe with ``reward.group``: no response is scored without the others to its prompt."""
+
+    def score_group(self, prompt: Prompt, responses: Sequence[str]) -> list[Score]:
+        """How right each of them is."""
         ...
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from megarl.data.prompts import Prompt
 
 MESSAGE = struct.Struct(">II")  # how many questions or answers, bytes that follow
-QUESTION = struct.Struct(">QII")  # its number, bytes of the prompt, bytes of the response
+QUESTION = struct.Struct(">QIII")  # the number of its first response, how many it has, bytes of prompt and responses
 
 
 class Channel:
@@ -55,28 +55,28 @@ class Channel:
         return messages
 
 
-def pack_question(number: int, prompt: bytes, response: str) -> bytes:
+def pack_question(number: int, prompt: bytes, responses: str | tuple[str, ...]) -> bytes:
     """``prompt``: pickled. Many questions in a row are a message's body."""
-    text = response.encode("utf-8", "surrogatepass")
-    return QUESTION.pack(number, len(prompt), len(text)) + prompt + text
+    texts, count = pickle.dumps(responses), 1 if isinstance(responses, str) else len(responses)
+    return QUESTION.pack(number, count, len(prompt), len(texts)) + prompt + texts
 
 
-def split(body: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number, packed question) of each question of a message."""
+def split(body: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """(number of its first response, how many it has, packed question) of each question of a message."""
     begin = 0
     while begin < len(body):
-        number, *sizes = QUESTION.unpack_from(body, begin)
+        number, count, *sizes = QUESTION.unpack_from(body, begin)
         end = begin + QUESTION.size + sum(sizes)
-        yield number, body[begin:end]
+        yield number, count, body[begin:end]
         begin = end
 
 
-def unpack_question(question: bytes) -> tuple[Prompt, str]:
-    """The prompt and the response that it is about."""
-    response = QUESTION.size + QUESTION.unpack_from(question)[1]
-    return pickle.loads(question[QUESTION.size : response]), question[response:].decode("utf-8", "surrogatepass")
+def unpack_question(question: bytes) -> tuple[Prompt, str | tuple[str, ...]]:
+    """The prompt, and the response or the group of responses that it is about."""
+    texts = QUESTION.size + QUESTION.unpack_from(question)[2]
+    return pickle.loads(question[QUESTION.size : texts]), pickle.loads(question[texts:])
 
 
 def pack_answers(answers: Iterable[tuple[int, dict[str, Any]]]) -> bytes:
-    """(number of the question, verdict) of some; no pickles, since a response may have got hold of who answers."""
+    """(number of the response, verdict) of some; no pickles, since a response may have got hold of who answers."""
     return json.dumps(list(answers)).encode()

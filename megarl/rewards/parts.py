@@ -11,7 +11,7 @@ from megarl.data.boxes import last_box
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import Recipe, RewardPart, RewardTable
-from megarl.rewards import Score, Verifier, VerifierModule, reward
+from megarl.rewards import GroupVerifier, Score, Verifier, VerifierModule, reward
 from megarl.rewards.python import Python, load_function
 
 
@@ -44,7 +44,14 @@ class WithParts:
         self._functions = [(part.weight, Python(str(part.path))) for part in parts if part.kind == "python"]
 
     def score(self, prompt: Prompt, response: str) -> Score:
-        found = self._verifier.score(prompt, response)
+        return self._with_parts(self._verifier.score(prompt, response), prompt, response)
+
+    def score_group(self, prompt: Prompt, responses: Sequence[str]) -> list[Score]:
+        """As `GroupVerifier`, which the verifier must be."""
+        found = cast(GroupVerifier, self._verifier).score_group(prompt, responses)
+        return [self._with_parts(score, prompt, text) for score, text in zip(found, responses, strict=True)]
+
+    def _with_parts(self, found: float | Score, prompt: Prompt, response: str) -> Score:
         score = found if isinstance(found, Score) else Score(found)
         extra = self._boxes if last_box(response) is not None else 0.0
         extra += sum(weight * function.score(prompt, response).value for weight, function in self._functions)
@@ -63,6 +70,28 @@ def total(score: Score, tokens: int, table: RewardTable, longest: int) -> tuple[
             assert part.buffer is not None
             worth += part.weight * overlong(tokens, longest, part.buffer)
     return worth, correct
+
+
+def totals(
+    scores: Sequence[Score], tokens: Sequence[int], table: RewardTable, longest: int
+) -> list[tuple[float, float]]:
+    """`total` of all responses to a prompt, and what they get for their lengths among each other."""
+    found = [total(score, length, table, longest) for score, length in zip(scores, tokens, strict=True)]
+    among = by_length(tokens, [correct == 1 for _, correct in found], table)
+    return [(reward + extra, correct) for (reward, correct), extra in zip(found, among, strict=True)]
+
+
+def by_length(tokens: Sequence[int], right: Sequence[bool], table: RewardTable) -> list[float]:
+    """Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3), times its weight, of each response to a prompt.
+
+    0.5 for the shortest to -0.5 for the longest; a wrong one gets nothing above 0. All 0 where all are as long.
+    """
+    weight = sum(part.weight for part in table.parts if part.kind == "length")
+    least, most = min(tokens), max(tokens)
+    if not weight or least == most:
+        return [0.0] * len(tokens)
+    shares = [0.5 - (length - least) / (most - least) for length in tokens]
+    return [weight * (share if ok else min(0.0, share)) for share, ok in zip(shares, right, strict=True)]
 
 
 def overlong(tokens: int, longest: int, buffer: int) -> float:

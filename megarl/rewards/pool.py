@@ -28,15 +28,15 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from megarl.data.prompts import Prompt
 from megarl.errors import STOP_SIGNALS, UserError
 from megarl.linux import name_process
 from megarl.recipe.tables import Recipe
-from megarl.rewards import Score, Verifier, VerifierUnavailable
+from megarl.rewards import GroupVerifier, Score, Verifier, VerifierUnavailable
 from megarl.rewards.messages import MESSAGE, Channel, pack_answers, pack_question, split, unpack_question
 
 NUMBER = struct.Struct("=Q")
@@ -101,7 +101,7 @@ class VerifierPool:
             _in_fork(theirs, lambda: _Keeper(theirs, build, limits).serve())
         theirs.close()
         self._keeper = Channel(ours)
-        self._asked = self._answered = 0
+        self._asked = self._answered = 0  # responses
         self._unsent: list[bytes] = []
         self._prompt: tuple[Prompt, bytes] | None = None  # the last one that was asked about, as it is sent
 
@@ -110,14 +110,23 @@ class VerifierPool:
 
         Returns at once, with the number of the question.
         """
+        return self._ask(prompt, response, 1)
+
+    def ask_group(self, prompt: Prompt, responses: Sequence[str]) -> range:
+        """The same for all responses to a prompt together, by a `GroupVerifier`; limits are then of the whole group."""
+        first = self._ask(prompt, tuple(responses), len(responses))
+        return range(first, first + len(responses))
+
+    def _ask(self, prompt: Prompt, responses: str | tuple[str, ...], count: int) -> int:
         if self._prompt is None or self._prompt[0] is not prompt:
             # tokens, which no verifier reads, may be most of a prompt
             self._prompt = prompt, pickle.dumps(replace(prompt, tokens=()))
-        self._asked += 1
-        self._unsent.append(pack_question(self._asked, self._prompt[1], response))
+        number = self._asked
+        self._asked += count
+        self._unsent.append(pack_question(number, self._prompt[1], responses))
         if len(self._unsent) == BATCH:
             self._send()
-        return self._asked
+        return number
 
     def _send(self) -> None:
         if self._unsent:
@@ -163,6 +172,7 @@ class VerifierPool:
 @dataclass(eq=False)
 class _Question:
     number: int
+    responses: int
     packed: bytes
     attempts: int = 0
 
@@ -217,7 +227,7 @@ class _Keeper:
         while not self.asker.closed:
             self._select()
             for _, body in self.asker.receive():
-                self.waiting += [_Question(number, packed) for number, packed in split(body)]
+                self.waiting += [_Question(*question) for question in split(body)]
             for worker in self.workers:
                 self._hear(worker)
             self.workers = [worker for worker in self.workers if not worker.ended]
@@ -260,7 +270,8 @@ class _Keeper:
         if code == -signal.SIGKILL and question.attempts < ATTEMPTS:  # by a person, the kernel, or `_hear`
             return False
         over = "time" if code == -signal.SIGPROF else "died"  # as C code does that gets no memory, or recurs too deep
-        self.asker.send(1, pack_answers([(question.number, {"score": 0.0, "over": over})]))
+        numbers = range(question.number, question.number + question.responses)
+        self.asker.send(1, pack_answers((number, {"score": 0.0, "over": over}) for number in numbers))
         return True
 
     def _hand_out(self) -> None:
@@ -319,43 +330,52 @@ def _work(keeper: socket.socket, verifier: Verifier, limits: Limits, current: mm
     keeper.setblocking(True)
     with keeper.makefile("rb") as messages:
         while header := messages.read(MESSAGE.size):
-            answers, sent = [], time.monotonic()
+            answers: list[tuple[int, dict[str, Any]]] = []
+            answered, sent = 0, time.monotonic()
             left, size = MESSAGE.unpack(header)
-            for number, packed in split(messages.read(size)):
+            for number, count, packed in split(messages.read(size)):
                 current[:] = NUMBER.pack(number)
-                prompt, response = unpack_question(packed)
+                prompt, responses = unpack_question(packed)
                 signal.setitimer(signal.ITIMER_PROF, limits.seconds)
-                answer = _score(verifier, prompt, response)
+                found = _score(verifier, prompt, responses)
                 signal.setitimer(signal.ITIMER_PROF, 0)
-                answers.append((number, answer))
-                left -= 1
+                # one answer to a group is that to each of it
+                answers += zip(range(number, number + count), found * count if len(found) == 1 else found, strict=True)
+                answered, left = answered + 1, left - 1
                 # what this response left behind is not to count against the next one
-                worn = answer.get("over") or _memory() - begin > limits.memory // 8
+                worn = found[0].get("over") or _memory() - begin > limits.memory // 8
                 if worn or not left or time.monotonic() - sent > SECONDS_TO_ANSWER:
                     body = pack_answers(answers)
-                    keeper.sendall(MESSAGE.pack(len(answers), len(body)) + body)
-                    answers, sent = [], time.monotonic()
+                    keeper.sendall(MESSAGE.pack(answered, len(body)) + body)
+                    answers, answered, sent = [], 0, time.monotonic()
                 if worn:
                     return
 
 
-def _score(verifier: Verifier, prompt: Prompt, response: str) -> dict[str, Any]:
+def _score(verifier: Verifier, prompt: Prompt, responses: str | tuple[str, ...]) -> list[dict[str, Any]]:
+    """The answer to each of the responses; a single one where it is the same for all."""
     random.seed(0)
     if "sympy.core.random" in sys.modules:  # it tests equality at random points
         sys.modules["sympy.core.random"].seed(0)
     try:
-        found = verifier.score(prompt, response)
-        if not isinstance(found, Score):
-            return {"score": found}
-        return {"score": found.value, "over": found.over, "reward": found.reward, "extra": found.extra}
+        if isinstance(responses, str):
+            return [_answer(verifier.score(prompt, responses))]
+        return [_answer(found) for found in cast(GroupVerifier, verifier).score_group(prompt, responses)]
     except MemoryError:
-        return {"score": 0.0, "over": "memory"}
+        return [{"score": 0.0, "over": "memory"}]
     except UserError as error:
-        return {"mistake": str(error)}
+        return [{"mistake": str(error)}]
     except VerifierUnavailable as error:
-        return {"unavailable": str(error)}
+        return [{"unavailable": str(error)}]
     except Exception:
-        return {"error": f"{prompt.text[:60]!r}, answered by {response[:60]!r}:\n{traceback.format_exc()}"}
+        text = responses if isinstance(responses, str) else responses[0]
+        return [{"error": f"{prompt.text[:60]!r}, answered by {text[:60]!r}:\n{traceback.format_exc()}"}]
+
+
+def _answer(found: float | Score) -> dict[str, Any]:
+    if not isinstance(found, Score):
+        return {"score": found}
+    return {"score": found.value, "over": found.over, "reward": found.reward, "extra": found.extra}
 
 
 def _memory() -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import Score, Verifier, read_score, row_of
 
-Function = Callable[[str, str, dict[str, Any]], Any]
+Function = Callable[[str, Any, dict[str, Any]], Any]
 
 
 def check(recipe: Recipe) -> None:
@@ -38,6 +38,13 @@ class Python:
     def score(self, prompt: Prompt, response: str) -> Score:
         """The function gives the score, or {"score": ...} with, if it likes, "reward", what is trained on."""
         return read_score(self._function(prompt.text, response, row_of(prompt)), self._path)
+
+    def score_group(self, prompt: Prompt, responses: Sequence[str]) -> list[Score]:
+        """The function takes a list of texts in the place of one, and gives a list of as many scores."""
+        found = self._function(prompt.text, list(responses), row_of(prompt))
+        if not isinstance(found, list | tuple) or len(found) != len(responses):
+            raise UserError(f"{self._path} gave {found!r:.60} for {len(responses)} responses: expected as many scores")
+        return [read_score(each, self._path) for each in found]
 
 
 def load_function(path: str) -> Function:

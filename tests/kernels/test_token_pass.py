@@ -86,8 +86,8 @@ def test_the_operation_is_registered_correctly() -> None:
     batch = make_batch([5, 0, 9])
     tokens = as_tokens(batch)
     arguments = (
-        "clip_token", *(constants(x, torch.device("cpu")) for x in ((0.8, 1.2), (0.7,))),
-        tokens.logprobs, tokens.rollout_logprobs, None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None, None,
+        "clip_token", constants((0.8, 1.2), torch.device("cpu")), 0.7, tokens.logprobs, tokens.rollout_logprobs,
+        None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None, None,
     )  # fmt: skip
     torch.library.opcheck(token_pass_compiled, arguments)
 

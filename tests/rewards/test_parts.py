@@ -8,7 +8,7 @@ from megarl.errors import UserError
 from megarl.phases.scoring import PendingGroup, Scoring, SeededPrompt
 from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import Score
-from megarl.rewards.parts import build_verifier, check_reward, overlong, total
+from megarl.rewards.parts import build_verifier, check_reward, overlong, total, totals
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.run_dir import RunDir
@@ -108,7 +108,7 @@ def test_functions_that_cannot_be_used_are_told_before_the_run(tmp_path, source,
         ({"kind": "exact", "boxed": True}, "boxed is a setting of kind = 'math'"),
         ({"kind": "exact", "parts": [{"kind": "overlong", "weight": 1.0}]}, "needs buffer"),
         ({"kind": "exact", "parts": [{"kind": "box", "weight": 1.0, "path": "a.py:f"}]}, "has no path"),
-        ({"kind": "exact", "parts": [{"kind": "bx", "weight": 1.0}]}, "'box', 'overlong' or 'python'"),
+        ({"kind": "exact", "parts": [{"kind": "bx", "weight": 1.0}]}, "'box', 'overlong', 'length' or 'python'"),
         ({"kind": "exact", "parts": [{"kind": "overlong", "weight": 1.0, "buffer": 2000}]}, "is more than rollout.max"),
     ],
 )
@@ -163,3 +163,35 @@ def test_a_recipe_keeps_its_parts_and_its_function_is_pinned(tmp_path, file):
     file.write_text(SOURCE + "\n# better")
     with pytest.raises(UserError, match=r"the reward function in .*my.py has changed since"):
         run.check_prompts()
+
+
+def test_a_group_is_scored_together(tmp_path, file):
+    """Read responses alone; limits are of the group, and a list of another length is a mistake."""
+    file.write_text(
+        """
+def score(prompt, responses, row):
+    if "spin" in responses:
+        while True: pass
+    if "few" in responses:
+        return [1.0]
+    return [{"score": float(text == min(responses)), "reward": float(len(responses))} for text in responses]
+"""
+    )
+    settings = recipe(tmp_path, kind="python", path=f"{file}:score", group=True)
+    check_reward(settings)
+    assert [(r.reward, r.correctness) for r in scored(settings, ["b", "a", "c"])] == [(3, 0), (3, 1), (3, 0)]
+    assert [r.reward for r in scored(settings, ["b", "spin", "c"])] == [0, 0, 0]
+    with pytest.raises(UserError, match=r"gave \[1.0\] for 2 responses: expected as many scores"):
+        scored(settings, ["few", "a"])
+    with pytest.raises(ValueError, match="group is a setting of kind = 'python'"):
+        recipe(tmp_path, kind="exact", group=True)
+
+
+def test_the_length_reward_is_kimis():
+    """Section 2.3.3 of arXiv:2501.12599: .5 - (length - least) / (most - least), and at most 0 for a wrong answer."""
+    table = RewardTable(kind="exact", parts=[{"kind": "length", "weight": 0.4}, {"kind": "length", "weight": 0.6}])
+    scores = [Score(1.0), Score(1.0), Score(0.0), Score(0.0), Score(1.0)]
+    found = totals(scores, [10, 20, 10, 20, 16], table, 100)
+    assert [reward for reward, _ in found] == pytest.approx([1.5, 0.5, 0.0, -0.5, 0.9])
+    assert [correct for _, correct in found] == [1, 1, 0, 0, 1]
+    assert totals(scores[:2], [7, 7], table, 100) == [(1.0, 1.0)] * 2

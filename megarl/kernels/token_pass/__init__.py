@@ -61,7 +61,7 @@ def token_pass(
     inherited: Inherited | None = None,  # None: segments are whole sequences
     places: torch.Tensor | None = None,  # [segments] int64 for the quantity "ties", see `tie_places`
     backend: str = "cpp",
-    dampened: torch.Tensor | None = None,  # [1] float64, effective ratio below which a token counts so; None: .8
+    dampened: float = BAD_PREFIX,  # effective ratio below which a token counts as dampened
 ) -> PassResult:
     """Forward and gradient at once; `UserError` if `backend` is not installed. No host sync.
 
@@ -69,8 +69,6 @@ def token_pass(
     """
     check_backend(backend, tokens.logprobs.device)
     from_sequence = (None, None, None) if inherited is None else tuple(vars(inherited).values())
-    if dampened is None:
-        dampened = torch.full((1,), BAD_PREFIX, dtype=torch.float64, device=tokens.logprobs.device)
     operation: Any = token_pass_compiled
     if backend == "triton":
         operation = importlib.import_module("megarl.kernels.token_pass.triton_backend").token_pass_triton

@@ -51,7 +51,7 @@ class Arguments(NamedTuple):
 
     rule: str
     parameters: torch.Tensor
-    dampened: torch.Tensor
+    dampened: float
     logprobs: torch.Tensor
     rollout_logprobs: torch.Tensor
     old_logprobs: torch.Tensor | None
@@ -70,7 +70,7 @@ class Arguments(NamedTuple):
         )
 
 
-_TYPES = {str: "str", torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?"}
+_TYPES = {str: "str", float: "float", torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?"}
 _SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Arguments).items())
 
 

@@ -148,7 +148,7 @@ def _sums(t, log_m, dampened, on, o):
     )
     d = _join8(
         by_token.to(tl.float32), (by_token & bad).to(tl.float32), by_prefix.to(tl.float32),
-        (by_prefix & bad).to(tl.float32), ratio * above, ratio * below,
+        (by_prefix & bad).to(tl.float32), tl.where(t.advantage > 0, ratio, 0.0), tl.where(t.advantage < 0, ratio, 0.0),
         tl.where(t.advantage > 0, -o.value, 0.0), -o.value,
     )  # fmt: skip
     return tl.join(tl.join(a, b), tl.join(c, d))
@@ -156,13 +156,13 @@ def _sums(t, log_m, dampened, on, o):
 
 @triton.jit
 def token_pass_kernel(
-    parameters, dampened,  # [PARAMETERS] and [1] float64
+    parameters,  # [PARAMETERS] float64
+    dampened,  # float32
     logprobs, rollout_logprobs, old_logprobs,  # [T] float32, the last one or None
     advantages, mask, cu_seqlens,  # [T] float32, [T] bool, [segments + 1] int32
     prefix_min, sequence_log_ratio, first_trigger,  # [segments] each, see `Inherited`, or None
     places,  # [segments] int64 or None
-    loss, coefficient, kept,  # [T]
-    rows, histograms,  # [segments, 32] float64, [2, BINS] int64
+    loss, coefficient, kept, rows, histograms,  # [T] each, [segments, 32] float64, [2, BINS] int64
     RULE: tl.constexpr, PARAMETERS: tl.constexpr, QUANTITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0)
@@ -179,7 +179,6 @@ def token_pass_kernel(
     least = tl.full((), float("inf"), tl.float32)
     if prefix_min is not None:
         least = tl.load(prefix_min + segment)
-    below = tl.load(dampened).to(tl.float32)
     row = tl.zeros((_ROW,), tl.float64)
     by_ratio, by_minimum = tl.zeros((_TABLE,), tl.int32), tl.zeros((_TABLE,), tl.int32)
     for stretch in range(start, end, _STRETCH * TILE):
@@ -207,7 +206,7 @@ def token_pass_kernel(
             tl.store(loss + at, -o.value, mask=inside)
             tl.store(coefficient + at, -o.coefficient, mask=inside)
             tl.store(kept + at, o.kept, mask=inside)
-            sums += tl.sum(_sums(t, log_m, below, on, o).reshape(2, TILE // 2, 2, 2, 2, 2, 2), 0)  # within a thread
+            sums += tl.sum(_sums(t, log_m, dampened, on, o).reshape(2, TILE // 2, 2, 2, 2, 2, 2), 0)  # within a thread
             by_ratio += tl.histogram(_bin_of(l, on), _TABLE)
             by_minimum += tl.histogram(_bin_of(log_m, on), _TABLE)
         row += tl.permute(tl.sum(sums, 0), (4, 3, 2, 1, 0)).reshape(_ROW).to(tl.float64)

@@ -32,8 +32,7 @@ def fused_terms(rule: Rule, batch: TokenBatch, aggregation: str, dampened_below:
     inherited, counts = None, None
     if batch.shard is not None:
         inherited, counts = _inherit(rule, tokens, batch, backend)
-    dampened = constants((dampened_below,), batch.loss_mask.device)
-    result = token_pass(rule, tokens, inherited, places, backend, dampened)
+    result = token_pass(rule, tokens, inherited, places, backend, dampened_below)
     sums = dict(zip(SUMS, result.sums, strict=True))
     metrics = _metrics(sums, rule)
     metrics["token_loss"] = (result.segment_sums[:, 1].sum(), sums["tokens"])

@@ -8,7 +8,7 @@ import numpy as np
 
 from megarl.errors import UserError
 from megarl.rewards import Score, is_scored
-from megarl.rewards.parts import total
+from megarl.rewards.parts import by_length, total
 from megarl.storage.json_lines import read_intact_lines
 from megarl.storage.ledger import LedgerEntry, verify_shard
 from megarl.storage.rollouts import Group, RolloutStore
@@ -92,11 +92,13 @@ def _check_group(stage: Stage, group: Group) -> Iterator[str]:
     if len(group.prompt_tokens) > recipe.data.max_prompt_tokens:
         yield f"a prompt of {len(group.prompt_tokens)} tokens, more than data.max_prompt_tokens"
     oldest, newest = versions_allowed(stage, group.group_id)
+    right = [response.correctness == 1 for response in group.responses]
+    for_length = by_length([len(response.tokens) for response in group.responses], right, recipe.reward)
     for number, response in enumerate(group.responses):
         if len(response.tokens) > stage.rollout.max_response_tokens:
             yield f"response {number} has {len(response.tokens)} tokens, more than rollout.max_response_tokens"
         unscored = total(Score(0.0), len(response.tokens), recipe.reward, stage.rollout.max_response_tokens)[0]
-        if not is_scored(response.finish_reason, recipe.reward) and response.reward != unscored:
+        if not is_scored(response.finish_reason, recipe.reward) and response.reward != unscored + for_length[number]:
             yield f"response {number} was not scored ({response.finish_reason}), but has reward {response.reward:g}"
         versions = response.versions
         if versions.min() < oldest or versions.max() > newest or (np.diff(versions) < 0).any():

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from megarl.data.prompts import PromptSource, open_prompts
 from megarl.errors import UserError
-from megarl.rewards import is_scored
-from megarl.rewards.parts import build_verifier, total
+from megarl.rewards import Score, is_scored
+from megarl.rewards.parts import build_verifier, totals
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rollout.drift import TOLERANCES, hugging_face_reference
-from megarl.storage.rollouts import Group, Response, RolloutStore
+from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.weights import weight_files
 
@@ -67,19 +67,30 @@ def _check_rewards(
     stage: Stage, groups: Sequence[Group], prompts: PromptSource, tokenizer: object, pool: VerifierPool
 ) -> Iterator[str]:
     table, longest = stage.run.recipe.reward, stage.rollout.max_response_tokens
-    asked: dict[int, tuple[int, int, Response]] = {}
-    for group in groups:
-        for number, response in enumerate(group.responses):
-            if is_scored(response.finish_reason, table):
-                text = tokenizer.decode(response.tokens.tolist(), skip_special_tokens=True)  # type: ignore[attr-defined]
-                key = pool.ask(prompts.train(group.group_id), text)
-                asked[key] = group.group_id, number, response
+    scores = [[Score(0.0)] * len(group.responses) for group in groups]
+    asked: dict[int, tuple[int, int]] = {}
+    for place, group in enumerate(groups):
+        prompt = prompts.train(group.group_id)
+        texts = {
+            number: tokenizer.decode(response.tokens.tolist(), skip_special_tokens=True)  # type: ignore[attr-defined]
+            for number, response in enumerate(group.responses)
+            if is_scored(response.finish_reason, table)
+        }
+        if table.group and texts:
+            keys: Iterable[int] = pool.ask_group(prompt, list(texts.values()))
+        else:
+            keys = [pool.ask(prompt, text) for text in texts.values()]
+        asked |= {key: (place, number) for key, number in zip(keys, texts, strict=True)}
     while asked:
         for key, verdict in pool.verdicts(wait=True):
-            group_id, number, response = asked.pop(key)
-            now, stored = total(verdict.found, len(response.tokens), table, longest), response.reward
-            if now != (stored, response.correctness):
-                yield f"response {number} of group {group_id} has reward {stored:g}, but its verifier says {now[0]:g}"
+            place, number = asked.pop(key)
+            scores[place][number] = verdict.found
+    for group, found in zip(groups, scores, strict=True):
+        rewards = totals(found, [len(response.tokens) for response in group.responses], table, longest)
+        for number, (response, now) in enumerate(zip(group.responses, rewards, strict=True)):
+            if now != (response.reward, response.correctness):
+                where = f"response {number} of group {group.group_id}"
+                yield f"{where} has reward {response.reward:g}, but its verifier says {now[0]:g}"
 
 
 def _check_logprobs(stage: Stage, groups: Sequence[Group], notes: list[str]) -> Iterator[str]:

@@ -167,7 +167,7 @@ def test_the_operation_is_registered_correctly() -> None:
     """Schema, fake, autograd and tracing: torch's own checks."""
     tokens = Tokens.of(make_batch([5, 0, 9]))
     arguments = (
-        "clip_token", constants((0.8, 1.2), CPU), constants((0.7,), CPU), tokens.logprobs, tokens.rollout_logprobs,
+        "clip_token", constants((0.8, 1.2), CPU), 0.7, tokens.logprobs, tokens.rollout_logprobs,
         None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None, None,
     )  # fmt: skip
     torch.library.opcheck(kernels.token_pass_triton, arguments)
