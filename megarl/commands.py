@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.errors import UserError
+from megarl.recipe.data_table import FILES
 from megarl.recipe.eval_table import SuiteTable, default_name
 from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import load_recipe, override_recipe, recipe_diff
@@ -230,7 +231,7 @@ def _with_suites(recipe: Recipe, suites: list[str]) -> Recipe:
 def _suite_of(data: str) -> SuiteTable:
     """Of a file or generator that the recipe does not name."""
     source: Literal["file", "reasoning_gym"] = "reasoning_gym"
-    if Path(data).suffix in (".jsonl", ".parquet"):
+    if Path(data).suffix in FILES:
         source, data = "file", str(Path(data).resolve())
     return SuiteTable(name=default_name(source, data), source=source, suite=data)
 

@@ -110,6 +110,7 @@ def test_a_summary_has_every_figure_with_its_interval():
     assert (found["accuracy"], found["pass_at_k"], found["maj_at_k"]) == (0.5, 0.75, 0.5)
     assert found["pass_at"] == [0.5, 0.75] and (found["prompts"], found["samples"]) == (4, 2)
     assert found["pass_at_ci95"] == [found["ci95"], found["pass_at_k_ci95"]]
+    assert found["ci95"] == interval(correct.mean(1), 2) and found["pass_at_k_ci95"] == interval(correct.max(1))
     assert found["maj_at_k_ci95"] == interval(np.array([0.5, 0.0, 1.0, 0.5]))
     assert "maj_at_k" not in summarise(correct) and "pass_at" not in summarise(correct[:, :1])
 

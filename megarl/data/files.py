@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.data.formats import FORMATS, Format
 from megarl.errors import UserError, nearest
-from megarl.recipe.data_table import SourceTable
+from megarl.recipe.data_table import FILES, SourceTable
 
 MAX_LINE = 16 << 20  # bytes of a row of a .jsonl file: no prompt is as long, and a file that is no JSON lines has one
 Item = dict[str, Any]  # {"question": str | chat messages, "answer": str, "metadata": dict}, as reasoning-gym has it
@@ -34,13 +34,13 @@ def read_rows(table: SourceTable) -> list[tuple[str, Item]]:
 def scan_rows(table: SourceTable) -> Iterator[tuple[str, Item | UserError]]:
     """`read_rows`, with what is wrong with a row in its place; `UserError` for a file that cannot be read on."""
     path, form = Path(table.train), find_format(table.format)
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
-    if path.suffix not in readers:
-        raise UserError(f"{path}: a prompt file ends in .jsonl, .json, .csv or .parquet")
+    if path.suffix not in FILES:
+        raise UserError(f"{path}: a prompt file ends in {', '.join(FILES[:-1])} or {FILES[-1]}")
     if not path.is_file():
         raise UserError(f"no prompt file {path}")
+    reader = dict(zip(FILES, (_read_jsonl, _read_json, _read_csv, _read_parquet), strict=True))[path.suffix]
     try:
-        for where, row in readers[path.suffix](path, form):
+        for where, row in reader(path, form):
             try:
                 yield where, _item_of_row(_renamed(row, table, form, where), where)
             except UserError as error:

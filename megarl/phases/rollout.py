@@ -33,15 +33,14 @@ def rollout(stage: Stage) -> None:
     if stop.asked:  # also because responses of an evaluation may be unfinished, which are not for the store
         worker.close()
         sys.exit(STOPPED)
-    whole = worker.engine.repeats_chunks
-    candidates, found = Candidates(replicas, stage.groups, stage.run.recipe.groups_per_stage), None
+    whole, found = worker.engine.repeats_chunks, None
+    candidates = Candidates(replicas, stage.groups, stage.run.recipe.groups_per_stage)
     if replicas.rank == 0:  # for everybody: others may see a shared file system as it was a moment ago
         store = RolloutStore(stage.rollouts)
         candidates.recall(store)
         found = store.missing(stage.groups)
     missing = set(replicas.from_first("missing", found))
-    chunks = missing_chunks(stage.groups, missing, whole, stage.rollout.groups_per_chunk)
-    total = len(stage.groups)
+    chunks, total = missing_chunks(stage.groups, missing, whole, stage.rollout.groups_per_chunk), len(stage.groups)
     if replicas.rank == 0 and (there := total - sum(map(len, chunks))) > 0:
         stage.log_event("resume", phase="rollout", skipped=there, total=total, unit="groups")
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from megarl.recipe.base import Table
 
 OF_A_SOURCE = ("source", "train", "options", "format", "columns")  # what each file or generator has of its own
+FILES = (".jsonl", ".json", ".csv", ".parquet")  # how the names of prompt files end
 MESSAGES = ("raw", "chat")  # what `DataTable.template` may be beside a file
 
 

@@ -84,6 +84,8 @@ def test_held_out_prompts_are_of_all_sources_and_in_none(tokenizer, tmp_path):
     assert [prompt.index for prompt in prompts.heldout()] == list(range(len(heldout)))
     assert 36 <= len(heldout) <= 40 and 10 <= sum(text[0] == "a" for text in heldout) <= 20
     assert heldout.isdisjoint(prompts.train(i).text for i in range(2000))
+    epoch = [text for i in range(200) if (text := prompts.train(i).text)[0] == "b"]
+    assert len(set(epoch)) == len(epoch), "rows that are held out have left the epoch"
 
 
 def test_files_and_generators_together(tokenizer, tmp_path):
@@ -115,7 +117,7 @@ def test_mistakes(tokenizer, tmp_path):
         DataTable.model_validate({"sources": [a], "source": "file"})
     with pytest.raises(ValueError, match=r"say where prompts come from, or each of \[\[data.sources\]\]"):
         DataTable.model_validate({"source": "file"})
-    with pytest.raises(ValueError, match=r"which suite is"):
+    with pytest.raises(ValueError, match="eval.source.* which .s.jsonl. is"):
         mixed(a, b, eval={"suite": "s.jsonl"})
 
 

@@ -127,10 +127,10 @@ WHOLE_RUNS: dict[str, Callable[[Path], object]] = {
         run.parent / "prompts.jsonl", b'{"prompt": "cc", "answer": "c"}\n'
     ),
 }
-REMEDIES: dict[str, Callable[[Path], object]] = {  # of staged and live runs
-    "a remedy: the rollouts of the stage before deleted": lambda run: shutil.rmtree(run / "stages/000/rollouts"),
-    "a remedy: the rollouts of the stage deleted": lambda run: shutil.rmtree(run / ROLLOUTS),
-    "a remedy: a seal deleted": lambda run: (run / "stages/000/rollouts/SEALED").unlink(),
+MORE: dict[str, Callable[[Path], object]] = {  # of staged runs, for which they are remedies, and live ones
+    "the rollouts of the stage before deleted": lambda run: shutil.rmtree(run / "stages/000/rollouts"),
+    "the rollouts of the stage deleted": lambda run: shutil.rmtree(run / ROLLOUTS),
+    "a seal deleted": lambda run: (run / "stages/000/rollouts/SEALED").unlink(),
 }
 # (function, part of the path, error number or 0 for half a write, which call)
 CALLS = [
@@ -175,7 +175,7 @@ def trials() -> list[Trial]:
     at_rest = [
         Trial(f"{file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(run / f)) for file in FILES for kind in KINDS
     ]
-    whole = [Trial(name, damage) for name, damage in (WHOLE_RUNS | REMEDIES).items()]
+    whole = [Trial(name, damage) for name, damage in (WHOLE_RUNS | MORE).items()]
     calls = [Trial(describe(call), None, call) for call in CALLS]
     live = [
         Trial(f"live: {file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(min(run.glob(f))), stopped=stopped)
@@ -183,7 +183,7 @@ def trials() -> list[Trial]:
         for file in files
         for kind in KINDS
     ]
-    live += [Trial(f"live: {name}", damage, stopped="live") for name, damage in REMEDIES.items()]
+    live += [Trial(f"live: {name}", damage, stopped="live") for name, damage in MORE.items()]
     live += [Trial(f"live: {describe(call)}", None, call, stopped="live begun") for call in LIVE_CALLS]
     return [*at_rest, *whole, *calls, *live]
 

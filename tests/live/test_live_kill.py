@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import time
 
@@ -84,6 +85,22 @@ def test_twenty_kills_in_lockstep_leave_no_trace(phases, new_run):
         assert (killed.stage(0).rollouts / name).read_bytes() == (undisturbed.stage(0).rollouts / name).read_bytes(), (
             name
         )
+
+
+def test_trained_groups_that_are_lost_are_named(phases, new_run):
+    """They cannot be generated again, and engines would wait for ever for a policy that was removed."""
+    run = new_run("run", actor__checkpoint_every=2, **LOCKSTEP)
+    pids = phases.start(run, "live")
+    while not list(run.stage(0).checkpoints.glob("update_*")):
+        time.sleep(0.001)
+    os.kill(pids[0], signal.SIGKILL)
+    assert any(phases.wait())
+    shutil.rmtree(run.stage(0).rollouts)
+    phases.start(run, "live")
+    assert 2 in phases.wait()
+    assert (
+        "groups that updates of the stage have trained (the first is 0)" in (phases.logs / "rank_0001.log").read_text()
+    )
 
 
 def test_kills_of_a_free_running_stage_with_partial_responses(phases, new_run):

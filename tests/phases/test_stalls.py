@@ -62,7 +62,7 @@ CASES = {
     "trainer": (of_rank("optimize:0"), trains, (), "optimize", "update "),
     "generator": (of_rank("rollout:0"), stores, (), "rollout", "chunk "),
     "keeper of verifiers": (keeper, stores, (), "rollout", "chunk "),
-    "evaluating": (of_rank("evaluate:0"), evaluates, (*LIVE, *EVALUATES), "evaluate", "chunk "),
+    "evaluating": (of_rank("evaluate:0"), evaluates, (*LIVE, *EVALUATES), "evaluate", ""),  # a chunk or just before it
     "live trainer": (of_rank("live:0"), trains, LIVE, "live", ""),
     "live generator": (of_rank("live:1"), trains, LIVE, "live", ""),
     "warm": (warm, trains, (), "optimize", ""),

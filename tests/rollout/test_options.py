@@ -22,13 +22,13 @@ def test_options_become_arguments():
 
 def test_what_the_recipe_says_is_what_the_engine_is_started_with(tmp_path):
     """Of the second stage, on GPUs: by the names of vLLM's ``EngineArgs`` and of ``sglang.launch_server``."""
+    gpu = {"model": {"path": "unused"}, "actor": {"backend": "cuda"}}
     rollout = {"memory_fraction": 0.7, "tensor_parallel": 4, "float32_head": False}
-    tables = {"model": {"path": "unused"}, "actor": {"backend": "cuda"}, "rollout": rollout}
-    recipe = stage_recipe("vllm", **tables, stages={"1": {"memory_fraction": 0.5, "tensor_parallel": 2}})
+    recipe = stage_recipe("vllm", **gpu, rollout=rollout, stages={"1": {"memory_fraction": 0.5, "tensor_parallel": 2}})
     found = engine_arguments(tmp_path, Settings.of(recipe, 1))
     same = {"gpu_memory_utilization": 0.5, "tensor_parallel_size": 2, "hf_overrides": {"head_dtype": "model"}}
     assert found.items() >= (same | {"max_model_len": CONTEXT, "max_num_seqs": TOGETHER}).items()
-    plain = engine_arguments(tmp_path, Settings.of(stage_recipe("vllm", model={"path": "unused"}), 0))
+    plain = engine_arguments(tmp_path, Settings.of(stage_recipe("vllm", **gpu), 0))
     assert plain["hf_overrides"] == {"head_dtype": "float32"} and "gpu_memory_utilization" not in plain
     arguments = server_arguments(tmp_path, 0, SglangSettings.of(recipe, 1))
     values = dict(itertools.pairwise(arguments))

@@ -122,3 +122,8 @@ def test_what_a_start_refuses(check):
     assert code == 1 and "did you mean 'gsm8k'" in said
     code, said = check(rows(9), "reward.kind=reasoning_gym")
     assert code == 1 and "needs data.source" in said
+
+
+def test_exact_needs_an_answer_in_every_row(check):
+    code, said = check([*rows(8), {"prompt": "f", "tests": ["assert f()"]}], kind="exact")
+    assert code == 1 and "line 9: prompt 'f' names no answer" in said

@@ -29,6 +29,7 @@ def test_summary(tmp_path):
         "Base accuracy": f"0.281 ± {half[0]:.3f}",
         "Final accuracy": f"0.902 ± {half[1]:.3f}",
         "Gain (95 %)": f"+0.621 ± {math.hypot(*half):.3f}",
+        "Best accuracy": f"0.902 ± {half[1]:.3f} (update 288)",
         "Updates": "288 / 288",
         "Largest staleness": "95",
         "Time in phases": "1 min 40 s",
@@ -84,6 +85,7 @@ def test_traces_of_every_chart(tmp_path):
     names = {title: [trace["name"] for trace in chart.traces if "name" in trace] for title, chart in charts.items()}
     assert names == {
         "Held-out accuracy": ["held-out accuracy"],
+        "pass@k": [],
         "Training reward": ["reward"],
         "Importance ratio quantiles": ["q01", "q99", "q05", "q95", "median"],
         "Tokens without gradient": ["clip", "veto"],

@@ -161,8 +161,7 @@ def token_pass_kernel(
     advantages, mask, cu_seqlens,  # [T] float32, [T] bool, [segments + 1] int32
     prefix_min, sequence_log_ratio, first_trigger,  # [segments] each, see `Inherited`, or None
     places,  # [segments] int64 or None
-    loss, coefficient, kept,  # [T]
-    rows, histograms,  # [segments, 32] float64, [2, BINS] int64
+    loss, coefficient, kept, rows, histograms,  # [T] each, [segments, 32] float64, [2, BINS] int64
     RULE: tl.constexpr, PARAMETERS: tl.constexpr, QUANTITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     segment = tl.program_id(0)

@@ -19,6 +19,7 @@ from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import never
 from megarl.rollout.gpus import visible_gpus
+from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
@@ -37,6 +38,7 @@ def serve(stage: Stage, role: Role) -> None:
         make_directory(stage.rollouts)
         found = RolloutStore(stage.rollouts, one_policy=False).missing(stage.groups)
         if missing := replicas.from_first("missing", found if replicas.rank == 0 else None):
+            check_untrained(stage, missing)
             leave_trainers_devices(stage)
             LiveRolloutWorker(stage, replicas, state, stop).work(missing)
         if stop.asked:
@@ -45,6 +47,20 @@ def serve(stage: Stage, role: Role) -> None:
         if replicas.rank == 0:
             seal(stage.rollouts, stage.groups, one_policy=False)
     state.leave(replicas.rank)
+
+
+def check_untrained(stage: Stage, missing: Sequence[int]) -> None:
+    """`UserError` for missing groups that were trained: the versions that may generate them are gone."""
+    done = max((updates for updates, _ in checkpoints(stage.checkpoints)), default=0)
+    if stage.is_trained():
+        done = stage.run.recipe.schedule.updates_per_stage
+    trained = {group for update in range(done) for group in stage.groups_of_update(stage.groups, update)}
+    if lost := sorted(trained.intersection(missing)):
+        raise UserError(
+            f"{stage.rollouts} lacks {len(lost)} groups that updates of the stage have trained (the first is "
+            f"{lost[0]}), and the policies that generated them are gone: restore them from a copy, or use another "
+            "--run-dir"
+        )
 
 
 def leave_trainers_devices(stage: Stage) -> None:
@@ -217,5 +233,8 @@ def _wait_for(path: Path) -> None:
     deadline = time.monotonic() + APPEAR_SECONDS
     while not path.exists():
         if time.monotonic() > deadline:
-            raise UserError(f"{path} was published, but is not there: all nodes must share the run directory")
+            raise UserError(
+                f"{path} is to generate the next groups, but is not there: all nodes must share the run directory. "
+                "(Of versions that engines have no more use for, groups that are lost cannot be generated again.)"
+            )
         time.sleep(POLL_SECONDS)
