@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from megarl.data.prompts import Prompt, open_prompts
 from megarl.recipe.tables import Recipe
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def show_prompts(recipe: Recipe, count: int) -> str:
@@ -19,7 +16,7 @@ def show_prompts(recipe: Recipe, count: int) -> str:
     return "\n\n".join(_describe(name, prompt, tokenizer) for name, prompt in shown)
 
 
-def _describe(name: str, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
+def _describe(name: str, prompt: Prompt, tokenizer: Any) -> str:
     cut = ", cut" if prompt.truncated else ""
     tokens = " ".join(f"{token} {tokenizer.decode([token])!r}" for token in prompt.tokens)
     return (
