@@ -5,6 +5,7 @@ import pytest
 from megarl.actor import hf, packing, parallel
 from megarl.actor.frozen import FrozenPolicy
 from megarl.actor.step import Actor, train_step
+from megarl.data.tokenizer import load_tokenizer
 from megarl.distributed import become_single_process
 from megarl.errors import UserError
 from megarl.objectives import build_objective
@@ -74,17 +75,20 @@ def test_a_run_killed_within_a_step_begins_that_step_again(recipe, run, tmp_path
 def test_details_stand_in_every_so_manyth_line(run):
     lines = read_lines(run / "metrics.jsonl")
     assert [line["update"] for line in lines if "muted_tokens" in line] == [2, 4, 6]
-    line = lines[1]
+    line = min(lines[1::2], key=lambda line: line["kept_fraction"])
     tokens = line["muted_tokens"]
-    trained = round(line["trained_tokens"] * (1 - line["kept_fraction"]))
-    assert sum(tokens["muted"]) == trained > 0  # fewer than 50 tokens have a text
+    muted = round(line["trained_tokens"] * (1 - line["kept_fraction"]))
+    assert sum(tokens["muted"]) == muted > 0  # the vocabulary has fewer than 50
     assert tokens["muted"] == sorted(tokens["muted"], reverse=True)
     assert all(0 <= a <= b for a, b in zip(tokens["muted"], tokens["trained"], strict=True))
-    letters = [text for text, n in zip(tokens["text"], tokens["trained"], strict=True) if n and text != "<eos>"]
-    assert letters and all(len(text) == 1 and text.islower() for text in letters)
+    tokenizer = load_tokenizer(RunDir.open(run).recipe.model.tokenizer_path)
+    assert tokens["text"] == [tokenizer.decode([token]) for token in tokens["id"]] and "a" in tokens["text"]
     assert sum(map(sum, line["entropy_by_ratio"]["counts"])) == line["trained_tokens"]
     assert {"prefix/reverse_chi2", "prefix_occupancy/q01", "entropy_covariance"} <= line.keys()
-    assert all("response_tokens/positive" in line and "positive_share/loss" in line for line in lines)
+    for line in lines:  # a batch whose groups have no variance has no signs
+        for name in ("response_tokens/positive", "response_tokens/negative", "positive_share/loss"):
+            assert (name in line) == (line["zero_variance_fraction"] < 1), (line["update"], name)
+    assert any("positive_share/loss" in line for line in lines)
 
 
 def test_what_would_cut_a_step_is_refused(recipe):
