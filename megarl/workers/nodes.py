@@ -231,9 +231,11 @@ class Nodes:
             last, since = self._last_sign.get(rank, (None, now))
             if sign != last:
                 self._last_sign[rank] = sign, now
+            elif now - since <= DEAD_AFTER_SECONDS:
+                continue
             elif rank == 0:
-                self.leader_lost = now - since > LEADER_LOST_SECONDS
-            elif now - since > DEAD_AFTER_SECONDS and rank not in self.dead and not store.check([f"left/{rank}"]):
+                self.leader_lost = True
+            elif rank not in self.dead and not store.check([f"left/{rank}"]):
                 self.dead[rank] = (
                     f"the agent of {self.name(rank)} died or stands still: no sign of life for {now - since:.0f} s"
                 )
