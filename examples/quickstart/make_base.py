@@ -68,7 +68,7 @@ class Supervised(Objective):
 
     def __call__(self, batch: TokenBatch, statistics: None = None, backend: str = "torch") -> Terms:
         still = torch.zeros_like(batch.logprobs)  # there is no behaviour policy to have moved away from
-        return make_terms(self.aggregation, batch, -batch.logprobs, batch.loss_mask, still, still.bool(), {})
+        return make_terms(self, batch, -batch.logprobs, batch.loss_mask, still, still.bool(), {})
 
 
 def sloppy(answer: str, rng: random.Random) -> str:

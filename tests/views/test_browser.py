@@ -66,11 +66,11 @@ def test_one_run(tmp_path, proxy):
     body, errors = browse(page, tmp_path / "profile", proxy)
     assert "CONSOLE" not in errors, errors
     titles = re.findall(r'<section class="card"><h2>(.*?)</h2>', body)
-    assert len(titles) == body.count('class="plot js-plotly-plot"') == 11
-    for number in range(10):
+    assert len(titles) == body.count('class="plot js-plotly-plot"') == 19
+    for number in range(15):
         assert drawn_curves(body, number), titles[number]
     assert len(drawn_curves(body, 2)) == 5, "four quantiles and a median"
-    assert len(re.findall(r'class="point[ "]', body)) == 4 + 10, "four evaluations and ten phases"
+    assert len(re.findall(r'class="point[ "]', body)) == 4 + 10 + 2, "evaluations, phases, tokens that lose their gradient"
     for name in ("clip", "veto", "before", "after clip and veto", "rollout", "optimize", "evaluate", "stage 3"):
         assert re.search(rf">{re.escape(name)}</text>", body), name
     for number in ("0.281 ± 0.028", "0.902 ± 0.018", "+0.621 ± 0.033", "288 / 288", "288,000", "1 min 40 s"):
@@ -84,7 +84,7 @@ def test_two_runs_one_of_them_hostile(tmp_path, proxy):
     body, _ = browse(write_report([a, b], tmp_path / "r.html"), tmp_path / "profile", proxy)
     assert "<img" not in body and "<a " not in body
     assert len(re.findall(r'class="legendtext"[^>]*>a clip</text>', body)) == 1
-    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 11
+    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 19
     assert "<th>objective.name</th>" in body
 
 
@@ -109,4 +109,4 @@ def test_a_run_without_evaluations(tmp_path, proxy):
     (root / "events.jsonl").unlink()
     body, _ = browse(write_report([root], tmp_path / "r.html"), tmp_path / "profile", proxy)
     assert "No evaluation has been made yet." in body and "events.jsonl is not there yet" in body
-    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 9
+    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 17
