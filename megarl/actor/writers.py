@@ -12,8 +12,8 @@ import os
 import pickle
 import queue
 import re
-import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import partial, wraps
@@ -133,10 +133,11 @@ class Saving(AsyncCallsQueue):
 
 def _write_and_sum(write: Callable[..., None], sums: ForkedResults, path: Path, rank: int, *arguments: Any) -> None:
     """In a forked process: write this rank's files, then sum them up, which takes no time from training."""
-    signal.signal(signal.SIGCHLD, lambda *_: _end_if_one_died(sums))
+    written = threading.Event()
+    threading.Thread(target=_watch, args=(sums, written), daemon=True).start()
     filesystem_async._write_item = _with_causes(filesystem_async._write_item)
     write(*arguments)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    written.set()
     sums.put({file.name: FileSum.of(file) for file in path.glob(f"__{rank}_*.distcp")})
 
 
@@ -156,11 +157,17 @@ def _with_causes(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _end_if_one_died(sums: ForkedResults) -> None:
-    """In a forked process, as a handler of SIGCHLD: Megatron would wait for its own forks even when they are dead.
+def _watch(sums: ForkedResults, written: threading.Event) -> None:
+    """In a thread of a forked process: Megatron would wait for its own forks even when they are dead.
 
-    It ends at once, since a dead fork may have held a lock that leaving in order would need.
+    No handler of SIGCHLD does that, since Python runs it only once what the main thread waits for has come.
     """
+    while not written.wait(POLL_SECONDS):
+        _end_if_one_died(sums)
+
+
+def _end_if_one_died(sums: ForkedResults) -> None:
+    """The process ends at once, since a dead fork may have held a lock that leaving in order would need."""
     for child in psutil.Process().children():
         with contextlib.suppress(ChildProcessError):  # waited for meanwhile
             ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -70,7 +70,9 @@ def test_one_run(tmp_path, proxy):
     for number in range(15):
         assert drawn_curves(body, number), titles[number]
     assert len(drawn_curves(body, 2)) == 5, "four quantiles and a median"
-    assert len(re.findall(r'class="point[ "]', body)) == 4 + 10 + 2, "evaluations, phases, tokens that lose their gradient"
+    assert len(re.findall(r'class="point[ "]', body)) == 4 + 10 + 2, (
+        "evaluations, phases, tokens that lose their gradient"
+    )
     for name in ("clip", "veto", "before", "after clip and veto", "rollout", "optimize", "evaluate", "stage 3"):
         assert re.search(rf">{re.escape(name)}</text>", body), name
     for number in ("0.281 ± 0.028", "0.902 ± 0.018", "+0.621 ± 0.033", "288 / 288", "288,000", "1 min 40 s"):
