@@ -174,7 +174,7 @@ def test_preempted_in_rollout_and_in_optimize_every_update_is_made_once(recipe, 
 
 
 def test_an_allocation_out_of_time_continues_in_the_next(recipe, local, submit, tmp_path):
-    """Slurm looks every 30 s, and signals when it would be late the next time: ``margin`` to 30 s more before the end."""
+    """Slurm looks every 30 s, and signals when it would be late the next time: up to 30 s before ``margin``."""
     minutes = 1 + int(3 * events(local, "phase_end")[0]["seconds"] / 60)
     run = tmp_path / "run"
     (job,) = submit(recipe, run, "--time", minutes, "--margin", 15, "--retries", 20, *settings(*TINY, *ON_ONE))
