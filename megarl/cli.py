@@ -84,12 +84,12 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
         if node.rank == 0:  # before the imports of torch and Megatron, which take seconds
             new = not (options.run_dir / "recipe.toml").exists()
             print(f"megarl {__version__}: {'starting' if new else 'continuing'} {options.run_dir}", flush=True)
+        starter = Starter()
+        starter.warm_up()  # it imports while this process reads the recipe; it dies with it
         if node.count == 1 and "recipe" in options:
             from megarl.recipe.load import load_without_objective
 
-            load_without_objective(options.recipe, options.set)  # most mistakes show before any process starts
-        starter = Starter()
-        starter.warm_up()  # it imports while this process does
+            load_without_objective(options.recipe, options.set)  # most mistakes show at once
         from megarl.workers.launcher import follow
         from megarl.workers.nodes import Nodes
 

@@ -56,6 +56,7 @@ class WarmProcess:
         self.children: set[int] = set()
         self.generation: Iterator[None] = import_generation()  # what remains to be imported for rollouts, evaluations
         self.training: Iterator[None] = iter(())  # and for updates
+        self.recipe: Recipe | None = None  # whose imports these are
         self.started = False  # the first phase of a run usually generates: training can be imported meanwhile
         signal.signal(signal.SIGCHLD, self._reap)  # also in the middle of an import
 
@@ -79,16 +80,23 @@ class WarmProcess:
             if "started" in order:
                 self.started = True
             elif "prepare" in order:
-                generation, self.training = imports_of_run(Path(order["prepare"]))
-                self.generation = itertools.chain(self.generation, generation)
+                self._prepare(recipe_of_run(Path(order["prepare"])))
             else:
                 self._send({"started": self._start(order["start"])})
         return bool(data)
 
+    def _prepare(self, recipe: Recipe) -> None:
+        if recipe != self.recipe:
+            generation, self.training = imports_of(recipe)
+            self.recipe, self.generation = recipe, itertools.chain(self.generation, generation)
+
     def _start(self, processes: list[dict[str, Any]]) -> list[int]:
         deque(self.generation, maxlen=0)
         if "check" in processes[0]:
-            deque(import_prompts(parse(processes[0]["check"])), maxlen=0)
+            recipe = parse(processes[0]["check"])
+            deque(import_prompts(recipe), maxlen=0)
+            self._prepare(recipe)  # beside the check: most recipes pass it
+            return [self._fork(process) for process in processes]
         if processes[0].get("phase") in ("rehearse", "optimize", "live"):  # better once here than once in each process
             deque(self.training, maxlen=0)
         import torch
@@ -202,11 +210,14 @@ def import_generation() -> Iterator[None]:
     yield from import_modules("megarl.phases.evaluate", "megarl.phases.rollout")
 
 
-def imports_of_run(run_dir: Path) -> tuple[Iterator[None], Iterator[None]]:
-    """What the run's recipe asks for beyond that: for generation, and for training."""
+def recipe_of_run(run_dir: Path) -> Recipe:
     from megarl.storage.run_dir import RunDir
 
-    recipe = RunDir.open(run_dir).recipe
+    return RunDir.open(run_dir).recipe
+
+
+def imports_of(recipe: Recipe) -> tuple[Iterator[None], Iterator[None]]:
+    """What the recipe asks for beyond that: for generation, and for training."""
     hide_gpus_from_cpu_runs(recipe.actor.backend)
     training = ["megarl.actor", "megarl.phases.optimize", "megarl.phases.live.trainer"]
     if recipe.actor.backend == "cpu":
@@ -232,7 +243,7 @@ def open_prompts(recipe: Recipe) -> Iterator[None]:
     from megarl.data.prompts import open_prompts
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it has threads, which do not survive a fork
-    with contextlib.suppress(Exception):  # which the phase meets again, and can report
+    with contextlib.suppress(Exception):  # which the check of the recipe meets too, and reports
         open_prompts(recipe, recipe.model.tokenizer_path)
     yield
 
@@ -243,11 +254,12 @@ def import_builtin_engine(model: Path) -> Iterator[None]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    config = AutoConfig.from_pretrained(model, local_files_only=True)
-    AutoModelForCausalLM._model_mapping[type(config)]
-    yield
-    get_checkpoint_conversion_mapping(config.model_type)
-    yield
+    with contextlib.suppress(Exception):  # which the check of the recipe meets too, and reports
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        AutoModelForCausalLM._model_mapping[type(config)]
+        yield
+        get_checkpoint_conversion_mapping(config.model_type)
+        yield
 
 
 def import_modules(*names: str) -> Iterator[None]:

@@ -236,7 +236,7 @@ READY_TO_FORK = """
 import json, os, sys
 from pathlib import Path
 from megarl.workers import warm
-generation, training = warm.imports_of_run(Path(sys.argv[1]))
+generation, training = warm.imports_of(warm.recipe_of_run(Path(sys.argv[1])))
 for _ in (*warm.import_generation(), *generation, *training): pass
 import torch
 threads = [Path(f"/proc/self/task/{t}/comm").read_text().strip() for t in os.listdir("/proc/self/task")]
