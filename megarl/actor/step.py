@@ -58,9 +58,8 @@ class Actor:
         return cls(recipe, device, models, replicas, optimizer)
 
     def learning_rate(self, update: int) -> float:
-        """Linear warm-up to ``optimizer.lr`` over the run's first updates (``update`` counts from 1), then constant."""
-        table = self.recipe.optimizer
-        return table.lr * min(1.0, update / max(1, table.warmup_updates))
+        """Of an update of the run, from 1."""
+        return self.recipe.optimizer.learning_rate(update, self.recipe.schedule.total_updates)
 
 
 def train_step(
