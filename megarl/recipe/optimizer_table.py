@@ -19,6 +19,8 @@ class OptimizerTable(Table):
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"  # after it
     min_lr: float = Field(0.0, ge=0)  # at the last update of the run, where the schedule falls
     decay_updates: int | None = Field(None, ge=1)  # wsd: how many updates at the end of the run fall, linearly
+    # the learning rate times sqrt(ESS / responses), ESS of the weights prod_t rho_t (VCPO, arXiv:2602.17616)
+    ess_scaling: bool = False
     clip_grad: float = Field(1.0, ge=0)  # global L2 norm; 0 turns clipping off
 
     @field_validator("betas")

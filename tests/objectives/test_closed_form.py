@@ -11,6 +11,8 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES, build_objective
+from megarl.objectives.parts.metrics import response_metrics
+from megarl.objectives.parts.summary import summarise
 
 A, B = math.log(0.6), math.log(0.1)  # log-probs of the four tokens: A, B, A, B
 
@@ -108,6 +110,19 @@ def test_four_tokens(name: str, fields: dict[str, Any], loss: list[float], gradi
     (ours,) = torch.autograd.grad(terms.loss.sum(), batch.logprobs)
     assert ours.tolist() == pytest.approx(gradient, abs=2e-6)
     assert terms.kept.tolist() == [g != 0 for g in gradient]
+
+
+def test_effective_sample_size_of_responses() -> None:
+    """Weights .75 and 2.25: 1.5^2 / 2.8125, whatever does not train."""
+    logprobs, rollout = torch.tensor([0.6, 0.1, 0.6, 0.3, 0.9]).log(), torch.tensor([0.4, 0.2, 0.4, 0.2, 0.1]).log()
+    batch = TokenBatch(
+        logprobs=logprobs,
+        rollout_logprobs=rollout,
+        advantages=torch.ones(5),
+        loss_mask=torch.tensor([True, True, True, True, False]),
+        cu_seqlens=torch.tensor([0, 2, 4, 5], dtype=torch.int32),
+    )
+    assert summarise(response_metrics(batch))["ess/responses"] == pytest.approx(0.8)
 
 
 def test_every_objective_has_a_closed_form() -> None:

@@ -1,4 +1,4 @@
-"""Divergences of two policies at a token, of which only the sampled token's probability is known: all others are one."""
+"""Divergences of two policies at a token of which only its own probability is known: all other tokens are one."""
 
 from __future__ import annotations
 
