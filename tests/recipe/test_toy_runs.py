@@ -32,7 +32,7 @@ TINY = {
     "schedule.prompts_per_update": 4,
     "run.tensorboard": False,
 }
-# example -> what of its schedule is divided, and the lags of the updates that follow; every_updates is of its evaluations
+# example -> what of its schedule is divided (every_updates: of its evaluations), and the lags that follow
 FAMILIES = {
     # stale-k: lags 256 to 259 after 256 updates of the base model's data
     "qwen3_8b/m2po": ({"stages": 2, "updates_per_stage": 16, "delay": 4}, [*range(16), *[16, 17, 18, 19] * 4]),
