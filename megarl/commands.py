@@ -14,7 +14,7 @@ from megarl.errors import UserError
 from megarl.recipe.data_table import FILES
 from megarl.recipe.eval_table import SuiteTable, default_name
 from megarl.recipe.layout import TRAINING_TABLES
-from megarl.recipe.load import load_recipe, override_recipe, recipe_diff
+from megarl.recipe.load import Overrides, load_recipe, override_recipe, parse_override, recipe_diff
 from megarl.recipe.tables import Recipe
 from megarl.storage.best import settle_evaluations
 from megarl.storage.evaluations import Answered
@@ -82,7 +82,7 @@ def optimize_stage(nodes: Nodes, stage: Stage) -> None:
     print(f"wrote {stage.next.policy}")
 
 
-def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: list[str]) -> None:
+def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: Overrides) -> None:
     """One stage with other settings in a run directory of its own, evaluated before and after."""
     recipe = branch_recipe(source, overrides)
     check(nodes.starter, recipe, nodes.count)
@@ -95,15 +95,26 @@ def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: list[s
     write_report([stage.run.root], stage.run.root / "report.html")
 
 
-def branch_recipe(source: Stage, overrides: list[str]) -> Recipe:
-    """``overrides`` may change only what leaves the rollouts of ``source`` as they are; these must be there.
+def branch_recipe(source: Stage, overrides: Overrides) -> Recipe:
+    """`changed_recipe`; `UserError` too where the rollouts, or the checkpoint to begin with, are not there."""
+    source.run.check_prompts()
+    recipe = changed_recipe(source, overrides)
+    for path in _origins(source):
+        if not path.exists():
+            raise UserError(
+                f"{path} does not exist: this stage cannot be optimized yet, or [actor] keep_stages let go of it"
+            )
+    return recipe
+
+
+def changed_recipe(source: Stage, overrides: Overrides) -> Recipe:
+    """``overrides`` may change only what leaves the rollouts of ``source`` as they are; else `UserError`.
 
     Of the first stage also the batches: another ``prompts_per_update`` or ``passes``, with as many updates as the
     groups make, or ``updates_per_stage`` of them.
     """
     before = source.run.recipe
     _require_staged(source.run)
-    source.run.check_prompts()
     recipe = override_recipe(before, [*overrides, *_updates_of_other_batches(before, overrides)])
     changed = [line for line in recipe_diff(before, recipe) if not line.startswith(TRAINING_TABLES)]
     if fixed := [line for line in changed if not line.startswith(BATCHES)]:
@@ -120,21 +131,16 @@ def branch_recipe(source: Stage, overrides: list[str]) -> Recipe:
         raise UserError(
             f'[actor] routing_replay = "engine": {source.run.root} was generated without recording experts; use "actor"'
         )
-    for path in _origins(source):
-        if not path.exists():
-            raise UserError(
-                f"{path} does not exist: this stage cannot be optimized yet, or [actor] keep_stages let go of it"
-            )
     return recipe
 
 
-def _updates_of_other_batches(before: Recipe, overrides: list[str]) -> list[str]:
+def _updates_of_other_batches(before: Recipe, overrides: Overrides) -> list[str]:
     """The override with which batches of another size, or other passes, use up the groups of a stage."""
-    given = {name.strip(): value for name, _, value in (override.partition("=") for override in overrides)}
+    given = dict(map(parse_override, overrides))
     number = before.schedule.model_dump()
     try:
         sizes = {name: int(given.get(f"schedule.{name}", number[name])) for name in ("prompts_per_update", "passes")}
-    except ValueError:
+    except (ValueError, TypeError):
         return []  # the recipe's own check says what is wrong with it
     unchanged = all(sizes[name] == number[name] for name in sizes)
     if unchanged or "schedule.updates_per_stage" in given or min(sizes.values()) < 1:

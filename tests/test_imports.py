@@ -68,6 +68,7 @@ LAYERS = (
     "views",
     "train",
     "commands",
+    "sweep",
     "cli",
 )
 

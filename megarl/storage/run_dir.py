@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.errors import Busy, UserError
 from megarl.recipe.layout import TRAINING_TABLES, is_layout_setting
 from megarl.recipe.load import dump_recipe, load_recipe, recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
@@ -271,7 +271,7 @@ class RunDir:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 owner = os.pread(fd, 100, 0).decode(errors="replace")
-                raise UserError(f"another megarl process works on {self.root} ({owner})") from None
+                raise Busy(f"another megarl process works on {self.root} ({owner})") from None
             os.ftruncate(fd, 0)
             os.write(fd, json.dumps({"pid": os.getpid()}).encode())
             yield

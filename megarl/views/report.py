@@ -41,27 +41,38 @@ def short_names(run_dirs: list[Path]) -> list[str]:
 
 def render(runs: list[Run]) -> str:
     """The page as HTML text."""
+    recipes = "".join(
+        f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
+        f"<pre>{html.escape(run.recipe)}</pre></details>"
+        for run in runs
+    )
+    return page(
+        title=html.escape(", ".join(run.name for run in runs)),
+        notes="".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(n)}</li>" for r in runs for n in r.notes),
+        summary=_summary_table(runs),
+        charts=make_charts(runs),
+        below=f"<h3>Recipe</h3>\n{_settings_table(runs)}\n{recipes}",
+    )
+
+
+def page(title: str, notes: str, summary: str, charts: list[Chart], below: str = "") -> str:
+    """A page that loads nothing, with charts between a table and what stands ``below``. All texts are HTML."""
     from plotly.offline import get_plotlyjs
 
-    charts = [chart for chart in make_charts(runs) if chart.traces or chart.empty]
+    charts = [chart for chart in charts if chart.traces or chart.empty]
     figures = [{"data": chart.traces, "layout": chart.layout} for chart in charts]
     parts = {
-        "title": html.escape(", ".join(run.name for run in runs)),
-        "notes": "".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(n)}</li>" for r in runs for n in r.notes),
-        "summary": _summary_table(runs),
+        "title": title,
+        "notes": notes,
+        "summary": summary,
         "charts": "\n".join(_card(number, chart) for number, chart in enumerate(charts)),
-        "settings": _settings_table(runs),
-        "recipes": "".join(
-            f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
-            f"<pre>{html.escape(run.recipe)}</pre></details>"
-            for run in runs
-        ),
+        "below": below,
         # inside <script> only "</" and "<!--" could end the text; JSON may write < as an escape
         "figures": json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
         "plotly": get_plotlyjs(),
     }
-    page = Path(__file__).with_name("report_page.html").read_text()
-    pieces = page.split("@@")  # text, name, text, name, ..., text: nothing that is filled in is searched for names
+    text = Path(__file__).with_name("report_page.html").read_text()
+    pieces = text.split("@@")  # text, name, text, name, ..., text: nothing that is filled in is searched for names
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 
 

@@ -97,7 +97,12 @@ class WarmProcess:
             deque(import_prompts(recipe), maxlen=0)
             self._prepare(recipe)  # beside the check: most recipes pass it
             return [self._fork(process) for process in processes]
-        if processes[0].get("phase") in ("rehearse", "optimize", "live"):  # better once here than once in each process
+        if processes[0].get("phase") in (
+            "rehearse",
+            "optimize",
+            "live",
+            "what_if",
+        ):  # better once here than once in each process
             deque(self.training, maxlen=0)
         import torch
 
