@@ -1,4 +1,4 @@
-"""The command line: ``megarl train``, ``optimize``, ``eval``, ``report`` and others.
+"""The command line: ``megarl train``, ``optimize``, ``eval``, ``report`` and the others.
 
 Each command imports what it needs; the module itself imports nothing heavy, so that help and the first line of a run
 appear at once.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megarl import __version__
+from megarl.beside import add_beside
 from megarl.errors import PhaseFailed, UserError
 
 # of files and directories, which another try would meet again
@@ -150,22 +151,6 @@ def _evaluate(options: argparse.Namespace) -> None:
     print(evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output))
 
 
-def _compare(options: argparse.Namespace) -> None:
-    from megarl.views.comparison import compare
-
-    print(compare(options.a, options.b, options.suite))
-
-
-def _sweep(options: argparse.Namespace) -> None:
-    from megarl import sweep
-
-    output = options.output or options.sweep.with_suffix("")
-    if options.dry_run:
-        print(sweep.describe(options.sweep, output))
-    else:
-        print(sweep.sweep(options.sweep, output, options.jobs, options.json))
-
-
 def _report(options: argparse.Namespace) -> None:
     from megarl.views.report import write_report
 
@@ -245,12 +230,6 @@ def _phase_and_stage(text: str) -> tuple[str, int]:
     return phase, int(stage)
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -293,13 +272,6 @@ def _add_phases(commands: Commands) -> None:
 
 
 def _add_evaluation(commands: Commands) -> None:
-    sub = _command(commands, "sweep", _sweep, "runs beside each other, and one table; start it again to continue it")
-    sub.add_argument("sweep", type=Path, help="a TOML file: docs/comparing.md")
-    sub.add_argument("--output", type=Path, help="where the run directories go; default: the file's name without .toml")
-    sub.add_argument("--jobs", type=_positive, default=2, help="runs at a time; default: 2")
-    sub.add_argument("--dry-run", action="store_true", help="count and list the runs, and start none")
-    sub.add_argument("--json", action="store_true", help="the table as a JSON list")
-
     sub = _command(commands, "eval", _evaluate, "avg@k, pass@k and maj@k with 95%% intervals")
     sub.add_argument("model_or_run", type=Path)
     sub.add_argument("--recipe", type=Path, help="data and reward settings, when the model is not part of a run")
@@ -312,11 +284,7 @@ def _add_evaluation(commands: Commands) -> None:
     )
     sub.add_argument("--output", type=Path, help="a directory that keeps the responses, and continues if interrupted")
     _settings(sub)
-
-    sub = _command(commands, "compare", _compare, "two policies on the prompts that both have answered")
-    sub.add_argument("a", metavar="A", help="a run directory, or DIR:UPDATE, DIR:best; default: its last evaluation")
-    sub.add_argument("b", metavar="B")
-    sub.add_argument("--suite", help="default: every suite that both have")
+    add_beside(commands)
 
 
 def _add_views(commands: Commands) -> None:

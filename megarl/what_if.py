@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.phases.what_if import REQUEST, RESULT
 from megarl.recipe.tables import Recipe
 from megarl.storage.checkpoints import checkpoints
-from megarl.storage.files import make_directory, write_atomic
+from megarl.storage.files import make_directory
 from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.what_if import read_records, write_request
 from megarl.workers.launcher import run_phase
 from megarl.workers.node_rank import NodeRank
 from megarl.workers.nodes import Nodes
@@ -22,13 +21,17 @@ from megarl.workers.preflight import check
 BATCHES = 8
 
 
-def what_if(stage: Stage, updates: Sequence[int], batches: int = BATCHES) -> list[dict[str, Any]]:
-    """A record for each policy, stored batch and objective: see `megarl.phases.what_if.Comparison`.
+def what_if(run_dir: Path, number: int, updates: Sequence[int], batches: int = BATCHES) -> list[dict[str, Any]]:
+    """A record for each policy of stage ``number``, stored batch and objective: see `megarl.phases.what_if.Comparison`.
 
     updates: of the stage, after which the policies are to be compared; none: all that are there. batches: how many of
     the stage's, the last ones, which the policies before them have not trained. Changes nothing of the run.
     """
-    run = stage.run
+    run = RunDir.open(run_dir)
+    run.check_links()
+    if not 0 <= number < len(run.stages()):
+        raise UserError(f"--stage {number}: this run has stages 0 to {len(run.stages()) - 1}")
+    stage = run.stage(number)
     if run.recipe.schedule.kind == "live":
         raise UserError(
             f"{run.root} is a live run: several policies generate a stage, so that its batches differ in age"
@@ -46,14 +49,12 @@ def what_if(stage: Stage, updates: Sequence[int], batches: int = BATCHES) -> lis
     total = run.recipe.schedule.updates_per_pass
     if not 2 <= batches <= total:
         raise UserError(f"--batches {batches}: intervals need 2 at least, and the stage has {total}")
-    request = {"updates": list(updates) or there, "batches": list(range(total - batches, total))}
     with tempfile.TemporaryDirectory(prefix="megarl-what-if-") as folder, Nodes(NodeRank()) as nodes:
         scratch = _scratch(stage, Path(folder) / "run")
         check(nodes.starter, scratch.run.recipe)
-        write_atomic(scratch.run.root / REQUEST, json.dumps(request))
+        write_request(scratch.run.root, list(updates) or there, range(total - batches, total))
         run_phase(nodes, scratch, "what_if", 1)
-        found: list[dict[str, Any]] = json.loads((scratch.run.root / RESULT).read_text())
-    return found
+        return read_records(scratch.run.root)
 
 
 def policies_of(stage: Stage) -> list[int]:

@@ -6,7 +6,6 @@ update. `megarl.what_if` starts it in a scratch run directory, and reads what it
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,27 +23,27 @@ from megarl.phases.samples import to_samples
 from megarl.phases.scoring import SeededPrompt
 from megarl.phases.updates import frozen_policies
 from megarl.storage.checkpoints import checkpoints
-from megarl.storage.files import write_atomic
 from megarl.storage.policies import check_policy
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
+from megarl.storage.what_if import read_request, write_records
 
-REQUEST, RESULT = "what_if.json", "what_if_result.json"  # in the run directory
-FRESH = 1 << 40  # added to a group's number: responses to the same prompt with other seeds
+FRESH = "fresh"  # the name of what is no objective on stored responses
+OTHER_SEEDS = 1 << 40  # added to a group's number: responses to the same prompt with other seeds
 MUTED = {"clipped": "clip_fraction", "vetoed": "veto_fraction", "masked": "m2_mask_fraction"}  # shares of the tokens
 
 
 def what_if(stage: Stage) -> None:
     """Answer the request: a record a policy, batch and objective."""
-    request = json.loads((stage.run.root / REQUEST).read_text())
+    policies, batches = read_request(stage.run.root)
     recipe = stage.run.recipe
     device = parallel.initialize(recipe)
     actor = Actor.build(recipe, stage.policy, device)
     actor.frozen = frozen_policies(build_objective(recipe.objective.name, {}), stage)
     comparison = Comparison(stage, actor, RolloutStore(stage.rollouts), objectives_of(stage))
-    found = [record for updates in request["updates"] for record in comparison.measure(updates, request["batches"])]
+    found = [record for updates in policies for record in comparison.measure(updates, batches)]
     comparison.close()
-    write_atomic(stage.run.root / RESULT, json.dumps(found))
+    write_records(stage.run.root, found)
 
 
 def objectives_of(stage: Stage) -> dict[str, Objective]:
@@ -75,20 +74,25 @@ class Comparison:
     _worker: RolloutWorker | None = None
 
     def measure(self, updates: int, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """The policy after so many ``updates`` of the stage, on the stored batches of those numbers."""
+        """The policy after so many ``updates`` of the stage, on the stored batches of those numbers.
+
+        Fresh is GRPO's gradient on new responses of the policy to the same prompts, those of all batches together: of
+        one batch it would be mostly noise. The fresh gradient of a batch is compared with that of the others.
+        """
         worker = self._load(updates)
         grpo = replace(OBJECTIVES["grpo"](), aggregation=next(iter(self.objectives.values())).aggregation)
-        for batch in batches:
-            beat("what if", f"update {updates}, batch {batch}")
-            stored = self.store.read(self.stage.groups_of_update(self.store.chosen, batch))
-            fresh, again = (self._answer(worker, stored, draw) for draw in (1, 2))
-            on_policy, _ = self.gradient(fresh, grpo)
-            ceiling, _ = self.gradient(again, grpo)
+        stored = [self.store.read(self.stage.groups_of_update(self.store.chosen, batch)) for batch in batches]
+        fresh = [self._answer(worker, groups) for groups in stored]
+        on_policy = sum(self.gradient(groups, grpo)[0] for groups in fresh)
+        assert isinstance(on_policy, torch.Tensor)
+        for batch, groups, new in zip(batches, stored, fresh, strict=True):
+            beat("what if", f"the policy after update {updates}, batch {batch}")
             place = {"update": updates, "batch": batch}
-            yield place | {"objective": "fresh", "norm": float(ceiling.norm()), "cosine": cosine(ceiling, on_policy)}
-            of_grpo, _ = self.gradient(stored, grpo)
+            own, _ = self.gradient(new, grpo)
+            yield place | {"objective": FRESH, "norm": float(own.norm()), "cosine": cosine(own, on_policy - own)}
+            of_grpo, _ = self.gradient(groups, grpo)
             for name, objective in self.objectives.items():
-                gradient, metrics = self.gradient(stored, objective)
+                gradient, metrics = self.gradient(groups, objective)
                 yield place | {
                     "objective": name,
                     "kept": metrics["kept_fraction"],
@@ -138,13 +142,13 @@ class Comparison:
             self._worker.load(policy)
         return self._worker
 
-    def _answer(self, worker: RolloutWorker, groups: list[Group], draw: int) -> list[Group]:
+    def _answer(self, worker: RolloutWorker, groups: list[Group]) -> list[Group]:
         """New responses of the policy to the prompts of ``groups``, scored."""
         table = self.stage.run.recipe.rollout
         draws = Draws(table.responses_per_prompt, table.temperature, table.max_response_tokens)
 
         def prompt(group: int) -> SeededPrompt:
-            return SeededPrompt(draw * FRESH + group, worker.prompts.train(group))
+            return SeededPrompt(OTHER_SEEDS + group, worker.prompts.train(group))
 
         portions = generate(worker, iter([[group.group_id for group in groups]]), prompt, draws)
         answered = [group for portion in portions for group in portion]

@@ -71,7 +71,7 @@ class MetricsWriter:
             else:
                 file.truncate(before)
                 file.write(lines)
-        self.sinks: list[Any] = []
+        self.sinks: list[Any] = [LearningWatch(path.with_name("events.jsonl"))]
         if run.tensorboard:
             self.sinks.append(_TensorBoard(path.parent / "tensorboard", update + 1))
         if run.wandb:

@@ -316,6 +316,8 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
         return f"metrics.jsonl was damaged: restored {event['updates']} updates from the checkpoints"
     if kind == "damaged_checkpoint":
         return f"{place}: {event['checkpoint']} is damaged ({event['damage']}), so it is kept as {event['kept_as']}"
+    if kind == "learns_nothing":
+        return f"{place} learns nothing, updates {event['first']} to {event['update']}: {event['cause']}"
     if kind == "no_progress":
         return f"{place}: {event.get('cause', 'no progress')}"
     if phase == "evaluate":
