@@ -26,11 +26,11 @@ def find(records: list[dict[str, Any]]) -> dict[str, str]:
     elif _all(records, "grad_norm", 0.0, 0.0):
         found["no_gradient"] = "the gradient was 0: clip, veto or mask take out every token, or no advantage is left"
     if _all(records, "entropy", 0.0, ENTROPY_GONE):
-        found["no_entropy"] = f"the entropy was below {ENTROPY_GONE:g} nats a token: the policy explores nothing any more"
-    if _all(records, "ess", 0.0, ESS_COLLAPSED):
-        found["no_sample"] = (
-            f"the effective sample size was below {ESS_COLLAPSED:g} of the tokens: the importance weights of a few decide"
+        found["no_entropy"] = (
+            f"the entropy was below {ENTROPY_GONE:g} nats a token: the policy explores nothing any more"
         )
+    if _all(records, "ess", 0.0, ESS_COLLAPSED):
+        found["no_sample"] = f"the effective sample size was below {ESS_COLLAPSED:g} of the tokens: a few decide"
     return found
 
 
@@ -56,7 +56,7 @@ class LearningWatch:
         for kind, cause in find(list(self._recent)).items():
             if (record["stage"], kind) not in self._said:
                 self._said.add((record["stage"], kind))
-                place = {"stage": record["stage"], "phase": "optimize", "first": first, "update": last}
+                place = {"stage": record["stage"], "first": first, "update": last}
                 event = {"time": round(time.time(), 3), "event": "learns_nothing", **place}
                 append_json(self._events, event | {"kind": kind, "cause": cause})
 

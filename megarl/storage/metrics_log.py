@@ -18,6 +18,7 @@ from megarl.errors import UserError
 from megarl.recipe.tables import RunTable
 from megarl.storage.files import disk_errors
 from megarl.storage.json_lines import append_line
+from megarl.storage.learning import LearningWatch
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megarl.storage.files import write_atomic
 from megarl.storage.json_lines import Record
 from megarl.views.chart import Chart
 from megarl.views.report_charts import COLOURS, make_charts
+from megarl.views.report_pairs import pair_charts, pair_columns
 from megarl.views.run_reader import Run, half_width, read_run
 
 
@@ -41,6 +42,7 @@ def short_names(run_dirs: list[Path]) -> list[str]:
 
 def render(runs: list[Run]) -> str:
     """The page as HTML text."""
+    first, *others = make_charts(runs)
     recipes = "".join(
         f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
         f"<pre>{html.escape(run.recipe)}</pre></details>"
@@ -50,7 +52,7 @@ def render(runs: list[Run]) -> str:
         title=html.escape(", ".join(run.name for run in runs)),
         notes="".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(n)}</li>" for r in runs for n in r.notes),
         summary=_summary_table(runs),
-        charts=make_charts(runs),
+        charts=[first, *pair_charts(runs), *others],
         below=f"<h3>Recipe</h3>\n{_settings_table(runs)}\n{recipes}",
     )
 
@@ -85,7 +87,7 @@ def _card(number: int, chart: Chart) -> str:
 
 
 def _summary_table(runs: list[Run]) -> str:
-    rows = [summary(run) for run in runs]
+    rows = [summary(run) | cells for run, cells in zip(runs, pair_columns(runs), strict=True)]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     body = ""
@@ -116,7 +118,7 @@ def _settings_table(runs: list[Run]) -> str:
 def summary(run: Run) -> dict[str, str]:
     """The cells of a run's row in the table at the top."""
     evaluations = run.evaluations
-    base = evaluations[0] if evaluations and evaluations[0]["update"] == 0 else None
+    base = evaluations[0] if evaluations and evaluations[0]["update"] == run.begins else None
     final = evaluations[-1] if len(evaluations) > 1 else None
     gain = "-"
     if base and final:
@@ -133,7 +135,7 @@ def summary(run: Run) -> dict[str, str]:
         "Final accuracy": _estimate(final),
         "Gain (95 %)": gain,
         **_best(evaluations),
-        "Updates": f"{len(run.updates):,} / {run.stages * run.updates_per_stage:,}",
+        "Updates": f"{len(run.updates):,} / {run.last - run.begins:,}",
         "Largest staleness": f"{max(ages):,.0f}" if ages else "-",
         "Time in phases": _clock(seconds) if seconds else "-",
         "Tokens trained on": f"{tokens:,.0f}" if tokens else "-",
