@@ -146,9 +146,21 @@ def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from megarl.commands import evaluate_model
+    from megarl.commands import evaluate_checkpoint, evaluate_model
 
+    if (options.stage is None) != (options.update is None):
+        raise UserError("--stage and --update belong together: updates of that stage, as of `megarl export`")
+    if options.stage is not None:
+        place = options.stage, options.update
+        print(evaluate_checkpoint(options.model_or_run, place, options.suite, options.set, options.output))
+        return
     print(evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output))
+
+
+def _export(options: argparse.Namespace) -> None:
+    from megarl.commands import export_policy
+
+    print(export_policy(options.run_dir, options.stage, options.update, options.output))
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -270,6 +282,12 @@ def _add_phases(commands: Commands) -> None:
     sub.add_argument("--output", type=Path, help="write to a new run directory, with other settings")
     _settings(sub)
 
+    sub = _command(commands, "export", _export, "the policy of any checkpoint as a Hugging Face directory")
+    sub.add_argument("run_dir", type=Path)
+    sub.add_argument("--stage", type=int, required=True)
+    sub.add_argument("--update", type=int, required=True, help="updates of the stage before it")
+    sub.add_argument("--output", type=Path, required=True, help="the directory to make")
+
 
 def _add_evaluation(commands: Commands) -> None:
     sub = _command(commands, "eval", _evaluate, "avg@k, pass@k and maj@k with 95%% intervals")
@@ -282,6 +300,8 @@ def _add_evaluation(commands: Commands) -> None:
         help="name of a suite of the recipe, prompt file or reasoning-gym generator; may be repeated; default: all of "
         "the recipe's",
     )
+    sub.add_argument("--stage", type=int, help="with --update: of the run, the policy of a checkpoint")
+    sub.add_argument("--update", type=int, help="updates of that stage before it")
     sub.add_argument("--output", type=Path, help="a directory that keeps the responses, and continues if interrupted")
     _settings(sub)
     add_beside(commands)

@@ -16,6 +16,7 @@ from megarl.recipe.eval_table import SuiteTable, default_name
 from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import Overrides, load_recipe, override_recipe, parse_override, recipe_diff
 from megarl.recipe.tables import Recipe
+from megarl.scratch import ask, check_updates, open_stage
 from megarl.storage.best import settle_evaluations
 from megarl.storage.evaluations import Answered
 from megarl.storage.files import make_directory
@@ -182,10 +183,39 @@ def _link_evaluation(source: Stage, stage: Stage, suite: str) -> None:
             link.symlink_to(place)
 
 
+def export_policy(run_dir: Path, number: int, updates: int, output: Path) -> str:
+    """Write the policy after so many updates of stage ``number`` as a Hugging Face directory: the text to print."""
+    stage = open_stage(run_dir, number)
+    check_updates(stage, [updates])
+    if output.exists():
+        raise UserError(f"{output} exists already: name a directory that does not")
+    make_directory(output.resolve().parent)
+    ask(stage, "export", update=updates, output=str(output.resolve()))
+    return f"wrote {output}"
+
+
+def evaluate_checkpoint(
+    run_dir: Path, place: tuple[int, int], suites: list[str], overrides: list[str], output: Path | None
+) -> str:
+    """`evaluate_model` of the policy after ``place``: a stage and updates of it."""
+    with tempfile.TemporaryDirectory(prefix="megarl-policy-") as scratch:
+        policy = (output or Path(scratch)).resolve() / "policies" / f"stage_{place[0]:03d}_update_{place[1]:06d}"
+        if not policy.exists():
+            export_policy(run_dir, *place, policy)
+        return evaluate_model(run_dir, None, suites, overrides, output, policy)
+
+
 def evaluate_model(
-    target: Path, recipe_path: Path | None, suites: list[str], overrides: list[str], output: Path | None
+    target: Path,
+    recipe_path: Path | None,
+    suites: list[str],
+    overrides: list[str],
+    output: Path | None,
+    exported: Path | None = None,
 ) -> str:
     """A run's newest policy, or a Hugging Face directory, on ``suites``: the text to print.
+
+    exported: the policy of the run to take instead of the newest.
 
     suites: names of the recipe's suites, prompt files or generators; none: all of the recipe's. ``output`` becomes, or
     is, a run directory that keeps the responses, and in which an interrupted evaluation continues.
@@ -194,7 +224,7 @@ def evaluate_model(
         raise UserError(f"{target} is not a directory")
     run = RunDir.open(target) if (target / "recipe.toml").exists() else None
     if run is not None:
-        before, policy = run.recipe, _newest_policy(run)
+        before, policy = run.recipe, exported or _newest_policy(run)
         if policy != before.model.path:
             check_policy(policy, "Restore it from a copy")
     elif recipe_path is not None:

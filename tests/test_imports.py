@@ -75,6 +75,7 @@ LAYERS = (
     "workers",
     "views",
     "train",
+    "scratch",
     "commands",
     "sweep",
     "what_if",

@@ -12,21 +12,19 @@ from typing import Any
 
 import torch
 
-from megarl.actor import checkpoint, hf, packing, parallel
-from megarl.actor.optimizer import gather_parameters
+from megarl.actor import packing, parallel
 from megarl.actor.step import Actor, compute_gradients
 from megarl.beats import beat
 from megarl.objectives import OBJECTIVES, Objective, build_objective
+from megarl.phases.export import load_policy, write_policy
 from megarl.phases.generation import generate
 from megarl.phases.rollout_worker import Draws, RolloutWorker
 from megarl.phases.samples import to_samples
 from megarl.phases.scoring import SeededPrompt
 from megarl.phases.updates import frozen_policies
-from megarl.storage.checkpoints import checkpoints
-from megarl.storage.policies import check_policy
+from megarl.storage.requests import read_request, write_answer
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
-from megarl.storage.what_if import read_request, write_records
 
 FRESH = "fresh"  # the name of what is no objective on stored responses
 OTHER_SEEDS = 1 << 40  # added to a group's number: responses to the same prompt with other seeds
@@ -35,15 +33,15 @@ MUTED = {"clipped": "clip_fraction", "vetoed": "veto_fraction", "masked": "m2_ma
 
 def what_if(stage: Stage) -> None:
     """Answer the request: a record a policy, batch and objective."""
-    policies, batches = read_request(stage.run.root)
+    request = read_request(stage.run.root)
     recipe = stage.run.recipe
     device = parallel.initialize(recipe)
     actor = Actor.build(recipe, stage.policy, device)
     actor.frozen = frozen_policies(build_objective(recipe.objective.name, {}), stage)
     comparison = Comparison(stage, actor, RolloutStore(stage.rollouts), objectives_of(stage))
-    found = [record for updates in policies for record in comparison.measure(updates, batches)]
+    found = [record for updates in request["updates"] for record in comparison.measure(updates, request["batches"])]
     comparison.close()
-    write_records(stage.run.root, found)
+    write_answer(stage.run.root, found)
 
 
 def objectives_of(stage: Stage) -> dict[str, Objective]:
@@ -124,18 +122,10 @@ class Comparison:
     def _load(self, updates: int) -> RolloutWorker:
         """The policy after so many updates of the stage, into actor and engine."""
         stage, policy = self.stage, self.stage.policy
+        load_policy(self.actor, stage, updates)
         if updates:
-            path = dict(checkpoints(stage.checkpoints)).get(updates)
             policy = stage.run.root / f"policies/{updates:06d}"
-            if path is None:  # the end of the stage, whose checkpoints are gone
-                hf.load_hf(self.actor.models, stage.next.policy)
-            else:
-                checkpoint.load(self.actor, path)
-            gather_parameters(self.actor.replicas)
-            hf.export_hf(self.actor.models, policy, stage.run.stage(0).policy, stage.first_update + updates)
-        else:
-            check_policy(policy, "Restore it from a copy")
-            hf.load_hf(self.actor.models, policy)
+            write_policy(self.actor, stage, updates, policy)
         if self._worker is None:
             self._worker = RolloutWorker.build(stage.run.recipe, stage.number, policy)
         else:

@@ -50,7 +50,7 @@ def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
     """
     plan = make_plan(load_sweep(path), output)
     _say(_count(plan))
-    failed: dict[Job, Outcome] = {}
+    failed: list[tuple[Job, Outcome]] = []
     if missing := [job for job in plan.all if not job.is_done()]:
         with Workers(jobs, plan.output / "logs") as workers:
             _check(workers, missing)
@@ -64,8 +64,8 @@ def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
     if failed:
         print(table_text(plan, found))
         lines = [f"{len(failed)} runs failed; the same command tries them again:"]
-        lines += [f"  {job.name}: {outcome.cause.splitlines()[0]}" for job, outcome in failed.items()]
-        mistakes = all(outcome.kind == "mistake" for outcome in failed.values())
+        lines += [f"  {job.name}: {outcome.cause.splitlines()[0]}" for job, outcome in failed]
+        mistakes = all(outcome.kind == "mistake" for _, outcome in failed)
         raise (UserError if mistakes else PhaseFailed)("\n".join(lines))
     return json.dumps(as_records(found)) if as_json else table_text(plan, found)
 
@@ -82,11 +82,11 @@ def _check(workers: Workers, missing: list[Job]) -> None:
         raise UserError("the sweep is wrong:\n" + "\n".join(wrong))
 
 
-def _make(workers: Workers, missing: list[Job], failed: dict[Job, Outcome]) -> None:
+def _make(workers: Workers, missing: list[Job], failed: list[tuple[Job, Outcome]]) -> None:
     for ended, (job, outcome) in enumerate(workers.make(missing), 1):
         text = f"done in {outcome.seconds:.0f} s" if outcome.kind == "done" else outcome.kind
         if outcome.kind in ("failed", "mistake"):
-            failed[job] = outcome
+            failed.append((job, outcome))
             text = f"failed: {outcome.cause.splitlines()[0]}"
         elif outcome.kind == "busy":
             text = "is being made by another process"

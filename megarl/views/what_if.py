@@ -13,7 +13,7 @@ from megarl.estimates import mean_of_replicates
 from megarl.storage.files import write_atomic
 from megarl.views.chart import Chart
 from megarl.views.report import page
-from megarl.views.report_charts import COLOURS, DASHES
+from megarl.views.report_charts import COLOURS
 
 COLUMNS = ("kept", "clipped", "vetoed", "masked", "norm", "cosine", "cosine_to_grpo")
 HEADS = ("kept", "clipped", "vetoed", "masked", "gradient norm", "cosine to fresh", "cosine to GRPO")
@@ -68,7 +68,8 @@ def write_figure(rows: Sequence[dict[str, Any]], name: str, output: Path) -> Non
             "cosine",
             "Cosine to a fresh on-policy gradient",
             "Of each objective's gradient on stored batches to GRPO's on new responses to the same prompts; bars are "
-            "95 % intervals over batches. The dotted line is that of a fresh batch: what sampling alone leaves of it.",
+            "95 % intervals over batches. Fresh is new responses of one batch beside the others': what sampling "
+            "alone leaves of it.",
         ),
         ("cosine_to_grpo", "Cosine to GRPO on the same batch", "How far an objective turns GRPO's gradient."),
         ("norm", "Gradient norm", "Before clipping, of one batch."),
@@ -79,30 +80,28 @@ def write_figure(rows: Sequence[dict[str, Any]], name: str, output: Path) -> Non
 
 
 def _chart(rows: Sequence[dict[str, Any]], column: str, title: str, hint: str) -> Chart:
-    chart = Chart(title, hint, layout={"xaxis": {"title": {"text": "staleness (updates)", "standoff": 6}}})
-    for number, objective in enumerate(dict.fromkeys(row["objective"] for row in rows)):
-        mine = [row for row in rows if row["objective"] == objective and column in row]
-        if mine:
-            chart.traces.append(_trace(number, objective, mine, column))
-    chart.layout |= {"showlegend": True, "hovermode": "closest"}
+    """Objectives beside each other, a colour for each policy."""
+    chart = Chart(title, hint, layout={"scattermode": "group", "xaxis": {"tickangle": -45}, "hovermode": "closest"})
+    for number, update in enumerate(dict.fromkeys(row["update"] for row in rows)):
+        mine = [row for row in rows if row["update"] == update and column in row]
+        chart.traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": f"staleness {update}",
+                "x": [row["objective"] for row in mine],
+                "y": [row[column][0] for row in mine],
+                "marker": {"size": 7, "color": COLOURS[number % len(COLOURS)]},
+                "error_y": {
+                    "type": "data",
+                    "array": [row[column][2] - row[column][0] for row in mine],
+                    "thickness": 1.2,
+                    "width": 2,
+                },
+                "hovertemplate": "%{x}: %{y:.3f}",
+            }
+        )
     return chart
-
-
-def _trace(number: int, objective: str, rows: list[dict[str, Any]], column: str) -> dict[str, Any]:
-    """Colours repeat with another dash; the points of different objectives are moved apart a little."""
-    colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
-    fresh = objective == "fresh"
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": objective,
-        "x": [row["update"] + 0.12 * (number - 8) for row in rows],
-        "y": [row[column][0] for row in rows],
-        "marker": {"size": 5},
-        "line": {"width": 1.6, "color": "#888888" if fresh else colour, "dash": "dot" if fresh else dash},
-        "error_y": {"type": "data", "array": [row[column][2] - row[column][0] for row in rows], "thickness": 1},
-        "hovertemplate": objective + ": %{y:.3f}",
-    }
 
 
 def _html_table(rows: Sequence[dict[str, Any]]) -> str:

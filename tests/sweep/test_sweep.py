@@ -127,6 +127,25 @@ def test_the_objective_of_a_point_has_its_own_settings_alone(swept):
     assert run_of(output, "mu_grpo/seed_4").recipe.run.seed == 4
 
 
+def test_a_run_that_fails_keeps_no_other_from_being_made_and_is_tried_again(swept):
+    file, output, *_ = swept
+    more = file.with_name("more.toml")
+    points = "\n".join(f"{name} = {{ optimizer = {{ lr = {lr} }} }}" for name, lr in (("new", 1e-4), ("newer", 2e-4)))
+    more.write_text(f"{file.read_text()}\n{points}\n".replace("[3, 4]", "[3]"))
+    (output / "new").mkdir()
+    (output / "new/seed_3").write_text("in the way")
+    failed = megarl("sweep", more, "--output", output, "--jobs", "1")
+    assert failed.returncode == 2
+    assert "1 runs failed; the same command tries them again:" in failed.stderr
+    assert f"new/seed_3: {output}/new/seed_3 is a file, not a run directory" in failed.stderr
+    assert "newer" in failed.stdout
+    assert "mu_grpo" in failed.stdout
+    (output / "new/seed_3").unlink()
+    again = megarl("sweep", more, "--output", output)
+    assert again.returncode == 0, again.stderr
+    assert "[1/1] new/seed_3  done" in again.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
