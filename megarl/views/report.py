@@ -66,7 +66,7 @@ def page(title: str, notes: str, summary: str, charts: list[Chart], below: str =
     parts = {
         "title": title,
         "notes": notes,
-        "summary": summary,
+        "summary": f'<div class="scroll">{summary}</div>' if summary else "",
         "charts": "\n".join(_card(number, chart) for number, chart in enumerate(charts)),
         "below": below,
         # inside <script> only "</" and "<!--" could end the text; JSON may write < as an escape

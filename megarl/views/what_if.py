@@ -76,7 +76,7 @@ def write_figure(rows: Sequence[dict[str, Any]], name: str, output: Path) -> Non
         ("kept", "Tokens with a gradient", "Share of the trained tokens that no clip, veto or mask takes out."),
     )
     charts = [_chart(rows, column, title, hint) for column, title, hint in kinds]
-    write_atomic(output, page(html.escape(name), "", _html_table(rows), charts))
+    write_atomic(output, page(html.escape(name), "", "", charts, f'<div class="scroll">{_html_table(rows)}</div>'))
 
 
 def _chart(rows: Sequence[dict[str, Any]], column: str, title: str, hint: str) -> Chart:
