@@ -63,6 +63,12 @@ PLAIN_CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]],
         {"rangemode": "tozero", "tickformat": ".0%"},
     ),
     (
+        "Clip bounds",
+        "Between which importance ratios BAPO lets tokens pass, as it balances good and bad responses.",
+        {"bapo/ratio_max": ("upper", "solid"), "bapo/ratio_min": ("lower", "dot")},
+        {"rangemode": "tozero"},
+    ),
+    (
         "Dampened tokens",
         "Tokens whose effective ratio (with the minimum of its prefix) is below the objective's threshold, after "
         "prefixes that stayed likely and after those that did not. The wider the gap, the more selective.",

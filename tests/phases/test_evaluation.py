@@ -129,6 +129,15 @@ def test_the_best_policy_is_kept_the_earliest_of_equals(whole, tmp_path):
         assert_same_weights(run.best, run.version(expected))
 
 
+def test_the_best_policy_of_all_suites_has_the_highest_mean(whole, tmp_path):
+    run = RunDir.create(tmp_path / "run", load_recipe(whole.root / "recipe.toml", ["eval.best=mean"]))
+    means = {0: (0.9, 0.0, 0.0), 2: (0.2, 0.5, 0.5), 4: (0.5, 0.2, 0.5), 6: (0.8, 0.8)}  # the last is not whole yet
+    for update, accuracies in means.items():
+        for suite, accuracy in zip(NAMES, accuracies, strict=False):
+            run.log_event("evaluation", stage=update // 4, update=update, suite=suite, accuracy=accuracy)
+    assert best_version(RunDir.open(run.root)) == 2
+
+
 def assert_same_weights(a, b):
     ours, theirs = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
     assert ours.keys() == theirs.keys() and all((ours[name] == theirs[name]).all() for name in ours)

@@ -69,6 +69,8 @@ def update_record(number: int, size: int, noise: random.Random, speed: float = 1
         "ratio/mean/negative": 1 - 0.4 * age,
         "positive_share/tokens": 0.3 + 0.3 * progress,
         "positive_share/loss": 0.4 + 0.1 * progress,
+        "bapo/ratio_min": 0.9 - 0.3 * age,
+        "bapo/ratio_max": 1.2 + 1.8 * age,
         "dampen/prefix/good_prefix": 0.02 + 0.2 * age,
         "dampen/prefix/bad_prefix": 0.05 + 0.9 * age,
         "response_tokens/positive": 6.5,

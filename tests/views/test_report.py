@@ -97,6 +97,7 @@ def test_traces_of_every_chart(tmp_path):
         "Entropy": ["entropy"],
         "Importance ratio by sign of the advantage": ["good", "bad"],
         "Share of good responses": ["of the loss", "of the tokens"],
+        "Clip bounds": ["upper", "lower"],
         "Dampened tokens": ["bad prefix", "good prefix"],
         "Prefix occupancy": ["median", "lowest 1 %"],
         "Reverse chi-square of the prefixes": ["reverse chi-square of the prefixes"],
