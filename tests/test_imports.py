@@ -36,7 +36,15 @@ IMPORTERS = HEAVY | {"megatron": ("megarl.actor",)}  # the modules that may hold
 WITHOUT_TORCH = [  # and without any of the heavy packages
     name
     for name in MODULES
-    if name in ("megarl", "megarl.cli", "megarl.errors", "megarl.workers.node_rank", "megarl.workers.processes")
+    if name
+    in (
+        "megarl",
+        "megarl.cli",
+        "megarl.beside",
+        "megarl.errors",
+        "megarl.workers.node_rank",
+        "megarl.workers.processes",
+    )
     or (name.split(".")[1:2] in (["recipe"], ["storage"], ["models"]) and name != "megarl.storage.tensor_files")
 ]
 # what a group of modules that may bring a package in has loaded already, so that it is paid for once
@@ -67,7 +75,11 @@ LAYERS = (
     "workers",
     "views",
     "train",
+    "scratch",
     "commands",
+    "sweep",
+    "what_if",
+    "beside",
     "cli",
 )
 
