@@ -3,18 +3,19 @@
     python benchmarks/large_run.py [--responses 1000000] [--tokens 4000] [--keep DIR]
 
 The run is made by the store's own writer, with a ledger, a seal, checksums and a line of metrics an update, so that
-`megarl audit` closes. Of its tokens all but the first few of a prompt's first response are 0, and blocks of zeros are
-holes in the files: some gigabytes of disk hold what a real run would keep in 32 GB, and are read like those. Memory is
-the largest resident set of the command's process, in which pages of mapped files count.
+`megarl audit --samples 0` closes; rewards and log-probs are made up, which `megarl audit` finds. Of its tokens all but
+the first few of a prompt's first response are 0, and blocks of zeros are holes in the files: a fraction of the disk
+holds what a real run would keep in 32 GB, and is read like that. Memory is the largest resident set of the command's
+process, in which pages of mapped files count.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
+import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,17 @@ SQL = {
     "all log-probs": "select sum(list_sum(rollout_logprobs)) from responses",
     "text": "select prompt, decode(response_tokens) as text from responses where prompt < 3 and sample = 0",
 }
+
+
+# a small process between this one and the command's: a process that starts another one hands on its largest size
+WATCH = """
+import json, os, sys, time
+start = time.perf_counter()
+out = os.dup(2)
+pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, 1, 2)])
+_, status, usage = os.wait4(pid, 0)
+os.write(out, json.dumps([os.waitstatus_to_exitcode(status), time.perf_counter() - start, usage.ru_maxrss]).encode())
+"""
 
 
 class SparseWriter(RolloutWriter):
@@ -144,15 +156,12 @@ def _line(stage: Stage, groups: list[Group]) -> dict[str, Any]:
 def measure(name: str, arguments: list[str]) -> dict[str, Any]:
     """A command's time and largest resident set; its output goes to this one's."""
     sys.stdout.flush()
-    start = time.perf_counter()
-    pid = os.posix_spawn(sys.executable, [sys.executable, "-m", "megarl.cli", *arguments], os.environ)
-    _, status, usage = os.wait4(pid, 0)
-    seconds = time.perf_counter() - start
-    code = os.waitstatus_to_exitcode(status)
-    return {"command": name, "seconds": seconds, "peak MiB": usage.ru_maxrss / 1024, "exit code": code}
+    command = [sys.executable, "-S", "-c", WATCH, sys.executable, "-m", "megarl.cli", *arguments]
+    code, seconds, kilobytes = json.loads(subprocess.run(command, check=True, stderr=subprocess.PIPE).stderr)
+    return {"command": name, "seconds": seconds, "peak MiB": kilobytes / 1024, "exit code": code}
 
 
-def measure_all(root: Path, audited: int = 16) -> list[dict[str, Any]]:
+def measure_all(root: Path) -> list[dict[str, Any]]:
     run = str(root)
     rows = [
         measure("samples", ["samples", run]),
@@ -161,7 +170,9 @@ def measure_all(root: Path, audited: int = 16) -> list[dict[str, Any]]:
         measure("samples, no match", ["samples", run, "--reward", "2:"]),
     ]
     rows += [measure(f"sql, {name}", ["sql", run, query]) for name, query in SQL.items()]
-    return [*rows, measure("runs", ["runs", run]), measure("audit", ["audit", run, "--samples", str(audited)])]
+    rows.append(measure("runs", ["runs", run]))
+    rows.append(measure("audit --samples 0", ["audit", run, "--samples", "0"]))
+    return [*rows, measure("audit", ["audit", run])]
 
 
 def size_of(stage: Stage) -> dict[str, Any]:

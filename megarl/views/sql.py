@@ -146,7 +146,7 @@ def _tables(root: Path) -> dict[str, Any]:
     }
 
 
-def _register_decode(connection: duckdb.DuckDBPyConnection, root: Path) -> None:
+def _register_decode(connection: Any, root: Path) -> None:
     """The function ``decode``: tokens -> text. The tokenizer is read when it is called first."""
     decode: list[Any] = []
 

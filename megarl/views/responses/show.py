@@ -172,13 +172,13 @@ def _print_group(
 
 
 def _text(text: str, whole: bool) -> Text:
-    return Text(escape(text if whole else shorten(text)))
+    return Text(escape(text if whole else shorten(text)), overflow="fold")
 
 
 def _body(one: Found, tokens: Tokens | None, decode: Decode, whole: bool, colouring: str | None) -> Text:
     if tokens is None or colouring is None:
         return _text(decode(one.response.tokens), whole)
-    text, before = Text(), ""
+    text, before = Text(overflow="fold"), ""
     for place, (style, cause) in enumerate(zip(_styles(tokens, colouring), tokens.causes, strict=True)):
         if colouring == "kept" and cause and cause != before:
             text.append(f"[{cause}]", style="italic dim")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -152,7 +153,9 @@ def _judge(
     scores = scorer.score([(groups[row], sample) for row, sample in pairs])
     lengths = [len(groups[row].responses[sample].tokens) for row, sample in pairs]
     repeated = torch.tensor(lengths)
-    fields = {name: torch.from_numpy(np.concatenate([own for own, _ in found])) for name, found in scores.items()}
+    fields: dict[str, Any] = {
+        name: torch.from_numpy(np.concatenate([own for own, _ in found])) for name, found in scores.items()
+    }
     batch = _Noting(
         **fields,
         rollout_logprobs=torch.from_numpy(
