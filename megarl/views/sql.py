@@ -6,6 +6,7 @@ read once. The database lives in memory, has a limit, and may read and write not
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import tempfile
@@ -83,14 +84,12 @@ def query(root: Path, text: str, memory: str = MEMORY) -> Iterator[Record]:
     duckdb = _duckdb()
     with tempfile.TemporaryDirectory(prefix="megarl-sql-") as spill:
         try:
-            connection = _open(root, spill, memory)
-            result = connection.execute(text)
-            if result is None or result.description is None:
-                return
-            names = [column[0] for column in result.description]
-            while rows := result.fetchmany(_BATCH):
-                for row in rows:
-                    yield dict(zip(names, row, strict=True))
+            with contextlib.closing(_open(root, spill, memory)) as connection:
+                result = connection.execute(text)
+                names = [column[0] for column in result.description or ()] if result else []
+                while names and (rows := result.fetchmany(_BATCH)):
+                    for row in rows:
+                        yield dict(zip(names, row, strict=True))
         except duckdb.Error as error:
             raise UserError(f"SQL: {_first_lines(str(error))}") from error
 

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from megarl.errors import UserError
+from megarl.storage.rollouts import Group
 from megarl.views.responses.select import Filter, decoder, select
 from megarl.views.responses.show import show_samples
 from tests.helpers import megarl
@@ -79,7 +80,7 @@ def hostile(tmp_path_factory):
     groups = random_groups([0], samples=1)
     bad = [WORDS.index(word) for word in HOSTILE]
     groups += random_groups([1], samples=2)
-    groups[1] = type(groups[1])(1, groups[1].prompt_tokens, (response([*bad, 1, 0]), response([*bad, 2])))
+    groups[1] = Group(1, groups[1].prompt_tokens, (response([*bad, 1, 0]), response([*bad, 2])))
     return make_stored_run(tmp_path_factory.mktemp("hostile") / "run", [[groups]])
 
 
@@ -101,7 +102,7 @@ def test_a_response_cannot_drive_the_terminal(hostile, prompt, terminal):
 
 def test_a_long_text_is_cut_in_its_middle(tmp_path):
     groups = random_groups([0], samples=1)
-    groups = [type(groups[0])(0, groups[0].prompt_tokens, (response([1] * 3000 + [4]),))]
+    groups = [Group(0, groups[0].prompt_tokens, (response([1] * 3000 + [4]),))]
     root = make_stored_run(tmp_path / "run", [[groups]])
     output = shown(root)
     assert "[... 1,807 characters ...]" in output and "answer" in output and output.count("a") < 1300
