@@ -21,6 +21,7 @@ constexpr float kLogRatioLimit = 20.0f;
 constexpr float kSequenceLogRatioLimit = 80.0f;  // e^80 is beyond any bound, and still a float32
 constexpr float kBadPrefix = 0.8f;
 constexpr float kLogBadPrefix = -0.22314355131420976f;  // log .8
+constexpr float kSmallestRest = 1e-8f;                 // added to the probability of all tokens but the sampled one
 constexpr int32_t kNever = 0x7FFFFFFF;                 // index of a trigger that is not there
 constexpr int kPositionBits = 22;                      // of a token's position in its sequence, and of the sequence's
 constexpr uint32_t kOutside = 0xFFFFFFFFu;             // key of a token outside the trust region
@@ -218,6 +219,64 @@ struct TaperedSequence : Bounded {
   }
 };
 
+// tau_positive, tau_negative
+struct Gated {
+  static constexpr Quantity kQuantity = Quantity::kNone;
+  float positive, negative;
+  MEGARL_INLINE explicit Gated(const double* p) : positive(static_cast<float>(p[0])), negative(static_cast<float>(p[1])) {}
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence&) const {
+    const float tau = t.advantage > 0.0f ? positive : negative;
+    const float e = exponential(clamp(-tau * (t.ratio - 1.0f), -kSequenceLogRatioLimit, kSequenceLogRatioLimit));
+    const float p = 1.0f / (1.0f + e);
+    const int kept = !t.clamped;
+    return {4.0f / tau * p * t.advantage, kept ? 4.0f * p * p * e * t.ratio * t.advantage : 0.0f, kept, 0, 0};
+  }
+};
+
+// k and lambda of positive, then of negative advantages
+struct GammaSequence {
+  static constexpr Quantity kQuantity = Quantity::kSum;
+  float k[2], lambda[2];
+  MEGARL_INLINE explicit GammaSequence(const double* p)
+      : k{static_cast<float>(p[0]), static_cast<float>(p[2])},
+        lambda{static_cast<float>(p[1]), static_cast<float>(p[3])} {}
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence& s) const {
+    const int negative = t.advantage < 0.0f;
+    const float w = clamp(s.log_ratio, -kLogRatioLimit, kLogRatioLimit);
+    const float log_weight =
+        (negative ? k[1] : k[0]) * w - (negative ? lambda[1] : lambda[0]) * (exponential(w) - 1.0f);
+    const float bounded = clamp(log_weight, -kSequenceLogRatioLimit, kSequenceLogRatioLimit);
+    const float weight = exponential(bounded) * t.advantage;
+    return {weight * t.logprob, weight, 1, 0, 0};
+  }
+};
+
+// 1 - e^x for x <= 0 without cancellation, in plain arithmetic.
+MEGARL_INLINE float rest_of(float x) {
+  return x > -0.34f ? -(exponential_remainder(x) * x * x + x) : 1.0f - exponential(x);
+}
+
+// threshold, ratio_max
+template <bool kl>
+struct Divergence : Bounded {
+  static constexpr Quantity kQuantity = Quantity::kNone;
+  using Bounded::Bounded;  // low is the threshold
+  MEGARL_INLINE Outcome operator()(const Token& t, const Sequence&) const {
+    const float l = t.log_ratio;
+    const float log_q = clamp(t.rollout_logprob, -kSequenceLogRatioLimit, 0.0f), q = exponential(log_q);
+    float distance = q * fabsf(t.ratio - 1.0f);
+    if (kl) {
+      const float rest_q = rest_of(log_q) + kSmallestRest;
+      const float rest_p = rest_of(clamp(log_q + l, -kSequenceLogRatioLimit, 0.0f)) + kSmallestRest;
+      distance = rest_q * logf(rest_q / rest_p) - q * l;
+    }
+    const int along = ((t.advantage > 0.0f) & (l > 0.0f)) | ((t.advantage < 0.0f) & (l < 0.0f));
+    const int masked = along & (distance > low);
+    const float weight = masked ? 0.0f : clamp(t.ratio, 0.0f, high) * t.advantage;
+    return {weight * t.logprob, weight, !masked, masked, 0};
+  }
+};
+
 enum class Scope { kSequence, kSuffix, kNonTriggerSuffix, kTrigger };
 
 // ratio_min, ratio_max, veto_threshold
@@ -358,6 +417,10 @@ struct Tag {
   rule("soft_clip_token", SoftClipToken)                              \
   rule("soft_clip_prefix", SoftClipPrefix)                            \
   rule("tapered_sequence", TaperedSequence)                           \
+  rule("gated", Gated)                                                \
+  rule("gamma_sequence", GammaSequence)                               \
+  rule("divergence_tv", Divergence<false>)                            \
+  rule("divergence_kl", Divergence<true>)                             \
   rule("veto_sequence", Veto<Scope::kSequence>)                       \
   rule("veto_suffix", Veto<Scope::kSuffix>)                           \
   rule("veto_non_trigger_suffix", Veto<Scope::kNonTriggerSuffix>)     \

@@ -28,6 +28,7 @@ from megarl.batch import TokenBatch
 from megarl.models.hf_config import read_hf_config
 from megarl.objectives import Objective, WithOptions, token_weights
 from megarl.objectives.parts.detail import detailed
+from megarl.objectives.parts.metrics import response_metrics
 from megarl.objectives.parts.summary import summarise
 from megarl.recipe.tables import Recipe
 
@@ -58,9 +59,8 @@ class Actor:
         return cls(recipe, device, models, replicas, optimizer)
 
     def learning_rate(self, update: int) -> float:
-        """Linear warm-up to ``optimizer.lr`` over the run's first updates (``update`` counts from 1), then constant."""
-        table = self.recipe.optimizer
-        return table.lr * min(1.0, update / max(1, table.warmup_updates))
+        """Of an update of the run, from 1."""
+        return self.recipe.optimizer.learning_rate(update, self.recipe.schedule.total_updates)
 
 
 def train_step(
@@ -77,11 +77,24 @@ def train_step(
     norm, finite = _norm_and_finite(actor.optimizer, metrics.get("loss", 0.0), actor.device)
     if not finite:
         raise non_finite_update(logs, objective, metrics, norm, _batch_group())
+    if actor.recipe.optimizer.ess_scaling:
+        lr *= math.sqrt(_effective_share(metrics, actor.device))
     _apply_gradients(actor.optimizer, norm, lr)
     metrics |= {"grad_norm": norm, "lr": lr}
     if objective.needs_statistics and actor.recipe.actor.statistics_scope == "lagged":
         actor.lagged = _whole_batch_statistics(objective, logs, actor.recipe.actor.kernel_backend)
     return metrics
+
+
+def _effective_share(metrics: dict[str, Any], device: torch.device) -> float:
+    """``ess/responses`` on all ranks: the last pipeline stage knows it, and where there are others all wait for it."""
+    share = metrics.get("ess/responses", 0.0)
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        known = torch.tensor([share], dtype=torch.float64, device=device)
+        last = mpu.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(known, last, mpu.get_pipeline_model_parallel_group())
+        share = known.item()
+    return min(1.0, share)  # more only by rounding
 
 
 def with_proximal(actor: Actor, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -111,7 +124,14 @@ def compute_gradients(
     actor.optimizer.zero_grad()
     backend = actor.recipe.actor.kernel_backend
     vocabulary = actor.models[0].true_vocab_size if detail else 0
-    loss = partial(_loss, objective=objective, statistics=statistics, backend=backend, vocabulary=vocabulary)
+    loss = partial(
+        _loss,
+        objective=objective,
+        statistics=statistics,
+        backend=backend,
+        vocabulary=vocabulary,
+        responses=actor.recipe.optimizer.ess_scaling,
+    )
     logs = run_micro_batches(actor.replicas, micro_batches, loss)
     return logs, _reduce(logs, routing.count_disagreement(actor.models, actor.device), detail)
 
@@ -152,10 +172,11 @@ def _loss(
     statistics: Callable[[TokenBatch], Any],
     backend: str,
     vocabulary: int,
+    responses: bool,
 ) -> Loss:
     """The objective as Megatron wants it: (sum, count, log). Megatron divides the gradient by the global count.
 
-    vocabulary: of the model, for detailed metrics; 0: without them.
+    vocabulary: of the model, for detailed metrics; 0: without them. responses: with the weights of whole responses.
     """
     batch = token_batch(micro_batch, output)
     terms = objective(batch, statistics(batch), backend)
@@ -163,11 +184,11 @@ def _loss(
     loss = (terms.loss * weights).sum()
     count = micro_batch.sequence_count if objective.aggregation == "sequence_mean" else micro_batch.token_count
     batch = batch.detach()
-    log = MicroBatchLog(batch, terms.metrics, terms.histograms)
+    log = MicroBatchLog(batch, terms.metrics | (response_metrics(batch) if responses else {}), terms.histograms)
     if vocabulary:
         metrics, histograms = detailed(batch, terms.kept)
         tokens = _count_tokens(micro_batch, terms.kept, vocabulary)
-        log = MicroBatchLog(batch, terms.metrics | metrics, terms.histograms | histograms, tokens)
+        log = MicroBatchLog(batch, log.metrics | metrics, terms.histograms | histograms, tokens)
     return loss, torch.full((), count, dtype=torch.int, device=loss.device), log  # no copy, so no wait
 
 

@@ -3,6 +3,7 @@
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8, whose square is still far within float32
 SEQUENCE_LOG_RATIO_LIMIT = 80.0  # nats, of a sum over a sequence; e^80 is beyond any bound, and still a float32
 BAD_PREFIX = 0.8  # prefix minimum below which a prefix is bad: Prefix-Ratio GRPO gives no number, this is its 1 - eps
+SMALLEST_REST = 1e-8  # DPPO adds it to the probability of all tokens but the sampled one, whose logarithm it takes
 NEVER = 2**31 - 1  # index of a trigger that is not there
 
 # Histograms of log-ratios: a bin is the sign and the upper bits of |l| in float32, 16 bins per octave.

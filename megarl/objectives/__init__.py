@@ -11,6 +11,7 @@ from megarl.objectives.cispo import Cispo
 from megarl.objectives.dapo import Dapo
 from megarl.objectives.dcpo import Dcpo
 from megarl.objectives.decoupled_ppo import DecoupledPpo
+from megarl.objectives.dppo import Dppo
 from megarl.objectives.full_prefix import FullPrefix
 from megarl.objectives.gppo import Gppo
 from megarl.objectives.grpo import Grpo
@@ -27,7 +28,10 @@ from megarl.objectives.parts.terms import Terms
 from megarl.objectives.prefix_filter import PrefixFilter
 from megarl.objectives.prefix_ratio_grpo import PrefixRatioGrpo
 from megarl.objectives.reinforce import Reinforce
+from megarl.objectives.sapo import Sapo
 from megarl.objectives.topr import Topr
+from megarl.objectives.trm import Trm
+from megarl.objectives.vespo import Vespo
 
 __all__ = [
     "OBJECTIVES",
@@ -48,6 +52,10 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "gppo": Gppo,
     "dcpo": Dcpo,
     "gspo": Gspo,
+    "sapo": Sapo,
+    "dppo": Dppo,
+    "vespo": Vespo,
+    "trm": Trm,
     "cispo": Cispo,
     "m2po": M2Po,
     "mu_grpo": MuGrpo,

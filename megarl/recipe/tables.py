@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megarl.recipe.base import Table, one_of
 from megarl.recipe.data_table import DataTable as DataTable
@@ -22,6 +22,7 @@ from megarl.recipe.eval_table import make_suites
 from megarl.recipe.megatron import CONFIGS
 from megarl.recipe.megatron import problems as megatron_problems
 from megarl.recipe.names import ENGINES
+from megarl.recipe.optimizer_table import OptimizerTable as OptimizerTable
 from megarl.recipe.reward_table import RewardPart as RewardPart
 from megarl.recipe.reward_table import RewardTable as RewardTable
 from megarl.recipe.schedule import LagRule, nearest_divisor
@@ -139,22 +140,6 @@ class ObjectiveTable(BaseModel):
     @property
     def fields(self) -> dict[str, Any]:
         return dict(self.model_extra or {})
-
-
-class OptimizerTable(Table):
-    lr: float = Field(1e-6, gt=0, le=1)
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
-    warmup_updates: int = Field(0, ge=0)  # linear warm-up over the whole run, then constant
-    clip_grad: float = Field(1.0, ge=0)  # global L2 norm; 0 turns clipping off
-
-    @field_validator("betas")
-    @classmethod
-    def _unit_interval(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= b < 1 for b in betas):
-            raise ValueError("each beta must lie in [0, 1)")
-        return betas
 
 
 class ActorTable(Table):

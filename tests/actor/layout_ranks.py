@@ -27,6 +27,7 @@ class Case:
     fields: dict[str, Any] = field(default_factory=dict)
     updates: int = FEW
     routing_replay: str = "none"
+    optimizer: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
@@ -35,6 +36,7 @@ CASES = {
     "gspo": Case("gspo", {"eps_low": 0.05, "eps_high": 0.05}, UPDATES),
     "minpro": Case("minpro", updates=UPDATES),
     "bapo": Case("bapo"),
+    "ess scaling": Case("reinforce", optimizer={"ess_scaling": True, "schedule": "cosine"}),
     "frozen policies": Case(
         "grpo",
         {"aggregation": "sequence_mean", "kl": {"coefficient": 0.1}, "truncated_importance": {"maximum": 1.1}},
@@ -103,7 +105,8 @@ def recipe_of(layout: Layout, model: Path, **tables: Any) -> Recipe:
     tables["actor"] = actor | tables.get("actor", {})
     tables["megatron"] = layout.megatron | tables.get("megatron", {})
     tables["megatron_ddp"] = layout.ddp
-    return make_recipe(model, optimizer={"lr": 1e-3, "weight_decay": 0.01}, **tables)
+    tables["optimizer"] = {"lr": 1e-3, "weight_decay": 0.01} | tables.get("optimizer", {})
+    return make_recipe(model, **tables)
 
 
 def update_samples(rollouts: Path, update: int, routing_replay: str = "none") -> list[Any]:
@@ -160,7 +163,8 @@ def run_layout(name: str, model: Path, rollouts: Path, folder: Path) -> dict[str
         objective, replay = build_objective(settings.objective, settings.fields), settings.routing_replay
         # replay must be exact under recomputation, to which one rank without it is compared
         recompute = "full" if replay != "none" and name != "one" else "none"
-        recipe = recipe_of(LAYOUTS[name], model, actor={"recompute": recompute, "routing_replay": replay})
+        table = {"recompute": recompute, "routing_replay": replay}
+        recipe = recipe_of(LAYOUTS[name], model, actor=table, optimizer=settings.optimizer)
         actor = step.Actor.build(recipe, model, torch.device("cpu"))
         if replay == "actor":
             actor.frozen.append(frozen.FrozenPolicy.build(("routed_experts",), recipe, model))

@@ -117,6 +117,19 @@ def test_weights_are_the_mean_over_tokens_not_over_micro_batches(tmp_path):
             assert other[key] == pytest.approx(results[0][key], rel=1e-5), key
 
 
+def test_the_learning_rate_follows_the_effective_sample_size(tmp_path):
+    from megarl.actor.packing import micro_batches
+    from megarl.actor.step import train_step
+
+    make_hf_model("qwen3").save_pretrained(tmp_path)
+    batches, objective = micro_batches(make_samples(), 30, CPU), build_objective("reinforce", {})
+    plain = train_step(build(tmp_path), batches, objective, lr=1e-3)
+    scaled = train_step(build(tmp_path, optimizer={"ess_scaling": True}), batches, objective, lr=1e-3)
+    assert "ess/responses" not in plain and 0 < scaled["ess/responses"] < 0.9
+    assert scaled["lr"] == pytest.approx(1e-3 * scaled["ess/responses"] ** 0.5)
+    assert scaled["loss"] == plain["loss"] and plain["lr"] == 1e-3
+
+
 @pytest.mark.parametrize("tensor", ["rollout_logprobs", "advantages", "logprobs"])
 def test_non_finite_updates_are_not_applied(tensor, tmp_path):
     from megarl.actor.hf import export_hf

@@ -31,6 +31,7 @@ EXPECTED = {
     "kSequenceLogRatioLimit": constants.SEQUENCE_LOG_RATIO_LIMIT,
     "kBadPrefix": constants.BAD_PREFIX,
     "kLogBadPrefix": math.log(constants.BAD_PREFIX),
+    "kSmallestRest": constants.SMALLEST_REST,
     "kNever": constants.NEVER,
     "kPositionBits": constants.POSITION_BITS,
     "kOutside": constants.OUTSIDE % 2**32,

@@ -32,6 +32,7 @@ CUDA = pytest.param("cuda", marks=pytest.mark.skipif(no_kernels, reason="the CUD
 both = pytest.mark.parametrize("backend", [CUDA, "triton"])
 CASES = {
     **{name: kind() for name, kind in OBJECTIVES.items() if kind().fusible},
+    "dppo-kl": OBJECTIVES["dppo"](divergence="kl"),
     "m2po-released": OBJECTIVES["m2po"](variant="released"),
     **{
         f"mu_grpo-{scope}": OBJECTIVES["mu_grpo"](veto_scope=scope, veto_threshold=0.3, ratio_min=0.1, ratio_max=1.5)

@@ -336,3 +336,51 @@ def prefix_ratio_grpo_full(rs, eps=0.2):
             value[t.index] = ppo(r, t.a, 1 - eps, 1 + eps)
             kept[t.index] = not past_bound(r, t.a, 1 - eps, 1 + eps) and not t.clamped
     return value, kept
+
+
+def sapo(rs, positive=1.0, negative=1.05):
+    value, kept = {}, {}
+    for o in rs:
+        for t in o:
+            tau = positive if t.a > 0 else negative
+            # sigmoid(x) as 1 / (1 + e^-x): torch.sigmoid's gradient loses 1 - sigmoid(x) where that is small
+            value[t.index] = 4 / tau / (1 + torch.exp(-tau * (t.rho - 1))) * t.a
+            kept[t.index] = not t.clamped
+    return value, kept
+
+
+def dppo(rs, divergence="tv", threshold=0.15, most=10.0):
+    value, kept = {}, {}
+    for o in rs:
+        for t in o:
+            q, p = math.exp(min(t.rollout, 0)), math.exp(min(min(t.rollout, 0) + t.l_value, 0))
+            if divergence == "tv":
+                d = abs(q * t.rho_value - q)
+            else:
+                d = -q * t.l_value + (1 - q + 1e-8) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+            along = (t.a > 0 and t.l_value > 0) or (t.a < 0 and t.l_value < 0)
+            kept[t.index] = not (along and d > threshold)
+            value[t.index] = sg(clip(t.rho, 0.0, most)) * t.a * t.logprob * float(kept[t.index])
+    return value, kept
+
+
+def vespo(rs, positive=(2.0, 3.0), negative=(3.0, 2.0)):
+    value, kept = {}, {}
+    for o in rs:
+        w = math.exp(min(max(sum(t.l_value for t in o), -LIMIT), LIMIT))
+        for t in o:
+            k, scale = negative if t.a < 0 else positive
+            value[t.index] = w**k * math.exp(scale * (1 - w)) * t.a * t.logprob
+            kept[t.index] = True
+    return value, kept
+
+
+def trm(rs, estimator="k2", threshold=2.5):
+    value, kept = {}, {}
+    for o in rs:
+        d = [t.l_value**2 / 2 if estimator == "k2" else math.expm1(t.l_value) - t.l_value for t in o]
+        inside = all(x <= threshold for x in d)
+        for t in o:
+            value[t.index] = t.rho * t.a * float(inside)
+            kept[t.index] = inside and not t.clamped
+    return value, kept

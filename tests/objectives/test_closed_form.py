@@ -11,6 +11,8 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES, build_objective
+from megarl.objectives.parts.metrics import response_metrics
+from megarl.objectives.parts.summary import summarise
 
 A, B = math.log(0.6), math.log(0.1)  # log-probs of the four tokens: A, B, A, B
 
@@ -28,6 +30,9 @@ def four_tokens() -> TokenBatch:
 
 
 S = math.sqrt(0.75)  # geometric mean of 1.5 and .5
+U, V = 1 / (1 + math.exp(-0.5)), 1 / (1 + math.exp(-0.525))  # SAPO's sigmoids of .5 tau
+U2, V2 = U * (1 - U), V * (1 - V)
+F, G = 0.75**2 * math.exp(3 * 0.25), 0.75**3 * math.exp(2 * 0.25)  # VESPO's weights
 # name, fields, loss, gradient of the summed loss; a token is kept exactly where its gradient is not 0
 CASES: list[tuple[str, dict[str, Any], list[float], list[float]]] = [
     ("reinforce", {}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
@@ -40,6 +45,23 @@ CASES: list[tuple[str, dict[str, Any], list[float], list[float]]] = [
     ("dcpo", {}, [-2 * (0.5 + 0.75**0.5), -1, 1.5, 0.5], [0, -1, 1.5, 0.5]),
     ("dcpo", {"eps_low": 0.0375}, [-2 * (0.5 + 0.75**0.5), -1, 1.5, 0.75], [0, -1, 1.5, 0]),
     ("dcpo", {"eps_high": 2.0, "ratio_max": 1.4}, [-2.8, -1, 1.4, 0.5], [0, -1, 0, 0.5]),
+    ("sapo", {}, [-8 * U, -8 * (1 - U), 4 * V / 1.05, 4 * (1 - V) / 1.05], [-12 * U2, -4 * U2, 6 * V2, 2 * V2]),
+    # |p - q| = .2, .1, .2, .1, of which the first and the last have moved along their advantage
+    ("dppo", {}, [0, -1 * B, 1.5 * A, 0.5 * B], [0, -1, 1.5, 0.5]),
+    ("dppo", {"threshold": 0.05}, [0, -1 * B, 1.5 * A, 0], [0, -1, 1.5, 0]),
+    ("dppo", {"threshold": 0.25, "ratio_max": 1.2}, [-2.4 * A, -1 * B, 1.2 * A, 0.5 * B], [-2.4, -1, 1.2, 0.5]),
+    # .2 log 1.5 = .0811 and .2 log 2 + .8 log(.8 / .9) = .0444
+    ("dppo", {"divergence": "kl"}, [0, -1 * B, 1.5 * A, 0.5 * B], [0, -1, 1.5, 0.5]),
+    ("dppo", {"divergence": "kl", "threshold": 0.044}, [0, -1 * B, 1.5 * A, 0], [0, -1, 1.5, 0]),
+    ("dppo", {"divergence": "kl", "threshold": 0.082}, [-3 * A, -1 * B, 1.5 * A, 0.5 * B], [-3, -1, 1.5, 0.5]),
+    # w = .75 in both responses
+    ("vespo", {}, [-2 * F * A, -2 * F * B, G * A, G * B], [-2 * F, -2 * F, G, G]),
+    # k2 = .0822 and .2402, k3 = .0945 and .1931 in both responses
+    ("trm", {}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
+    ("trm", {"threshold": 0.23}, [0, 0, 0, 0], [0, 0, 0, 0]),
+    ("trm", {"threshold": 0.25}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
+    ("trm", {"threshold": 0.19, "estimator": "k3"}, [0, 0, 0, 0], [0, 0, 0, 0]),
+    ("trm", {"threshold": 0.195, "estimator": "k3"}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
     ("gspo", {}, [-2 * S, -2 * S, 0.998, 0.998], [-2 * S, -2 * S, 0, 0]),
     ("cispo", {}, [-3 * A, -1 * B, 1.5 * A, 0.5 * B], [-3, -1, 1.5, 0.5]),
     ("cispo", {"eps_low": 0.2, "eps_high": 0.2}, [-2.4 * A, -1.6 * B, 1.2 * A, 0.8 * B], [-2.4, -1.6, 1.2, 0.8]),
@@ -88,6 +110,19 @@ def test_four_tokens(name: str, fields: dict[str, Any], loss: list[float], gradi
     (ours,) = torch.autograd.grad(terms.loss.sum(), batch.logprobs)
     assert ours.tolist() == pytest.approx(gradient, abs=2e-6)
     assert terms.kept.tolist() == [g != 0 for g in gradient]
+
+
+def test_effective_sample_size_of_responses() -> None:
+    """Weights .75 and 2.25: 1.5^2 / 2.8125, whatever does not train."""
+    logprobs, rollout = torch.tensor([0.6, 0.1, 0.6, 0.3, 0.9]).log(), torch.tensor([0.4, 0.2, 0.4, 0.2, 0.1]).log()
+    batch = TokenBatch(
+        logprobs=logprobs,
+        rollout_logprobs=rollout,
+        advantages=torch.ones(5),
+        loss_mask=torch.tensor([True, True, True, True, False]),
+        cu_seqlens=torch.tensor([0, 2, 4, 5], dtype=torch.int32),
+    )
+    assert summarise(response_metrics(batch))["ess/responses"] == pytest.approx(0.8)
 
 
 def test_every_objective_has_a_closed_form() -> None:

@@ -170,6 +170,7 @@ def token_pass_kernel(
         tl.load(parameters).to(tl.float32),
         tl.load(parameters + (1 if PARAMETERS > 1 else 0)).to(tl.float32),
         tl.load(parameters + (2 if PARAMETERS > 2 else 0)).to(tl.float32),
+        tl.load(parameters + (3 if PARAMETERS > 3 else 0)).to(tl.float32),
     )
     s = _whole_sequence(
         parameters, logprobs, rollout_logprobs, advantages, mask, start, end,

@@ -17,6 +17,7 @@ from megarl.kernels import constants
 
 LOG_RATIO_LIMIT = tl.constexpr(constants.LOG_RATIO_LIMIT)
 SEQUENCE_LOG_RATIO_LIMIT = tl.constexpr(constants.SEQUENCE_LOG_RATIO_LIMIT)
+SMALLEST_REST = tl.constexpr(constants.SMALLEST_REST)
 NEVER = tl.constexpr(constants.NEVER)
 
 
@@ -182,6 +183,52 @@ def tapered_sequence(t, s, p):
 
 
 @triton.jit
+def gated(t, s, p):
+    tau = tl.where(t.advantage > 0, p[0], p[1])
+    e = exponential(clamp(-tau * (t.ratio - 1.0), -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT))
+    gate = 1.0 / (1.0 + e)
+    coefficient = tl.where(t.clamped, 0.0, 4.0 * gate * gate * e * t.ratio * t.advantage)
+    never = t.clamped & False
+    return Outcome(4.0 / tau * gate * t.advantage, coefficient, ~t.clamped, never, never)
+
+
+@triton.jit
+def gamma_sequence(t, s, p):
+    negative = t.advantage < 0
+    w = clamp(s.log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_weight = tl.where(negative, p[2], p[0]) * w - tl.where(negative, p[3], p[1]) * (exponential(w) - 1.0)
+    weight = exponential(clamp(log_weight, -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT)) * t.advantage
+    return Outcome(weight * t.logprob, weight, negative | True, negative & False, negative & False)
+
+
+@triton.jit
+def diverged(t, distance, p):
+    masked = trust_region(t) & (distance > p[0])
+    weight = tl.where(masked, 0.0, clamp(t.ratio, 0.0, p[1]) * t.advantage)
+    return Outcome(weight * t.logprob, weight, ~masked, masked, masked & False)
+
+
+@triton.jit
+def divergence_tv(t, s, p):
+    q = exponential(clamp(t.rollout_logprob, -SEQUENCE_LOG_RATIO_LIMIT, 0.0))
+    return diverged(t, q * tl.abs(t.ratio - 1.0), p)
+
+
+@triton.jit
+def rest_of(x):
+    """1 - e^x for x <= 0 without cancellation."""
+    return tl.where(x > -0.34, -(exponential_remainder(x) * x * x + x), 1.0 - exponential(x))
+
+
+@triton.jit
+def divergence_kl(t, s, p):
+    log_q = clamp(t.rollout_logprob, -SEQUENCE_LOG_RATIO_LIMIT, 0.0)
+    rest_q = rest_of(log_q) + SMALLEST_REST
+    rest_p = rest_of(clamp(log_q + t.log_ratio, -SEQUENCE_LOG_RATIO_LIMIT, 0.0)) + SMALLEST_REST
+    return diverged(t, rest_q * tl.log(rest_q / rest_p) - exponential(log_q) * t.log_ratio, p)
+
+
+@triton.jit
 def is_trigger(t, p):
     return (t.advantage < 0) & (t.ratio < p[2])
 
@@ -254,6 +301,10 @@ TRITON_RULES = {  # by the name that `Rule.name` gives
     "soft_clip_token": TritonRule(soft_clip_token, 2),
     "soft_clip_prefix": TritonRule(soft_clip_prefix, 2),
     "tapered_sequence": TritonRule(tapered_sequence, 2, "sum"),
+    "gated": TritonRule(gated, 2),
+    "gamma_sequence": TritonRule(gamma_sequence, 4, "sum"),
+    "divergence_tv": TritonRule(divergence_tv, 2),
+    "divergence_kl": TritonRule(divergence_kl, 2),
     "veto_sequence": TritonRule(veto_sequence, 3, "trigger"),
     "veto_suffix": TritonRule(veto_suffix, 3, "trigger"),
     "veto_non_trigger_suffix": TritonRule(veto_non_trigger_suffix, 3, "trigger"),

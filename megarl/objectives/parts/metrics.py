@@ -7,8 +7,10 @@ import math
 import torch
 
 from megarl.batch import TokenBatch
-from megarl.kernels.constants import BAD_PREFIX
+from megarl.kernels.constants import BAD_PREFIX, SEQUENCE_LOG_RATIO_LIMIT
 from megarl.objectives.parts.aggregation import denominator, token_weights
+from megarl.objectives.parts.ratios import log_ratio
+from megarl.objectives.parts.sequences import sequence_sum
 
 # (sum, count), float64 0-d: add both over ranks and micro-batches, then divide
 Metric = tuple[torch.Tensor, torch.Tensor]
@@ -50,6 +52,22 @@ def sign_metrics(ratio: torch.Tensor, loss: torch.Tensor, batch: TokenBatch) -> 
         "positive_share/tokens": mean_metric(above.double(), batch.loss_mask),
         "token_loss": mean_metric(loss.double(), batch.loss_mask),
         "token_loss/positive": mean_metric(torch.where(above, loss.double(), 0), batch.loss_mask),
+    }
+
+
+def response_metrics(batch: TokenBatch) -> dict[str, Metric]:
+    """Mean and mean square of w_i = prod_t rho_t over the responses that train: `summarise` makes ``ess/responses``.
+
+    The log-ratios are clamped a token at a time, and their sum at +-SEQUENCE_LOG_RATIO_LIMIT.
+    """
+    l, _ = log_ratio(batch.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
+    sums = sequence_sum(l, batch.cu_seqlens, batch.shard).clamp(-SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT)
+    trains = sequence_sum(batch.loss_mask, batch.cu_seqlens, batch.shard) > 0
+    if batch.shard is not None and batch.shard.rank:
+        trains = torch.zeros_like(trains)  # counted on the first of the ranks that share sequences
+    return {
+        "response_ratio/mean": mean_metric(sums.exp(), trains),
+        "response_ratio/square_mean": mean_metric((2 * sums).exp(), trains),
     }
 
 

@@ -19,15 +19,17 @@ def summarise(metrics: dict[str, Metric], histograms: dict[str, torch.Tensor] | 
     """Numbers of one update from summed metrics and histograms; waits for the device.
 
     Every metric becomes sum / count (left out if the count is 0). Added: ``ess`` (effective sample size as a share of
-    the tokens: mean(rho)^2 / mean(rho^2)), ``positive_share/loss`` (what tokens with A > 0 have of the magnitudes of
-    all losses: BAPO, Fig. 4), ``selectivity`` (dampen rate after bad prefixes over that after good ones),
-    ``entropy_covariance`` (BAPO, Eq. 6), ``ratio/q50`` ... ``prefix_min/q01`` (quantiles of the ratios), ``chi2/bound``
-    (Theorem 5.1 of M2PO: chi2 <= R^2 M2, R the largest ratio or inverse ratio). Tables stay counts.
+    the tokens: mean(rho)^2 / mean(rho^2)) and ``ess/responses`` (of whole responses), ``positive_share/loss`` (what
+    tokens with A > 0 have of the magnitudes of all losses: BAPO, Fig. 4), ``selectivity`` (dampen rate after bad
+    prefixes over that after good ones), ``entropy_covariance`` (BAPO, Eq. 6), ``ratio/q50`` ... ``prefix_min/q01``
+    (quantiles of the ratios), ``chi2/bound`` (Theorem 5.1 of M2PO: chi2 <= R^2 M2, R the largest ratio or inverse
+    ratio). Tables stay counts.
     """
     rows = torch.stack([torch.stack(pair) for pair in metrics.values()]).tolist() if metrics else []
     out = {name: total / count for name, (total, count) in zip(metrics, rows, strict=True) if count}
-    if out.get("ratio/square_mean"):
-        out["ess"] = out["ratio/mean"] ** 2 / out["ratio/square_mean"]
+    for ratio, ess in (("ratio", "ess"), ("response_ratio", "ess/responses")):
+        if out.get(f"{ratio}/square_mean"):
+            out[ess] = out[f"{ratio}/mean"] ** 2 / out[f"{ratio}/square_mean"]
     if "token_loss/positive" in out:
         good = abs(out["token_loss/positive"])
         bad = abs(out["token_loss"] - out["token_loss/positive"])

@@ -1,0 +1,50 @@
+"""Learning rates of a run of 100 updates, worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from megarl.recipe.optimizer_table import OptimizerTable
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {1: 2.0, 50: 2.0, 100: 2.0}),
+        ({"warmup_updates": 10}, {1: 0.2, 5: 1.0, 10: 2.0, 11: 2.0, 100: 2.0}),
+        ({"warmup_updates": 200}, {1: 0.01, 100: 1.0}),
+        ({"schedule": "linear"}, {1: 2.0, 34: 2 * 66 / 99, 100: 0.0}),
+        ({"schedule": "linear", "warmup_updates": 20, "min_lr": 1.0}, {10: 1.0, 20: 2.0, 60: 1.5, 100: 1.0}),
+        (
+            {"schedule": "cosine", "warmup_updates": 40},
+            {20: 1.0, 40: 2.0, 60: 1 + math.cos(math.pi / 3), 70: 1.0, 100: 0.0},
+        ),
+        ({"schedule": "cosine", "min_lr": 0.5, "warmup_updates": 40}, {55: 0.5 + 0.75 * (1 + 0.5**0.5), 100: 0.5}),
+        ({"schedule": "wsd", "decay_updates": 20}, {1: 2.0, 80: 2.0, 85: 1.5, 95: 0.5, 100: 0.0}),
+        # the decay begins where the warm-up ends, if that is later
+        ({"schedule": "wsd", "decay_updates": 80, "warmup_updates": 60}, {30: 1.0, 60: 2.0, 80: 1.0, 100: 0.0}),
+    ],
+)
+def test_learning_rate(settings, expected):
+    table = OptimizerTable(**{"lr": 1.0} | settings)
+    # twice the rate of lr = 1, as min_lr too is given for lr = 2
+    table = OptimizerTable.model_construct(**dict(table) | {"lr": 2.0})
+    assert {update: table.learning_rate(update, 100) for update in expected} == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"schedule": "wsd"}, "needs decay_updates"),
+        ({"schedule": "cosine", "decay_updates": 5}, "needs decay_updates"),
+        ({"min_lr": 1e-7}, "does not fall"),
+        ({"schedule": "linear", "lr": 1e-6, "min_lr": 1e-5}, "above lr"),
+        ({"schedule": "cosin"}, "constant"),
+    ],
+)
+def test_schedules_that_do_not_agree_are_refused(settings, said):
+    with pytest.raises(ValidationError, match=said):
+        OptimizerTable(**settings)
