@@ -3,14 +3,18 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 KERNELS := CMakeLists.txt $(shell find csrc -type f)
-.PHONY: quickstart test test-engines test-cluster test-megatron-next test-triton faults kills gpu lint bench launch sglang
+.PHONY: quickstart test test-rehearsal test-engines test-cluster test-megatron-next test-triton faults kills gpu lint bench launch sglang
 
 quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
 
-test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm
-	$(RUN) -m tests.rehearsal.build  # cached; what the rehearsals of the GPU path run on
-	$(RUN) -m pytest -q -n 2 --dist worksteal --durations=15 --ignore=tests/slurm -m "not vllm and not sglang"
+test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path
+	$(RUN) -m pytest -q -n 2 --dist worksteal --durations=15 --ignore=tests/slurm --ignore=tests/rehearsal \
+	    --ignore=tests/gpu -m "not vllm and not sglang"
+
+test-rehearsal: .venv/.stamp  # the GPU's path, on a CUDA device made of host memory
+	$(RUN) -m tests.rehearsal.build  # cached
+	$(RUN) -m pytest -q -n 2 --dist worksteal --durations=10 tests/rehearsal tests/gpu
 
 test-engines: .venv/.stamp
 	$(RUN) -m pytest -q --durations=10 -m "vllm or sglang"

@@ -1,7 +1,8 @@
 """Programs a minute that the sandbox runs and judges on this machine's processors, and the processor time of each.
 
-Four kinds: Python on a pair of input and output, Python against assertions (two sandboxes each), C++ (compiled, then
-run) and no program at all (``/bin/true``: what the sandbox itself costs).
+Python on a pair of input and output, Python against assertions (two sandboxes each), C++ (compiled, then run) with
+``<iostream>``, with ``<bits/stdc++.h>`` and with templates of it, and no program at all (``/bin/true``: what the
+sandbox itself costs). ``--plain``: C++ without precompiled headers.
 """
 
 from __future__ import annotations
@@ -15,13 +16,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megarl.data.prompts import Prompt
 from megarl.recipe.tables import RewardTable
+from megarl.rewards import cpp
 from megarl.rewards.code import Code
 from megarl.rewards.sandbox import Program, check_sandbox, run
 
 PAIR = {"tests": [{"input": "1 2\n", "output": "3\n"}]}
 ADD = "print(sum(map(int, input().split())))"
 ASSERTIONS = {"tests": "assert add(1, 2) == 3\nassert add(3, 4) == 7"}
-CPP = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
+CPP = "#include <{}>\nint main() {{ int a, b; std::cin >> a >> b; std::cout << a + b; }}"
+SORTING = """#include <bits/stdc++.h>
+using namespace std;
+int main() {
+  map<int, int> counts;
+  vector<int> all;
+  for (int x; cin >> x;) { counts[x]++; all.push_back(x); }
+  sort(all.begin(), all.end());
+  cout << accumulate(all.begin(), all.end(), 0) + (int)counts.size() - 2;
+}
+"""
 
 
 def judge(columns: dict[str, object], program: str, language: str = "python") -> Callable[[], None]:
@@ -47,14 +59,22 @@ def cpu_seconds() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument("--plain", action="store_true")
     arguments = parser.parse_args()
     check_sandbox()
+    if arguments.plain:
+        os.environ["MEGARL_CACHE"] = "/nowhere"
+    else:
+        cpp.make_headers()
+    few = max(1, arguments.programs // 10)
     cores = len(os.sched_getaffinity(0))
     kinds = {
         "no program": (nothing, arguments.programs),
         "Python, input and output": (judge(PAIR, ADD), arguments.programs),
         "Python, assertions": (judge(ASSERTIONS, "def add(a, b): return a + b"), arguments.programs),
-        "C++": (judge(PAIR, CPP, "cpp"), max(1, arguments.programs // 20)),
+        "C++, <iostream>": (judge(PAIR, CPP.format("iostream"), "cpp"), few),
+        "C++, <bits/stdc++.h>": (judge(PAIR, CPP.format("bits/stdc++.h"), "cpp"), few),
+        "C++, map, vector and sort": (judge(PAIR, SORTING, "cpp"), few),
     }
     print(f"{'kind':<28}{'programs/minute':>18}{'CPU ms each':>14}{'at full use of ' + str(cores) + ' cores':>28}")
     for name, (once, count) in kinds.items():

@@ -1,4 +1,4 @@
-"""The command line: ``megarl train | rollout | optimize | eval | compare | report | audit | plan | data | doctor``.
+"""The command line: ``megarl train``, ``optimize``, ``eval``, ``report`` and the others.
 
 Each command imports what it needs; the module itself imports nothing heavy, so that help and the first line of a run
 appear at once.
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megarl import __version__
+from megarl.beside import add_beside
 from megarl.errors import PhaseFailed, UserError
 from megarl.inside import add_inside
 from megarl.inside import command as _command
@@ -148,15 +149,21 @@ def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from megarl.commands import evaluate_model
+    from megarl.commands import evaluate_checkpoint, evaluate_model
 
+    if (options.stage is None) != (options.update is None):
+        raise UserError("--stage and --update belong together: updates of that stage, as of `megarl export`")
+    if options.stage is not None:
+        place = options.stage, options.update
+        print(evaluate_checkpoint(options.model_or_run, place, options.suite, options.set, options.output))
+        return
     print(evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output))
 
 
-def _compare(options: argparse.Namespace) -> None:
-    from megarl.views.comparison import compare
+def _export(options: argparse.Namespace) -> None:
+    from megarl.commands import export_policy
 
-    print(compare(options.a, options.b, options.suite))
+    print(export_policy(options.run_dir, options.stage, options.update, options.output))
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -267,6 +274,12 @@ def _add_phases(commands: Commands) -> None:
     sub.add_argument("--output", type=Path, help="write to a new run directory, with other settings")
     _settings(sub)
 
+    sub = _command(commands, "export", _export, "the policy of any checkpoint as a Hugging Face directory")
+    sub.add_argument("run_dir", type=Path)
+    sub.add_argument("--stage", type=int, required=True)
+    sub.add_argument("--update", type=int, required=True, help="updates of the stage before it")
+    sub.add_argument("--output", type=Path, required=True, help="the directory to make")
+
 
 def _add_evaluation(commands: Commands) -> None:
     sub = _command(commands, "eval", _evaluate, "avg@k, pass@k and maj@k with 95%% intervals")
@@ -279,13 +292,11 @@ def _add_evaluation(commands: Commands) -> None:
         help="name of a suite of the recipe, prompt file or reasoning-gym generator; may be repeated; default: all of "
         "the recipe's",
     )
+    sub.add_argument("--stage", type=int, help="with --update: of the run, the policy of a checkpoint")
+    sub.add_argument("--update", type=int, help="updates of that stage before it")
     sub.add_argument("--output", type=Path, help="a directory that keeps the responses, and continues if interrupted")
     _settings(sub)
-
-    sub = _command(commands, "compare", _compare, "two policies on the prompts that both have answered")
-    sub.add_argument("a", metavar="A", help="a run directory, or DIR:UPDATE, DIR:best; default: its last evaluation")
-    sub.add_argument("b", metavar="B")
-    sub.add_argument("--suite", help="default: every suite that both have")
+    add_beside(commands)
 
 
 def _add_views(commands: Commands) -> None:

@@ -14,8 +14,9 @@ from megarl.errors import UserError
 from megarl.recipe.data_table import FILES
 from megarl.recipe.eval_table import SuiteTable, default_name
 from megarl.recipe.layout import TRAINING_TABLES
-from megarl.recipe.load import load_recipe, override_recipe, recipe_diff
+from megarl.recipe.load import Overrides, load_recipe, override_recipe, parse_override, recipe_diff
 from megarl.recipe.tables import Recipe
+from megarl.scratch import ask, check_updates, open_stage
 from megarl.storage.best import settle_evaluations
 from megarl.storage.evaluations import Answered
 from megarl.storage.files import make_directory
@@ -82,7 +83,7 @@ def optimize_stage(nodes: Nodes, stage: Stage) -> None:
     print(f"wrote {stage.next.policy}")
 
 
-def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: list[str]) -> None:
+def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: Overrides) -> None:
     """One stage with other settings in a run directory of its own, evaluated before and after."""
     recipe = branch_recipe(source, overrides)
     check(nodes.starter, recipe, nodes.count)
@@ -95,15 +96,26 @@ def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: list[s
     write_report([stage.run.root], stage.run.root / "report.html")
 
 
-def branch_recipe(source: Stage, overrides: list[str]) -> Recipe:
-    """``overrides`` may change only what leaves the rollouts of ``source`` as they are; these must be there.
+def branch_recipe(source: Stage, overrides: Overrides) -> Recipe:
+    """`changed_recipe`; `UserError` too where the rollouts, or the checkpoint to begin with, are not there."""
+    source.run.check_prompts()
+    recipe = changed_recipe(source, overrides)
+    for path in _origins(source):
+        if not path.exists():
+            raise UserError(
+                f"{path} does not exist: this stage cannot be optimized yet, or [actor] keep_stages let go of it"
+            )
+    return recipe
+
+
+def changed_recipe(source: Stage, overrides: Overrides) -> Recipe:
+    """``overrides`` may change only what leaves the rollouts of ``source`` as they are; else `UserError`.
 
     Of the first stage also the batches: another ``prompts_per_update`` or ``passes``, with as many updates as the
     groups make, or ``updates_per_stage`` of them.
     """
     before = source.run.recipe
     _require_staged(source.run)
-    source.run.check_prompts()
     recipe = override_recipe(before, [*overrides, *_updates_of_other_batches(before, overrides)])
     changed = [line for line in recipe_diff(before, recipe) if not line.startswith(TRAINING_TABLES)]
     if fixed := [line for line in changed if not line.startswith(BATCHES)]:
@@ -120,21 +132,16 @@ def branch_recipe(source: Stage, overrides: list[str]) -> Recipe:
         raise UserError(
             f'[actor] routing_replay = "engine": {source.run.root} was generated without recording experts; use "actor"'
         )
-    for path in _origins(source):
-        if not path.exists():
-            raise UserError(
-                f"{path} does not exist: this stage cannot be optimized yet, or [actor] keep_stages let go of it"
-            )
     return recipe
 
 
-def _updates_of_other_batches(before: Recipe, overrides: list[str]) -> list[str]:
+def _updates_of_other_batches(before: Recipe, overrides: Overrides) -> list[str]:
     """The override with which batches of another size, or other passes, use up the groups of a stage."""
-    given = {name.strip(): value for name, _, value in (override.partition("=") for override in overrides)}
+    given = dict(map(parse_override, overrides))
     number = before.schedule.model_dump()
     try:
         sizes = {name: int(given.get(f"schedule.{name}", number[name])) for name in ("prompts_per_update", "passes")}
-    except ValueError:
+    except (ValueError, TypeError):
         return []  # the recipe's own check says what is wrong with it
     unchanged = all(sizes[name] == number[name] for name in sizes)
     if unchanged or "schedule.updates_per_stage" in given or min(sizes.values()) < 1:
@@ -176,10 +183,39 @@ def _link_evaluation(source: Stage, stage: Stage, suite: str) -> None:
             link.symlink_to(place)
 
 
+def export_policy(run_dir: Path, number: int, updates: int, output: Path) -> str:
+    """Write the policy after so many updates of stage ``number`` as a Hugging Face directory: the text to print."""
+    stage = open_stage(run_dir, number)
+    check_updates(stage, [updates])
+    if output.exists():
+        raise UserError(f"{output} exists already: name a directory that does not")
+    make_directory(output.resolve().parent)
+    ask(stage, "export", update=updates, output=str(output.resolve()))
+    return f"wrote {output}"
+
+
+def evaluate_checkpoint(
+    run_dir: Path, place: tuple[int, int], suites: list[str], overrides: list[str], output: Path | None
+) -> str:
+    """`evaluate_model` of the policy after ``place``: a stage and updates of it."""
+    with tempfile.TemporaryDirectory(prefix="megarl-policy-") as scratch:
+        policy = (output or Path(scratch)).resolve() / "policies" / f"stage_{place[0]:03d}_update_{place[1]:06d}"
+        if not policy.exists():
+            export_policy(run_dir, *place, policy)
+        return evaluate_model(run_dir, None, suites, overrides, output, policy)
+
+
 def evaluate_model(
-    target: Path, recipe_path: Path | None, suites: list[str], overrides: list[str], output: Path | None
+    target: Path,
+    recipe_path: Path | None,
+    suites: list[str],
+    overrides: list[str],
+    output: Path | None,
+    exported: Path | None = None,
 ) -> str:
     """A run's newest policy, or a Hugging Face directory, on ``suites``: the text to print.
+
+    exported: the policy of the run to take instead of the newest.
 
     suites: names of the recipe's suites, prompt files or generators; none: all of the recipe's. ``output`` becomes, or
     is, a run directory that keeps the responses, and in which an interrupted evaluation continues.
@@ -188,7 +224,7 @@ def evaluate_model(
         raise UserError(f"{target} is not a directory")
     run = RunDir.open(target) if (target / "recipe.toml").exists() else None
     if run is not None:
-        before, policy = run.recipe, _newest_policy(run)
+        before, policy = run.recipe, exported or _newest_policy(run)
         if policy != before.model.path:
             check_policy(policy, "Restore it from a copy")
     elif recipe_path is not None:

@@ -12,6 +12,10 @@ class UserError(Exception):
     """A wrong recipe, missing file, unfit run directory: the command line prints the message alone and exits with 2."""
 
 
+class Busy(UserError):
+    """Another megarl process works on the run directory."""
+
+
 class PhaseFailed(Exception):
     """A phase process failed; the message names the process, the cause and the log file. Exit code 1."""
 

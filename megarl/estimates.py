@@ -91,6 +91,14 @@ def interval(scores: np.ndarray, samples: int = 1) -> Interval:
     return [max(0.0, centre - half), min(1.0, centre + half)]
 
 
+def mean_of_replicates(values: np.ndarray) -> tuple[float, Interval]:
+    """Mean of one number a replicate (a seed, a batch), two or more, and Student's 95 % interval: where the mean of
+    ever more such replicates lies."""
+    n, mean = len(values), float(values.mean())
+    half = _student_t(n - 1) * float(values.std(ddof=1)) / math.sqrt(n)
+    return mean, [mean - half, mean + half]
+
+
 def _student_t(freedom: int) -> float:
     """The .975 quantile, to 1 %: exact for 1 and 2 degrees of freedom, else its expansion (Abramowitz, Stegun 26.7.5).
 

@@ -41,6 +41,7 @@ WITHOUT_TORCH = [  # and without any of the heavy packages
     in (
         "megarl",
         "megarl.cli",
+        "megarl.beside",
         "megarl.inside",
         "megarl.errors",
         "megarl.workers.node_rank",
@@ -76,7 +77,11 @@ LAYERS = (
     "workers",
     "views",
     "train",
+    "scratch",
     "commands",
+    "sweep",
+    "what_if",
+    "beside",
     "inside",
     "cli",
 )

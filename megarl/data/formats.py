@@ -1,6 +1,7 @@
 """Public data sets as they are published: from a row of one to ``prompt``, ``answer`` and what verifiers need.
 
-Prompts are bare questions, for ``data.prompt_template`` to say how they are to be answered.
+Prompts are bare questions, for ``data.prompt_template`` to say how they are to be answered. The columns are those of
+the data sets' cards, or of public programs that read them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,17 @@ DAPO_BEFORE = (
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
 DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+# the part of numpy that tests of EvalPlus use, which the sandbox lacks: no array ever comes out of it
+NUMPY = """class np:
+    class ndarray: pass
+    float32 = float64 = float
+    def allclose(a, b, rtol=1e-05, atol=1e-08):
+        if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+            return len(a) == len(b) and all(np.allclose(x, y, rtol, atol) for x, y in zip(a, b))
+        return a == b or abs(a - b) <= atol + rtol * abs(b)
+    class testing:
+        def assert_allclose(a, b, rtol=1e-07, atol=0):
+            assert np.allclose(a, b, rtol, atol)"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +52,10 @@ class Format:
 
 
 def dapo_math(row: Row) -> Row:
-    """https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, without its own wrapping of the question."""
+    """https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, without its own wrapping of the question.
+
+    Columns: the card of its copy LuyiCui/DAPO-Math-17k.
+    """
     question = _said(row["prompt"]).removeprefix(DAPO_BEFORE).removesuffix(DAPO_AFTER)
     return {"prompt": question, "answer": row["reward_model"]["ground_truth"]}
 
@@ -53,21 +68,21 @@ def deepscaler(row: Row) -> Row:
 def skywork_or1(row: Row) -> Row:
     """https://huggingface.co/datasets/Skywork/Skywork-OR1-RL-Data: mathematics and programs.
 
-    The truth is JSON: a list of answers, of which the first is taken, or one of three kinds of tests.
+    The truth is JSON: a list of answers, of which the first is taken, or one of two kinds of tests, as `compute_score`
+    of https://github.com/SkyworkAI/Skywork-OR1 reads them.
     """
     truth = json.loads(row["reward_model"]["ground_truth"])
     if isinstance(truth, list):
-        found = {"answer": truth[0]}
-    elif "test_code" in truth:
+        return {"prompt": _said(row["prompt"]), "answer": truth[0]}
+    if truth.get("test_code") is not None:
         names = {"tests": "test_code", "test_setup": "import_prefix", "entry_point": "entry_point"}
-        found = {name: truth[column] for name, column in names.items()}
-    else:
-        found = {"tests": truth.get("assert_case") or truth}
-    return {"prompt": _said(row["prompt"]), **found}
+        return {"prompt": _said(row["prompt"]), **{name: truth[column] for name, column in names.items()}}
+    return {"prompt": _said(row["prompt"]), "tests": truth}
 
 
 def math(row: Row) -> Row:
-    """https://huggingface.co/datasets/EleutherAI/hendrycks_math, and MATH-500, which has a column ``answer``."""
+    """https://huggingface.co/datasets/EleutherAI/hendrycks_math; https://huggingface.co/datasets/HuggingFaceH4/MATH-500,
+    math-ai/aime25 and HuggingFaceH4/aime_2024 have a column ``answer``, math-ai/aime24 a box in ``solution``."""
     answer = row.get("answer") or last_box(row["solution"])
     return {"prompt": row["problem"], "answer": answer, "level": row.get("level"), "subject": _subject(row)}
 
@@ -113,6 +128,16 @@ def livecodebench(row: Row) -> Row:
     return {"prompt": prompt, "tests": found, **kept}
 
 
+def evalplus(row: Row) -> Row:
+    """https://huggingface.co/datasets/evalplus/humanevalplus and https://huggingface.co/datasets/evalplus/mbppplus.
+
+    A question of the latter does not name the function: its first short test, ``test_list[0]``, does.
+    """
+    shown = "".join(f"\n\n{test}" for test in (row.get("test_list") or [])[:1])
+    tests = row["test"].replace("import numpy as np", NUMPY, 1)
+    return {"prompt": f"{row['prompt']}{shown}", "tests": tests, "entry_point": row.get("entry_point")}
+
+
 def gpqa(row: Row) -> Row:
     """https://huggingface.co/datasets/Idavidrein/gpqa: the right answer among three others, in an order of its own."""
     right = row["Correct Answer"].strip()
@@ -131,7 +156,8 @@ def arc(row: Row) -> Row:
 
 
 def enigmata(row: Row) -> Row:
-    """https://huggingface.co/datasets/BytedTsinghua-SIA/Enigmata-Data: for a verifier of kind "python", which gets the
+    """https://huggingface.co/datasets/BytedTsinghua-SIA/Enigmata-Eval, and what the generators of
+    https://github.com/BytedTsinghua-SIA/Enigmata make: for a verifier of kind "python", which gets the
     puzzle's ``task_name`` and ``meta``; ``answer`` is there where the puzzle has a single one."""
     meta = row.get("meta")
     meta = json.loads(meta) if isinstance(meta, str) and meta else meta or {}
@@ -155,6 +181,7 @@ FORMATS = {
         ("question_content", "public_test_cases", "private_test_cases"),
         ("starter_code", "metadata", "difficulty", "contest_date"),
     ),
+    "evalplus": Format(evalplus, ("prompt", "test"), ("entry_point", "test_list")),
     "gpqa": Format(gpqa, ("Question", "Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 3))), ("Subdomain",)),
     "arc": Format(arc, ("question", "choices", "answerKey")),
     "enigmata": Format(enigmata, ("prompt", "task_name"), ("answer", "meta")),

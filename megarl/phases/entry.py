@@ -19,7 +19,7 @@ from megarl.errors import STOP_SIGNALS, UserError
 if TYPE_CHECKING:
     from megarl.storage.run_dir import Stage
 
-PHASES = ("rehearse", "rollout", "optimize", "live", "evaluate")
+PHASES = ("rehearse", "rollout", "optimize", "live", "evaluate", "what_if", "export")
 ERROR_FILE = "MEGARL_ERROR_FILE"  # environment variable: where a process writes what went wrong
 
 
@@ -94,6 +94,14 @@ def find_phase(name: str) -> Callable[[Stage], None]:
         from megarl.phases.live.trainer import live
 
         return live
+    if name == "export":
+        from megarl.phases.export import export
+
+        return export
+    if name == "what_if":
+        from megarl.phases.what_if import what_if
+
+        return what_if
     from megarl.phases.evaluate import evaluate
 
     return evaluate

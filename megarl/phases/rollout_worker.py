@@ -53,6 +53,8 @@ class RolloutWorker:
     weights_hash: str
     unfinished: list[PendingGroup] = field(default_factory=list)
     decoding: int = 0  # responses that the engine has taken and not handed out
+    checksum: str | None = None  # of the engine's weights when they were checked last, where it offers one
+    other_checksum: str | None = None  # of the weights of another policy that the engine had before its last load
 
     @classmethod
     def build(cls, recipe: Recipe, stage: int, policy_dir: Path, for_training: bool = True) -> RolloutWorker:
@@ -85,6 +87,7 @@ class RolloutWorker:
         beat("load", f"policy {policy_dir.name}")
         info = read_info(policy_dir)
         self.engine.load_weights(policy_dir, info.version)
+        self.other_checksum = None if info.weights_hash == self.weights_hash else self.checksum
         self.weights_hash = info.weights_hash
 
     def check_weights(self, policy_dir: Path, replicas: ReplicaGroup) -> Drift:
@@ -101,12 +104,14 @@ class RolloutWorker:
                 replicas.once(name, lambda: encode_reference(hugging_face_reference(policy_dir, text)))
             )
         try:
-            return check_weights(self.engine, reference)
+            drift = check_weights(self.engine, reference, self.other_checksum)
         except UserError as error:
             if not self.engine.renew():
                 raise
             print(f"{error}; so the engine was made anew", file=sys.stderr)
-        return check_weights(self.engine, reference)
+            drift = check_weights(self.engine, reference, self.other_checksum)
+        self.checksum = drift.checksum
+        return drift
 
     def generate(
         self,

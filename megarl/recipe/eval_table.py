@@ -42,6 +42,7 @@ class EvalTable(Table):
     top_p: float = Field(1.0, gt=0, le=1)  # sample among the most probable tokens with this probability together
     greedy: bool = False  # the most probable token each time: one response to a prompt
     max_response_tokens: int | None = Field(None, ge=1, le=10**9)  # default: that of [rollout]
+    best: Literal["first", "mean"] = "first"  # best/ has the highest accuracy on the first suite, or on the mean of all
     every: int = Field(1, ge=0)  # stages
     every_updates: int = Field(0, ge=0)  # also after each so many updates of the run; 0 in both turns evaluation off
     suites: list[SuiteTable] = Field([])

@@ -20,15 +20,18 @@ from megarl.recipe.tables import ObjectiveTable, Recipe
 
 MAX_SIZE = 16 << 20  # bytes of a recipe
 AnySuite = TypeVar("AnySuite", EvalTable, SuiteTable)
+AnyTable = TypeVar("AnyTable", bound=BaseModel)
+Setting = tuple[str, Any]  # "section.key" and its value
+Overrides = Sequence[str | Setting]  # a text is ``section.key=value``, with a TOML value
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a TOML recipe, apply ``section.key=value`` overrides (TOML values) and check all of it.
+def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
+    """Read a TOML recipe, apply overrides and check all of it.
 
     Relative paths in ``[model]`` and ``[data] train`` are relative to the working directory, as on the command line.
     Raises `UserError` with one line per mistake.
     """
-    tables = _read_tables(path)
+    tables = read_tables(path)
     _apply_overrides(tables, overrides)
     return _absolute_paths(parse_recipe(tables))
 
@@ -36,31 +39,32 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def load_without_objective(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """`load_recipe` for where torch is not installed: leaves out the objective's name and its own fields."""
     shared = set(ObjectiveTable.model_fields) - {"name"}
-    tables = _read_tables(path)
+    tables = read_tables(path)
     if isinstance(objective := tables.pop("objective", {}), dict):
         tables["objective"] = {key: value for key, value in objective.items() if key in shared}
     for override in overrides:
         section, _, rest = override.partition(".")
         if section != "objective" or rest.partition("=")[0].strip() in shared:
-            _apply_override(tables, override)
+            _apply_override(tables, parse_override(override))
     return _absolute_paths(_validate(tables))
 
 
-def _read_tables(path: Path) -> dict[str, Any]:
+def read_tables(path: Path, kind: str = "recipe") -> dict[str, Any]:
+    """What a TOML file says, unchecked; `UserError` where it cannot be read. kind: what it is, for messages."""
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_SIZE + 1)
         if len(text) > MAX_SIZE:
-            raise UserError(f"{path} is longer than {MAX_SIZE >> 20} MB, so it is no recipe")
+            raise UserError(f"{path} is longer than {MAX_SIZE >> 20} MB, so it is no {kind}")
         return tomllib.loads(text.decode())
     except OSError as error:
-        raise UserError(f"cannot read the recipe {path}: {error.strerror}") from error
+        raise UserError(f"cannot read the {kind} {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
 
 
-def override_recipe(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """The recipe with ``section.key=value`` settings changed, checked again."""
+def override_recipe(recipe: Recipe, overrides: Overrides) -> Recipe:
+    """The recipe with settings changed, checked again."""
     tables = tomllib.loads(dump_recipe(recipe))
     _apply_overrides(tables, overrides)
     return _absolute_paths(parse_recipe(tables))
@@ -114,10 +118,16 @@ def _absolute_suite(table: AnySuite, source: str | None) -> AnySuite:
 
 
 def _validate(tables: dict[str, Any]) -> Recipe:
+    return validate(tables, Recipe, "recipe")
+
+
+def validate(tables: dict[str, Any], kind: type[AnyTable], name: str) -> AnyTable:
+    """The tables of a file, checked; `UserError` with one line a mistake. name: what the file is."""
     try:
-        return Recipe.model_validate(tables)
+        return kind.model_validate(tables)
     except ValidationError as error:
-        raise UserError("the recipe is wrong:\n" + "\n".join(_explain(dict(e)) for e in error.errors())) from error
+        lines = [_explain(dict(e), kind, name) for e in error.errors()]
+        raise UserError(f"the {name} is wrong:\n" + "\n".join(lines)) from error
 
 
 def parse_recipe(tables: dict[str, Any]) -> Recipe:
@@ -148,16 +158,19 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _apply_overrides(tables: dict[str, Any], overrides: Sequence[str]) -> None:
+def _apply_overrides(tables: dict[str, Any], overrides: Overrides) -> None:
     before = tables.get("objective", {}).get("name")
     for override in overrides:
-        _apply_override(tables, override)
+        _apply_override(tables, parse_override(override))
         if tables.get("objective", {}).get("name") != before:
             before = tables["objective"]["name"]
             _drop_foreign_fields(tables["objective"])
 
 
-def _apply_override(tables: dict[str, Any], override: str) -> None:
+def parse_override(override: str | Setting) -> Setting:
+    """Of ``section.key=value``; `UserError` where that is something else."""
+    if not isinstance(override, str):
+        return override
     try:
         override.encode()
     except UnicodeEncodeError as error:
@@ -167,11 +180,16 @@ def _apply_override(tables: dict[str, Any], override: str) -> None:
     if not equals or not sections or not key:
         raise UserError(f"--set {override!r}: expected section.key=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return name.strip(), tomllib.loads(f"value = {text}")["value"]
     except RecursionError as error:
         raise UserError(f"--set {name}: {error}") from error
     except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string: --set objective.name=grpo
+        return name.strip(), text  # a bare word is a string: --set objective.name=grpo
+
+
+def _apply_override(tables: dict[str, Any], setting: Setting) -> None:
+    name, value = setting
+    *sections, key = name.split(".")
     found: Any = tables
     for section in sections:
         if isinstance(found, list):  # of tables with names: eval.suites.NAME.samples
@@ -180,33 +198,32 @@ def _apply_override(tables: dict[str, Any], override: str) -> None:
             found = found.setdefault(section, {})
         if not isinstance(found, dict | list):
             raise UserError(
-                f"--set {override!r}: {section!r} is {'the name of none' if found is None else 'a key, not a table'}"
+                f"--set {name}: {section!r} is {'the name of none' if found is None else 'a key, not a table'}"
             )
     if isinstance(found, list):
-        raise UserError(f"--set {override!r}: expected {'.'.join(sections)}.NAME.{key}")
+        raise UserError(f"--set {name}: expected {'.'.join(sections)}.NAME.{key}")
     found[key] = value
 
 
-def _explain(error: dict[str, Any]) -> str:
+def _explain(error: dict[str, Any], kind: type[BaseModel], name: str) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"  {where}: unknown {_unknown(error['loc'])}"
+        return f"  {where}: unknown {_unknown(error['loc'], kind)}"
     if error["type"] == "missing":
         return f"  {where}: required, but not set"
-    return f"  {where or 'recipe'}: {error['msg'].removeprefix('Value error, ')} (got {_short(error['input'])})"
+    return f"  {where or name}: {error['msg'].removeprefix('Value error, ')} (got {_short(error['input'], name)})"
 
 
-def _short(value: Any) -> str:
-    text = repr(value) if not isinstance(value, (dict, BaseModel)) else "this recipe"
+def _short(value: Any, name: str) -> str:
+    text = repr(value) if not isinstance(value, (dict, BaseModel)) else f"this {name}"
     return text if len(text) < 80 else text[:77] + "..."
 
 
-def _unknown(loc: tuple[Any, ...]) -> str:
-    table: Any = Recipe
+def _unknown(loc: tuple[Any, ...], table: Any) -> str:
+    kind = "key" if len(loc) > 1 or table is not Recipe else "table"
     for part in loc[:-1]:
         inside = get_args(table)  # of a list or dict of tables
         table = next(t for t in inside if hasattr(t, "model_fields")) if inside else table.model_fields[part].annotation
     known = list(table.model_fields)
-    kind = "key" if len(loc) > 1 else "table"
     close = nearest(str(loc[-1]), known)
     return f"{kind}; did you mean {close!r}?" if close else f"{kind}; known are {', '.join(known)}"

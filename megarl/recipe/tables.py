@@ -231,7 +231,7 @@ class Recipe(Table):
 
     @property
     def suites(self) -> list[Suite]:
-        """What is evaluated each time, the first one to choose the best policy by; none with evaluation turned off."""
+        """What is evaluated each time; none with evaluation turned off."""
         return make_suites(self.eval, self.data, self.rollout.max_response_tokens)
 
     def is_evaluated(self, version: int) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import Score, Verifier, check_rows, inside
+from megarl.rewards import Score, Verifier, check_rows, cpp, inside
 from megarl.rewards.code_tests import Assertions, InputOutput, Tests, read_tests
 from megarl.rewards.sandbox import (
     POLL_SECONDS,
@@ -35,8 +35,6 @@ from megarl.rewards.sandbox import (
 
 INSIDE = Path(inside.__file__).parent
 NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{0,40})?")
-COMPILING = Limits(seconds=30, memory=4 << 30, output=64 << 20, disk=128 << 20, forks=True)
-COMPILE = ("/bin/sh", "-c", "g++ -std=gnu++17 -O2 -pipe -o /tmp/program -x c++ /box/main.cpp && cat /tmp/program")
 
 
 def check(recipe: Recipe) -> None:
@@ -46,13 +44,17 @@ def check(recipe: Recipe) -> None:
     languages: set[str] = set()
     check_rows(recipe, lambda prompt: languages.add(read_tests(prompt, recipe.reward.language).language))
     check_sandbox()
-    if "cpp" in languages and not compiled("int main() {}").succeeded:
-        raise UserError("C++ programs need g++ in /usr/bin, and it does not work in the sandbox: apt install g++")
+    if "cpp" in languages:
+        if not cpp.COMPILER.exists() or not cpp.compiled(b"int main() {}").succeeded:
+            raise UserError("C++ programs need g++ in /usr/bin, and it does not work in the sandbox: apt install g++")
+        cpp.make_headers()
 
 
 def build(table: RewardTable, prompts: PromptSource) -> Verifier:
     """See `VerifierModule`."""
     check_sandbox()
+    if table.language == "cpp":
+        cpp.make_headers()  # on a node where `check` was not called
     return Code(table)
 
 
@@ -69,7 +71,7 @@ class Code:
             return self._assert(source, tests.assertions, prompt)
         program = _python(source)
         if tests.language == "cpp":
-            binary = compiled(source)
+            binary = cpp.compiled(_bytes(source))
             if not binary.succeeded:
                 return Score(0.0, over=binary.over)
             program = Program(("/box/program",), {"/box/program": binary.output})
@@ -130,11 +132,6 @@ def is_right(outcome: Outcome, pair: InputOutput) -> bool:
         return False
     found, expected = (_lines(text) for text in (outcome.output.decode(errors="replace"), pair.stdout))
     return found == expected or (len(found) == len(expected) and all(map(_same_words, found, expected)))
-
-
-def compiled(source: str) -> Outcome:
-    """The binary of a C++ program as the outcome's output, where the compiler succeeded."""
-    return run(Program(COMPILE, {"/box/main.cpp": _bytes(source)}), limits=COMPILING)
 
 
 def asserted(source: str, assertions: Assertions, limits: Limits) -> tuple[Outcome, Outcome]:

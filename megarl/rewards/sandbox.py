@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.errors import UserError
@@ -67,10 +67,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """What is run: ``command`` inside, where ``files`` (name inside -> content) are readable and executable."""
+    """What is run: ``command`` inside, where ``files`` (name inside -> content) are readable and executable.
+
+    binds: folders (path outside -> inside) that it sees beside the system's, read-only.
+    """
 
     command: tuple[str, ...]
     files: dict[str, bytes]
+    binds: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -299,7 +303,7 @@ def _command(program: Program, limits: Limits, status: int, contents: list[int])
         environment |= {"PYTHONHOME": "/python", "LD_LIBRARY_PATH": "/python/lib"}
     guard += [f"env={name}={value}" for name, value in environment.items()]
     binds, links = _tree()
-    binds = binds | python_binds
+    binds = binds | python_binds | program.binds
     start, files = [str(launcher()), "{mode}", f"parent={os.getpid()}"], dict(zip(program.files, contents, strict=True))
     wrap = bubblewrap()
     if wrap is None:

@@ -75,6 +75,9 @@ class BuiltinEngine:
     def renew(self) -> bool:
         return False
 
+    def checksum(self) -> str | None:
+        return None  # each load makes another model
+
     def sleep(self) -> None:
         """Free the weights; `wake` reads them from ``policy_dir`` again."""
         self._model = None

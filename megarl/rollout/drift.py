@@ -11,6 +11,9 @@ because rounding that does not know of the updates averages out of them:
 - (e - n)(p - n) + (q - p)(p - n) is 0 in the mean where e has the new weights as q had the previous ones, whatever the
   rounding of actor and engine, and |p - n|^2 times the share of the change that is missing where some of e's are old.
 
+Where an engine offers checksums of its weights, they must also be other ones after another policy was loaded: that sees
+the old ones however little the policy has moved.
+
 Differences are clipped, for a token whose experts are nearly tied may be routed elsewhere and then differs by nats.
 """
 
@@ -51,10 +54,20 @@ class Drift:
     missing: float | None = None  # share of the change between the two that it lacks
     missing_errors: float | None = None  # the same in standard errors
     sampled: float = 0.0  # mean distance of the log-probs of sampled tokens from the engine's own scores
+    checksum: str | None = None  # of the engine's weights, where it offers one
 
 
-def check_weights(engine: RolloutEngine, reference: Reference) -> Drift:
-    """Compare ``engine`` with the actor, and what it samples with what it scores; `UserError` where they differ."""
+def check_weights(engine: RolloutEngine, reference: Reference, before: str | None = None) -> Drift:
+    """Compare ``engine`` with the actor, and what it samples with what it scores; `UserError` where they differ.
+
+    before: the checksum of its weights when it had another policy, if it had one and offers checksums.
+    """
+    checksum = engine.checksum()
+    if checksum is not None and checksum == before:
+        raise UserError(
+            "the engine's weights are not the policy's: to the bit they are those that it had before they were "
+            "loaded. Nothing was generated with them"
+        )
     drift = judge(engine.score(reference.sequences), reference, engine.precision)
     prompts = [sequence[: max(1, len(sequence) // 2)] for sequence in reference.sequences[:SAMPLES]]
     tokens = min([SAMPLED_TOKENS, *(len(s) - len(p) for s, p in zip(reference.sequences, prompts, strict=False))])
@@ -69,14 +82,14 @@ def check_weights(engine: RolloutEngine, reference: Reference) -> Drift:
             f"{sampled.mean():.3g} nats off its scores in the mean and up to {sampled.max():.3g} at a token. Does an "
             "option of [rollout.vllm] or [rollout.sglang], such as speculative decoding, change them?"
         )
-    return Drift(**(vars(drift) | {"sampled": float(sampled.mean())}))
+    return Drift(**(vars(drift) | {"sampled": float(sampled.mean()), "checksum": checksum}))
 
 
 def judge(scored: Sequence[np.ndarray], reference: Reference, precision: str) -> Drift:
     """Of an engine of some ``precision`` that scores the reference's sequences so. `UserError` for wrong weights."""
     precision = max(precision, reference.precision, key=lambda name: TOLERANCES[name][1])
     distances = _distances(scored, reference.logprobs)
-    place = _place(scored, reference)
+    place: dict[str, Any] = _place(scored, reference)
     drift = Drift(float(distances.max()), float(distances.mean()), len(distances), precision, **place)
     largest, mean = TOLERANCES[precision]
     if precision != "float32" and (usual := _usual_distance(reference)) is not None:

@@ -115,6 +115,12 @@ class RolloutEngine(Protocol):
         For weights that were loaded in place and turn out to be wrong.
         """
 
+    def checksum(self) -> str | None:
+        """Of all weights as the engine holds them, which other weights do not have; None if it has none to offer.
+
+        It says nothing beyond this engine and its kind: weights are fused, split and converted.
+        """
+
     def sleep(self) -> None:
         """Free the memory of weights and caches."""
 

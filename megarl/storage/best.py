@@ -24,10 +24,14 @@ def settle_evaluations(stage: Stage) -> None:
 
 
 def best_version(run: RunDir) -> int | None:
-    """Updates of the policy with the highest avg@k on the first suite; of equal ones the earliest, trained least."""
-    first = next((suite.name for suite in run.recipe.suites), None)
-    found = {version: e["accuracy"] for (version, suite), e in run.evaluations().items() if suite == first}
-    return max(sorted(found), key=lambda version: found[version], default=None)
+    """Updates of the policy with the highest avg@k on the first suite, or with ``eval.best = "mean"`` over all of them.
+
+    Each suite counts the same, whatever its size. Of equal policies the earliest, trained least.
+    """
+    names = [suite.name for suite in run.recipe.suites][: 1 if run.recipe.eval.best == "first" else None]
+    scores = {key: event["accuracy"] for key, event in run.evaluations().items()}
+    whole = sorted({version for version, _ in scores if names and all((version, name) in scores for name in names)})
+    return max(whole, key=lambda version: sum(scores[version, name] for name in names), default=None)
 
 
 def keep_best(run: RunDir) -> None:

@@ -18,6 +18,7 @@ from megarl.errors import UserError
 from megarl.recipe.tables import RunTable
 from megarl.storage.files import disk_errors
 from megarl.storage.json_lines import append_line
+from megarl.storage.learning import LearningWatch
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class MetricsWriter:
             else:
                 file.truncate(before)
                 file.write(lines)
-        self.sinks: list[Any] = []
+        self.sinks: list[Any] = [LearningWatch(path.with_name("events.jsonl"))]
         if run.tensorboard:
             self.sinks.append(_TensorBoard(path.parent / "tensorboard", update + 1))
         if run.wandb:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.errors import Busy, UserError
 from megarl.recipe.layout import TRAINING_TABLES, is_layout_setting
 from megarl.recipe.load import dump_recipe, load_recipe, recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
@@ -23,38 +23,35 @@ from megarl.storage.checked_json import read_checked, write_checked
 from megarl.storage.files import file_sha256, make_directory, write_atomic
 from megarl.storage.json_lines import StrictTail, append_json
 from megarl.storage.ledger import is_sealed
+from megarl.storage.longer import adds_stages, free_result
 
-_CONTENTS = (
-    "stages",
-    "metrics.jsonl",
-    "events.jsonl",
-    "final",
-    "evaluations",
-    "best",
-)  # what a run makes once it has a recipe
+# what a run makes once it has a recipe
+_CONTENTS = ("stages", "metrics.jsonl", "events.jsonl", "final", "evaluations", "best")
 _CHECKSUM = "# checksum of the lines above: "
+_Evaluations = dict[tuple[int, str], dict[str, Any]]  # by updates and name of the suite
 
 
 @dataclass(frozen=True)
 class RunDir:
     root: Path
     recipe: Recipe
-    _evaluations: dict[tuple[int, str], dict[str, Any]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _evaluations: _Evaluations = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def create(cls, root: Path, recipe: Recipe) -> RunDir:
         """A new or continued run; `UserError` with the difference when the directory belongs to another recipe.
 
         A run may be continued in another parallel layout, and one that has trained nothing yet with other settings of
-        training: a mistake that shows only there costs no rollouts.
+        training: a mistake that shows only there costs no rollouts. A staged run may get more stages at any time.
         """
         root = Path(root).resolve()
         path = root / "recipe.toml"
         if path.exists():
-            everything = recipe_diff(_load(path), recipe)
+            before = _load(path)
+            everything = recipe_diff(before, recipe)
             difference = [line for line in everything if not is_layout_setting(line.partition(":")[0])]
+            if longer := adds_stages(before, recipe):
+                difference = [line for line in difference if not line.startswith("schedule.stages:")]
             if not cls(root, recipe).has_trained() and recipe.actor.routing_replay != "engine":
                 difference = [line for line in difference if not line.startswith(TRAINING_TABLES)]
             if difference:
@@ -63,8 +60,11 @@ class RunDir:
                     + "\n  ".join(difference)
                     + "\nuse another --run-dir, or the old settings to continue this one"
                 )
+            if longer:
+                free_result(cls(root, before).final, cls(root, recipe).stage(before.schedule.stages).policy)
             if everything:
                 write_atomic(path, _dump(recipe))
+                cls(root, recipe).log_event("recipe_changed", settings=everything)
             cls(root, recipe).check_links()
         else:
             _make_root(root)
@@ -231,7 +231,7 @@ class RunDir:
     def log_event(self, event: str, **fields: Any) -> None:
         append_json(self.events, {"time": round(time.time(), 3), "event": event, **fields})
 
-    def evaluations(self) -> dict[tuple[int, str], dict[str, Any]]:
+    def evaluations(self) -> _Evaluations:
         """The first recorded evaluation of each policy on each suite, by updates and name of the suite.
 
         Reads what is new since the last call.
@@ -271,7 +271,7 @@ class RunDir:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 owner = os.pread(fd, 100, 0).decode(errors="replace")
-                raise UserError(f"another megarl process works on {self.root} ({owner})") from None
+                raise Busy(f"another megarl process works on {self.root} ({owner})") from None
             os.ftruncate(fd, 0)
             os.write(fd, json.dumps({"pid": os.getpid()}).encode())
             yield

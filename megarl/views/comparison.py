@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megarl.errors import UserError
-from megarl.estimates import paired, pass_at
+from megarl.estimates import Difference, paired, pass_at
 from megarl.storage.best import best_version
 from megarl.storage.evaluations import Answered
 from megarl.storage.run_dir import RunDir
@@ -38,6 +38,10 @@ class Side:
             raise UserError(f"{text}: after the colon stands the number of an update, or best")
         return cls(text, run.root, int(place) if place else None)
 
+    def newest(self, suite: str) -> int | None:
+        """Updates of the last policy that answered a suite."""
+        return max(Answered.of(self.run, suite).versions(), default=None)
+
     def suites(self) -> list[str]:
         return sorted(path.parent.name for path in self.run.glob("evaluations/*/prompts.jsonl"))
 
@@ -45,7 +49,7 @@ class Side:
         """(updates of the policy, [prompts, samples] of 1 and 0); `UserError` where it has not answered the suite."""
         answered = Answered.of(self.run, suite)
         versions = answered.versions()
-        version = self.version if self.version is not None else max(versions, default=None)
+        version = self.version if self.version is not None else self.newest(suite)
         if version is None or version not in versions:
             there = f"evaluated are updates {', '.join(map(str, versions))}" if versions else "nothing is evaluated"
             raise UserError(f"{self.name} has no whole evaluation of suite {suite!r} there: {there}")
@@ -53,7 +57,10 @@ class Side:
 
 
 def compare(a: str, b: str, suite: str | None = None) -> str:
-    """B less A on each suite that both have, or on ``suite``; `UserError` where they were asked other prompts."""
+    """B less A on each suite that both have, or on ``suite``; `UserError` where they were asked other prompts.
+
+    Two runs of which no policy is named are compared after the last update at which both were evaluated.
+    """
     left, right = Side.parse(a), Side.parse(b)
     suites = [suite] if suite else [name for name in left.suites() if name in right.suites()]
     if not suites:
@@ -66,7 +73,7 @@ def compare(a: str, b: str, suite: str | None = None) -> str:
 
 def _compare(suite: str, a: Side, b: Side) -> str:
     check_same_prompts(Answered.of(a.run, suite), Answered.of(b.run, suite))
-    (first, ours), (second, theirs) = a.correct(suite), b.correct(suite)
+    (first, ours), (second, theirs) = (side.correct(suite) for side in at_equal_updates(a, b, suite))
     lines = [f"{suite}: {len(ours)} prompts, A = {a.name} (update {first}), B = {b.name} (update {second})"]
     shared = min(ours.shape[1], theirs.shape[1])
     for k in sorted({1, shared}):
@@ -78,7 +85,24 @@ def _compare(suite: str, a: Side, b: Side) -> str:
             f"{found.mean:+.4f} [{found.ci95[0]:+.4f}, {found.ci95[1]:+.4f}]  "
             f"{found.better} prompts better, {found.worse} worse, sign test p = {found.p_value:.3g}"
         )
+    ends = {side.name: side.newest(suite) for side in (a, b) if side.version is None}
+    lines += [f"  {name} goes on to update {end}" for name, end in ends.items() if first == second < (end or 0)]
     return "\n".join(lines)
+
+
+def at_equal_updates(a: Side, b: Side, suite: str) -> tuple[Side, Side]:
+    """Both after the last update, but the base model, at which both were evaluated, unless one was asked for."""
+    shared = {*Answered.of(a.run, suite).versions()} & {*Answered.of(b.run, suite).versions()} - {0}
+    if a.version is None and b.version is None and shared:
+        return replace(a, version=max(shared)), replace(b, version=max(shared))
+    return a, b
+
+
+def difference_at(a: Path, b: Path, suite: str, update: int) -> Difference:
+    """avg@n of the run in ``b`` less that of ``a`` after so many updates, paired; `UserError` as in `compare`."""
+    check_same_prompts(Answered.of(a, suite), Answered.of(b, suite))
+    ours, theirs = (Side(str(run), run, update).correct(suite)[1].mean(1) for run in (a, b))
+    return paired(ours, theirs)
 
 
 def check_same_prompts(a: Answered, b: Answered) -> None:

@@ -37,6 +37,7 @@ ANNOUNCED = (
     "phase_stopped",
     "restart",
     "no_progress",
+    "learns_nothing",
     "resume",
     "evaluation",
     "dynamic_sampling",
@@ -112,12 +113,8 @@ class RunState:
     def _read_ledgers(self) -> None:
         for path in (self.run_dir / f"stages/{self.stage:03d}/rollouts").glob("ledger*.jsonl"):
             for entry in self._ledgers.setdefault(path, JsonTail(path)).read()[1]:
-                groups, responses, tokens = (
-                    len(entry.get("groups", ())),
-                    entry.get("responses", 0),
-                    entry.get("tokens", 0),
-                )
-                self._shards[str(entry.get("shard"))] = (groups, responses, tokens, entry.get("reward_sum", 0.0))
+                counts = len(entry.get("groups", ())), entry.get("responses", 0), entry.get("tokens", 0)
+                self._shards[str(entry.get("shard"))] = (*counts, entry.get("reward_sum", 0.0))
 
     @property
     def updates(self) -> int:
@@ -316,6 +313,8 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
         return f"metrics.jsonl was damaged: restored {event['updates']} updates from the checkpoints"
     if kind == "damaged_checkpoint":
         return f"{place}: {event['checkpoint']} is damaged ({event['damage']}), so it is kept as {event['kept_as']}"
+    if kind == "learns_nothing":
+        return f"{place.strip()} learns nothing, updates {event['first']} to {event['update']}: {event['cause']}"
     if kind == "no_progress":
         return f"{place}: {event.get('cause', 'no progress')}"
     if phase == "evaluate":

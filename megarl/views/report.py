@@ -17,6 +17,7 @@ from megarl.storage.files import write_atomic
 from megarl.storage.json_lines import Record
 from megarl.views.chart import Chart
 from megarl.views.report_charts import COLOURS, make_charts
+from megarl.views.report_pairs import pair_charts, pair_columns
 from megarl.views.report_samples import samples_section
 from megarl.views.run_reader import Run, half_width, read_run
 
@@ -45,29 +46,40 @@ def short_names(run_dirs: list[Path]) -> list[str]:
 
 def render(runs: list[Run], samples: str = "") -> str:
     """The page as HTML text. samples: HTML of `samples_section`."""
+    first, *others = make_charts(runs)
+    recipes = "".join(
+        f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
+        f"<pre>{html.escape(run.recipe)}</pre></details>"
+        for run in runs
+    )
+    return page(
+        title=html.escape(", ".join(run.name for run in runs)),
+        notes="".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(n)}</li>" for r in runs for n in r.notes),
+        summary=_summary_table(runs),
+        charts=[first, *pair_charts(runs), *others],
+        below=f"{samples}\n<h3>Recipe</h3>\n{_settings_table(runs)}\n{recipes}",
+    )
+
+
+def page(title: str, notes: str, summary: str, charts: list[Chart], below: str = "") -> str:
+    """A page that loads nothing, with charts between a table and what stands ``below``. All texts are HTML."""
     from plotly.offline import get_plotlyjs
 
-    charts = [chart for chart in make_charts(runs) if chart.traces or chart.empty]
+    charts = [chart for chart in charts if chart.traces or chart.empty]
     figures = [{"data": chart.traces, "layout": chart.layout} for chart in charts]
     parts = {
-        "title": html.escape(", ".join(run.name for run in runs)),
-        "notes": "".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(n)}</li>" for r in runs for n in r.notes),
-        "summary": _summary_table(runs),
+        "title": title,
+        "notes": notes,
+        "summary": f'<div class="scroll">{summary}</div>' if summary else "",
         "charts": "\n".join(_card(number, chart) for number, chart in enumerate(charts)),
-        "settings": _settings_table(runs),
-        "samples": samples,
-        "recipes": "".join(
-            f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
-            f"<pre>{html.escape(run.recipe)}</pre></details>"
-            for run in runs
-        ),
+        "below": below,
         # inside <script> only "</" and "<!--" could end the text; JSON may write < as an escape
         "figures": json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
         # 2 MB instead of 5: the page unpacks it
         "plotly": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
     }
-    page = Path(__file__).with_name("report_page.html").read_text()
-    pieces = page.split("@@")  # text, name, text, name, ..., text: nothing that is filled in is searched for names
+    text = Path(__file__).with_name("report_page.html").read_text()
+    pieces = text.split("@@")  # text, name, text, name, ..., text: nothing that is filled in is searched for names
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 
 
@@ -80,7 +92,7 @@ def _card(number: int, chart: Chart) -> str:
 
 
 def _summary_table(runs: list[Run]) -> str:
-    rows = [summary(run) for run in runs]
+    rows = [summary(run) | cells for run, cells in zip(runs, pair_columns(runs), strict=True)]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     body = ""
@@ -111,7 +123,7 @@ def _settings_table(runs: list[Run]) -> str:
 def summary(run: Run) -> dict[str, str]:
     """The cells of a run's row in the table at the top."""
     evaluations = run.evaluations
-    base = evaluations[0] if evaluations and evaluations[0]["update"] == 0 else None
+    base = evaluations[0] if evaluations and evaluations[0]["update"] == run.begins else None
     final = evaluations[-1] if len(evaluations) > 1 else None
     gain = "-"
     if base and final:
@@ -128,7 +140,7 @@ def summary(run: Run) -> dict[str, str]:
         "Final accuracy": _estimate(final),
         "Gain (95 %)": gain,
         **_best(evaluations),
-        "Updates": f"{len(run.updates):,} / {run.stages * run.updates_per_stage:,}",
+        "Updates": f"{len(run.updates):,} / {run.last - run.begins:,}",
         "Largest staleness": f"{max(ages):,.0f}" if ages else "-",
         "Time in phases": _clock(seconds) if seconds else "-",
         "Tokens trained on": f"{tokens:,.0f}" if tokens else "-",

@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.storage.json_lines import Record
 from megarl.views.chart import Chart
+from megarl.views.report_curves import RESPONSE_CURVES
 from megarl.views.report_detail import detail_charts
 from megarl.views.run_reader import Run, interval
 
@@ -62,6 +63,12 @@ PLAIN_CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]],
         {"rangemode": "tozero", "tickformat": ".0%"},
     ),
     (
+        "Clip bounds",
+        "Between which importance ratios BAPO lets tokens pass, as it balances good and bad responses.",
+        {"bapo/ratio_max": ("upper", "solid"), "bapo/ratio_min": ("lower", "dot")},
+        {"rangemode": "tozero"},
+    ),
+    (
         "Dampened tokens",
         "Tokens whose effective ratio (with the minimum of its prefix) is below the objective's threshold, after "
         "prefixes that stayed likely and after those that did not. The wider the gap, the more selective.",
@@ -114,11 +121,15 @@ def make_charts(runs: list[Run]) -> list[Chart]:
         _reward(runs),
         _ratios(runs),
         _fractions(runs),
-        *(_lines(runs, title, hint, metrics, yaxis=yaxis) for title, hint, metrics, yaxis in PLAIN_CURVES),
+        *(
+            _lines(runs, title, hint, metrics, yaxis=yaxis)
+            for title, hint, metrics, yaxis in (*RESPONSE_CURVES, *PLAIN_CURVES)
+        ),
     ]
     for chart in curves:
-        total = max(run.stages * run.updates_per_stage for run in runs)
-        xaxis = {"title": {"text": "update", "standoff": 6}, "range": [-0.01 * total, 1.01 * total]}
+        first, last = min(run.begins for run in runs), max(run.last for run in runs)
+        margin = 0.01 * (last - first)
+        xaxis = {"title": {"text": "update", "standoff": 6}, "range": [first - margin, last + margin]}
         chart.layout = {"xaxis": xaxis, **_stages(runs), **chart.layout}
     charts = [*curves[:1], _pass_at(runs), *curves[1:], _phase_times(runs), *detail_charts(runs)]
     for chart in charts:
@@ -146,7 +157,7 @@ def _accuracy(runs: list[Run]) -> Chart:
 def _accuracy_curve(number: int, run: Run, evaluations: list[Record]) -> dict[str, Any]:
     bounds = [interval(e) for e in evaluations]
     accuracies = [e["accuracy"] for e in evaluations]
-    return _line(number, run, [e["update"] for e in evaluations], accuracies) | {
+    return line(number, [e["update"] for e in evaluations], accuracies) | {
         "mode": "lines+markers",
         "marker": {"size": 7},
         "error_y": {
@@ -174,7 +185,7 @@ def _pass_at(runs: list[Run]) -> Chart:
             curves = [e for e in evaluations if _numbers(e.get("pass_at"))]
             for event in {e["update"]: e for e in [*curves[:1], *curves[-1:]]}.values():
                 passed = event["pass_at"]
-                trace = _line(number, run, list(range(1, len(passed) + 1)), passed)
+                trace = line(number, list(range(1, len(passed) + 1)), passed)
                 trace["line"] = _suite_line(runs, number, order) | ({"dash": "dot"} if event["update"] == 0 else {})
                 trace["name"] = html.escape(
                     f"{run.name + ' ' if len(runs) > 1 else ''}{suite}, update {event['update']}"
@@ -190,8 +201,8 @@ def _numbers(values: object) -> bool:
 def _suite_line(runs: list[Run], number: int, order: int) -> dict[str, Any]:
     """Of the suite ``order`` of run ``number``: colours are of runs where there are several, else of suites."""
     if len(runs) == 1:
-        return {"width": 1.8, "color": _colour(order)}
-    return {"width": 1.8, "color": _colour(number), "dash": DASHES[order % len(DASHES)]}
+        return {"width": 1.8, "color": colour(order)}
+    return {"width": 1.8, "color": colour(number), "dash": DASHES[order % len(DASHES)]}
 
 
 def _reward(runs: list[Run]) -> Chart:
@@ -209,10 +220,10 @@ def _reward(runs: list[Run]) -> Chart:
                 "opacity": 0.25,
                 "showlegend": False,
                 "hoverinfo": "skip",
-                "line": {"width": 1, "color": _colour(number)},
+                "line": {"width": 1, "color": colour(number)},
             }
             smooth = _smooth(x, y, run.updates_per_stage)
-            chart.traces += [_line(number, run, *_thin(x, y)) | faint, _line(number, run, *_thin(x, smooth))]
+            chart.traces += [line(number, *_thin(x, y)) | faint, line(number, *_thin(x, smooth))]
             chart.traces[-1]["name"] = html.escape(run.name) if len(runs) > 1 else "reward"
     return chart
 
@@ -229,15 +240,15 @@ def _ratios(runs: list[Run]) -> Chart:
         if len(runs) > 1 and len(names) > 3:  # fans of several runs would hide each other
             names = [names[0], names[len(names) // 2], names[-1]]
         for low, high in zip(names[: len(names) // 2], reversed(names[(len(names) + 1) // 2 :]), strict=True):
-            fan = {"fill": "tonexty", "fillcolor": _colour(number) + "22"} if len(runs) == 1 else {}
+            fan = {"fill": "tonexty", "fillcolor": colour(number) + "22"} if len(runs) == 1 else {}
             for name, fill in ((low, {}), (high, fan)):
-                line = _line(number, run, *_thin(*run.column(name)))
-                line |= {"name": _label(runs, run, name.removeprefix("ratio/")), "showlegend": False, **fill}
+                curve = line(number, *_thin(*run.column(name)))
+                curve |= {"name": _label(runs, run, name.removeprefix("ratio/")), "showlegend": False, **fill}
                 chart.traces.append(
-                    line | {"line": {"width": 0.6 if len(runs) == 1 else 1.2, "color": _colour(number)}}
+                    curve | {"line": {"width": 0.6 if len(runs) == 1 else 1.2, "color": colour(number)}}
                 )
         if len(names) % 2:
-            middle = _line(number, run, *_thin(*run.column(names[len(names) // 2])))
+            middle = line(number, *_thin(*run.column(names[len(names) // 2])))
             chart.traces.append(middle | {"name": _label(runs, run, "median" if len(runs) == 1 else "")})
     return chart
 
@@ -266,13 +277,13 @@ def _lines(runs: list[Run], title: str, hint: str, metrics: dict[str, tuple[str,
         for order, (metric, (label, dash)) in enumerate(metrics.items()):
             x, y = _effective_sample_size(run) if metric == "ess" else run.column(metric)
             if x:
-                line = _line(number, run, *_thin(x, y))
-                colour = _colour(number if len(runs) > 1 else order)
-                line |= {
+                curve = line(number, *_thin(x, y))
+                of = colour(number if len(runs) > 1 else order)
+                curve |= {
                     "name": _label(runs, run, label) or title.lower(),
-                    "line": {"width": 1.6, "color": colour, "dash": dash},
+                    "line": {"width": 1.6, "color": of, "dash": dash},
                 }
-                chart.traces.append(line)
+                chart.traces.append(curve)
     return chart
 
 
@@ -345,14 +356,14 @@ def _stages(runs: list[Run]) -> dict[str, Any]:
     return {"shapes": shapes, "annotations": labels}
 
 
-def _line(number: int, run: Run, x: list[Any], y: list[float]) -> dict[str, Any]:
+def line(number: int, x: list[Any], y: list[float]) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines",
         "x": x,
         "y": y,
         "legendgroup": str(number),
-        "line": {"width": 1.8, "color": _colour(number)},
+        "line": {"width": 1.8, "color": colour(number)},
         "hovertemplate": "%{y:.4~g}",
     }
 
@@ -361,7 +372,7 @@ def _label(runs: list[Run], run: Run, label: str) -> str:
     return label if len(runs) == 1 else html.escape(f"{run.name} {label}".strip())
 
 
-def _colour(number: int) -> str:
+def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 

@@ -19,14 +19,26 @@ from megarl.storage.json_lines import Record, read_intact_lines
 
 @dataclass
 class Run:
-    """What a run directory says about a run."""
+    """What a run directory says about a run, or about a branch, which has updates of its own stages alone."""
 
+    root: Path
     name: str
     recipe: str  # TOML
     settings: dict[str, Any]  # the recipe, flat: "schedule.stages" -> 4
     updates: list[Record]  # by update, each once
     events: list[Record]
     notes: list[str] = field(default_factory=list)
+    own_stages: range = range(0)  # those whose updates the run makes
+
+    @property
+    def begins(self) -> int:
+        """Updates before its own."""
+        return self.own_stages.start * self.updates_per_stage
+
+    @property
+    def last(self) -> int:
+        """The number of its last update, made or not."""
+        return self.own_stages.stop * self.updates_per_stage
 
     @property
     def updates_per_stage(self) -> int:
@@ -85,17 +97,35 @@ def read_run(root: Path, name: str) -> Run:
     for key in ("schedule.stages", "schedule.updates_per_stage"):
         if not isinstance(settings.get(key), int) or settings[key] < 1:
             raise UserError(f"{path} is no resolved recipe: {key} is {settings.get(key)!r}")
-    run = Run(name, recipe, settings, [], [])
+    run = Run(root, name, recipe, settings, [], [])
+    run.own_stages = _own_stages(root, run.stages)
     records = _read_lines(root / "metrics.jsonl", run.notes)
     by_update = {record["update"]: record for record in records if isinstance(record.get("update"), int)}
     run.updates = [by_update[update] for update in sorted(by_update)]
     run.events = _read_lines(root / "events.jsonl", run.notes)
-    total = run.stages * run.updates_per_stage
+    total = run.last - run.begins
+    run.notes += [f"learns nothing, updates {first} to {last}: {cause}" for first, last, cause in _warnings(run.events)]
     if not run.evaluations and (settings.get("eval.every") or settings.get("eval.every_updates")):
         run.notes.append("no evaluation has been made yet")
     if len(run.updates) < total:
         run.notes.append(f"not finished: {len(run.updates)} of {total} updates")
     return run
+
+
+def _own_stages(root: Path, stages: int) -> range:
+    """All of them; of a branch the one whose rollouts are another run's, and those that follow it here."""
+    rollouts = {int(path.parent.name): path.is_symlink() for path in sorted(root.glob("stages/[0-9]*/rollouts"))}
+    branched = [number for number, elsewhere in rollouts.items() if elsewhere]
+    return range(branched[0], max(rollouts) + 1) if branched else range(stages)
+
+
+def _warnings(events: list[Record]) -> list[tuple[int, int, str]]:
+    """(first update, last update, cause) of what kept a run from learning; each cause at its first place."""
+    found: dict[str, tuple[int, int, str]] = {}
+    for event in events:
+        if event.get("event") == "learns_nothing" and isinstance(event.get("update"), int):
+            found.setdefault(str(event.get("kind")), (event.get("first", 0), event["update"], str(event.get("cause"))))
+    return list(found.values())
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[Record]:

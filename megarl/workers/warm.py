@@ -47,6 +47,9 @@ SLOW_PARTS_OF_MEGATRON = (
 )
 
 
+TRAINS = ("rehearse", "optimize", "live", "what_if", "export")  # phases with an actor
+
+
 class WarmProcess:
     def __init__(self, agent: socket.socket, warning_filters: Sequence[Any] = ()) -> None:
         self.warnings = list(warning_filters)  # of the processes that are forked
@@ -97,7 +100,7 @@ class WarmProcess:
             deque(import_prompts(recipe), maxlen=0)
             self._prepare(recipe)  # beside the check: most recipes pass it
             return [self._fork(process) for process in processes]
-        if processes[0].get("phase") in ("rehearse", "optimize", "live"):  # better once here than once in each process
+        if processes[0].get("phase") in TRAINS:  # better once here than once in each process
             deque(self.training, maxlen=0)
         import torch
 

@@ -16,6 +16,7 @@ from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.recipe.data_table import SourceTable
 from megarl.recipe.tables import RewardTable
+from megarl.rewards.code import Code
 from megarl.rewards.code_tests import Assertions, InputOutput, read_tests
 from megarl.rewards.math import Math
 
@@ -186,7 +187,7 @@ def test_a_pickle_is_read_and_never_executed(tmp_path):
 @pytest.mark.parametrize(
     ("truth", "tests"),
     [
-        ({"inputs": ["1 2"], "outputs": ["3"]}, (InputOutput("1 2", "3"),)),
+        ({"inputs": ["1 2"], "outputs": ["3"], "test_code": None, "fn_name": None}, (InputOutput("1 2", "3"),)),
         (
             {
                 "entry_point": "add",
@@ -195,7 +196,6 @@ def test_a_pickle_is_read_and_never_executed(tmp_path):
             },
             Assertions("import math\n\ndef check(candidate):\n    assert candidate(1) == 2\ncheck(add)\n", "add"),
         ),
-        ({"assert_case": ["assert f(1)", "assert f(2)"]}, Assertions("\nassert f(1)\nassert f(2)", None)),
     ],
 )
 def test_programs_of_skywork_or1(tmp_path, truth, tests):
@@ -203,6 +203,51 @@ def test_programs_of_skywork_or1(tmp_path, truth, tests):
     (item,) = read(tmp_path / "p.parquet", [row], format="skywork_or1")
     found = judged_by(item)
     assert (found.assertions or found.pairs) == tests
+
+
+COMPARES = """import numpy as np
+
+def is_floats(x) -> bool:
+    if isinstance(x, (list, tuple)):
+        return all(isinstance(i, float) for i in x)
+    if isinstance(x, np.ndarray):
+        return x.dtype == np.float64 or x.dtype == np.float32
+    return isinstance(x, float)
+
+
+def assertion(out, exp, atol):
+    if atol == 0 and is_floats(exp):
+        atol = 1e-6
+    if out != exp and atol != 0:
+        assert np.allclose(out, exp, rtol=1e-07, atol=atol)
+    else:
+        assert out == exp, f"out: {out}, exp: {exp}"
+
+"""
+HALVES = "inputs = [[1.0], [float('inf')]]\nresults = [[0.5, 1.0], [float('inf')] * 2]\n"
+LOOP = "for i, (inp, exp) in enumerate(zip(inputs, results)):\n"
+
+
+def test_evalplus(tmp_path):
+    checked = f"{COMPARES}def check(candidate):\n    {HALVES}    {LOOP}        assertion(candidate(*inp), exp, 0)\n"
+    stub = 'def halves(x):\n    """A half, and all."""\n'
+    human = {"task_id": "HumanEval/0", "prompt": stub, "canonical_solution": "", "entry_point": "halves"}
+    mbpp = {
+        "task_id": 2,
+        "code": "",
+        "prompt": "Halve it.",
+        "test_imports": [],
+        "test_list": ["assert halves(2)", "no"],
+    }
+    human["test"] = checked.replace("\nresults", "\n    results")
+    mbpp["test"] = f"{COMPARES}{HALVES}{LOOP}    assertion(halves(*inp), exp, 0)\n"
+    (stubbed,) = read(tmp_path / "human.parquet", [human], format="evalplus")
+    (told,) = read(tmp_path / "mbpp.parquet", [mbpp], format="evalplus")
+    assert (stubbed["question"], told["question"]) == (stub, "Halve it.\n\nassert halves(2)")
+    verifier = Code(RewardTable(kind="code"))
+    for item in (stubbed, told):
+        for program, right in (("[x / 2 + 1e-9, x]", 1), ("[x / 2 + 1e-3, x]", 0), ("[x / 2]", 0), ("None", 0)):
+            assert verifier.score(as_prompt(item), f"def halves(x): return {program}").value == right
 
 
 def test_gpqa(tmp_path):

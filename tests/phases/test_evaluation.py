@@ -13,6 +13,8 @@ from megarl.recipe.load import load_recipe
 from megarl.storage.best import best_version, keep_best
 from megarl.storage.policies import read_info
 from megarl.storage.run_dir import RunDir
+from megarl.views.report_pairs import pair_charts, pair_columns
+from megarl.views.run_reader import read_run
 from tests.helpers import events, megarl, read_lines, start_megarl, wait_for, wait_until_nobody_works_on
 
 SUITES = """
@@ -127,6 +129,15 @@ def test_the_best_policy_is_kept_the_earliest_of_equals(whole, tmp_path):
         assert_same_weights(run.best, run.version(expected))
 
 
+def test_the_best_policy_of_all_suites_has_the_highest_mean(whole, tmp_path):
+    run = RunDir.create(tmp_path / "run", load_recipe(whole.root / "recipe.toml", ["eval.best=mean"]))
+    means = {0: (0.9, 0.0, 0.0), 2: (0.2, 0.5, 0.5), 4: (0.5, 0.2, 0.5), 6: (0.8, 0.8)}  # the last is not whole yet
+    for update, accuracies in means.items():
+        for suite, accuracy in zip(NAMES, accuracies, strict=False):
+            run.log_event("evaluation", stage=update // 4, update=update, suite=suite, accuracy=accuracy)
+    assert best_version(RunDir.open(run.root)) == 2
+
+
 def assert_same_weights(a, b):
     ours, theirs = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
     assert ours.keys() == theirs.keys() and all((ours[name] == theirs[name]).all() for name in ours)
@@ -228,6 +239,30 @@ def test_compare_names_what_differs(whole, tmp_path):
     }.items():
         result = megarl("compare", *arguments)
         assert result.returncode == 2 and message in result.stderr, result.stderr
+
+
+def test_runs_of_different_lengths_are_compared_after_equal_updates(whole, tmp_path):
+    """As if one had stopped after 4 of 8 updates."""
+    short = tmp_path / "short"
+    shutil.copytree(whole.root, short, symlinks=True)
+    for place in (*short.glob("evaluations/*/update_000006"), *short.glob("evaluations/*/update_000008")):
+        shutil.rmtree(place)
+    lines = [line for line in read_lines(short / "events.jsonl") if line.get("update", 0) <= 4]
+    (short / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = megarl("compare", whole.root, short)
+    assert result.returncode == 0, result.stderr
+    head, accuracy, _, note, *_ = result.stdout.splitlines()
+    assert f"A = {whole.root} (update 4), B = {short} (update 4)" in head
+    assert "+0.0000 [+0.0000, +0.0000]" in accuracy
+    assert note == f"  {whole.root} goes on to update 8"
+    runs = [read_run(path, name) for path, name in ((whole.root, "whole"), (short, "short"))]
+    means = [np.mean([row["reward"] for row in table(whole, "heldout", update)]) for update in (4, 8)]
+    assert pair_columns(runs) == [
+        {"At update 4": f"{means[0]:.3f}", "From whole there": "-"},
+        {"At update 4": f"{means[0]:.3f}", "From whole there": "+0.000 [+0.000, +0.000]"},
+    ]
+    (trace,) = pair_charts(runs)[0].traces
+    assert (trace["x"], trace["y"]) == ([2, 4], [0, 0])
 
 
 def test_versions_of_a_live_run_wait_for_their_evaluation(suites, tmp_path):

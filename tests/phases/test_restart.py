@@ -5,7 +5,8 @@ import signal
 
 import pytest
 
-from tests.helpers import megarl, processes_of, start_megarl, wait_for
+from megarl.storage.run_dir import RunDir
+from tests.helpers import events, megarl, processes_of, start_megarl, wait_for
 
 
 def test_dead_workers_are_replaced_and_a_second_parent_is_refused(recipe, tmp_path):
@@ -20,6 +21,32 @@ def test_dead_workers_are_replaced_and_a_second_parent_is_refused(recipe, tmp_pa
     assert parent.wait() == 0, parent.stderr
     assert updates_of(run) == list(range(1, 7))
     assert (run / "final/model.safetensors").exists()
+
+
+def test_a_finished_run_takes_more_stages_and_is_then_the_run_that_had_them_at_once(recipe, tmp_path):
+    def train(run, stages):
+        small = (
+            f"schedule.stages={stages}",
+            "schedule.updates_per_stage=2",
+            "schedule.prompts_per_update=2",
+            "eval.every=0",
+        )
+        result = megarl("train", recipe, "--run-dir", run, *(w for s in small for w in ("--set", s)))
+        return result.returncode, result.stderr
+
+    longer, once = tmp_path / "longer", tmp_path / "once"
+    for run, stages in ((longer, 1), (longer, 2), (once, 2)):
+        assert train(run, stages) == (0, "")
+    assert updates_of(longer) == list(range(1, 5))
+    for policy in ("final", "stages/001/policy"):
+        one, other = (run / policy / "model.safetensors" for run in (longer, once))
+        assert one.read_bytes() == other.read_bytes()
+    (event,) = events(RunDir.open(longer), "recipe_changed")
+    assert event["settings"] == ["schedule.stages: 1 -> 2"]
+    code, message = train(longer, 1)
+    assert code == 2
+    assert "schedule.stages: 2 -> 1" in message
+    assert megarl("audit", longer).returncode == 0
 
 
 def test_a_stopped_run_says_how_to_continue(recipe, tmp_path):

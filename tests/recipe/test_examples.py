@@ -6,7 +6,7 @@ Staleness is computed for whole runs: batch by batch, with `LagRule` where a run
 import re
 import shlex
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -29,34 +29,57 @@ class Paper:
     lr: float
     objective: dict[str, object]
     responses: int = 8
-    evaluated_every: int | None = None  # updates; None: other than the paper's, as the README says
+    evaluated_every: int | None = None  # updates; None: the paper does not say
+    suites: dict[str, int] = field(default_factory=dict)  # responses to each question
+    temperature: float = 1.0  # of evaluations
+    top_p: float = 1.0
+    best: str = "first"
 
 
 def m2po(name, lags=(256, 259), **objective):
     """Section 3.2: four updates a step, stale-k is k to k + 3; appendix B: 1000 steps, batch 256, mini-batch 512
-    responses, 8 responses, lr 1e-6, evaluation every 50 steps, context 16k (4k of Qwen2.5-Math-7B)."""
-    return Paper(4000, lags, 64, 16384, 1e-6, {"name": name, **objective}, evaluated_every=200)
+    responses, 8 responses, lr 1e-6, context 16k (4k of Qwen2.5-Math-7B); evaluation every 50 steps on eight suites,
+    avg@16 of AIME and avg@4 of the others, the checkpoint with the best average."""
+    four = dict.fromkeys(("amc23", "amc24", "math500", "minerva", "gaokao", "olympiad"), 4)
+    evaluated = {"evaluated_every": 200, "suites": {"aime24": 16, "aime25": 16, **four}, "best": "mean"}
+    return Paper(4000, lags, 64, 16384, 1e-6, {"name": name, **objective}, **evaluated)
 
 
 def mu_grpo(name, lags, updates=4096, **objective):
-    """Section 5: 4096 updates of batch size 32, context 8k (4k of Qwen2.5-Math-7B); appendix B.1: 8 responses. Its
-    learning rate is lost in the text, 1e-6 is M2PO's."""
-    return Paper(updates, lags, 32, 8192, 1e-6, {"name": name, **objective})
+    """Section 5: 4096 updates of batch size 32, context 8k (4k of Qwen2.5-Math-7B); appendix B.1: 8 responses,
+    evaluation every 200 updates on five suites, avg@16 of AIME and avg@4 of the others, the checkpoint with the best
+    average. Its learning rate is lost in the text, 1e-6 is M2PO's."""
+    suites = {"aime24": 16, "aime25": 16, "amc23": 4, "amc24": 4, "math500": 4}
+    evaluated = {"evaluated_every": 200, "suites": suites, "best": "mean"}
+    return Paper(updates, lags, 32, 8192, 1e-6, {"name": name, **objective}, **evaluated)
+
+
+def programs(name, lags, **objective):
+    """Section 5.1 and appendix B.2: batch 16, pass@4 on LiveCodeBench; the rest as in the main experiments."""
+    suites = {"livecodebench": 4}
+    return replace(mu_grpo(name, lags, **objective), prompts=16, suites=suites, best="first")
 
 
 def minpro(name, steps, prompts, lags=(32, 47), **objective):
-    """Section 5: 16 updates a global step, 16 n to 16 (n + 1) - 1 with n = 2, checkpoints every 10 steps; table 3."""
-    return Paper(16 * steps, lags, prompts, 2048 + 20480, 1e-6, {"name": name, **objective}, evaluated_every=160)
+    """Section 5: 16 updates a global step, 16 n to 16 (n + 1) - 1 with n = 2, checkpoints every 10 steps, of which
+    the one with the highest average is taken; table 3, top-p of validation too; section 5.1: samples of the suites."""
+    suites = dict.fromkeys(("aime24", "aime25", "amc23"), 128)
+    suites |= dict.fromkeys(("math500", "olympiad", "minerva", "gsm8k"), 2)
+    evaluated = {"evaluated_every": 160, "suites": suites, "top_p": 0.7, "best": "mean"}
+    return Paper(16 * steps, lags, prompts, 2048 + 20480, 1e-6, {"name": name, **objective}, **evaluated)
 
 
 def prefix(name, lags=(2, 11), **objective):
-    """Section 4.1: S = 11, kappa = 10, 60 steps. Sizes are not in the paper."""
-    return Paper(60, lags, 32, 2048 + 8192, 1e-6, {"name": name, **objective}, evaluated_every=60)
+    """Section 4.1: S = 11, kappa = 10, 60 steps, avg@64 after them. Sizes are not in the paper."""
+    evaluated = {"evaluated_every": 60, "suites": {"aime24": 64}}
+    return Paper(60, lags, 32, 2048 + 8192, 1e-6, {"name": name, **objective}, **evaluated)
 
 
 def bapo(name, lags=(0, 7), **objective):
-    """Section 5.1: responses of 8k, lr 2e-6. The rest is of the authors' example."""
-    return Paper(8000, lags, 64, 1024 + 8192, 2e-6, {"name": name, **objective}, responses=16)
+    """Section 5.1: responses of 8k, lr 2e-6, temperature .6, avg@16 of AIME24 and AIME25. The rest is of the authors'
+    example."""
+    evaluated = {"suites": {"aime24": 16, "aime25": 16}, "temperature": 0.6}
+    return Paper(8000, lags, 64, 1024 + 8192, 2e-6, {"name": name, **objective}, responses=16, **evaluated)
 
 
 GRPO = {"eps_low": 0.2, "eps_high": 0.2, "aggregation": "token_mean"}
@@ -96,8 +119,8 @@ PAPERS = {
     "table 8, upper bound 3": mu_grpo("mu_grpo", (0, 1023), ratio_max=3.0),
     "table 8, upper bound 10": mu_grpo("mu_grpo", (0, 1023), ratio_max=10.0),
     "table 8, no upper bound": mu_grpo("mu_grpo", (0, 1023), ratio_max=float("inf")),
-    "section 5.1, programs: mu-GRPO S = 1024": replace(mu_grpo("mu_grpo", (0, 1023), ratio_max=5.0), prompts=16),
-    "section 5.1, programs: GRPO S = 4": replace(mu_grpo("grpo", (0, 3), **GRPO), prompts=16),
+    "section 5.1, programs: mu-GRPO S = 1024": programs("mu_grpo", (0, 1023), ratio_max=5.0),
+    "section 5.1, programs: GRPO S = 4": programs("grpo", (0, 3), **GRPO),
     "table 9, mu-GRPO S = 4": mu_grpo("mu_grpo", (0, 3), ratio_max=5.0),
     **{f"tables 1 and 2, {k} 8B": minpro(name, 120, 32, **o) for k, (name, o) in TABLE3.items()},
     **{f"tables 1 and 2, {k} 14B": minpro(name, 160, 16, **o) for k, (name, o) in TABLE3.items()},
@@ -219,7 +242,14 @@ def check_numbers(recipe, paper):
     objective = recipe.objective.model_dump()
     assert {key: objective[key] for key in paper.objective} == paper.objective
     if paper.evaluated_every:
-        assert schedule.updates_per_stage * recipe.eval.every == paper.evaluated_every
+        evaluated = [n for n in range(schedule.total_updates) if recipe.is_evaluated(n)]
+        assert evaluated == list(range(0, schedule.total_updates, paper.evaluated_every))
+    assert recipe.is_evaluated(0) and recipe.is_evaluated(schedule.total_updates) and recipe.eval.best == paper.best
+    suites = dict(paper.suites)
+    if recipe.model.path.name.startswith("OctoThinker"):  # table 2 of BAPO
+        suites["math500"] = 16
+    assert {suite.name: suite.samples for suite in recipe.suites} == suites
+    assert {(suite.temperature, suite.top_p) for suite in recipe.suites} == {(paper.temperature, paper.top_p)}
 
 
 def test_stale_256_trains_the_base_model_first_and_then_four_lags_equally_often():

@@ -18,7 +18,7 @@ import pytest
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import sandbox
+from megarl.rewards import cpp, sandbox
 from megarl.rewards.code import Code
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rewards.sandbox import SandboxError
@@ -110,9 +110,8 @@ def test_assertions_cannot_be_forged(name):
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", attacks.CPP)
 def test_hostile_cpp_is_wrong_and_alone(name, host, monkeypatch):
-    from megarl.rewards import code
 
-    monkeypatch.setattr(code, "COMPILING", replace(code.COMPILING, seconds=2, memory=1 << 30, disk=64 << 20))
+    monkeypatch.setattr(cpp, "COMPILING", replace(cpp.COMPILING, seconds=2, memory=1 << 30, disk=64 << 20))
     assert verifier(language="cpp").score(asked(host), attacks.CPP[name].format(**host)).value == 0
 
 

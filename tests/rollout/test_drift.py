@@ -1,5 +1,7 @@
 """The weight-drift check on the built-in engine: an export of the actor passes, changed weights and NaN do not."""
 
+import hashlib
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -8,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.errors import UserError
+from megarl.phases.rollout_worker import RolloutWorker
 from megarl.rollout.builtin import BuiltinEngine
-from megarl.rollout.drift import check_weights
+from megarl.rollout.drift import check_weights, judge
+from megarl.storage.policies import PolicyInfo, write_info
 from megarl.storage.reference_logprobs import Reference, cut_text, read_reference, write_reference
 from tests.rollout.engines import reference_of
 from tests.rollout.tiny_models import save
@@ -82,3 +86,39 @@ def test_samples_with_other_log_probs_than_the_engines_own_are_noticed(moe_dir, 
     )
     with pytest.raises(UserError, match="log-probs of what it samples are not its own"):
         check_weights(engine, reference)
+
+
+class Deaf(BuiltinEngine):
+    """Loads weights in place, which has no effect, and knows their checksum, as SGLang does."""
+
+    def load_weights(self, policy_dir, version):
+        if self._model is None:
+            super().load_weights(policy_dir, version)
+
+    def checksum(self):
+        weights = self._model.state_dict().values()
+        return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights)).hexdigest()
+
+
+def test_old_weights_are_noticed_by_their_checksum_however_near_they_are(moe_dir, tmp_path):
+    """The policy has moved by less than any log-prob shows."""
+    shutil.copytree(moe_dir, moved := tmp_path / "moved")
+    weights = load_file(moved / "model.safetensors")
+    weights["lm_head.weight"] *= 1 + 1e-6
+    save_file(weights, moved / "model.safetensors", {"format": "pt"})
+    shutil.copytree(moe_dir, first := tmp_path / "first")
+    for number, path in enumerate((first, moved)):
+        write_info(path, PolicyInfo(number, f"hash {number}"))
+        write_reference(path, reference_of(path))
+    worker = object.__new__(RolloutWorker)
+    worker.engine, worker.weights_hash = Deaf(first, 0), "hash 0"
+    assert worker.check_weights(first, None).checksum == worker.engine.checksum()
+    worker.load(first)
+    worker.check_weights(first, None)
+    worker.load(moved)
+    assert judge(worker.engine.score(reference_of(moved).sequences), reference_of(moved), "float32").max < 1e-4
+    with pytest.raises(UserError, match="to the bit they are those that it had before"):
+        worker.check_weights(moved, None)
+    worker.engine._model = None  # so that the next load has an effect
+    worker.engine.load_weights(moved, 1)
+    assert worker.check_weights(moved, None).checksum == worker.checksum

@@ -151,8 +151,11 @@ def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine):
 def test_weights_that_are_loaded_in_place_are_to_the_bit_those_of_the_start(engine):
     """By SGLang's own checksums of all its tensors, which no log-prob is needed for."""
 
+    sums = []
+
     def checksums(policy):
         engine.load_weights(policy, engine.version)
+        sums.append(engine.checksum())
         (rank,) = engine._server.post("/weights_checker", {"action": "checksum"})["ranks"]
         return rank["checksums"]
 
@@ -161,6 +164,9 @@ def test_weights_that_are_loaded_in_place_are_to_the_bit_those_of_the_start(engi
     same = {name for name in first if first[name] == second[name]}
     assert len(first) > 2 * len(same) and all("norm" in name for name in same), "which are 1 in both models"
     assert checksums(one) == first
+    assert sums[0] == sums[2] != sums[1]
+    with pytest.raises(UserError, match="to the bit they are those that it had before"):
+        check_weights(engine, reference_of(one), before=sums[0])
 
 
 def test_a_directory_that_sglang_cannot_load_changes_nothing(engine, tmp_path):

@@ -233,8 +233,8 @@ def token_pass_triton(a: Arguments) -> tuple[torch.Tensor, ...]:
 
 
 # Two blocks share a multiprocessor with up to 256 registers. Without a limit ptxas spills some to reach a round number;
-# with 192, which Triton 3.9 needs, the code of Triton 3.7.1 spills, and its code of veto rules for sm_100 with 232,
-# 240, 252 and more: what ptxas makes of a limit is not monotonous.
+# with 192, which Triton 3.9 needs, the code of Triton 3.7.1 spills. docs/kernels.md: what ptxas makes of a limit is not
+# monotonous.
 LAUNCH_OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=True, maxnreg=248)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import os
 import queue
 import re
@@ -130,6 +132,10 @@ class SglangEngine(ContinuousEngine):
     def renew(self) -> bool:
         """It loads weights in place by the same code as when it starts."""
         return False
+
+    def checksum(self) -> str | None:
+        ranks = self._server.post("/weights_checker", {"action": "checksum"})["ranks"]
+        return hashlib.sha256(json.dumps([rank["checksums"] for rank in ranks], sort_keys=True).encode()).hexdigest()
 
     def sleep(self) -> None:
         """On a GPU only the server's processes and its CUDA context stay; a server on a CPU frees nothing."""

@@ -1,0 +1,48 @@
+"""The export phase: the policy that a checkpoint holds, as a Hugging Face directory. One process, no update."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from megarl.actor import checkpoint, hf, parallel
+from megarl.actor.optimizer import gather_parameters
+from megarl.actor.step import Actor
+from megarl.beats import beat
+from megarl.errors import UserError
+from megarl.storage.checkpoints import checkpoints
+from megarl.storage.policies import check_policy
+from megarl.storage.requests import read_request, write_answer
+from megarl.storage.run_dir import Stage
+
+
+def export(stage: Stage) -> None:
+    """Make ``output`` of the request the policy after ``update`` updates of the stage."""
+    request = read_request(stage.run.root)
+    device = parallel.initialize(stage.run.recipe)
+    actor = Actor.build(stage.run.recipe, stage.policy, device, load=False)
+    load_policy(actor, stage, request["update"])
+    write_policy(actor, stage, request["update"], Path(request["output"]))
+    write_answer(stage.run.root, [])
+
+
+def load_policy(actor: Actor, stage: Stage, updates: int) -> None:
+    """Give the actor the policy after so many updates of the stage; `UserError` where its files are damaged."""
+    path = dict(checkpoints(stage.checkpoints)).get(updates)
+    if updates and path is not None:
+        beat("load", path.name)
+        if damage := checkpoint.verify(path):
+            raise UserError(f"{path} is damaged: {damage}")
+        checkpoint.load(actor, path)
+    else:  # the beginning of the stage, or its end, whose checkpoints are gone
+        policy = stage.next.policy if updates else stage.policy
+        check_policy(policy, "Restore it from a copy")
+        hf.load_hf(actor.models, policy)
+    gather_parameters(actor.replicas)
+
+
+def write_policy(actor: Actor, stage: Stage, updates: int, target: Path) -> None:
+    """Export the actor's policy, which is that after so many updates of the stage."""
+    beat("export", target.name)
+    shutil.rmtree(target, ignore_errors=True)
+    hf.export_hf(actor.models, target, stage.run.stage(0).policy, stage.first_update + updates)

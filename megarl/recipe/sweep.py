@@ -1,0 +1,159 @@
+"""A sweep file: which runs to make beside each other. Its settings are a recipe's, so it is checked as a recipe is."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from megarl.errors import UserError, nearest
+from megarl.recipe.base import Table
+from megarl.recipe.load import Setting, read_tables, validate
+from megarl.recipe.tables import Recipe
+
+BASE = "base"  # the directory of the runs whose rollouts others share
+_LABEL = re.compile(r"[A-Za-z0-9][\w.+-]*")  # a part of the name of a directory
+Tables = dict[str, dict[str, Any]]  # section -> key -> value
+
+
+class SweepTable(Table):
+    """Every combination of one point of each axis, once for each seed or given run.
+
+    recipe alone: whole runs. recipe and stage: a run for each seed as far as the rollouts of the stage, which all
+    points then optimise. runs and stage: the same with stages that are there.
+    """
+
+    recipe: Path | None = Field(None, strict=False)
+    runs: tuple[Path, ...] = Field((), strict=False)  # run directories, instead of a recipe and seeds
+    stage: int | None = Field(None, ge=0)  # whose sealed rollouts every point optimises; default: whole runs
+    seeds: tuple[int, ...] = Field((), strict=False)  # run.seed; default: the recipe's
+    baseline: str | None = None  # the name of the point that the others are compared with; default: the first
+    set: Tables = Field({})  # settings of every run
+    # a setting and its values, "optimizer.lr" = [1e-4, 3e-4]; or names and the settings behind them
+    axes: dict[str, list[Any] | dict[str, Tables]]
+
+    @field_validator("axes", mode="before")
+    @classmethod
+    def _axes_are_lists_or_named_tables(cls, axes: Any) -> Any:
+        for name, axis in axes.items() if isinstance(axes, dict) else ():
+            if not axis or not isinstance(axis, list | dict):
+                raise ValueError(f"{name}: expected a list of values, or a table of names and settings")
+            if isinstance(axis, list) and name.count(".") != 1:
+                raise ValueError(f'{name}: a list is of the values of a setting, as "optimizer.lr" = [1e-4, 3e-4]')
+            for label, tables in axis.items() if isinstance(axis, dict) else ():
+                if isinstance(tables, list):
+                    raise ValueError(f'{name}.{label} is a list: put quotes around the setting, "{name}.{label}" = ...')
+                _check_tables(tables, f"{name}.{label}")
+        return axes
+
+    @field_validator("set", mode="before")
+    @classmethod
+    def _settings_are_of_tables(cls, tables: Any) -> Any:
+        _check_tables(tables, "set")
+        return tables
+
+    @model_validator(mode="after")
+    def _sources_agree(self) -> SweepTable:
+        if bool(self.runs) == bool(self.recipe):
+            raise ValueError("either recipe, or runs and stage, say what every run begins with")
+        if self.runs and self.stage is None:
+            raise ValueError("stage says which stage of the runs is optimised")
+        if self.runs and self.seeds:
+            raise ValueError("seeds belong to a recipe: the runs that are given have theirs")
+        for name in ("seeds", "runs"):
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise ValueError(f"{name}: one of them stands there twice")
+        points = [point.name for point in self.points()]
+        if len(set(points)) < len(points):
+            raise ValueError("axes: two points have the same name")
+        if BASE in points:
+            raise ValueError(f"axes: a point cannot be called {BASE!r}, which names the runs whose rollouts are shared")
+        if self.baseline is not None and self.baseline not in points:
+            close = nearest(self.baseline, points)
+            raise ValueError(f"baseline = {self.baseline!r} is no point; did you mean {close or points[0]!r}?")
+        return self
+
+    def points(self) -> list[Point]:
+        """Every combination, the last axis fastest."""
+        given = tuple(_settings(self.set))
+        combinations = itertools.product(*(_values(name, axis) for name, axis in self.axes.items()))
+        return [
+            Point(
+                {axis: value for axis, value, _, _ in chosen}, ",".join(label for _, _, label, _ in chosen), given + own
+            )
+            for chosen in combinations
+            for own in [tuple(setting for *_, settings in chosen for setting in settings)]
+        ]
+
+    @property
+    def reference(self) -> str:
+        """The name of the point that the others are compared with."""
+        return self.baseline or self.points()[0].name
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of the axes."""
+
+    values: dict[str, Any]  # axis -> its value, or the name of one
+    name: str
+    settings: tuple[Setting, ...]
+
+
+def load_sweep(path: Path) -> SweepTable:
+    """A sweep file, checked but for the settings, which only a whole recipe shows to be right. `UserError`."""
+    return validate(read_tables(path, "sweep"), SweepTable, "sweep")
+
+
+def _check_tables(tables: Any, where: str) -> None:
+    known = list(Recipe.model_fields)
+    if not isinstance(tables, dict):
+        raise ValueError(f'{where}: expected tables of settings, as objective = {{ name = "grpo" }}')
+    for section, keys in tables.items():
+        if section not in known:
+            close = nearest(section, known)
+            hint = f"did you mean {close!r}?" if close else f"known are {', '.join(known)}"
+            raise ValueError(f"{where}.{section}: unknown table of a recipe; {hint}")
+        if not isinstance(keys, dict):
+            raise ValueError(f"{where}.{section}: expected a table of settings, as {section} = {{ key = value }}")
+
+
+def _settings(tables: Tables) -> Iterator[Setting]:
+    for section, keys in tables.items():
+        # another objective lets go of the settings of the one before
+        for key in sorted(keys, key=lambda key: (section, key) != ("objective", "name")):
+            yield f"{section}.{key}", keys[key]
+
+
+def _values(axis: str, values: list[Any] | dict[str, Tables]) -> list[tuple[str, Any, str, list[Setting]]]:
+    """(axis, value, part of the point's name, settings) of each point of an axis."""
+    if isinstance(values, dict):
+        return [(axis, label, _label(axis, label), list(_settings(tables))) for label, tables in values.items()]
+    key = axis.rpartition(".")[2]
+    return [(axis, value, _label(axis, f"{key}={_text(value)}"), [(axis, value)]) for value in values]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _label(axis: str, label: str) -> str:
+    if not all(map(_LABEL.fullmatch, label.split("=", 1))):
+        raise ValueError(
+            f"axes.{axis}: {label!r} cannot name a directory: use a table of names and settings, with letters, digits, "
+            "dots, + and - in the names"
+        )
+    return label
+
+
+def seeds_of(table: SweepTable, recipe: Recipe) -> tuple[int, ...]:
+    """The seeds of a sweep over ``recipe``."""
+    seeds = table.seeds or (recipe.run.seed,)
+    if any(name == "run.seed" for point in table.points() for name, _ in point.settings):
+        raise UserError("run.seed: seeds = [...] of the sweep says which")
+    return seeds

@@ -1,0 +1,107 @@
+"""The figure of a sweep: accuracy and differences from the baseline, along an axis of numbers where there is one."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.recipe.sweep import Point, SweepTable
+from megarl.storage.files import write_atomic
+from megarl.sweep.plan import Plan
+from megarl.sweep.results import Estimate, Row
+from megarl.views.chart import Chart
+from megarl.views.report import page
+from megarl.views.report_charts import COLOURS
+
+
+def write_figure(plan: Plan, found: Sequence[Row], output: Path) -> None:
+    """A self-contained page."""
+    charts = [
+        chart
+        for suite in dict.fromkeys(row.suite for row in found)
+        for chart in charts_of(plan.table, [row for row in found if row.suite == suite], suite)
+    ]
+    write_atomic(output, page(html.escape(plan.output.name), "", _table(found), charts))
+
+
+def charts_of(table: SweepTable, found: Sequence[Row], suite: str) -> list[Chart]:
+    """Of one suite: the results, what was gained, and the differences from the baseline."""
+    kinds = (
+        ("accuracy", f"Accuracy on {suite}", "Of the result of each run; bars are 95 % intervals."),
+        ("gain", f"Gain on {suite}", "Over the policy that a run began with, paired; bars are 95 % intervals."),
+        (
+            "difference",
+            f"Difference from {table.reference} on {suite}",
+            "Paired where seeds or rollouts are shared; bars are 95 % intervals. One that crosses 0 may be noise.",
+        ),
+    )
+    along = _numbers(table)
+    charts = []
+    for name, title, hint in kinds:
+        chart = Chart(html.escape(title), html.escape(hint), layout={"yaxis": {"tickformat": ".0%"}})
+        values = [(row.point, estimate) for row in found if (estimate := getattr(row, name))]
+        for number, (label, points) in enumerate(_lines(values, along).items()):
+            chart.traces.append(_trace(number, label, points, along))
+        chart.layout["showlegend"] = len(chart.traces) > 1
+        chart.layout["hovermode"] = "closest"
+        if along:
+            low, high = (pick(float(row.point.values[along]) for row in found) for pick in (min, max))
+            kind = {"type": "log", "dtick": "D2"} if low > 0 and high >= 8 * low else {}
+            chart.layout["xaxis"] = {"title": {"text": html.escape(along), "standoff": 6}, **kind}
+        charts.append(chart)
+    return charts
+
+
+def _numbers(table: SweepTable) -> str | None:
+    """The first axis of two or more numbers."""
+    for name, axis in table.axes.items():
+        if isinstance(axis, list) and len(axis) > 1 and all(type(value) in (int, float) for value in axis):
+            return name
+    return None
+
+
+def _lines(values: list[tuple[Point, Estimate]], along: str | None) -> dict[str, list[tuple[Point, Estimate]]]:
+    """One line a combination of the other axes; without an axis of numbers all points stand beside each other."""
+    lines: dict[str, list[tuple[Point, Estimate]]] = {}
+    for point, estimate in values:
+        others = [str(value) for axis, value in point.values.items() if axis != along]
+        lines.setdefault(", ".join(others) if along else "", []).append((point, estimate))
+    return lines
+
+
+def _trace(number: int, label: str, points: list[tuple[Point, Estimate]], along: str | None) -> dict[str, Any]:
+    means = [estimate.mean for _, estimate in points]
+    known = [estimate.ci95[0] == estimate.ci95[0] for _, estimate in points]  # not NaN
+    bars = [estimate.ci95 if there else [estimate.mean] * 2 for there, (_, estimate) in zip(known, points, strict=True)]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if along else "markers",
+        "name": html.escape(label),
+        "x": [point.values[along] if along else html.escape(point.name) for point, _ in points],
+        "y": means,
+        "marker": {"size": 8},
+        "line": {"width": 1.8, "color": COLOURS[number % len(COLOURS)]},
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [high - mean for (_, high), mean in zip(bars, means, strict=True)],
+            "arrayminus": [mean - low for (low, _), mean in zip(bars, means, strict=True)],
+            "thickness": 1.5,
+        },
+        "customdata": [[low, high] for low, high in bars],
+        "hovertemplate": "%{x}: %{y:.3f}  [%{customdata[0]:.3f}, %{customdata[1]:.3f}]",
+    }
+
+
+def _table(found: Sequence[Row]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in ("Point", "Suite", "Runs", "Accuracy", "Gain", "Difference"))
+    body = ""
+    for row in found:
+        gain = row.gain.text("+") if row.gain else "-"
+        difference = row.difference.text("+") if row.difference else "-"
+        cells = [row.suite, str(row.replicates), row.accuracy.text(), gain, difference]
+        body += f"<tr><th>{html.escape(row.point.name)}</th>"
+        body += "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+    return f'<table id="summary"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'

@@ -1,0 +1,147 @@
+"""Which runs a sweep consists of, which of them are made, and whether all of their settings can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.commands import changed_recipe
+from megarl.errors import UserError
+from megarl.recipe.layout import is_layout_setting
+from megarl.recipe.load import Setting, load_recipe, recipe_diff
+from megarl.recipe.sweep import BASE, Point, SweepTable, seeds_of
+from megarl.recipe.tables import Recipe
+from megarl.storage.run_dir import RunDir, Stage
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run directory of a sweep."""
+
+    directory: Path
+    recipe: Recipe
+    replicate: str  # the seed or the given run, which jobs of other points share
+    point: Point | None = None  # None: a run whose rollouts the others share
+    source: Stage | None = None  # whose rollouts it optimises; None: a run of its own
+    settings: tuple[Setting, ...] = ()  # that differ from those of ``source``
+    until: int | None = None  # the stage after whose rollouts it ends
+
+    @property
+    def name(self) -> str:
+        return f"{self.point.name if self.point else BASE}/{self.replicate}"
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.directory, self.recipe)
+
+    @property
+    def end(self) -> Stage:
+        """The stage whose policy is the result."""
+        return self.run.stage(self.source.number + 1) if self.source else self.run.end
+
+    def is_done(self) -> bool:
+        """Whether nothing of it is left to do."""
+        if not (self.directory / "recipe.toml").exists():
+            return False
+        if self.until is not None:
+            return self.run.stage(self.until).is_sealed()
+        return self.end.policy.exists() and not self.run.unevaluated(self.end.first_update)
+
+    def is_possible(self) -> bool:
+        """Whether the rollouts that it needs are there."""
+        return self.source is None or self.source.is_sealed()
+
+    def check_directory(self) -> None:
+        """`UserError` where a run with other settings is in its place."""
+        if not (self.directory / "recipe.toml").exists():
+            return
+        lines = recipe_diff(RunDir.open(self.directory).recipe, self.recipe)
+        if difference := [line for line in lines if not is_layout_setting(line.partition(":")[0])]:
+            raise UserError(
+                f"{self.directory} has a run with other settings (old -> new): {'; '.join(difference)}. Use another "
+                "--output or another name for the point, or remove that run"
+            )
+
+
+@dataclass(frozen=True)
+class Plan:
+    table: SweepTable
+    output: Path
+    bases: list[Job]
+    jobs: list[Job]  # all points of a replicate, then those of the next
+
+    @property
+    def all(self) -> list[Job]:
+        return [*self.bases, *self.jobs]
+
+
+def make_plan(table: SweepTable, output: Path) -> Plan:
+    """All runs, in ``output``; `UserError` with a line for each point whose settings are wrong."""
+    output = output.resolve()
+    bases = [] if table.runs or table.stage is None else _bases(table, output)
+    jobs: list[Job] = []
+    wrong: dict[str, str] = {}
+    for job in _jobs(table, output, bases, wrong):
+        jobs.append(job)
+        job.check_directory()
+    for base in bases:
+        base.check_directory()
+    if wrong:
+        raise UserError("the sweep is wrong:\n" + "\n".join(f"  {name}: {text}" for name, text in wrong.items()))
+    return Plan(table, output, bases, jobs)
+
+
+def _bases(table: SweepTable, output: Path) -> list[Job]:
+    assert table.recipe is not None
+    assert table.stage is not None
+    jobs = []
+    for seed in seeds_of(table, load_recipe(table.recipe)):
+        common = [(f"{section}.{key}", value) for section, keys in table.set.items() for key, value in keys.items()]
+        recipe = load_recipe(table.recipe, [*common, ("run.seed", seed)])
+        if table.stage >= recipe.schedule.stages:
+            raise UserError(f"stage = {table.stage}: the recipe has stages 0 to {recipe.schedule.stages - 1}")
+        jobs.append(Job(output / BASE / f"seed_{seed}", recipe, f"seed_{seed}", until=table.stage))
+    return jobs
+
+
+def _jobs(table: SweepTable, output: Path, bases: list[Job], wrong: dict[str, str]) -> Iterator[Job]:
+    """Those with right settings; what is ``wrong`` with others, by the name of their point."""
+    sources = _sources(table, bases)
+    seeds = [] if sources else [f"seed_{seed}" for seed in seeds_of(table, load_recipe(_recipe(table)))]
+    for replicate in [*sources, *seeds]:
+        for point in table.points():
+            directory = output / point.name / replicate
+            source = sources.get(replicate)
+            try:
+                if source is None:
+                    seed = ("run.seed", int(replicate.removeprefix("seed_")))
+                    recipe = load_recipe(_recipe(table), [*point.settings, seed])
+                    yield Job(directory, recipe, replicate, point)
+                else:
+                    recipe = changed_recipe(source, point.settings)
+                    yield Job(directory, recipe, replicate, point, source, point.settings)
+            except UserError as error:
+                wrong.setdefault(point.name, str(error))
+
+
+def _recipe(table: SweepTable) -> Path:
+    assert table.recipe is not None
+    return table.recipe
+
+
+def _sources(table: SweepTable, bases: list[Job]) -> dict[str, Stage]:
+    """By replicate the stage that all points optimise; none for whole runs."""
+    if table.stage is None:
+        return {}
+    if bases:
+        return {base.replicate: base.run.stage(table.stage) for base in bases}
+    sources: dict[str, Stage] = {}
+    for path in (path.resolve() for path in table.runs):
+        stage = RunDir.open(path).stage(table.stage)
+        if not stage.is_sealed():
+            raise UserError(f"{stage.rollouts} is not sealed: megarl rollout {path} --stage {table.stage}")
+        if path.name in sources:
+            raise UserError(f"runs: two directories are called {path.name}, which names the runs of the sweep")
+        sources[path.name] = stage
+    return sources

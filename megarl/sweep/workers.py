@@ -1,0 +1,187 @@
+"""The processes that make the runs of a sweep, each one run after another.
+
+They are forks of the sweep's own process, with a session each: a worker makes its runs as `megarl train` and `megarl
+optimize` do, and its warm process serves all of them. None outlives the sweep.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Literal
+
+from megarl.commands import optimize_branch
+from megarl.errors import Busy, PhaseFailed, UserError
+from megarl.linux import die_with_parent
+from megarl.storage.files import make_directory
+from megarl.storage.run_dir import RunDir
+from megarl.sweep.plan import Job
+from megarl.train import optimizes, train
+from megarl.workers.node_rank import NodeRank
+from megarl.workers.nodes import Nodes
+from megarl.workers.preflight import check
+
+SECONDS_BETWEEN_LOOKS = 2.0  # at runs that another sweep makes, where nothing else is left to do
+
+Kind = Literal["done", "busy", "mistake", "failed", "stopped"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an order. ``busy``: another process works on the run."""
+
+    kind: Kind
+    cause: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Worker:
+    """The sweep's end of one."""
+
+    process: ForkProcess
+    connection: Connection
+    job: Job | None = None
+
+
+@dataclass
+class Workers:
+    """So many processes at a time. ``logs``: the folder for what the runs print."""
+
+    number: int
+    logs: Path
+    _workers: list[Worker] = field(default_factory=list)
+
+    def __enter__(self) -> Workers:
+        make_directory(self.logs)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Those that work are asked to save and stop, as by Ctrl-C, and waited for."""
+        for worker in self._workers:
+            if worker.job is not None:
+                worker.process.terminate()
+            worker.connection.close()  # no more orders
+        for worker in self._workers:
+            worker.process.join()
+
+    def check(self, jobs: list[Job]) -> Iterator[tuple[Job, Outcome]]:
+        """Whether the settings of runs pass all checks that a run begins with."""
+        return self._carry_out(_check, jobs, lambda job: True)
+
+    def make(self, jobs: list[Job]) -> Iterator[tuple[Job, Outcome]]:
+        """Make runs, or continue them, as soon as those that they need are there."""
+        return self._carry_out(_make, jobs, Job.is_possible)
+
+    def _carry_out(
+        self, order: Callable[[Nodes, Job], None], jobs: list[Job], is_possible: Callable[[Job], bool]
+    ) -> Iterator[tuple[Job, Outcome]]:
+        """Each with what became of it, as they end; those that stay impossible are left out."""
+        waiting, elsewhere = list(jobs), list[Job]()
+        while True:
+            for worker in self._idle(len(waiting)):
+                if (job := next(filter(is_possible, waiting), None)) is not None:
+                    waiting.remove(job)
+                    worker.job = job
+                    worker.connection.send((order, job))
+            working = [worker for worker in self._workers if worker.job is not None]
+            if not working:
+                if not (waiting and any(base.until is not None and not base.is_done() for base in elsewhere)):
+                    return
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+            wait([worker.connection for worker in working])
+            for worker in working:
+                if worker.job is not None and worker.connection.poll():
+                    job, worker.job = worker.job, None
+                    outcome = self._outcome(worker)
+                    if outcome.kind == "busy":
+                        elsewhere.append(job)
+                    yield job, outcome
+
+    def _idle(self, wanted: int) -> list[Worker]:
+        """As many as are ``wanted``, some of them new."""
+        while len(self._workers) < min(self.number, wanted):
+            self._workers.append(self._start())
+        return [worker for worker in self._workers if worker.job is None]
+
+    def _outcome(self, worker: Worker) -> Outcome:
+        try:
+            found: Outcome = worker.connection.recv()
+        except EOFError:
+            worker.process.join()
+            self._workers.remove(worker)
+            return Outcome("failed", f"its process ended with exit code {worker.process.exitcode}")
+        return found
+
+    def _start(self) -> Worker:
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        others = [ours, *(worker.connection for worker in self._workers)]
+        process = context.Process(target=_work, args=(theirs, others, os.getpid(), self.logs))
+        process.start()
+        theirs.close()
+        return Worker(process, ours)
+
+
+def _work(orders: Connection, others: list[Connection], parent: int, logs: Path) -> None:
+    """A worker: one order after another, until the sweep has no more."""
+    die_with_parent(parent)
+    os.setsid()  # Ctrl-C is for the sweep, which tells its workers
+    for connection in others:
+        connection.close()
+    try:
+        with Nodes(NodeRank()) as nodes:
+            while True:
+                order, job = orders.recv()
+                _print_to(logs / f"{job.name.replace('/', ',')}.log")
+                outcome = _attempt(order, nodes, job)
+                orders.send(outcome)
+                if outcome.kind == "stopped":
+                    return
+    except (EOFError, KeyboardInterrupt, BrokenPipeError):
+        return
+
+
+def _print_to(log: Path) -> None:
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(output, stream.fileno())
+    os.close(output)
+
+
+def _attempt(order: Callable[[Nodes, Job], None], nodes: Nodes, job: Job) -> Outcome:
+    start = time.monotonic()
+    try:
+        order(nodes, job)
+    except Busy as error:
+        return Outcome("busy", str(error))
+    except KeyboardInterrupt:
+        return Outcome("stopped")
+    except Exception as error:
+        kind: Kind = "mistake" if isinstance(error, UserError) else "failed"
+        cause = str(error) if isinstance(error, UserError | PhaseFailed) else repr(error)
+        print(cause, flush=True)
+        return Outcome(kind, cause)
+    return Outcome("done", seconds=time.monotonic() - start)
+
+
+def _check(nodes: Nodes, job: Job) -> None:
+    check(nodes.starter, job.recipe, optimizes=job.until != 0)
+
+
+def _make(nodes: Nodes, job: Job) -> None:
+    if job.source is not None:
+        optimize_branch(nodes, job.source, job.directory, job.settings)
+        return
+    until = None if job.until is None else ("rollout", job.until)
+    check(nodes.starter, job.recipe, optimizes=optimizes(job.run, until))
+    with job.run.lock():
+        train(nodes, RunDir.create(job.directory, job.recipe), until)

@@ -1,0 +1,140 @@
+"""Charts and columns of the report that set runs against each other: at equal updates, and seed by seed."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from megarl.errors import UserError
+from megarl.estimates import Difference, mean_of_replicates
+from megarl.views.chart import Chart
+from megarl.views.comparison import difference_at
+from megarl.views.report_charts import colour, line
+from megarl.views.run_reader import Run
+
+POINTS = 8  # updates at which two runs are compared at most: each reads all responses of two evaluations
+Series = Callable[[Run], dict[int, float]]
+
+
+def equal_updates(runs: list[Run]) -> list[int]:
+    """Updates after which all runs were evaluated on their first suite, without those that came before all of them."""
+    versions = [{event["update"] for event in run.evaluations} for run in runs]
+    return sorted(update for update in set.intersection(*versions) if update > max(run.begins for run in runs))
+
+
+def differences(runs: list[Run], updates: list[int]) -> dict[int, dict[int, Difference]]:
+    """Of each run but the first, by its number: accuracy less the first run's, paired, by update.
+
+    Without runs that answered other prompts, or whose responses are gone.
+    """
+    found: dict[int, dict[int, Difference]] = {}
+    for number, run in enumerate(runs[1:], 1):
+        try:
+            suite = next(iter(run.suites))
+            found[number] = {update: difference_at(runs[0].root, run.root, suite, update) for update in updates}
+        except UserError:
+            continue
+    return found
+
+
+def pair_columns(runs: list[Run]) -> list[dict[str, str]]:
+    """Cells of the summary for each run: its accuracy where all runs can be compared, and the paired difference."""
+    last = equal_updates(runs)[-1:] if len(runs) > 1 else []
+    if not last:
+        return [{} for _ in runs]
+    found = differences(runs, last)
+    cells = []
+    for number, run in enumerate(runs):
+        accuracy = next(event["accuracy"] for event in run.evaluations if event["update"] == last[0])
+        one = found.get(number, {}).get(last[0])
+        text = f"{one.mean:+.3f} [{one.ci95[0]:+.3f}, {one.ci95[1]:+.3f}]" if one else "-"
+        cells.append({f"At update {last[0]:,}": f"{accuracy:.3f}", f"From {runs[0].name} there": text})
+    return cells
+
+
+def pair_charts(runs: list[Run]) -> list[Chart]:
+    """Differences from the first run, and means over seeds, where there are some."""
+    return [chart for chart in (_differences(runs), *_seeds(runs)) if chart.traces]
+
+
+def _differences(runs: list[Run]) -> Chart:
+    chart = Chart(
+        f"Held-out accuracy less that of {html.escape(runs[0].name)}",
+        "After equal numbers of updates, on the same prompts; bars are paired 95 % intervals over prompts. One that "
+        "crosses 0 may be noise.",
+        layout={"yaxis": {"tickformat": "+.0%"}, "xaxis": {"title": {"text": "update", "standoff": 6}}},
+    )
+    updates = equal_updates(runs) if len(runs) > 1 else []
+    step = -(-len(updates) // POINTS) or 1
+    for number, by_update in differences(runs, updates[::-1][::step][::-1]).items():
+        values = list(by_update.values())
+        trace = line(number, list(by_update), [one.mean for one in values])
+        trace["name"] = html.escape(runs[number].name)
+        trace["mode"] = "lines+markers"
+        trace["error_y"] = {
+            "type": "data",
+            "symmetric": False,
+            "array": [one.ci95[1] - one.mean for one in values],
+            "arrayminus": [one.mean - one.ci95[0] for one in values],
+            "thickness": 1.5,
+        }
+        chart.traces.append(trace)
+    chart.layout["showlegend"] = len(chart.traces) > 1
+    return chart
+
+
+def of_seeds(runs: list[Run]) -> list[list[Run]]:
+    """Runs that differ in nothing but their seed and where their first policy and rollouts lie, two or more."""
+    kinds: dict[str, list[Run]] = {}
+    for run in runs:
+        settings = {key: value for key, value in run.settings.items() if key not in ("run.seed", "model.path")}
+        kinds.setdefault(repr((sorted(settings.items()), run.begins)), []).append(run)
+    return [kind for kind in kinds.values() if len(kind) > 1]
+
+
+def _seeds(runs: list[Run]) -> list[Chart]:
+    """Of each kind of runs the mean over seeds, with a band."""
+    kinds: tuple[tuple[str, Series, dict[str, Any]], ...] = (
+        ("Held-out accuracy", lambda run: {e["update"]: e["accuracy"] for e in run.evaluations}, {"tickformat": ".0%"}),
+        ("Training reward", _column("reward/mean"), {}),
+        ("Entropy", _column("entropy"), {"rangemode": "tozero"}),
+        ("Gradient norm", _column("grad_norm"), {"rangemode": "tozero"}),
+    )
+    charts = []
+    for title, series, yaxis in kinds:
+        chart = Chart(
+            f"{title}, mean over seeds",
+            "Runs that differ in nothing but their seed; the band is the 95 % interval of their mean.",
+            layout={"yaxis": yaxis, "xaxis": {"title": {"text": "update", "standoff": 6}}},
+        )
+        for number, group in enumerate(of_seeds(runs)):
+            chart.traces += _band(number, group, series)
+        chart.layout["showlegend"] = len(chart.traces) > 3
+        charts.append(chart)
+    return charts
+
+
+def _column(name: str) -> Series:
+    return lambda run: dict(zip(*run.column(name), strict=True))
+
+
+def _band(number: int, runs: list[Run], series: Series) -> list[dict[str, Any]]:
+    """Lower and upper bound, filled between, and the mean; where all the runs have a value, in bins of neighbours."""
+    values = [series(run) for run in runs]
+    shared = sorted(set.intersection(*(set(one) for one in values)))
+    if not shared:
+        return []
+    width = -(-len(shared) // 200)
+    bins = [shared[i : i + width] for i in range(0, len(shared), width)]
+    means = [mean_of_replicates(np.array([np.mean([one[u] for u in bin]) for one in values])) for bin in bins]
+    x = [bin[-1] for bin in bins]
+    hidden = {"showlegend": False, "hoverinfo": "skip", "line": {"width": 0, "color": colour(number)}}
+    low = line(number, x, [bounds[0] for _, bounds in means]) | hidden
+    high = line(number, x, [bounds[1] for _, bounds in means]) | hidden
+    high |= {"fill": "tonexty", "fillcolor": colour(number) + "33"}
+    middle = line(number, x, [mean for mean, _ in means])
+    middle["name"] = html.escape(f"{runs[0].name} and {len(runs) - 1} more")
+    return [low, high, middle]

@@ -1,0 +1,113 @@
+"""The table and the figure of ``megarl what-if``, from its records."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.estimates import mean_of_replicates
+from megarl.storage.files import write_atomic
+from megarl.views.chart import Chart
+from megarl.views.report import page
+from megarl.views.report_charts import COLOURS
+
+COLUMNS = ("kept", "clipped", "vetoed", "masked", "norm", "cosine", "cosine_to_grpo")
+HEADS = ("kept", "clipped", "vetoed", "masked", "gradient norm", "cosine to fresh", "cosine to GRPO")
+
+
+def estimates(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One object a policy and objective: of each column [mean, low, high], 95 % intervals over batches, whose own
+    numbers are its ``values``.
+
+    A column that an objective does not have is left out, and so is a cosine of a gradient that is 0 in every batch.
+    """
+    found: list[dict[str, Any]] = []
+    for update, objective in dict.fromkeys((r["update"], r["objective"]) for r in records):
+        mine = [r for r in records if (r["update"], r["objective"]) == (update, objective)]
+        row: dict[str, Any] = {"update": update, "objective": objective, "batches": len(mine), "values": {}}
+        for column in (*COLUMNS, "ess"):
+            values = [r[column] for r in mine if r.get(column) is not None]
+            if len(values) > 1:
+                mean, bounds = mean_of_replicates(np.array(values))
+                row[column] = [mean, *bounds]
+                row["values"][column] = values
+        found.append(row)
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """For a terminal."""
+    lines = [
+        f"means over {rows[0]['batches']} batches +- 95 %; cosine to fresh: to GRPO's gradient on new responses of the",
+        "policy to the same prompts; row fresh: of such a gradient itself, so what sampling leaves of it",
+    ]
+    for update in dict.fromkeys(row["update"] for row in rows):
+        head = "  ".join(f"{name:>15}" for name in HEADS)
+        ess = next(_text(row["ess"]) for row in rows if row["update"] == update and "ess" in row)
+        lines += ["", f"policy after {update} updates: effective sample size {ess}", f"{'':17}  {head}"]
+        lines += [f"{row['objective']:17}  {_cells(row)}" for row in rows if row["update"] == update]
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any]) -> str:
+    return "  ".join(f"{_text(row.get(column)):>15}" for column in COLUMNS)
+
+
+def _text(estimate: list[float] | None) -> str:
+    return f"{estimate[0]:.3g} +- {estimate[2] - estimate[0]:.2g}" if estimate else "-"
+
+
+def write_figure(rows: Sequence[dict[str, Any]], name: str, output: Path) -> None:
+    """A self-contained page with a chart each for cosine, norm, tokens with a gradient and effective sample size."""
+    kinds = (
+        (
+            "cosine",
+            "Cosine to a fresh on-policy gradient",
+            "Of each objective's gradient on stored batches to GRPO's on new responses to the same prompts; bars are "
+            "95 % intervals over batches. Fresh is new responses of one batch beside the others': what sampling "
+            "alone leaves of it.",
+        ),
+        ("cosine_to_grpo", "Cosine to GRPO on the same batch", "How far an objective turns GRPO's gradient."),
+        ("norm", "Gradient norm", "Before clipping, of one batch."),
+        ("kept", "Tokens with a gradient", "Share of the trained tokens that no clip, veto or mask takes out."),
+    )
+    charts = [_chart(rows, column, title, hint) for column, title, hint in kinds]
+    write_atomic(output, page(html.escape(name), "", "", charts, f'<div class="scroll">{_html_table(rows)}</div>'))
+
+
+def _chart(rows: Sequence[dict[str, Any]], column: str, title: str, hint: str) -> Chart:
+    """Objectives beside each other, a colour for each policy."""
+    chart = Chart(title, hint, layout={"scattermode": "group", "xaxis": {"tickangle": -45}, "hovermode": "closest"})
+    for number, update in enumerate(dict.fromkeys(row["update"] for row in rows)):
+        mine = [row for row in rows if row["update"] == update and column in row]
+        chart.traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": f"staleness {update}",
+                "x": [row["objective"] for row in mine],
+                "y": [row[column][0] for row in mine],
+                "marker": {"size": 7, "color": COLOURS[number % len(COLOURS)]},
+                "error_y": {
+                    "type": "data",
+                    "array": [row[column][2] - row[column][0] for row in mine],
+                    "thickness": 1.2,
+                    "width": 2,
+                },
+                "hovertemplate": "%{x}: %{y:.3f}",
+            }
+        )
+    return chart
+
+
+def _html_table(rows: Sequence[dict[str, Any]]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in ("Updates", "Objective", *HEADS))
+    body = ""
+    for row in rows:
+        cells = [row["objective"], *(_text(row.get(column)) for column in COLUMNS)]
+        body += f"<tr><th>{row['update']}</th>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+    return f'<table id="summary"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'

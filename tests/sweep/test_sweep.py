@@ -1,0 +1,185 @@
+"""`megarl sweep`: what it makes is what the commands alone make, a killed one continues, and its table is right."""
+
+import csv
+import json
+import re
+import signal
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from megarl.errors import UserError
+from megarl.estimates import mean_of_replicates
+from megarl.storage.run_dir import RunDir
+from megarl.sweep import sweep
+from tests.helpers import children, events, megarl, metrics, start_megarl, wait_for, wait_until_nobody_works_on
+
+SWEEP = """
+recipe = "{recipe}"
+stage = 0
+seeds = [3, 4]
+baseline = "grpo"
+[set]
+schedule = {{ stages = 1 }}
+actor = {{ checkpoint_every = 1 }}
+[axes.objective]
+grpo = {{ objective = {{ eps_low = 0.1, name = "grpo" }} }}
+mu_grpo = {{ optimizer = {{ lr = 1e-3 }} }}
+"""
+
+
+@pytest.fixture(scope="module")
+def swept(recipe):
+    """(directory, first start's output, ...) of a sweep that was killed in its first branch, then started twice."""
+    file = recipe.with_name("sweep.toml")
+    file.write_text(SWEEP.format(recipe=recipe))
+    output = recipe.with_name("sweep")
+    dry = megarl("sweep", file, "--dry-run")
+    assert not output.exists()
+    killed = start_megarl("sweep", file, "--jobs", "1")
+    first = output / "grpo/seed_3"
+    wait_for(killed, lambda: any(first.glob("stages/000/checkpoints/update_000002")))
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    wait_until_nobody_works_on(output)
+    resumed = megarl("sweep", file, "--jobs", "2")
+    again = megarl("sweep", file, "--json")
+    assert [resumed.returncode, again.returncode] == [0, 0], resumed.stderr + again.stderr
+    return file, output, dry, resumed, again
+
+
+def run_of(output, name):
+    return RunDir.open(output / name)
+
+
+def test_a_dry_run_counts_and_lists(swept):
+    _, _, dry, _, _ = swept
+    assert dry.returncode == 0, dry.stderr
+    head, *lines = dry.stdout.splitlines()
+    assert head.startswith("4 runs (2 points, 2 of each), 24 updates, on the rollouts of 2 more; 0 of 6 are done")
+    assert [line.split()[:3] for line in lines[:2]] == [["to", "do", "base/seed_3"], ["to", "do", "base/seed_4"]]
+    assert "grpo/seed_3" in lines[2] and "objective.name=grpo" in lines[2]
+
+
+def test_a_killed_sweep_continues_and_finished_runs_are_not_repeated(swept):
+    _, output, _, resumed, again = swept
+    run = run_of(output, "grpo/seed_3")
+    assert [event["skipped"] for event in events(run, "resume")] != []
+    assert [line["update"] for line in metrics(run)] == list(range(1, 7))
+    assert "6 of 6 are done" in again.stderr
+    for name in ("mu_grpo/seed_3", "mu_grpo/seed_4", "grpo/seed_4"):
+        assert [event["phase"] for event in events(run_of(output, name), "phase_end")] == ["optimize", "evaluate"]
+    for seed in (3, 4):
+        base = run_of(output, f"base/seed_{seed}")
+        assert [event["phase"] for event in events(base, "phase_end")] == ["rollout"]
+    assert "2 of 6 are done" in resumed.stderr
+    assert "[4/4]" in resumed.stderr
+    assert not children()
+
+
+def test_a_run_is_the_one_of_the_command_alone(swept, tmp_path):
+    _, output, *_ = swept
+    made = megarl(
+        "optimize", output / "base/seed_3", "--stage", 0, "--output", tmp_path / "alone",
+        "--set", "objective.name=grpo", "--set", "objective.eps_low=0.1",
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    alone, swept_one = (
+        load_file(path / "final/model.safetensors") for path in (tmp_path / "alone", output / "grpo/seed_3")
+    )
+    assert all((alone[name] == swept_one[name]).all() for name in alone)
+
+
+def test_the_table_has_means_and_paired_intervals_over_seeds(swept):
+    _, output, _, _, again = swept
+    rows = json.loads(again.stdout)
+    accuracy = {
+        (point, seed): [e["accuracy"] for e in events(run_of(output, f"{point}/seed_{seed}"), "evaluation")]
+        for point in ("grpo", "mu_grpo")
+        for seed in (3, 4)
+    }
+    for row, point in zip(rows, ("grpo", "mu_grpo"), strict=True):
+        found = np.array([accuracy[point, seed] for seed in (3, 4)])  # [seeds, base and result]
+        mean, (low, high) = mean_of_replicates(found[:, 1])
+        assert (row["objective"], row["replicates"]) == (point, 2)
+        assert [row[k] for k in ("accuracy", "accuracy_low", "accuracy_high")] == pytest.approx(
+            [mean, low, high], abs=1e-5
+        )
+        assert row["gain"] == pytest.approx((found[:, 1] - found[:, 0]).mean(), abs=1e-5)
+    assert rows[0]["difference"] is None
+    pairs = np.array([accuracy["mu_grpo", s][1] - accuracy["grpo", s][1] for s in (3, 4)])
+    mean, (low, high) = mean_of_replicates(pairs)
+    found = [rows[1][k] for k in ("difference", "difference_low", "difference_high")]
+    assert found == pytest.approx([mean, low, high], abs=1e-5)
+    lines = list(csv.DictReader((output / "runs.csv").open()))
+    assert {(line["objective"], line["replicate"], line["update"]) for line in lines} == {
+        (point, f"seed_{seed}", update) for point in ("grpo", "mu_grpo") for seed in (3, 4) for update in ("0", "6")
+    }
+    assert "Difference from grpo on" in (output / "figure.html").read_text()
+
+
+def test_the_objective_of_a_point_has_its_own_settings_alone(swept):
+    _, output, *_ = swept
+    assert run_of(output, "grpo/seed_3").recipe.objective.fields["eps_low"] == 0.1
+    assert "veto_threshold" not in run_of(output, "grpo/seed_3").recipe.objective.fields
+    assert run_of(output, "mu_grpo/seed_4").recipe.optimizer.lr == 1e-3
+    assert run_of(output, "mu_grpo/seed_4").recipe.run.seed == 4
+
+
+def test_a_run_that_fails_keeps_no_other_from_being_made_and_is_tried_again(swept):
+    file, output, *_ = swept
+    more = file.with_name("more.toml")
+    points = "\n".join(f"{name} = {{ optimizer = {{ lr = {lr} }} }}" for name, lr in (("new", 1e-4), ("newer", 2e-4)))
+    more.write_text(f"{file.read_text()}\n{points}\n".replace("[3, 4]", "[3]"))
+    (output / "new").mkdir()
+    (output / "new/seed_3").write_text("in the way")
+    failed = megarl("sweep", more, "--output", output, "--jobs", "1")
+    assert failed.returncode == 2
+    assert "1 runs failed; the same command tries them again:" in failed.stderr
+    assert f"new/seed_3: {output}/new/seed_3 is a file, not a run directory" in failed.stderr
+    assert "newer" in failed.stdout
+    assert "mu_grpo" in failed.stdout
+    (output / "new/seed_3").unlink()
+    again = megarl("sweep", more, "--output", output)
+    assert again.returncode == 0, again.stderr
+    assert "[1/1] new/seed_3  done" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("seeds", "seed"), "did you mean 'seeds'?"),
+        (("[axes.objective]", "[axis.objective]"), "did you mean 'axes'?"),
+        (("lr = 1e-3", "learning = 1"), "mu_grpo: the recipe is wrong"),
+        (("eps_low = 0.1", "eps_lo = 0.1"), "did you mean 'eps_low'?"),
+        (("optimizer = ", "optimiser = "), "did you mean 'optimizer'?"),
+        (('baseline = "grpo"', 'baseline = "grp"'), "did you mean 'grpo'?"),
+        (("stage = 0", "stage = 1"), "stages 0 to 0"),
+        (("[3, 4]", "[3, 3]"), "twice"),
+        (("lr = 1e-3 } }", "lr = 1e-3 }, run = { seed = 1 } }"), "seeds = [...] of the sweep says which"),
+        (("optimizer = { lr = 1e-3 }", "rollout = { temperature = 2.0 }"), "the rollouts stay: rollout.temperature"),
+        (("mu_grpo =", '"a/b" ='), "cannot name a directory"),
+        (("lr = 1e-3", "lr = 2e-3"), "has a run with other settings (old -> new): optimizer.lr: 0.001 -> 0.002"),
+    ],
+)
+def test_a_mistake_is_named_before_a_run_starts(swept, change, message):
+    file, output, *_ = swept
+    wrong = file.with_name("wrong.toml")
+    assert change[0] in file.read_text()
+    wrong.write_text(file.read_text().replace(*change))
+    before = sorted(output.rglob("*"))
+    with pytest.raises(UserError, match=re.escape(message)):
+        sweep(wrong, output, jobs=1)
+    assert sorted(output.rglob("*")) == before
+
+
+def test_what_a_run_would_be_refused_for_is_found_before_the_first(swept, tmp_path):
+    file, *_ = swept
+    wrong = file.with_name("wrong.toml")
+    wrong.write_text(file.read_text().replace("optimizer = {", 'actor = { kernels = "cuda" }, optimizer = {'))
+    result = megarl("sweep", wrong, "--output", tmp_path / "new")
+    assert result.returncode == 2
+    assert "mu_grpo/seed_3" in result.stderr
+    assert "do not run on backend = 'cpu'" in result.stderr
+    assert not list((tmp_path / "new").rglob("recipe.toml"))

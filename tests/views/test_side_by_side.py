@@ -1,0 +1,115 @@
+"""The report on branches and on several seeds, and a run that learns nothing says so."""
+
+import json
+
+import numpy as np
+import pytest
+
+from megarl.estimates import mean_of_replicates
+from megarl.recipe.tables import Recipe
+from megarl.storage.learning import UPDATES, LearningWatch, find
+from megarl.storage.run_dir import RunDir
+from megarl.views.report import summary
+from megarl.views.report_pairs import pair_charts
+from megarl.views.run_reader import read_run
+from tests.helpers import events, five_letters, megarl, read_lines, write_recipe
+from tests.views.synthetic_run import make_recipe, make_run, write_lines
+
+GOOD = {"reward/mean": 0.5, "zero_variance_fraction": 0.5, "grad_norm": 0.1, "entropy": 1.0, "ess": 0.9}
+
+
+def make_branch(root, of, stage):
+    """As `megarl optimize --stage STAGE --output` leaves it: the updates of one stage, the rollouts a link."""
+    make_run(root)
+    rollouts = of / f"stages/{stage:03d}/rollouts"
+    rollouts.mkdir(parents=True)
+    (root / f"stages/{stage:03d}").mkdir(parents=True)
+    (root / f"stages/{stage:03d}/rollouts").symlink_to(rollouts)
+    inside = range(96 * stage + 1, 96 * (stage + 1) + 1)
+    write_lines(
+        root / "metrics.jsonl", [line for line in read_lines(root / "metrics.jsonl") if line["update"] in inside]
+    )
+    kept = [
+        e for e in read_lines(root / "events.jsonl") if e["event"] == "evaluation" and e["stage"] in (stage, stage + 1)
+    ]
+    write_lines(root / "events.jsonl", kept)
+    return root
+
+
+@pytest.mark.parametrize(("stage", "base", "final"), [(0, "0.281", "0.613"), (1, "0.613", "0.815")])
+def test_a_branch_is_finished_with_its_stage_and_begins_with_its_own_base(tmp_path, stage, base, final):
+    whole = make_run(tmp_path / "whole")
+    run = read_run(make_branch(tmp_path / "branch", whole, stage), "branch")
+    row = summary(run)
+    assert run.notes == []
+    assert row["Updates"] == "96 / 96"
+    assert row["Base accuracy"].startswith(base)
+    assert row["Final accuracy"].startswith(final)
+    write_lines(run.root / "metrics.jsonl", run.updates[:-1])
+    assert read_run(run.root, "branch").notes == ["not finished: 95 of 96 updates"]
+
+
+def test_several_seeds_are_averaged_with_a_band(tmp_path):
+    def seeded(name, seed, **objective):
+        table = make_recipe(**objective).model_dump()
+        return make_run(tmp_path / name, seed=seed, recipe=Recipe.model_validate(table | {"run": {"seed": seed}}))
+
+    roots = [seeded("a", 1), seeded("b", 2), seeded("c", 3), seeded("other", 1, veto_threshold=1e-4)]
+    runs = [read_run(root, root.name) for root in roots]
+    charts = {chart.title: chart for chart in pair_charts(runs)}
+    low, high, mean = charts["Training reward, mean over seeds"].traces
+    assert mean["name"] == "a and 2 more"
+    width = -(-288 // 200)
+    first = np.array([np.mean(run.column("reward/mean")[1][:width]) for run in runs[:3]])
+    value, bounds = mean_of_replicates(first)
+    assert (mean["y"][0], low["y"][0], high["y"][0]) == pytest.approx((value, *bounds))
+    assert high["fill"] == "tonexty"
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({"zero_variance_fraction": 1.0, "reward/mean": 0.0}, "equal_rewards"),
+        ({"grad_norm": 0.0}, "no_gradient"),
+        ({"entropy": 1e-4}, "no_entropy"),
+        ({"ess": 0.01}, "no_sample"),
+    ],
+)
+def test_what_teaches_nothing_is_found_where_every_update_shows_it(values, kind):
+    records = [GOOD | values for _ in range(UPDATES)]
+    assert list(find(records)) == [kind]
+    for record in (GOOD, {"skipped_update": 1.0}):
+        assert find([*records[1:], record]) == {}
+
+
+def test_groups_without_variance_may_differ_in_reward():
+    records = [GOOD | {"zero_variance_fraction": 1.0, "reward/mean": 0.1 * n, "grad_norm": 0.0} for n in range(UPDATES)]
+    assert list(find(records)) == ["no_variance"]
+
+
+def test_it_is_said_once_a_stage(tmp_path):
+    watch = LearningWatch(tmp_path / "events.jsonl")
+    for update in range(1, 4 * UPDATES + 1):
+        watch.append({"update": update, "stage": (update - 1) // (2 * UPDATES)} | GOOD | {"ess": 0.001})
+    found = [(event["stage"], event["first"], event["update"]) for event in read_lines(tmp_path / "events.jsonl")]
+    assert found == [(0, 1, UPDATES), (1, UPDATES + 2, 2 * UPDATES + 1)]
+
+
+def test_a_run_that_learns_nothing_says_so_on_the_screen_in_events_and_in_the_report(tiny_model, tmp_path):
+    """The untrained model never answers with the letter that is asked for."""
+    recipe = write_recipe(tmp_path, tiny_model, five_letters())
+    settings = (
+        "schedule.stages=1",
+        f"schedule.updates_per_stage={UPDATES}",
+        "schedule.prompts_per_update=2",
+        "eval.every=0",
+    )
+    result = megarl("train", recipe, "--run-dir", tmp_path / "run", *(w for s in settings for w in ("--set", s)))
+    assert result.returncode == 0, result.stderr
+    run = RunDir.open(tmp_path / "run")
+    said = f"learns nothing, updates 1 to {UPDATES}: every response had the reward 0: there is nothing to prefer"
+    assert said in result.stdout + result.stderr
+    assert [event["kind"] for event in events(run, "learns_nothing")] == ["equal_rewards"]
+    notes = (run.root / "report.html").read_text().partition('<ul class="notes">')[2].partition("</ul>")[0]
+    assert said in notes
+    assert json.dumps(read_run(run.root, "run").notes).count("learns nothing") == 1

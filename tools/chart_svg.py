@@ -1,0 +1,39 @@
+"""Writes one chart of a page that megarl made as SVG, for a document.
+
+python tools/chart_svg.py PAGE.html NUMBER OUTPUT.svg
+
+Charts count from 0, in the order of the page. Needs playwright and a chromium on the path.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import urllib.parse
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+SIZE = {"width": 900, "height": 520}
+# on white, whatever the theme of the reader: an image does not follow it
+DRAW = """async ([id, size]) => {
+  const chart = document.getElementById(id);
+  const layout = {...chart.layout, paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff"};
+  return await Plotly.toImage({data: chart.data, layout}, {format: "svg", ...size});
+}"""
+
+
+def chart_svg(page: Path, number: int) -> str:
+    """The chart as SVG text."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        tab = browser.new_page(color_scheme="light")
+        tab.goto(page.resolve().as_uri())
+        tab.wait_for_selector(f"#chart-{number} .main-svg")
+        url = tab.evaluate(DRAW, [f"chart-{number}", SIZE])
+        browser.close()
+    return urllib.parse.unquote(url.partition(",")[2])
+
+
+if __name__ == "__main__":
+    Path(sys.argv[3]).write_text(chart_svg(Path(sys.argv[1]), int(sys.argv[2])) + "\n")
