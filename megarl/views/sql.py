@@ -116,7 +116,6 @@ def _open(root: Path, spill: str, memory: str) -> duckdb.DuckDBPyConnection:
         "autoinstall_known_extensions": "false",
         "autoload_known_extensions": "false",
         "allow_community_extensions": "false",
-        "python_enable_replacements": "false",  # names of tables do not mean variables of this process
     }
     connection = duckdb.connect(":memory:", config=config)
     for name, table in _tables(root).items():

@@ -17,7 +17,7 @@ SETTINGS = (
     "schedule.updates_per_stage=4",
     "eval.every_updates=1",  # each policy of the stage is exported
     "objective.name=m2po",  # its mask is decided by the whole batch
-    "objective.m2_threshold=1e-4",
+    "objective.m2_threshold=1e-2",
     "optimizer.lr=2e-3",
     "rollout.temperature=0.9",
 )
