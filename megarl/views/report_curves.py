@@ -1,10 +1,10 @@
-"""Charts of the report that show metrics of the responses as they are: title, hint, {metric: (label, dash)}, y axis."""
+"""Charts of the report that show metrics as they are: title, hint, {metric: (label, dash)} and y axis."""
 
 from __future__ import annotations
 
 from typing import Any
 
-RESPONSE_CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]], ...] = (
+CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]], ...] = (
     (
         "Solve rate",
         "Share of right responses, where the reward is more than right or wrong. In a staged run all data of a stage "
@@ -25,5 +25,87 @@ RESPONSE_CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any
         "with staleness; a jump says that the policy has left the data.",
         {"kl/k1": ("k1", "dot"), "kl/k3": ("k3", "solid")},
         {},
+    ),
+    (
+        "Second moment of the log-ratio (M2)",
+        "Mean squared log-ratio where clipping can bite; the wider the gap, the more of it the objective holds "
+        "back. Growth by orders of magnitude announces a collapse.",
+        {"m2/before": ("before", "solid"), "m2/after": ("after clip and veto", "dot")},
+        {"type": "log", "exponentformat": "power", "dtick": 1, "autorangeoptions": {"minallowed": -6}},
+    ),
+    (
+        "Effective sample size",
+        "Share of the tokens that the importance weights leave in effect: 1 on fresh data, near 0 when few rule.",
+        {"ess": ("", "solid")},
+        {"rangemode": "tozero"},
+    ),
+    (
+        "Entropy",
+        "Nats a token. A slow fall is learning; a plunge means that the policy has stopped exploring, "
+        "a rise that it falls apart.",
+        {"entropy": ("", "solid")},
+        {"rangemode": "tozero"},
+    ),
+    (
+        "Importance ratio by sign of the advantage",
+        "Mean ratio of the tokens of good and of bad responses. A fall of the bad ones' towards 0 precedes a collapse.",
+        {"ratio/mean/positive": ("good", "solid"), "ratio/mean/negative": ("bad", "dot")},
+        {"rangemode": "tozero"},
+    ),
+    (
+        "Share of good responses",
+        "What tokens with A > 0 have of all tokens, and of the magnitudes of their losses. Far below a half, an update "
+        "mostly suppresses.",
+        {"positive_share/loss": ("of the loss", "solid"), "positive_share/tokens": ("of the tokens", "dot")},
+        {"rangemode": "tozero", "tickformat": ".0%"},
+    ),
+    (
+        "Clip bounds",
+        "Between which importance ratios BAPO lets tokens pass, as it balances good and bad responses.",
+        {"bapo/ratio_max": ("upper", "solid"), "bapo/ratio_min": ("lower", "dot")},
+        {"rangemode": "tozero"},
+    ),
+    (
+        "Dampened tokens",
+        "Tokens whose effective ratio (with the minimum of its prefix) is below the objective's threshold, after "
+        "prefixes that stayed likely and after those that did not. The wider the gap, the more selective.",
+        {"dampen/prefix/bad_prefix": ("bad prefix", "solid"), "dampen/prefix/good_prefix": ("good prefix", "dot")},
+        {"rangemode": "tozero", "tickformat": ".0%"},
+    ),
+    (
+        "Prefix occupancy",
+        "How likely the prefixes of the tokens are now, over how likely they were when generated: median and lowest "
+        "1 %, logarithmic, not below 2e-9. Low values are tokens that training sees and generation would not.",
+        {"prefix_occupancy/q50": ("median", "solid"), "prefix_occupancy/q01": ("lowest 1 %", "dot")},
+        {"type": "log", "exponentformat": "power"},
+    ),
+    (
+        "Reverse chi-square of the prefixes",
+        "Mean of 1 / occupancy - 1, logarithmic: how far generation has left the prefixes that are trained on.",
+        {"prefix/reverse_chi2": ("", "solid")},
+        {"type": "log", "exponentformat": "power"},
+    ),
+    (
+        "Gradient norm",
+        "Before clipping, logarithmic. Look for spikes, and for growth towards the end of a stage.",
+        {"grad_norm": ("", "solid")},
+        {"type": "log", "exponentformat": "none"},
+    ),
+    (
+        "Response length",
+        "Mean tokens of a response. A drift to the token limit or to nothing is more often a reward being gamed "
+        "than a gain.",
+        {
+            "response_tokens/mean": ("all", "solid"),
+            "response_tokens/positive": ("good", "dash"),
+            "response_tokens/negative": ("bad", "dot"),
+        },
+        {"rangemode": "tozero"},
+    ),
+    (
+        "Staleness",
+        "Updates since the weights that generated the data. In a staged run each tooth is one stage.",
+        {"staleness": ("", "solid")},
+        {"rangemode": "tozero"},
     ),
 )
