@@ -23,6 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +89,7 @@ def judge(scored: Sequence[np.ndarray], reference: Reference, precision: str) ->
     """Of an engine of some ``precision`` that scores the reference's sequences so. `UserError` for wrong weights."""
     precision = max(precision, reference.precision, key=lambda name: TOLERANCES[name][1])
     distances = _distances(scored, reference.logprobs)
-    place = _place(scored, reference)
+    place: dict[str, Any] = _place(scored, reference)
     drift = Drift(float(distances.max()), float(distances.mean()), len(distances), precision, **place)
     largest, mean = TOLERANCES[precision]
     if precision != "float32" and (usual := _usual_distance(reference)) is not None:

@@ -76,10 +76,11 @@ class Run:
         while command.poll(0.002) is None and not (reached := held.exists() and held.read_text()):
             if time.monotonic() > end:
                 break
-        victims = None
+        victims: Victims = []
         if command.poll() is None:
-            victims = held_victims(command.pid, int(reached)) if reached else any_victims(command.pid, hold is None)
-        if victims is None:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+                victims = held_victims(command.pid, int(reached)) if reached else any_victims(command.pid, hold is None)
+        if not victims:
             return None
         phase = self.phase()
         name, processes, number = rng.choice(victims)
