@@ -113,6 +113,10 @@ class TokenBatch:
         """The same batch without gradient, for statistics."""
         return replace(self, logprobs=self.logprobs.detach(), entropy=_detach(self.entropy))
 
+    def note(self, name: str, where: torch.Tensor) -> None:
+        """Of which tokens [T] an objective says something, by the name of the metric. Lost here; a batch that is looked
+        at token by token keeps it."""
+
     @staticmethod
     def concatenate(batches: list[TokenBatch]) -> TokenBatch:
         """One batch from the micro-batches of a rank; all of the same shard and with the same optional fields."""

@@ -15,11 +15,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megarl import __version__
 from megarl.beside import add_beside
 from megarl.errors import PhaseFailed, UserError
+from megarl.inside import add_inside
+from megarl.inside import command as _command
+from megarl.inside import settings as _settings
 
 # of files and directories, which another try would meet again
 _MISTAKES = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
@@ -248,19 +251,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_phases(commands)
     _add_evaluation(commands)
     _add_views(commands)
+    add_inside(commands)
     return parser
-
-
-def _command(among: Commands, name: str, function: Any, help: str) -> argparse.ArgumentParser:
-    sub = among.add_parser(name, help=help, description=help)
-    sub.set_defaults(command=function)
-    return sub
-
-
-def _settings(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a recipe setting"
-    )
 
 
 def _add_phases(commands: Commands) -> None:

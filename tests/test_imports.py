@@ -33,6 +33,7 @@ HEAVY = {  # package: the modules (and everything below them) that may bring it 
     **{name: (module,) for name, module in ENGINES.items()},  # an engine is named like its package
 }
 IMPORTERS = HEAVY | {"megatron": ("megarl.actor",)}  # the modules that may hold the import statement, lazy or not
+COMMAND_LINE = ("cli", "inside", "errors", "workers.node_rank", "workers.processes")
 WITHOUT_TORCH = [  # and without any of the heavy packages
     name
     for name in MODULES
@@ -41,6 +42,7 @@ WITHOUT_TORCH = [  # and without any of the heavy packages
         "megarl",
         "megarl.cli",
         "megarl.beside",
+        "megarl.inside",
         "megarl.errors",
         "megarl.workers.node_rank",
         "megarl.workers.processes",
@@ -80,6 +82,7 @@ LAYERS = (
     "sweep",
     "what_if",
     "beside",
+    "inside",
     "cli",
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,24 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # the tokenizers library raises bare Exception on a damaged tokenizer.json
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"cannot read a tokenizer from {path}: {reason[0]}") from error
+
+
+def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
+    """From token ids to text, special tokens included.
+
+    Of tokenizer.json alone where there is one: transformers takes seconds to import.
+    """
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file():
+        tokenizer = load_tokenizer(path)
+        return lambda ids: str(tokenizer.decode(list(ids)))
+    from tokenizers import Tokenizer
+
+    try:
+        fast = Tokenizer.from_file(str(file))
+    except Exception as error:  # as above
+        raise UserError(f"cannot read {file}: {str(error).strip() or type(error).__name__}") from error
+    return lambda ids: fast.decode(list(ids), skip_special_tokens=False)
 
 
 def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> None:

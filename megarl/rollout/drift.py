@@ -20,7 +20,7 @@ Differences are clipped, for a token whose experts are nearly tied may be routed
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,19 +166,12 @@ def _in_errors(parts: list[float]) -> float:
     return sum(parts) / error if error else 0.0
 
 
-@torch.inference_mode()
 def hugging_face_reference(policy_dir: Path, sequences: list[list[int]], temperature: float = 1.0) -> Reference:
     """What transformers makes, on the CPU, of a base model, which no actor has exported.
 
     In the precision of the file.
     """
-    from transformers import AutoModelForCausalLM  # takes seconds
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-
-    model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype="auto", local_files_only=True, use_safetensors=True)
-    model.eval()
+    model = load_model(policy_dir)
     return Reference(
         sequences=sequences,
         logprobs=score(model, sequences, temperature),
@@ -186,20 +179,54 @@ def hugging_face_reference(policy_dir: Path, sequences: list[list[int]], tempera
     )
 
 
+def load_model(policy_dir: Path) -> Any:
+    """transformers' model of a policy, on the CPU, in the precision of the file."""
+    from transformers import AutoModelForCausalLM  # takes seconds
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype="auto", local_files_only=True, use_safetensors=True)
+    return model.eval()
+
+
 def score(model: torch.nn.Module, sequences: list[list[int]], temperature: float = 1.0) -> list[np.ndarray]:
     """Log-probs of all but the first token of each sequence, [n - 1] float32."""
-    scored: list[np.ndarray] = []
-    while len(scored) < len(sequences):
-        batch = _batch(sequences[len(scored) :])
+    return [_taken(logprobs, tokens) for logprobs, tokens in _distributions(model, sequences, temperature)]
+
+
+def score_with_entropy(
+    model: torch.nn.Module, sequences: list[list[int]], temperature: float = 1.0
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of all but the first token of each sequence its log-prob and the entropy of what it was drawn from, [n - 1]
+    float32 each, in nats."""
+    return [
+        (_taken(logprobs, tokens), torch.special.entr(logprobs.exp()).sum(-1).cpu().numpy())
+        for logprobs, tokens in _distributions(model, sequences, temperature)
+    ]
+
+
+@torch.inference_mode()
+def _distributions(
+    model: torch.nn.Module, sequences: list[list[int]], temperature: float
+) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    """[n - 1, V] float32 log-probs and the sequence they belong to, for each."""
+    done = 0
+    while done < len(sequences):
+        batch = _batch(sequences[done:])
+        done += len(batch)
         # padded on the right, where a causal model does not look
         rows = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long)
         for row, tokens in zip(rows, batch, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
         rows = rows.to(next(model.parameters()).device)
         logprobs = model(input_ids=rows, use_cache=False).logits[:, :-1].float().div(temperature).log_softmax(-1)
-        taken = logprobs.gather(2, rows[:, 1:, None])[..., 0].cpu().numpy()
-        scored += [row[: len(tokens) - 1] for row, tokens in zip(taken, batch, strict=True)]
-    return scored
+        for row, tokens in zip(logprobs, batch, strict=True):
+            yield row[: len(tokens) - 1], tokens
+
+
+def _taken(logprobs: torch.Tensor, tokens: list[int]) -> np.ndarray:
+    drawn = torch.tensor(tokens[1:], device=logprobs.device)
+    return logprobs.gather(1, drawn[:, None])[:, 0].cpu().numpy()
 
 
 def _batch(sequences: Sequence[list[int]]) -> Sequence[list[int]]:

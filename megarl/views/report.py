@@ -5,6 +5,8 @@ The page loads nothing: plotly.js stands in it, and a content security policy fo
 
 from __future__ import annotations
 
+import base64
+import gzip
 import html
 import json
 import math
@@ -16,6 +18,7 @@ from megarl.storage.json_lines import Record
 from megarl.views.chart import Chart
 from megarl.views.report_charts import COLOURS, make_charts
 from megarl.views.report_pairs import pair_charts, pair_columns
+from megarl.views.report_samples import samples_section
 from megarl.views.run_reader import Run, half_width, read_run
 
 
@@ -26,7 +29,8 @@ def write_report(run_dirs: list[Path], output: Path) -> Path:
     if output.is_dir():
         raise UserError(f"cannot write the report: {output} is a directory")
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output, render(runs))
+    samples = samples_section([(run.name, Path(path)) for run, path in zip(runs, run_dirs, strict=True)])
+    write_atomic(output, render(runs, samples))
     return output
 
 
@@ -40,8 +44,8 @@ def short_names(run_dirs: list[Path]) -> list[str]:
     return names
 
 
-def render(runs: list[Run]) -> str:
-    """The page as HTML text."""
+def render(runs: list[Run], samples: str = "") -> str:
+    """The page as HTML text. samples: HTML of `samples_section`."""
     first, *others = make_charts(runs)
     recipes = "".join(
         f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
@@ -53,7 +57,7 @@ def render(runs: list[Run]) -> str:
         notes="".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(n)}</li>" for r in runs for n in r.notes),
         summary=_summary_table(runs),
         charts=[first, *pair_charts(runs), *others],
-        below=f"<h3>Recipe</h3>\n{_settings_table(runs)}\n{recipes}",
+        below=f"{samples}\n<h3>Recipe</h3>\n{_settings_table(runs)}\n{recipes}",
     )
 
 
@@ -71,7 +75,8 @@ def page(title: str, notes: str, summary: str, charts: list[Chart], below: str =
         "below": below,
         # inside <script> only "</" and "<!--" could end the text; JSON may write < as an escape
         "figures": json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
-        "plotly": get_plotlyjs(),
+        # 2 MB instead of 5: the page unpacks it
+        "plotly": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
     }
     text = Path(__file__).with_name("report_page.html").read_text()
     pieces = text.split("@@")  # text, name, text, name, ..., text: nothing that is filled in is searched for names

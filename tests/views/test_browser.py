@@ -1,5 +1,6 @@
 """The page in a real browser: charts are drawn, the numbers stand there, and nothing leaves the page."""
 
+import html
 import http.server
 import os
 import re
@@ -11,7 +12,9 @@ from typing import ClassVar
 import pytest
 
 from megarl.views.report import write_report
+from tests.views.stored_run import IMAGE
 from tests.views.synthetic_run import make_recipe, make_run
+from tests.views.test_report_samples import hostile_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if BROWSER is None and os.environ.get("MEGARL_REQUIRE_BROWSER") != "1":
@@ -51,7 +54,8 @@ def browse(page, profile, proxy):
     result = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     dom = result.stdout
-    return dom[: dom.index("<script>")] + dom[dom.rindex("</script>") :], result.stderr  # without plotly's own text
+    # without plotly's own text
+    return dom[: dom.index('<script type="text/plain"')] + dom[dom.rindex("</script>") :], result.stderr
 
 
 def drawn_curves(body, number):
@@ -96,7 +100,7 @@ def test_nothing_leaves_the_page(tmp_path, proxy):
     Proxy.seen.clear()
     browse(page, tmp_path / "profile", proxy)
     assert [url for url in Proxy.seen if "google" not in url] == []
-    (tmp_path / "asks.html").write_text('<script></script><img src="http://example.com/seen.png">')
+    (tmp_path / "asks.html").write_text('<script type="text/plain"></script><img src="http://example.com/seen.png">')
     browse(tmp_path / "asks.html", tmp_path / "profile2", proxy)
     assert "http://example.com/seen.png" in Proxy.seen
     (tmp_path / "asks.html").write_text(
@@ -112,3 +116,17 @@ def test_a_run_without_evaluations(tmp_path, proxy):
     body, _ = browse(write_report([root], tmp_path / "r.html"), tmp_path / "profile", proxy)
     assert "No evaluation has been made yet." in body and "events.jsonl is not there yet" in body
     assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 17
+
+
+def test_samples_are_laid_out_when_they_are_opened(tmp_path, proxy):
+    """As text, whatever a model wrote; and before that, as the second stage's, not at all."""
+    page = write_report([hostile_run(tmp_path / "run")], tmp_path / "r.html")
+    opening = '<script>document.querySelector("details.samples").open = true</script></body>'
+    page.write_text(page.read_text().replace("</body>", opening))
+    Proxy.seen.clear()
+    body, errors = browse(page, tmp_path / "profile", proxy)
+    opened, closed = re.findall(r'<details class="samples".*?</details>', body, re.DOTALL)
+    assert "CONSOLE" not in errors and closed.count("<template>") == 1
+    assert set(re.findall(r"<(\w+)", opened)) == {"details", "summary", "h4", "pre"}
+    assert html.unescape(opened).count(IMAGE) == 1 and "alert(2)" in opened
+    assert [url for url in Proxy.seen if "example.com" in url] == []

@@ -23,6 +23,7 @@ def mean_metric(values: torch.Tensor, where: torch.Tensor) -> Metric:
 
 def fraction_metrics(name: str, where: torch.Tensor, batch: TokenBatch) -> dict[str, Metric]:
     """Share of trained tokens where [T] bool is True: of all, of those with A > 0 and of those with A < 0."""
+    batch.note(name, where)
     mask, values = batch.loss_mask, where.double()
     return {
         name: mean_metric(values, mask),

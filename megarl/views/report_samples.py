@@ -1,0 +1,77 @@
+"""The report's samples: some responses of each stage, in the page but not laid out before they are opened."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megarl.errors import UserError
+from megarl.storage.rollouts import RolloutStore
+from megarl.views.responses.select import Decode, Found, decoder, open_shard, stages, title
+from megarl.views.responses.text import escape, shorten
+
+BYTES = 250_000  # of all samples of a page
+STAGES, PROMPTS = 12, 3  # of a run, spread evenly; of a stage
+CHARACTERS = 1600  # of a text
+
+
+def samples_section(runs: Sequence[tuple[str, Path]]) -> str:
+    """HTML about the runs (name, directory) that have responses; a run whose responses cannot be read says why."""
+    parts, left = [], BYTES
+    for name, root in runs:
+        heading = f"{html.escape(name)}, " if len(runs) > 1 else ""
+        try:
+            for part in _of_run(root, heading, min(left, BYTES // len(runs))):
+                parts.append(part)
+                left -= len(part.encode())
+        except (UserError, OSError) as error:
+            parts.append(f"<p>{heading}samples could not be read: {html.escape(str(error))}</p>")
+    return f'<h3>Samples</h3><div id="samples">{"".join(parts)}</div>' if parts else ""
+
+
+def _of_run(root: Path, heading: str, left: int) -> Iterator[str]:
+    there = stages(root)
+    if not there:
+        return
+    decode = decoder(root)
+    for number in _spread(sorted(there), STAGES):
+        store = RolloutStore(there[number], one_policy=False)
+        if not store.entries:
+            continue
+        responses, rewards = (sum(getattr(e, name) for e in store.entries) for name in ("responses", "reward_sum"))
+        summary = f"{heading}stage {number + 1}: {responses:,} responses, mean reward {rewards / responses:.3f}"
+        body = "".join(_sample(one, decode) for one in _chosen(number, there[number], store))
+        part = f'<details class="samples"><summary>{summary}</summary><template>{body}</template></details>'
+        left -= len(part.encode())
+        if left < 0:
+            yield f"<p>{heading}stages from {number + 1} on: megarl samples {html.escape(str(root))}</p>"
+            return
+        yield part
+
+
+def _chosen(stage: int, directory: Path, store: RolloutStore) -> Iterator[Found]:
+    """Of some prompts of a stage the response with the lowest and the one with the highest reward."""
+    for prompt in _spread(store.group_ids, PROMPTS):
+        entry = next(entry for entry in store.entries if prompt in entry.groups)
+        group = open_shard(directory, entry).group(prompt)
+        order = sorted(range(len(group.responses)), key=lambda sample: group.responses[sample].reward)
+        for sample in dict.fromkeys((order[0], order[-1])):
+            yield Found(stage, prompt, sample, group.prompt_tokens, group.responses[sample])
+
+
+def _spread(items: list[int], count: int) -> list[int]:
+    """At most ``count`` of them, the first and the last included."""
+    if len(items) <= count:
+        return items
+    return [items[place * (len(items) - 1) // (count - 1)] for place in range(count)]
+
+
+def _sample(one: Found, decode: Decode) -> str:
+    prompt, text = (
+        html.escape(escape(shorten(decode(tokens), CHARACTERS))) for tokens in (one.prompt_tokens, one.response.tokens)
+    )
+    return (
+        f"<h4>prompt {one.prompt} · sample {one.sample} · {html.escape(title(one))}</h4>"
+        f'<pre class="prompt">{prompt}</pre><pre>{text}</pre>'
+    )

@@ -1,0 +1,143 @@
+"""Which responses of a run to show: read from the shards that the ledgers name, a shard at a time.
+
+Only what a question needs is touched: lengths and rewards are columns of their own, and a file that is mapped costs no
+memory for tokens that nobody asks for. Checksums of shards are not verified, which would read everything: `megarl
+audit` does. A run may be going on. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.data.tokenizer import load_decoder
+from megarl.errors import UserError
+from megarl.storage.ledger import LedgerEntry, check_size
+from megarl.storage.rollouts import RolloutStore
+from megarl.storage.shards import FINISH_REASONS, Response, Shard
+
+Decode = Callable[[np.ndarray], str]
+
+
+@dataclass(frozen=True)
+class Filter:
+    """What to look for; None: anything."""
+
+    stage: int | None = None
+    prompt: int | None = None  # group id
+    sample: int | None = None  # place in its group
+    reward: tuple[float, float] = (-math.inf, math.inf)  # both inclusive
+    finish: str | None = None
+    longer: int = 0  # tokens, more than this
+    shorter: int | None = None  # tokens, fewer than this
+    pattern: re.Pattern[str] | None = None  # somewhere in the text of the response
+
+    def rows(self, shard: Shard) -> np.ndarray:
+        """[rows of the shard] bool, by all that needs no text."""
+        lengths = np.diff(shard.tokens[0])
+        found = (shard.rewards >= self.reward[0]) & (shard.rewards <= self.reward[1]) & (lengths > self.longer)
+        if self.shorter is not None:
+            found &= lengths < self.shorter
+        if self.finish is not None:
+            found &= np.array([reason == self.finish for reason in shard.finish_reasons])
+        return found
+
+
+@dataclass(frozen=True)
+class Found:
+    """A response and its place in the run."""
+
+    stage: int
+    prompt: int  # group id
+    sample: int
+    prompt_tokens: np.ndarray  # [p] int32
+    response: Response
+
+
+def title(one: Found) -> str:
+    """A line about a response, without its place in the run."""
+    response = one.response
+    right = "" if response.correct is None else f" ({'right' if response.correct else 'wrong'})"
+    return f"reward {response.reward:g}{right} · {len(response.tokens):,} tokens · {response.finish_reason}"
+
+
+def stages(root: Path) -> dict[int, Path]:
+    """The rollouts of each stage of the run directory ``root`` that has some; `UserError` for another directory."""
+    if not (root / "recipe.toml").is_file():
+        raise UserError(f"{root} is not a run directory: it has no recipe.toml")
+    found = (path for path in root.glob("stages/[0-9]*/rollouts") if path.is_dir())
+    return {int(path.parent.name): path for path in sorted(found)}
+
+
+def decoder(root: Path) -> Decode:
+    """From the tokens of a run to text, by the tokenizer of its first policy or else of its recipe."""
+    place = root / "stages/000/policy"
+    if not place.is_dir():
+        place = _tokenizer_of_recipe(root / "recipe.toml")
+    decode = load_decoder(place)
+    return lambda tokens: decode(tokens.tolist())
+
+
+def _tokenizer_of_recipe(path: Path) -> Path:
+    try:
+        model: dict[str, Any] = tomllib.loads(path.read_text())["model"]
+        return Path(model.get("tokenizer") or model["path"])
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path} names no tokenizer: {error}") from error
+
+
+def select(root: Path, wanted: Filter, decode: Decode) -> Iterator[Found]:
+    """The responses that ``wanted`` describes, by stage, prompt and sample; `UserError` where there is no such stage or
+    prompt."""
+    if wanted.finish not in (None, *FINISH_REASONS):
+        raise UserError(f"a response does not end with {wanted.finish!r}, but with {', '.join(FINISH_REASONS)}")
+    there = stages(root)
+    if not there:
+        raise UserError(f"{root} has no rollouts yet")
+    if wanted.stage is not None and wanted.stage not in there:
+        raise UserError(f"stage {wanted.stage} of {root} has no rollouts: there are those of {_numbers(list(there))}")
+    seen = False
+    for stage, directory in there.items():
+        if wanted.stage is None or wanted.stage == stage:
+            for entry in RolloutStore(directory, one_policy=False).entries:
+                if wanted.prompt is None or wanted.prompt in entry.groups:
+                    seen = True
+                    yield from _of_shard(stage, directory, entry, wanted, decode)
+    if wanted.prompt is not None and not seen:
+        raise UserError(f"no stage of {root} has prompt {wanted.prompt}: `megarl samples {root}` shows which there are")
+
+
+def _numbers(stages: list[int]) -> str:
+    return f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+
+
+def _of_shard(stage: int, directory: Path, entry: LedgerEntry, wanted: Filter, decode: Decode) -> Iterator[Found]:
+    shard = open_shard(directory, entry)
+    rows = wanted.rows(shard)
+    for prompt in entry.groups if wanted.prompt is None else (wanted.prompt,):
+        group = None
+        for sample, row in enumerate(shard.rows[prompt]):
+            if rows[row] and wanted.sample in (None, sample):
+                group = group or shard.group(prompt)
+                response = group.responses[sample]
+                if wanted.pattern is None or wanted.pattern.search(decode(response.tokens)):
+                    yield Found(stage, prompt, sample, group.prompt_tokens, response)
+
+
+def open_shard(directory: Path, entry: LedgerEntry) -> Shard:
+    """Mapped; `UserError` where it is not the file of the ledger's line, by its size and groups."""
+    check_size(directory / entry.shard, entry)
+    try:
+        shard = Shard(directory / entry.shard)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{directory / entry.shard} is damaged: {error}; `megarl audit` says more") from error
+    if tuple(shard.rows) != entry.groups:
+        raise UserError(f"{directory / entry.shard} has other groups than its line in the ledger: see `megarl audit`")
+    return shard

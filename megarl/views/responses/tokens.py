@@ -1,0 +1,192 @@
+"""What an objective does to each token of stored responses, under a policy of the run: `annotate`.
+
+The policy is scored by transformers on the CPU, as `megarl audit` does it. An objective that looks at the whole
+optimizer batch gets the batch in which the response is trained, and then all of that is scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.advantages import group_advantages, zero_variance
+from megarl.batch import TokenBatch
+from megarl.errors import UserError
+from megarl.objectives import Objective, WithOptions, build_objective
+from megarl.recipe.load import override_recipe, recipe_diff
+from megarl.recipe.tables import ObjectiveTable, Recipe
+from megarl.rollout.drift import load_model, score_with_entropy
+from megarl.storage.rollouts import Group, RolloutStore
+from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.update_summary import rewards_of
+from megarl.views.responses.select import Found
+
+Scores = list[tuple[np.ndarray, np.ndarray]]  # of each response log-probs and entropies [n] float32, in nats
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of one response; [n] each."""
+
+    advantage: float
+    rollout_logprobs: np.ndarray  # float32
+    logprobs: np.ndarray  # float32, of the policy that is looked at
+    entropy: np.ndarray  # float32, nats
+    kept: np.ndarray  # bool, False where the policy gradient is lost
+    causes: list[str]  # "clip", "veto", "m2_mask" ..., several with a +; also of tokens that are bounded, but kept
+
+    @property
+    def ratios(self) -> np.ndarray:
+        """Policy over rollout, float64."""
+        return np.exp(self.logprobs.astype(np.float64) - self.rollout_logprobs)
+
+
+@dataclass(frozen=True)
+class _Noting(TokenBatch):
+    """Keeps what objectives say of single tokens."""
+
+    noted: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def note(self, name: str, where: torch.Tensor) -> None:
+        self.noted[name.removesuffix("_fraction")] = where & self.loss_mask
+
+
+def with_objective(recipe: Recipe, overrides: list[str]) -> Recipe:
+    """With another ``[objective]``; `UserError` for a setting of anything else."""
+    changed = override_recipe(recipe, overrides)
+    if other := [line for line in recipe_diff(recipe, changed) if not line.startswith("objective.")]:
+        raise UserError(f"--set may change objective alone here: {other[0]}")
+    return changed
+
+
+def find_policy(run: RunDir, name: str | None, stage: Stage) -> Path:
+    """``final``, ``best``, the number of an update after which a policy was exported, or a Hugging Face directory.
+
+    None: the one that the updates on ``stage`` ended with, or where there is none yet the one that generated it.
+    """
+    if name is None:
+        return stage.next.policy if stage.next.policy.exists() else stage.policy
+    place = {"final": run.final, "best": run.best}.get(name)
+    if place is None and name.isdecimal() and int(name) <= run.recipe.schedule.total_updates:
+        place = run.version(int(name))
+    place = place or Path(name)
+    if not (place / "config.json").is_file():
+        own = [other.first_update for other in [*run.stages(), run.end] if other.policy.exists()]
+        there = ", ".join(map(str, sorted({*own, *run.versions()})))
+        raise UserError(f"--policy {name}: {place} is no policy; exported are those after update {there}, final, best")
+    return place
+
+
+def annotate(run: RunDir, found: Sequence[Found], recipe: Recipe, policy: str | None) -> list[Tokens]:
+    """Of each of ``found``, under ``recipe``'s objective. policy: for `find_policy`."""
+    table = recipe.objective
+    objective = build_objective(table.name, table.fields)
+    whole = objective.needs_statistics or table.advantage == "batch_normalised"
+    result: dict[tuple[int, int, int], Tokens] = {}
+    for number in dict.fromkeys(one.stage for one in found):
+        stage = run.stage(number)
+        store = RolloutStore(stage.rollouts, one_policy=False)
+        mine = [one for one in found if one.stage == number]
+        scorer = _Scorer(stage, find_policy(run, policy, stage), objective)
+        batches: dict[tuple[int, ...], list[Found]] = {}
+        for one in mine:
+            batches.setdefault(_batch_of(stage, store, one.prompt) if whole else (one.prompt,), []).append(one)
+        for ids, members in batches.items():
+            places = {(one.prompt, one.sample) for one in members}
+            tokens = _judge(store.read(ids), None if whole else places, scorer, objective, table)
+            result |= {(number, *place): tokens[place] for place in places}
+    return [result[one.stage, one.prompt, one.sample] for one in found]
+
+
+def _batch_of(stage: Stage, store: RolloutStore, prompt: int) -> tuple[int, ...]:
+    """The groups that are trained with one."""
+    if prompt not in store.chosen:
+        raise UserError(f"prompt {prompt} was not chosen to be trained, so that no optimizer batch has it")
+    size, place = stage.run.recipe.schedule.prompts_per_update, list(store.chosen).index(prompt)
+    return tuple(store.chosen[place // size * size : (place // size + 1) * size])
+
+
+class _Scorer:
+    """Scores responses of a stage with the policy and what an objective compares it with."""
+
+    def __init__(self, stage: Stage, policy: Path, objective: Objective | WithOptions) -> None:
+        self._temperature = stage.rollout.temperature
+        self._models = {"logprobs": load_model(policy)}
+        if "ref_logprobs" in objective.requires:
+            self._models["ref_logprobs"] = load_model(stage.run.stage(0).policy)
+        if isinstance(objective, WithOptions) and any("old_logprobs" in o.requires for o in objective.options):
+            self._models["old_logprobs"] = load_model(stage.policy)
+
+    def score(self, pairs: list[tuple[Group, int]]) -> dict[str, Scores]:
+        sequences = [[*g.prompt_tokens.tolist(), *g.responses[sample].tokens.tolist()] for g, sample in pairs]
+        lengths = [len(g.responses[sample].tokens) for g, sample in pairs]
+        found = {}
+        for name, model in self._models.items():
+            scores = score_with_entropy(model, sequences, self._temperature)
+            found[name] = [(own[-n:], entropy[-n:]) for (own, entropy), n in zip(scores, lengths, strict=True)]
+        # of the first update of a step, whose proximal policy is the one that it begins with
+        return {"old_logprobs": found["logprobs"]} | found
+
+
+def _judge(
+    groups: list[Group],
+    places: set[tuple[int, int]] | None,
+    scorer: _Scorer,
+    objective: Objective | WithOptions,
+    table: ObjectiveTable,
+) -> dict[tuple[int, int], Tokens]:
+    """Of the responses at ``places`` (prompt, sample), or of all."""
+    rewards = rewards_of(groups)
+    advantages = group_advantages(rewards, table.advantage)
+    dropped = zero_variance(rewards) if table.zero_variance == "drop" else torch.zeros(len(groups), dtype=torch.bool)
+    pairs = [
+        (row, sample)
+        for row, group in enumerate(groups)
+        for sample in range(len(group.responses))
+        if places is None or (group.group_id, sample) in places
+    ]
+    scores = scorer.score([(groups[row], sample) for row, sample in pairs])
+    lengths = [len(groups[row].responses[sample].tokens) for row, sample in pairs]
+    repeated = torch.tensor(lengths)
+    fields: dict[str, Any] = {
+        name: torch.from_numpy(np.concatenate([own for own, _ in found])) for name, found in scores.items()
+    }
+    batch = _Noting(
+        **fields,
+        rollout_logprobs=torch.from_numpy(
+            np.concatenate([groups[row].responses[sample].rollout_logprobs for row, sample in pairs])
+        ),
+        entropy=torch.from_numpy(np.concatenate([entropy for _, entropy in scores["logprobs"]])),
+        advantages=torch.stack([advantages[row, sample] for row, sample in pairs]).repeat_interleave(repeated),
+        loss_mask=torch.stack([~dropped[row] for row, _ in pairs]).repeat_interleave(repeated),
+        cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32),
+        sequence_index=torch.arange(len(pairs)),
+    )
+    kept = objective(batch).kept
+    causes = [
+        "+".join(names) or ("" if trained else "zero variance")
+        for names, trained in zip(_names(batch), batch.loss_mask.tolist(), strict=True)
+    ]
+    ends = batch.cu_seqlens.tolist()
+    return {
+        (groups[row].group_id, sample): Tokens(
+            float(advantages[row, sample]),
+            groups[row].responses[sample].rollout_logprobs,
+            own,
+            entropy,
+            kept[start:end].numpy(),
+            causes[start:end],
+        )
+        for (row, sample), (own, entropy), start, end in zip(pairs, scores["logprobs"], ends, ends[1:], strict=False)
+    }
+
+
+def _names(batch: _Noting) -> list[list[str]]:
+    """Of each token what was noted of it, but not that it is kept."""
+    noted = {name: where.tolist() for name, where in batch.noted.items() if name != "kept"}
+    return [[name for name, where in noted.items() if where[t]] for t in range(batch.loss_mask.numel())]

@@ -1,0 +1,113 @@
+"""``megarl runs``: the runs below a directory, how far each is, and the last numbers it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.errors import UserError
+from megarl.views.responses.text import escape
+from megarl.views.run_reader import Run, read_run
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """A run in the list."""
+
+    run: str  # below the directory that was asked about
+    state: str  # running | finished | failed | stopped | unreadable
+    stage: int | None = None  # from 0, of the newest update or phase
+    update: int = 0
+    updates: int = 0  # of the whole run
+    accuracy: float | None = None  # the last, on the first suite
+    reward: float | None = None  # of the newest update, mean
+
+
+def list_runs(directory: Path) -> list[RunLine]:
+    """All runs below ``directory``, itself included, by path; `UserError` where that is no directory."""
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory")
+    return [_describe(path, str(path.relative_to(directory))) for path in _find(directory)]
+
+
+def _find(directory: Path) -> Iterator[Path]:
+    for folder, below, files in os.walk(directory):
+        below.sort()
+        # a recipe beside its model is no run yet: a run has written something
+        if "recipe.toml" in files and (
+            {"prompts.json", "events.jsonl", "metrics.jsonl"} & {*files} or "stages" in below
+        ):
+            yield Path(folder)
+            below.clear()  # what is inside belongs to the run
+
+
+def _describe(root: Path, name: str) -> RunLine:
+    try:
+        run = read_run(root, name)
+    except UserError:
+        return RunLine(name, "unreadable")
+    last = run.updates[-1] if run.updates else {}
+    phase = next((e for e in reversed(run.events) if str(e.get("event", "")).startswith("phase_")), {})
+    evaluations = run.evaluations
+    return RunLine(
+        name,
+        _state(root, run, str(phase.get("event", ""))),
+        stage=last.get("stage", phase.get("stage")),
+        update=last.get("update", 0),
+        updates=run.stages * run.updates_per_stage,
+        accuracy=evaluations[-1]["accuracy"] if evaluations else None,
+        reward=last.get("reward/mean"),
+    )
+
+
+def _state(root: Path, run: Run, last_phase: str) -> str:
+    """A process that works on a run holds its lock; one that has ended well has made its last policy, a branch that of
+    the stage it was made for."""
+    if _is_locked(root / ".lock"):
+        return "running"
+    borrowed = [int(path.parent.name) for path in root.glob("stages/[0-9]*/rollouts") if path.is_symlink()]
+    last = max(borrowed, default=run.stages - 1) + 1
+    if (root / "final" if last == run.stages else root / f"stages/{last:03d}/policy").exists():
+        return "finished"
+    return "failed" if last_phase == "phase_failed" else "stopped"
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def as_table(lines: list[RunLine]) -> str:
+    """For a terminal; stages count from 1 there."""
+    rows = [["run", "state", "stage", "update", "accuracy", "reward"]]
+    rows += [
+        [
+            escape(line.run, newlines=False),
+            line.state,
+            "-" if line.stage is None else str(line.stage + 1),
+            f"{line.update:,} / {line.updates:,}",
+            "-" if line.accuracy is None else f"{line.accuracy:.3f}",
+            "-" if line.reward is None else f"{line.reward:.3f}",
+        ]
+        for line in lines
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def as_json(line: RunLine) -> str:
+    return json.dumps(dataclasses.asdict(line))

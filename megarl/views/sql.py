@@ -1,0 +1,261 @@
+"""``megarl sql``: a run as tables that DuckDB reads where they lie, locked away from everything else.
+
+Shards are scanned as mapped Arrow files, of which a query touches the columns that it names; metrics and events are
+read once. The database lives in memory, has a limit, and may read and write nothing: no file, no network, no extension.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.fs as fs
+
+from megarl.errors import UserError
+from megarl.recipe.eval_table import HELDOUT
+from megarl.storage.evaluations import Answered
+from megarl.storage.json_lines import Record
+from megarl.storage.ledger import check_size
+from megarl.storage.rollouts import RolloutStore
+from megarl.storage.shards import ANSWER, CORRECT, SCHEMA, VERSIONS
+from megarl.views.responses.select import decoder, stages
+from megarl.views.responses.text import escape
+from megarl.views.run_reader import interval, read_run
+
+if TYPE_CHECKING:
+    import duckdb
+
+MEMORY = "1GB"  # what DuckDB may use, without the pages of mapped files
+SHOWN_ROWS, SHOWN_CHARACTERS = 100, 60  # of a table in a terminal
+_BATCH = 1024  # rows that are fetched at a time
+_COLUMNS = [*SCHEMA, VERSIONS, CORRECT, ANSWER]
+_PLACES = {
+    "shards": [("stage", pa.int32()), ("shard", pa.string())],
+    "evaluation_shards": [("suite", pa.string()), ("update", pa.int64()), ("shard", pa.string())],
+}
+_LEDGER = pa.schema(
+    [
+        ("stage", pa.int32()),
+        ("shard", pa.string()),
+        ("groups", pa.list_(pa.int64())),
+        ("responses", pa.int64()),
+        ("tokens", pa.int64()),
+        ("reward_sum", pa.float64()),
+        ("bytes", pa.int64()),
+        ("sha256", pa.string()),
+        ("weights_hash", pa.string()),
+        ("logprob_mode", pa.string()),
+    ]
+)
+_EVENTS = {"time": pa.float64(), "event": pa.string(), "stage": pa.int32(), "phase": pa.string()}
+_EVALUATIONS = {
+    "suite": pa.string(),
+    "update": pa.int64(),
+    "accuracy": pa.float64(),
+    "ci95_low": pa.float64(),
+    "ci95_high": pa.float64(),
+    "prompts": pa.int64(),
+    "samples": pa.int64(),
+}
+# derived columns, and null where a shard leaves out what goes without saying
+_VIEW = """
+create view {name} as select
+    {places}, group_id as prompt, sample, reward, coalesce(correct, reward) as correct, finish_reason,
+    len(response_tokens)::int as length, policy_version, answer, prompt_tokens, response_tokens, rollout_logprobs,
+    policy_versions, weights_hash::varchar as weights_hash, logprob_mode::varchar as logprob_mode, shard
+from {table}
+"""
+
+
+def query(root: Path, text: str, memory: str = MEMORY) -> Iterator[Record]:
+    """The rows of a query over the run directory ``root``, as they are asked for.
+
+    memory: DuckDB's limit, as ``"500MB"``; what does not fit is spilled to a temporary directory. `UserError` in one
+    line for what DuckDB refuses.
+    """
+    duckdb = _duckdb()
+    with tempfile.TemporaryDirectory(prefix="megarl-sql-") as spill:
+        try:
+            with contextlib.closing(_open(root, spill, memory)) as connection:
+                result = connection.execute(text)
+                names = [column[0] for column in result.description or ()] if result else []
+                while names and (rows := result.fetchmany(_BATCH)):
+                    for row in rows:
+                        yield dict(zip(names, row, strict=True))
+        except duckdb.Error as error:
+            raise UserError(f"SQL: {_first_lines(str(error))}") from error
+
+
+def _duckdb() -> Any:
+    try:
+        import duckdb
+    except ImportError as error:
+        raise UserError("megarl sql needs DuckDB: pip install 'megarl[sql]', or pip install duckdb") from error
+    return duckdb
+
+
+def _first_lines(message: str) -> str:
+    """Without the query that DuckDB repeats below what it says."""
+    return escape(" ".join(message.partition("\n\nLINE ")[0].split()), newlines=False)
+
+
+def _open(root: Path, spill: str, memory: str) -> duckdb.DuckDBPyConnection:
+    """A database with all tables of the run, in which nothing can be configured any more."""
+    duckdb = _duckdb()
+    config = {
+        "memory_limit": memory,
+        "temp_directory": spill,
+        "autoinstall_known_extensions": "false",
+        "autoload_known_extensions": "false",
+        "allow_community_extensions": "false",
+        "python_enable_replacements": "false",  # names of tables do not mean variables of this process
+    }
+    connection = duckdb.connect(":memory:", config=config)
+    for name, table in _tables(root).items():
+        connection.register(name, table)
+    for table, name in (("shards", "responses"), ("evaluation_shards", "evaluation_responses")):
+        places = ", ".join(place for place, _ in _PLACES[table][:-1])
+        connection.execute(_VIEW.format(name=name, table=table, places=places))
+    _register_decode(connection, root)
+    connection.execute("set enable_external_access = false")
+    connection.execute("set lock_configuration = true")
+    return connection
+
+
+def _tables(root: Path) -> dict[str, Any]:
+    run = read_run(root, "")
+    evaluations = [event for events in run.suites.values() for event in events]
+    bounds = [dict(zip(("ci95_low", "ci95_high"), interval(event), strict=True)) for event in evaluations]
+    evaluations = [{"suite": HELDOUT} | event | bound for event, bound in zip(evaluations, bounds, strict=True)]
+    return {
+        "ledger": _ledger(root),
+        "metrics": _metrics(run.updates),
+        "events": _table(run.events, _EVENTS),
+        "evaluations": _table(evaluations, _EVALUATIONS),
+        "shards": _shards(root),
+        "evaluation_shards": _evaluation_shards(root),
+    }
+
+
+def _register_decode(connection: Any, root: Path) -> None:
+    """The function ``decode``: tokens -> text. The tokenizer is read when it is called first."""
+    decode: list[Any] = []
+
+    def texts(tokens: pa.ChunkedArray) -> pa.Array:
+        decode.extend([] if decode else [decoder(root)])
+        rows = (row.values.to_numpy() if row.is_valid else None for row in tokens)
+        return pa.array([None if row is None else decode[0](row) for row in rows], pa.string())
+
+    kind = connection.type("INTEGER[]")
+    connection.create_function("decode", texts, [kind], connection.type("VARCHAR"), type="arrow")
+
+
+def _shards(root: Path) -> ds.Dataset:
+    found = []
+    for stage, directory in stages(root).items():
+        for entry in RolloutStore(directory, one_policy=False).entries:
+            check_size(directory / entry.shard, entry)
+            found.append((directory / entry.shard, {"stage": stage, "shard": entry.shard}))
+    return _dataset("shards", found)
+
+
+def _evaluation_shards(root: Path) -> ds.Dataset:
+    found = []
+    for prompts in sorted(root.glob("evaluations/*/prompts.jsonl")):
+        answered = Answered.of(root, prompts.parent.name)
+        for update in answered.versions():
+            directory = answered.responses(update)
+            for entry in RolloutStore(directory).entries:
+                check_size(directory / entry.shard, entry)
+                place = {"suite": prompts.parent.name, "update": update, "shard": entry.shard}
+                found.append((directory / entry.shard, place))
+    return _dataset("evaluation_shards", found)
+
+
+def _dataset(name: str, files: list[tuple[Path, dict[str, Any]]]) -> ds.Dataset:
+    """Mapped shards with columns that say where each lies; of a run without any an empty table."""
+    schema = pa.schema([*_PLACES[name], *_COLUMNS])
+    if not files:
+        return ds.dataset(schema.empty_table())
+    conditions = []
+    for _, places in files:
+        first, *others = [ds.field(column) == value for column, value in places.items()]
+        conditions.append(first)
+        for other in others:
+            conditions[-1] = conditions[-1] & other
+    return ds.FileSystemDataset.from_paths(
+        [str(path.resolve()) for path, _ in files],
+        schema=schema,
+        format=ds.IpcFileFormat(),
+        filesystem=fs.LocalFileSystem(use_mmap=True),
+        partitions=conditions,
+    )
+
+
+def _ledger(root: Path) -> pa.Table:
+    rows = [
+        asdict(entry) | {"stage": stage}
+        for stage, directory in stages(root).items()
+        for entry in RolloutStore(directory, one_policy=False).entries
+    ]
+    return pa.Table.from_pylist(rows, schema=_LEDGER)
+
+
+def _metrics(records: list[Record]) -> pa.Table:
+    """A column for each name; one whose values are of several kinds, or tables of their own, as JSON."""
+    columns: dict[str, pa.Array] = {"update": pa.array([], pa.int64())}
+    for name in dict.fromkeys(name for record in records for name in record):
+        values = [record.get(name) for record in records]
+        try:
+            if any(isinstance(value, dict) for value in values):
+                raise TypeError  # each row may have other keys
+            columns[name] = pa.array(values)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError):
+            columns[name] = pa.array([None if value is None else json.dumps(value) for value in values])
+    return pa.table(columns)
+
+
+def _table(records: list[Record], kinds: dict[str, pa.DataType]) -> pa.Table:
+    """These columns, and each record whole as JSON."""
+    columns = {name: pa.array([record.get(name) for record in records], kind) for name, kind in kinds.items()}
+    return pa.table(columns | {"fields": pa.array([json.dumps(record) for record in records], pa.string())})
+
+
+def as_json(row: Record) -> str:
+    """A row as a line of JSON; what JSON has no kind for as text."""
+    return json.dumps(row, default=str)
+
+
+def as_table(rows: Iterator[Record]) -> str:
+    """The first rows for a terminal, harmless and cut to its cells."""
+    shown = list(itertools.islice(rows, SHOWN_ROWS + 1))
+    if not shown:
+        return "no rows"
+    cells = [[_cell(name) for name in shown[0]]]
+    cells += [[_cell(value) for value in row.values()] for row in shown[:SHOWN_ROWS]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    numbers = [isinstance(value, (int, float)) for value in shown[0].values()]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for cell, width, number in zip(row, widths, numbers, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    if len(shown) > SHOWN_ROWS:
+        lines.append(f"the first {SHOWN_ROWS} rows; --json prints all")
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    text = escape(text, newlines=False)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."

@@ -1,0 +1,70 @@
+"""The report's samples: some of each stage, escaped, within a bound however much there is."""
+
+import re
+
+from megarl.storage.rollouts import Group
+from megarl.views.report import write_report
+from megarl.views.report_samples import BYTES, samples_section
+from tests.views.stored_run import HOSTILE, WORDS, make_stored_run, random_groups, response, two_stages
+from tests.views.synthetic_run import make_recipe
+
+
+def sections(text):
+    part = r'<details class="samples"><summary>(.*?)</summary><template>(.*?)</template></details>'
+    return re.findall(part, text, re.DOTALL)
+
+
+def test_each_stage_shows_its_best_and_worst_of_some_prompts(tmp_path):
+    root, groups = two_stages(tmp_path / "run")
+    found = sections(samples_section([("run", root)]))
+    for stage, (summary, body) in enumerate(found):
+        own = [group for number, group in groups if number == stage]
+        rewards = [r.reward for group in own for r in group.responses]
+        assert summary == f"stage {stage + 1}: 24 responses, mean reward {sum(rewards) / 24:.3f}"
+        titles = re.findall(r"<h4>prompt (\d+) · sample (\d+) · reward ([\d.]+) · (\d+) tokens · (\w+)</h4>", body)
+        assert {int(prompt) for prompt, *_ in titles} == {own[0].group_id, own[2].group_id, own[-1].group_id}
+        for prompt, sample, reward, length, finish in titles:
+            group = next(group for group in own if group.group_id == int(prompt))
+            one = group.responses[int(sample)]
+            assert (float(reward), int(length), finish) == (one.reward, len(one.tokens), one.finish_reason)
+            assert one.reward in (min(r.reward for r in group.responses), max(r.reward for r in group.responses))
+    assert len(found) == 2
+
+
+def hostile_run(root):
+    bad = [WORDS.index(word) for word in HOSTILE]
+    prompt = random_groups([0])[0].prompt_tokens
+    groups = [Group(stage, prompt, (response([*bad, 4]), response([1], 1.0))) for stage in range(2)]
+    return make_stored_run(root, [[[group]] for group in groups])
+
+
+def test_what_a_model_wrote_is_text(tmp_path):
+    page = write_report([hostile_run(tmp_path / "run")], tmp_path / "page.html").read_text()
+    (_, body), _ = sections(page)
+    assert "&lt;/pre&gt;&lt;/template&gt;&lt;/details&gt;&lt;script&gt;alert(2)&lt;/script&gt;&lt;!--" in body
+    assert set(re.findall(r"<(\w+)", body)) == {"h4", "pre"}
+    assert r"\x1b[2J" in body and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", page)
+
+
+def test_a_page_stays_small_however_much_was_written(tmp_path):
+    """Of many stages with long responses in several runs, side by side."""
+    prompt = random_groups([0])[0].prompt_tokens
+    image = WORDS.index(HOSTILE[5])  # which becomes longer when it is escaped
+    recipe = make_recipe({"stages": 14, "updates_per_stage": 2})
+    long = [
+        [[Group(3 * stage + k, prompt, (response([image] * 40), response([1] * 2000, 1.0))) for k in range(3)]]
+        for stage in range(14)
+    ]
+    roots = [make_stored_run(tmp_path / name, long, recipe=recipe) for name in "ab"]
+    section = samples_section([(root.name, root) for root in roots])
+    assert len(section.encode()) < 1.1 * BYTES
+    assert section.count("on: megarl samples") == 2, "what is left out is said"
+    assert write_report(roots, tmp_path / "page.html").stat().st_size < 3 << 20
+
+
+def test_a_store_that_cannot_be_read_does_not_cost_the_report(tmp_path):
+    root, _ = two_stages(tmp_path / "run")
+    next((root / "stages/001/rollouts").glob("*.arrow")).unlink()
+    section = samples_section([("run", root)])
+    assert len(sections(section)) == 1 and "samples could not be read" in section
+    assert samples_section([("none", make_stored_run(tmp_path / "none", []))]) == ""

@@ -1,0 +1,69 @@
+"""``megarl runs``: every run below a directory, in the state that its files and its lock tell."""
+
+import fcntl
+import json
+import shutil
+
+from megarl.storage.json_lines import append_json
+from megarl.views.runs import as_table, list_runs
+from tests.helpers import megarl
+from tests.views.synthetic_run import ACCURACY, make_run
+
+
+def states(folder):
+    return {line.run: line.state for line in list_runs(folder)}
+
+
+def test_states(tmp_path):
+    for name in ("done", "group/stopped", "group/failed", "working"):
+        make_run(tmp_path / name)
+    (tmp_path / "done/final").mkdir()
+    append_json(tmp_path / "group/failed/events.jsonl", {"time": 0, "event": "phase_failed", "phase": "optimize"})
+    with open(tmp_path / "working/.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        expected = {"done": "finished", "group/failed": "failed", "group/stopped": "stopped", "working": "running"}
+        assert states(tmp_path) == expected
+    append_json(tmp_path / "group/failed/events.jsonl", {"time": 1, "event": "phase_start", "phase": "optimize"})
+    assert states(tmp_path) == expected | {"group/failed": "stopped", "working": "stopped"}
+
+
+def test_a_branch_is_finished_with_its_stage(tmp_path):
+    make_run(tmp_path / "run")
+    branch = make_run(tmp_path / "branch")
+    (tmp_path / "run/stages/001/rollouts").mkdir(parents=True)
+    (branch / "stages/001").mkdir(parents=True)
+    (branch / "stages/001/rollouts").symlink_to(tmp_path / "run/stages/001/rollouts")
+    assert states(tmp_path)["branch"] == "stopped"
+    (branch / "stages/002/policy").mkdir(parents=True)
+    assert states(tmp_path) == {"branch": "finished", "run": "stopped"}
+
+
+def test_last_numbers(tmp_path):
+    run = make_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(lines[:200]) + "\n")
+    (line,) = list_runs(tmp_path)
+    last = json.loads(lines[199])
+    assert (line.stage, line.update, line.updates) == (2, 200, 288)
+    assert (line.accuracy, line.reward) == (ACCURACY[-1], last["reward/mean"])
+    table = as_table([line]).splitlines()
+    assert table[1].split() == ["run", "stopped", "3", "200", "/", "288", "0.902", f"{last['reward/mean']:.3f}"]
+
+
+def test_what_is_no_run_is_left_out_and_what_is_damaged_is_named(tmp_path):
+    make_run(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "run/stages/000/copy")  # inside a run is no run
+    (tmp_path / "recipes").mkdir()
+    shutil.copy(tmp_path / "run/recipe.toml", tmp_path / "recipes")
+    (make_run(tmp_path / "torn") / "recipe.toml").write_text("[schedule")
+    make_run(tmp_path / "\x1b[2Jname")
+    result = megarl("runs", tmp_path, "--json")
+    assert result.returncode == 0, result.stderr
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(line["run"], line["state"]) for line in found] == [
+        ("\x1b[2Jname", "stopped"), ("run", "stopped"), ("torn", "unreadable"),
+    ]  # fmt: skip
+    result = megarl("runs", tmp_path)
+    assert result.stdout.replace("\n", "").isprintable()
+    assert megarl("runs", tmp_path / "recipes").stdout == f"no run below {tmp_path / 'recipes'}\n"
+    assert megarl("runs", tmp_path / "gone").returncode == 2

@@ -1,0 +1,159 @@
+"""``megarl samples``: what is asked for is found, and what a model wrote is harmless to the terminal that shows it."""
+
+import io
+import json
+import re
+import unicodedata
+
+import pytest
+from rich.console import Console
+
+from megarl.errors import UserError
+from megarl.storage.rollouts import Group
+from megarl.views.responses.select import Filter, decoder, select
+from megarl.views.responses.show import show_samples
+from tests.helpers import megarl
+from tests.views.stored_run import HOSTILE, WORDS, make_stored_run, random_groups, response, store, two_stages
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    return two_stages(tmp_path_factory.mktemp("samples") / "run")
+
+
+def text_of(tokens):
+    return "".join(WORDS[token] for token in tokens.tolist())
+
+
+FILTERS = {
+    "all": (Filter(), lambda s, g, n, r: True),
+    "stage": (Filter(stage=1), lambda s, g, n, r: s == 1),
+    "prompt": (Filter(prompt=7), lambda s, g, n, r: g == 7),
+    "sample": (Filter(sample=2), lambda s, g, n, r: n == 2),
+    "reward": (Filter(reward=(0.25, 0.5)), lambda s, g, n, r: r.reward == 0.25),
+    "finish": (Filter(finish="length"), lambda s, g, n, r: r.finish_reason == "length"),
+    "longer": (Filter(longer=10), lambda s, g, n, r: len(r.tokens) > 10),
+    "shorter": (Filter(shorter=4), lambda s, g, n, r: len(r.tokens) < 4),
+    "text": (Filter(pattern=re.compile("a b.*answer")), lambda s, g, n, r: re.search("a b.*answer", text_of(r.tokens))),
+    "several": (
+        Filter(stage=0, reward=(1, 1), finish="stop", longer=3),
+        lambda s, g, n, r: s == 0 and r.reward == 1 and r.finish_reason == "stop" and len(r.tokens) > 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_responses_are_found(stored, name):
+    root, groups = stored
+    wanted, condition = FILTERS[name]
+    expected = [
+        (stage, group.group_id, sample, r.tokens.tolist())
+        for stage, group in groups
+        for sample, r in enumerate(group.responses)
+        if condition(stage, group.group_id, sample, r)
+    ]
+    found = [(f.stage, f.prompt, f.sample, f.response.tokens.tolist()) for f in select(root, wanted, decoder(root))]
+    assert found == expected and found
+
+
+def test_a_run_that_is_going_on(tmp_path):
+    """Only what a line of the ledger names counts: not a shard that is being written, nor a torn line."""
+    root = make_stored_run(tmp_path / "run", [[random_groups([0, 1])]])
+    folder = root / "stages/001/rollouts"
+    store(folder, [random_groups([2]), random_groups([3])], sealed=False)
+    last = (folder / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "ledger.jsonl").write_bytes(last[0] + last[1][:30])
+    assert sorted({one.prompt for one in select(root, Filter(), decoder(root))}) == [0, 1, 2]
+
+
+def shown(root, width=100, terminal=False, **options):
+    file = io.StringIO()
+    colour = "256" if terminal else None
+    console = Console(file=file, width=width, force_terminal=terminal, color_system=colour, highlight=False)
+    wanted = options.pop("wanted", Filter())
+    show_samples(root, wanted, options.pop("limit", 10), as_json=False, console=console, **options)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    groups = random_groups([0], samples=1)
+    bad = [WORDS.index(word) for word in HOSTILE]
+    groups += random_groups([1], samples=2)
+    groups[1] = Group(1, groups[1].prompt_tokens, (response([*bad, 1, 0]), response([*bad, 2])))
+    return make_stored_run(tmp_path_factory.mktemp("hostile") / "run", [[groups]])
+
+
+@pytest.mark.parametrize("prompt", [None, 1])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_response_cannot_drive_the_terminal(hostile, prompt, terminal):
+    output = shown(hostile, terminal=terminal, wanted=Filter(prompt=prompt), whole=True)
+    assert ("\x1b[" in output) is terminal, "colours"
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
+    assert {c for c in plain if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp", "Cs")} == {"\n"}
+    together = re.sub(r"[\s│]", "", plain)
+    for escaped in (r"\x1b[2J\x1b]0;owned\x07", r"\x9b31m", r"\rhidden\x08\x7f\x00", r"\u202eesrever\u2028"):
+        assert escaped in together
+    assert "[boldred]:smile:[/boldred]" in together, "rich's own markup is text"
+    assert len(re.findall(r"(?m)^stage \d", plain)) == (3 if prompt is None else 0), (
+        "a response began a line of its own"
+    )
+
+
+def test_a_long_text_is_cut_in_its_middle(tmp_path):
+    groups = random_groups([0], samples=1)
+    groups = [Group(0, groups[0].prompt_tokens, (response([1] * 3000 + [4]),))]
+    root = make_stored_run(tmp_path / "run", [[groups]])
+    output = shown(root)
+    assert "[... 1,807 characters ...]" in output and "answer" in output and output.count("a") < 1300
+    assert shown(root, whole=True).count("a") > 3000
+
+
+def test_a_group_stands_side_by_side(stored):
+    root, groups = stored
+    lines = shown(root, width=120, wanted=Filter(prompt=7)).splitlines()
+    rewards = [r.reward for stage, group in groups for r in group.responses if group.group_id == 7]
+    first = next(line for line in lines if "─ 0 · reward" in line)
+    for sample, reward in enumerate(rewards[:3]):
+        assert f"{sample} · reward {reward:g} ·" in first, lines
+
+
+def test_the_command(stored):
+    root, groups = stored
+    result = megarl("samples", root, "--stage", "1", "--limit", "2", "--json")
+    assert result.returncode == 0, result.stderr
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    expected = groups[6][1].responses[:2]
+    assert [record["text"] for record in records] == [text_of(r.tokens) for r in expected]
+    assert [record["reward"] for record in records] == [r.reward for r in expected]
+    assert {(record["stage"], record["prompt"]) for record in records} == {(1, 6)}
+    result = megarl("samples", root, "--reward", ":0.25", "--finish", "stop", "--limit", "1000")
+    some = [r for _, g in groups for r in g.responses if r.reward <= 0.25 and r.finish_reason == "stop"]
+    assert len(re.findall(r"(?m)^stage", result.stdout)) == len(some)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--stage", "2"], "stage 2 of .* has no rollouts: there are those of stages 0, 1"),
+        (["--prompt", "12"], "no stage of .* has prompt 12"),
+        (["--finish", "end"], "does not end with 'end', but with stop, length, timeout"),
+        (["--reward", "much"], "'much' is neither a number nor a range"),
+        (["--grep", "("], "is no regular expression"),
+        (["--policy", "final"], "give --tokens with them"),
+    ],
+)
+def test_a_mistake_is_named(stored, options, said):
+    result = megarl("samples", stored[0], *options)
+    assert result.returncode == 2 and re.search(said, result.stderr), result.stderr
+
+
+def test_a_shard_that_its_ledger_does_not_describe(tmp_path):
+    root, _ = two_stages(tmp_path / "run")
+    one, other = sorted((root / "stages/000/rollouts").glob("*.arrow"))
+    one.write_bytes(other.read_bytes())
+    with pytest.raises(UserError, match=r"bytes, not|has other groups than its line"):
+        list(select(root, Filter(), decoder(root)))
+    one.unlink()
+    with pytest.raises(UserError, match="is gone"):
+        list(select(root, Filter(), decoder(root)))

@@ -1,0 +1,198 @@
+"""``megarl sql``: rows are those of the store, a run may be going on, and a query reaches nothing but the run."""
+
+import json
+import os
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from megarl.errors import UserError
+from megarl.storage.rollouts import Group
+from megarl.views.sql import as_table, query
+from tests.helpers import megarl
+from tests.views.stored_run import HOSTILE, WORDS, make_stored_run, random_groups, response, store, two_stages
+from tests.views.synthetic_run import ACCURACY
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    root, groups = two_stages(tmp_path_factory.mktemp("sql") / "run")
+    asked = root / "evaluations/heldout"
+    asked.mkdir(parents=True)
+    (asked / "prompts.jsonl").write_text("")
+    store(asked / "update_000096", [random_groups([0, 1], samples=2, seed=5)])
+    return root, groups
+
+
+def rows(root, text):
+    return [tuple(row.values()) for row in query(root, text)]
+
+
+def test_responses_are_those_of_the_store(stored):
+    root, groups = stored
+    expected = [
+        (stage, g.group_id, sample, r.reward, r.finish_reason, len(r.tokens), r.policy_version, r.tokens.tolist())
+        for stage, g in groups
+        for sample, r in enumerate(g.responses)
+    ]
+    columns = "stage, prompt, sample, reward, finish_reason, length, policy_version, response_tokens"
+    assert rows(root, f"select {columns} from responses order by prompt, sample") == expected
+    (total,) = rows(
+        root, "select count(*), sum(list_sum(rollout_logprobs)), any_value(correct = reward) from responses"
+    )
+    logprobs = [r.rollout_logprobs for _, g in groups for r in g.responses]
+    assert total == (len(expected), pytest.approx(sum(float(x.sum()) for x in logprobs), rel=1e-5), True)
+
+
+def test_tables_are_scanned_as_often_as_a_query_names_them(stored):
+    """A stream would be empty the second time."""
+    text = "select count(*) from responses a join responses b using (prompt, sample) join ledger c on c.shard = a.shard"
+    assert rows(stored[0], text) == [(48,)]
+
+
+def test_tokens_become_text(stored):
+    root, groups = stored
+    texts = ["".join(WORDS[t] for t in r.tokens.tolist()) for _, g in groups for r in g.responses]
+    assert [
+        row[0] for row in rows(root, "select decode(response_tokens) from responses order by prompt, sample")
+    ] == texts
+    answers = sum("answer" in text for text in texts)
+    assert rows(root, "select count(*) from responses where decode(response_tokens) like '%answer%'") == [(answers,)]
+    assert rows(root, "select decode(null), decode([])") == [(None, "")]
+
+
+def test_columns_that_only_some_shards_have(tmp_path):
+    plain = random_groups([0], samples=2)
+    versions = np.array([0, 1, 2], np.int32)
+    special = response([1, 2, 3], 0.5, correct=1.0, answer="x", policy_versions=versions)
+    full = [Group(1, plain[0].prompt_tokens, (special,))]
+    root = make_stored_run(tmp_path / "run", [[plain, full]])
+    found = rows(root, "select correct, answer, policy_versions from responses order by prompt, sample")
+    assert found == [(r.reward, None, None) for r in plain[0].responses] + [(1.0, "x", [0, 1, 2])]
+
+
+def test_metrics_events_and_evaluations(stored):
+    root, groups = stored
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    assert rows(root, 'select "update", "reward/mean" from metrics order by 1') == [
+        (line["update"], line["reward/mean"]) for line in lines
+    ]
+    (counts,) = rows(
+        root, "select entropy_by_ratio->'counts'->0->0 from metrics where entropy_by_ratio is not null limit 1"
+    )
+    assert (
+        json.loads(counts[0]) == next(r for r in lines if "entropy_by_ratio" in r)["entropy_by_ratio"]["counts"][0][0]
+    )
+    assert [row[2] for row in rows(root, "select * from evaluations order by update")] == pytest.approx(list(ACCURACY))
+    seconds = rows(root, "select sum((fields->>'seconds')::double) from events where event = 'phase_end'")
+    assert seconds == [(100.0,)]
+    assert rows(root, "select suite, update, count(*) from evaluation_responses group by all") == [("heldout", 96, 4)]
+    total = sum(
+        g.responses[0].reward + g.responses[1].reward + g.responses[2].reward + g.responses[3].reward for _, g in groups
+    )
+    assert rows(root, "select sum(responses), sum(reward_sum) from ledger") == [(48, total)]
+
+
+def test_a_run_that_is_going_on(tmp_path):
+    """Without a seal; a shard that no whole line of the ledger names does not count."""
+    root = make_stored_run(tmp_path / "run", [])
+    assert rows(root, "select count(*) from responses") == [(0,)]
+    folder = root / "stages/000/rollouts"
+    store(folder, [random_groups([0]), random_groups([1])], sealed=False)
+    ledger = folder / "ledger.jsonl"
+    last = ledger.read_bytes().splitlines(keepends=True)
+    ledger.write_bytes(last[0] + last[1][:40])
+    assert rows(root, "select distinct prompt from responses") == [(0,)]
+    ledger.write_bytes(b"".join(last))
+    assert rows(root, "select distinct prompt from responses order by 1") == [(0,), (1,)]
+    (root / "metrics.jsonl").unlink()
+    (root / "events.jsonl").unlink()
+    assert rows(root, "select count(*) from metrics, events, evaluations") == [(0,)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "select * from read_csv('{file}')",
+        "select * from read_text('{file}')",
+        "select * from '{file}'",
+        "select * from glob('{folder}/*')",
+        "select * from read_json('{run}/metrics.jsonl')",
+        "copy (select 1) to '{folder}/new.csv'",
+        "copy metrics to '{run}/metrics.jsonl'",
+        "export database '{folder}/new'",
+        "attach '{folder}/new.db'",
+        "install httpfs",
+        "load httpfs",
+        "select * from 'https://example.com/x.csv'",
+        "set enable_external_access = true",
+        "set memory_limit = '100GB'",
+        "reset memory_limit",
+        "set allow_community_extensions = true",
+        "select * from secrets_of_this_process",
+    ],
+)
+def test_a_query_reaches_nothing_but_the_run(stored, tmp_path, text):
+    secrets_of_this_process = pa.table({"a": [1]})  # as DuckDB would find it by its name
+    assert len(secrets_of_this_process)
+    (tmp_path / "file.csv").write_text("a,b\n1,2\n")
+    before = (stored[0] / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match="^SQL: "):
+        rows(stored[0], text.format(file=tmp_path / "file.csv", folder=tmp_path, run=stored[0]))
+    assert os.listdir(tmp_path) == ["file.csv"]
+    assert (stored[0] / "metrics.jsonl").read_bytes() == before
+
+
+def test_memory_is_limited_and_what_does_not_fit_is_spilled(stored):
+    """50 million numbers are sorted with 100 MB; a limit that is too small for anything is an error in one line."""
+    setting = "select current_setting('memory_limit')"
+    assert rows(stored[0], setting)[0][0] == "953.6 MiB"
+    assert [row["x"] for row in query(stored[0], f"select ({setting}) as x", "100MB")] == ["95.3 MiB"]
+    text = "select string_agg(repeat('x', 1000)) from range(1000000)"
+    with pytest.raises(UserError, match="^SQL: Out of Memory Error"):
+        list(query(stored[0], text, "20MB"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("selec 1", 'SQL: Parser Error: syntax error at or near "selec"'),
+        ("select nope from responses", 'SQL: Binder Error: Referenced column "nope" not found'),
+        (
+            "select * from response",
+            'SQL: Catalog Error: Table with name response does not exist! Did you mean "responses"?',
+        ),
+    ],
+)
+def test_a_wrong_query_is_one_line(stored, text, said):
+    result = megarl("sql", stored[0], text)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"megarl: {said}") and result.stderr.count("\n") == 1
+
+
+def test_the_command(stored):
+    root, groups = stored
+    text = "select stage, count(*) as n, avg(reward) as mean from responses group by stage order by stage"
+    result = megarl("sql", root, text, "--json")
+    assert result.returncode == 0, result.stderr
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    for stage, row in enumerate(found):
+        rewards = [r.reward for s, g in groups for r in g.responses if s == stage]
+        assert row == {"stage": stage, "n": 24, "mean": pytest.approx(sum(rewards) / 24)}
+    result = megarl("sql", root, text)
+    assert result.stdout.splitlines()[0].split() == ["stage", "n", "mean"] and len(result.stdout.splitlines()) == 3
+    result = megarl("sql", root.parent, "select 1")
+    assert result.returncode == 2 and "is not a run directory" in result.stderr
+
+
+def test_a_table_is_harmless_to_a_terminal(tmp_path):
+    bad = [WORDS.index(word) for word in HOSTILE]
+    groups = random_groups([0], samples=1)
+    groups = [Group(0, groups[0].prompt_tokens, tuple(response([token]) for token in bad))]
+    root = make_stored_run(tmp_path / "run", [[groups]])
+    table = as_table(query(root, 'select decode(response_tokens) as "t\x1b" from responses'))
+    assert len(table.splitlines()) == 1 + len(bad)
+    assert all(line.isprintable() for line in table.splitlines())
+    many = as_table(query(root, "select * from range(1000)"))
+    assert len(many.splitlines()) == 102 and many.endswith("the first 100 rows; --json prints all")

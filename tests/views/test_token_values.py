@@ -1,0 +1,115 @@
+"""``megarl samples --tokens``: what it says of single tokens is what the trainer's own metrics say of all of them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.storage.run_dir import RunDir
+from megarl.views.responses.select import Filter, decoder, select
+from megarl.views.responses.tokens import annotate, with_objective
+from tests.helpers import megarl, metrics
+from tests.views.test_samples import shown
+
+SETTINGS = (
+    "schedule.updates_per_stage=4",
+    "eval.every_updates=1",  # each policy of the stage is exported
+    "objective.name=m2po",  # its mask is decided by the whole batch
+    "objective.m2_threshold=1e-4",
+    "optimizer.lr=2e-3",
+    "rollout.temperature=0.9",
+)
+
+
+@pytest.fixture(scope="module")
+def trained(recipe):
+    options = [part for setting in SETTINGS for part in ("--set", setting)]
+    result = megarl("train", recipe, "--run-dir", recipe.parent / "run", "--until", "optimize:0", *options)
+    assert result.returncode == 0, result.stderr
+    return RunDir.open(recipe.parent / "run")
+
+
+def of_update(run, update):
+    """The responses that an update trains, counted from 1."""
+    ids = run.stage(0).groups_of_update(run.stage(0).groups, update - 1)
+    return [one for one in select(run.root, Filter(), decoder(run.root)) if one.prompt in ids]
+
+
+def test_the_metrics_of_an_update_are_those_of_its_tokens(trained):
+    for update in (2, 3, 4):
+        line = metrics(trained)[update - 1]
+        tokens = annotate(trained, of_update(trained, update), trained.recipe, str(update - 1))
+        ratios, entropy = (np.concatenate([getattr(one, name) for one in tokens]) for name in ("ratios", "entropy"))
+        masked = [cause == "m2_mask" for one in tokens for cause in one.causes]
+        assert ratios.mean() == pytest.approx(line["ratio/mean"], rel=1e-5)
+        assert np.square(ratios).mean() == pytest.approx(line["ratio/square_mean"], rel=1e-5)
+        assert entropy.mean() == pytest.approx(line["entropy"], rel=1e-5)
+        assert np.mean(masked) == pytest.approx(line["m2_mask_fraction"])
+        assert np.mean([kept for one in tokens for kept in one.kept]) == pytest.approx(line["kept_fraction"])
+        assert 0 < sum(masked) < len(masked)
+
+
+def test_one_response_is_judged_within_its_batch(trained):
+    found = of_update(trained, 3)
+    together = annotate(trained, found, trained.recipe, "2")
+    some = [k for k, tokens in enumerate(together) if not tokens.kept.all()]
+    alone = annotate(trained, [found[some[0]]], trained.recipe, "2")
+    assert alone[0].causes == together[some[0]].causes
+    assert alone[0].advantage == together[some[0]].advantage
+
+
+def test_another_objective_and_the_policy_by_default(trained):
+    """GRPO's clip by its formula, with log-probs of transformers' own forward pass, of the policy after the stage."""
+    found = of_update(trained, 1)
+    recipe = with_objective(
+        trained.recipe, ["objective.name=grpo", "objective.eps_low=0.02", "objective.eps_high=0.03"]
+    )
+    tokens = annotate(trained, found, recipe, None)
+    model = AutoModelForCausalLM.from_pretrained(trained.stage(1).policy, dtype=torch.float32)
+    rewards = {}
+    for one in found:
+        rewards.setdefault(one.prompt, []).append(one.response.reward)
+    clipped = 0
+    for one, seen in zip(found, tokens, strict=True):
+        text = torch.tensor([[*one.prompt_tokens.tolist(), *one.response.tokens.tolist()]])
+        with torch.no_grad():
+            logits = model(text).logits[0, len(one.prompt_tokens) - 1 : -1] / 0.9
+        logprobs = logits.log_softmax(-1).gather(1, text[0, len(one.prompt_tokens) :, None])[:, 0].numpy()
+        np.testing.assert_allclose(seen.logprobs, logprobs, atol=1e-5)
+        group = np.array(rewards[one.prompt])
+        advantage = (one.response.reward - group.mean()) / (group.std(ddof=1) + 1e-6)
+        assert seen.advantage == pytest.approx(advantage, abs=1e-6)
+        ratio = np.exp(logprobs - one.response.rollout_logprobs)
+        lost = (ratio > 1.03) & (advantage > 0) | (ratio < 0.98) & (advantage < 0)
+        assert (~seen.kept).tolist() == lost.tolist() == [cause == "clip" for cause in seen.causes]
+        clipped += int(lost.sum())
+    assert clipped
+
+
+def test_the_command(trained):
+    some = ("--limit", "3", "--tokens", "kept")
+    result = megarl("samples", trained.root, *some, "--policy", "2", "--json")
+    assert result.returncode == 0, result.stderr
+    for record in map(json.loads, result.stdout.splitlines()):
+        assert "".join(token["text"] for token in record["tokens"]) == record["text"]
+        assert {token["ratio"] != 1 for token in record["tokens"]} == {True}
+    result = megarl("samples", trained.root, *some, "--policy", "9")
+    assert result.returncode == 2
+    assert "exported are those after update 0, 1, 2, 3, 4, final, best" in result.stderr
+    result = megarl("samples", trained.root, *some, "--set", "rollout.temperature=1")
+    assert result.returncode == 2 and "may change objective alone" in result.stderr
+
+
+def test_colours_tell_what_is_lost(trained):
+    """On a terminal; red where the mask of the metrics bites, with its name."""
+    tokens = annotate(trained, of_update(trained, 3), trained.recipe, "2")
+    lost = sum(int((~one.kept).sum()) for one in tokens)
+    ids = {one.prompt for one in of_update(trained, 3)}
+    output = "".join(
+        shown(trained.root, terminal=True, colouring="kept", policy="2", wanted=Filter(prompt=number), limit=99)
+        for number in ids
+    )
+    assert output.count("\x1b[30;48;5;203m") == lost > 0
+    assert "[m2_mask]" in output
