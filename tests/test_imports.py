@@ -33,21 +33,12 @@ HEAVY = {  # package: the modules (and everything below them) that may bring it 
     **{name: (module,) for name, module in ENGINES.items()},  # an engine is named like its package
 }
 IMPORTERS = HEAVY | {"megatron": ("megarl.actor",)}  # the modules that may hold the import statement, lazy or not
-COMMAND_LINE = ("cli", "inside", "errors", "workers.node_rank", "workers.processes")
+LIGHT = ("megarl", "megarl.errors", "megarl.workers.node_rank", "megarl.workers.processes")
+LIGHT_FOLDERS = ("recipe", "storage", "models", "cli")
 WITHOUT_TORCH = [  # and without any of the heavy packages
     name
     for name in MODULES
-    if name
-    in (
-        "megarl",
-        "megarl.cli",
-        "megarl.beside",
-        "megarl.inside",
-        "megarl.errors",
-        "megarl.workers.node_rank",
-        "megarl.workers.processes",
-    )
-    or (name.split(".")[1:2] in (["recipe"], ["storage"], ["models"]) and name != "megarl.storage.tensor_files")
+    if name in LIGHT or (".".join(name.split(".")[1:2]) in LIGHT_FOLDERS and name != "megarl.storage.tensor_files")
 ]
 # what a group of modules that may bring a package in has loaded already, so that it is paid for once
 PRELOADED = {
@@ -81,8 +72,6 @@ LAYERS = (
     "commands",
     "sweep",
     "what_if",
-    "beside",
-    "inside",
     "cli",
 )
 

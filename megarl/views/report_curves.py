@@ -1,4 +1,4 @@
-"""Charts of the report that show metrics as they are: title, hint, {metric: (label, dash)} and y axis."""
+"""Charts of the report that show metrics as they are: title, hint, {metric: (label, dash)} and y axis of each."""
 
 from __future__ import annotations
 

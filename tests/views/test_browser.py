@@ -70,7 +70,7 @@ def test_one_run(tmp_path, proxy):
     body, errors = browse(page, tmp_path / "profile", proxy)
     assert "CONSOLE" not in errors, errors
     titles = re.findall(r'<section class="card"><h2>(.*?)</h2>', body)
-    assert len(titles) == body.count('class="plot js-plotly-plot"') == 19
+    assert len(titles) == body.count('class="plot js-plotly-plot"') == 23
     for number in range(15):
         assert drawn_curves(body, number), titles[number]
     assert len(drawn_curves(body, 2)) == 5, "four quantiles and a median"
@@ -90,7 +90,7 @@ def test_two_runs_one_of_them_hostile(tmp_path, proxy):
     body, _ = browse(write_report([a, b], tmp_path / "r.html"), tmp_path / "profile", proxy)
     assert "<img" not in body and "<a " not in body
     assert len(re.findall(r'class="legendtext"[^>]*>a clip</text>', body)) == 1
-    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 19
+    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 23
     assert "<th>objective.name</th>" in body
 
 
@@ -115,7 +115,7 @@ def test_a_run_without_evaluations(tmp_path, proxy):
     (root / "events.jsonl").unlink()
     body, _ = browse(write_report([root], tmp_path / "r.html"), tmp_path / "profile", proxy)
     assert "No evaluation has been made yet." in body and "events.jsonl is not there yet" in body
-    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 17
+    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 21
 
 
 def test_samples_are_laid_out_when_they_are_opened(tmp_path, proxy):

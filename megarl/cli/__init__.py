@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megarl import __version__
-from megarl.beside import add_beside
+from megarl.cli.arguments import Commands
+from megarl.cli.arguments import command as _command
+from megarl.cli.arguments import settings as _settings
+from megarl.cli.comparing import add_beside
+from megarl.cli.inside import add_inside
 from megarl.errors import PhaseFailed, UserError
-from megarl.inside import add_inside
-from megarl.inside import command as _command
-from megarl.inside import settings as _settings
 
 # of files and directories, which another try would meet again
 _MISTAKES = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
     from megarl.storage.run_dir import RunDir, Stage
     from megarl.workers.nodes import Nodes
 
@@ -333,7 +333,3 @@ def _add_views(commands: Commands) -> None:
     sub.add_argument("--recipe", type=Path, help="instead: rehearse an update, export and checkpoint of this recipe")
     sub.add_argument("--scratch", type=Path, help="where the rehearsal writes; shared by several nodes")
     _settings(sub)
-
-
-if __name__ == "__main__":
-    run()

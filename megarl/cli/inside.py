@@ -7,26 +7,9 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from megarl.cli.arguments import Commands, command
 from megarl.views.responses import COLOURINGS
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
-
-def command(among: Commands, name: str, function: Any, help: str) -> argparse.ArgumentParser:
-    """A command among others, which calls ``function`` with its options."""
-    sub = among.add_parser(name, help=help, description=help)
-    sub.set_defaults(command=function)
-    return sub
-
-
-def settings(sub: argparse.ArgumentParser) -> None:
-    """``--set``, for commands that take recipe settings."""
-    sub.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a recipe setting"
-    )
 
 
 def add_inside(commands: Commands) -> None:

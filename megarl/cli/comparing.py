@@ -5,22 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+from megarl.cli.arguments import Commands, command, positive
 
 
 def add_beside(commands: Commands) -> None:
     """The commands of this module."""
-    sub = _command(commands, "sweep", _sweep, "runs beside each other, and one table; start it again to continue it")
+    sub = command(commands, "sweep", _sweep, "runs beside each other, and one table; start it again to continue it")
     sub.add_argument("sweep", type=Path, help="a TOML file: docs/comparing.md")
     sub.add_argument("--output", type=Path, help="where the run directories go; default: the file's name without .toml")
-    sub.add_argument("--jobs", type=_positive, default=2, help="runs at a time; default: 2")
+    sub.add_argument("--jobs", type=positive, default=2, help="runs at a time; default: 2")
     sub.add_argument("--dry-run", action="store_true", help="count and list the runs, and start none")
     sub.add_argument("--json", action="store_true", help="the table as a JSON list")
 
-    sub = _command(commands, "what-if", _what_if, "every objective's gradient on the stored batches of a stage")
+    sub = command(commands, "what-if", _what_if, "every objective's gradient on the stored batches of a stage")
     sub.add_argument("run_dir", type=Path)
     sub.add_argument("--stage", type=int, required=True)
     sub.add_argument(
@@ -30,26 +28,14 @@ def add_beside(commands: Commands) -> None:
         default=[],
         help="a policy, by its updates in the stage; may be repeated; default: all that are there",
     )
-    sub.add_argument("--batches", type=_positive, default=8, help="of the stage, the last ones; default: 8")
+    sub.add_argument("--batches", type=positive, default=8, help="of the stage, the last ones; default: 8")
     sub.add_argument("--figure", type=Path, help="write a page with charts along staleness")
     sub.add_argument("--json", action="store_true", help="one JSON list")
 
-    sub = _command(commands, "compare", _compare, "two policies on the prompts that both have answered")
+    sub = command(commands, "compare", _compare, "two policies on the prompts that both have answered")
     sub.add_argument("a", metavar="A", help="a run directory, or DIR:UPDATE, DIR:best; default: its last evaluation")
     sub.add_argument("b", metavar="B")
     sub.add_argument("--suite", help="default: every suite that both have")
-
-
-def _command(among: Commands, name: str, function: Any, help: str) -> argparse.ArgumentParser:
-    sub = among.add_parser(name, help=help, description=help)
-    sub.set_defaults(command=function)
-    return sub
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
 
 
 def _sweep(options: argparse.Namespace) -> None:

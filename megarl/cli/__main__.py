@@ -1,0 +1,6 @@
+"""``python -m megarl.cli``: the command ``megarl`` without its installation."""
+
+from megarl.cli import run
+
+if __name__ == "__main__":
+    run()
