@@ -188,7 +188,7 @@ def table_text(plan: Plan, found: Sequence[Row]) -> str:
     if not found:
         return "no run with an evaluation is finished"
     several = max(row.replicates for row in found) > 1
-    over = "seeds or runs" if several else "prompts"
+    over = "seeds or runs, where n is 1 over prompts" if several else "prompts"
     lines = [f"95 % intervals over {over}; differences are paired, from {plan.table.reference}"]
     width = max(len(row.point.name) for row in found)
     for suite in dict.fromkeys(row.suite for row in found):

@@ -178,6 +178,8 @@ def _check(nodes: Nodes, job: Job) -> None:
 
 
 def _make(nodes: Nodes, job: Job) -> None:
+    if job.is_done():  # by another sweep, since this one began
+        return
     if job.source is not None:
         optimize_branch(nodes, job.source, job.directory, job.settings)
         return

@@ -4,11 +4,15 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
+from megarl.commands import export_policy
+from megarl.errors import UserError
 from megarl.estimates import mean_of_replicates
 from megarl.objectives import OBJECTIVES
 from megarl.storage.run_dir import RunDir
-from tests.helpers import megarl, metrics
+from megarl.what_if import what_if
+from tests.helpers import events, megarl, metrics
 
 BATCHES = 3
 
@@ -20,7 +24,7 @@ def run(recipe):
     result = megarl(
         "train", recipe, "--run-dir", target,
         "--set", "schedule.stages=1", "--set", "actor.checkpoint_every=1", "--set", "actor.keep_checkpoints=6",
-        "--set", "optimizer.lr=2e-3",
+        "--set", "optimizer.lr=2e-3", "--set", "eval.every_updates=4",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return RunDir.open(target)
@@ -29,13 +33,13 @@ def run(recipe):
 @pytest.fixture(scope="module")
 def rows(run, tmp_path_factory):
     figure = tmp_path_factory.mktemp("figure") / "figure.html"
-    before = {path: path.stat().st_mtime_ns for path in run.root.rglob("*")}
+    before = {path: path.lstat().st_mtime_ns for path in run.root.rglob("*")}
     result = megarl(
         "what-if", run.root, "--stage", 0, "--update", 0, "--update", 5, "--batches", BATCHES, "--json",
         "--figure", figure,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert {path: path.stat().st_mtime_ns for path in run.root.rglob("*")} == before
+    assert {path: path.lstat().st_mtime_ns for path in run.root.rglob("*")} == before
     assert "Cosine to a fresh on-policy gradient" in figure.read_text()
     return {(row["update"], row["objective"]): row for row in json.loads(result.stdout)}
 
@@ -78,12 +82,36 @@ def test_intervals_are_over_batches(rows):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--update", 7), "the policies after updates 0, 1, 2, 3, 4, 5, 6"),
-        (("--batches", 7), "the stage has 6"),
-        (("--stage", 1), "stages 0 to 0"),
+        ((0, [7], 3), "the policies after updates 0, 1, 2, 3, 4, 5, 6"),
+        ((0, [], 7), "the stage has 6"),
+        ((1, [], 3), "stages 0 to 0"),
     ],
 )
 def test_mistakes_are_named(run, arguments, message):
-    result = megarl("what-if", run.root, "--stage", 0, *arguments)
-    assert result.returncode == 2
-    assert message in result.stderr
+    with pytest.raises(UserError, match=message):
+        what_if(run.root, *arguments)
+
+
+def weights(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+
+
+def test_the_end_of_a_stage_is_exported_as_the_run_exported_it(run, tmp_path):
+    result = megarl("export", run.root, "--stage", 0, "--update", 6, "--output", tmp_path / "end")
+    assert result.returncode == 0, result.stderr
+    assert same(weights(tmp_path / "end"), weights(run.final))
+    with pytest.raises(UserError, match="exists already"):
+        export_policy(run.root, 0, 6, tmp_path / "end")
+
+
+def test_a_checkpoint_is_evaluated_as_the_run_evaluated_its_policy(run, tmp_path):
+    """The run exports and evaluates its policy after 4 of 6 updates by itself, too."""
+    (event,) = [event for event in events(run, "evaluation") if event["update"] == 4]
+    result = megarl("eval", run.root, "--stage", 0, "--update", 4, "--output", tmp_path / "kept")
+    assert result.returncode == 0, result.stderr
+    assert f"avg@1 {event['accuracy']:.4f}" in result.stdout
+    assert not same(weights(tmp_path / "kept/policies/stage_000_update_000004"), weights(run.final))
