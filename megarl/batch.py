@@ -6,12 +6,12 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from megarl.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch.distributed import ProcessGroup
 
 _FLOATS = ("logprobs", "rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "entropy")
@@ -42,6 +42,8 @@ class ContextShard:
 
     def held_tokens(self, lengths: np.ndarray) -> np.ndarray:
         """Indices [T / size] of this rank's tokens on the packed axis of whole sequences; lengths [S] of these."""
+        import numpy as np  # here: objectives and their batches need torch alone
+
         starts, chunk_lengths = np.cumsum(lengths) - lengths, lengths // self.chunks
         return np.concatenate(
             [
@@ -57,6 +59,8 @@ class ContextShard:
         lengths [S] of the whole sequences -> indices among the tokens of all ranks, rank by rank, in the order of the
         chunks that this rank holds, and how many belong to each chunk [2 S].
         """
+        import numpy as np
+
         starts, chunk_lengths = (np.cumsum(lengths) - lengths) // self.size, lengths // self.chunks
         total = int(lengths.sum()) // self.size
         indices, counts = [], []

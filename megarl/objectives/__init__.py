@@ -21,9 +21,11 @@ from megarl.objectives.minpro import MinPro
 from megarl.objectives.mu_grpo import MuGrpo
 from megarl.objectives.objective import Objective
 from megarl.objectives.options import OPTIONS, WithOptions, name_of
+from megarl.objectives.padded import PaddedTerms, padded_terms
 from megarl.objectives.parts.aggregation import denominator, token_weights
 from megarl.objectives.parts.fields import build
 from megarl.objectives.parts.metrics import Metric
+from megarl.objectives.parts.summary import summarise
 from megarl.objectives.parts.terms import Terms
 from megarl.objectives.prefix_filter import PrefixFilter
 from megarl.objectives.prefix_ratio_grpo import PrefixRatioGrpo
@@ -38,11 +40,14 @@ __all__ = [
     "OPTIONS",
     "Metric",
     "Objective",
+    "PaddedTerms",
     "Terms",
     "WithOptions",
     "build_objective",
     "denominator",
+    "padded_terms",
     "resolved_fields",
+    "summarise",
     "token_weights",
 ]
 

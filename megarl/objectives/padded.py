@@ -1,0 +1,58 @@
+"""Objectives on padded batches, as other trainers have them: one row a response, one column a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megarl.batch import TokenBatch
+from megarl.objectives.objective import Objective
+from megarl.objectives.options import WithOptions
+from megarl.objectives.parts.metrics import Metric
+
+
+@dataclass(frozen=True)
+class PaddedTerms:
+    """loss [B, R] float32, not reduced, 0 where nothing trains; kept [B, R] bool, tokens whose policy gradient
+    survives; metrics and histograms as in `Terms`, for `megarl.objectives.summarise`."""
+
+    loss: torch.Tensor
+    kept: torch.Tensor
+    metrics: dict[str, Metric]
+    histograms: dict[str, torch.Tensor]
+
+
+def padded_terms(
+    objective: Objective | WithOptions,
+    logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    old_logprobs: torch.Tensor | None = None,
+    backend: str = "torch",
+) -> PaddedTerms:
+    """The objective's loss of every token of a padded batch; the caller averages it, over the whole optimizer batch.
+
+    logprobs [B, R]: of the current policy, with gradient. rollout_logprobs [B, R]: of the policy that generated, as
+    its engine said. advantages [B], [B, 1] or [B, R]. mask [B, R]: what trains, of any type; all else may be anything.
+    old_logprobs [B, R]: of the proximal policy, for objectives that ask for it. Objectives with statistics over the
+    optimizer batch (M2PO, BAPO) take this batch for it. `UserError` for wrong shapes.
+    """
+    rows, columns = logprobs.shape
+    advantages = advantages.reshape(rows, -1).expand(rows, columns)
+
+    def flat(values: torch.Tensor) -> torch.Tensor:
+        return values.reshape(-1).float()
+
+    batch = TokenBatch(
+        logprobs=flat(logprobs),
+        rollout_logprobs=flat(rollout_logprobs),
+        advantages=flat(advantages),
+        loss_mask=mask.reshape(-1).bool(),
+        cu_seqlens=torch.arange(rows + 1, dtype=torch.int32, device=logprobs.device) * columns,
+        old_logprobs=None if old_logprobs is None else flat(old_logprobs),
+    )
+    terms = objective(batch, backend=backend)
+    shape = (rows, columns)
+    return PaddedTerms(terms.loss.reshape(shape), terms.kept.reshape(shape), terms.metrics, terms.histograms)

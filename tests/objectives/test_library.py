@@ -1,0 +1,108 @@
+"""Objectives in other trainers: padded batches, and what importing them takes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import runpy
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from megarl.batch import TokenBatch
+from megarl.objectives import OBJECTIVES, build_objective, padded_terms
+from tests.helpers import ROOT
+
+LENGTHS = (5, 3, 1, 4)
+
+
+def padded() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    rows, columns = len(LENGTHS), max(LENGTHS) + 2
+    mask = torch.arange(columns) < torch.tensor(LENGTHS)[:, None]
+    rollout = -3 * torch.rand(rows, columns, generator=g)
+    logprobs = torch.where(mask, rollout + torch.randn(rows, columns, generator=g), torch.nan)
+    return {
+        "logprobs": logprobs.requires_grad_(),
+        "rollout_logprobs": rollout,
+        "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5]),
+        "mask": mask.long(),
+        "old_logprobs": rollout + 0.1,
+    }
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_padded_batches_are_packed_ones(name: str) -> None:
+    data, objective = padded(), build_objective(name, {})
+    mask, lengths = data["mask"].bool(), torch.tensor(LENGTHS)
+    packed = TokenBatch(
+        logprobs=data["logprobs"].detach()[mask].requires_grad_(),
+        rollout_logprobs=data["rollout_logprobs"][mask],
+        advantages=data["advantages"].repeat_interleave(lengths),
+        loss_mask=torch.ones(sum(LENGTHS), dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32),
+        old_logprobs=data["old_logprobs"][mask],
+    )
+    ours, theirs = padded_terms(objective, **data), objective(packed)
+    assert (ours.loss[~mask] == 0).all() and not ours.kept[~mask].any()
+    torch.testing.assert_close(ours.loss[mask], theirs.loss)
+    assert torch.equal(ours.kept[mask], theirs.kept)
+    (gradient,) = torch.autograd.grad(ours.loss.sum(), data["logprobs"])
+    (expected,) = torch.autograd.grad(theirs.loss.sum(), packed.logprobs)
+    torch.testing.assert_close(gradient[mask], expected)
+    assert (gradient[~mask] == 0).all()
+    for key, (total, count) in theirs.metrics.items():
+        assert [float(x) for x in ours.metrics[key]] == pytest.approx([float(total), float(count)]), key
+
+
+def test_importing_objectives_needs_torch_alone() -> None:
+    code = """
+import json, sys, torch
+sys.modules["numpy"] = None  # which torch can do without
+before = {name.partition(".")[0] for name in sys.modules}
+import megarl.objectives
+found = {name.partition(".")[0] for name in sys.modules} - before - set(sys.stdlib_module_names)
+print(json.dumps(sorted(found)))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert json.loads(result.stdout) == ["megarl"]
+
+
+# of verl b178a3cd5, verl/trainer/ppo/core_algos.py: `compute_policy_loss_gpg` and the others
+VERL = ["old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config", "rollout_is_weights"]
+
+
+def test_the_loss_that_verl_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With verl's registry and its sum over tokens, as its source has them; verl itself is not installed here."""
+    registered, core = {}, ModuleType("verl.trainer.ppo.core_algos")
+
+    def agg_loss(loss_mat, loss_mask, loss_agg_mode, dp_size=1, batch_num_tokens=None):
+        assert loss_agg_mode == "token-mean"
+        return (loss_mat * loss_mask).sum() / batch_num_tokens * dp_size
+
+    core.agg_loss = agg_loss  # type: ignore[attr-defined]
+    core.register_policy_loss = lambda name: lambda f: registered.setdefault(name, f)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, core.__name__, core)
+    for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    runpy.run_path(str(ROOT / "examples/library/verl_loss.py"))
+    loss = registered["megarl"]
+    assert list(inspect.signature(loss).parameters) == VERL
+    data, config = padded(), SimpleNamespace(global_batch_info={"dp_size": 2, "batch_num_tokens": 26})
+    mask = data["mask"]
+    arguments = (data["rollout_logprobs"], data["logprobs"], data["advantages"][:, None].expand(mask.shape), mask)
+    value, metrics = loss(*arguments, "token-mean", config)
+    objective = build_objective("mu_grpo", {"veto_threshold": 1e-4})
+    expected = padded_terms(objective, **{k: v for k, v in data.items() if k != "old_logprobs"}).loss.sum() / 13
+    assert float(value) == pytest.approx(float(expected))
+    assert 0 < metrics["actor/kept_fraction"] <= 1
+    with pytest.raises(ValueError, match="rollout_is"):
+        loss(*arguments, "token-mean", config, mask.float())
+
+
+def test_a_loop_of_ones_own_learns() -> None:
+    main = runpy.run_path(str(ROOT / "examples/library/plain_loop.py"))["main"]
+    assert main() > 0.6
