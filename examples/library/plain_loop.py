@@ -33,9 +33,7 @@ def main(name: str = "mu_grpo", updates: int = 60) -> float:
         optimizer.step()
         if update % 20 == 0:
             numbers = summarise(terms.metrics, terms.histograms)
-            print(
-                f"update {update}: loss {float(loss):.3f}, kept {numbers['kept_fraction']:.2f}, ess {numbers['ess']:.2f}"
-            )
+            print(f"update {update}: kept {numbers['kept_fraction']:.2f}, ess {numbers['ess']:.2f}")
     return float(logits.softmax(-1)[:, RIGHT].mean())
 
 
