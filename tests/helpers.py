@@ -86,12 +86,13 @@ def mount_tmpfs(path, options):
 
 
 def children():
-    """All processes below this one, without the zygote and warm processes, which serve several tests."""
+    """All that live below this process, without the zygote and warm processes, which serve several tests."""
     found = set(psutil.Process().children(recursive=True))
     for process in psutil.Process().children():
-        if {"tests.zygote", "megarl.workers.warm"} & set(process.cmdline()):
-            found -= {process, *process.children(recursive=True)}
-    return found
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if {"tests.zygote", "megarl.workers.warm"} & set(process.cmdline()):
+                found -= {process, *process.children(recursive=True)}
+    return {process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
 
 
 def processes_of(pid, phase):

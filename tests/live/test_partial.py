@@ -87,7 +87,7 @@ def test_a_continuation_under_the_same_weights_changes_nothing(policies, steps):
 def test_spans_in_a_live_run_belong_to_their_policies(phases, new_run):
     run = new_run(
         "run", kind="live", stages=1, updates_per_stage=24, sync_every=1, max_lag=8, partial=True, prompts_per_update=2,
-        rollout__max_response_tokens=48, rollout__groups_per_chunk=16, actor__checkpoint_every=24,
+        rollout__max_response_tokens=96, rollout__groups_per_chunk=16, actor__checkpoint_every=24,
         reward__require_stop=False, optimizer__lr=1e-2,
     )  # fmt: skip
     kept = run.root / "kept"

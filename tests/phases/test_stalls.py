@@ -60,7 +60,7 @@ def writes(run):
 
 
 CASES = {
-    "trainer": (of_rank("optimize:0"), trains, (), "optimize", "update "),
+    "trainer": (of_rank("optimize:0"), trains, (), "optimize", "update"),  # or the checkpoint update_000002
     "generator": (of_rank("rollout:0"), stores, (), "rollout", "chunk "),
     "keeper of verifiers": (keeper, stores, (), "rollout", "chunk "),
     "evaluating": (of_rank("evaluate:0"), evaluates, (*LIVE, *EVALUATES), "evaluate", ""),  # a chunk or just before it
