@@ -128,6 +128,7 @@ def test_paths_of_several_sources_hold_on_every_node(launch, qwen, tmp_path):
         '[[data.sources]]\nsource = "reasoning_gym"\ntrain = "chain_sum"\noptions = { min_terms = 3 }\nweight = 0.5\n'
     )
     rest = "[reward]" + qwen.read_text().partition("[reward]")[2]
+    rest = rest.replace("[[eval.suites]]\n", '[[eval.suites]]\nsource = "file"\n')  # as no single source says it
     recipe.write_text(text + sources + rest)
     result = launch(recipe, *SUBMIT, "--nodes", 4)
     (setting,) = re.findall(r"--set '(data\.sources=[^']*)'", result.stdout)
