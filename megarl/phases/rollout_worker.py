@@ -190,15 +190,18 @@ class RolloutWorker:
 
     def _have_scored(self, group: PendingGroup, sample: int, parts: Sequence[Completion]) -> None:
         """``parts``: a response, span by span of the policies that made it."""
-        tokens = np.concatenate([part.tokens for part in parts])
-        versions = np.concatenate([np.full(len(part.tokens), part.policy_version, np.int32) for part in parts])
+        if len(parts) == 1:
+            tokens, logprobs, versions = parts[0].tokens, parts[0].logprobs, None
+        else:
+            tokens, logprobs = (np.concatenate(x) for x in ([p.tokens for p in parts], [p.logprobs for p in parts]))
+            versions = np.concatenate([np.full(len(part.tokens), part.policy_version, np.int32) for part in parts])
         response = Response(
             tokens=np.asarray(tokens, np.int32),
-            rollout_logprobs=np.concatenate([part.logprobs for part in parts]).astype(np.float32),
+            rollout_logprobs=np.asarray(logprobs, np.float32),
             reward=0.0,
             finish_reason=parts[-1].finish_reason,
-            policy_version=int(versions[0]),
-            policy_versions=None if (versions == versions[0]).all() else versions,
+            policy_version=parts[0].policy_version if versions is None else int(versions[0]),
+            policy_versions=None if versions is None or (versions == versions[0]).all() else versions,
             routed_experts=join_experts(parts),
         )
         self.scoring.add(group, sample, response, self.tokenizer.decode(tokens, skip_special_tokens=True))
