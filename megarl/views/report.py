@@ -76,7 +76,7 @@ def page(title: str, notes: str, summary: str, charts: list[Chart], below: str =
         # inside <script> only "</" and "<!--" could end the text; JSON may write < as an escape
         "figures": json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
         # 2 MB instead of 5: the page unpacks it
-        "plotly": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
+        "plotly": base64.b64encode(gzip.compress(get_plotlyjs().encode(), 4, mtime=0)).decode(),
     }
     text = Path(__file__).with_name("report_page.html").read_text()
     pieces = text.split("@@")  # text, name, text, name, ..., text: nothing that is filled in is searched for names
