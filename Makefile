@@ -35,8 +35,8 @@ test-megatron-next: .venv/.stamp
 	    --ignore-requires-python --platform manylinux_2_28_x86_64 megatron-core==0.19.2
 	PYTHONPATH=build/megatron-next $(RUN) -m pytest -q tests/actor
 
-# Triton's kernels by the version that torch 2.13 pins for GPUs; the tested one is newer. Its compiler needs no GPU. All
-# for sm_90; for sm_80 and sm_100 the lm head and the rules that need most registers
+# Triton's kernels for sm_90 by the version that torch 2.13 pins for GPUs; the tested one is newer. Its compiler needs no
+# GPU
 GPU_TRITON := 3.7.1
 test-triton: .venv/.stamp
 	test -d build/triton-$(GPU_TRITON) || $(RUN) -m pip install -q --target build/triton-$(GPU_TRITON) --no-deps triton==$(GPU_TRITON)
