@@ -88,22 +88,22 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
         if node.rank == 0:  # before the imports of torch and Megatron, which take seconds
             new = not (options.run_dir / "recipe.toml").exists()
             print(f"megarl {__version__}: {'starting' if new else 'continuing'} {options.run_dir}", flush=True)
-        starter = Starter()
-        starter.warm_up()  # it imports while this process reads the recipe; it dies with it
-        if node.count == 1 and "recipe" in options:
-            from megarl.recipe.load import load_without_objective
+        with contextlib.closing(Starter()) as starter:
+            starter.warm_up()  # it imports while this process reads the recipe; it dies with it
+            if node.count == 1 and "recipe" in options:
+                from megarl.recipe.load import load_without_objective
 
-            load_without_objective(options.recipe, options.set)  # most mistakes show at once
-        from megarl.workers.launcher import follow
-        from megarl.workers.nodes import Nodes
+                load_without_objective(options.recipe, options.set)  # most mistakes show at once
+            from megarl.workers.launcher import follow
+            from megarl.workers.nodes import Nodes
 
-        # `optimize --output` makes a run of its own; where it is, each node knows from its own command line
-        run_dir = (getattr(options, "output", None) or options.run_dir).resolve()
-        with Nodes(node, starter, run_dir) as nodes:
-            if nodes.rank:
-                follow(nodes, run_dir)
-            else:
-                lead(options, nodes)
+            # `optimize --output` makes a run of its own; where it is, each node knows from its own command line
+            run_dir = (getattr(options, "output", None) or options.run_dir).resolve()
+            with Nodes(node, starter, run_dir) as nodes:
+                if nodes.rank:
+                    follow(nodes, run_dir)
+                else:
+                    lead(options, nodes)
 
     return command
 

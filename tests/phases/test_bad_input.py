@@ -15,7 +15,7 @@ import pytest
 from megarl import cli
 from megarl.workers import processes
 from megarl.workers.warm import import_generation
-from tests.helpers import megarl, mount_tmpfs
+from tests.helpers import children, megarl, mount_tmpfs
 from tests.zygote import ForkedWarmProcess
 
 
@@ -29,8 +29,10 @@ def fails(capfd, monkeypatch):
     monkeypatch.setattr(processes, "WarmProcess", ForkedWarmProcess)
 
     def run(*arguments, words):
+        before = children()
         with pytest.raises(SystemExit) as exit:
             cli.main([str(a) for a in arguments])
+        assert children() <= before
         error = capfd.readouterr().err
         assert exit.value.code == 2, error
         assert "Traceback" not in error
