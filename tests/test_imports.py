@@ -69,6 +69,7 @@ LAYERS = (
     "views",
     "train",
     "scratch",
+    "stages",
     "commands",
     "sweep",
     "what_if",

@@ -23,6 +23,7 @@ from megarl.cli.arguments import command as _command
 from megarl.cli.arguments import settings as _settings
 from megarl.cli.comparing import add_beside
 from megarl.cli.inside import add_inside
+from megarl.cli.stage import add_stage
 from megarl.errors import PhaseFailed, UserError
 
 # of files and directories, which another try would meet again
@@ -252,6 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_evaluation(commands)
     _add_views(commands)
     add_inside(commands)
+    add_stage(commands)
     return parser
 
 

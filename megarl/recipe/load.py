@@ -32,7 +32,7 @@ def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
     Raises `UserError` with one line per mistake.
     """
     tables = read_tables(path)
-    _apply_overrides(tables, overrides)
+    apply_overrides(tables, overrides)
     return _absolute_paths(parse_recipe(tables))
 
 
@@ -66,7 +66,7 @@ def read_tables(path: Path, kind: str = "recipe") -> dict[str, Any]:
 def override_recipe(recipe: Recipe, overrides: Overrides) -> Recipe:
     """The recipe with settings changed, checked again."""
     tables = tomllib.loads(dump_recipe(recipe))
-    _apply_overrides(tables, overrides)
+    apply_overrides(tables, overrides)
     return _absolute_paths(parse_recipe(tables))
 
 
@@ -158,7 +158,8 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _apply_overrides(tables: dict[str, Any], overrides: Overrides) -> None:
+def apply_overrides(tables: dict[str, Any], overrides: Overrides) -> None:
+    """Change ``tables`` in place; another objective loses the fields of the one before."""
     before = tables.get("objective", {}).get("name")
     for override in overrides:
         _apply_override(tables, parse_override(override))

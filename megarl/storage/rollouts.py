@@ -35,6 +35,7 @@ from megarl.storage.ledger import (
     lock,
     parse,
     sealed_choice,
+    sealed_external,
     to_line,
     verify_shard,
 )
@@ -200,6 +201,11 @@ class RolloutStore:
         """The ids of the groups to train, sorted: all that are present, unless `seal` was given a choice."""
         return self.group_ids if self._sealed_choice is None else self._sealed_choice
 
+    @property
+    def external(self) -> bool:
+        """Whether prompts and rewards came from outside: `seal`."""
+        return sealed_external(self.directory)
+
     def missing(self, expected: Sequence[int]) -> list[int]:
         """Those of ``expected`` that are not present."""
         return [group for group in expected if group not in self._entry_of]
@@ -228,10 +234,18 @@ class RolloutStore:
         return Shard(self.directory / entry.shard)
 
 
-def seal(directory: Path, expected: range, chosen: Sequence[int] | None = None, *, one_policy: bool = True) -> None:
+def seal(
+    directory: Path,
+    expected: range,
+    chosen: Sequence[int] | None = None,
+    *,
+    one_policy: bool = True,
+    external: bool = False,
+) -> None:
     """Freeze a directory that holds exactly the groups ``expected``: one ledger, then SEALED. Repeat it after a kill.
 
     chosen: the groups to train, which alone must be present; other groups of ``expected`` that are present are kept.
+    external: prompts and rewards are somebody else's, not those of the recipe's data and verifier.
     Raises `UserError` when groups are missing or foreign, a shard has not the size in its ledger line, or a writer is
     live.
     """
@@ -263,6 +277,8 @@ def seal(directory: Path, expected: range, chosen: Sequence[int] | None = None, 
         }
         if chosen is not None:
             summary["chosen"] = list(chosen)
+        if external:
+            summary["external"] = True
         write_checked(directory / SEALED, summary)
 
 

@@ -13,6 +13,7 @@ from megarl.rewards import Score, is_scored
 from megarl.rewards.parts import build_verifier, totals
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rollout.drift import TOLERANCES, hugging_face_reference
+from megarl.storage.ledger import sealed_external
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.weights import weight_files
@@ -37,9 +38,12 @@ def check_samples(run: RunDir, count: int, notes: list[str]) -> Iterator[str]:
     try:
         for stage in stages:
             groups = sample(stage, count)
-            yield from _check_prompts(stage, groups, prompts)
-            if not run.recipe.reward.service:
-                yield from _check_rewards(stage, groups, prompts, tokenizer, pool)
+            if sealed_external(stage.rollouts):
+                notes.append(f"stage {stage.number} was filled from outside: no prompt and no reward was compared")
+            else:
+                yield from _check_prompts(stage, groups, prompts)
+                if not run.recipe.reward.service:
+                    yield from _check_rewards(stage, groups, prompts, tokenizer, pool)
             yield from _check_logprobs(stage, groups, notes)
     except (UserError, RuntimeError) as error:
         notes.append(f"rewards were not all computed again: {error}")
@@ -107,8 +111,9 @@ def _check_logprobs(stage: Stage, groups: Sequence[Group], notes: list[str]) -> 
         return
     sequences = [[*group.prompt_tokens.tolist(), *response.tokens.tolist()] for group, response in pairs]
     reference = hugging_face_reference(stage.policy, sequences, stage.rollout.temperature)
-    stored = [response.rollout_logprobs for _, response in pairs]
-    own = [scores[-len(q) :] for scores, q in zip(reference.logprobs, stored, strict=True)]
+    sampled = [response.sampled for _, response in pairs]
+    stored = [response.rollout_logprobs[mask] for (_, response), mask in zip(pairs, sampled, strict=True)]
+    own = [scores[-len(mask) :][mask] for scores, mask in zip(reference.logprobs, sampled, strict=True)]
     distances = np.abs(np.concatenate(own) - np.concatenate(stored))
     # an engine that computes in bfloat16 is compared with this machine's float32 by the mean alone
     engine = "float32" if stage.rollout.engine == "builtin" and stage.run.recipe.actor.backend == "cpu" else "bfloat16"
