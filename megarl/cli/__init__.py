@@ -136,6 +136,22 @@ def _rollout(options: argparse.Namespace, nodes: Nodes) -> None:
         rollout_stage(nodes, stage)
 
 
+def _serve(options: argparse.Namespace, nodes: Nodes) -> None:
+    from megarl.recipe.load import load_recipe
+    from megarl.stages.serve import serve_stage
+    from megarl.storage.run_dir import RunDir
+
+    if options.recipe is not None:
+        recipe = load_recipe(options.recipe, options.set)
+        with RunDir(options.run_dir.resolve(), recipe).lock():
+            RunDir.create(options.run_dir, recipe)
+    elif options.set:
+        raise UserError("--set changes a recipe, so it needs --recipe RECIPE, with which a run begins")
+    stage = _open_stage(options)
+    with stage.run.lock():
+        serve_stage(nodes, stage, options.port)
+
+
 def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands import optimize_branch, optimize_stage
 
@@ -269,6 +285,13 @@ def _add_phases(commands: Commands) -> None:
     sub = _command(commands, "rollout", _on_all_nodes(_rollout), "generate and seal the rollouts of one stage")
     sub.add_argument("run_dir", type=Path)
     sub.add_argument("--stage", type=int, required=True)
+
+    sub = _command(commands, "serve", _on_all_nodes(_serve), "an OpenAI-compatible server whose agents fill a stage")
+    sub.add_argument("run_dir", type=Path)
+    sub.add_argument("--stage", type=int, required=True)
+    sub.add_argument("--port", type=int, default=8400, help="on loopback; 0: any free one; default: 8400")
+    sub.add_argument("--recipe", type=Path, help="begin the run, where there is none")
+    _settings(sub)
 
     sub = _command(commands, "optimize", _on_all_nodes(_optimize), "all updates of one stage on its sealed rollouts")
     sub.add_argument("run_dir", type=Path)

@@ -22,6 +22,7 @@ from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import Completion, Request, Sampling, expert_type, never, section
 
+_END = object()  # of the requests
 CHANCE = 256  # as many tokens and layers do not go to the same of several experts by chance
 
 
@@ -152,19 +153,23 @@ class ContinuousEngine(ABC):
         self._names = (f"{number}/" for number in itertools.count())
 
     def serve(
-        self, requests: Iterator[Request], interrupted: Callable[[], bool] = never
+        self, requests: Iterator[Request | None], interrupted: Callable[[], bool] = never
     ) -> Iterator[tuple[int, Completion]]:
         """The next request is taken when fewer responses run than there is room for, though others have not ended."""
-        numbered, more = enumerate(requests), True
+        number, more = 0, True
         running: dict[str, Running] = {}
         self._begin()
         try:
             while more or running:
                 while more and self._has_room(running) and not interrupted():
-                    if (following := next(numbered, None)) is None:
+                    following = next(requests, _END)
+                    if following is _END:
                         more = False
+                    elif following is None:
+                        break
                     else:
-                        running |= self._submit(*following)
+                        running |= self._submit(number, following)
+                        number += 1
                 if interrupted():
                     yield from self._cut_off(list(running), running, "interrupted")
                     return

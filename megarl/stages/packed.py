@@ -99,7 +99,7 @@ def check_name(name: str) -> None:
     """ValueError for a name that no packed stage has."""
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
         raise ValueError(f"{name[:200]!a} is no name that a file of a packed stage can have")
-    if name.endswith(UNWANTED):
+    if name.endswith(UNWANTED) and not name.startswith(f"{CHECKPOINTS}/"):  # `megarl.actor.checkpoint` reads these
         raise ValueError(f"{name!a} could hold code, which no packed stage has")
 
 

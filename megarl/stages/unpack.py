@@ -150,7 +150,7 @@ def _check_overrides(overrides: Overrides) -> None:
 
 
 def _link_stage(stage: Stage, manifest: Manifest) -> None:
-    """Relative links, so that the run directory can be moved."""
+    """Relative links, since the directory has not got its name yet."""
     run = stage.run
     places = {stage.policy: POLICY, stage.rollouts: ROLLOUTS}
     if stage.number:

@@ -131,7 +131,7 @@ def test_what_tools_said_is_read_but_counts_nowhere(tmp_path):
     for name in ("mu_grpo", "gspo", "bapo", "m2po", "minpro", "full_prefix"):
         objective = build_objective(name, {})
         found = [train_step(build(tmp_path), micro_batches(v, 30, CPU), objective, lr=1e-3) for v in variants]
-        found = [{k: v for k, v in one.items() if "seconds" not in k} for one in found]
+        found = [{k: v for k, v in one.items() if "second" not in k} for one in found]
         assert found[0] == found[1], name
         assert found[0]["loss"] != found[2]["loss"], name  # the model reads them
 
