@@ -64,9 +64,10 @@ def pull(repository: str, output: Path, revision: str | None) -> str:
 @contextlib.contextmanager
 def _errors(repository: str) -> Iterator[None]:
     """What the Hub answers as one line; what another try may change, as `PhaseFailed`."""
-    import httpx
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
+    # of the HTTP client, which is another one in each generation of huggingface_hub
+    unreachable = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
     try:
         yield
     except (RepositoryNotFoundError, EntryNotFoundError, HFValidationError) as error:
@@ -75,7 +76,7 @@ def _errors(repository: str) -> Iterator[None]:
         status = error.response.status_code if error.response is not None else 0
         kind = UserError if 400 <= status < 500 and status != 429 else PhaseFailed
         raise kind(f"{repository}: the Hub says {_first_line(error)}") from error
-    except (httpx.HTTPError, OSError) as error:
+    except (unreachable, OSError) as error:
         raise PhaseFailed(f"{repository}: the Hub cannot be reached: {_first_line(error)}") from error
 
 

@@ -128,7 +128,7 @@ def test_what_tools_said_is_read_but_counts_nowhere(tmp_path):
         [replace(s, rollout_logprobs=own) for s, own in zip(samples, noise, strict=True)],
         [replace(s, response_tokens=own) for s, own in zip(samples, other, strict=True)],
     ]
-    for name in ("mu_grpo", "gspo", "bapo", "m2po", "minpro", "full_prefix"):
+    for name in ("mu_grpo", "gspo", "bapo", "m2po", "minpro"):
         objective = build_objective(name, {})
         found = [train_step(build(tmp_path), micro_batches(v, 30, CPU), objective, lr=1e-3) for v in variants]
         found = [{k: v for k, v in one.items() if "second" not in k} for one in found]

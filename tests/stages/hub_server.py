@@ -62,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
             wanted = json.loads(self.body)
             assert wanted["type"] == "dataset"
             hub.repository = f"{wanted.get('organization') or 'me'}/{wanted['name']}"
-            hub.private = wanted.get("private")
+            hub.private = wanted.get("visibility") == "private"
             self._answer(200, {"url": f"{self.base}/datasets/{hub.repository}"})
         elif path == "/api/validate-yaml":
             self._answer(200, {"errors": [], "warnings": []})

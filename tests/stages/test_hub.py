@@ -1,13 +1,15 @@
 """Stages on the Hugging Face Hub: pushed and pulled through huggingface_hub, against a local server of its API."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from megarl.stages.pack import pack
 from megarl.stages.packed import Source
 from megarl.stages.unpack import unpack
-from tests.helpers import megarl
+from tests.helpers import ROOT
 from tests.stages.hub_server import TOKEN, serve
 from tests.stages.made_up import make_run
 
@@ -31,7 +33,11 @@ def hub(tmp_path):
 
 
 def stage(hub, *arguments):
-    return megarl("stage", *arguments, env=hub.environment)
+    """A new interpreter: huggingface_hub reads its environment when it is imported."""
+    command = [sys.executable, "-m", "megarl.cli", "stage", *map(str, arguments)]
+    return subprocess.run(
+        command, env=hub.environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_a_stage_comes_back_as_it_was_pushed(packed, hub, tmp_path):
