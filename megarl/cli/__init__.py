@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import json
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from megarl.cli.arguments import Commands
 from megarl.cli.arguments import command as _command
 from megarl.cli.arguments import settings as _settings
 from megarl.cli.comparing import add_beside
+from megarl.cli.completion import SHELLS, script
 from megarl.cli.inside import add_inside
 from megarl.cli.stage import add_stage
 from megarl.errors import PhaseFailed, UserError
@@ -49,7 +51,9 @@ def run() -> NoReturn:
 
 def main(arguments: list[str] | None = None) -> None:
     """Exit codes: 0 done, 1 failed and worth trying again, 2 a mistake to correct first, 130 stopped by a signal."""
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the command itself
     interrupted = []
 
     def interrupt(*_: object) -> None:
@@ -91,7 +95,11 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
             print(f"megarl {__version__}: {'starting' if new else 'continuing'} {options.run_dir}", flush=True)
         with contextlib.closing(Starter()) as starter:
             starter.warm_up()  # it imports while this process reads the recipe; it dies with it
-            if node.count == 1 and "recipe" in options:
+            if "continue_from" in options:
+                from megarl.storage.origin import recorded
+
+                options.set = [*recorded(options.run_dir), *options.set]  # the same command continues without them
+            if node.count == 1 and getattr(options, "recipe", None):
                 from megarl.recipe.load import load_without_objective
 
                 load_without_objective(options.recipe, options.set)  # most mistakes show at once
@@ -112,10 +120,15 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
 def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands import summarise_run
     from megarl.recipe.load import load_recipe
+    from megarl.storage.origin import link_start, record, result_of
     from megarl.storage.run_dir import RunDir
     from megarl.train import optimizes, train
     from megarl.workers.preflight import check
 
+    checkpoint = None
+    if options.continue_from:
+        policy, checkpoint = result_of(options.continue_from)
+        options.set.append(f"model.path={json.dumps(str(policy))}")
     recipe = load_recipe(options.recipe, options.set)
     run = RunDir(options.run_dir.resolve(), recipe)
     if options.until:
@@ -123,6 +136,9 @@ def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     check(nodes.starter, recipe, nodes.count, optimizes(run, options.until))
     with run.lock():
         run = RunDir.create(run.root, recipe)  # which may write the recipe: only now is nobody else at work
+        record(run.root, options.set)
+        if checkpoint is not None:
+            link_start(run, checkpoint)
         train(nodes, run, options.until)
     if not options.until:
         print(summarise_run(run))
@@ -224,6 +240,10 @@ def _check_data(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
+def _completion(options: argparse.Namespace) -> None:
+    print(script(options.shell, _parser()))
+
+
 def _doctor(options: argparse.Namespace) -> None:
     from megarl.views.doctor import diagnose
 
@@ -264,6 +284,7 @@ def _phase_and_stage(text: str) -> tuple[str, int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl", description=__doc__.partition("\n")[0])
+    parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_phases(commands)
     _add_evaluation(commands)
@@ -277,6 +298,9 @@ def _add_phases(commands: Commands) -> None:
     sub = _command(commands, "train", _on_all_nodes(_train), "the whole run; start it again to continue it")
     sub.add_argument("recipe", type=Path)
     sub.add_argument("--run-dir", type=Path, required=True)
+    sub.add_argument(
+        "--continue-from", type=Path, metavar="RUN", help="begin with the result of a finished run, and its optimizer"
+    )
     sub.add_argument(
         "--until", type=_phase_and_stage, metavar="PHASE:STAGE", help="stop after it, for example rollout:0"
     )
@@ -353,6 +377,9 @@ def _add_views(commands: Commands) -> None:
     sub = _command(data, "check", _check_data, "every row of a recipe's files; exit code 1 if a run would stop at one")
     sub.add_argument("recipe", type=Path)
     _settings(sub)
+
+    sub = _command(commands, "completion", _completion, "what a shell needs to complete commands and options")
+    sub.add_argument("shell", choices=SHELLS, help='as in: eval "$(megarl completion bash)"')
 
     sub = _command(commands, "doctor", _doctor, "what this machine has, what is missing, which extra installs it")
     sub.add_argument("--recipe", type=Path, help="instead: rehearse an update, export and checkpoint of this recipe")

@@ -9,6 +9,7 @@ import shutil
 
 import psutil
 
+from megarl import __version__
 from megarl.errors import UserError
 
 _PACKAGES = {
@@ -39,6 +40,7 @@ def diagnose() -> str:
 
     memory = psutil.virtual_memory()
     lines = [
+        f"megarl              {__version__}",
         f"python              {platform.python_version()} on {platform.system()} {platform.machine()}",
         f"processor           {os.cpu_count()} cores",
         f"memory              {memory.total / 2**30:.0f} GiB, {memory.available / 2**30:.0f} free",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -32,23 +33,27 @@ def check_samples(run: RunDir, count: int, notes: list[str]) -> Iterator[str]:
     except UserError as error:
         notes.append(f"no prompt and no reward was computed again: {error}")
         return
-    pool = VerifierPool(lambda: build_verifier(run.recipe, prompts), Limits.of_this_process(run.recipe))
+    pools: dict[str, VerifierPool] = {}  # by the reward, which may change from a stage on
     if run.recipe.reward.service:
         notes.append("no reward was computed again: a service gives them, and may say something else now")
     try:
         for stage in stages:
-            groups = sample(stage, count)
+            groups, recipe = sample(stage, count), stage.run.recipe
             if sealed_external(stage.rollouts):
                 notes.append(f"stage {stage.number} was filled from outside: no prompt and no reward was compared")
             else:
                 yield from _check_prompts(stage, groups, prompts)
                 if not run.recipe.reward.service:
+                    name, verifier = repr(recipe.reward), functools.partial(build_verifier, recipe, prompts)
+                    pool = pools.get(name) or VerifierPool(verifier, Limits.of_this_process(recipe))
+                    pools[name] = pool
                     yield from _check_rewards(stage, groups, prompts, tokenizer, pool)
             yield from _check_logprobs(stage, groups, notes)
     except (UserError, RuntimeError) as error:
         notes.append(f"rewards were not all computed again: {error}")
     finally:
-        pool.close()
+        for pool in pools.values():
+            pool.close()
 
 
 def sample(stage: Stage, count: int) -> list[Group]:
