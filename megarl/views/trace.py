@@ -81,7 +81,9 @@ def _work(events: Sequence[Record]) -> Iterator[dict[str, Any]]:
     for event in events:
         kind, time = event["event"], _time(event)
         if kind == "export":
-            yield _span(f"export {event.get('policy')}", LANES["exports and evaluations"], time, event.get("seconds", 0))
+            yield _span(
+                f"export {event.get('policy')}", LANES["exports and evaluations"], time, event.get("seconds", 0)
+            )
         elif kind == "evaluation" and "accuracy" in event:
             name = f"evaluation {event.get('suite', '')} {event['accuracy']:.3f}"
             yield _span(name, LANES["exports and evaluations"], time, event.get("seconds", 0.0))
