@@ -73,7 +73,7 @@ def test_a_key_is_looked_for_in_all_tables():
     [("tr", ["train", "trace"]), ("stage pa", ["pack"]), ("stage pack --l", ["--license"]), ("serve --po", ["--port"])],
 )
 def test_bash_completes_commands_and_options(typed, completed, tmp_path):
-    script, words = tmp_path / "megarl.sh", ["megarl", *typed.split()]
+    script, words = tmp_path / "completion.sh", ["megarl", *typed.split()]
     script.write_text(cli("completion", "bash").stdout)
     asked = (
         f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _megarl; echo ${{COMPREPLY[@]}}"

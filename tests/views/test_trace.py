@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers import events, megarl, read_lines
 from tests.phases.test_changes import SMALL, settings, train
@@ -12,7 +13,7 @@ from tests.phases.test_changes import SMALL, settings, train
 @pytest.fixture(scope="module")
 def trained(recipe, tmp_path_factory):
     root = tmp_path_factory.mktemp("trace") / "run"
-    train(recipe, root, *settings(*SMALL, "schedule.stages=1"))
+    train(recipe, root, *settings(*SMALL, "schedule.stages=1", "eval.every=1", "run.tensorboard=true"))
     return root
 
 
@@ -23,10 +24,8 @@ def test_phases_and_updates_lie_where_they_were(trained):
     found = json.loads((trained / "trace.json").read_text())["traceEvents"]
     spans = [entry for entry in found if entry["ph"] == "X"]
     phases = [entry for entry in spans if entry["tid"] == 1]
-    assert [(p["name"], p["args"]["ended"]) for p in phases] == [
-        ("stage 1 rollout", "end"),
-        ("stage 1 optimize", "end"),
-    ]
+    names = ["stage 1 rollout", "stage 1 optimize", "stage 2 evaluate"]
+    assert [(p["name"], p["args"]["ended"]) for p in phases] == [(name, "end") for name in names]
     run = RunDir.open(trained)
     for phase, end in zip(phases, events(run, "phase_end"), strict=True):
         assert phase["dur"] == pytest.approx(1e6 * end["seconds"], abs=2e5)  # the event is written a moment later
@@ -50,5 +49,18 @@ def test_a_run_that_was_killed_has_its_phases_too(trained, tmp_path):
     assert megarl("trace", tmp_path, "--output", tmp_path / "t.json").returncode == 0
     found = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     phases = [entry for entry in found if entry["ph"] == "X" and entry["tid"] == 1]
-    assert [p["args"]["ended"] for p in phases] == ["not ended", "not ended"]
+    assert [p["args"]["ended"] for p in phases] == ["not ended"] * 3
     assert all(p["dur"] >= 0 for p in phases)
+
+
+def test_tensorboard_has_evaluations_with_samples_of_their_responses(trained):
+    events_file = EventAccumulator(str(trained / "tensorboard"))
+    events_file.Reload()
+    logged = [e for e in read_lines(trained / "events.jsonl") if e["event"] == "evaluation"]
+    found = [(e.step, e.value) for e in events_file.Scalars("evaluation/heldout/accuracy")]
+    assert found == [(e["update"], pytest.approx(e["accuracy"])) for e in logged] and len(found) == 2
+    texts = events_file.Tensors("samples/heldout")
+    assert [text.step for text in texts] == [0, 2]
+    shown = [value.decode() for value in texts[0].tensor_proto.string_val]
+    assert len(shown) == 4 and all(text.startswith("    ") and "=" in text for text in shown)
+    assert len(events_file.Scalars("loss")) == 2
