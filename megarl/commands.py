@@ -210,7 +210,7 @@ def export_policy(run_dir: Path, number: int, updates: int, output: Path) -> str
 
 def evaluate_checkpoint(
     run_dir: Path, place: tuple[int, int], suites: list[str], overrides: list[str], output: Path | None
-) -> str:
+) -> list[dict[str, Any]]:
     """`evaluate_model` of the policy after ``place``: a stage and updates of it."""
     with tempfile.TemporaryDirectory(prefix="megarl-policy-") as scratch:
         policy = (output or Path(scratch)).resolve() / "policies" / f"stage_{place[0]:03d}_update_{place[1]:06d}"
@@ -226,8 +226,8 @@ def evaluate_model(
     overrides: list[str],
     output: Path | None,
     exported: Path | None = None,
-) -> str:
-    """A run's newest policy, or a Hugging Face directory, on ``suites``: the text to print.
+) -> list[dict[str, Any]]:
+    """A run's newest policy, or a Hugging Face directory, on ``suites``: the evaluation of each.
 
     exported: the policy of the run to take instead of the newest.
 
@@ -254,7 +254,13 @@ def evaluate_model(
     with tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch, Nodes(NodeRank()) as nodes:
         check(nodes.starter, recipe)
         results = _evaluate_in(RunDir((output or Path(scratch) / "run").resolve(), recipe), policy, nodes)
-    return "\n".join([str(policy), *(line for result in results for line in _describe(result, len(results) > 1))])
+    return [{**result, "policy": str(policy)} for result in results]
+
+
+def describe_evaluations(results: list[dict[str, Any]]) -> str:
+    """For a terminal."""
+    lines = [line for result in results for line in _describe(result, len(results) > 1)]
+    return "\n".join([*dict.fromkeys(result["policy"] for result in results), *lines])
 
 
 def _with_suites(recipe: Recipe, suites: list[str]) -> Recipe:

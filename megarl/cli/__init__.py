@@ -182,15 +182,16 @@ def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from megarl.commands import evaluate_checkpoint, evaluate_model
+    from megarl.commands import describe_evaluations, evaluate_checkpoint, evaluate_model
 
     if (options.stage is None) != (options.update is None):
         raise UserError("--stage and --update belong together: updates of that stage, as of `megarl export`")
     if options.stage is not None:
         place = options.stage, options.update
-        print(evaluate_checkpoint(options.model_or_run, place, options.suite, options.set, options.output))
-        return
-    print(evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output))
+        results = evaluate_checkpoint(options.model_or_run, place, options.suite, options.set, options.output)
+    else:
+        results = evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output)
+    print(json.dumps(results) if options.json else describe_evaluations(results))
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -248,7 +249,7 @@ def _doctor(options: argparse.Namespace) -> None:
     from megarl.views.doctor import diagnose
 
     if options.recipe is None:
-        return print(diagnose())
+        return print(diagnose(options.json))
     with tempfile.TemporaryDirectory(prefix="megarl-doctor-") as folder:
         options.run_dir = (options.scratch or Path(folder)) / "megarl-rehearsal"
         _on_all_nodes(_rehearse)(options)
@@ -344,6 +345,7 @@ def _add_evaluation(commands: Commands) -> None:
     sub.add_argument("--stage", type=int, help="with --update: of the run, the policy of a checkpoint")
     sub.add_argument("--update", type=int, help="updates of that stage before it")
     sub.add_argument("--output", type=Path, help="a directory that keeps the responses, and continues if interrupted")
+    sub.add_argument("--json", action="store_true", help="one JSON list, an object a suite")
     _settings(sub)
     add_beside(commands)
 
@@ -384,4 +386,5 @@ def _add_views(commands: Commands) -> None:
     sub = _command(commands, "doctor", _doctor, "what this machine has, what is missing, which extra installs it")
     sub.add_argument("--recipe", type=Path, help="instead: rehearse an update, export and checkpoint of this recipe")
     sub.add_argument("--scratch", type=Path, help="where the rehearsal writes; shared by several nodes")
+    sub.add_argument("--json", action="store_true", help="one JSON object; without --recipe")
     _settings(sub)
