@@ -379,8 +379,8 @@ def _facts(state: RunState) -> list[str]:
         if over := state.of_replicas("over_limit"):
             facts.append(f"over the verifier's limits {over:.0f}")
     if state.recent and state.phase in TRAINS and state.recent[-1].get("stage", state.stage) == state.stage:
-        last = state.recent[-1]
-        facts += [f"{text} {last[name]:.3g}" for name, text in SHOWN.items() if last.get(name) is not None]
+        newest = state.recent[-1]
+        facts += [f"{text} {newest[name]:.3g}" for name, text in SHOWN.items() if newest.get(name) is not None]
         if state.phase == "live":
             idle, seconds = (
                 sum(update.get(name, 0.0) for update in state.recent) for name in ("idle_seconds", "seconds")
