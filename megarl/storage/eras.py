@@ -17,12 +17,15 @@ _EVAL = ("every", "every_updates", "best", "samples", "temperature", "top_p", "g
 _NAME = re.compile(r"recipe_until_(\d{3,})\.toml")
 
 
-def from_next_stage(settings: list[str], begun: bool, trained: bool) -> list[str]:
-    """Those of ``settings`` ("section.key: old -> new") that the next stage may change.
+def from_next_stage(settings: list[str], stage: Path) -> list[str]:
+    """Those of ``settings`` ("section.key: old -> new") that the next stage may change; ``stage``: its directory.
 
-    begun: it has rollouts, with rewards. trained: it has a checkpoint. Held-out prompts stay, since training leaves
-    them out.
+    None in a branch, which is one stage. A reward may change while there are no rollouts, the optimizer while there is
+    no checkpoint. Held-out prompts stay, since training leaves them out.
     """
+    if any(path.is_symlink() for path in stage.parent.glob("*/rollouts")):
+        return []
+    begun, trained = (stage / "rollouts").exists(), any(stage.glob("checkpoints/update_*"))
     allowed = [f"eval.{name}" for name in _EVAL]
     return [
         line

@@ -43,6 +43,7 @@ from megarl.storage.shards import Group as Group
 from megarl.storage.shards import Response as Response
 from megarl.storage.shards import Shard, encode, validate
 
+SERVED = "served.jsonl"  # beside the shards: which group of agents has which number
 OPEN_SHARDS = 16  # shards a reader keeps mapped: its memory must not grow with the stage
 
 
@@ -51,12 +52,25 @@ class RolloutWriter:
 
     weights_hash: of the stage's policy; None where a stage has several, and each `append` says which.
     logprob_mode: of which distribution the stored log-probs are, as the engine names it.
+    external: for groups that agents fill, which are not mixed with generated ones.
     Raises `UserError` for a sealed stage, a number that a live process uses, groups of another policy
     (``weights_hash``), damage in the ledger, and a full disk.
     """
 
-    def __init__(self, directory: Path, *, weights_hash: str | None, logprob_mode: str, writer: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        weights_hash: str | None,
+        logprob_mode: str,
+        writer: int = 0,
+        external: bool = False,
+    ) -> None:
         self.directory, self.writer = Path(directory), writer
+        if (self.directory / SERVED).exists() and not external:
+            raise UserError(
+                f"{directory} has groups that agents filled: go on with megarl serve, or delete it"
+            )
         self.weights_hash, self.logprob_mode = weights_hash, logprob_mode
         self._refuse_sealed()
         with disk_errors(self.directory):

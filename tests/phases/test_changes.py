@@ -82,6 +82,9 @@ def test_frozen_rollouts_are_scored_again(changed, tmp_path):
     assert metrics(run)[0]["reward/mean"] != metrics(changed)[0]["reward/mean"]
     found = audit(run.root, 1000)
     assert (found.problems, found.notes) == ([], [])
+    other = settings(part, "optimizer.lr=5e-3")
+    refused = megarl("optimize", changed.root, "--stage", 0, "--output", tmp_path / "b", *other)
+    assert refused.returncode == 2 and "optimizer.lr: 0.0002 -> 0.005" in refused.stderr  # a branch is one stage
 
 
 def test_a_run_begins_where_another_ended_with_or_without_its_optimizer(changed, recipe, tmp_path):

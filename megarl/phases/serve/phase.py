@@ -23,10 +23,9 @@ from megarl.rollout.engine import Completion, Request, Sampling
 from megarl.storage.files import make_directory
 from megarl.storage.json_lines import append_json, read_intact_lines
 from megarl.storage.requests import read_request
-from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
+from megarl.storage.rollouts import SERVED, Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 
-NAMES = "served.jsonl"  # beside the rollouts: which group of the agents has which number
 IDLE_SECONDS = 0.05  # between two looks at whether the phase is to stop
 
 
@@ -104,8 +103,10 @@ def serve(stage: Stage) -> None:
     if stop.asked:
         worker.close()
         sys.exit(STOPPED)
-    names = stage.rollouts / NAMES
-    with RolloutWriter(stage.rollouts, weights_hash=worker.weights_hash, logprob_mode="processed") as writer:
+    names = stage.rollouts / SERVED
+    with RolloutWriter(
+        stage.rollouts, weights_hash=worker.weights_hash, logprob_mode="processed", external=True
+    ) as writer:
 
         def store(name: str, group: Group) -> None:
             append_json(names, {"group": name, "number": group.group_id})
@@ -133,7 +134,7 @@ def _stored(stage: Stage, names: Path) -> dict[str, int]:
     lines = read_intact_lines(names)[0] if names.exists() else []
     found = {line["number"]: line["group"] for line in lines if line["number"] in there}
     if found.keys() != there:
-        raise UserError(f"{stage.rollouts} has groups that {NAMES} does not name: delete that folder, and start again")
+        raise UserError(f"{stage.rollouts} has groups that {SERVED} does not name: delete that folder, and start again")
     return {name: number for number, name in found.items()}
 
 
