@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import Completion, Request, Sampling, expert_type, never, section
 
-_END = object()  # of the requests
 CHANCE = 256  # as many tokens and layers do not go to the same of several experts by chance
 
 
@@ -162,8 +161,8 @@ class ContinuousEngine(ABC):
         try:
             while more or running:
                 while more and self._has_room(running) and not interrupted():
-                    following = next(requests, _END)
-                    if following is _END:
+                    following: Request | Literal["end"] | None = next(requests, "end")
+                    if following == "end":
                         more = False
                     elif following is None:
                         break

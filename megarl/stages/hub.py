@@ -9,6 +9,7 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megarl.errors import PhaseFailed, UserError
 from megarl.stages.packed import CARD, MANIFEST, Manifest, Source, check_space
@@ -51,7 +52,7 @@ def pull(repository: str, output: Path, revision: str | None) -> str:
     with new_directory(output) as temporary:
         with _errors(repository):
             commit = HfApi().dataset_info(repository, revision=revision).sha
-            place = dict(repo_type="dataset", revision=commit, local_dir=temporary)
+            place: Any = {"repo_type": "dataset", "revision": commit, "local_dir": temporary}
             name = hf_hub_download(repository, MANIFEST, **place)
             manifest = Manifest.parse(Path(name).read_bytes(), Path(repository))
             check_space(repository, manifest, output)
@@ -67,7 +68,7 @@ def _errors(repository: str) -> Iterator[None]:
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     # of the HTTP client, which is another one in each generation of huggingface_hub
-    unreachable = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+    unreachable: type[Exception] = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")  # type: ignore[assignment]
     try:
         yield
     except (RepositoryNotFoundError, EntryNotFoundError, HFValidationError) as error:

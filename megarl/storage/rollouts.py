@@ -68,9 +68,7 @@ class RolloutWriter:
     ) -> None:
         self.directory, self.writer = Path(directory), writer
         if (self.directory / SERVED).exists() and not external:
-            raise UserError(
-                f"{directory} has groups that agents filled: go on with megarl serve, or delete it"
-            )
+            raise UserError(f"{directory} has groups that agents filled: go on with megarl serve, or delete it")
         self.weights_hash, self.logprob_mode = weights_hash, logprob_mode
         self._refuse_sealed()
         with disk_errors(self.directory):

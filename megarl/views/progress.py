@@ -360,7 +360,7 @@ def describe_state(state: RunState) -> str:
 
 
 def _facts(state: RunState) -> list[str]:
-    facts = [f"elapsed {_clock(time.time() - state.phase_since)}"] if state.phase else []
+    facts = []
     if (reward := state.reward) is not None:
         facts.append(f"reward {reward:.3f}")
     if state.accuracies:
@@ -386,7 +386,7 @@ def _facts(state: RunState) -> list[str]:
                 sum(update.get(name, 0.0) for update in state.recent) for name in ("idle_seconds", "seconds")
             )
             facts.append(f"trainer idle {idle / max(seconds, 1e-3):.0%}")
-    return facts
+    return [*facts, f"elapsed {_clock(time.time() - state.phase_since)}"] if state.phase and not state.doing else facts
 
 
 def _left(seconds: float | None) -> str:
