@@ -31,7 +31,8 @@ def rescore(stage: Stage) -> None:
     first = source.entries[0]
     with RolloutWriter(target, weights_hash=first.weights_hash, logprob_mode=first.logprob_mode) as writer:
         missing = RolloutStore(target).missing(source.group_ids)
-        stored, portion = time.monotonic(), []
+        stored = time.monotonic()
+        portion: list[Group] = []
         for begin in range(0, len(missing), IN_HAND):
             beat("scoring", f"group {missing[begin]}")
             groups = source.read(missing[begin : begin + IN_HAND])
@@ -40,7 +41,7 @@ def rescore(stage: Stage) -> None:
                     0, SeededPrompt(group.group_id, prompts.train(group.group_id)), len(group.responses)
                 )
                 for sample, response in enumerate(group.responses):
-                    text = tokenizer.decode(response.tokens.tolist(), skip_special_tokens=True)
+                    text = str(tokenizer.decode(response.tokens.tolist(), skip_special_tokens=True))
                     scoring.add(pending, sample, replace(response, correct=None), text)
             scoring.settle()
             portion += _scored(groups, scoring)

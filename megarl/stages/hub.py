@@ -68,7 +68,7 @@ def _errors(repository: str) -> Iterator[None]:
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     # of the HTTP client, which is another one in each generation of huggingface_hub
-    unreachable: type[Exception] = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")  # type: ignore[assignment]
+    unreachable: type[Exception] = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
     try:
         yield
     except (RepositoryNotFoundError, EntryNotFoundError, HFValidationError) as error:
