@@ -103,7 +103,8 @@ def converse(served, group, name, turns=2):
     return messages
 
 
-def test_conversations_of_an_openai_client_become_a_stage(served, agent_model):
+def all_converse(served):
+    """{(group, conversation): messages}; all at the same time."""
     threads, said = [], {}
     for group, name in itertools.product("ab", "xy"):
         agent = threading.Thread(target=lambda g=group, n=name: said.update({(g, n): converse(served, g, n)}))
@@ -111,6 +112,11 @@ def test_conversations_of_an_openai_client_become_a_stage(served, agent_model):
         threads.append(agent)
     for agent in threads:
         agent.join(60)
+    return said
+
+
+def test_conversations_of_an_openai_client_become_a_stage(served, agent_model):
+    said = all_converse(served)
     assert len(said) == 4
     calls = [m for messages in said.values() for m in messages if getattr(m, "tool_calls", None)]
     assert 0 < len(calls) < 8
@@ -127,6 +133,23 @@ def test_conversations_of_an_openai_client_become_a_stage(served, agent_model):
     found = audit(served.root, 10)
     assert found.problems == [] and found.stages[0].trained == 2
     assert len(events(run, "weight_drift")) == 1
+
+
+@pytest.mark.vllm
+def test_vllm_serves_agents_too(recipe, agent_model, tmp_path):
+    """Several decode together, and each sequence is what its agent saw; audit computes its log-probs again."""
+    served = Served(recipe, agent_model, tmp_path / "run", "rollout.engine='vllm'")
+    said = all_converse(served)
+    for group, name in said:
+        assert served.reward(group, name, 1.0).status_code == 200
+    assert served.wait() == 0, served.command.stderr
+    run, tokenizer = RunDir.open(served.root), load_tokenizer(agent_model)
+    groups = RolloutStore(run.stage(0).rollouts).read(list(run.stage(0).groups))
+    sequences = [[*g.prompt_tokens.tolist(), *r.tokens.tolist()] for g in groups for r in g.responses]
+    texts = [tokenizer.decode(tokens, skip_special_tokens=False) for tokens in sequences]
+    assert sorted(texts) == sorted(map(as_text, said.values()))
+    assert all(not r.sampled.all() for g in groups for r in g.responses)
+    assert audit(served.root, 10).problems == []
 
 
 def check_tokens(run, model, said):
