@@ -186,6 +186,7 @@ class RoutedExperts(MoELayer):
         super().__init__(config, submodules, layer_number, groups)
         drops = config.moe_expert_capacity_factor is not None or config.moe_router_padding_for_quantization
         alltoall = config.moe_token_dispatcher_type == "alltoall" and not config.moe_permute_fusion
+        alltoall &= not config.moe_shared_expert_overlap  # Megatron's dispatchers then compute the shared experts
         if alltoall and not drops and config.cuda_graph_impl == "none":
             self.token_dispatcher = IndexDispatcher(self.local_expert_indices, config, groups)
 

@@ -11,7 +11,7 @@ from tests.actor.conftest import SHAPE, make_recipe
 pytestmark = pytest.mark.usefixtures("one_rank")
 HF = SHAPE | dict(
     hidden_size=128, intermediate_size=320, num_attention_heads=8, head_dim=16, moe_intermediate_size=96,
-    num_experts_per_tok=2, norm_topk_prob=True, rope_theta=1e4, rope_scaling_factor=None, max_position_embeddings=1024,
+    num_experts_per_tok=2, norm_topk_prob=True, rope_theta=1e4, rope_scaling_factor=None, rotary_fraction=1.0, max_position_embeddings=1024,
 )  # fmt: skip
 TOKENS = 1000
 
