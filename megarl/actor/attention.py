@@ -89,6 +89,8 @@ class PackedAttention(MegatronModule):
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        if config.softmax_type != "vanilla" or config.window_size is not None:
+            raise UserError('[megatron] softmax_type, window_size: the attention of layers = "torch" has neither')
         if config.rotary_interleaved:
             raise UserError('[megatron] rotary_interleaved: the attention of layers = "torch" rotates halves')
         if config.bf16 and (config.kv_channels % 8 or config.kv_channels > 256):

@@ -22,10 +22,10 @@ from megarl.actor.attention import PackedSequences, RMSNorm, rotate
 from megarl.errors import UserError
 
 if not isinstance(multi_latent_attention.TELinear, type):
-    # without Transformer Engine Megatron-Core 0.16.1 has mocks in place of its classes, which this module takes for them
+    # without Transformer Engine Megatron-Core 0.16.1 has mocks for its classes, which this module takes for real
     multi_latent_attention.HAVE_TE = False
 
-LATENT_EPSILON = 1e-6  # of the norms of latents in transformers 5.19, whatever rms_norm_eps is; vLLM 0.32 takes the latter
+LATENT_EPSILON = 1e-6  # of the norms of latents in transformers 5.19, whatever rms_norm_eps is
 
 
 class WholeLinear(torch.nn.Linear):

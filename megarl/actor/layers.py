@@ -22,10 +22,11 @@ from megarl.actor.attention import PackedAttention, RMSNorm
 from megarl.actor.dispatch import routed_experts
 from megarl.actor.experts import GroupedExperts
 from megarl.actor.latent_attention import LatentAttention
+from megarl.errors import UserError
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
-    """RMSNorm over all heads of a token, [T, 1, heads of this rank, head_dim] -> the same; weight [heads * head_dim]."""
+    """RMSNorm over all heads of a token: [T, 1, heads of this rank, head_dim] -> the same."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float) -> None:
         super().__init__()
@@ -55,8 +56,10 @@ def torch_block_spec(
 ) -> TransformerBlockSubmodules:
     """The block spec of a decoder made of plain torch modules.
 
-    norms_all_heads: ``qk_layernorm`` is over all heads of a token, which Megatron has no setting for.
+    norms_all_heads: queries and keys are normalised over all heads of a token, which Megatron has no setting for.
     """
+    if norms_all_heads and config.qk_layernorm:
+        raise UserError("[megatron] qk_layernorm: this model normalises queries and keys over all heads")
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )

@@ -56,7 +56,8 @@ class GroupedQueryAttention:
             num_attention_heads=hf["num_attention_heads"],
             num_query_groups=hf["num_key_value_heads"],
             kv_channels=hf["head_dim"],
-            qk_layernorm=self.norms(hf),
+            # Megatron sums the gradients of its own norms over tensor parallelism, but those of all heads are divided
+            qk_layernorm=self.norms(hf) and not self.norms_all_heads,
             add_qkv_bias=self.biases(hf),
         )
 
@@ -83,11 +84,15 @@ class GroupedQueryAttention:
         query, key = heads * hf["head_dim"], hf["num_key_value_heads"] / layout.tensor_parallel * hf["head_dim"]
         # the fused projection; query and key with RoPE; the output of attention, twice
         elements = inside * ((query + 2 * key) + (query + key) + 2 * query)
-        if self.norms(hf):
+        float32 = inside * heads  # log-sum-exp
+        if self.norms_all_heads:
+            elements += inside * (query + key)  # normalised, before the weight
+            float32 += inside * (query + key)
+        elif self.norms(hf):
             elements += inside * query  # the norm of the queries wants them contiguous
         if layout.context_parallel > 1:
             elements += 2 * tokens * key  # keys and values of all ranks
-        return Kept(elements, inside * heads)  # log-sum-exp
+        return Kept(elements, float32)
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         heads = max(1, int(hf["num_key_value_heads"]) // tensor_parallel)  # a head is never split

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.models import FAMILIES, Family
+from megarl.models import FAMILIES, REFUSALS, Family
 
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -15,10 +15,10 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 def read_hf_config(model_dir: Path) -> dict[str, Any]:
     """The settings of a supported model, under one name each where families or versions of transformers differ.
 
-    Beside what the file has: ``rope_theta``, ``rope_scaling_factor`` (of Llama 3, or None), ``rope_yarn`` (its settings,
-    or None), ``rotary_fraction`` of a head, ``num_experts`` (None in a dense model), ``head_dim``, ``dense_layers``, the
-    number of layers without experts, and ``divided``: {setting: its value} of those that tensor parallelism must divide.
-    `UserError` for an unreadable file, an unknown family and what a family refuses.
+    Beside what the file has: ``rope_theta``, ``rope_scaling_factor`` (of Llama 3, or None), ``rope_yarn`` (its
+    settings, or None), ``rotary_fraction`` of a head, ``num_experts`` (None in a dense model), ``head_dim``,
+    ``dense_layers``, the number of layers without experts, and ``divided``: {setting: its value} of those that tensor
+    parallelism must divide. `UserError` for an unreadable file, an unknown family and what a family refuses.
     """
     path = Path(model_dir) / "config.json"
     try:
@@ -31,9 +31,9 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(hf, dict):
         raise UserError(f"{path} holds no object, but {type(hf).__name__}")
-    if hf.get("model_type") not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise UserError(f"{path}: model_type {hf.get('model_type')!r} is not supported; known are {known}")
+    if (kind := hf.get("model_type")) not in FAMILIES:
+        why = f": {REFUSALS[kind]}" if kind in REFUSALS else ""
+        raise UserError(f"{path}: model_type {kind!r} is not supported{why}; known are {', '.join(FAMILIES)}")
     family = FAMILIES[hf["model_type"]]
     hf = family.uniform(hf)
     try:

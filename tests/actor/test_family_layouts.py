@@ -1,5 +1,7 @@
 """No layout changes what the layers of a family compute: shared experts, latent attention, norms of all heads."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -47,7 +49,7 @@ def test_a_layout_changes_nothing(results, name, layout):
 def test_a_checkpoint_goes_from_layout_to_layout(results, name):
     """Each loads what the one before it wrote, bit for bit, and makes an update."""
     pairs = [results[name, layout]["continued"] for layout in FAMILIES[name]]
-    for (_, written), (loaded, later) in zip(pairs[:-1], pairs[1:], strict=True):
+    for (_, written), (loaded, later) in pairwise(pairs):
         assert all(torch.equal(loaded[key], written[key]) for key in written)
         assert all(not torch.equal(loaded[key], later[key]) for key in written if key.endswith("norm.weight"))
 

@@ -29,9 +29,7 @@ MODELS = {
     "llama_tied": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}, torch.bfloat16, 10**9),
 }
 OTHERS = {"olmoe": {"head_dim": 4}, "glm4_moe": {"num_nextn_predict_layers": 1}}
-MODELS |= {
-    name: (name, FAMILIES[name] | OTHERS.get(name, {}), torch.bfloat16, 20_000) for name in hf_worker.OTHERS
-}
+MODELS |= {name: (name, FAMILIES[name] | OTHERS.get(name, {}), torch.bfloat16, 20_000) for name in hf_worker.OTHERS}
 CASES = [(layout, name) for layout in hf_worker.LAYOUTS for name in hf_worker.families(layout)]
 
 

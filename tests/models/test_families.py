@@ -31,7 +31,9 @@ def test_a_family_is_the_short_file_of_its_name_and_no_other_file_knows_it(model
     assert module.FAMILY is FAMILIES[model_type]
     assert len(Path(module.__file__).read_text().splitlines()) < 120
     package = (ROOT / "megarl").rglob("*.py")
-    naming = [path for path in package if f'"{model_type}"' in path.read_text() or f"families.{model_type}" in str(path)]
+    naming = [
+        path for path in package if f'"{model_type}"' in path.read_text() or f"families.{model_type}" in str(path)
+    ]
     assert naming == []
 
 
@@ -39,7 +41,7 @@ def test_a_new_file_is_a_new_family(tmp_path, monkeypatch):
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
     text = Path(import_module("megarl.models.families.qwen2_moe").__file__).read_text()
     (tmp_path / "new_moe.py").write_text(text)
-    found = families_of(families)
+    found, _ = families_of(families)
     assert set(found) == {*FAMILIES, "new_moe"}
     for name, family in found.items():
         monkeypatch.setitem(FAMILIES, name, family)
@@ -53,7 +55,10 @@ def test_a_new_file_is_a_new_family(tmp_path, monkeypatch):
     [
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
         ({"mlp_bias": True}, "mlp_bias = True is not supported, only False"),
-        ({"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, "'dynamic' is not supported; known are default"),
+        (
+            {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None},
+            "'dynamic' is not supported; known are default",
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, "'linear' is not supported; known are default"),
     ],
 )
@@ -71,7 +76,11 @@ YARN = MODELS["deepseek_v3"]["rope_parameters"]
     ("name", "settings", "words"),
     [
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True is not supported, only False"),
-        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' is not supported; known are default, llama3"),
+        (
+            "qwen3",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "'yarn' is not supported; known are default, llama3",
+        ),
         ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor = 2.0 .*, only 1.0"),
         ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported for qwen3"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096 is not supported for mixtral, only None"),
@@ -85,7 +94,16 @@ YARN = MODELS["deepseek_v3"]["rope_parameters"]
         ("deepseek_v3", {"attention_bias": True}, "attention_bias = True is not supported"),
         ("deepseek_v3", {"v_head_dim": 25}, "v_head_dim = 25 is more than"),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0}}, "'yarn' needs mscale"),
-        ("deepseek_v3", {"rope_parameters": YARN | {"attention_factor": 1.5}}, "attention_factor = 1.5 is not supported"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": YARN | {"attention_factor": 1.5}},
+            "attention_factor = 1.5 is not supported",
+        ),
+        (
+            "llama",
+            {"model_type": "qwen3_next"},
+            "'qwen3_next' is not supported: the gated delta net of Megatron-Core 0.16",
+        ),
         ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, llama, mixtral"),
     ],
 )
