@@ -36,7 +36,7 @@ def train(name: str, layout: str, models: Path, rollouts: Path, folder: Path) ->
         if update == 0:
             step.compute_gradients(actor, batches, objective)
             gradient = whole_gradient(actor, models / name, folder / f"gradient {layout}")
-        losses.append(step.train_step(actor, batches, objective, lr=1e-2)["loss"])
+        losses.append(step.train_step(actor, batches, objective, lr=1e-2).get("loss"))  # of the last stage
     return {"gradient": gradient, "losses": losses}
 
 

@@ -71,7 +71,8 @@ def test_one_layer(family):
     hf |= {"num_experts": 8 if "moe" in family or family == "deepseek_v3" else None}
     measured = saved_bytes(family, 2, "none") - saved_bytes(family, 1, "none")
     # on the CPU an RMSNorm is not fused and keeps its normalised input too
-    norms = 2 * 128 + (128 + 32 if family.startswith("qwen3") else 0)
+    of_attention = dict.fromkeys(("qwen3", "qwen3_moe", "glm4_moe"), 128 + 32) | {"deepseek_v3": 96 + 80}
+    norms = 2 * 128 + of_attention.get(family, 0)
     expected = sizes.layer_activation_bytes(hf, Layout(1), TOKENS, width=4) + 4 * norms * TOKENS
     assert expected == pytest.approx(measured, rel=0.02)
 
