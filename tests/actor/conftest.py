@@ -1,5 +1,6 @@
 """One gloo rank with Megatron's groups for all tests of the actor, and tiny Hugging Face models."""
 
+import json
 import os
 
 import pytest
@@ -119,6 +120,15 @@ def make_hf_model(family: str, **changes):
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.3)
     return model
+
+
+def read_settings(folder, family, **changes):
+    """Settings of a tiny model as megarl reads them from a config.json in ``folder``."""
+    from megarl.models.hf_config import read_hf_config
+
+    settings = SHAPE | {"model_type": MODEL_TYPES.get(family, family)} | FAMILIES[family] | changes
+    (folder / "config.json").write_text(json.dumps(settings))
+    return read_hf_config(folder)
 
 
 def make_recipe(model_path="model", **tables):

@@ -11,18 +11,13 @@ from megarl.models import FAMILIES, families, families_of
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.layout import Layout
 from tests.actor.conftest import FAMILIES as MODELS
-from tests.actor.conftest import MODEL_TYPES, SHAPE
+from tests.actor.conftest import MODEL_TYPES, SHAPE, read_settings
 from tests.helpers import ROOT
 
 
 def settings_of(name):
     """Settings of a tiny model of `tests.actor.conftest`, as config.json states them."""
     return SHAPE | {"model_type": MODEL_TYPES.get(name, name)} | MODELS[name]
-
-
-def read(folder, name, **settings):
-    (folder / "config.json").write_text(json.dumps(settings_of(name) | settings))
-    return read_hf_config(folder)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -45,7 +40,7 @@ def test_a_new_file_is_a_new_family(tmp_path, monkeypatch):
     assert set(found) == {*FAMILIES, "new_moe"}
     for name, family in found.items():
         monkeypatch.setitem(FAMILIES, name, family)
-    hf = read(tmp_path, "qwen2_moe", model_type="new_moe")
+    hf = read_settings(tmp_path, "qwen2_moe", model_type="new_moe")
     assert found["new_moe"].tensor_names(hf) == FAMILIES["qwen2_moe"].tensor_names(hf | {"model_type": "qwen2_moe"})
 
 
@@ -63,9 +58,9 @@ def test_a_new_file_is_a_new_family(tmp_path, monkeypatch):
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(tmp_path, model_type, settings, words):
-    read(tmp_path, model_type)
+    read_settings(tmp_path, model_type)
     with pytest.raises(UserError, match=words):
-        read(tmp_path, model_type, **settings)
+        read_settings(tmp_path, model_type, **settings)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
@@ -108,16 +103,16 @@ YARN = MODELS["deepseek_v3"]["rope_parameters"]
     ],
 )
 def test_what_a_family_would_compute_otherwise_is_refused(tmp_path, name, settings, words):
-    read(tmp_path, name)
+    read_settings(tmp_path, name)
     with pytest.raises(UserError, match=words):
-        read(tmp_path, name, **settings)
+        read_settings(tmp_path, name, **settings)
 
 
 def test_attention_biases_are_for_families_that_have_them(tmp_path):
-    read(tmp_path, "qwen2", attention_bias=True)
+    read_settings(tmp_path, "qwen2", attention_bias=True)
     for model_type in ("llama", "qwen3", "qwen3_moe", "mixtral", "olmoe"):
         with pytest.raises(UserError, match=f"attention_bias = true is not supported for {model_type}"):
-            read(tmp_path, model_type, attention_bias=True)
+            read_settings(tmp_path, model_type, attention_bias=True)
 
 
 def test_a_setting_that_is_missing_is_named(tmp_path):
@@ -149,7 +144,7 @@ def test_tensor_names_are_those_of_transformers(tmp_path, name, tied):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    hf = read(tmp_path, name, tie_word_embeddings=tied)
+    hf = read_settings(tmp_path, name, tie_word_embeddings=tied)
     config = AutoConfig.for_model(**settings_of(name) | {"tie_word_embeddings": tied})
     with torch.device("meta"):
         theirs = set(AutoModelForCausalLM.from_config(config).state_dict())
@@ -165,7 +160,7 @@ def test_tensor_names_are_those_of_transformers(tmp_path, name, tied):
 
 def test_layers_with_and_without_experts(tmp_path):
     def pattern(name, **settings):
-        hf = read(tmp_path, name, num_hidden_layers=4, **settings)
+        hf = read_settings(tmp_path, name, num_hidden_layers=4, **settings)
         return FAMILIES[hf["model_type"]].megatron_settings(hf).get("moe_layer_freq")
 
     assert pattern("qwen3_moe") is None
@@ -175,11 +170,11 @@ def test_layers_with_and_without_experts(tmp_path):
 
 
 def test_tensor_parallelism_must_divide_every_width(tmp_path):
-    glm = read(tmp_path, "glm4_moe", n_shared_experts=1, moe_intermediate_size=25)
+    glm = read_settings(tmp_path, "glm4_moe", n_shared_experts=1, moe_intermediate_size=25)
     (problem,) = Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(glm)
     assert problem == "tensor_parallel = 2 does not divide the model's width of its shared experts = 25"
-    dense = read(tmp_path, "glm4_moe", intermediate_size=49)
+    dense = read_settings(tmp_path, "glm4_moe", intermediate_size=49)
     (problem,) = Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(dense)
     assert problem == "tensor_parallel = 2 does not divide the model's intermediate_size = 49"
-    sparse = read(tmp_path, "qwen3_moe", intermediate_size=49)  # which no layer has
+    sparse = read_settings(tmp_path, "qwen3_moe", intermediate_size=49)  # which no layer has
     assert list(Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(sparse)) == []
