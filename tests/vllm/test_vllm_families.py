@@ -11,6 +11,18 @@ pytestmark = pytest.mark.vllm
 # heads of 32 are the smallest that vLLM serves on a CPU
 SIZES = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 128, "initializer_range": 0.1}
 
+DEEPSEEK = {
+    # config.json of the published models has these two; without them vLLM has no bias of the choice
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    # the widths of a latent with which vLLM has latent attention
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+
 
 @pytest.mark.parametrize(
     ("family", "settings"),
@@ -19,7 +31,7 @@ SIZES = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 128, "in
         ("olmoe", {"rms_norm_eps": 1e-5}),  # vLLM 0.32 takes it for every OLMoE
         ("qwen2_moe", {}),
         ("glm4_moe", {}),
-        ("deepseek_v3", {"head_dim": 8}),
+        ("deepseek_v3", DEEPSEEK),
     ],
 )
 def test_vllm_loads_an_export(tmp_path, family, settings):
