@@ -198,7 +198,7 @@ def routed_experts(submodules: MoESubmodules) -> type[RoutedExperts]:
     """
 
     class Layer(RoutedExperts):
-        def __init__(self, config: TransformerConfig) -> None:
+        def __init__(self, config: TransformerConfig, **_: Any) -> None:  # 0.19 names groups, which are the default
             super().__init__(config, submodules)
 
     return Layer

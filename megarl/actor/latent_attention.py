@@ -48,9 +48,10 @@ class LatentAttention(MultiLatentAttention):
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        **more: Any,  # of Megatron-Core 0.19
     ) -> None:
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, groups)
+        super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, groups, **more)
         if self.recompute_up_proj:
             raise UserError('[megatron] recompute_modules: layers = "torch" have no "mla_up_proj"')
         heads, queries = config.num_attention_heads, config.num_attention_heads * self.q_head_dim

@@ -71,8 +71,10 @@ def torch_block_spec(
 
 def _use_torch_modules(layer: ModuleSpec, config: TransformerConfig, norms_all_heads: bool) -> None:
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if layer.submodules.mlp.module is MoELayer:
-        submodules = layer.submodules.mlp.submodules
+    mlp = layer.submodules.mlp  # a ModuleSpec in Megatron-Core 0.16, a partial in 0.19
+    kind, arguments = (mlp.module, vars(mlp)) if isinstance(mlp, ModuleSpec) else (mlp.func, mlp.keywords)
+    if kind is MoELayer:
+        submodules = arguments["submodules"]
         submodules.experts = GroupedExperts
         layer.submodules.mlp = routed_experts(submodules)
     attention = layer.submodules.self_attention
