@@ -1,0 +1,276 @@
+"""The papers' claims as differences that the lab's runs can decide, and a verdict on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lab.results import Sweep, Value, at, difference, estimate, mean
+from megarl.sweep.results import Estimate
+
+EARLY, END = 64, 256  # updates
+SEEDS = 5  # fewer decide nothing
+MARGIN = 0.05  # accuracies that differ by less are called equal
+ALARM = 0.5  # effective sample size, as a share of the tokens
+
+Side = Literal["above", "below", "equal"]
+State = Literal["holds", "opposite", "open", "not run"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A number of a seed whose mean the claim says to be above or below 0, or within `MARGIN` of it."""
+
+    text: str
+    value: Value
+    side: Side = "above"
+    sweep: str = "frozen"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says, and what would show it here."""
+
+    name: str
+    source: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A part on one set of seeds."""
+
+    part: Part
+    estimate: Estimate | None
+    state: State
+
+
+def find(part: Part, sweeps: Mapping[str, Sweep], seeds: Sequence[int]) -> Finding:
+    """`State` from the 95 % interval over ``seeds``, all of which must have been run."""
+    sweep = sweeps[part.sweep]
+    if sum(part.value(sweep, seed) is not None for seed in seeds) < SEEDS:
+        return Finding(part, None, "not run")
+    found = estimate(sweep, seeds, part.value)
+    assert found is not None
+    low, high = found.ci95
+    if part.side == "below":
+        low, high = -high, -low
+    if part.side == "equal":
+        low, high = (MARGIN - max(abs(low), abs(high)), MARGIN - (0 if low <= 0 <= high else min(abs(low), abs(high))))
+    return Finding(part, found, "holds" if low > 0 else "opposite" if high < 0 else "open")
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Of all parts of a claim together."""
+    states = {finding.state for finding in findings}
+    if "not run" in states:
+        return "not run"
+    if states == {"holds"}:
+        return "reproduced"
+    if "holds" in states:
+        return "partly"
+    return "not reproduced" if "opposite" in states else "cannot be seen at this size"
+
+
+# ----------------------------------------------------------------------------------------------------------- values
+
+
+def collapse(sweep: Sweep, point: str, seed: int) -> int | None:
+    """The last evaluation before the first one that has less than half of the best so far; None without a collapse."""
+    best, last = 0.0, 0
+    for update, accuracy in sorted(sweep.curve(point, seed, "accuracy").items()):
+        if accuracy < best / 2:
+            return last
+        best, last = max(best, accuracy), update
+    return None
+
+
+def warning(sweep: Sweep, point: str, seed: int, level: float = ALARM) -> int | None:
+    """The first update of the first window whose mean effective sample size is below ``level``."""
+    windows = sorted(sweep.curve(point, seed, "ess").items())
+    return next((update for update, ess in windows if ess < level), None)
+
+
+def lead(point: str, level: float = ALARM, least: int = 0) -> Value:
+    """Updates from the warning to the last evaluation before the collapse, less ``least``."""
+
+    def value(sweep: Sweep, seed: int) -> float | None:
+        end, begin = collapse(sweep, point, seed), warning(sweep, point, seed, level)
+        return None if end is None or begin is None else float(end - begin - least)
+
+    return value
+
+
+def smallest(point: str, metric: str, above: float) -> Value:
+    """The smallest window mean, less ``above``."""
+
+    def value(sweep: Sweep, seed: int) -> float | None:
+        values = sweep.curve(point, seed, metric).values()
+        return min(values) - above if values else None
+
+    return value
+
+
+def selectivity(point: str, ratio: str) -> Value:
+    """How much more often ``ratio`` ("token" or "prefix") is dampened after bad prefixes than after good ones."""
+
+    def value(sweep: Sweep, seed: int) -> float | None:
+        bad, good = (sweep.mean(point, seed, f"dampen/{ratio}/{prefix}_prefix") for prefix in ("bad", "good"))
+        return bad / good if bad is not None and good else None
+
+    return value
+
+
+def less(first: str, second: str, update: int = END) -> Value:
+    """Accuracy of ``first`` less that of ``second``."""
+    return difference(at(first, update), at(second, update))
+
+
+# ----------------------------------------------------------------------------------------------------------- claims
+
+
+def prosperity(sweep: str) -> Claim:
+    """On one task."""
+    return Claim(
+        f"prosperity before collapse ({sweep})",
+        "Prosperity before Collapse, section 4, Figure 3",
+        (
+            Part(
+                f"no trust region is ahead of eps .2 at update {EARLY}",
+                less("reinforce", "grpo", EARLY),
+                "above",
+                sweep,
+            ),
+            Part(
+                f"and at {END} has less than half of what it had at {EARLY}",
+                difference(at("reinforce", END), at("reinforce", EARLY), 0.5),
+                "below",
+                sweep,
+            ),
+        ),
+    )
+
+
+def tight(sweep: str) -> Claim:
+    """On one task."""
+    return Claim(
+        f"a tight clip learns slower under staleness ({sweep})",
+        "How Off-Policy Can GRPO Be?, section 3.1, Figure 2; Prosperity before Collapse, section 4",
+        (
+            Part(f"eps .1 is behind eps .2 at {EARLY}", less("grpo_tight", "grpo", EARLY), "below", sweep),
+            Part(f"eps .2 is behind [0, 5] at {EARLY}", less("grpo", "mu_grpo_none", EARLY), "below", sweep),
+            Part(f"eps .2 is behind mu-GRPO at {END}", less("grpo", "mu_grpo"), "below", sweep),
+        ),
+    )
+
+
+def scopes(sweep: str) -> Claim:
+    """On one task."""
+    parts = [
+        Part(
+            f"without triggers, the rest of the suffix: ahead of no veto at {END}", less("mu_grpo_rest", "mu_grpo_none")
+        ),
+        Part("whole response: ahead of no veto", less("mu_grpo", "mu_grpo_none")),
+        Part("triggers alone: as no veto", less("mu_grpo_trigger", "mu_grpo_none"), "equal"),
+    ]
+    return Claim(
+        f"what the veto has to remove is the suffix, not its trigger ({sweep})",
+        "How Off-Policy Can GRPO Be?, section 3.3, Figure 3",
+        tuple(Part(part.text, part.value, part.side, sweep) for part in parts),
+    )
+
+
+CLAIMS = (
+    prosperity("frozen"),
+    prosperity("learn"),
+    tight("frozen"),
+    tight("learn"),
+    Claim(
+        "M2PO masks far fewer tokens than eps-clip, and keeps up",
+        "Prosperity before Collapse, Figure 1 (1.22 % of the tokens against .06 %)",
+        (
+            Part(
+                "masked less than a fifth of what eps .2 clips",
+                difference(mean("m2po", "m2_mask_fraction"), mean("grpo", "clip_fraction"), 0.2),
+                "below",
+            ),
+            Part(f"is ahead of eps .2 at {END}", less("m2po", "grpo")),
+        ),
+    ),
+    Claim(
+        "M2PO is insensitive to its threshold",
+        "Prosperity before Collapse, Figure 8",
+        (
+            Part(f".01 as .04 at {END}", less("m2po_low", "m2po"), "equal"),
+            Part(f".16 as .04 at {END}", less("m2po_high", "m2po"), "equal"),
+        ),
+    ),
+    scopes("frozen"),
+    scopes("learn"),
+    Claim(
+        "a single stage is worse than four, four are as good as eight",
+        "How Off-Policy Can GRPO Be?, Table 4",
+        (
+            Part(
+                f"mu-GRPO at {END}: S = 256 is behind S = 64", less("mu_grpo,256", "mu_grpo,64"), "below", "staleness"
+            ),
+            Part("S = 64 as S = 32", less("mu_grpo,64", "mu_grpo,32"), "equal", "staleness"),
+        ),
+    ),
+    Claim(
+        "MinPRO against CISPO and the full prefix ratio",
+        "A Step Back, sections 5 and 6.2",
+        (
+            Part(f"ahead of CISPO at {END}", less("minpro", "cispo")),
+            Part(f"ahead of the full prefix ratio at {END}", less("minpro", "full_prefix")),
+        ),
+    ),
+    Claim(
+        "the prefix ratio dampens selectively",
+        "Prefix-Ratio GRPO, Table 2 (99.4 % after bad prefixes, 22.6 % after good ones; 5.1 and 2.2 without)",
+        (
+            Part(
+                "eps .2: bad / good, above GRPO's",
+                difference(selectivity("pr_grpo", "prefix"), selectivity("grpo", "token")),
+            ),
+            Part(
+                "eps .1: the same",
+                difference(selectivity("pr_grpo_tight", "prefix"), selectivity("grpo_tight", "token")),
+            ),
+            Part(f"and it is ahead of GRPO at {END}", less("pr_grpo", "grpo")),
+        ),
+    ),
+    Claim(
+        "BAPO raises the share of positive tokens and keeps entropy",
+        "BAPO, Figure 8",
+        (
+            Part(
+                "share of the loss over all updates, above GRPO's",
+                difference(mean("bapo", "positive_share/loss"), mean("grpo", "positive_share/loss")),
+            ),
+            Part(f"entropy at {END} above GRPO's", difference(at("bapo", END, "entropy"), at("grpo", END, "entropy"))),
+        ),
+    ),
+    Claim(
+        "the effective sample size warns of a collapse",
+        "VCPO (arXiv:2602.17616)",
+        (
+            Part(f"no trust region: below {ALARM} at least 32 updates before", lead("reinforce", least=32)),
+            Part(f"eps .2, which does not collapse: never below {ALARM}", smallest("grpo", "ess", ALARM)),
+        ),
+    ),
+    Claim(
+        "a learning rate that falls with the effective sample size stabilises",
+        "VCPO (arXiv:2602.17616)",
+        (Part(f"ahead of the same objective without at {END}", less("vcpo", "reinforce")),),
+    ),
+    Claim(
+        "later objectives outlive no trust region",
+        "DPPO (2602.04879), SAPO (2511.20347), VESPO (2602.10693), TRM (2512.23075), GPPO, DCPO",
+        tuple(
+            Part(f"{name} is ahead of it at {END}", less(name, "reinforce"))
+            for name in ("dppo", "dppo_kl", "sapo", "vespo", "trm", "gppo", "dcpo")
+        ),
+    ),
+)
