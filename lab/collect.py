@@ -44,11 +44,10 @@ METRICS = (
 )
 
 
-def collect(sweep: Path, output: Path, name: str) -> None:
-    """Write lab/results/``name`` from the runs of ``sweep`` in ``output``."""
+def collect(sweep: Path, output: Path, folder: Path) -> None:
+    """Write ``folder`` from the finished runs of ``sweep`` in ``output``."""
     plan = make_plan(load_sweep(sweep), output)
     made = read_made(plan)
-    folder = RESULTS / name
     folder.mkdir(parents=True, exist_ok=True)
     place = [*plan.table.axes, "seed"]
     _write(folder / "evaluations.csv", [*place, "update", "accuracy", "prompts"], _evaluations(made))
@@ -128,7 +127,7 @@ def main() -> None:
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--output", type=Path, required=True, help="where megarl sweep put the runs")
     options = parser.parse_args()
-    collect(options.sweep, options.output, options.sweep.stem)
+    collect(options.sweep, options.output, RESULTS / options.sweep.stem)
 
 
 if __name__ == "__main__":

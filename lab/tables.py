@@ -25,8 +25,8 @@ def text(sweeps: Mapping[str, Sweep]) -> str:
     """docs/lab_tables.md."""
     parts = [
         "# The lab's tables",
-        "Made by `python -m lab.figures` from the CSVs in [lab/results](../lab/results); [lab.md](lab.md) says what they "
-        "mean. Brackets are 95 % intervals over seeds (Student's), differences are within a seed.",
+        "Made by `python -m lab.figures` from the CSVs in [lab/results](../lab/results); [lab.md](lab.md) says what "
+        "they mean. Brackets are 95 % intervals over seeds (Student's), differences are within a seed.",
         *_claims(sweeps),
     ]
     for name in ("frozen", "learn"):
