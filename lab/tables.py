@@ -11,7 +11,7 @@ from lab.results import Sweep, Value, at, difference, estimate, mean, read
 from megarl.sweep.results import Estimate
 
 SETS = ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))  # of seeds: every verdict is asked of both
-NAMES = ("frozen", "staleness", "learn")
+NAMES = ("frozen", "learn", "staleness", "batches")
 SWEEPS = Path("lab")
 Rows = list[list[str]]
 
