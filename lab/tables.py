@@ -188,15 +188,15 @@ def _staleness(sweep: Sweep) -> list[str]:
 
 
 def _times(sweeps: Mapping[str, Sweep]) -> list[str]:
+    """By sweep, and where stages differ by S, the means over its runs."""
     rows: Rows = []
     for name, sweep in sweeps.items():
-        for size in sorted({point.partition(",")[2] for point in sweep.points}, key=lambda size: int(size or 0)):
-            runs = [row for (point, _), row in sweep.seconds.items() if point.partition(",")[2] == size]
-            phases = [
-                sum(row[phase] for row in runs) / len(runs) for phase in ("rollout", "optimize", "evaluate", "live")
-            ]
-            updates = sum(row["updates"] for row in runs) / len(runs)
-            label = f"`lab/{name}.toml`" + (f", S = {size}" if size else "")
-            rows.append([label, str(len(runs)), f"{updates:.0f}", *(f"{seconds:.1f}" for seconds in phases)])
+        groups: dict[str, list[dict[str, float]]] = {}
+        for (point, _), run in sweep.seconds.items():
+            label = f", S = {point.partition(',')[2]}" if name == "staleness" else ""
+            groups.setdefault(f"`lab/{name}.toml`{label}", []).append(run)
+        columns = ("updates", "rollout", "optimize", "evaluate", "live")
+        for label, runs in groups.items():
+            rows.append([label, str(len(runs)), *(f"{sum(run[c] for run in runs) / len(runs):.1f}" for c in columns)])
     head = ["runs of", "finished", "updates", "rollout, s", "optimize, s", "evaluate, s", "live, s"]
     return ["## Seconds of a run's phases", _table(head, rows)]
