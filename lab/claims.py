@@ -12,7 +12,7 @@ from megarl.sweep.results import Estimate
 EARLY, END = 64, 256  # updates
 SEEDS = 5  # fewer decide nothing
 MARGIN = 0.05  # accuracies that differ by less are called equal
-ALARM = 0.5  # effective sample size, as a share of the tokens
+ALARM = 0.8  # effective sample size, as a share of the tokens; chosen on the pilot
 
 Side = Literal["above", "below", "equal"]
 State = Literal["holds", "opposite", "open", "not run"]

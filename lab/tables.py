@@ -134,12 +134,12 @@ def _warnings(name: str, sweep: Sweep) -> list[str]:
         finished = _finished(sweep, point)
         fell = [seed for seed in finished if collapse(sweep, point, seed) is not None]
         row = [f"`{point}`", f"{len(fell)} of {len(finished)}"]
-        for level in (0.8, ALARM, 0.2):
+        for level in (0.9, ALARM, 0.7):
             warned = [seed for seed in finished if warning(sweep, point, seed, level) is not None]
             before = _text(estimate(sweep, fell, lead(point, level))).replace(".000", "")
             row += [f"{len(warned)} of {len(finished)}", before]
         rows.append(row)
-    levels = [f"ESS < {level}" for level in (0.8, ALARM, 0.2)]
+    levels = [f"ESS < {level}" for level in (0.9, ALARM, 0.7)]
     head = ["point", "collapsed", *(text for level in levels for text in (level, "updates before"))]
     return [
         f"## Effective sample size before a collapse: `lab/{name}.toml`",

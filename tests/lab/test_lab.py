@@ -106,7 +106,7 @@ def test_a_collapse_and_its_warning_by_hand():
     )
     assert collapse(sweep, "x", 0) == 64  # at 96 it is below .3
     assert collapse(sweep, "x", 1) is None
-    assert lead("x")(sweep, 0) == 64 - 24
+    assert lead("x", 0.5)(sweep, 0) == 64 - 24
     assert lead("x", 0.2)(sweep, 0) is None
 
 
