@@ -111,7 +111,7 @@ def sized(make: Callable[[Path, int, int, int], None], hidden: int, layers: int)
 
 
 BASES = {
-    "learn": Base("learn", numbers, sort),
+    "learn": Base("learn", numbers, sort, steps=2000),
     "long": Base("long", words, reverse, steps=1200),
     "sharpen_dense": sized(dense, 64, 4),
     "sharpen_dense_1m": sized(dense, 128, 4),
