@@ -65,6 +65,7 @@ WILD = [x + 0.30 * (-1) ** i for i, x in enumerate(A)]
         (ABOVE, "below", "opposite"),
         (ABOVE, "equal", "opposite"),
         (NEAR, "above", "open"),
+        (NEAR, "below", "open"),
         (NEAR, "equal", "holds"),
         (WILD, "above", "open"),
         (WILD, "equal", "open"),
@@ -90,6 +91,12 @@ def test_a_verdict_is_of_all_parts(sides, word):
     assert verdict([find(part, sweep_of(x=ABOVE, y=A), FIVE) for part in claim.parts]) == word
     assert verdict([find(part, sweep_of(x=NEAR, y=A), FIVE) for part in claim.parts]) == "cannot be seen at this size"
     assert verdict([find(part, sweep_of(x=ABOVE[:3], y=A), FIVE) for part in claim.parts]) == "not run"
+
+
+def test_a_claim_of_which_a_part_was_not_run_has_no_verdict():
+    parts = [Part("", difference(at(point, 256), at("y", 256)), "above") for point in ("x", "z")]
+    sweeps = sweep_of(x=ABOVE, y=A, z=ABOVE[:4])
+    assert verdict([find(part, sweeps, FIVE) for part in parts]) == "not run"
 
 
 def test_an_interval_is_students_over_seeds():
