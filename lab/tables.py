@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -17,8 +18,17 @@ Rows = list[list[str]]
 
 
 def read_all() -> dict[str, Sweep]:
-    """Every sweep of lab/results, by name; one that was not run is empty."""
-    return {name: read(RESULTS / name) for name in NAMES}
+    """Every sweep of lab/results, by name; one that was not run is empty.
+
+    A run of one stage is the branch of that stage with the same seed, so `staleness` has those of `frozen`.
+    """
+    sweeps = {name: read(RESULTS / name) for name in NAMES}
+    staleness = sweeps["staleness"]
+    objectives = {point.partition(",")[0] for point in staleness.points}
+    for (point, seed), curve in sweeps["frozen"].accuracy.items():
+        if point in objectives:
+            staleness.accuracy.setdefault((f"{point},256", seed), curve)
+    return sweeps
 
 
 def text(sweeps: Mapping[str, Sweep]) -> str:
@@ -154,26 +164,24 @@ def _warnings(name: str, sweep: Sweep) -> list[str]:
 
 def half_gain(sweep: Sweep, seeds: Sequence[int], objective: str) -> str:
     """At which S the mean gain falls below half of that at S = 4, interpolated between two S on a log scale."""
-    sizes = [4, 32, 64, 256]
-    gains = []
-    for size in sizes:
+    gains: list[tuple[int, float]] = []
+    for size in (4, 32, 64, 256):
         point = f"{objective},{size}"
         found = estimate(sweep, seeds, difference(at(point, END), at(point, 0)))
-        gains.append(None if found is None else found.mean)
-    if gains[0] is None or any(gain is None for gain in gains):
+        if found is not None:
+            gains.append((size, found.mean))
+    if len(gains) < 2 or gains[0][0] != 4:
         return "not run"
-    half = gains[0] / 2
-    for (small, before), (large, after) in zip(
-        zip(sizes, gains, strict=True), list(zip(sizes, gains, strict=True))[1:], strict=False
-    ):
-        if after is not None and before is not None and after < half:
+    half = gains[0][1] / 2
+    for (small, before), (large, after) in itertools.pairwise(gains):
+        if after < half:
             return f"{small * (large / small) ** ((before - half) / (before - after)):.0f}"
-    return "above 256"
+    return f"above {gains[-1][0]}"
 
 
 def _staleness(sweep: Sweep) -> list[str]:
     objectives = list(dict.fromkeys(point.partition(",")[0] for point in sweep.points))
-    sizes = list(dict.fromkeys(point.partition(",")[2] for point in sweep.points))
+    sizes = sorted({point.partition(",")[2] for point in sweep.points}, key=int)
     rows = [
         [f"`{name}`"]
         + [_text(estimate(sweep, sweep.seeds, at(f"{name},{size}", END))) for size in sizes]
