@@ -11,6 +11,7 @@ from megarl.sweep.results import Estimate
 
 EARLY, END = 64, 256  # updates
 SEEDS = 5  # fewer decide nothing
+UNSTABLE = ("reinforce", "mu_grpo", "mu_grpo_rest", "mu_grpo_trigger")  # have runs that collapse
 MARGIN = 0.05  # accuracies that differ by less are called equal
 ALARM = 0.8  # effective sample size, as a share of the tokens; chosen on the pilot
 
@@ -92,12 +93,14 @@ def warning(sweep: Sweep, point: str, seed: int, level: float = ALARM) -> int | 
     return next((update for update, ess in windows if ess < level), None)
 
 
-def lead(point: str, level: float = ALARM, least: int = 0) -> Value:
-    """Updates from the warning to the last evaluation before the collapse, less ``least``."""
+def lead(points: Sequence[str], level: float = ALARM, least: int = 0) -> Value:
+    """Updates from the warning to the last evaluation before the collapse, less ``least``: a seed's mean over those of
+    its runs in which both happened."""
 
     def value(sweep: Sweep, seed: int) -> float | None:
-        end, begin = collapse(sweep, point, seed), warning(sweep, point, seed, level)
-        return None if end is None or begin is None else float(end - begin - least)
+        ends = [(collapse(sweep, point, seed), warning(sweep, point, seed, level)) for point in points]
+        found = [end - begin - least for end, begin in ends if end is not None and begin is not None]
+        return sum(found) / len(found) if found else None
 
     return value
 
@@ -143,22 +146,14 @@ def gained(first: str, second: str) -> Value:
 
 def prosperity(sweep: str) -> Claim:
     """On one task."""
+    fall = difference(at("reinforce", END), at("reinforce", EARLY))
     return Claim(
         f"prosperity before collapse ({sweep})",
         "Prosperity before Collapse, section 4, Figure 3",
         (
-            Part(
-                f"no trust region is ahead of eps .2 at update {EARLY}",
-                less("reinforce", "grpo", EARLY),
-                "above",
-                sweep,
-            ),
-            Part(
-                f"and at {END} has less than half of what it had at {EARLY}",
-                difference(at("reinforce", END), at("reinforce", EARLY), 0.5),
-                "below",
-                sweep,
-            ),
+            Part(f"no trust region is ahead of eps .2 at {EARLY}", less("reinforce", "grpo", EARLY), "above", sweep),
+            Part(f"has less at {END} than it had at {EARLY}", fall, "below", sweep),
+            Part(f"is behind eps .2 at {END}", less("reinforce", "grpo"), "below", sweep),
         ),
     )
 
@@ -309,8 +304,9 @@ CLAIMS = (
         "the effective sample size warns of a collapse",
         "VCPO (arXiv:2602.17616)",
         (
-            Part(f"no trust region: below {ALARM} at least 32 updates before", lead("reinforce", least=32)),
-            Part(f"eps .2, which does not collapse: never below {ALARM}", smallest("grpo", "ess", ALARM)),
+            Part(f"below {ALARM} at least 32 updates before, in runs that collapse", lead(UNSTABLE, least=32)),
+            Part(f"smallest of eps .2, which does not collapse, above {ALARM}", smallest("grpo", "ess", ALARM)),
+            Part(f"smallest of M2PO, which does not collapse, above {ALARM}", smallest("m2po", "ess", ALARM)),
         ),
     ),
     Claim(

@@ -146,7 +146,7 @@ def _warnings(name: str, sweep: Sweep) -> list[str]:
         row = [f"`{point}`", f"{len(fell)} of {len(finished)}"]
         for level in (0.9, ALARM, 0.7):
             warned = [seed for seed in finished if warning(sweep, point, seed, level) is not None]
-            before = _text(estimate(sweep, fell, lead(point, level))).replace(".000", "")
+            before = _text(estimate(sweep, fell, lead([point], level))).replace(".000", "")
             row += [f"{len(warned)} of {len(finished)}", before]
         rows.append(row)
     levels = [f"ESS < {level}" for level in (0.9, ALARM, 0.7)]

@@ -113,8 +113,10 @@ def test_a_collapse_and_its_warning_by_hand():
     )
     assert collapse(sweep, "x", 0) == 64  # at 96 it is below .3
     assert collapse(sweep, "x", 1) is None
-    assert lead("x", 0.5)(sweep, 0) == 64 - 24
-    assert lead("x", 0.2)(sweep, 0) is None
+    assert lead(["x"], 0.5)(sweep, 0) == 64 - 24
+    assert lead(["x"], 0.2)(sweep, 0) is None
+    sweep.accuracy["y", 0], sweep.metrics["y", 0, "ess"] = {0: 0.3, 32: 0.1}, {8: 0.4}
+    assert lead(["x", "y"], 0.5, least=10)(sweep, 0) == (64 - 24 + 0 - 8) / 2 - 10
 
 
 def test_half_of_the_gain_is_lost_between_two_stages():
