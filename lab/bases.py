@@ -1,4 +1,4 @@
-"""Base models of the lab, by supervised warm-up on sloppy teachers: python -m lab.bases NAME ..., into lab/bases/.
+"""Base models of the lab, by supervised warm-up on sloppy teachers: python -m lab.bases NAME, into lab/bases/NAME.
 
 The quickstart's script makes that of the task `sharpen` in its usual size, and has what all of them share.
 """
@@ -115,7 +115,7 @@ BASES = {
     "long": Base("long", words, reverse, steps=1200),
     "sharpen_dense": sized(dense, 64, 4),
     "sharpen_dense_1m": sized(dense, 128, 4),
-    "sharpen_dense_4m": sized(dense, 256, 5),
+    "sharpen_dense_4m": sized(dense, 192, 6),
     "sharpen_moe_1m": sized(moe, 128, 2),
     "sharpen_moe_4m": sized(moe, 192, 3),
 }
@@ -137,13 +137,12 @@ def make(name: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="+", choices=BASES)
-    names = parser.parse_args().names
+    parser.add_argument("name", choices=BASES)
+    name = parser.parse_args().name
     become_single_process()
     torch.set_num_threads(1)
     disable_progress_bar()
-    for name in names:
-        make(name)
+    make(name)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Writes docs/lab_tables.md and docs/lab/*.svg, the latter with playwright and a c
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from lab.tables import SETS, read_all, text
 from megarl.views.chart import Chart
 from megarl.views.report import page
 from megarl.views.report_charts import COLOURS
-from tools.chart_svg import chart_svg
+from tools.chart_svg import charts_svg
 
 DOCS = Path("docs")
 CLIPS = ("reinforce", "grpo", "grpo_tight", "dapo", "gppo", "dcpo", "gspo", "sapo")
@@ -42,7 +42,7 @@ def charts(sweeps: Mapping[str, Sweep]) -> dict[str, Chart]:
 
 def _curves(sweep: Sweep, points: Sequence[str], metric: str, title: str) -> Chart:
     """Means over all seeds along the updates of the stage, which are the staleness."""
-    chart = Chart(title, "", layout={"xaxis": {"title": {"text": "update = staleness + 1"}}})
+    chart = Chart(title, "", layout={"xaxis": {"title": {"text": "updates on the frozen rollouts"}}})
     for number, point in enumerate(points):
         updates = sorted({u for seed in sweep.seeds for u in sweep.curve(point, seed, metric)})
         updates = [u for u in updates if u % 32 == 0]
@@ -74,7 +74,7 @@ def _add(
 
 def _final(sweep: Sweep) -> Chart:
     """What each point gained, on both sets of seeds."""
-    chart = Chart("Gain after one stage", "", layout={"margin": {"b": 120}})
+    chart = Chart("Gain after one stage", "")
     for number, seeds in enumerate(SETS):
         values = [(point, difference(at(point, END), at(point, 0))) for point in sweep.points]
         _add(chart, sweep, seeds, number, f"seeds {seeds[0]} to {seeds[-1]}", values)
@@ -92,19 +92,20 @@ def _staleness(sweep: Sweep) -> Chart:
     return chart
 
 
-def write(sweeps: Mapping[str, Sweep], draw: Callable[[Path, int], str]) -> None:
-    """Tables and figures; ``draw`` makes the SVG of a chart of a page."""
+def write(sweeps: Mapping[str, Sweep]) -> None:
+    """Tables and figures."""
     (DOCS / "lab_tables.md").write_text(text(sweeps))
     found = charts(sweeps)
     for chart in found.values():
-        chart.layout |= {"title": {"text": chart.title, "x": 0.02}, "showlegend": True}
+        chart.layout |= {"title": {"text": chart.title, "x": 0.02}, "showlegend": True, "margin": {"t": 48, "b": 110}}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "page.html"
         path.write_text(page("lab", "", "", list(found.values())))
-        (DOCS / "lab").mkdir(exist_ok=True)
-        for number, name in enumerate(found):
-            (DOCS / "lab" / f"{name}.svg").write_text(draw(path, number) + "\n")
+        drawn = charts_svg(path, range(len(found)))
+    (DOCS / "lab").mkdir(exist_ok=True)
+    for name, svg in zip(found, drawn, strict=True):
+        (DOCS / "lab" / f"{name}.svg").write_text(svg)
 
 
 if __name__ == "__main__":
-    write(read_all(), chart_svg)
+    write(read_all())
