@@ -255,14 +255,14 @@ CLAIMS = (
     scopes("frozen"),
     scopes("learn"),
     Claim(
-        "a single stage is worse than four, four are as good as eight",
+        "a single stage is worse than four",
         "How Off-Policy Can GRPO Be?, Table 4",
-        (
-            Part(
-                f"mu-GRPO at {END}: S = 256 is behind S = 64", less("mu_grpo,256", "mu_grpo,64"), "below", "staleness"
-            ),
-            Part("S = 64 as S = 32", less("mu_grpo,64", "mu_grpo,32"), "equal", "staleness"),
-        ),
+        (Part(f"mu-GRPO at {END}: S = 256 is behind S = 64", less("mu_grpo,256", "mu_grpo,64"), "below", "staleness"),),
+    ),
+    Claim(
+        "four stages are as good as eight",
+        "How Off-Policy Can GRPO Be?, Table 4",
+        (Part(f"mu-GRPO at {END}: S = 64 as S = 32", less("mu_grpo,64", "mu_grpo,32"), "equal", "staleness"),),
     ),
     Claim(
         "more updates on fixed data are worth their staleness",
