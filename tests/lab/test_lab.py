@@ -3,8 +3,11 @@
 import pytest
 
 from lab.claims import CLAIMS, Claim, Part, collapse, find, lead, verdict
+from lab.figures import charts
 from lab.results import Sweep, at, difference, estimate
 from lab.tables import half_gain, read_all, text
+from megarl.objectives import OBJECTIVES
+from megarl.recipe.sweep import load_sweep
 from megarl.sweep import describe
 from tests.helpers import ROOT
 
@@ -23,10 +26,23 @@ def test_the_committed_tables_follow_from_the_committed_results(monkeypatch):
     assert text(read_all()) == (ROOT / "docs/lab_tables.md").read_text()
 
 
+def test_the_committed_figures_are_those_of_the_committed_results(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = charts(read_all())
+    assert set(found) == {path.stem for path in ROOT.glob("docs/lab/*.svg")}
+    for chart in found.values():
+        for trace in chart.traces:
+            assert len(trace["x"]) == len(trace["y"]) == len(trace["error_y"]["array"]) > 0
+
+
+@pytest.mark.parametrize("sweep", ["frozen", "grid"])
+def test_every_objective_is_in_the_grid(sweep):
+    settings = [dict(point.settings) for point in load_sweep(ROOT / f"lab/{sweep}.toml").points()]
+    assert {point["objective.name"] for point in settings} == set(OBJECTIVES)
+
+
 def test_every_claim_is_about_points_of_its_sweep(monkeypatch):
     monkeypatch.chdir(ROOT)
-    from megarl.recipe.sweep import load_sweep
-
     asked: dict[str, set[str]] = {}
 
     class Asked(Sweep):
