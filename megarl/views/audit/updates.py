@@ -12,7 +12,7 @@ from megarl.storage.json_lines import read_intact_lines
 from megarl.storage.metrics_log import agrees
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.update_summary import lags, summary
+from megarl.storage.update_summary import lags, older_lags, summary
 from megarl.views.audit.totals import StageTotals
 
 
@@ -83,7 +83,10 @@ def compare(stage: Stage, line: dict[str, Any], groups: Sequence[Group]) -> Iter
     recipe, inside = stage.run.recipe, line["update"] - 1 - stage.first_update
     live = recipe.schedule.kind == "live"
     expected: dict[str, Any] = summary(list(groups)) | _tokens(groups, recipe.objective.zero_variance == "drop")
-    expected |= lags(groups, stage.first_update + inside) if live else stage.age_of(inside)
+    if live:
+        expected |= lags(groups, stage.first_update + inside)
+    else:
+        expected |= stage.age_of(inside) | older_lags(groups, stage.first_update, inside)
     if "skipped_update" in line:
         expected.pop("trained_tokens")
     for name, value in expected.items():
@@ -94,12 +97,13 @@ def compare(stage: Stage, line: dict[str, Any], groups: Sequence[Group]) -> Iter
 def _tokens(groups: Sequence[Group], drops: bool) -> dict[str, int]:
     """All tokens of the responses that are trained, with their prompts, and those that have a loss."""
     kept = [g for g in groups if not drops or len({response.reward for response in g.responses}) > 1]
-    trained = sum(len(response.tokens) for group in kept for response in group.responses)
+    trained = sum(response.sampled_tokens for group in kept for response in group.responses)
+    passed = sum(len(response.tokens) for group in kept for response in group.responses)
     # the last token of a response is predicted, but not read
     prompts = sum((len(group.prompt_tokens) - 1) * len(group.responses) for group in kept)
     if not kept:  # one response passes through the model, without a loss
         prompts = len(groups[0].prompt_tokens) - 1 + len(groups[0].responses[0].tokens)
-    return {"tokens": trained + prompts, "trained_tokens": trained}
+    return {"tokens": passed + prompts, "trained_tokens": trained}
 
 
 def _check_checkpoints(stage: Stage, done: int) -> Iterator[str]:
