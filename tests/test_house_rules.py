@@ -17,7 +17,7 @@ from tests.helpers import ROOT
 
 MODULE_LINES, FUNCTION_LINES, SHARED_LINES = 400, 60, 10
 SOURCES = sorted(
-    path for folder in ("megarl", "launch", "tools", "benchmarks") for path in ROOT.glob(f"{folder}/**/*.py")
+    path for folder in ("megarl", "launch", "tools", "benchmarks", "lab") for path in ROOT.glob(f"{folder}/**/*.py")
 )
 PACKAGE = [path for path in SOURCES if path.is_relative_to(ROOT / "megarl")]
 

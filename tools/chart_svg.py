@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 import urllib.parse
+from collections.abc import Sequence
 from pathlib import Path
 
 from playwright.sync_api import sync_playwright
@@ -23,17 +24,19 @@ DRAW = """async ([id, size]) => {
 }"""
 
 
-def chart_svg(page: Path, number: int) -> str:
-    """The chart as SVG text."""
+def charts_svg(page: Path, numbers: Sequence[int]) -> list[str]:
+    """The charts as SVG texts."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         tab = browser.new_page(color_scheme="light")
         tab.goto(page.resolve().as_uri())
-        tab.wait_for_selector(f"#chart-{number} .main-svg")
-        url = tab.evaluate(DRAW, [f"chart-{number}", SIZE])
+        urls = []
+        for number in numbers:
+            tab.wait_for_selector(f"#chart-{number} .main-svg")
+            urls.append(tab.evaluate(DRAW, [f"chart-{number}", SIZE]))
         browser.close()
-    return urllib.parse.unquote(url.partition(",")[2])
+    return [urllib.parse.unquote(url.partition(",")[2]) + "\n" for url in urls]
 
 
 if __name__ == "__main__":
-    Path(sys.argv[3]).write_text(chart_svg(Path(sys.argv[1]), int(sys.argv[2])) + "\n")
+    Path(sys.argv[3]).write_text(charts_svg(Path(sys.argv[1]), [int(sys.argv[2])])[0])

@@ -11,6 +11,7 @@ import random
 import shutil
 import string
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +22,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from megarl.actor import parallel
 from megarl.batch import TokenBatch
-from megarl.data.prompts import build_prompts
+from megarl.data.prompts import Prompt, build_prompts
 from megarl.data.tokenizer import load_tokenizer
 from megarl.distributed import become_single_process
 from megarl.objectives import Objective, Terms
 from megarl.objectives.parts.terms import make_terms
 from megarl.recipe.load import load_recipe
+from megarl.recipe.tables import Recipe
 
 HERE = Path(__file__).parent
 STEPS, BATCH, PEAK_LR, WRONG_LETTERS = 800, 64, 3e-3, 0.2
@@ -34,15 +36,29 @@ STEPS, BATCH, PEAK_LR, WRONG_LETTERS = 800, 64, 3e-3, 0.2
 
 def write_initial_model(path: Path) -> None:
     """A random Qwen3-MoE of 0.2M parameters and a tokenizer with one token a character."""
-    vocabulary = {"<pad>": 0, "<eos>": 1, "=": 2, **{letter: 3 + i for i, letter in enumerate(string.ascii_lowercase)}}
+    pieces = ["=", *string.ascii_lowercase]
+    write_tokenizer(path, pieces, r"[\s\S]", normalizers.Lowercase())
+    write_random_moe(path, len(pieces) + 2)
+
+
+def write_tokenizer(
+    path: Path, pieces: Sequence[str], pattern: str, normalizer: normalizers.Normalizer | None = None
+) -> None:
+    """One token for each of ``pieces``, behind padding (0) and the end (1); ``pattern`` cuts texts into them."""
+    vocabulary = {"<pad>": 0, "<eos>": 1, **{piece: 2 + i for i, piece in enumerate(pieces)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(path)
+
+
+def write_random_moe(path: Path, vocabulary: int, **shape: int) -> None:
+    """A Qwen3-MoE of 0.2M parameters and its embeddings; ``shape`` replaces settings of its configuration."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=len(vocabulary),
+    settings = dict(
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -60,7 +76,7 @@ def write_initial_model(path: Path) -> None:
         bos_token_id=None,
         eos_token_id=1,
     )
-    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings | shape)).save_pretrained(path)
 
 
 class Supervised(Objective):
@@ -75,9 +91,9 @@ def sloppy(answer: str, rng: random.Random) -> str:
     return "".join(rng.choice(answer) if rng.random() < WRONG_LETTERS else letter for letter in answer)
 
 
-def warm_up(initial: Path, output: Path, steps: int, settings: list[str]) -> None:
-    overrides = [f'model.path="{initial}"', "optimizer.betas=[0.9, 0.999]", *settings]
-    recipe = load_recipe(HERE / "recipe.toml", overrides)
+def warm_up(recipe: Recipe, teach: Callable[[Prompt, random.Random], str], output: Path, steps: int) -> None:
+    """The recipe's model after supervised ``steps`` on what ``teach`` answers to its training prompts."""
+    initial = recipe.model.path
     device = parallel.initialize(recipe)
     from megarl.actor import hf, packing, step
 
@@ -88,7 +104,7 @@ def warm_up(initial: Path, output: Path, steps: int, settings: list[str]) -> Non
         samples = []
         for index in range(number * BATCH, (number + 1) * BATCH):
             prompt = prompts.train(index)
-            target = tokenizer.encode(sloppy(prompt.answer, rng), add_special_tokens=False) + [tokenizer.eos_token_id]
+            target = tokenizer.encode(teach(prompt, rng), add_special_tokens=False) + [tokenizer.eos_token_id]
             zeros = np.zeros(len(target), np.float32)
             samples.append(packing.Sample(np.array(prompt.tokens), np.array(target), zeros, advantage=0.0))
         lr = PEAK_LR * min(1, (number + 1) / 40) * (1 - 0.95 * number / steps)
@@ -114,8 +130,14 @@ def main() -> None:
     disable_progress_bar()
     initial = output.with_name(output.name + ".initial")
     write_initial_model(initial)
+    overrides = [f'model.path="{initial}"', "optimizer.betas=[0.9, 0.999]", *options.set]
     try:
-        warm_up(initial, output, options.steps, options.set)
+        warm_up(
+            load_recipe(HERE / "recipe.toml", overrides),
+            lambda prompt, rng: sloppy(prompt.answer, rng),
+            output,
+            options.steps,
+        )
     except KeyboardInterrupt:
         sys.exit("interrupted; making the base model starts over next time")
     shutil.rmtree(initial)

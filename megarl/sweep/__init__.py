@@ -10,16 +10,17 @@ from pathlib import Path
 from megarl.errors import PhaseFailed, UserError
 from megarl.recipe.sweep import load_sweep
 from megarl.storage.files import write_atomic
+from megarl.sweep.cost import remaining, updates_of
 from megarl.sweep.figure import write_figure
 from megarl.sweep.plan import Job, Plan, make_plan
 from megarl.sweep.results import as_records, read_made, rows, runs_csv, table_csv, table_text
 from megarl.sweep.workers import Outcome, Workers
 
 
-def describe(path: Path, output: Path) -> str:
-    """What `sweep` would do: every run, its settings and whether it is made. Starts nothing."""
+def describe(path: Path, output: Path, jobs: int) -> str:
+    """What `sweep` would do: every run, its settings and whether it is made, and how long the rest takes."""
     plan = make_plan(load_sweep(path), output)
-    lines = [_count(plan)]
+    lines = [_count(plan), *filter(None, [remaining(plan, jobs)])]
     for job in plan.all:
         state = "done" if job.is_done() else "begun" if (job.directory / "recipe.toml").exists() else "to do"
         settings = job.point.settings if job.point else ()
@@ -32,9 +33,7 @@ def _setting(name: str, value: object) -> str:
 
 
 def _count(plan: Plan) -> str:
-    updates = sum(
-        job.recipe.schedule.updates_per_stage if job.source else job.recipe.schedule.total_updates for job in plan.jobs
-    )
+    updates = sum(map(updates_of, plan.jobs))
     shared = f", on the rollouts of {len(plan.bases)} more" if plan.bases else ""
     done = sum(job.is_done() for job in plan.all)
     points, replicates = len(plan.table.points()), len({job.replicate for job in plan.jobs})

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from lab.collect import collect
+from lab.results import read
 from megarl.errors import UserError
 from megarl.estimates import mean_of_replicates
 from megarl.storage.run_dir import RunDir
 from megarl.sweep import describe, sweep
 from tests.helpers import (
+    ROOT,
     events,
     megarl,
     metrics,
@@ -98,6 +101,37 @@ def test_a_run_is_the_one_of_the_command_alone(swept, tmp_path):
     assert all((alone[name] == swept_one[name]).all() for name in alone)
 
 
+def test_a_dry_run_says_how_long_the_rest_takes(swept):
+    file, output, *_ = swept
+    more = file.with_name("five.toml")
+    more.write_text(file.read_text().replace("[3, 4]", "[3, 4, 5]") + "new = { optimizer = { lr = 1e-4 } }\n")
+    took = {
+        (point, seed): sum(event["seconds"] for event in events(run_of(output, f"{point}/seed_{seed}"), "phase_end"))
+        for point in ("base", "grpo", "mu_grpo")
+        for seed in (3, 4)
+    }
+    of_update = sum(took.values()) / 16  # four runs of four updates
+    left = sum(took.values()) / 2 + 3 * 4 * of_update  # of seed 5 as the others; three runs of a new point
+    expected = f"a finished run took {sum(took.values()) / 6:.0f} s; the others take about {left / 2 / 60:.1f} min"
+    assert expected in describe(more, output, jobs=2)
+
+
+def test_the_lab_collects_what_the_runs_logged(swept, tmp_path, monkeypatch):
+    file, output, *_ = swept
+    monkeypatch.chdir(ROOT)
+    collect(file, output, tmp_path)
+    found = read(tmp_path)
+    for point, seed in (("grpo", 3), ("mu_grpo", 4)):
+        run = run_of(output, f"{point}/seed_{seed}")
+        assert found.accuracy[point, seed] == {e["update"]: e["accuracy"] for e in events(run, "evaluation")}
+        ess = np.mean([line["ess"] for line in metrics(run)])
+        assert found.metrics[point, seed, "ess"] == pytest.approx({4: ess}, rel=1e-2)
+        optimize, evaluate = (event["seconds"] for event in events(run, "phase_end"))
+        assert found.seconds[point, seed] == pytest.approx(
+            {"updates": 4, "stages": 1, "rollout": 0, "optimize": optimize, "evaluate": evaluate, "live": 0}, abs=0.01
+        )
+
+
 def test_the_table_has_means_and_paired_intervals_over_seeds(swept):
     _, output, _, _, again = swept
     rows = json.loads(again.stdout)
@@ -148,7 +182,7 @@ def test_a_run_that_fails_keeps_no_other_from_being_made_and_is_tried_again(swep
     assert "newer" in failed.stdout
     assert "mu_grpo" in failed.stdout
     (output / "new/seed_3").unlink()
-    plan = describe(more, output)
+    plan = describe(more, output, jobs=1)
     assert "4 of 5 are done" in plan
     assert "to do  new/seed_3" in plan
 

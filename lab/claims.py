@@ -1,0 +1,318 @@
+"""The papers' claims as differences that the lab's runs can decide, and a verdict on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lab.results import Sweep, Value, at, difference, estimate, mean
+from megarl.sweep.results import Estimate
+
+EARLY, END = 64, 256  # updates
+SEEDS = 5  # fewer decide nothing
+UNSTABLE = ("reinforce", "mu_grpo", "mu_grpo_rest", "mu_grpo_trigger")  # have runs that collapse
+MARGIN = 0.05  # accuracies that differ by less are called equal
+ALARM = 0.8  # effective sample size, as a share of the tokens; chosen on the pilot
+
+Side = Literal["above", "below", "equal"]
+State = Literal["holds", "opposite", "open", "not run"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A number of a seed whose mean the claim says to be above or below 0, or within `MARGIN` of it."""
+
+    text: str
+    value: Value
+    side: Side = "above"
+    sweep: str = "frozen"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says, and what would show it here."""
+
+    name: str
+    source: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A part on one set of seeds."""
+
+    part: Part
+    estimate: Estimate | None
+    state: State
+
+
+def find(part: Part, sweeps: Mapping[str, Sweep], seeds: Sequence[int]) -> Finding:
+    """`State` from the 95 % interval over ``seeds``, all of which must have been run."""
+    sweep = sweeps[part.sweep]
+    if sum(part.value(sweep, seed) is not None for seed in seeds) < SEEDS:
+        return Finding(part, None, "not run")
+    found = estimate(sweep, seeds, part.value)
+    assert found is not None
+    low, high = found.ci95
+    if part.side == "below":
+        low, high = -high, -low
+    if part.side == "equal":
+        low, high = (MARGIN - max(abs(low), abs(high)), MARGIN - (0 if low <= 0 <= high else min(abs(low), abs(high))))
+    return Finding(part, found, "holds" if low > 0 else "opposite" if high < 0 else "open")
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Of all parts of a claim together."""
+    states = {finding.state for finding in findings}
+    if "not run" in states:
+        return "not run"
+    if states == {"holds"}:
+        return "reproduced"
+    if "holds" in states:
+        return "partly"
+    return "not reproduced" if "opposite" in states else "cannot be seen at this size"
+
+
+# ----------------------------------------------------------------------------------------------------------- values
+
+
+def collapse(sweep: Sweep, point: str, seed: int) -> int | None:
+    """The last evaluation before the first one that has less than half of the best so far; None without a collapse."""
+    best, last = 0.0, 0
+    for update, accuracy in sorted(sweep.curve(point, seed, "accuracy").items()):
+        if accuracy < best / 2:
+            return last
+        best, last = max(best, accuracy), update
+    return None
+
+
+def warning(sweep: Sweep, point: str, seed: int, level: float = ALARM) -> int | None:
+    """The first update of the first window whose mean effective sample size is below ``level``."""
+    windows = sorted(sweep.curve(point, seed, "ess").items())
+    return next((update for update, ess in windows if ess < level), None)
+
+
+def lead(points: Sequence[str], level: float = ALARM, least: int = 0) -> Value:
+    """Updates from the warning to the last evaluation before the collapse, less ``least``: a seed's mean over those of
+    its runs in which both happened."""
+
+    def value(sweep: Sweep, seed: int) -> float | None:
+        ends = [(collapse(sweep, point, seed), warning(sweep, point, seed, level)) for point in points]
+        found = [end - begin - least for end, begin in ends if end is not None and begin is not None]
+        return sum(found) / len(found) if found else None
+
+    return value
+
+
+def smallest(point: str, metric: str, above: float) -> Value:
+    """The smallest window mean, less ``above``."""
+
+    def value(sweep: Sweep, seed: int) -> float | None:
+        values = sweep.curve(point, seed, metric).values()
+        return min(values) - above if values else None
+
+    return value
+
+
+def selectivity(point: str, ratio: str) -> Value:
+    """How much more often ``ratio`` ("token" or "prefix") is dampened after bad prefixes than after good ones."""
+
+    def value(sweep: Sweep, seed: int) -> float | None:
+        bad, good = (sweep.mean(point, seed, f"dampen/{ratio}/{prefix}_prefix") for prefix in ("bad", "good"))
+        return bad / good if bad is not None and good else None
+
+    return value
+
+
+def less(first: str, second: str, update: int = END) -> Value:
+    """Accuracy of ``first`` less that of ``second``."""
+    return difference(at(first, update), at(second, update))
+
+
+def gained(first: str, second: str) -> Value:
+    """The last accuracy of ``first`` less that of ``second``, whose numbers of updates differ."""
+
+    def last(point: str) -> Value:
+        return lambda sweep, seed: next(
+            (x for _, x in sorted(sweep.curve(point, seed, "accuracy").items())[:0:-1]), None
+        )
+
+    return difference(last(first), last(second))
+
+
+# ----------------------------------------------------------------------------------------------------------- claims
+
+
+def prosperity(sweep: str) -> Claim:
+    """On one task."""
+    fall = difference(at("reinforce", END), at("reinforce", EARLY))
+    return Claim(
+        f"prosperity before collapse ({sweep})",
+        "Prosperity before Collapse, section 4, Figure 3",
+        (
+            Part(f"no trust region is ahead of eps .2 at {EARLY}", less("reinforce", "grpo", EARLY), "above", sweep),
+            Part(f"has less at {END} than it had at {EARLY}", fall, "below", sweep),
+            Part(f"is behind eps .2 at {END}", less("reinforce", "grpo"), "below", sweep),
+        ),
+    )
+
+
+def tight(sweep: str) -> Claim:
+    """On one task."""
+    return Claim(
+        f"a tight clip learns slower under staleness ({sweep})",
+        "How Off-Policy Can GRPO Be?, section 3.1, Figure 2; Prosperity before Collapse, section 4",
+        (
+            Part(f"eps .1 is behind eps .2 at {EARLY}", less("grpo_tight", "grpo", EARLY), "below", sweep),
+            Part(f"eps .2 is behind [0, 5] at {EARLY}", less("grpo", "mu_grpo_none", EARLY), "below", sweep),
+            Part(f"eps .2 is behind mu-GRPO at {END}", less("grpo", "mu_grpo"), "below", sweep),
+        ),
+    )
+
+
+def scopes(sweep: str) -> Claim:
+    """On one task."""
+    parts = [
+        Part(
+            f"without triggers, the rest of the suffix: ahead of no veto at {END}", less("mu_grpo_rest", "mu_grpo_none")
+        ),
+        Part("whole response: ahead of no veto", less("mu_grpo", "mu_grpo_none")),
+        Part("triggers alone: as no veto", less("mu_grpo_trigger", "mu_grpo_none"), "equal"),
+    ]
+    return Claim(
+        f"what the veto has to remove is the suffix, not its trigger ({sweep})",
+        "How Off-Policy Can GRPO Be?, section 3.3, Figure 3",
+        tuple(Part(part.text, part.value, part.side, sweep) for part in parts),
+    )
+
+
+def prefix_ratio(point: str, grpo: str, eps: str) -> Claim:
+    """With one clip."""
+    return Claim(
+        f"the prefix ratio dampens selectively (eps {eps})",
+        "Prefix-Ratio GRPO, Table 2 (99.4 % after bad prefixes, 22.6 % after good ones; 5.1 and 2.2 without)",
+        (
+            Part(
+                "rate after bad prefixes / after good ones, above GRPO's",
+                difference(selectivity(point, "prefix"), selectivity(grpo, "token")),
+            ),
+            Part(f"ahead of GRPO at {END}", less(point, grpo)),
+        ),
+    )
+
+
+LATER = {
+    "dppo": "DPPO with total variation, 2602.04879",
+    "dppo_kl": "DPPO with the KL divergence, 2602.04879",
+    "sapo": "SAPO, 2511.20347",
+    "vespo": "VESPO, 2602.10693",
+    "trm": "TRM, 2512.23075",
+    "gppo": "GPPO, 2508.07629",
+    "dcpo": "DCPO, 2509.02333",
+}
+
+
+def outlives(point: str, paper: str) -> Claim:
+    """Of an objective that is to be stable."""
+    return Claim(
+        f"`{point}` is stable where no trust region is not",
+        paper,
+        (Part(f"ahead of no trust region at {END}", less(point, "reinforce")),),
+    )
+
+
+CLAIMS = (
+    prosperity("frozen"),
+    prosperity("learn"),
+    tight("frozen"),
+    tight("learn"),
+    Claim(
+        "M2PO masks far fewer tokens than eps-clip, and keeps up",
+        "Prosperity before Collapse, Figure 1 (1.22 % of the tokens against .06 %)",
+        (
+            Part(
+                "masked less than a fifth of what eps .2 clips",
+                difference(mean("m2po", "m2_mask_fraction"), mean("grpo", "clip_fraction"), 0.2),
+                "below",
+            ),
+            Part(f"is ahead of eps .2 at {END}", less("m2po", "grpo")),
+        ),
+    ),
+    Claim(
+        "M2PO at a staleness of 256 is as good as GRPO on fresh rollouts",
+        "Prosperity before Collapse, Table 1",
+        (Part(f"S = 256 as GRPO at S = 4, at {END}", less("m2po,256", "grpo,4"), "equal", "staleness"),),
+    ),
+    Claim(
+        "M2PO is insensitive to its threshold",
+        "Prosperity before Collapse, Figure 8",
+        (
+            Part(f".01 as .04 at {END}", less("m2po_low", "m2po"), "equal"),
+            Part(f".16 as .04 at {END}", less("m2po_high", "m2po"), "equal"),
+        ),
+    ),
+    scopes("frozen"),
+    scopes("learn"),
+    Claim(
+        "a single stage is worse than four",
+        "How Off-Policy Can GRPO Be?, Table 4",
+        (Part(f"mu-GRPO at {END}: S = 256 is behind S = 64", less("mu_grpo,256", "mu_grpo,64"), "below", "staleness"),),
+    ),
+    Claim(
+        "four stages are as good as eight",
+        "How Off-Policy Can GRPO Be?, Table 4",
+        (Part(f"mu-GRPO at {END}: S = 64 as S = 32", less("mu_grpo,64", "mu_grpo,32"), "equal", "staleness"),),
+    ),
+    Claim(
+        "more updates on fixed data are worth their staleness",
+        "How Off-Policy Can GRPO Be?, Table 3",
+        (
+            Part(
+                "mu-GRPO: 256 updates of 8 prompts, ahead of 64 of 32",
+                gained("8,mu_grpo", "32,mu_grpo"),
+                "above",
+                "batches",
+            ),
+            Part("ahead of 32 of 64", gained("8,mu_grpo", "64,mu_grpo"), "above", "batches"),
+        ),
+    ),
+    Claim(
+        "MinPRO is ahead of CISPO",
+        "A Step Back, section 5",
+        (Part(f"at {END}", less("minpro", "cispo")),),
+    ),
+    Claim(
+        "MinPRO is ahead of the full prefix ratio",
+        "A Step Back, section 6.2",
+        (Part(f"at {END}", less("minpro", "full_prefix")),),
+    ),
+    prefix_ratio("pr_grpo", "grpo", ".2"),
+    prefix_ratio("pr_grpo_tight", "grpo_tight", ".1"),
+    Claim(
+        "BAPO raises the share of positive tokens and keeps entropy",
+        "BAPO, Figure 8",
+        (
+            Part(
+                "share of the loss over all updates, above GRPO's",
+                difference(mean("bapo", "positive_share/loss"), mean("grpo", "positive_share/loss")),
+            ),
+            Part(f"entropy at {END} above GRPO's", difference(at("bapo", END, "entropy"), at("grpo", END, "entropy"))),
+        ),
+    ),
+    Claim(
+        "the effective sample size warns of a collapse",
+        "VCPO (arXiv:2602.17616)",
+        (
+            Part(f"below {ALARM} at least 32 updates before, in runs that collapse", lead(UNSTABLE, least=32)),
+            Part(f"smallest of eps .2, which does not collapse, above {ALARM}", smallest("grpo", "ess", ALARM)),
+            Part(f"smallest of M2PO, which does not collapse, above {ALARM}", smallest("m2po", "ess", ALARM)),
+        ),
+    ),
+    Claim(
+        "a learning rate that falls with the effective sample size stabilises",
+        "VCPO (arXiv:2602.17616)",
+        (Part(f"ahead of the same objective without at {END}", less("vcpo", "reinforce")),),
+    ),
+    *(outlives(name, paper) for name, paper in LATER.items()),
+)

@@ -1,0 +1,134 @@
+"""What the finished runs of a sweep logged, as the CSVs of lab/results: python -m lab.collect SWEEP.toml --output RUNS.
+
+`evaluations.csv` has a line an evaluation; `updates.csv` the means of the metrics over `WINDOW` updates; `runs.csv` how
+long the phases of each run took; `machine.json` the commit, the machine and the versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from megarl.recipe.sweep import load_sweep
+from megarl.sweep.plan import make_plan
+from megarl.sweep.results import Made, read_made
+
+RESULTS = Path("lab/results")
+WINDOW = 8  # updates
+METRICS = (
+    "reward/mean",
+    "entropy",
+    "ess",
+    "m2/all",
+    "grad_norm",
+    "kept_fraction",
+    "clip_fraction",
+    "veto_fraction",
+    "m2_mask_fraction",
+    "mask_fraction",
+    "positive_share/loss",
+    "positive_share/tokens",
+    "dampen/token/good_prefix",
+    "dampen/token/bad_prefix",
+    "dampen/prefix/good_prefix",
+    "dampen/prefix/bad_prefix",
+    "lr",
+)
+
+
+def collect(sweep: Path, output: Path, folder: Path) -> None:
+    """Write ``folder`` from the finished runs of ``sweep`` in ``output``."""
+    plan = make_plan(load_sweep(sweep), output)
+    made = read_made(plan)
+    folder.mkdir(parents=True, exist_ok=True)
+    place = [*plan.table.axes, "seed"]
+    _write(folder / "evaluations.csv", [*place, "update", "accuracy", "prompts"], _evaluations(made))
+    _write(folder / "updates.csv", [*place, "update", *METRICS], _updates(made))
+    phases = ["rollout", "optimize", "evaluate", "live"]
+    _write(folder / "runs.csv", [*place, "updates", "stages", *phases], _runs(made, phases))
+    (folder / "machine.json").write_text(json.dumps(_machine(sweep), indent=1) + "\n")
+    print(f"{len(made)} of {len(plan.jobs)} runs -> {folder}")
+
+
+def _place(one: Made) -> dict[str, Any]:
+    assert one.job.point is not None
+    return one.job.point.values | {"seed": one.job.replicate.removeprefix("seed_")}
+
+
+def _evaluations(made: list[Made]) -> Iterator[dict[str, Any]]:
+    for one in made:
+        for event in one.run.evaluations:
+            yield _place(one) | {"update": event["update"], "accuracy": event["accuracy"], "prompts": event["prompts"]}
+
+
+def _updates(made: list[Made]) -> Iterator[dict[str, Any]]:
+    """Of each window the number of its last update, and the means."""
+    for one in made:
+        lines = one.run.updates
+        for begin in range(0, len(lines), WINDOW):
+            window = lines[begin : begin + WINDOW]
+            means = {}
+            for name in METRICS:
+                values = [line[name] for line in window if isinstance(line.get(name), int | float)]
+                if values:
+                    means[name] = f"{sum(values) / len(values):.3g}"
+            yield _place(one) | {"update": window[-1]["update"]} | means
+
+
+def _runs(made: list[Made], phases: list[str]) -> Iterator[dict[str, Any]]:
+    for one in made:
+        seconds = dict.fromkeys(phases, 0.0)
+        for event in one.run.events:
+            if event["event"] == "phase_end":
+                seconds[event["phase"]] += event["seconds"]
+        schedule = one.job.recipe.schedule
+        stages = 1 if one.job.source else schedule.stages
+        sizes = {"updates": stages * schedule.updates_per_stage, "stages": stages}
+        yield _place(one) | sizes | {phase: round(value, 2) for phase, value in seconds.items()}
+
+
+def _write(path: Path, columns: list[str], lines: Iterator[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+def _machine(sweep: Path) -> dict[str, Any]:
+    processor = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "unknown",
+    )
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    return {
+        "command": f"megarl sweep {sweep}",
+        "commit": commit,
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "megatron-core", "reasoning-gym")},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("sweep", type=Path)
+    parser.add_argument("--output", type=Path, required=True, help="where megarl sweep put the runs")
+    options = parser.parse_args()
+    collect(options.sweep, options.output, RESULTS / options.sweep.stem)
+
+
+if __name__ == "__main__":
+    main()

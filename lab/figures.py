@@ -1,0 +1,111 @@
+"""Figures and tables of docs/lab.md from the CSVs of lab/results: python -m lab.figures.
+
+Writes docs/lab_tables.md and docs/lab/*.svg, the latter with playwright and a chromium on the path.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lab.claims import END
+from lab.results import Sweep, Value, at, difference, estimate
+from lab.tables import SETS, read_all, text
+from megarl.views.chart import Chart
+from megarl.views.report import page
+from megarl.views.report_charts import COLOURS
+from tools.chart_svg import charts_svg
+
+DOCS = Path("docs")
+CLIPS = ("reinforce", "grpo", "grpo_tight", "dapo", "gppo", "dcpo", "gspo", "sapo")
+STALE = ("reinforce", "grpo", "mu_grpo", "m2po", "minpro", "pr_grpo", "bapo", "dppo")
+SCOPES = ("mu_grpo_none", "mu_grpo_trigger", "mu_grpo_rest", "mu_grpo_suffix", "mu_grpo")
+MUTED = ("grpo", "grpo_tight", "dapo", "bapo", "dppo", "m2po_low", "m2po", "m2po_high")
+
+
+def charts(sweeps: Mapping[str, Sweep]) -> dict[str, Chart]:
+    """By the name of the file."""
+    found = {}
+    for name in ("frozen", "learn"):
+        sweep = sweeps[name]
+        found[f"{name}_clips"] = _curves(sweep, CLIPS, "accuracy", "Accuracy, clips")
+        found[f"{name}_stale"] = _curves(sweep, STALE, "accuracy", "Accuracy, made for staleness")
+        found[f"{name}_scopes"] = _curves(sweep, SCOPES, "accuracy", "Accuracy, scopes of mu-GRPO's veto")
+        found[f"{name}_ess"] = _curves(sweep, STALE, "ess", "Effective sample size")
+        found[f"{name}_muted"] = _curves(sweep, MUTED, "kept_fraction", "Tokens with a gradient")
+        found[f"{name}_final"] = _final(sweep)
+    found["staleness"] = _staleness(sweeps["staleness"])
+    return {name: chart for name, chart in found.items() if chart.traces}
+
+
+def _curves(sweep: Sweep, points: Sequence[str], metric: str, title: str) -> Chart:
+    """Means over all seeds along the updates of the stage, which are the staleness."""
+    chart = Chart(title, "", layout={"xaxis": {"title": {"text": "updates on the frozen rollouts"}}})
+    for number, point in enumerate(points):
+        updates = sorted({u for seed in sweep.seeds for u in sweep.curve(point, seed, metric)})
+        updates = [u for u in updates if u % 32 == 0]
+        values = [(u, at(point, u, metric)) for u in updates]
+        _add(chart, sweep, sweep.seeds, number, point, values)
+    return chart
+
+
+def _add(
+    chart: Chart, sweep: Sweep, seeds: Sequence[int], number: int, name: str, values: Sequence[tuple[Any, Value]]
+) -> None:
+    found = [(x, result) for x, value in values if (result := estimate(sweep, seeds, value)) is not None]
+    if not found:
+        return
+    bars = [result.ci95[1] - result.mean for _, result in found]
+    chart.traces.append(
+        {
+            "type": "scatter",
+            "mode": "lines+markers",
+            "name": name,
+            "x": [x for x, _ in found],
+            "y": [round(result.mean, 4) for _, result in found],
+            "marker": {"size": 6},
+            "line": {"width": 1.8, "color": COLOURS[number % len(COLOURS)]},
+            "error_y": {"type": "data", "array": [round(bar, 4) for bar in bars], "thickness": 1},
+        }
+    )
+
+
+def _final(sweep: Sweep) -> Chart:
+    """What each point gained, on both sets of seeds."""
+    chart = Chart("Gain after one stage", "")
+    for number, seeds in enumerate(SETS):
+        values = [(point, difference(at(point, END), at(point, 0))) for point in sweep.points]
+        _add(chart, sweep, seeds, number, f"seeds {seeds[0]} to {seeds[-1]}", values)
+    for trace in chart.traces:
+        trace["mode"] = "markers"
+    return chart
+
+
+def _staleness(sweep: Sweep) -> Chart:
+    xaxis = {"title": {"text": "updates in a stage"}, "type": "log", "dtick": "D2"}
+    chart = Chart(f"Accuracy after {END} updates", "", layout={"xaxis": xaxis})
+    for number, name in enumerate(dict.fromkeys(point.partition(",")[0] for point in sweep.points)):
+        values = [(size, at(f"{name},{size}", END)) for size in (4, 32, 64, 256)]
+        _add(chart, sweep, sweep.seeds, number, name, values)
+    return chart
+
+
+def write(sweeps: Mapping[str, Sweep]) -> None:
+    """Tables and figures."""
+    (DOCS / "lab_tables.md").write_text(text(sweeps))
+    found = charts(sweeps)
+    for chart in found.values():
+        chart.layout |= {"title": {"text": chart.title, "x": 0.02}, "showlegend": True, "margin": {"t": 48, "b": 110}}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "page.html"
+        path.write_text(page("lab", "", "", list(found.values())))
+        drawn = charts_svg(path, range(len(found)))
+    (DOCS / "lab").mkdir(exist_ok=True)
+    for name, svg in zip(found, drawn, strict=True):
+        (DOCS / "lab" / f"{name}.svg").write_text(svg)
+
+
+if __name__ == "__main__":
+    write(read_all())

@@ -1,0 +1,210 @@
+"""The tables of docs/lab_tables.md, from the CSVs of lab/results alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from lab.claims import ALARM, CLAIMS, END, MARGIN, Finding, collapse, find, lead, verdict, warning
+from lab.collect import RESULTS
+from lab.results import Sweep, Value, at, difference, estimate, mean, read
+from megarl.sweep.results import Estimate
+
+SETS = ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))  # of seeds: every verdict is asked of both
+NAMES = ("frozen", "learn", "staleness", "batches")
+SWEEPS = Path("lab")
+Rows = list[list[str]]
+
+
+def read_all() -> dict[str, Sweep]:
+    """Every sweep of lab/results, by name; one that was not run is empty.
+
+    A run of one stage is the branch of that stage with the same seed, so `staleness` has those of `frozen`.
+    """
+    sweeps = {name: read(RESULTS / name) for name in NAMES}
+    staleness = sweeps["staleness"]
+    objectives = {point.partition(",")[0] for point in staleness.points}
+    for (point, seed), curve in sweeps["frozen"].accuracy.items():
+        if point in objectives:
+            staleness.accuracy.setdefault((f"{point},256", seed), curve)
+    return sweeps
+
+
+def text(sweeps: Mapping[str, Sweep]) -> str:
+    """docs/lab_tables.md."""
+    parts = [
+        "# The lab's tables",
+        "Made by `python -m lab.figures` from the CSVs in [lab/results](../lab/results); [lab.md](lab.md) says what "
+        "they mean. Brackets are 95 % intervals over seeds (Student's), differences are within a seed.",
+        *_claims(sweeps),
+    ]
+    for name in ("frozen", "learn"):
+        if sweeps[name].points:
+            parts += [*_accuracies(name, sweeps[name]), *_tokens(name, sweeps[name]), *_warnings(name, sweeps[name])]
+    if sweeps["staleness"].points:
+        parts += _staleness(sweeps["staleness"])
+    parts += _times(sweeps)
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Sequence[str], rows: Rows) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _text(found: Estimate | None, sign: str = "", percent: bool = False) -> str:
+    if found is None:
+        return "-"
+    scale, digits = (100, 2) if percent else (1, 3)
+    low, high = (scale * bound for bound in found.ci95)
+    return f"{scale * found.mean:{sign}.{digits}f} [{low:{sign}.{digits}f}, {high:{sign}.{digits}f}]"
+
+
+# ----------------------------------------------------------------------------------------------------------- claims
+
+
+def verdicts(sweeps: Mapping[str, Sweep]) -> list[list[tuple[list[Finding], str]]]:
+    """Of each claim, on each set of seeds."""
+    found = [[[find(part, sweeps, seeds) for part in claim.parts] for seeds in SETS] for claim in CLAIMS]
+    return [[(findings, verdict(findings)) for findings in sets] for sets in found]
+
+
+def _claims(sweeps: Mapping[str, Sweep]) -> list[str]:
+    head = ["claim", "seeds 0 to 4", "seeds 5 to 9"]
+    rows: Rows = []
+    for claim, sets in zip(CLAIMS, verdicts(sweeps), strict=True):
+        rows.append([f"**{claim.name}** ({claim.source})", *(f"**{word}**" for _, word in sets)])
+        for number, part in enumerate(claim.parts):
+            findings = [findings[number] for findings, _ in sets]
+            cells = ["not run" if f.estimate is None else f"{_text(f.estimate, '+')} {f.state}" for f in findings]
+            rows.append([part.text, *cells])
+    note = (
+        'A part holds where the whole interval lies on the claimed side of 0 (or within .05 of it, for "as"), '
+        "is opposite where it lies on the other side, and open else. Reproduced: all parts hold. Partly: some do. Not "
+        "reproduced: none does, and one is opposite. Cannot be seen at this size: all are open."
+    )
+    assert MARGIN == 0.05
+    return ["## Claims", note, _table(head, rows)]
+
+
+# ------------------------------------------------------------------------------------------------------ one stage
+
+
+def _accuracies(name: str, sweep: Sweep) -> list[str]:
+    seeds = sweep.seeds
+    columns: list[tuple[str, Callable[[str], Value]]] = [
+        ("update 64", lambda point: at(point, 64)),
+        ("update 128", lambda point: at(point, 128)),
+        ("update 256", lambda point: at(point, END)),
+        ("gain", lambda point: difference(at(point, END), at(point, 0))),
+        ("less `grpo`", lambda point: difference(at(point, END), at("grpo", END))),
+    ]
+    rows = [
+        [f"`{point}`", str(len(_finished(sweep, point)))]
+        + [_text(estimate(sweep, seeds, value(point)), "+" if head[0] in "gl" else "") for head, value in columns]
+        for point in sweep.points
+    ]
+    head = ["point", "seeds", *(head for head, _ in columns)]
+    return [f"## Accuracy, one stage of {END} updates: `lab/{name}.toml`", _table(head, rows)]
+
+
+def _finished(sweep: Sweep, point: str) -> list[int]:
+    return [seed for seed in sweep.seeds if sweep.at(point, seed, END) is not None]
+
+
+def _tokens(name: str, sweep: Sweep) -> list[str]:
+    def muted(point: str) -> Value:
+        return lambda s, seed: None if (kept := s.mean(point, seed, "kept_fraction")) is None else 1 - kept
+
+    columns: list[tuple[str, Callable[[str], Value], bool]] = [
+        ("without gradient, %", muted, True),
+        ("clipped, %", lambda point: mean(point, "clip_fraction"), True),
+        ("vetoed, %", lambda point: mean(point, "veto_fraction"), True),
+        ("masked by M2PO, %", lambda point: mean(point, "m2_mask_fraction"), True),
+        ("positive share of the loss", lambda point: mean(point, "positive_share/loss"), False),
+        ("entropy at the end", lambda point: at(point, END, "entropy"), False),
+        ("ESS at the end", lambda point: at(point, END, "ess"), False),
+    ]
+    rows = [
+        [f"`{point}`"]
+        + [_text(estimate(sweep, sweep.seeds, value(point)), "", percent) for _, value, percent in columns]
+        for point in sweep.points
+    ]
+    return [
+        f"## What became of the tokens: `lab/{name}.toml`",
+        "Means over all updates, but for the last two columns: of the last 8.",
+        _table(["point", *(head for head, *_ in columns)], rows),
+    ]
+
+
+def _warnings(name: str, sweep: Sweep) -> list[str]:
+    rows: Rows = []
+    for point in sweep.points:
+        finished = _finished(sweep, point)
+        fell = [seed for seed in finished if collapse(sweep, point, seed) is not None]
+        row = [f"`{point}`", f"{len(fell)} of {len(finished)}"]
+        for level in (0.9, ALARM, 0.7):
+            warned = [seed for seed in finished if warning(sweep, point, seed, level) is not None]
+            before = _text(estimate(sweep, fell, lead([point], level))).replace(".000", "")
+            row += [f"{len(warned)} of {len(finished)}", before]
+        rows.append(row)
+    levels = [f"ESS < {level}" for level in (0.9, ALARM, 0.7)]
+    head = ["point", "collapsed", *(text for level in levels for text in (level, "updates before"))]
+    return [
+        f"## Effective sample size before a collapse: `lab/{name}.toml`",
+        "Collapsed: an evaluation found less than half of the best accuracy so far. Updates before: from the first 8 "
+        "updates whose mean ESS is below the level to the last evaluation before the collapse, where both happened.",
+        _table(head, rows),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------- staleness
+
+
+def half_gain(sweep: Sweep, seeds: Sequence[int], objective: str) -> str:
+    """At which S the mean gain falls below half of that at S = 4, interpolated between two S on a log scale."""
+    gains: list[tuple[int, float]] = []
+    for size in (4, 32, 64, 256):
+        point = f"{objective},{size}"
+        found = estimate(sweep, seeds, difference(at(point, END), at(point, 0)))
+        if found is not None:
+            gains.append((size, found.mean))
+    if len(gains) < 2 or gains[0][0] != 4:
+        return "not run"
+    half = gains[0][1] / 2
+    for (small, before), (large, after) in itertools.pairwise(gains):
+        if after < half:
+            return f"{small * (large / small) ** ((before - half) / (before - after)):.0f}"
+    return f"above {gains[-1][0]}"
+
+
+def _staleness(sweep: Sweep) -> list[str]:
+    objectives = list(dict.fromkeys(point.partition(",")[0] for point in sweep.points))
+    sizes = sorted({point.partition(",")[2] for point in sweep.points}, key=int)
+    rows = [
+        [f"`{name}`"]
+        + [_text(estimate(sweep, sweep.seeds, at(f"{name},{size}", END))) for size in sizes]
+        + [half_gain(sweep, seeds, name) for seeds in SETS]
+        for name in objectives
+    ]
+    head = ["objective", *(f"S = {size}" for size in sizes), "half of the gain is lost at (seeds 0 to 4)", "(5 to 9)"]
+    return [f"## Accuracy after {END} updates in stages of S: `lab/staleness.toml`", _table(head, rows)]
+
+
+# ------------------------------------------------------------------------------------------------------------ time
+
+
+def _times(sweeps: Mapping[str, Sweep]) -> list[str]:
+    """By sweep, and where stages differ by S, the means over its runs."""
+    rows: Rows = []
+    for name, sweep in sweeps.items():
+        groups: dict[str, list[dict[str, float]]] = {}
+        for (point, _), run in sweep.seconds.items():
+            label = f", S = {point.partition(',')[2]}" if name == "staleness" else ""
+            groups.setdefault(f"`lab/{name}.toml`{label}", []).append(run)
+        columns = ("updates", "rollout", "optimize", "evaluate", "live")
+        for label, runs in groups.items():
+            rows.append([label, str(len(runs)), *(f"{sum(run[c] for run in runs) / len(runs):.1f}" for c in columns)])
+    head = ["runs of", "finished", "updates", "rollout, s", "optimize, s", "evaluate, s", "live, s"]
+    return ["## Seconds of a run's phases", _table(head, rows)]

@@ -1,0 +1,143 @@
+"""The lab: its sweeps can be run, its committed tables follow from its committed results, and verdicts are right."""
+
+import pytest
+
+from lab.claims import CLAIMS, Claim, Part, collapse, find, lead, verdict
+from lab.figures import charts
+from lab.results import Sweep, at, difference, estimate
+from lab.tables import half_gain, read_all, text
+from megarl.objectives import OBJECTIVES
+from megarl.recipe.sweep import load_sweep
+from megarl.sweep import describe
+from tests.helpers import ROOT
+
+FIVE = (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("lab/*.toml")), ids=lambda path: path.stem)
+def test_every_sweep_of_the_lab_passes_its_dry_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert " runs (" in describe(path, tmp_path / "runs", 2)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_committed_tables_follow_from_the_committed_results(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert text(read_all()) == (ROOT / "docs/lab_tables.md").read_text()
+
+
+def test_the_committed_figures_are_those_of_the_committed_results(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = charts(read_all())
+    assert set(found) == {path.stem for path in ROOT.glob("docs/lab/*.svg")}
+    for chart in found.values():
+        for trace in chart.traces:
+            assert len(trace["x"]) == len(trace["y"]) == len(trace["error_y"]["array"]) > 0
+
+
+@pytest.mark.parametrize("sweep", ["frozen", "grid"])
+def test_every_objective_is_in_the_grid(sweep):
+    settings = [dict(point.settings) for point in load_sweep(ROOT / f"lab/{sweep}.toml").points()]
+    assert {point["objective.name"] for point in settings} == set(OBJECTIVES)
+
+
+def test_every_claim_is_about_points_of_its_sweep(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    asked: dict[str, set[str]] = {}
+
+    class Asked(Sweep):
+        def curve(self, point, seed, metric):
+            asked.setdefault(self.name, set()).add(point)
+            return {}
+
+    sweeps = {}
+    for name in {part.sweep for claim in CLAIMS for part in claim.parts}:
+        sweeps[name] = Asked()
+        sweeps[name].name = name
+    for claim in CLAIMS:
+        for part in claim.parts:
+            part.value(sweeps[part.sweep], 0)
+    for name, points in asked.items():
+        table = load_sweep(ROOT / f"lab/{name}.toml")
+        assert points <= {point.name for point in table.points()}
+
+
+def sweep_of(**finals):
+    """Accuracies at update 256 by point, one a seed."""
+    accuracy = {(point, seed): {0: 0.1, 256: x} for point, xs in finals.items() for seed, x in enumerate(xs)}
+    return {"frozen": Sweep(accuracy)}
+
+
+A = [0.50, 0.52, 0.54, 0.56, 0.58]
+ABOVE = [x + 0.10 + 0.01 * (i % 2) for i, x in enumerate(A)]
+NEAR = [x + 0.01 * (-1) ** i for i, x in enumerate(A)]
+WILD = [x + 0.30 * (-1) ** i for i, x in enumerate(A)]
+
+
+@pytest.mark.parametrize(
+    ("first", "side", "state"),
+    [
+        (ABOVE, "above", "holds"),
+        (ABOVE, "below", "opposite"),
+        (ABOVE, "equal", "opposite"),
+        (NEAR, "above", "open"),
+        (NEAR, "below", "open"),
+        (NEAR, "equal", "holds"),
+        (WILD, "above", "open"),
+        (WILD, "equal", "open"),
+        (ABOVE[:4], "above", "not run"),
+    ],
+)
+def test_a_part_holds_where_its_whole_interval_is_on_its_side(first, side, state):
+    part = Part("", difference(at("x", 256), at("y", 256)), side)
+    assert find(part, sweep_of(x=first, y=A), FIVE).state == state
+
+
+@pytest.mark.parametrize(
+    ("sides", "word"),
+    [
+        (("above", "above"), "reproduced"),
+        (("above", "below"), "partly"),
+        (("below", "below"), "not reproduced"),
+    ],
+)
+def test_a_verdict_is_of_all_parts(sides, word):
+    value = difference(at("x", 256), at("y", 256))
+    claim = Claim("", "", tuple(Part("", value, side) for side in sides))
+    assert verdict([find(part, sweep_of(x=ABOVE, y=A), FIVE) for part in claim.parts]) == word
+    assert verdict([find(part, sweep_of(x=NEAR, y=A), FIVE) for part in claim.parts]) == "cannot be seen at this size"
+    assert verdict([find(part, sweep_of(x=ABOVE[:3], y=A), FIVE) for part in claim.parts]) == "not run"
+
+
+def test_a_claim_of_which_a_part_was_not_run_has_no_verdict():
+    parts = [Part("", difference(at(point, 256), at("y", 256)), "above") for point in ("x", "z")]
+    sweeps = sweep_of(x=ABOVE, y=A, z=ABOVE[:4])
+    assert verdict([find(part, sweeps, FIVE) for part in parts]) == "not run"
+
+
+def test_an_interval_is_students_over_seeds():
+    found = estimate(sweep_of(x=[0.1, 0.2, 0.3, 0.4, 0.5])["frozen"], FIVE, at("x", 256))
+    # t(4) = 2.776, standard deviation sqrt(.025)
+    assert found.mean == pytest.approx(0.3)
+    assert found.ci95 == pytest.approx([0.3 - 2.776 * 0.1581 / 5**0.5, 0.3 + 2.776 * 0.1581 / 5**0.5], abs=1e-3)
+
+
+def test_a_collapse_and_its_warning_by_hand():
+    sweep = Sweep(
+        {("x", 0): {0: 0.3, 32: 0.6, 64: 0.5, 96: 0.29, 128: 0.7}, ("x", 1): {0: 0.3, 32: 0.6, 64: 0.4}},
+        {("x", 0, "ess"): {8: 0.9, 16: 0.6, 24: 0.4, 32: 0.7}},
+    )
+    assert collapse(sweep, "x", 0) == 64  # at 96 it is below .3
+    assert collapse(sweep, "x", 1) is None
+    assert lead(["x"], 0.5)(sweep, 0) == 64 - 24
+    assert lead(["x"], 0.2)(sweep, 0) is None
+    sweep.accuracy["y", 0], sweep.metrics["y", 0, "ess"] = {0: 0.3, 32: 0.1}, {8: 0.4}
+    assert lead(["x", "y"], 0.5, least=10)(sweep, 0) == (64 - 24 + 0 - 8) / 2 - 10
+
+
+def test_half_of_the_gain_is_lost_between_two_stages():
+    gains = {4: 0.8, 32: 0.6, 64: 0.6, 256: 0.2}
+    accuracy = {(f"x,{size}", seed): {0: 0.1, 256: 0.1 + gain} for size, gain in gains.items() for seed in (0, 1)}
+    assert half_gain(Sweep(accuracy), (0, 1), "x") == "128"  # half way between .6 and .2, and between 64 and 256
+    accuracy |= {("x,256", seed): {0: 0.1, 256: 0.8} for seed in (0, 1)}
+    assert half_gain(Sweep(accuracy), (0, 1), "x") == "above 256"
