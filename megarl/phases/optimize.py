@@ -14,6 +14,7 @@ from megarl.phases.stop import StopRequest
 from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates, resume
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
+from megarl.storage.update_summary import ages
 
 
 def optimize(stage: Stage) -> None:
@@ -58,4 +59,4 @@ class SealedBatches:
             self.exporter.export(version, run.version(version))
 
     def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
-        return dict(self.stage.age_of(update))
+        return ages(self.stage, update, groups)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megarl.storage.rollouts import Group
+from megarl.storage.run_dir import Stage
 
 
 def rewards_of(groups: Sequence[Group]) -> np.ndarray:
@@ -29,8 +30,16 @@ def summary(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
+def ages(stage: Stage, update: int, groups: Sequence[Group]) -> dict[str, Any]:
+    """How old what an update trains is, counted from the stage's first: token by token where policies mix."""
+    schedule = stage.run.recipe.schedule
+    repeated = {"pass": update // schedule.updates_per_pass} if schedule.passes > 1 else {}
+    mixed = stage.run.recipe.mixes_policies
+    return repeated | (lags(groups, stage.first_update + update) if mixed else {"staleness": update})
+
+
 def lags(groups: Sequence[Group], version: int) -> dict[str, Any]:
-    """Of a live run: how many updates old the response tokens are for the policy ``version``, and how many of each."""
+    """How many updates old the response tokens are for the policy ``version``, and how many of each."""
     versions = np.concatenate([response.versions for group in groups for response in group.responses])
     found, tokens = np.unique(version - versions, return_counts=True)
     return {
