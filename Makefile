@@ -8,8 +8,8 @@ KERNELS := CMakeLists.txt $(shell find csrc -type f)
 quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
 
-test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path
-	$(RUN) -m pytest -q -n 2 --dist worksteal --durations=15 --ignore=tests/slurm --ignore=tests/rehearsal \
+test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path; half of the time is waiting
+	$(RUN) -m pytest -q -n 3 --dist worksteal --durations=15 --ignore=tests/slurm --ignore=tests/rehearsal \
 	    --ignore=tests/gpu -m "not vllm and not sglang"
 
 test-rehearsal: .venv/.stamp  # the GPU's path, on a CUDA device made of host memory

@@ -1,7 +1,7 @@
 """Who may import whom: heavy packages stay behind the one module that needs them, and imports go downwards only.
 
-Each module is imported in a process of its own that has loaded nothing of megarl yet. To pay for torch and Megatron
-once, these processes are forks of one that has loaded only packages that the module may bring in.
+Modules are imported one after another, those first that may bring in the fewest heavy packages, so that the first
+that brings one in shows.
 """
 
 from __future__ import annotations
@@ -40,11 +40,6 @@ WITHOUT_TORCH = [  # and without any of the heavy packages
     for name in MODULES
     if name in LIGHT or (".".join(name.split(".")[1:2]) in LIGHT_FOLDERS and name != "megarl.storage.tensor_files")
 ]
-# what a group of modules that may bring a package in has loaded already, so that it is paid for once
-PRELOADED = {
-    "megatron": ["megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer"],
-    "transformers": ["transformers.modeling_utils"],
-}
 # Every folder and module of megarl/, lowest first: each may import those before it and no other.
 LAYERS = (
     "errors",
@@ -75,22 +70,17 @@ LAYERS = (
     "cli",
 )
 
-FORKS = """
-import importlib, json, os, sys
-bases, modules, watched = json.loads(sys.argv[1])
-for base in bases:
-    importlib.import_module(base)
+IMPORTS = """
+import importlib, json, sys
+modules, watched = json.loads(sys.argv[1])
 for module in modules:
-    sys.stdout.flush()
-    if (child := os.fork()) == 0:
-        try:
-            importlib.import_module(module)
-            result = [name for name in watched if name in sys.modules]
-        except ImportError as error:
-            result = f"{type(error).__name__}: {error}"
-        print(json.dumps([module, result]), flush=True)
-        os._exit(0)
-    os.waitpid(child, 0)
+    before = set(sys.modules)
+    try:
+        importlib.import_module(module)
+        result = [name for name in watched if name in sys.modules and name not in before]
+    except ImportError as error:
+        result = f"{type(error).__name__}: {error}"
+    print(json.dumps([module, result]), flush=True)
 """
 
 
@@ -98,10 +88,9 @@ def within(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(package + ".") for package in packages)
 
 
-def imported(bases: list[str], modules: list[str], watched: list[str]) -> dict[str, list[str] | str]:
-    """For each module, which of `watched` its import brings in, or why it cannot be imported."""
-    arguments = json.dumps([bases, modules, watched])
-    command = [sys.executable, "-W", "ignore", "-c", FORKS, arguments]
+def imported(modules: list[str], watched: list[str]) -> dict[str, list[str] | str]:
+    """What of `watched` comes in with each module, imported in this order in one process, or why it cannot be."""
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTS, json.dumps([modules, watched])]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     found = dict(json.loads(line) for line in result.stdout.splitlines() if line.startswith('["megarl'))
     assert list(found) == modules, result.stdout + result.stderr
@@ -123,18 +112,19 @@ def violations(found: dict[str, list[str] | str]) -> list[str]:
 
 def test_command_line_recipe_and_store_do_without_torch() -> None:
     watched = ["torch", *HEAVY]
-    assert imported([], WITHOUT_TORCH, watched) == {module: [] for module in WITHOUT_TORCH}
+    assert imported(WITHOUT_TORCH, watched) == {module: [] for module in WITHOUT_TORCH}
 
 
 def test_heavy_packages_come_in_where_they_may() -> None:
-    """One process a group of modules that may bring in the same packages: it loads these, and its forks one module."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for module in MODULES:
-        groups.setdefault(tuple(name for name in PRELOADED if within(module, HEAVY[name])), []).append(module)
+    """One process for the engines' modules each, one for all others: those first that may bring in the fewest."""
+    allowed = {module: [name for name in HEAVY if within(module, HEAVY[name])] for module in MODULES}
+    by_engine: dict[str, list[str]] = {}
+    for module in sorted(MODULES, key=lambda module: len(allowed[module])):
+        engine = next((name for name in ENGINES if name in allowed[module]), "")
+        by_engine.setdefault(engine, []).append(module)
     wrong = []
-    for allowed, modules in groups.items():
-        bases = ["torch", *(base for name in allowed for base in PRELOADED[name])]
-        wrong += violations(imported(bases, modules, list(HEAVY)))
+    for modules in by_engine.values():
+        wrong += violations(imported(modules, list(HEAVY)))
     assert wrong == []
 
 

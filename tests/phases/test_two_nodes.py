@@ -241,7 +241,7 @@ def test_dead_process_of_one_node_restarts_the_phase_on_both(recipe, two_nodes, 
 
 
 def test_a_stopped_process_of_one_node_is_named_beside_all_others(recipe, sealed):
-    with TwoNodes(recipe, sealed, "--set", "run.stall_seconds=3", "--set", "run.max_restarts=0") as two:
+    with TwoNodes(recipe, sealed, "--set", "run.stall_seconds=9", "--set", "run.max_restarts=0") as two:
         two.wait_for(lambda run: lines(run / "metrics.jsonl") >= 1)
         (rank,) = two.children(1, "optimize")
         rank.suspend()

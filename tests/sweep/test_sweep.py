@@ -13,7 +13,15 @@ from megarl.errors import UserError
 from megarl.estimates import mean_of_replicates
 from megarl.storage.run_dir import RunDir
 from megarl.sweep import describe, sweep
-from tests.helpers import children, events, megarl, metrics, start_megarl, wait_for, wait_until_nobody_works_on
+from tests.helpers import (
+    events,
+    megarl,
+    metrics,
+    processes_with_files_in,
+    start_megarl,
+    wait_for,
+    wait_until_nobody_works_on,
+)
 
 SWEEP = """
 recipe = "{recipe}"
@@ -74,7 +82,7 @@ def test_a_killed_sweep_continues_and_finished_runs_are_not_repeated(swept):
         assert [event["phase"] for event in events(base, "phase_end")] == ["rollout"]
     assert "2 of 6 are done" in resumed.stderr
     assert "[4/4]" in resumed.stderr
-    assert not children()
+    assert not processes_with_files_in(output)
 
 
 def test_a_run_is_the_one_of_the_command_alone(swept, tmp_path):
