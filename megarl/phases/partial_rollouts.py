@@ -52,13 +52,16 @@ class PartialRollouts:
         make_directory(stage.unfinished)
         (stage.unfinished / SEALED).unlink(missing_ok=True)  # a kill came between the two seals
         continued: list[int] = []
+        complete: list[int] = []
         if carried := carried_into(stage):
             before = RolloutStore(stage.previous.rollouts)
             continued = before.missing(carried)
-            self._copy(before, sorted(set(carried).difference(continued)))
-        missing = [g for g in RolloutStore(stage.rollouts).missing(self.candidates) if g not in self._cut()]
-        if there := len(self.candidates) - len(missing):
-            stage.log_event("resume", phase="rollout", skipped=there, total=len(self.candidates), unit="groups")
+            complete = sorted(set(carried).difference(continued))
+            self._copy(before, complete)
+        cut, total = self._cut(), len(self.candidates) - len(complete)
+        missing = [group for group in RolloutStore(stage.rollouts).missing(self.candidates) if group not in cut]
+        if there := total - len(missing):
+            stage.log_event("resume", phase="rollout", skipped=there, total=total, unit="groups")
         return {"continued": continued, "missing": missing}
 
     def _copy(self, before: RolloutStore, complete: Sequence[int]) -> None:

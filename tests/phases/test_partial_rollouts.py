@@ -75,6 +75,7 @@ def test_every_group_is_trained_once_or_carried(undisturbed):
         assert (event["complete"], event["finished"]) == (len(complete.group_ids) - finished, finished)
     assert sorted([*trained, *in_play]) == list(range(BEGUN + (STAGES - 1) * TRAINED))
     assert [update["update"] for update in metrics(undisturbed)] == list(range(1, 10))
+    assert not events(undisturbed, "resume")
 
 
 def test_a_response_gets_the_budget_in_each_stage(undisturbed):
