@@ -16,6 +16,9 @@ from megarl.storage.ledger import SEALED, sealed_groups
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
+from megarl.views.progress import RunState, describe_event
+from megarl.views.responses.select import Filter, select
+from megarl.views.sql import query
 from megarl.workers.preflight import check_recipe
 from tests.helpers import events, megarl, metrics
 from tests.live.conftest import new_run, phases  # noqa: F401 - fixtures
@@ -222,6 +225,19 @@ def test_the_audit_closes(undisturbed):
     assert set(carried) <= set(left)
     waiting = sum(len(response.tokens) for group in kept for response in group.responses)
     assert sum(row.tokens for row in found.stages) == trained + waiting
+
+
+def test_what_is_unfinished_is_shown(undisturbed):
+    cut = [group for stage in undisturbed.stages() for group in stores(stage)[1].read(stores(stage)[1].group_ids)]
+    expected = sum(response.finish_reason == "unfinished" for group in cut for response in group.responses)
+    root = undisturbed.root
+    assert len(list(select(root, Filter(finish="unfinished"), lambda tokens: ""))) == expected > 0
+    (row,) = query(root, "select count(*) as n from unfinished where finish_reason = 'unfinished'")
+    (both,) = query(root, "select count(*) as n from responses where finish_reason = 'unfinished'")
+    assert (row["n"], both["n"]) == (expected, 0)
+    state = RunState(root, undisturbed.recipe)
+    said = [describe_event(event, state) for event in state.poll() if event["event"] == "partial_rollouts"]
+    assert said[0] == "stage 1/3 rollout chose 6 of 18 groups, carries 12 on"
 
 
 def test_what_is_not_carried_or_not_gone_on_from_is_found(undisturbed, tmp_path):
