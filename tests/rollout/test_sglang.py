@@ -135,8 +135,13 @@ def test_what_the_server_refuses_is_an_error_at_once(engine, monkeypatch):
     assert len(generate(engine, [[8]], sampling([[8]]))) == 3
 
 
-def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine):
-    """It may still hold a response that it has sent; here one that is being decoded stands for it."""
+def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine, monkeypatch):
+    """It may still hold a response that it has sent, which fails a load; one being decoded stands for it.
+
+    A load waits for that one anyway, so that the question before it is all that can be seen.
+    """
+    asked, post = [], engine._server.post
+    monkeypatch.setattr(engine._server, "post", lambda path, body: (asked.append(path), post(path, body))[1])
     sampling_params = {"max_new_tokens": LONG, "ignore_eos": True}
     for step in (lambda: engine.load_weights(other_policy(engine), 9), engine.sleep):
         body = {"rid": f"held {step}", "input_ids": [8], "sampling_params": sampling_params, "stream": True}
@@ -144,6 +149,9 @@ def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine):
         next(events)  # its first token
         step()
         assert len(list(events)) == 1
+    idle, load, idle_again, sleep = asked
+    assert idle == idle_again and idle.startswith("/flush_cache?timeout=")
+    assert (load, sleep) == ("/update_weights_from_disk", "/release_memory_occupation")
     engine.wake()
     assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE
 
