@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
@@ -33,6 +34,16 @@ def plan_links(recipe: Recipe, options: argparse.Namespace) -> list[Link]:
         links.append(Link(f"{name}-rollout-{stage}", f"rollout:{stage}", False, options.nodes, options.partition))
         links.append(Link(f"{name}-optimize-{stage}", f"optimize:{stage}", True, *optimize))
     return [*links, Link(f"{name}-end", None, False, options.nodes, options.partition)]  # last evaluation, report
+
+
+def missing_here(recipe: Recipe) -> list[str]:
+    """What a job would read and this machine does not have: model, tokenizer, prompts, suites, templates, rewards."""
+    places = {"[model] path": [recipe.model.path], "[model] tokenizer": [recipe.model.tokenizer_path]}
+    files = {"[data] train": recipe.data, **{f"[eval] suite {one.name}": one.data for one in recipe.suites if one.own}}
+    places |= {name: [Path(file) for file in table.files] for name, table in files.items()}
+    places["[data] template"] = [Path(file) for file in recipe.template_files()]
+    places["[reward] path"] = [Path(file) for file in recipe.reward_files()]
+    return [f"{name}: {path}" for name, paths in places.items() for path in dict.fromkeys(paths) if not path.exists()]
 
 
 def check_layout(recipe: Recipe, link: Link, gpus: int | None) -> None:

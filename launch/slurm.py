@@ -17,7 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import nemo_run as run
+try:
+    import nemo_run as run
+except ImportError:
+    sys.exit(
+        "launch/slurm.py runs in an environment of its own, which `make launch` makes; then: "
+        ".venv-launch/bin/python launch/slurm.py ..."
+    )
 
 # nemo-run's script queues a failed job again whatever the cause; after exit code 2, a mistake in recipe or data, that
 # would only fail again
@@ -30,7 +36,7 @@ SECRETS = {"KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS"}  # in 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # megarl is not installed here, and only its recipes are read
 
-from launch.layout import Link, check_layout, plan_links  # noqa: E402
+from launch.layout import Link, check_layout, missing_here, plan_links  # noqa: E402
 from megarl.errors import UserError  # noqa: E402
 from megarl.recipe.load import load_without_objective  # noqa: E402
 from megarl.recipe.tables import Recipe  # noqa: E402
@@ -43,6 +49,8 @@ def main() -> None:
         links = plan_links(recipe, options)
         for link in links:
             check_layout(recipe, link, options.gpus_per_node)
+        for missing in missing_here(recipe) if options.dry_run else ():
+            print(f"not on this machine: {missing}", file=sys.stderr)
         submit(recipe, links, options)
     except UserError as error:
         sys.exit(f"launch/slurm.py: {error}")

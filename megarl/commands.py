@@ -20,6 +20,8 @@ from megarl.scratch import ask, check_updates, open_stage
 from megarl.storage.best import settle_evaluations
 from megarl.storage.evaluations import Answered
 from megarl.storage.files import make_directory
+from megarl.storage.ledger import sealed_external
+from megarl.storage.origin import RESCORED, SCORED_BEFORE
 from megarl.storage.policies import check_policy, copy_policy
 from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir, Stage
@@ -89,6 +91,11 @@ def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: Overri
     check(nodes.starter, recipe, nodes.count)
     with RunDir(target.resolve(), recipe).lock():
         stage = branch(source, target, recipe)
+        if recipe.reward != source.run.recipe.reward:
+            if not stage.is_sealed():
+                run_phase(nodes, stage, "rescore", 1)
+            if stage.due_evaluations():
+                run_phase(nodes, stage, "evaluate", stage.rollout.workers)
         optimize_stage(nodes, stage)
         if stage.run.unevaluated(stage.next.first_update):
             run_phase(nodes, stage.next, "evaluate", stage.next.rollout.workers)
@@ -117,9 +124,9 @@ def changed_recipe(source: Stage, overrides: Overrides) -> Recipe:
     before = source.run.recipe
     _require_staged(source.run)
     recipe = override_recipe(before, [*overrides, *_updates_of_other_batches(before, overrides)])
-    changed = [line for line in recipe_diff(before, recipe) if not line.startswith(TRAINING_TABLES)]
+    changed = [line for line in recipe_diff(before, recipe) if not line.startswith((*TRAINING_TABLES, "reward."))]
     if fixed := [line for line in changed if not line.startswith(BATCHES)]:
-        settings = ", ".join((*TRAINING_TABLES, *BATCHES))
+        settings = ", ".join((*TRAINING_TABLES, "reward.", *BATCHES))
         raise UserError(f"--set may change {settings} alone, for the rollouts stay: {fixed[0]}")
     if changed and source.number:
         raise UserError(f"--stage {source.number}: only the first stage can have other batches: {changed[0]}")
@@ -128,6 +135,8 @@ def changed_recipe(source: Stage, overrides: Overrides) -> Recipe:
             f"the stage has {before.groups_per_stage} groups, but {recipe.schedule.updates_per_pass} updates of "
             f"{recipe.schedule.prompts_per_update} want {recipe.groups_per_stage}"
         )
+    if recipe.reward != before.reward and sealed_external(source.rollouts):
+        raise UserError(f"--set reward: {source.rollouts} was filled from outside, with prompts that the recipe lacks")
     if recipe.actor.routing_replay == "engine" and before.actor.routing_replay != "engine":
         raise UserError(
             f'[actor] routing_replay = "engine": {source.run.root} was generated without recording experts; use "actor"'
@@ -160,14 +169,19 @@ def _origins(source: Stage) -> list[Path]:
 def branch(source: Stage, target: Path, recipe: Recipe) -> Stage:
     """The same stage in a new run directory, with links to what ``source`` has."""
     stage = RunDir.create(target, recipe).stage(source.number)
-    for path in _origins(source):
-        link = stage.run.root / path.relative_to(source.run.root)
+    links = {stage.run.root / path.relative_to(source.run.root): path for path in _origins(source)}
+    if recipe.reward != source.run.recipe.reward:  # the rollouts are those that the rescore phase makes
+        links[stage.run.root / SCORED_BEFORE / stage.directory.name] = source.rollouts
+        links[stage.rollouts] = stage.run.root / RESCORED / stage.directory.name
+        make_directory(links[stage.rollouts])
+    for link, path in links.items():
         make_directory(link.parent)
-        if not link.exists():
+        if not link.is_symlink():
             os.symlink(path, link)
     for suite in recipe.suites:
         base = source.run.evaluation(source.first_update, suite.name)
-        if base and stage.run.evaluation(source.first_update, suite.name) is None:
+        judged = base and recipe.reward == source.run.recipe.reward  # by the same verifier
+        if base and judged and stage.run.evaluation(source.first_update, suite.name) is None:
             _link_evaluation(source, stage, suite.name)
             stage.run.log_event(**{key: value for key, value in base.items() if key != "time"})
     return stage
@@ -196,7 +210,7 @@ def export_policy(run_dir: Path, number: int, updates: int, output: Path) -> str
 
 def evaluate_checkpoint(
     run_dir: Path, place: tuple[int, int], suites: list[str], overrides: list[str], output: Path | None
-) -> str:
+) -> list[dict[str, Any]]:
     """`evaluate_model` of the policy after ``place``: a stage and updates of it."""
     with tempfile.TemporaryDirectory(prefix="megarl-policy-") as scratch:
         policy = (output or Path(scratch)).resolve() / "policies" / f"stage_{place[0]:03d}_update_{place[1]:06d}"
@@ -212,8 +226,8 @@ def evaluate_model(
     overrides: list[str],
     output: Path | None,
     exported: Path | None = None,
-) -> str:
-    """A run's newest policy, or a Hugging Face directory, on ``suites``: the text to print.
+) -> list[dict[str, Any]]:
+    """A run's newest policy, or a Hugging Face directory, on ``suites``: the evaluation of each.
 
     exported: the policy of the run to take instead of the newest.
 
@@ -240,7 +254,13 @@ def evaluate_model(
     with tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch, Nodes(NodeRank()) as nodes:
         check(nodes.starter, recipe)
         results = _evaluate_in(RunDir((output or Path(scratch) / "run").resolve(), recipe), policy, nodes)
-    return "\n".join([str(policy), *(line for result in results for line in _describe(result, len(results) > 1))])
+    return [{**result, "policy": str(policy)} for result in results]
+
+
+def describe_evaluations(results: list[dict[str, Any]]) -> str:
+    """For a terminal."""
+    lines = [line for result in results for line in _describe(result, len(results) > 1)]
+    return "\n".join([*dict.fromkeys(result["policy"] for result in results), *lines])
 
 
 def _with_suites(recipe: Recipe, suites: list[str]) -> Recipe:

@@ -38,3 +38,45 @@ def test_the_first_line_comes_before_torch(tmp_path, command, begun, word):
 def test_the_version_is_that_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert megarl.__version__ == project["version"]
+
+
+def cli(*arguments):
+    command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_version_is_printed():
+    assert cli("--version").stdout == f"megarl {megarl.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "command", [("train", "x", "--run-dir", "y"), ("stage", "pack", "x", "0", "y", "--license", "z")]
+)
+def test_a_mistake_in_a_command_shows_its_own_usage(command):
+    result = cli(*command, "--nope")
+    name = " ".join(command[: 1 + (command[0] == "stage")])
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"usage: megarl {name} ")
+    assert result.stderr.endswith("unrecognized arguments: --nope\n")
+
+
+def test_a_key_is_looked_for_in_all_tables():
+    assert "did you mean optimizer.lr?" in cli("data", "show", RECIPE, "--set", "lr=3").stderr
+    assert (
+        "actor.lr: unknown key; did you mean optimizer.lr?" in cli("data", "show", RECIPE, "--set", "actor.lr=3").stderr
+    )
+    assert "did you mean optimizer.betas?" in cli("data", "show", RECIPE, "--set", "beta=3").stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [("tr", ["train", "trace"]), ("stage pa", ["pack"]), ("stage pack --l", ["--license"]), ("serve --po", ["--port"])],
+)
+def test_bash_completes_commands_and_options(typed, completed, tmp_path):
+    script, words = tmp_path / "completion.sh", ["megarl", *typed.split()]
+    script.write_text(cli("completion", "bash").stdout)
+    asked = (
+        f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _megarl; echo ${{COMPREPLY[@]}}"
+    )
+    result = subprocess.run(["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == completed

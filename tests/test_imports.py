@@ -64,6 +64,7 @@ LAYERS = (
     "views",
     "train",
     "scratch",
+    "stages",
     "commands",
     "sweep",
     "what_if",

@@ -25,6 +25,13 @@ class Sample:
     advantage: float
     trained: bool = True  # False: kept in the batch, but none of its tokens counts
     routed_experts: np.ndarray | None = None  # [len(self), layers, top_k] int, of the engine
+    loss_mask: np.ndarray | None = None  # [R] bool, False for what the policy did not sample; None: it sampled all
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens with a loss."""
+        sampled = len(self.response_tokens) if self.loss_mask is None else int(self.loss_mask.sum())
+        return sampled if self.trained else 0
 
     def __len__(self) -> int:
         # the last token is only a label, never an input
@@ -130,7 +137,7 @@ def pack(
             shard=shard,
         ),
         token_count=int(mask.sum()),
-        sequence_count=sum(s.trained for s in samples) if shard is None or shard.rank == 0 else 0,
+        sequence_count=sum(s.trained_tokens > 0 for s in samples) if shard is None or shard.rank == 0 else 0,
         routed_experts=_routed_experts(samples, lengths, filler, kept, device),
     )
 
@@ -202,7 +209,9 @@ def _columns(samples: Sequence[Sample], lengths: np.ndarray, filler: int) -> dic
         columns["rollout_logprobs"][response] = sample.rollout_logprobs
         columns["advantages"][response] = sample.advantage
         columns["is_response"][response] = True
-        columns["loss_mask"][response] = sample.trained
+        columns["loss_mask"][response] = (
+            sample.trained if sample.loss_mask is None else sample.trained & sample.loss_mask
+        )
     return columns
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import json
 import os
 import signal
 import sys
@@ -22,7 +23,9 @@ from megarl.cli.arguments import Commands
 from megarl.cli.arguments import command as _command
 from megarl.cli.arguments import settings as _settings
 from megarl.cli.comparing import add_beside
+from megarl.cli.completion import SHELLS, script
 from megarl.cli.inside import add_inside
+from megarl.cli.stage import add_stage
 from megarl.errors import PhaseFailed, UserError
 
 # of files and directories, which another try would meet again
@@ -48,7 +51,9 @@ def run() -> NoReturn:
 
 def main(arguments: list[str] | None = None) -> None:
     """Exit codes: 0 done, 1 failed and worth trying again, 2 a mistake to correct first, 130 stopped by a signal."""
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the command itself
     interrupted = []
 
     def interrupt(*_: object) -> None:
@@ -90,7 +95,11 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
             print(f"megarl {__version__}: {'starting' if new else 'continuing'} {options.run_dir}", flush=True)
         with contextlib.closing(Starter()) as starter:
             starter.warm_up()  # it imports while this process reads the recipe; it dies with it
-            if node.count == 1 and "recipe" in options:
+            if "continue_from" in options:
+                from megarl.storage.origin import recorded
+
+                options.set = [*recorded(options.run_dir), *options.set]  # the same command continues without them
+            if node.count == 1 and getattr(options, "recipe", None):
                 from megarl.recipe.load import load_without_objective
 
                 load_without_objective(options.recipe, options.set)  # most mistakes show at once
@@ -111,10 +120,15 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
 def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands import summarise_run
     from megarl.recipe.load import load_recipe
+    from megarl.storage.origin import link_start, record, result_of
     from megarl.storage.run_dir import RunDir
     from megarl.train import optimizes, train
     from megarl.workers.preflight import check
 
+    checkpoint = None
+    if options.continue_from:
+        policy, checkpoint = result_of(options.continue_from)
+        options.set.append(f"model.path={json.dumps(str(policy))}")
     recipe = load_recipe(options.recipe, options.set)
     run = RunDir(options.run_dir.resolve(), recipe)
     if options.until:
@@ -122,6 +136,9 @@ def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     check(nodes.starter, recipe, nodes.count, optimizes(run, options.until))
     with run.lock():
         run = RunDir.create(run.root, recipe)  # which may write the recipe: only now is nobody else at work
+        record(run.root, options.set)
+        if checkpoint is not None:
+            link_start(run, checkpoint)
         train(nodes, run, options.until)
     if not options.until:
         print(summarise_run(run))
@@ -133,6 +150,22 @@ def _rollout(options: argparse.Namespace, nodes: Nodes) -> None:
     stage = _open_stage(options)
     with stage.run.lock():
         rollout_stage(nodes, stage)
+
+
+def _serve(options: argparse.Namespace, nodes: Nodes) -> None:
+    from megarl.recipe.load import load_recipe
+    from megarl.stages.serve import serve_stage
+    from megarl.storage.run_dir import RunDir
+
+    if options.recipe is not None:
+        recipe = load_recipe(options.recipe, options.set)
+        with RunDir(options.run_dir.resolve(), recipe).lock():
+            RunDir.create(options.run_dir, recipe)
+    elif options.set:
+        raise UserError("--set changes a recipe, so it needs --recipe RECIPE, with which a run begins")
+    stage = _open_stage(options)
+    with stage.run.lock():
+        serve_stage(nodes, stage, options.port)
 
 
 def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
@@ -149,15 +182,16 @@ def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from megarl.commands import evaluate_checkpoint, evaluate_model
+    from megarl.commands import describe_evaluations, evaluate_checkpoint, evaluate_model
 
     if (options.stage is None) != (options.update is None):
         raise UserError("--stage and --update belong together: updates of that stage, as of `megarl export`")
     if options.stage is not None:
         place = options.stage, options.update
-        print(evaluate_checkpoint(options.model_or_run, place, options.suite, options.set, options.output))
-        return
-    print(evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output))
+        results = evaluate_checkpoint(options.model_or_run, place, options.suite, options.set, options.output)
+    else:
+        results = evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output)
+    print(json.dumps(results) if options.json else describe_evaluations(results))
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -207,11 +241,15 @@ def _check_data(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
+def _completion(options: argparse.Namespace) -> None:
+    print(script(options.shell, _parser()))
+
+
 def _doctor(options: argparse.Namespace) -> None:
     from megarl.views.doctor import diagnose
 
     if options.recipe is None:
-        return print(diagnose())
+        return print(diagnose(options.json))
     with tempfile.TemporaryDirectory(prefix="megarl-doctor-") as folder:
         options.run_dir = (options.scratch or Path(folder)) / "megarl-rehearsal"
         _on_all_nodes(_rehearse)(options)
@@ -247,11 +285,13 @@ def _phase_and_stage(text: str) -> tuple[str, int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megarl", description=__doc__.partition("\n")[0])
+    parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_phases(commands)
     _add_evaluation(commands)
     _add_views(commands)
     add_inside(commands)
+    add_stage(commands)
     return parser
 
 
@@ -260,6 +300,9 @@ def _add_phases(commands: Commands) -> None:
     sub.add_argument("recipe", type=Path)
     sub.add_argument("--run-dir", type=Path, required=True)
     sub.add_argument(
+        "--continue-from", type=Path, metavar="RUN", help="begin with the result of a finished run, and its optimizer"
+    )
+    sub.add_argument(
         "--until", type=_phase_and_stage, metavar="PHASE:STAGE", help="stop after it, for example rollout:0"
     )
     _settings(sub)
@@ -267,6 +310,13 @@ def _add_phases(commands: Commands) -> None:
     sub = _command(commands, "rollout", _on_all_nodes(_rollout), "generate and seal the rollouts of one stage")
     sub.add_argument("run_dir", type=Path)
     sub.add_argument("--stage", type=int, required=True)
+
+    sub = _command(commands, "serve", _on_all_nodes(_serve), "an OpenAI-compatible server whose agents fill a stage")
+    sub.add_argument("run_dir", type=Path)
+    sub.add_argument("--stage", type=int, required=True)
+    sub.add_argument("--port", type=int, default=8400, help="on loopback; 0: any free one; default: 8400")
+    sub.add_argument("--recipe", type=Path, help="begin the run, where there is none")
+    _settings(sub)
 
     sub = _command(commands, "optimize", _on_all_nodes(_optimize), "all updates of one stage on its sealed rollouts")
     sub.add_argument("run_dir", type=Path)
@@ -295,6 +345,7 @@ def _add_evaluation(commands: Commands) -> None:
     sub.add_argument("--stage", type=int, help="with --update: of the run, the policy of a checkpoint")
     sub.add_argument("--update", type=int, help="updates of that stage before it")
     sub.add_argument("--output", type=Path, help="a directory that keeps the responses, and continues if interrupted")
+    sub.add_argument("--json", action="store_true", help="one JSON list, an object a suite")
     _settings(sub)
     add_beside(commands)
 
@@ -329,7 +380,11 @@ def _add_views(commands: Commands) -> None:
     sub.add_argument("recipe", type=Path)
     _settings(sub)
 
+    sub = _command(commands, "completion", _completion, "what a shell needs to complete commands and options")
+    sub.add_argument("shell", choices=SHELLS, help='as in: eval "$(megarl completion bash)"')
+
     sub = _command(commands, "doctor", _doctor, "what this machine has, what is missing, which extra installs it")
     sub.add_argument("--recipe", type=Path, help="instead: rehearse an update, export and checkpoint of this recipe")
     sub.add_argument("--scratch", type=Path, help="where the rehearsal writes; shared by several nodes")
+    sub.add_argument("--json", action="store_true", help="one JSON object; without --recipe")
     _settings(sub)

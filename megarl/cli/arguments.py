@@ -14,7 +14,7 @@ else:
 def command(among: Commands, name: str, function: Any, help: str) -> argparse.ArgumentParser:
     """A command among others, which calls ``function`` with its options."""
     sub = among.add_parser(name, help=help, description=help)
-    sub.set_defaults(command=function)
+    sub.set_defaults(command=function, parser=sub)
     return sub
 
 

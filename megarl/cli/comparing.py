@@ -36,6 +36,7 @@ def add_beside(commands: Commands) -> None:
     sub.add_argument("a", metavar="A", help="a run directory, or DIR:UPDATE, DIR:best; default: its last evaluation")
     sub.add_argument("b", metavar="B")
     sub.add_argument("--suite", help="default: every suite that both have")
+    sub.add_argument("--json", action="store_true", help="one JSON list, an object a suite")
 
 
 def _sweep(options: argparse.Namespace) -> None:
@@ -61,4 +62,4 @@ def _what_if(options: argparse.Namespace) -> None:
 def _compare(options: argparse.Namespace) -> None:
     from megarl.views.comparison import compare
 
-    print(compare(options.a, options.b, options.suite))
+    print(compare(options.a, options.b, options.suite, options.json))

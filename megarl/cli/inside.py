@@ -22,6 +22,10 @@ def add_inside(commands: Commands) -> None:
     sub.add_argument("--memory", default="1GB", metavar="SIZE", help="what DuckDB may use; default: 1GB")
     sub.add_argument("--json", action="store_true", help="one JSON object a row, and all rows")
 
+    sub = command(commands, "trace", _trace, "phases, updates and replicas of a run as a trace for Perfetto or Chrome")
+    sub.add_argument("run_dir", type=Path)
+    sub.add_argument("--output", type=Path, help="default: trace.json in the run directory")
+
     sub = command(commands, "runs", _runs, "the runs below a directory, with their state and last numbers")
     sub.add_argument("directory", type=Path)
     sub.add_argument("--json", action="store_true", help="one JSON object a run")
@@ -108,6 +112,12 @@ def _sql(options: argparse.Namespace) -> None:
         return
     for row in rows:
         print(as_json(row))
+
+
+def _trace(options: argparse.Namespace) -> None:
+    from megarl.views.trace import write_trace
+
+    print(write_trace(options.run_dir, options.output or options.run_dir / "trace.json"))
 
 
 def _runs(options: argparse.Namespace) -> None:

@@ -37,6 +37,9 @@ class Rendered:
     truncated: bool = False
 
 
+_TURN = "\ufdd0turn\ufdd1"  # what the model said, where only what follows it is asked for
+
+
 class Renderer:
     """``[data]`` of a recipe and a tokenizer: how an item becomes a prompt.
 
@@ -85,6 +88,24 @@ class Renderer:
             f"{rendered.text[:80]!r}"
         )
 
+    def chat(self, messages: list[dict[str, Any]], tools: list[Any] | None, after: int | None, where: str) -> list[int]:
+        """Tokens of a conversation up to where the model speaks next; of an agent's, with its ``tools``.
+
+        after: of messages that follow this one, which the model wrote, alone: the tokens that end its turn come first.
+        Its own text is not rendered, so that nothing of it depends on the template. `UserError` for messages that the
+        template does not take.
+        """
+        hidden = self._stand_ins(messages)
+        shown = _replaced(messages, hidden)
+        if after is not None:
+            shown[after] = _message("assistant", _TURN)
+        text = self._chat(shown, where, tools)
+        if after is not None:
+            if text.count(_TURN) != 1:
+                raise UserError(f"the chat template does not show the turns of {where} once each, as they are")
+            text = text.partition(_TURN)[2]
+        return self._encode(text, {stand_in: token for token, stand_in in hidden.items()})
+
     def length(self, item: Item, where: str) -> int:
         """Tokens of the whole prompt."""
         return len(self._whole(item, where).tokens)
@@ -113,12 +134,13 @@ class Renderer:
             kept -= 1
         raise Overlong(f"{where} has more than data.max_prompt_tokens = {limit} tokens without what could be cut")
 
-    def _chat(self, messages: list[dict[str, Any]], where: str) -> str:
+    def _chat(self, messages: list[dict[str, Any]], where: str, tools: list[Any] | None = None) -> str:
         if self._table.system is not None and messages[0]["role"] != "system":
             messages = [_message("system", self._table.system), *messages]
         try:
             text: Any = self._tokenizer.apply_chat_template(
                 messages,
+                tools=tools,
                 chat_template=self._chat_template,
                 tokenize=False,
                 add_generation_prompt=True,

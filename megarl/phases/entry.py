@@ -19,7 +19,7 @@ from megarl.errors import STOP_SIGNALS, UserError
 if TYPE_CHECKING:
     from megarl.storage.run_dir import Stage
 
-PHASES = ("rehearse", "rollout", "optimize", "live", "evaluate", "what_if", "export")
+PHASES = ("rehearse", "rollout", "optimize", "live", "evaluate", "what_if", "export", "serve", "rescore")
 ERROR_FILE = "MEGARL_ERROR_FILE"  # environment variable: where a process writes what went wrong
 
 
@@ -102,6 +102,14 @@ def find_phase(name: str) -> Callable[[Stage], None]:
         from megarl.phases.what_if import what_if
 
         return what_if
+    if name == "rescore":
+        from megarl.phases.rescore import rescore
+
+        return rescore
+    if name == "serve":
+        from megarl.phases.serve.phase import serve
+
+        return serve
     from megarl.phases.evaluate import evaluate
 
     return evaluate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -21,7 +22,9 @@ from megarl.storage.evaluations import Answered
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
+from megarl.storage.tensorboard_events import log_evaluation
 
+SHOWN = 4  # prompts of an evaluation that TensorBoard shows, each with a response
 _EVALUATION_SEED = 1 << 40  # apart from the seeds of training responses, which are group ids
 
 
@@ -168,18 +171,27 @@ class _Evaluation:
         if self.replicas.rank:
             return
         seal(self.directory, range(len(self.prompts)))
+        result = _summary(self.place.read(self.version), self.worker.recipe.reward.kind in COMPARED)
         stage.log_event(
             "evaluation",
             update=self.version,
             suite=suite.name,
             policy=str(stage.run.version(self.version).relative_to(stage.run.root)),
-            **_summary(self.place.read(self.version), self.worker.recipe.reward.kind in COMPARED),
+            **result,
             over_limit=sum(over),
             temperature=suite.temperature,
             top_p=suite.top_p,
             generate_seconds=generated,
             seconds=round(time.monotonic() - start, 3),
         )
+        if stage.run.recipe.run.tensorboard:
+            log_evaluation(stage.run.root, suite.name, self.version, result, self._samples())
+
+    def _samples(self) -> Iterator[tuple[str, str]]:
+        """Of the first prompts, each with its first response."""
+        decode = self.worker.tokenizer.decode
+        for group in itertools.islice(self.place.read(self.version), SHOWN):
+            yield decode(group.prompt_tokens), decode(group.responses[0].tokens)
 
 
 def _summary(groups: Sequence[Group], compares: bool) -> dict[str, object]:

@@ -89,6 +89,6 @@ def _stored(text: list[list[int]], chosen: list[tuple[Group, Response]], version
     logprobs = []
     for tokens, (group, response) in zip(text, chosen, strict=False):
         cut = max(0, len(tokens) - len(group.prompt_tokens))
-        own = bool((response.versions[:cut] == version).all())
+        own = bool((response.versions[:cut] == version).all()) and response.loss_mask is None
         logprobs.append(np.array(response.rollout_logprobs[: cut if own else 0], np.float32))
     return logprobs

@@ -39,6 +39,7 @@ def to_samples(groups: list[Group], table: ObjectiveTable, experts: bool = False
             advantage=advantage,
             trained=bool(kept),
             routed_experts=response.routed_experts if experts else None,
+            loss_mask=response.loss_mask,
         )
         for group, row, kept in zip(groups, advantages, keep, strict=True)
         for response, advantage in zip(group.responses, row, strict=True)
@@ -62,7 +63,7 @@ def throughput(samples: list[Sample], start: float) -> dict[str, Any]:
     ``tokens`` are all that pass through the model, prompts included; ``trained_tokens`` those with a loss.
     """
     tokens, seconds = sum(map(len, samples)), time.perf_counter() - start
-    trained = sum(len(sample.response_tokens) for sample in samples if sample.trained)
+    trained = sum(sample.trained_tokens for sample in samples)
     times = {"seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1)}
     return {"tokens": tokens, "trained_tokens": trained} | times
 
@@ -71,7 +72,7 @@ def lengths_by_sign(samples: Sequence[Sample]) -> dict[str, float]:
     """Mean response tokens by the sign of the advantage (BAPO, Fig. 6), of the responses that train."""
     found = {}
     for name, sign in (("positive", 1), ("negative", -1)):
-        lengths = [len(s.response_tokens) for s in samples if s.trained and sign * s.advantage > 0]
+        lengths = [s.trained_tokens for s in samples if s.trained and sign * s.advantage > 0]
         if lengths:
             found[f"response_tokens/{name}"] = sum(lengths) / len(lengths)
     return found

@@ -27,6 +27,7 @@ from megarl.phases.stop import StopRequest
 from megarl.storage.checkpoints import checkpoints, read_manifest, read_metrics, set_aside
 from megarl.storage.json_lines import append_json
 from megarl.storage.metrics_log import NOTHING, MetricsWriter, Position
+from megarl.storage.origin import start_of
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.update_summary import summary
@@ -260,11 +261,18 @@ def find_start(stage: Stage) -> Start:
             _set_aside(stage, path, damage)
         dist.barrier()
     if stage.number == 0:
-        return Start()
+        return Start(0, _verified(start_of(stage.run)))
     path = _end_of(stage.previous)
     # a branch has metrics of its own alone
     position = NOTHING if stage.previous.checkpoints.is_symlink() else read_manifest(path).position
     return Start(0, path, position)
+
+
+def _verified(path: Path | None) -> Path | None:
+    """The checkpoint of another run, with which this one begins."""
+    if path is not None and (damage := checkpoint.verify(path)):
+        raise UserError(f"{path}, with which the run begins, is damaged: {damage}. Restore it from a copy")
+    return path
 
 
 def _set_aside(stage: Stage, path: Path, damage: str) -> None:

@@ -32,7 +32,7 @@ def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
     Raises `UserError` with one line per mistake.
     """
     tables = read_tables(path)
-    _apply_overrides(tables, overrides)
+    apply_overrides(tables, overrides)
     return _absolute_paths(parse_recipe(tables))
 
 
@@ -66,7 +66,7 @@ def read_tables(path: Path, kind: str = "recipe") -> dict[str, Any]:
 def override_recipe(recipe: Recipe, overrides: Overrides) -> Recipe:
     """The recipe with settings changed, checked again."""
     tables = tomllib.loads(dump_recipe(recipe))
-    _apply_overrides(tables, overrides)
+    apply_overrides(tables, overrides)
     return _absolute_paths(parse_recipe(tables))
 
 
@@ -158,7 +158,8 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _apply_overrides(tables: dict[str, Any], overrides: Overrides) -> None:
+def apply_overrides(tables: dict[str, Any], overrides: Overrides) -> None:
+    """Change ``tables`` in place; another objective loses the fields of the one before."""
     before = tables.get("objective", {}).get("name")
     for override in overrides:
         _apply_override(tables, parse_override(override))
@@ -178,7 +179,9 @@ def parse_override(override: str | Setting) -> Setting:
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
     if not equals or not sections or not key:
-        raise UserError(f"--set {override!r}: expected section.key=value")
+        close = _places(key) if equals and not sections else []
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise UserError(f"--set {override!r}: expected section.key=value{hint}")
     try:
         return name.strip(), tomllib.loads(f"value = {text}")["value"]
     except RecursionError as error:
@@ -219,11 +222,23 @@ def _short(value: Any, name: str) -> str:
     return text if len(text) < 80 else text[:77] + "..."
 
 
+def _places(key: str) -> list[str]:
+    """``section.key`` of the tables that have such a key, or the nearest to it."""
+    tables = {name: field.annotation for name, field in Recipe.model_fields.items()}
+    named = {name: set(getattr(table, "model_fields", ())) for name, table in tables.items()}
+    known = sorted(set().union(*named.values()))
+    close = key if key in known else nearest(key, known)
+    return [f"{name}.{close}" for name, keys in named.items() if close in keys]
+
+
 def _unknown(loc: tuple[Any, ...], table: Any) -> str:
     kind = "key" if len(loc) > 1 or table is not Recipe else "table"
     for part in loc[:-1]:
         inside = get_args(table)  # of a list or dict of tables
         table = next(t for t in inside if hasattr(t, "model_fields")) if inside else table.model_fields[part].annotation
     known = list(table.model_fields)
+    elsewhere = [place for place in _places(str(loc[-1])) if place.endswith(f".{loc[-1]}")] if len(loc) < 3 else []
+    if elsewhere and str(loc[-1]) not in known:
+        return f"{kind}; did you mean {' or '.join(elsewhere)}?"
     close = nearest(str(loc[-1]), known)
     return f"{kind}; did you mean {close!r}?" if close else f"{kind}; known are {', '.join(known)}"

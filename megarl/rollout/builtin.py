@@ -90,10 +90,10 @@ class BuiltinEngine:
         self.sleep()
 
     def serve(
-        self, requests: Iterator[Request], interrupted: Callable[[], bool] = never
+        self, requests: Iterator[Request | None], interrupted: Callable[[], bool] = never
     ) -> Iterator[tuple[int, Completion]]:
         """One request after another, because responses that decode together change each other's last bits."""
-        for number, request in enumerate(requests):
+        for number, request in enumerate(request for request in requests if request is not None):
             for completion in self._start(request, interrupted):
                 yield number, completion
             if interrupted():

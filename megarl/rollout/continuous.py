@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -152,19 +152,23 @@ class ContinuousEngine(ABC):
         self._names = (f"{number}/" for number in itertools.count())
 
     def serve(
-        self, requests: Iterator[Request], interrupted: Callable[[], bool] = never
+        self, requests: Iterator[Request | None], interrupted: Callable[[], bool] = never
     ) -> Iterator[tuple[int, Completion]]:
         """The next request is taken when fewer responses run than there is room for, though others have not ended."""
-        numbered, more = enumerate(requests), True
+        number, more = 0, True
         running: dict[str, Running] = {}
         self._begin()
         try:
             while more or running:
                 while more and self._has_room(running) and not interrupted():
-                    if (following := next(numbered, None)) is None:
+                    following: Request | Literal["end"] | None = next(requests, "end")
+                    if following == "end":
                         more = False
+                    elif following is None:
+                        break
                     else:
-                        running |= self._submit(*following)
+                        running |= self._submit(number, following)
+                        number += 1
                 if interrupted():
                     yield from self._cut_off(list(running), running, "interrupted")
                     return

@@ -98,11 +98,12 @@ class RolloutEngine(Protocol):
     precision: str  # "float32" | "bfloat16" | "quantised"
 
     def serve(
-        self, requests: Iterator[Request], interrupted: Callable[[], bool] = never
+        self, requests: Iterator[Request | None], interrupted: Callable[[], bool] = never
     ) -> Iterator[tuple[int, Completion]]:
         """Pairs (number of the request, completion) as responses end, in any order. Requests are numbered from 0.
 
-        The engine takes the next request only when it has room for it. Once ``interrupted()`` is true it takes no more,
+        The engine takes the next request only when it has room for it; None instead of one says that there is none just
+        now, while others are decoded. Once ``interrupted()`` is true it takes no more,
         and every unfinished response is handed out at once, as far as it got, with the finish reason "interrupted". A
         request that cannot be served is a `UserError` when it is taken.
         """

@@ -208,6 +208,12 @@ def sealed_groups(directory: Path, which: str) -> list[int] | None:
     return decode(path.read_bytes()).get(which) if path.exists() else None
 
 
+def sealed_external(directory: Path) -> bool:
+    """Whether a sealed stage was filled from outside: with prompts and rewards that the recipe does not know."""
+    path = directory / SEALED
+    return path.exists() and decode(path.read_bytes()).get("external") is True
+
+
 def check_size(path: Path, entry: LedgerEntry) -> None:
     """`UserError` unless the shard is there with the size in its entry."""
     if not path.exists() or path.stat().st_size != entry.bytes:

@@ -34,6 +34,7 @@ from megarl.storage.ledger import (
     ledger_sizes,
     lock,
     parse,
+    sealed_external,
     sealed_groups,
     to_line,
     verify_shard,
@@ -42,6 +43,7 @@ from megarl.storage.shards import Group as Group
 from megarl.storage.shards import Response as Response
 from megarl.storage.shards import Shard, encode, validate
 
+SERVED = "served.jsonl"  # beside the shards: which group of agents has which number
 OPEN_SHARDS = 16  # shards a reader keeps mapped: its memory must not grow with the stage
 
 
@@ -50,12 +52,23 @@ class RolloutWriter:
 
     weights_hash: of the stage's policy; None where a stage has several, and each `append` says which.
     logprob_mode: of which distribution the stored log-probs are, as the engine names it.
+    external: for groups that agents fill, which are not mixed with generated ones.
     Raises `UserError` for a sealed stage, a number that a live process uses, groups of another policy
     (``weights_hash``), damage in the ledger, and a full disk.
     """
 
-    def __init__(self, directory: Path, *, weights_hash: str | None, logprob_mode: str, writer: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        weights_hash: str | None,
+        logprob_mode: str,
+        writer: int = 0,
+        external: bool = False,
+    ) -> None:
         self.directory, self.writer = Path(directory), writer
+        if (self.directory / SERVED).exists() and not external:
+            raise UserError(f"{directory} has groups that agents filled: go on with megarl serve, or delete it")
         self.weights_hash, self.logprob_mode = weights_hash, logprob_mode
         self._refuse_sealed()
         with disk_errors(self.directory):
@@ -200,6 +213,11 @@ class RolloutStore:
         """The ids of the groups to train, sorted: all that are present, unless `seal` was given a choice."""
         return self.group_ids if self._sealed_choice is None else self._sealed_choice
 
+    @property
+    def external(self) -> bool:
+        """Whether prompts and rewards came from outside: `seal`."""
+        return sealed_external(self.directory)
+
     def missing(self, expected: Sequence[int]) -> list[int]:
         """Those of ``expected`` that are not present."""
         return [group for group in expected if group not in self._entry_of]
@@ -235,11 +253,13 @@ def seal(
     carried: Sequence[int] | None = None,
     *,
     one_policy: bool = True,
+    external: bool = False,
 ) -> None:
     """Freeze a directory that holds exactly the groups ``expected``: one ledger, then SEALED. Repeat it after a kill.
 
     chosen: the groups to train, which alone must be present; other groups of ``expected`` that are present are kept.
     carried: those that are candidates of the next stage again.
+    external: prompts and rewards are somebody else's, not those of the recipe's data and verifier.
     Raises `UserError` when groups are missing or foreign, a shard has not the size in its ledger line, or a writer is
     live.
     """
@@ -270,6 +290,8 @@ def seal(
             "weights_hash": store.entries[0].weights_hash if store.entries and one_policy else None,
         }
         summary |= {name: list(ids) for name, ids in (("chosen", chosen), ("carried", carried)) if ids is not None}
+        if external:
+            summary["external"] = True
         write_checked(directory / SEALED, summary)
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,17 +16,18 @@ from typing import Any
 
 from megarl.errors import Busy, UserError
 from megarl.recipe.layout import TRAINING_TABLES, is_layout_setting
-from megarl.recipe.load import dump_recipe, load_recipe, recipe_diff
+from megarl.recipe.load import recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
 from megarl.storage.checked_json import read_checked, write_checked
+from megarl.storage.eras import eras, from_next_stage, remember
 from megarl.storage.files import file_sha256, make_directory, write_atomic
 from megarl.storage.json_lines import StrictTail, append_json
 from megarl.storage.ledger import is_sealed
 from megarl.storage.longer import adds_stages, free_result
+from megarl.storage.run_recipe import dump, load
 
 # what a run makes once it has a recipe
 _CONTENTS = ("stages", "metrics.jsonl", "events.jsonl", "final", "evaluations", "best")
-_CHECKSUM = "# checksum of the lines above: "
 _Evaluations = dict[tuple[int, str], dict[str, Any]]  # by updates and name of the suite
 
 
@@ -35,6 +35,7 @@ _Evaluations = dict[tuple[int, str], dict[str, Any]]  # by updates and name of t
 class RunDir:
     root: Path
     recipe: Recipe
+    _newest: RunDir | None = field(default=None, repr=False, compare=False)  # of which this is an earlier recipe
     _evaluations: _Evaluations = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -42,18 +43,22 @@ class RunDir:
         """A new or continued run; `UserError` with the difference when the directory belongs to another recipe.
 
         A run may be continued in another parallel layout, and one that has trained nothing yet with other settings of
-        training: a mistake that shows only there costs no rollouts. A staged run may get more stages at any time.
+        training: a mistake that shows only there costs no rollouts. A staged run may get more stages at any time, and
+        what `from_next_stage` says may change from the next stage on.
         """
         root = Path(root).resolve()
         path = root / "recipe.toml"
         if path.exists():
-            before = _load(path)
+            before = load(path)
             everything = recipe_diff(before, recipe)
             difference = [line for line in everything if not is_layout_setting(line.partition(":")[0])]
             if longer := adds_stages(before, recipe):
                 difference = [line for line in difference if not line.startswith("schedule.stages:")]
             if not cls(root, recipe).has_trained() and recipe.actor.routing_replay != "engine":
                 difference = [line for line in difference if not line.startswith(TRAINING_TABLES)]
+            next_stage = cls(root, before)._next_stage()
+            changed = from_next_stage(difference, next_stage.directory)
+            difference = [line for line in difference if line not in changed]
             if difference:
                 raise UserError(
                     f"{root} belongs to a run with another recipe (old -> new):\n  "
@@ -62,9 +67,12 @@ class RunDir:
                 )
             if longer:
                 free_result(cls(root, before).final, cls(root, recipe).stage(before.schedule.stages).policy)
+            if changed and (kept := remember(root, before, next_stage.number)):
+                write_atomic(*kept)
             if everything:
-                write_atomic(path, _dump(recipe))
-                cls(root, recipe).log_event("recipe_changed", settings=everything)
+                write_atomic(path, dump(recipe))
+                since = {"stage": next_stage.number} if changed else {}
+                cls(root, recipe).log_event("recipe_changed", settings=everything, **since)
             cls(root, recipe).check_links()
         else:
             _make_root(root)
@@ -73,7 +81,7 @@ class RunDir:
                     f"{root} has {there[0]} of a run, but no recipe.toml that says of which: restore that file from a "
                     "copy, or use another --run-dir"
                 )
-            write_atomic(path, _dump(recipe))
+            write_atomic(path, dump(recipe))
         run = cls(root, recipe)
         if not run.prompts.exists() and all(map(os.path.isfile, run._pinned_files())):
             write_checked(run.prompts, {"files": run._prompt_sums()})
@@ -84,7 +92,7 @@ class RunDir:
         root = Path(root).resolve()
         if not (root / "recipe.toml").exists():
             raise UserError(f"{root} is not a run directory: it has no recipe.toml")
-        return cls(root, _load(root / "recipe.toml"))
+        return cls(root, load(root / "recipe.toml"))
 
     @property
     def prompts(self) -> Path:
@@ -161,11 +169,24 @@ class RunDir:
         """A stage of the run; ``schedule.stages`` itself is the end of the run: its policy is the result."""
         if not 0 <= number <= self.recipe.schedule.stages:
             raise UserError(f"stage {number}: this run has stages 0 to {self.recipe.schedule.stages - 1}")
-        return Stage(self, number)
+        return Stage(self._era(number), number)
+
+    def _era(self, number: int) -> RunDir:
+        """With the recipe under which a stage is made."""
+        newest = self._newest or self
+        return next((run for end, run in newest._eras if number < end), newest)
+
+    @functools.cached_property
+    def _eras(self) -> list[tuple[int, RunDir]]:
+        return [(end, RunDir(self.root, recipe, self)) for end, recipe in eras(self.root, self.recipe)]
+
+    def _next_stage(self) -> Stage:
+        """The first that is not trained, or the end."""
+        return next((stage for stage in self.stages() if not stage.is_trained()), self.end)
 
     def stages(self) -> list[Stage]:
         """All stages, without the end."""
-        return [Stage(self, number) for number in range(self.recipe.schedule.stages)]
+        return [self.stage(number) for number in range(self.recipe.schedule.stages)]
 
     @property
     def end(self) -> Stage:
@@ -369,27 +390,6 @@ class Stage:
 
     def log_event(self, event: str, **fields: Any) -> None:
         self.run.log_event(event, stage=self.number, **fields)
-
-
-def _dump(recipe: Recipe) -> str:
-    """`dump_recipe`, and a checksum in a comment."""
-    text = dump_recipe(recipe)
-    return f"{text}\n{_CHECKSUM}{zlib.crc32(text.encode()):08x}\n"
-
-
-def _load(path: Path) -> Recipe:
-    """`load_recipe` of what `_dump` wrote; `UserError` where that was changed later."""
-    try:
-        recipe = load_recipe(path)
-    except UserError as error:
-        raise UserError(f"{path}, the recipe of the run, cannot be used; restore it from a copy. {error}") from error
-    text, mark, checksum = path.read_text().rpartition("\n" + _CHECKSUM)
-    if mark and checksum.strip() != f"{zlib.crc32(text.encode()):08x}":
-        raise UserError(
-            f"{path} was changed after the run began: restore it from a copy, or delete its last line, which is a "
-            "checksum, if the change was meant"
-        )
-    return recipe
 
 
 def _make_root(root: Path) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 from megarl.errors import UserError
 
 LOGPROB_TOLERANCE = 1e-4  # nats: float32 log-softmax of a near-certain token may come out a little above 0
+FIRST_VERSION = -(2**31)  # of policies before the run's first one, of which external rollouts may come
 UNFINISHED = "unfinished"  # at the token budget of its stage: a later stage continues it
 FINISH_REASONS = ("stop", "length", "timeout", UNFINISHED)
 
@@ -31,6 +32,8 @@ SCHEMA = pa.schema(
 )
 # a column of shards with a response that was continued under another policy; null: policy_version for all tokens
 VERSIONS = pa.field("policy_versions", pa.list_(pa.int32()))
+# a column of shards with a response of several turns; null: the policy sampled all tokens
+LOSS_MASK = pa.field("loss_mask", pa.list_(pa.bool_()))
 # a column of shards with a response whose reward is not just whether it is right; null: it is
 CORRECT = pa.field("correct", pa.float64())
 # a column of shards of evaluations whose verifier compares answers: what the response gave as its answer, if anything
@@ -54,11 +57,24 @@ class Response:
     routed_experts: np.ndarray | None = None
     correct: float | None = None  # 1 or 0, where that is not the reward
     answer: str | None = None  # by which responses are compared with each other
+    # [n] bool; True: the policy sampled the token, so that it trains. False: what a tool or user said between turns,
+    # whose log-prob is stored as 0 and means nothing. None: all are True
+    loss_mask: np.ndarray | None = None
 
     @property
     def correctness(self) -> float:
         """1 for a right response, 0 for a wrong one."""
         return self.reward if self.correct is None else self.correct
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """[n] bool, the tokens that the policy sampled."""
+        return np.ones(len(self.tokens), bool) if self.loss_mask is None else self.loss_mask
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many of them there are."""
+        return len(self.tokens) if self.loss_mask is None else int(self.loss_mask.sum())
 
     @property
     def versions(self) -> np.ndarray:
@@ -98,6 +114,7 @@ class Shard:
         self.token_versions = batch[VERSIONS.name] if VERSIONS.name in batch.schema.names else None
         self.correct = batch[CORRECT.name].to_pylist() if CORRECT.name in batch.schema.names else None
         self.answers = batch[ANSWER.name].to_pylist() if ANSWER.name in batch.schema.names else None
+        self.masks = batch[LOSS_MASK.name] if LOSS_MASK.name in batch.schema.names else None
         self.experts = _experts_column(batch[EXPERTS]) if EXPERTS in batch.schema.names else None
         ids, first, count = np.unique(batch["group_id"].to_numpy(), return_index=True, return_counts=True)
         self.rows = {int(i): range(int(f), int(f + n)) for i, f, n in zip(ids, first, count, strict=True)}
@@ -117,7 +134,11 @@ class Shard:
         experts = None if self.experts is None else _slice(self.experts, row)
         correct = None if self.correct is None else self.correct[row]
         answer = None if self.answers is None else self.answers[row]
-        return Response(tokens, logprobs, reward, self.finish_reasons[row], version, versions, experts, correct, answer)
+        mask = None
+        if self.masks is not None and self.masks[row].is_valid:
+            mask = self.masks[row].values.to_numpy(zero_copy_only=False)
+        reason = self.finish_reasons[row]
+        return Response(tokens, logprobs, reward, reason, version, versions, experts, correct, answer, mask)
 
 
 def validate(groups: Sequence[Group]) -> None:
@@ -144,6 +165,9 @@ def validate(groups: Sequence[Group]) -> None:
                 versions.dtype == np.int32 and versions.shape == logprobs.shape and versions[0] == first
             ):
                 raise UserError(f"{here}: policy_versions must be int32 [{len(logprobs)}] and begin with {first}")
+            mask = response.loss_mask
+            if mask is not None and not (mask.dtype == bool and mask.shape == logprobs.shape and mask.any()):
+                raise UserError(f"{here}: loss_mask must be bool [{len(logprobs)}] with at least one True")
             if not np.isfinite(response.reward):
                 raise UserError(f"{here}: the reward is {response.reward}, it must be finite")
             if response.finish_reason not in FINISH_REASONS:
@@ -198,6 +222,10 @@ def encode(groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> pa.
     if any(per_token is not None for per_token in versions):
         schema = schema.append(VERSIONS)
         columns[VERSIONS.name] = pa.array(versions, VERSIONS.type)
+    masks = [response.loss_mask for _, _, response in rows]
+    if any(mask is not None for mask in masks):
+        schema = schema.append(LOSS_MASK)
+        columns[LOSS_MASK.name] = pa.array(masks, LOSS_MASK.type)
     correct = [response.correct for _, _, response in rows]
     if any(value is not None for value in correct):
         schema = schema.append(CORRECT)

@@ -25,7 +25,7 @@ def summary(groups: Sequence[Group]) -> dict[str, float]:
     return correct | {
         "reward/mean": float(rewards.mean()),
         "zero_variance_fraction": float((rewards.min(1) == rewards.max(1)).mean()),
-        "response_tokens/mean": float(np.mean([len(r.tokens) for r in responses])),
+        "response_tokens/mean": float(np.mean([r.sampled_tokens for r in responses])),
         "truncated_fraction": float(np.mean([r.finish_reason != "stop" for r in responses])),
     }
 
@@ -34,13 +34,22 @@ def ages(stage: Stage, update: int, groups: Sequence[Group]) -> dict[str, Any]:
     """How old what an update trains is, counted from the stage's first: token by token where policies mix."""
     schedule = stage.run.recipe.schedule
     repeated = {"pass": update // schedule.updates_per_pass} if schedule.passes > 1 else {}
-    mixed = stage.run.recipe.mixes_policies
-    return repeated | (lags(groups, stage.first_update + update) if mixed else {"staleness": update})
+    if stage.run.recipe.mixes_policies:
+        return repeated | lags(groups, stage.first_update + update)
+    return repeated | {"staleness": update} | older_lags(groups, stage.first_update, update)
+
+
+def older_lags(groups: Sequence[Group], first: int, update: int) -> dict[str, Any]:
+    """`lags` at the ``update``-th update, from 0, of a stage that begins with policy ``first``; {}: it sampled all."""
+    responses = [response for group in groups for response in group.responses]
+    if all(r.policy_version == first and r.policy_versions is None for r in responses):
+        return {}
+    return lags(groups, first + update)
 
 
 def lags(groups: Sequence[Group], version: int) -> dict[str, Any]:
-    """How many updates old the response tokens are for the policy ``version``, and how many of each."""
-    versions = np.concatenate([response.versions for group in groups for response in group.responses])
+    """How many updates old the tokens that were sampled are for the policy ``version``, and how many of each."""
+    versions = np.concatenate([response.versions[response.sampled] for group in groups for response in group.responses])
     found, tokens = np.unique(version - versions, return_counts=True)
     return {
         "staleness": int(found.max()),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class Side:
         return version, np.array([[r.correctness for r in group.responses] for group in answered.read(version)])
 
 
-def compare(a: str, b: str, suite: str | None = None) -> str:
+def compare(a: str, b: str, suite: str | None = None, as_json: bool = False) -> str:
     """B less A on each suite that both have, or on ``suite``; `UserError` where they were asked other prompts.
 
     Two runs of which no policy is named are compared after the last update at which both were evaluated.
@@ -68,26 +69,41 @@ def compare(a: str, b: str, suite: str | None = None) -> str:
             f"{a} and {b} have no suite in common: {', '.join(left.suites()) or 'none'}; "
             f"{', '.join(right.suites()) or 'none'}"
         )
-    return "\n".join(_compare(name, left, right) for name in suites)
+    found = [_estimates(name, left, right) for name in suites]
+    return json.dumps(found) if as_json else "\n".join(map(_table, found))
 
 
-def _compare(suite: str, a: Side, b: Side) -> str:
+def _estimates(suite: str, a: Side, b: Side) -> dict[str, Any]:
+    """Of one suite; accuracies and their paired difference, avg@n and pass@k."""
     check_same_prompts(Answered.of(a.run, suite), Answered.of(b.run, suite))
     (first, ours), (second, theirs) = (side.correct(suite) for side in at_equal_updates(a, b, suite))
-    lines = [f"{suite}: {len(ours)} prompts, A = {a.name} (update {first}), B = {b.name} (update {second})"]
-    shared = min(ours.shape[1], theirs.shape[1])
+    estimates, shared = [], min(ours.shape[1], theirs.shape[1])
     for k in sorted({1, shared}):
         x, y = (scores.mean(1) if k == 1 else pass_at(scores)[:, k - 1] for scores in (ours, theirs))
-        found = paired(x, y)
         what = f"avg@{ours.shape[1]}" if ours.shape[1] == theirs.shape[1] else "avg"
-        lines.append(
-            f"  {what if k == 1 else f'pass@{k}':8} {x.mean():.4f} -> {y.mean():.4f}  "
-            f"{found.mean:+.4f} [{found.ci95[0]:+.4f}, {found.ci95[1]:+.4f}]  "
-            f"{found.better} prompts better, {found.worse} worse, sign test p = {found.p_value:.3g}"
-        )
+        means = {"a": float(x.mean()), "b": float(y.mean())}
+        estimates.append({"name": what if k == 1 else f"pass@{k}"} | means | asdict(paired(x, y)))
     ends = {side.name: side.newest(suite) for side in (a, b) if side.version is None}
-    lines += [f"  {name} goes on to update {end}" for name, end in ends.items() if first == second < (end or 0)]
-    return "\n".join(lines)
+    return {
+        "suite": suite,
+        "prompts": len(ours),
+        "a": {"name": a.name, "update": first},
+        "b": {"name": b.name, "update": second},
+        "estimates": estimates,
+        "goes_on_to": {name: end for name, end in ends.items() if first == second < (end or 0)},
+    }
+
+
+def _table(found: dict[str, Any]) -> str:
+    a, b = (f"{side} = {found[key]['name']} (update {found[key]['update']})" for side, key in (("A", "a"), ("B", "b")))
+    lines = [f"{found['suite']}: {found['prompts']} prompts, {a}, {b}"]
+    for one in found["estimates"]:
+        low, high = one["ci95"]
+        lines.append(
+            f"  {one['name']:8} {one['a']:.4f} -> {one['b']:.4f}  {one['mean']:+.4f} [{low:+.4f}, {high:+.4f}]  "
+            f"{one['better']} prompts better, {one['worse']} worse, sign test p = {one['p_value']:.3g}"
+        )
+    return "\n".join([*lines, *(f"  {name} goes on to update {end}" for name, end in found["goes_on_to"].items())])
 
 
 def at_equal_updates(a: Side, b: Side, suite: str) -> tuple[Side, Side]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
 
 import psutil
 
+from megarl import __version__
 from megarl.errors import UserError
 
+COLUMN = 20  # where the findings begin
 _PACKAGES = {
     "torch": "the base installation",
     "megatron-core": "the base installation",
@@ -31,14 +34,22 @@ def _of_torch() -> str:
     return '; torch runs some too, on GPUs also with [actor] kernels = "torch"' if torch_needs_triton() else ""
 
 
-def diagnose() -> str:
-    """A table of hardware, packages and compiled kernels, one finding a line."""
+def diagnose(as_json: bool = False) -> str:
+    """Hardware, packages and compiled kernels: one finding a line, or one JSON object."""
+    lines = _findings()
+    if not as_json:
+        return "\n".join(lines)
+    return json.dumps({line[:COLUMN].strip(): line[COLUMN:] for line in lines})
+
+
+def _findings() -> list[str]:
     import torch
 
     from megarl.kernels.library import find_library, triton_lacks
 
     memory = psutil.virtual_memory()
     lines = [
+        f"megarl              {__version__}",
         f"python              {platform.python_version()} on {platform.system()} {platform.machine()}",
         f"processor           {os.cpu_count()} cores",
         f"memory              {memory.total / 2**30:.0f} GiB, {memory.available / 2**30:.0f} free",
@@ -56,10 +67,10 @@ def diagnose() -> str:
     lines.append(f"triton kernels      {triton_lacks() or 'can be compiled when they run (GPUs)'}{_of_torch()}")
     for package, remedy in _PACKAGES.items():
         try:
-            lines.append(f"{package:<20}{importlib.metadata.version(package)}")
+            lines.append(f"{package:<{COLUMN}}{importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
-            lines.append(f"{package:<20}missing: {remedy}")
-    return "\n".join(lines)
+            lines.append(f"{package:<{COLUMN}}missing: {remedy}")
+    return lines
 
 
 def _sandbox() -> str:

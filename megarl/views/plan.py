@@ -26,7 +26,7 @@ ASSUME = Assumptions()
 
 def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] = ()) -> str:
     """The plan as text; `UserError` where it does not fit, with the plan, the reason and up to two layouts that do."""
-    recipe = load_recipe(recipe_path, overrides)
+    recipe, gpu = load_recipe(recipe_path, overrides), gpu.lower()
     if gpu not in GPUS:
         raise UserError(f"--gpu {gpu}: known are {', '.join(GPUS)}")
     if nodes < 1:

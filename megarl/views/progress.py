@@ -30,6 +30,7 @@ METRICS_BYTES = 1 << 20  # of the metrics of earlier updates, more than those of
 RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
 GENERATES = ("rollout", "evaluate")  # the phases that begin with the load of an engine
 TRAINS = ("optimize", "live")  # the phases that make updates
+SHOWN = {"loss": "loss", "grad_norm": "grad_norm", "staleness": "lag", "ess": "ess", "clip_fraction": "clipped"}
 ANNOUNCED = (
     "phase_start",
     "phase_end",
@@ -380,13 +381,12 @@ def _facts(state: RunState) -> list[str]:
         if over := state.of_replicas("over_limit"):
             facts.append(f"over the verifier's limits {over:.0f}")
     if state.recent and state.phase in TRAINS and state.recent[-1].get("stage", state.stage) == state.stage:
-        facts += [
-            f"{name} {value:.3g}" for name in ("loss", "grad_norm") if (value := state.recent[-1].get(name)) is not None
-        ]
+        newest = state.recent[-1]
+        facts += [f"{text} {newest[name]:.3g}" for name, text in SHOWN.items() if newest.get(name) is not None]
         if state.phase == "live":
             idle, all_ = (sum(update.get(n, 0.0) for update in state.recent) for n in ("idle_seconds", "seconds"))
-            facts += [f"lag {state.recent[-1].get('staleness')}", f"trainer idle {idle / max(all_, 1e-3):.0%}"]
-    return facts
+            facts.append(f"trainer idle {idle / max(all_, 1e-3):.0%}")
+    return [*facts, f"elapsed {_clock(time.time() - state.phase_since)}"] if state.phase and not state.doing else facts
 
 
 def _left(seconds: float | None) -> str:

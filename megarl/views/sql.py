@@ -25,7 +25,7 @@ from megarl.storage.evaluations import Answered
 from megarl.storage.json_lines import Record
 from megarl.storage.ledger import check_size
 from megarl.storage.rollouts import RolloutStore
-from megarl.storage.shards import ANSWER, CORRECT, SCHEMA, VERSIONS
+from megarl.storage.shards import ANSWER, CORRECT, LOSS_MASK, SCHEMA, VERSIONS
 from megarl.views.responses.select import decoder, stages
 from megarl.views.responses.text import escape
 from megarl.views.run_reader import interval, read_run
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MEMORY = "1GB"  # what DuckDB may use, without the pages of mapped files
 SHOWN_ROWS, SHOWN_CHARACTERS = 100, 60  # of a table in a terminal
 _BATCH = 1024  # rows that are fetched at a time
-_COLUMNS = [*SCHEMA, VERSIONS, CORRECT, ANSWER]
+_COLUMNS = [*SCHEMA, VERSIONS, CORRECT, ANSWER, LOSS_MASK]
 _PLACES = {
     "shards": [("stage", pa.int32()), ("shard", pa.string())],
     "unfinished_shards": [("stage", pa.int32()), ("shard", pa.string())],  # cut at the token budget of their stage
@@ -71,7 +71,7 @@ _VIEW = """
 create view {name} as select
     {places}, group_id as prompt, sample, reward, coalesce(correct, reward) as correct, finish_reason,
     len(response_tokens)::int as length, policy_version, answer, prompt_tokens, response_tokens, rollout_logprobs,
-    policy_versions, weights_hash::varchar as weights_hash, logprob_mode::varchar as logprob_mode, shard
+    loss_mask, policy_versions, weights_hash::varchar as weights_hash, logprob_mode::varchar as logprob_mode, shard
 from {table}
 """
 

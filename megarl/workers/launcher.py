@@ -157,7 +157,8 @@ def start_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Pat
         )
         for rank in _ranks(nodes, processes)
     ]
-    cold = phase not in ("rehearse", "optimize", "what_if", "export") and engine_module(stage.rollout.engine).COLD_START
+    generates = phase not in ("rehearse", "optimize", "what_if", "export", "rescore")
+    cold = generates and engine_module(stage.rollout.engine).COLD_START
     return nodes.starter.start(specs, cold)
 
 

@@ -93,7 +93,11 @@ def seal_rollouts(model: Any, directory: Path) -> None:
             logprobs = model(sequence[None]).logits[0, :-1].log_softmax(-1).gather(1, sequence[1:, None])[:, 0]
             stored = logprobs[-len(tokens) :].numpy() + rng.normal(size=len(tokens), scale=0.2)
             stored = np.minimum(stored, 0).astype(np.float32)
-            responses.append(Response(tokens, stored, float(sample == group_id % 4), "stop", 0))
+            mask = None
+            if sample % 2:  # with tokens of tools between turns
+                mask = rng.random(len(tokens)) < 0.7
+                mask[-1] = True
+            responses.append(Response(tokens, stored, float(sample == group_id % 4), "stop", 0, loss_mask=mask))
         groups.append(Group(group_id, prompt, tuple(responses)))
     writer.append(groups)
     writer.close()

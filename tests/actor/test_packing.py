@@ -1,5 +1,7 @@
 """Packing: nothing lost, nothing padded, budgets kept, every replica equally many micro-batches."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -43,6 +45,9 @@ def test_pack_has_every_token_once_in_order():
         Sample(np.array([10, 11]), np.array([20, 21, 22]), np.array([-1, -2, -3], np.float32), 0.5),
         Sample(np.array([12]), np.array([23]), np.array([-4], np.float32), -0.5, trained=False),
     ]
+    masked = [replace(samples[0], loss_mask=np.array([True, False, True])), samples[1]]
+    assert pack(masked, [7, 3], torch.device("cpu")).batch.loss_mask.tolist() == [False, True, False, True]
+    assert [sample.trained_tokens for sample in (*masked, samples[0])] == [2, 0, 3]
     batch = pack(samples, [7, 3], torch.device("cpu"))
     assert batch.tokens.tolist() == [[12, 10, 11, 20, 21]]
     assert batch.labels.tolist() == [[23, 11, 20, 21, 22]]
@@ -99,7 +104,8 @@ def test_context_shards_hold_every_token_once_at_its_place(lengths, size, multip
         response, logprobs = rng.integers(2, 99, length + 1 - prompt), rng.normal(size=length + 1 - prompt)
         experts = rng.integers(-1, 99, (length, 2, 3)).astype(np.int8) if index != 2 else None
         prompt_tokens, logprobs = rng.integers(2, 99, prompt), logprobs.astype(np.float32)
-        samples.append(Sample(prompt_tokens, response, logprobs, index, index != 1, experts))
+        mask = rng.random(len(response)) < 0.5 if index % 2 == 0 else None
+        samples.append(Sample(prompt_tokens, response, logprobs, index, index != 1, experts, mask))
     device = torch.device("cpu")
 
     def experts_of(batch, token):

@@ -23,7 +23,10 @@ def make_samples(count=7, seed=0):
     for i in range(count):
         prompt, response = rng.integers(2, 67, rng.integers(1, 6)), rng.integers(2, 67, rng.integers(1, 12))
         logprobs = -4 + rng.normal(size=len(response)).astype(np.float32)
-        samples.append(Sample(prompt, response, logprobs, float(rng.normal()), trained=i != 3))
+        mask = rng.random(len(response)) < 0.6  # with tokens of tools between turns
+        mask[-1] = True
+        own = mask if i % 2 else None
+        samples.append(Sample(prompt, response, logprobs, float(rng.normal()), trained=i != 3, loss_mask=own))
     return samples
 
 
@@ -31,6 +34,11 @@ def build(path, **tables):
     from megarl.actor.step import Actor
 
     return Actor.build(make_recipe(path, **tables), path, CPU)
+
+
+def trained(sample):
+    own = np.ones(len(sample.response_tokens), bool) if sample.loss_mask is None else sample.loss_mask
+    return own & sample.trained
 
 
 def reference_update(model, samples, objective, recipe, lr):
@@ -46,12 +54,16 @@ def reference_update(model, samples, objective, recipe, lr):
         logprobs=torch.cat(pieces),
         rollout_logprobs=torch.from_numpy(np.concatenate([s.rollout_logprobs for s in samples])),
         advantages=torch.from_numpy(np.repeat(np.array([s.advantage for s in samples], np.float32), lengths)),
-        loss_mask=torch.from_numpy(np.repeat([s.trained for s in samples], lengths)),
+        loss_mask=torch.from_numpy(np.concatenate([trained(s) for s in samples])),
         cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
     )
     terms = objective(batch)
     if objective.aggregation == "sequence_mean":
-        means = [terms.loss[a:b].mean() for a, b, s in zip(offsets, offsets[1:], samples, strict=False) if s.trained]
+        means = [
+            terms.loss[a:b][batch.loss_mask[a:b]].mean()
+            for a, b, s in zip(offsets, offsets[1:], samples, strict=False)
+            if s.trained
+        ]
         loss = torch.stack(means).mean()
     else:
         loss = terms.loss.sum() / batch.loss_mask.sum()
@@ -100,6 +112,28 @@ def test_update_equals_plain_torch(family, name, fields, budget, tmp_path):
     for key, value in expected.items():
         assert (got[key] - value).abs().max() < 2e-6, key
         assert not torch.equal(value, before[key]) or "expert" in key, key
+
+
+def test_what_tools_said_is_read_but_counts_nowhere(tmp_path):
+    """Other log-probs of tokens that the policy did not sample change nothing; other tokens in their place do."""
+    from megarl.actor.packing import micro_batches
+    from megarl.actor.step import train_step
+
+    make_hf_model("qwen3").save_pretrained(tmp_path)
+    samples = make_samples()
+    noise = [np.where(trained(s), s.rollout_logprobs, -9).astype(np.float32) for s in samples]
+    other = [np.where(trained(s) | (not s.trained), s.response_tokens, 5) for s in samples]
+    variants = [
+        samples,
+        [replace(s, rollout_logprobs=own) for s, own in zip(samples, noise, strict=True)],
+        [replace(s, response_tokens=own) for s, own in zip(samples, other, strict=True)],
+    ]
+    for name in ("mu_grpo", "gspo", "bapo", "m2po", "minpro"):
+        objective = build_objective(name, {})
+        found = [train_step(build(tmp_path), micro_batches(v, 30, CPU), objective, lr=1e-3) for v in variants]
+        found = [{k: v for k, v in one.items() if "second" not in k} for one in found]
+        assert found[0] == found[1], name
+        assert found[0]["loss"] != found[2]["loss"], name  # the model reads them
 
 
 def test_weights_are_the_mean_over_tokens_not_over_micro_batches(tmp_path):

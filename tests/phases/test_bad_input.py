@@ -248,8 +248,8 @@ def test_a_mistake_of_training_alone_costs_no_rollouts(recipe, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "lr = 0.001" in (run / "recipe.toml").read_text()
     assert {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()} == sealed
-    refused = megarl(*command, "--set", "optimizer.lr=0.5")
-    assert refused.returncode == 2 and "optimizer.lr" in refused.stderr
+    refused = megarl(*command, "--set", "objective.name=grpo")  # a learning rate may change from a stage on
+    assert refused.returncode == 2 and "objective.name" in refused.stderr
 
 
 def test_file_systems_that_refuse(fails, recipe, tmp_path):

@@ -218,6 +218,11 @@ def test_compare_names_what_differs(whole, tmp_path):
     for name, samples in (("heldout", 4), ("short", 3), ("greedy", 1)):
         means = [np.mean([row["reward"] for row in table(whole, name, update)]) for update in (0, 8)]
         assert f"{name}: " in result.stdout and f"avg@{samples}    {means[0]:.4f} -> {means[1]:.4f}" in result.stdout
+    listed = json.loads(megarl("compare", f"{whole.root}:0", whole.root, "--json").stdout)
+    heldout = next(one for one in listed if one["suite"] == "heldout")
+    means = [np.mean([row["reward"] for row in table(whole, "heldout", update)]) for update in (0, 8)]
+    assert (heldout["estimates"][0]["a"], heldout["estimates"][0]["b"]) == pytest.approx(means)
+    assert heldout["estimates"][0]["mean"] == pytest.approx(means[1] - means[0])
     other = tmp_path / "other"
     (other / "evaluations").mkdir(parents=True)
     shutil.copy(whole.root / "recipe.toml", other)

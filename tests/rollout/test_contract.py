@@ -161,6 +161,22 @@ def test_the_next_request_is_taken_as_soon_as_there_is_room(engine):
 
 
 @on(MOE)
+def test_what_runs_goes_on_while_nobody_asks(engine):
+    """As where agents send requests one at a time: None instead of one."""
+    decoded = []
+
+    def feed():
+        yield Request([[8]], sampling([[8]], samples=1, tokens=30))
+        while not decoded and engine.repeats_chunks is False:
+            yield None
+        yield Request([[11, 4]], sampling([[11, 4]], samples=1, tokens=3))
+
+    for number, completion in engine.serve(feed()):
+        decoded.append((number, len(completion.tokens)))
+    assert decoded == [(0, 30), (1, 3)]
+
+
+@on(MOE)
 def test_interrupted_responses_are_continued(engine, name, records_experts, monkeypatch):
     """By the built-in engine and SGLang, whose draws depend on the position, as if nothing had happened."""
     prompts, length = PROMPTS[:2], LONG if name == "sglang" else 12

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -113,6 +114,22 @@ def test_all_of_a_recipe_but_its_objectives_own_fields_is_read(qwen):
     assert (recipe.rollout.responses_per_prompt, recipe.objective.advantage) == (1, "batch_normalised")
     with pytest.raises(UserError, match="responses_per_prompt"):
         load_without_objective(qwen, one_response[:1])
+
+
+def test_the_dry_run_names_what_is_not_there(launch, qwen, tmp_path):
+    result = launch(qwen, *SUBMIT, "--nodes", 4, "--set", f"model.path='{tmp_path}'")
+    missing = [line for line in result.stderr.splitlines() if line.startswith("not on this machine: ")]
+    assert missing and not any("[model]" in line for line in missing)
+    assert f"not on this machine: [data] train: {load_without_objective(qwen).data.train}" in missing
+    (suite, *_) = load_without_objective(qwen).suites
+    assert f"not on this machine: [eval] suite {suite.name}: {suite.data.train}" in missing
+    assert "[model] path" in launch(qwen, *SUBMIT, "--nodes", 4).stderr
+
+
+def test_another_environment_is_told_how_to_make_the_right_one():
+    command = [sys.executable, "-S", "launch/slurm.py", "--help"]  # without any package, nemo-run among them
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 1 and "`make launch`" in result.stderr
 
 
 def test_paths_hold_on_every_node(launch, qwen):

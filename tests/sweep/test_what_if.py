@@ -114,4 +114,7 @@ def test_a_checkpoint_is_evaluated_as_the_run_evaluated_its_policy(run, tmp_path
     result = megarl("eval", run.root, "--stage", 0, "--update", 4, "--output", tmp_path / "kept")
     assert result.returncode == 0, result.stderr
     assert f"avg@1 {event['accuracy']:.4f}" in result.stdout
+    again = megarl("eval", run.root, "--stage", 0, "--update", 4, "--output", tmp_path / "kept", "--json")
+    (listed,) = json.loads(again.stdout.splitlines()[-1])
+    assert (listed["accuracy"], listed["ci95"]) == (event["accuracy"], event["ci95"])
     assert not same(weights(tmp_path / "kept/policies/stage_000_update_000004"), weights(run.final))

@@ -216,7 +216,7 @@ def test_table(census, whole):
 
 def test_command_line(capsys):
     command = ["plan", str(EXAMPLES / "llama3_2_3b/mu_grpo.toml")]
-    main([*command, "--nodes", "2", "--gpu", "h100"])
+    main([*command, "--nodes", "2", "--gpu", "H100"])
     assert "llama, 3.21 B parameters; 2 x 8 h100" in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
         main([*command, "--set", "actor.recompute=none", "--set", "actor.tokens_per_micro_batch=65536"])

@@ -239,6 +239,25 @@ def test_terminal_shows_a_live_display_and_cleans_up(tmp_path):
     assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1, "the cursor is back"
 
 
+def test_updates_show_time_lag_sample_size_and_clipping(tmp_path):
+    state = RunState(tmp_path, make_recipe())
+    append(tmp_path / "events.jsonl", start("optimize", 0) | {"time": time.time() - 75})
+    line = {
+        "stage": 0,
+        "update": 7,
+        "staleness": 6,
+        "loss": 0.25,
+        "grad_norm": 1.5,
+        "ess": 0.875,
+        "clip_fraction": 0.125,
+    }
+    append(tmp_path / "metrics.jsonl", line)
+    state.poll()
+    shown = describe_state(state).split(", ")
+    assert {"lag 6", "loss 0.25", "grad_norm 1.5", "ess 0.875", "clipped 0.125"} <= set(shown)
+    assert {"elapsed 1:15", "elapsed 1:16", "elapsed 1:17"} & set(shown)
+
+
 def test_dumb_terminal_gets_plain_lines(tmp_path):
     output = run_on_terminal(tmp_path, "dumb")
     assert "\x1b" not in output and "held-out accuracy 0.902" in output

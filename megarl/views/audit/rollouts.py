@@ -11,10 +11,10 @@ from megarl.errors import UserError
 from megarl.rewards import Score, is_scored
 from megarl.rewards.parts import by_length, total
 from megarl.storage.json_lines import read_intact_lines
-from megarl.storage.ledger import LedgerEntry, verify_shard
+from megarl.storage.ledger import LedgerEntry, sealed_external, verify_shard
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.shards import Shard, any_unfinished, validate
+from megarl.storage.shards import FIRST_VERSION, Shard, any_unfinished, validate
 from megarl.views.audit.totals import StageTotals
 
 
@@ -34,6 +34,8 @@ def check_rollouts(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
         yield from _check_choice(stage, store)
         for entry in store.entries:
             yield from check_shard(stage, stage.rollouts, entry)
+        if store.external:
+            continue  # no engine of this run generated it
         if store.entries and stage.number not in compared and not stage.rollouts.is_symlink():
             yield f"events.jsonl has no weight_drift of stage {stage.number}: no engine was compared with the actor"
 
@@ -102,31 +104,33 @@ def _check_group(stage: Stage, group: Group) -> Iterator[str]:
     if len(group.prompt_tokens) > recipe.data.max_prompt_tokens:
         yield f"a prompt of {len(group.prompt_tokens)} tokens, more than data.max_prompt_tokens"
     oldest, newest = versions_allowed(stage, group.group_id)
+    external = sealed_external(stage.rollouts)
+    if external:
+        oldest = FIRST_VERSION
     right = [response.correctness == 1 for response in group.responses]
     for_length = by_length([len(response.tokens) for response in group.responses], right, recipe.reward)
     for number, response in enumerate(group.responses):
         if len(response.tokens) > stage.rollout.max_response_tokens:
             yield f"response {number} has {len(response.tokens)} tokens, more than rollout.max_response_tokens"
-        unscored = total(Score(0.0), len(response.tokens), recipe.reward, stage.rollout.max_response_tokens)[0]
-        wrong = (
-            not is_scored(response.finish_reason, recipe.reward) and response.reward != unscored + for_length[number]
-        )
-        if wrong and not any_unfinished(group.responses):
-            yield f"response {number} was not scored ({response.finish_reason}), but has reward {response.reward:g}"
-        versions = response.versions
+        versions = response.versions[response.sampled]
         if versions.min() < oldest or versions.max() > newest or (np.diff(versions) < 0).any():
             yield (
                 f"response {number} has tokens of policy versions {versions.min()} to {versions.max()}, but the "
                 f"schedule allows {oldest} to {newest}"
             )
+        if external or any_unfinished(group.responses):
+            continue  # who gave the reward knows what for; and where one is unfinished, none has a reward
+        unscored = total(Score(0.0), len(response.tokens), recipe.reward, stage.rollout.max_response_tokens)[0]
+        if not is_scored(response.finish_reason, recipe.reward) and response.reward != unscored + for_length[number]:
+            yield f"response {number} was not scored ({response.finish_reason}), but has reward {response.reward:g}"
 
 
 def versions_allowed(stage: Stage, group_id: int) -> tuple[int, int]:
     """The oldest and the newest policy version that may have sampled a token of the group."""
     schedule = stage.run.recipe.schedule
     if schedule.kind == "staged":
-        begun = stage.run.stage(min(stage.number, stage.run.recipe.stage_that_begins(group_id)))
-        return begun.first_update, stage.first_update
+        begun = stage.run.recipe.stage_that_begins(group_id) if stage.run.recipe.mixes_policies else stage.number
+        return stage.run.stage(min(stage.number, begun)).first_update, stage.first_update
     batch = group_id // schedule.prompts_per_update
     if schedule.lag_rule.delay is not None:
         exact = schedule.lag_rule.exact(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,6 +14,7 @@ from megarl.rewards import Score, is_scored
 from megarl.rewards.parts import build_verifier, totals
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rollout.drift import TOLERANCES, hugging_face_reference
+from megarl.storage.ledger import sealed_external
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.weights import weight_files
@@ -31,20 +33,27 @@ def check_samples(run: RunDir, count: int, notes: list[str]) -> Iterator[str]:
     except UserError as error:
         notes.append(f"no prompt and no reward was computed again: {error}")
         return
-    pool = VerifierPool(lambda: build_verifier(run.recipe, prompts), Limits.of_this_process(run.recipe))
+    pools: dict[str, VerifierPool] = {}  # by the reward, which may change from a stage on
     if run.recipe.reward.service:
         notes.append("no reward was computed again: a service gives them, and may say something else now")
     try:
         for stage in stages:
-            groups = sample(stage, count)
-            yield from _check_prompts(stage, groups, prompts)
-            if not run.recipe.reward.service:
-                yield from _check_rewards(stage, groups, prompts, tokenizer, pool)
+            groups, recipe = sample(stage, count), stage.run.recipe
+            if sealed_external(stage.rollouts):
+                notes.append(f"stage {stage.number} was filled from outside: no prompt and no reward was compared")
+            else:
+                yield from _check_prompts(stage, groups, prompts)
+                if not run.recipe.reward.service:
+                    name, verifier = repr(recipe.reward), functools.partial(build_verifier, recipe, prompts)
+                    pool = pools.get(name) or VerifierPool(verifier, Limits.of_this_process(recipe))
+                    pools[name] = pool
+                    yield from _check_rewards(stage, groups, prompts, tokenizer, pool)
             yield from _check_logprobs(stage, groups, notes)
     except (UserError, RuntimeError) as error:
         notes.append(f"rewards were not all computed again: {error}")
     finally:
-        pool.close()
+        for pool in pools.values():
+            pool.close()
 
 
 def sample(stage: Stage, count: int) -> list[Group]:
@@ -108,7 +117,7 @@ def _check_logprobs(stage: Stage, groups: Sequence[Group], notes: list[str]) -> 
     sequences = [[*group.prompt_tokens.tolist(), *response.tokens.tolist()] for group, response in pairs]
     reference = hugging_face_reference(stage.policy, sequences, stage.rollout.temperature)
     # without what policies of earlier stages sampled of a response that this one continued
-    here = [response.versions == stage.first_update for _, response in pairs]
+    here = [response.sampled & (response.versions == stage.first_update) for _, response in pairs]
     stored = [response.rollout_logprobs[mine] for (_, response), mine in zip(pairs, here, strict=True)]
     own = [scores[-len(mine) :][mine] for scores, mine in zip(reference.logprobs, here, strict=True)]
     distances = np.abs(np.concatenate(own) - np.concatenate(stored))

@@ -93,12 +93,13 @@ def compare(stage: Stage, line: dict[str, Any], groups: Sequence[Group]) -> Iter
 def _tokens(groups: Sequence[Group], drops: bool) -> dict[str, int]:
     """All tokens of the responses that are trained, with their prompts, and those that have a loss."""
     kept = [g for g in groups if not drops or len({response.reward for response in g.responses}) > 1]
-    trained = sum(len(response.tokens) for group in kept for response in group.responses)
+    trained = sum(response.sampled_tokens for group in kept for response in group.responses)
+    passed = sum(len(response.tokens) for group in kept for response in group.responses)
     # the last token of a response is predicted, but not read
     prompts = sum((len(group.prompt_tokens) - 1) * len(group.responses) for group in kept)
     if not kept:  # one response passes through the model, without a loss
         prompts = len(groups[0].prompt_tokens) - 1 + len(groups[0].responses[0].tokens)
-    return {"tokens": trained + prompts, "trained_tokens": trained}
+    return {"tokens": passed + prompts, "trained_tokens": trained}
 
 
 def _check_checkpoints(stage: Stage, done: int) -> Iterator[str]:

@@ -105,6 +105,8 @@ def as_record(one: Found, decode: Decode, tokens: Tokens | None = None) -> dict[
         "prompt_text": decode(one.prompt_tokens),
         "text": decode(response.tokens),
     }
+    if response.loss_mask is not None:
+        record["loss_mask"] = response.loss_mask.tolist()
     if tokens is not None:
         columns = {
             "id": response.tokens,

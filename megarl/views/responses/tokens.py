@@ -38,7 +38,7 @@ class Tokens:
     logprobs: np.ndarray  # float32, of the policy that is looked at
     entropy: np.ndarray  # float32, nats
     kept: np.ndarray  # bool, False where the policy gradient is lost
-    causes: list[str]  # "clip", "veto", "m2_mask" ..., several with a +; also of tokens that are bounded, but kept
+    causes: list[str]  # "clip", "veto", "not sampled" ..., several with a +; also of tokens that are bounded, but kept
 
     @property
     def ratios(self) -> np.ndarray:
@@ -152,6 +152,7 @@ def _judge(
     ]
     scores = scorer.score([(groups[row], sample) for row, sample in pairs])
     lengths = [len(groups[row].responses[sample].tokens) for row, sample in pairs]
+    sampled = torch.from_numpy(np.concatenate([groups[row].responses[sample].sampled for row, sample in pairs]))
     repeated = torch.tensor(lengths)
     fields: dict[str, Any] = {
         name: torch.from_numpy(np.concatenate([own for own, _ in found])) for name, found in scores.items()
@@ -163,14 +164,14 @@ def _judge(
         ),
         entropy=torch.from_numpy(np.concatenate([entropy for _, entropy in scores["logprobs"]])),
         advantages=torch.stack([advantages[row, sample] for row, sample in pairs]).repeat_interleave(repeated),
-        loss_mask=torch.stack([~dropped[row] for row, _ in pairs]).repeat_interleave(repeated),
+        loss_mask=torch.stack([~dropped[row] for row, _ in pairs]).repeat_interleave(repeated) & sampled,
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32),
         sequence_index=torch.arange(len(pairs)),
     )
     kept = objective(batch).kept
     causes = [
-        "+".join(names) or ("" if trained else "zero variance")
-        for names, trained in zip(_names(batch), batch.loss_mask.tolist(), strict=True)
+        "+".join(names) or ("" if trained else "zero variance" if own else "not sampled")
+        for names, trained, own in zip(_names(batch), batch.loss_mask.tolist(), sampled.tolist(), strict=True)
     ]
     ends = batch.cu_seqlens.tolist()
     return {

@@ -1,0 +1,143 @@
+"""The HTTP side: a thread a request, on loopback alone, for those who have the key of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from megarl.errors import UserError
+from megarl.phases.serve.book import Book, Turn
+from megarl.phases.serve.chat import Message, Refused
+from megarl.rollout.engine import Completion
+
+MAX_BODY = 64 << 20  # bytes of a request
+SOCKET_SECONDS = 600.0  # that a client may take to send a request
+Ask = Callable[[Turn], Completion | None]  # blocks until the engine has answered; None: it was interrupted
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024  # agents that connect at once
+
+    def __init__(self, port: int, book: Book, ask: Ask, key: str, model: str) -> None:
+        self.book, self.ask, self.key, self.model = book, ask, key, model
+        super().__init__(("127.0.0.1", port), _Handler)
+
+
+@contextlib.contextmanager
+def serving(port: int, book: Book, ask: Ask, key: str, model: str) -> Iterator[int]:
+    """Answer requests while the context is open; yields the port. `UserError` where it is taken. 0: any free one."""
+    try:
+        server = _Server(port, book, ask, key, model)
+    except OSError as error:
+        raise UserError(f"--port {port}: {error.strerror}") from error
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """``/GROUP/CONVERSATION/v1`` is the base URL of a conversation; ``/GROUP/CONVERSATION/reward`` ends it."""
+
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    timeout = SOCKET_SECONDS
+
+    def log_message(self, *_: Any) -> None:
+        """Errors are answers, and what the phase does is in events.jsonl."""
+
+    def do_GET(self) -> None:
+        self._respond()
+
+    def do_POST(self) -> None:
+        self._respond()
+
+    def do_DELETE(self) -> None:
+        self._respond()
+
+    def _respond(self) -> None:
+        try:
+            body = self._body()
+            self._check_key()
+            parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+            status, found = 200, self._answer(self.command, parts, body)
+        except Refused as error:
+            kind = "invalid_request_error" if error.status < 500 else "server_error"
+            status, found = error.status, {"error": {"message": str(error), "type": kind, "code": error.status}}
+        except UserError as error:  # as on a full disk; what was to be stored is asked for again
+            status, found = 500, {"error": {"message": str(error), "type": "server_error", "code": 500}}
+        data = json.dumps(found).encode()
+        with contextlib.suppress(ConnectionError):  # the agent has gone
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    def _body(self) -> Any:
+        length = self.headers.get("Content-Length", "0")
+        if not length.isdecimal() or int(length) > MAX_BODY:
+            self.close_connection = True
+            raise Refused(413, f"a request has at most {MAX_BODY >> 20} MiB, and says how many")
+        data = self.rfile.read(int(length))
+        try:
+            return json.loads(data) if data else None
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"the request is not JSON: {error}") from error
+
+    def _check_key(self) -> None:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self.server.key.encode()):
+            raise Refused(401, "the API key is wrong: it stands in serve.key of the run directory")
+
+    def _answer(self, method: str, parts: list[str], body: Any) -> dict[str, Any]:
+        book = self.server.book
+        match (method, parts):
+            case "GET", ["state"]:
+                return book.state()
+            case "GET", [_, _, "v1", "models"]:
+                return {"object": "list", "data": [{"id": self.server.model, "object": "model", "owned_by": "megarl"}]}
+            case "POST", [group, name, "v1", "chat", "completions"]:
+                return self._complete(group, name, body)
+            case "POST", [group, name, "reward"]:
+                book.reward(group, name, body)
+                return {"stored": group in book.state()["stored"]}
+            case "DELETE", [group, name]:
+                book.drop(group, name)
+                return {}
+        raise Refused(404, f"{method} /{'/'.join(parts)[:200]}: docs/stages.md says what is served")
+
+    def _complete(self, group: str, name: str, body: Any) -> dict[str, Any]:
+        turn = self.server.book.begin(group, name, body)
+        prompt = len(turn.prompt)
+        completion = self.server.ask(turn)
+        message = self.server.book.end(turn, completion)
+        assert completion is not None
+        return _completion(self.server.model, message, completion, prompt)
+
+
+def _completion(model: str, message: Message, completion: Completion, prompt: int) -> dict[str, Any]:
+    """As OpenAI's API has it."""
+    reason = "tool_calls" if "tool_calls" in message else "stop" if completion.finish_reason == "stop" else "length"
+    sampled = len(completion.tokens)
+    shown = {**message, "content": message["content"] or None} if "tool_calls" in message else message
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": 0, "message": shown, "finish_reason": reason, "logprobs": None}],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+    }

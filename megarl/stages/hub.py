@@ -1,0 +1,85 @@
+"""``megarl stage push`` and ``pull``: packed stages as data set repositories of the Hugging Face Hub.
+
+The address of the Hub and the token are those of huggingface_hub: ``HF_ENDPOINT``, ``HF_TOKEN`` or `hf auth login`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import PhaseFailed, UserError
+from megarl.stages.packed import CARD, MANIFEST, Manifest, Source, check_space
+from megarl.stages.target import new_directory
+
+
+def push(packed: Path, repository: str, private: bool) -> str:
+    """Upload a packed directory as data set ``repository`` (OWNER/NAME): the text to print.
+
+    Its files are verified first. `UserError` for a tar file, a repository that one may not write, or a damaged stage.
+    """
+    source = Source(packed)
+    if source.is_tar:
+        raise UserError(f"{packed} is a tar file: pack the stage as a directory, whose files the Hub can show")
+    source.verify()
+    from huggingface_hub import HfApi
+
+    with _errors(repository):
+        api = HfApi()
+        api.create_repo(repository, repo_type="dataset", private=private, exist_ok=True)
+        files = [MANIFEST, CARD, *source.manifest.files]
+        done = api.upload_folder(
+            repo_id=repository,
+            repo_type="dataset",
+            folder_path=packed,
+            allow_patterns=files,
+            commit_message=f"stage {source.manifest.stage}, packed by megarl",
+        )
+    return f"pushed {len(files)} files to {done.repo_url}, commit {done.oid}"
+
+
+def pull(repository: str, output: Path, revision: str | None) -> str:
+    """Download data set ``repository`` as the packed directory ``output``, verified: the text to print.
+
+    Nothing but the files of its manifest is downloaded, and no more than it says.
+    """
+    output = output.resolve()
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+
+    with new_directory(output) as temporary:
+        with _errors(repository):
+            commit = HfApi().dataset_info(repository, revision=revision).sha
+            place: Any = {"repo_type": "dataset", "revision": commit, "local_dir": temporary}
+            name = hf_hub_download(repository, MANIFEST, **place)
+            manifest = Manifest.parse(Path(name).read_bytes(), Path(repository))
+            check_space(repository, manifest, output)
+            snapshot_download(repository, **place, allow_patterns=[MANIFEST, CARD, *manifest.files])
+        shutil.rmtree(temporary / ".cache", ignore_errors=True)  # which huggingface_hub makes beside the files
+        Source(temporary).verify()
+    return f"wrote {output}, commit {commit}, licence {manifest.licence!a}\nnext    megarl stage unpack {output} RUN"
+
+
+@contextlib.contextmanager
+def _errors(repository: str) -> Iterator[None]:
+    """What the Hub answers as one line; what another try may change, as `PhaseFailed`."""
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    # of the HTTP client, which is another one in each generation of huggingface_hub
+    unreachable: type[Exception] = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
+    try:
+        yield
+    except (RepositoryNotFoundError, EntryNotFoundError, HFValidationError) as error:
+        raise UserError(f"{repository}: {_first_line(error)}") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else 0
+        kind = UserError if 400 <= status < 500 and status != 429 else PhaseFailed
+        raise kind(f"{repository}: the Hub says {_first_line(error)}") from error
+    except (unreachable, OSError) as error:
+        raise PhaseFailed(f"{repository}: the Hub cannot be reached: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

@@ -1,0 +1,128 @@
+"""``megarl stage ingest``: a sealed first stage made of responses that other systems generated and scored.
+
+Several files, of several clusters or days, become one stage: a group may have its responses in different files. The
+run directory appears whole, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from megarl.errors import UserError
+from megarl.models.hf_config import read_hf_config
+from megarl.recipe.load import Overrides, load_recipe
+from megarl.recipe.tables import Recipe
+from megarl.stages.rows import Limits, Row, prompt_of, read_rows, response_of
+from megarl.stages.target import new_directory
+from megarl.storage.policies import copy_policy
+from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
+from megarl.storage.run_dir import RunDir
+
+SHARD_TOKENS = 1 << 22  # response tokens of a shard, after which it is written
+
+
+@dataclass
+class _Pending:
+    """A group that may get more responses."""
+
+    number: int
+    begun: str  # where its first row is
+    prompt: np.ndarray
+    responses: list[Response] = field(default_factory=list)
+
+
+def ingest(recipe_path: Path, overrides: Overrides, files: Sequence[Path], target: Path, ignored: Sequence[str]) -> str:
+    """Make the run directory ``target`` with stage 0 sealed: the text to print.
+
+    The stage's groups are numbered in the order in which ``files`` name them. `UserError` naming the file and row of
+    whatever does not fit the recipe, its model, or the other rows.
+    """
+    recipe, target = load_recipe(recipe_path, overrides), target.resolve()
+    _check_recipe(recipe)
+    with new_directory(target) as temporary:
+        run = RunDir.create(temporary, recipe)
+        stage = run.stage(0)
+        info = copy_policy(recipe.model.path, recipe.model.tokenizer_path, stage.policy)
+        limits = Limits.of(recipe, read_hf_config(stage.policy)["vocab_size"], 0, info.weights_hash)
+        rows = (row for path in files for row in read_rows(path, ignored))
+        responses = tokens = 0
+        with RolloutWriter(stage.rollouts, weights_hash=info.weights_hash, logprob_mode="processed") as writer:
+            for groups in _shards(_groups(rows, limits, recipe)):
+                writer.append(groups)
+                responses += sum(len(group.responses) for group in groups)
+                tokens += sum(response.sampled_tokens for group in groups for response in group.responses)
+        seal(stage.rollouts, stage.groups, external=True)
+        stage.log_event("ingested", files=[path.name for path in files], responses=responses, sampled_tokens=tokens)
+    return (
+        f"wrote {target}: {recipe.groups_per_stage} groups, {responses} responses, {tokens} sampled tokens\n"
+        f"next    megarl audit {target}   # are the log-probs those of {recipe.model.path}?\n"
+        f"        megarl optimize {target} --stage 0"
+    )
+
+
+def _check_recipe(recipe: Recipe) -> None:
+    if not recipe.model.path.is_dir():
+        raise UserError(f"[model] path: {recipe.model.path} is not a directory")
+    if recipe.schedule.kind == "live":
+        raise UserError('[schedule] kind = "live" generates its own rollouts: a stage is ingested into a staged run')
+    if recipe.rollout.oversample > 1:
+        raise UserError("rollout.oversample chooses among generated groups: ingest those that are to be trained")
+    if recipe.actor.routing_replay == "engine":
+        raise UserError(
+            '[actor] routing_replay = "engine": ingested rows have no routed experts; use "actor" or "none"'
+        )
+
+
+def _groups(rows: Iterator[tuple[str, Row]], limits: Limits, recipe: Recipe) -> Iterator[Group]:
+    """Each group as soon as it has all its responses; `UserError` where one has too many or, in the end, too few."""
+    size, wanted = recipe.rollout.responses_per_prompt, recipe.groups_per_stage
+    pending: dict[int | str, _Pending] = {}
+    for where, row in rows:
+        name = row["group_id"]
+        if type(name) is not int and not isinstance(name, str):
+            raise UserError(f"{where}: group_id is {str(name)[:40]!r}, neither a whole number nor a text")
+        prompt = prompt_of(where, row, limits)
+        group = pending.setdefault(name, _Pending(len(pending), where, prompt))
+        if group.number >= wanted:
+            raise UserError(f"{where} begins group {name!r}, number {wanted + 1}: {_how_many(recipe)}")
+        if not np.array_equal(group.prompt, prompt):
+            raise UserError(f"{where}: group {name!r} has other prompt_tokens than in {group.begun}")
+        group.responses.append(response_of(where, row, limits))
+        if len(group.responses) > size:
+            raise UserError(f"{where}: group {name!r} has more than rollout.responses_per_prompt = {size} responses")
+        if len(group.responses) == size:
+            yield Group(group.number, group.prompt, tuple(group.responses))
+            group.responses = [group.responses[0]] * size  # it is written: only its number of responses still counts
+    for name, group in pending.items():
+        if len(group.responses) < size:
+            raise UserError(
+                f"group {name!r}, which begins in {group.begun}, has {len(group.responses)} responses, but "
+                f"rollout.responses_per_prompt = {size}"
+            )
+    if len(pending) < wanted:
+        raise UserError(f"there are {len(pending)} groups: {_how_many(recipe)}")
+
+
+def _how_many(recipe: Recipe) -> str:
+    schedule = recipe.schedule
+    return (
+        f"the recipe wants {recipe.groups_per_stage}, schedule.prompts_per_update = {schedule.prompts_per_update} for "
+        f"each of {schedule.updates_per_pass} updates (schedule.updates_per_stage)"
+    )
+
+
+def _shards(groups: Iterator[Group]) -> Iterator[list[Group]]:
+    shard: list[Group] = []
+    tokens = 0
+    for group in groups:
+        shard.append(group)
+        tokens += sum(len(response.tokens) for response in group.responses)
+        if tokens >= SHARD_TOKENS:
+            yield shard
+            shard, tokens = [], 0
+    if shard:
+        yield shard

@@ -1,0 +1,66 @@
+"""``megarl serve``: agents fill a stage through an OpenAI-compatible server of its rollout phase."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from megarl.errors import UserError
+from megarl.phases.serve import KEY
+from megarl.recipe.tables import Recipe
+from megarl.storage.policies import copy_policy
+from megarl.storage.requests import write_request
+from megarl.storage.run_checks import check_run
+from megarl.storage.run_dir import RunDir, Stage
+from megarl.views.progress import Progress
+from megarl.workers.launcher import run_phase
+from megarl.workers.nodes import Nodes
+from megarl.workers.preflight import check
+
+
+def serve_stage(nodes: Nodes, stage: Stage, port: int) -> None:
+    """Until agents have filled ``stage``, which is then sealed. Start it again after a stop: stored groups stay."""
+    run = stage.run
+    check_servable(run.recipe)
+    check(nodes.starter, run.recipe, nodes.count, optimizes=False)
+    check_run(run)
+    if stage.number == 0 and not stage.policy.exists():
+        copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, stage.policy)
+    if not stage.policy.exists():
+        raise UserError(f"{stage.policy} does not exist: optimize stage {stage.number - 1} first")
+    if stage.is_sealed():
+        print(f"{stage.rollouts} is sealed already")
+        return
+    write_key(run)
+    write_request(run.root, port=port)
+    where = f"http://127.0.0.1:{port}" if port else "the address that events.jsonl names"
+    print(f"serving on {where}/GROUP/CONVERSATION/v1, with the key in {run.root / KEY}", flush=True)
+    with Progress(run.root, run.recipe):
+        run_phase(nodes, stage, "serve", 1)
+    print(f"sealed {stage.rollouts}")
+
+
+def check_servable(recipe: Recipe) -> None:
+    """`UserError` for a recipe whose stages agents cannot fill."""
+    if recipe.schedule.kind == "live":
+        raise UserError('[schedule] kind = "live" generates its own rollouts: agents fill stages of a staged run')
+    if recipe.data.template == "raw":
+        raise UserError('[data] template = "raw": agents send messages, so it must be "chat" or a .jinja file')
+    if recipe.rollout.workers > 1:
+        raise UserError(f"rollout.workers = {recipe.rollout.workers}: agents are served by one replica; set it to 1")
+    if recipe.rollout.oversample > 1:
+        raise UserError("rollout.oversample chooses among generated groups, but agents fill those that are trained")
+    if recipe.actor.routing_replay == "engine":
+        raise UserError(
+            '[actor] routing_replay = "engine": turns of agents have no routed experts; use "actor" or "none"'
+        )
+
+
+def write_key(run: RunDir) -> None:
+    """A key of its own for each run, which its owner alone can read; it stays the same."""
+    try:
+        file = os.open(run.root / KEY, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(file, "w") as key:
+        key.write(secrets.token_urlsafe(32) + "\n")

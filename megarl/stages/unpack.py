@@ -1,0 +1,214 @@
+"""``megarl stage unpack``: a packed stage becomes a run directory, in which it can be read and optimized.
+
+The run is a branch of what was packed: ``packed/`` has the verified files, and ``stages/`` links to them. Of the recipe
+nothing is taken that names a file outside, starts a program or asks a server: such settings are left out, and the one
+who unpacks gives their own with ``--set``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import UserError
+from megarl.models.hf_config import read_hf_config
+from megarl.recipe.layout import TRAINING_TABLES
+from megarl.recipe.load import Overrides, apply_overrides, parse_override, parse_recipe, read_tables
+from megarl.recipe.tables import Recipe
+from megarl.stages.foreign import check_foreign_shard
+from megarl.stages.pack import replaced, without_machine, without_others
+from megarl.stages.packed import (
+    CHECKPOINTS,
+    FILES,
+    FIRST_POLICY,
+    POLICY,
+    RECIPE,
+    ROLLOUTS,
+    Manifest,
+    Source,
+)
+from megarl.stages.target import new_directory
+from megarl.storage.checked_json import write_checked
+from megarl.storage.files import file_sha256, make_directory
+from megarl.storage.ledger import check_seal
+from megarl.storage.policies import check_policy, read_info
+from megarl.storage.rollouts import RolloutStore
+from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.weights import combine_hashes, weight_files
+from megarl.views.audit.rollouts import check_shard
+
+PACKED = "packed"  # of the run directory: what was packed
+# settings that --set may change beside those of training: they leave the stored rollouts as they are
+_OPEN = (*TRAINING_TABLES, "eval.", "reward.", "metrics.", "run.")
+_ENGINE = ("engine", "workers", "tensor_parallel", "memory_fraction", "float32_head", "groups_per_chunk")
+_ENGINE_TABLES = ("rollout.vllm.", "rollout.sglang.", "rollout.sglang_python")
+
+
+def unpack(
+    source: Path, target: Path, model: Path | None, prompts: Sequence[Path], overrides: Overrides = ()
+) -> Manifest:
+    """Make the run directory ``target``; it is there whole, or not at all.
+
+    model: the base model, for a stage that was packed without weights; they must be the same to the byte. prompts: of
+    one that was packed without prompt files, found by their checksums. `UserError` in one line for whatever does not
+    agree with the manifest, the recipe or the rules of a run directory.
+    """
+    target, opened = target.resolve(), Source(source)
+    with new_directory(target) as temporary:
+        folder, manifest = temporary / PACKED, opened.manifest
+        opened.copy_to(folder)
+        _add_prompts(manifest, folder, prompts)
+        _add_weights(manifest, folder, model)
+        recipe = _recipe(manifest, folder, target / PACKED, overrides)
+        run = RunDir.create(temporary, recipe)
+        sums = {str(target / PACKED / FILES / name): manifest.prompts[name] for name in manifest.prompts}
+        write_checked(run.prompts, {"files": sums | {name: file_sha256(Path(name)) for name in recipe.reward_files()}})
+        if not 0 <= manifest.stage < recipe.schedule.stages:
+            raise UserError(f"{source} is stage {manifest.stage} of a recipe with {recipe.schedule.stages} stages")
+        stage = run.stage(manifest.stage)
+        _link_stage(stage, manifest)
+        _check(stage, manifest)
+        stage.log_event("unpacked", source=source.name, weights_hash=manifest.weights_hash)
+    return manifest
+
+
+def _add_prompts(manifest: Manifest, folder: Path, given: Sequence[Path]) -> None:
+    sums = {file_sha256(path): path for path in given}
+    for name, expected in manifest.prompts.items():
+        place = folder / FILES / name
+        if not place.exists():
+            if expected not in sums:
+                raise UserError(
+                    f"{name} was not packed: give that file with --prompts FILE; its sha256 is {expected[:200]!a}"
+                )
+            make_directory(place.parent)
+            shutil.copyfile(sums[expected], place)
+        if file_sha256(place) != expected:
+            raise UserError(f"{name} does not match the checksum in its manifest")
+
+
+def _add_weights(manifest: Manifest, folder: Path, model: Path | None) -> None:
+    if manifest.has_weights or model is None:
+        return
+    files = weight_files(model)
+    found = combine_hashes({file.name: file_sha256(file) for file in files})
+    if found != manifest.weights_hash:
+        raise UserError(
+            f"--model {model} has other weights ({found[:12]}) than the policy of the stage, {manifest.model[:200]!a} "
+            f"({manifest.weights_hash[:12]!a}); its files must have the same names and bytes"
+        )
+    for file in files:
+        shutil.copyfile(file, folder / POLICY / file.name)
+
+
+def _recipe(manifest: Manifest, folder: Path, final: Path, overrides: Overrides) -> Recipe:
+    """As it was packed, with paths of this machine. ``folder`` will be ``final``."""
+    tables = read_tables(folder / RECIPE)
+    if not all(isinstance(tables.get(name, {}), dict) for name in ("rollout", "reward", "run")):
+        raise UserError(f"{folder / RECIPE} is no recipe")
+    _check_overrides(overrides)
+    tables["model"] = {"path": str(final / (FIRST_POLICY if manifest.stage else POLICY))}
+    names = {f"{FILES}/{name}": str(final / FILES / name) for name in manifest.prompts}
+    for table in ("data", "eval"):
+        tables[table] = replaced(tables.get(table, {}), names)
+    tables["rollout"] = without_machine(tables.get("rollout", {}))
+    tables["reward"] = without_others(tables.get("reward", {}))
+    tables["run"] = tables.get("run", {}) | {"wandb": False}
+    tables.pop("stages", None)
+    apply_overrides(tables, overrides)
+    try:
+        recipe = parse_recipe(tables)
+    except UserError as error:
+        foreign = tables["reward"].get("kind") in ("judge", "http", "python")
+        hint = " (code and servers of rewards do not travel: give your own with --set reward.KEY=VALUE)"
+        raise UserError(f"{error}{hint if foreign else ''}") from error
+    known = {*names.values(), *(path for path in _given_files(overrides))}
+    for path in (*recipe.prompt_files(), *recipe.template_files()):
+        if path not in known:
+            raise UserError(f"the packed recipe names the file {path[:200]!a}, which is not part of the packed stage")
+    return recipe
+
+
+def _given_files(overrides: Overrides) -> Iterator[str]:
+    """What --set names itself, as a file of a suite."""
+    for _, value in map(parse_override, overrides):
+        if isinstance(value, str):
+            yield str(Path(value).resolve())
+
+
+def _check_overrides(overrides: Overrides) -> None:
+    allowed = (*_OPEN, *(f"rollout.{name}" for name in _ENGINE))
+    for name, _ in map(parse_override, overrides):
+        if name not in allowed and not name.startswith((*_OPEN, *_ENGINE_TABLES)):
+            raise UserError(
+                f"--set {name}: the rollouts were made under it; --set may change "
+                f"{', '.join(_OPEN)} and rollout.{', .'.join(_ENGINE)}"
+            )
+
+
+def _link_stage(stage: Stage, manifest: Manifest) -> None:
+    """Relative links, since the directory has not got its name yet."""
+    run = stage.run
+    places = {stage.policy: POLICY, stage.rollouts: ROLLOUTS}
+    if stage.number:
+        places |= {run.stage(0).policy: FIRST_POLICY, stage.previous.checkpoints: CHECKPOINTS}
+    for place, name in places.items():
+        make_directory(place.parent)
+        os.symlink(os.path.relpath(run.root / PACKED / name, place.parent), place)
+
+
+def _check(stage: Stage, manifest: Manifest) -> None:
+    """What the phases count on and do not look at again."""
+    folders = [stage.policy] + ([stage.run.stage(0).policy] if stage.number else [])
+    for folder in folders:
+        info = read_info(folder)
+        if folder != stage.policy or list(folder.glob("*.safetensors")):
+            check_policy(folder, "It was packed wrongly")
+        if folder == stage.policy and info.weights_hash != manifest.weights_hash:
+            raise UserError("the policy of the packed stage is not the one that its manifest names")
+        if info.version != (stage.first_update if folder == stage.policy else 0):
+            raise UserError(
+                f"the policy of the packed stage has had {info.version} updates, which its stage does not say"
+            )
+    _check_rollouts(stage, manifest)
+
+
+def _check_rollouts(stage: Stage, manifest: Manifest) -> None:
+    check_seal(stage.rollouts)
+    vocabulary = read_hf_config(stage.policy)["vocab_size"]
+    try:
+        store = RolloutStore(stage.rollouts)
+        chosen: Any = sorted(set(store.chosen))
+        named = {entry.shard for entry in store.entries}
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise UserError(f"the ledger of the packed stage is unusable: {error}") from error
+    extra = set(manifest.below(ROLLOUTS)) - named - {"SEALED", "ledger.jsonl"}
+    foreign = [group for group in store.group_ids if group not in stage.groups]
+    if extra or foreign or len(chosen) != stage.run.recipe.groups_per_stage or store.missing(chosen):
+        what = f"{min(extra)} is not in its ledger" if extra else "its groups are not those of its recipe"
+        raise UserError(f"the rollouts of the packed stage do not agree with each other: {what}")
+    for entry in store.entries:
+        if entry.shard not in manifest.below(ROLLOUTS):
+            raise UserError(f"the ledger of the packed stage names {entry.shard[:200]!a}, which is not part of it")
+        if entry.weights_hash != manifest.weights_hash:
+            raise UserError(f"{entry.shard} was generated by another policy than the packed one")
+        check_foreign_shard(stage.rollouts / entry.shard, vocabulary)
+        for problem in check_shard(stage, stage.rollouts, entry):
+            raise UserError(problem)
+
+
+def describe_unpacked(manifest: Manifest, target: Path) -> str:
+    """What to do next."""
+    lines = [f"wrote {target}: stage {manifest.stage}, licence {manifest.licence[:60]!a}"]
+    if (target / PACKED / POLICY / "config.json").exists() and not list(
+        (target / PACKED / POLICY).glob("*.safetensors")
+    ):
+        lines.append("without weights: it can be read; to optimize it, unpack it with --model PATH")
+    else:
+        lines.append(
+            f"next    megarl optimize {target} --stage {manifest.stage} --output {target}-b --set objective.name=grpo"
+        )
+    return "\n".join(lines)

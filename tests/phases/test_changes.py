@@ -1,0 +1,111 @@
+"""Runs bend: settings that change from a stage on, rollouts scored again, and runs that begin where another ended."""
+
+import shutil
+
+import pytest
+
+from megarl.storage.origin import recorded
+from megarl.storage.rollouts import RolloutStore
+from megarl.storage.run_dir import RunDir
+from megarl.views.audit import audit
+from tests.helpers import events, megarl, metrics
+
+SMALL = ("schedule.updates_per_stage=2", "actor.checkpoint_every=2", "eval.every=0")
+
+
+def settings(*values):
+    return [part for value in values for part in ("--set", value)]
+
+
+def train(recipe, root, *arguments, code=0):
+    result = megarl("train", recipe, "--run-dir", root, *arguments)
+    assert result.returncode == code, result.stderr
+    return result
+
+
+@pytest.fixture(scope="module")
+def changed(recipe, tmp_path_factory):
+    """One stage, then another learning rate and reward; only the first command has the settings of both."""
+    root = tmp_path_factory.mktemp("changed") / "run"
+    train(recipe, root, *settings(*SMALL), "--until", "rollout:0")
+    refused = train(recipe, root, *settings("reward.require_stop=false"), code=2)
+    assert "reward.require_stop: True -> False" in refused.stderr  # the stage has rollouts
+    train(recipe, root, "--until", "optimize:0")
+    train(recipe, root, *settings("optimizer.lr=1e-3", "reward.require_stop=false"))
+    return RunDir.open(root)
+
+
+def test_settings_change_from_a_stage_on(changed):
+    assert [line["lr"] for line in metrics(changed)] == [2e-4, 2e-4, 1e-3, 1e-3]
+    (event,) = events(changed, "recipe_changed")
+    assert event["stage"] == 1 and "reward.require_stop: True -> False" in event["settings"]
+    first, second = (changed.stage(number).run.recipe for number in (0, 1))
+    assert (first.reward.require_stop, second.reward.require_stop) == (True, False)
+    assert (first.optimizer.lr, second.optimizer.lr) == (2e-4, 1e-3)
+    assert changed.stage(0).next.run.recipe == changed.recipe
+    cut = [0, 0]  # right answers that were cut off, and what they got, by stage
+    for stage in changed.stages():
+        store = RolloutStore(stage.rollouts)
+        for group in store.read(store.group_ids):
+            for response in group.responses:
+                if response.finish_reason == "length":
+                    cut[stage.number] += response.reward
+    assert cut[0] == 0
+    found = audit(changed.root, 1000)  # every response is scored again, by the reward of its stage
+    assert (found.problems, found.notes) == ([], [])
+
+
+def test_the_same_command_continues_without_its_settings(changed, recipe):
+    assert recorded(changed.root)[:1] == [SMALL[0]]
+    before = (changed.root / "recipe.toml").read_bytes()
+    again = train(recipe, changed.root)
+    assert (changed.root / "recipe.toml").read_bytes() == before
+    assert "final" in again.stdout
+
+
+def test_frozen_rollouts_are_scored_again(changed, tmp_path):
+    part = 'reward.parts=[{kind="overlong", weight=2.0, buffer=5}]'
+    result = megarl("optimize", changed.root, "--stage", 0, "--output", tmp_path / "b", *settings(part))
+    assert result.returncode == 0, result.stderr
+    run = RunDir.open(tmp_path / "b")
+    before, after = (RolloutStore(one.stage(0).rollouts) for one in (changed, run))
+    differ = 0
+    for old, new in zip(before.read(before.group_ids), after.read(after.group_ids), strict=True):
+        for was, now in zip(old.responses, new.responses, strict=True):
+            assert was.tokens.tobytes() + was.rollout_logprobs.tobytes() == (
+                now.tokens.tobytes() + now.rollout_logprobs.tobytes()
+            )
+            penalty = -min(1.0, max(0, len(was.tokens) - 1) / 5)  # of at most 6 tokens the last 5 are the buffer
+            assert now.reward == pytest.approx(was.reward + 2.0 * penalty)
+            differ += now.reward != was.reward
+    assert differ
+    assert metrics(run)[0]["reward/mean"] != metrics(changed)[0]["reward/mean"]
+    found = audit(run.root, 1000)
+    assert (found.problems, found.notes) == ([], [])
+    other = settings(part, "optimizer.lr=5e-3")
+    refused = megarl("optimize", changed.root, "--stage", 0, "--output", tmp_path / "b", *other)
+    assert refused.returncode == 2 and "optimizer.lr: 0.0002 -> 0.005" in refused.stderr  # a branch is one stage
+
+
+def test_a_run_begins_where_another_ended_with_or_without_its_optimizer(changed, recipe, tmp_path):
+    model = f"model.path='{changed.final}'"
+    train(recipe, tmp_path / "a", "--continue-from", changed.root, *settings(*SMALL), "--until", "optimize:0")
+    train(recipe, tmp_path / "b", *settings(*SMALL, model), "--until", "optimize:0")
+    one, other = RunDir.open(tmp_path / "a"), RunDir.open(tmp_path / "b")
+    assert one.recipe.model == other.recipe.model
+    (a, *_), (b, *_) = metrics(one), metrics(other)
+    assert a["reward/mean"] == b["reward/mean"] and a["loss"] == pytest.approx(b["loss"], abs=1e-6)
+    ends = [(run.stage(1).policy / "model.safetensors").read_bytes() for run in (one, other)]
+    assert ends[0] != ends[1]  # by Adam's moments
+    shutil.rmtree(one.stage(0).checkpoints)
+    shutil.rmtree(one.stage(1).policy)
+    one.metrics.unlink()
+    train(recipe, tmp_path / "a", "--until", "optimize:0")  # without the flag: the run remembers
+    assert (one.stage(1).policy / "model.safetensors").read_bytes() == ends[0]
+
+
+def test_an_unfinished_run_is_not_continued_from(recipe, changed, tmp_path):
+    shutil.copytree(changed.root, tmp_path / "part", symlinks=True)
+    shutil.rmtree(tmp_path / "part/final")
+    refused = train(recipe, tmp_path / "a", "--continue-from", tmp_path / "part", code=2)
+    assert "--continue-from" in refused.stderr and "not finished" in refused.stderr

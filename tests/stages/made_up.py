@@ -1,0 +1,79 @@
+"""A run whose stages are filled without an engine: what the policy of the tiny recipe might have said."""
+
+import hashlib
+import tarfile
+from dataclasses import replace
+
+import numpy as np
+
+from megarl.recipe.load import load_recipe
+from megarl.stages.packed import MANIFEST, Manifest, Source
+from megarl.storage.checkpoints import FileSum
+from megarl.storage.policies import copy_policy, read_info
+from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
+from megarl.storage.run_dir import RunDir
+
+SETTINGS = ("schedule.updates_per_stage=2", "eval.every=0", "actor.checkpoint_every=2")
+VOCABULARY = 16  # of the tokens that are made up; the model has more
+
+
+def make_run(recipe, root, *settings):
+    run = RunDir.create(root, load_recipe(recipe, [*SETTINGS, *settings]))
+    stage = run.stage(0)
+    copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, stage.policy)
+    fill(stage)
+    return run
+
+
+def fill(stage, masked=False):
+    """Seal the stage with groups of its size, some of them with tool output."""
+    rng, size = np.random.default_rng(stage.number), stage.rollout.responses_per_prompt
+    info = read_info(stage.policy)
+    with RolloutWriter(stage.rollouts, weights_hash=info.weights_hash, logprob_mode="processed") as writer:
+        for begin in range(stage.groups.start, stage.groups.stop, 4):
+            writer.append([make_group(rng, number, size, info.version, masked) for number in range(begin, begin + 4)])
+    seal(stage.rollouts, stage.groups)
+
+
+def make_group(rng, number, size, version=0, masked=False):
+    def response():
+        n = int(rng.integers(2, 7))
+        tokens = rng.integers(3, VOCABULARY, n).astype(np.int32)
+        logprobs = -rng.exponential(2.0, n).astype(np.float32)
+        mask = rng.random(n) < 0.6 if masked else None
+        if mask is not None:
+            mask[-1] = True
+        return Response(tokens, logprobs, float(rng.integers(2)), "stop", version, loss_mask=mask)
+
+    prompt = rng.integers(3, VOCABULARY, 4).astype(np.int32)
+    return Group(number, prompt, tuple(response() for _ in range(size)))
+
+
+def sums(folder):
+    """A manifest that agrees with the files again, whatever was done to them."""
+    before = Source(folder).manifest
+    files = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MANIFEST}
+    files.pop("README.md", None)
+    return replace(before, files={name: FileSum.of(path) for name, path in files.items()})
+
+
+def agree(folder, manifest: Manifest | None = None):
+    (folder / MANIFEST).write_bytes((manifest or sums(folder)).dump())
+
+
+def entry(name, data=b"", **fields):
+    """A member of a tar file."""
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    for key, value in fields.items():
+        setattr(info, key, value)
+    return info.tobuf(tarfile.GNU_FORMAT) + data + b"\0" * (-len(data) % 512)
+
+
+def archive(path, *entries):
+    path.write_bytes(b"".join(entries) + b"\0" * 1024)
+    return path
+
+
+def sha(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,197 @@
+"""Stages made of what other systems generated: exact, merged, masked, and every mistake names its row."""
+
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megarl.errors import UserError
+from megarl.rollout.drift import hugging_face_reference
+from megarl.stages.ingest import ingest
+from megarl.storage.rollouts import RolloutStore
+from megarl.storage.run_dir import RunDir
+from megarl.views.audit import audit
+from tests.helpers import megarl, read_lines
+from tests.stages.made_up import SETTINGS, VOCABULARY
+
+GROUPS, SIZE = 8, 4  # of the tiny recipe with two updates
+
+
+@pytest.fixture(scope="module")
+def rows(guessing_model):
+    """Conversations as an agent harness has them, with the log-probs that the policy gives their tokens."""
+    rng, rows = np.random.default_rng(0), []
+    for number in range(GROUPS):
+        prompt = rng.integers(3, VOCABULARY, 4).tolist()
+        for _ in range(SIZE):
+            tokens = rng.integers(3, VOCABULARY, int(rng.integers(2, 7))).tolist()
+            mask = (rng.random(len(tokens)) < 0.6).tolist()
+            mask[0] = True
+            row = {"group_id": f"task {number}", "prompt_tokens": prompt, "response_tokens": tokens, "loss_mask": mask}
+            rows.append(row | {"reward": float(rng.integers(2)), "finish_reason": "stop"})
+    sequences = [row["prompt_tokens"] + row["response_tokens"] for row in rows]
+    scores = hugging_face_reference(guessing_model, sequences, 1.0).logprobs
+    for row, own in zip(rows, scores, strict=True):
+        row["rollout_logprobs"] = own[-len(row["response_tokens"]) :].tolist()
+    return rows
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def made(recipe, target, *files, settings=(), ignored=()):
+    ingest(recipe, [*SETTINGS, *settings], files, target, ignored)
+    return RunDir.open(target)
+
+
+def stored(run):
+    store = RolloutStore(run.stage(0).rollouts)
+    return store.read(store.group_ids)
+
+
+def test_a_stage_is_what_its_rows_say(recipe, rows, tmp_path):
+    run = made(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows))
+    groups = stored(run)
+    for row, (group, response) in zip(rows, ((g, r) for g in groups for r in g.responses), strict=True):
+        mask = np.array(row["loss_mask"])
+        assert group.prompt_tokens.tolist() == row["prompt_tokens"]
+        assert response.tokens.tolist() == row["response_tokens"]
+        assert response.sampled.tolist() == row["loss_mask"]
+        np.testing.assert_array_equal(response.rollout_logprobs[mask], np.float32(row["rollout_logprobs"])[mask])
+        assert not response.rollout_logprobs[~mask].any() and response.reward == row["reward"]
+    assert (run.stage(0).is_sealed(), len(groups)) == (True, GROUPS)
+
+
+def test_it_is_optimized_and_every_number_counts_sampled_tokens_alone(recipe, rows, tmp_path):
+    run = made(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows))
+    result = megarl("optimize", run.root, "--stage", 0)
+    assert result.returncode == 0, result.stderr
+    for update, line in enumerate(read_lines(run.metrics)):
+        batch = rows[update * 4 * SIZE : (update + 1) * 4 * SIZE]
+        assert line["trained_tokens"] == sum(sum(row["loss_mask"]) for row in batch)
+        assert line["tokens"] == sum(len(row["response_tokens"]) + 3 for row in batch)
+        assert line["response_tokens/mean"] == pytest.approx(line["trained_tokens"] / len(batch))
+    found = audit(run.root, 100)
+    assert found.problems == []  # log-probs of all groups computed again, of sampled tokens alone
+    assert found.notes == ["stage 0 was filled from outside: no prompt and no reward was compared"]
+
+
+def test_audit_finds_log_probs_of_another_policy(recipe, rows, tmp_path):
+    wrong = [row | {"rollout_logprobs": [2 * value for value in row["rollout_logprobs"]]} for row in rows]
+    run = made(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", wrong))
+    assert any("are not its policy's" in problem for problem in audit(run.root, 100).problems)
+
+
+def test_parts_of_several_days_become_one_stage(recipe, rows, tmp_path):
+    whole = made(recipe, tmp_path / "whole", write(tmp_path / "a.jsonl", rows))
+    parts = [write(tmp_path / "monday.parquet", rows[:18]), write(tmp_path / "tuesday.jsonl", rows[18:])]
+    merged = made(recipe, tmp_path / "merged", *parts)
+    for one, other in zip(stored(whole), stored(merged), strict=True):
+        assert one.group_id == other.group_id
+        for a, b in zip(one.responses, other.responses, strict=True):
+            assert (
+                a.tokens.tobytes() + a.rollout_logprobs.tobytes() == b.tokens.tobytes() + b.rollout_logprobs.tobytes()
+            )
+            assert a.sampled.tolist() == b.sampled.tolist()
+    with pytest.raises(UserError, match=r"monday.parquet, row 1: group 'task 0' has more than"):
+        made(recipe, tmp_path / "twice", *parts, parts[0])
+    with pytest.raises(UserError, match=r"'task 4', which begins in .*monday.parquet, row 17, has 2 responses"):
+        made(recipe, tmp_path / "half", parts[0])
+
+
+def test_lags_are_those_of_the_versions_that_sampled(recipe, rows, tmp_path):
+    aged = []
+    for number, row in enumerate(rows):
+        versions = [-3 + number % 2] * len(row["response_tokens"])
+        versions = [v if own else 0 for v, own in zip(versions, row["loss_mask"], strict=True)]  # what tools said
+        aged.append(row | {"policy_versions": versions})
+    run = made(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", aged))
+    result = megarl("optimize", run.root, "--stage", 0)
+    assert result.returncode == 0, result.stderr
+    for update, line in enumerate(read_lines(run.metrics)):
+        batch = list(enumerate(rows))[update * 4 * SIZE : (update + 1) * 4 * SIZE]
+        lags = [update + 3 - number % 2 for number, row in batch for _ in range(sum(row["loss_mask"]))]
+        assert (line["staleness"], line["staleness/min"]) == (max(lags), min(lags))
+        assert line["staleness/mean"] == pytest.approx(np.mean(lags))
+    assert audit(run.root, 0).problems == []
+
+
+MISTAKES = {
+    "no log-probs": ({"rollout_logprobs": None}, "has no rollout_logprobs"),
+    "lengths": ({"rollout_logprobs": [-1.0]}, "rollout_logprobs has 1 entries"),
+    "positive": ({"rollout_logprobs": 0}, r"rollout_logprobs\[0\] is '0.5'"),
+    "not finite": ({"rollout_logprobs": 1}, r"rollout_logprobs\[0\] is 'nan'"),
+    "unknown token": ({"response_tokens": 0}, r"response_tokens\[0\] is '99999', no token id"),
+    "token text": ({"prompt_tokens": ["a"]}, r"prompt_tokens\[0\] is 'a'"),
+    "long prompt": ({"prompt_tokens": [3] * 9}, "more than data.max_prompt_tokens = 8"),
+    "long response": ({"response_tokens": [3] * 7}, "more than rollout.max_response_tokens = 6"),
+    "mask": ({"loss_mask": [True]}, "loss_mask has 1 entries"),
+    "empty mask": ({"loss_mask": 0}, "no token that trains"),
+    "mask value": ({"loss_mask": 1}, r"loss_mask\[0\] is '2'"),
+    "reward": ({"reward": "high"}, "reward is 'high', no finite number"),
+    "infinite reward": ({"reward": float("inf")}, "no finite number"),
+    "reason": ({"finish_reason": "done"}, "finish_reason is 'done'"),
+    "correct": ({"correct": 0.5}, "correct is 0.5"),
+    "version": ({"policy_version": 1}, "the policy that begins the stage is 0"),
+    "weights": ({"weights_hash": "abc"}, "weights_hash is not"),
+    "column": ({"loss_msk": [1]}, "column 'loss_msk': did you mean 'loss_mask'?"),
+    "group": ({"group_id": 1.5}, "group_id is '1.5'"),
+    "other prompt": ({"prompt_tokens": [3, 3]}, "has other prompt_tokens than in .*row 1$"),
+}
+
+
+def spoiled(row, change):
+    """With the whole value, or as many of one as there are tokens."""
+    (name, value), n = next(iter(change.items())), len(row["response_tokens"])
+    lists = {
+        ("rollout_logprobs", 0): [0.5] + [-1.0] * (n - 1),
+        ("rollout_logprobs", 1): [float("nan")] * n,
+        ("response_tokens", 0): [99999] * n,
+        ("loss_mask", 0): [0] * n,
+        ("loss_mask", 1): [2] * n,
+    }
+    return row | {name: lists.get((name, value), value) if isinstance(value, int) else value}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_names_its_row(mistake, recipe, rows, tmp_path):
+    change, message = MISTAKES[mistake]
+    path = write(tmp_path / "a.jsonl", [rows[0], spoiled(rows[1], change), *rows[2:]])
+    with pytest.raises(UserError, match=message) as refused:
+        made(recipe, tmp_path / "run", path)
+    assert re.search(r"a\.jsonl, row 2\b", str(refused.value))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_number_of_groups_is_the_recipes(recipe, rows, tmp_path):
+    with pytest.raises(UserError, match="there are 7 groups: the recipe wants 8"):
+        made(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows[:-SIZE]))
+    more = [row | {"group_id": "another"} for row in rows[:SIZE]]
+    with pytest.raises(UserError, match=r"row 33 begins group 'another', number 9: the recipe wants 8"):
+        made(recipe, tmp_path / "run", write(tmp_path / "b.jsonl", rows + more))
+
+
+def test_columns_that_megarl_does_not_know_are_left_out_by_name(recipe, rows, tmp_path):
+    path = write(tmp_path / "a.jsonl", [row | {"trace": "x"} for row in rows])
+    with pytest.raises(UserError, match="--ignore trace leaves it out"):
+        made(recipe, tmp_path / "run", path)
+    assert made(recipe, tmp_path / "run", path, ignored=["trace"]).stage(0).is_sealed()
+
+
+def test_what_is_no_rows_is_refused(recipe, tmp_path):
+    (tmp_path / "a.jsonl").write_text("[1]\n")
+    with pytest.raises(UserError, match="row 1 is not an object"):
+        made(recipe, tmp_path / "run", tmp_path / "a.jsonl")
+    (tmp_path / "b.parquet").write_text("no")
+    with pytest.raises(UserError, match="is no Parquet file"):
+        made(recipe, tmp_path / "run", tmp_path / "b.parquet")
+    with pytest.raises(UserError, match="cannot read"):
+        made(recipe, tmp_path / "run", tmp_path / "c.jsonl")

@@ -1,0 +1,269 @@
+"""Agents fill a stage through a real OpenAI client: stored tokens are the engine's, and only these train."""
+
+import itertools
+import json
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from megarl.data.tokenizer import load_tokenizer
+from megarl.phases.serve import KEY
+from megarl.rollout.engine import Request, Sampling, continuation_seed, response_seed
+from megarl.storage.rollouts import RolloutStore
+from megarl.storage.run_dir import RunDir
+from megarl.views.audit import audit
+from tests.helpers import events, megarl, read_lines, start_megarl, wait_for
+from tests.stages.agents import CALL, write_agent_model
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+SETTINGS = (
+    "data.template='chat'",
+    "data.prompt_template='{prompt}'",
+    "data.max_prompt_tokens=64",
+    "rollout.max_response_tokens=40",
+    "rollout.responses_per_prompt=2",
+    "schedule.stages=1",
+    "schedule.updates_per_stage=1",
+    "schedule.prompts_per_update=2",
+    "actor.checkpoint_every=1",
+    "eval.every=0",
+)
+
+
+@pytest.fixture(scope="module")
+def agent_model(tiny_model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("agent") / "model"
+    write_agent_model(tiny_model, path)
+    return path
+
+
+class Served:
+    """A `megarl serve` under way."""
+
+    def __init__(self, recipe, model, root, *settings):
+        options = [part for s in (f"model.path='{model}'", *SETTINGS, *settings) for part in ("--set", s)]
+        self.root, self.arguments = root, ["serve", root, "--stage", 0, "--port", 0, "--recipe", recipe, *options]
+        self.start()
+
+    def start(self):
+        before = len(self._addresses())
+        self.command = start_megarl(*self.arguments)
+        wait_for(self.command, lambda: len(self._addresses()) > before)
+        self.address, self.key = self._addresses()[-1], (self.root / KEY).read_text().strip()
+
+    def _addresses(self):
+        path = self.root / "events.jsonl"
+        return [event["url"] for event in read_lines(path) if event["event"] == "serving"] if path.exists() else []
+
+    def client(self, group, name):
+        return openai.OpenAI(base_url=f"{self.address}/{group}/{name}/v1", api_key=self.key, max_retries=0)
+
+    def reward(self, group, name, value):
+        return self.send("POST", f"/{group}/{name}/reward", {"reward": value})
+
+    def send(self, method, path, body=None, key=None):
+        headers = {"Authorization": f"Bearer {key or self.key}"}
+        return httpx.request(method, self.address + path, json=body, headers=headers, trust_env=False)
+
+    def wait(self):
+        self.command.wait(120)
+        return self.command.returncode
+
+
+@pytest.fixture
+def served(recipe, agent_model, tmp_path):
+    one = Served(recipe, agent_model, tmp_path / "run")
+    yield one
+    if one.command.poll() is None:
+        one.command.send_signal(signal.SIGKILL)
+        one.command.wait(60)
+
+
+def converse(served, group, name, turns=2):
+    """An agent that answers calls with 5, and asks again after an answer; returns its messages."""
+    messages = [{"role": "user", "content": "2+3?" if group == "a" else "3+2?"}]
+    with served.client(group, name) as client:
+        for _ in range(turns):
+            answered = client.chat.completions.create(model="run", messages=messages, tools=TOOLS)
+            message = answered.choices[0].message
+            messages.append(message)  # as the client's own object, as its documentation shows
+            if message.tool_calls:
+                (call,) = message.tool_calls[:1]
+                assert json.loads(call.function.arguments) == {"a": 2, "b": 3}
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "5"})
+            else:
+                messages.append({"role": "user", "content": "again"})
+    return messages
+
+
+def all_converse(served):
+    """{(group, conversation): messages}; all at the same time."""
+    threads, said = [], {}
+    for group, name in itertools.product("ab", "xy"):
+        agent = threading.Thread(target=lambda g=group, n=name: said.update({(g, n): converse(served, g, n)}))
+        agent.start()
+        threads.append(agent)
+    for agent in threads:
+        agent.join(60)
+    return said
+
+
+def test_conversations_of_an_openai_client_become_a_stage(served, agent_model):
+    said = all_converse(served)
+    assert len(said) == 4
+    calls = [m for messages in said.values() for m in messages if getattr(m, "tool_calls", None)]
+    assert 0 < len(calls) < 8
+    for number, (group, name) in enumerate(said):
+        assert served.reward(group, name, float(number % 2)).status_code == 200
+    assert served.wait() == 0, served.command.stderr
+    run = RunDir.open(served.root)
+    check_tokens(run, agent_model, said)
+    result = megarl("optimize", served.root, "--stage", 0)
+    assert result.returncode == 0, result.stderr
+    (line,) = read_lines(run.metrics)
+    groups = RolloutStore(run.stage(0).rollouts).read(list(run.stage(0).groups))
+    assert line["trained_tokens"] == sum(r.sampled_tokens for g in groups for r in g.responses)
+    found = audit(served.root, 10)
+    assert found.problems == [] and found.stages[0].trained == 2
+    assert len(events(run, "weight_drift")) == 1
+
+
+@pytest.mark.vllm
+def test_vllm_serves_agents_too(recipe, agent_model, tmp_path):
+    """Several decode together, and each sequence is what its agent saw; audit computes its log-probs again."""
+    served = Served(recipe, agent_model, tmp_path / "run", "rollout.engine='vllm'")
+    said = all_converse(served)
+    for group, name in said:
+        assert served.reward(group, name, 1.0).status_code == 200
+    assert served.wait() == 0, served.command.stderr
+    run, tokenizer = RunDir.open(served.root), load_tokenizer(agent_model)
+    groups = RolloutStore(run.stage(0).rollouts).read(list(run.stage(0).groups))
+    sequences = [[*g.prompt_tokens.tolist(), *r.tokens.tolist()] for g in groups for r in g.responses]
+    texts = [tokenizer.decode(tokens, skip_special_tokens=False) for tokens in sequences]
+    assert sorted(texts) == sorted(map(as_text, said.values()))
+    assert all(not r.sampled.all() for g in groups for r in g.responses)
+    assert audit(served.root, 10).problems == []
+
+
+def check_tokens(run, model, said):
+    """Every turn again with the engine alone: what is stored is what it samples, and only that trains."""
+    from megarl.rollout.builtin import BuiltinEngine
+
+    engine, tokenizer = BuiltinEngine(model, 0), load_tokenizer(model)
+    store = RolloutStore(run.stage(0).rollouts)
+    texts = []
+    for group in store.read(list(run.stage(0).groups)):
+        for sample, response in enumerate(group.responses):
+            prompt, tokens = group.prompt_tokens.tolist(), response.tokens.tolist()
+            places, own = np.arange(len(tokens)), response.sampled
+            turns = np.split(places, np.flatnonzero(np.diff(own)) + 1)
+            sampled = [turn.tolist() for turn in turns if own[turn[0]]]
+            assert len(sampled) == 2 and own[0] and own[-1]
+            for turn in sampled:
+                seed = continuation_seed(response_seed(run.recipe.run.seed, group.group_id, sample), turn[0])
+                sampling = Sampling(1.0, 40 - turn[0], 1, (1,), (seed,))
+                ((_, alone),) = engine.serve(iter([Request([prompt + tokens[: turn[0]]], sampling)]))
+                assert alone.tokens.tolist() == [tokens[i] for i in turn]
+                assert alone.logprobs.tobytes() == response.rollout_logprobs[turn].tobytes()
+            assert not response.rollout_logprobs[~own].any()
+            texts.append(tokenizer.decode(prompt + tokens, skip_special_tokens=False))
+    engine.close()
+    assert sorted(texts) == sorted(map(as_text, said.values()))
+
+
+def as_text(messages):
+    """What the template makes of a conversation whose last answer is its last token."""
+    text = "<|im_start|>system\ntools add<|im_end|>\n"
+    for message in messages[:-1]:  # what came after the last answer was never asked
+        one = message if isinstance(message, dict) else {"role": message.role, "content": message.content or CALL}
+        text += f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n"
+    return text.removesuffix("\n")
+
+
+def refusal(call):
+    with pytest.raises(openai.APIStatusError) as refused:
+        call()
+    return refused.value.status_code, refused.value.body["message"]
+
+
+def test_what_would_train_something_else_is_refused(served):
+    messages = [{"role": "user", "content": "2+3?"}]
+    ask = served.client("a", "x").chat.completions.create
+    for setting in ({"temperature": 0.5}, {"top_p": 0.9}, {"n": 2}, {"stop": ["x"]}, {"stream": True}):
+        status, message = refusal(lambda s=setting: ask(model="m", messages=messages, **s))
+        assert status == 400 and next(iter(setting)) in message
+    assert served.send("POST", "/a/x/reward", {"reward": 1}).status_code == 404  # no answer yet
+    first = ask(model="m", messages=messages).choices[0].message
+    status, message = refusal(lambda: ask(model="m", messages=[{"role": "user", "content": "other"}]))
+    assert (status, "was changed" in message) == (409, True)
+    edited = {"role": "assistant", "content": "edited"}
+    status, _ = refusal(lambda: ask(model="m", messages=[*messages, edited, messages[0]]))
+    assert status == 409
+    other = served.client("a", "y").chat.completions.create
+    status, message = refusal(lambda: other(model="m", messages=[{"role": "user", "content": "3"}]))
+    assert (status, "begin with the same messages" in message) == (400, True)
+    assert served.reward("a", "x", float("1")).status_code == 200
+    status, message = refusal(lambda: ask(model="m", messages=[*messages, first, messages[0]]))
+    assert (status, "has its reward" in message) == (409, True)
+    assert served.send("POST", "/a/x/reward", {"reward": 0}).status_code == 409
+    assert served.send("POST", "/a/x/reward", {"reward": "high"}).status_code == 400
+    assert served.send("GET", "/state").json()["open"] == {"a": {"x": "rewarded"}}
+
+
+def test_only_the_owner_on_this_machine_is_served(served):
+    assert served.send("GET", "/state", key="wrong").status_code == 401
+    assert (served.root / KEY).stat().st_mode & 0o777 == 0o600
+    port = int(served.address.rpartition(":")[2])
+    addresses = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), port, socket.AF_INET)}
+    for address in addresses - {"127.0.0.1"}:
+        with socket.socket() as outside:
+            outside.settimeout(1)
+            assert outside.connect_ex((address, port)) != 0
+    listening = [
+        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"
+    ]
+    assert f"0100007F:{port:04X}" in listening
+
+
+def test_a_kill_loses_no_stored_group(served):
+    for name in "xy":
+        converse(served, "a", name, turns=1)
+        served.reward("a", name, 1.0)
+    assert served.send("GET", "/state").json()["stored"] == ["a"]
+    converse(served, "b", "x", turns=1)
+    os.kill(served.command.pid, signal.SIGKILL)
+    served.command.wait(60)
+    before = RolloutStore(served.root / "stages/000/rollouts").read([0])
+    generated = megarl("rollout", served.root, "--stage", 0)
+    assert generated.returncode == 2 and "go on with megarl serve" in generated.stderr
+    served.start()
+    assert served.send("GET", "/state").json() == {
+        "groups": 2,
+        "conversations_per_group": 2,
+        "stored": ["a"],
+        "open": {},
+    }
+    assert served.send("DELETE", "/b/x").status_code == 409
+    for name in "xyz":
+        converse(served, "b", name, turns=1) if name != "z" else None
+        if name == "x":
+            assert served.send("DELETE", "/b/x").status_code == 200  # its agent gave up: another takes its place
+            converse(served, "b", "z", turns=1)
+            served.reward("b", "z", 0.0)
+    served.reward("b", "y", 1.0)
+    assert served.wait() == 0, served.command.stderr
+    store = RolloutStore(served.root / "stages/000/rollouts")
+    assert store.external and store.group_ids == [0, 1]
+    np.testing.assert_array_equal(store.read([0])[0].responses[0].tokens, before[0].responses[0].tokens)
+
+
+def test_a_recipe_without_a_chat_is_refused_before_anything_starts(recipe, tmp_path):
+    refused = megarl("serve", tmp_path / "run", "--stage", 0, "--recipe", recipe)
+    assert refused.returncode == 2 and 'template = "raw"' in refused.stderr
