@@ -1,4 +1,4 @@
-"""Layer spec of plain torch modules: RMSNorm that supports sequence parallelism, attention over packed sequences.
+"""Plain torch modules of a layer: RMSNorm that supports sequence parallelism, attention over packed sequences.
 
 Megatron-Core's own `DotProductAttention` refuses packed sequences and `WrappedTorchNorm` refuses sequence parallelism;
 Transformer Engine has both, but is not on every machine.
@@ -13,18 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
-from megarl.actor.dispatch import routed_experts
-from megarl.actor.experts import GroupedExperts
 from megarl.batch import ContextShard
 from megarl.errors import UserError
 
@@ -73,14 +68,20 @@ def rotary_tables(
 
 
 def rotate(x: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of [T, heads, head_dim], of which the two halves are the two coordinates."""
+    """Rotary position embedding of [T, heads, head_dim], of which the two halves are the two coordinates.
+
+    Tables of fewer dimensions rotate these, and leave the rest of a head as it is.
+    """
+    if (dims := cosines.shape[-1]) < x.shape[-1]:
+        return torch.cat([rotate(x[..., :dims], cosines, signed_sines), x[..., dims:]], -1)
     return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), signed_sines)
 
 
 class PackedAttention(MegatronModule):
     """Causal attention of each packed sequence over itself; [T, heads, head_dim] -> [T, heads * head_dim].
 
-    It rotates queries and keys, which Megatron's layer leaves to it where the model has no rotary embedding of its own.
+    It rotates queries and keys, which Megatron's layer leaves to it where the model has no rotary embedding of its own;
+    latent attention has rotated them. Values may have fewer dimensions than keys.
     Neither a padding token nor a [T, T] mask is ever computed. On GPUs all sequences are one call of flash attention,
     which has no float32; elsewhere each run of equally long sequences is one batched call.
     """
@@ -88,6 +89,8 @@ class PackedAttention(MegatronModule):
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        if config.softmax_type != "vanilla" or config.window_size is not None:
+            raise UserError('[megatron] softmax_type, window_size: the attention of layers = "torch" has neither')
         if config.rotary_interleaved:
             raise UserError('[megatron] rotary_interleaved: the attention of layers = "torch" rotates halves')
         if config.bf16 and (config.kv_channels % 8 or config.kv_channels > 256):
@@ -106,7 +109,18 @@ class PackedAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
     ) -> torch.Tensor:
         assert packed_seq_params is not None and packed_seq_params.rotary is not None, "megarl packs every batch"
-        query, key = (rotate(x, *packed_seq_params.rotary) for x in (query, key))
+        if not self.config.multi_latent_attention:
+            query, key = (rotate(x, *packed_seq_params.rotary) for x in (query, key))
+        width = value.shape[-1]
+        if (missing := key.shape[-1] - width) == 0:
+            return self._attend(query, key, value, packed_seq_params)
+        # no kernel of torch has keys and values of different widths
+        attended = self._attend(query, key, F.pad(value, (0, missing)), packed_seq_params)
+        return attended.view(-1, query.shape[1], key.shape[-1])[..., :width].flatten(1)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: PackedSequences
+    ) -> torch.Tensor:
         if query.is_cuda and query.dtype != torch.float32:
             return self._fused(query, key, value, packed_seq_params)
         runs, shard = packed_seq_params.length_runs, packed_seq_params.shard
@@ -201,24 +215,3 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # the attribute makes Megatron reduce the gradient over tensor parallelism
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-def torch_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The block spec of a decoder made of plain torch modules."""
-    layer: ModuleSpec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=False,
-        qk_layernorm=config.qk_layernorm,
-        normalization=config.normalization,
-    )
-    if config.num_moe_experts is not None:
-        submodules = layer.submodules.mlp.submodules
-        submodules.experts = GroupedExperts
-        layer.submodules.mlp = routed_experts(submodules)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)

@@ -24,7 +24,8 @@ from megarl.recipe.tables import Recipe
 
 
 def census(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, int]]:
-    """For each pipeline stage: layers, and on the fullest of its ranks parameters of experts and all others."""
+    """For each pipeline stage: its layers, those of them that lack the experts which others have, and on the fullest of
+    its ranks parameters of experts and all others."""
     settings = (
         "actor.layers=torch",
         "megatron.init_model_with_meta_device=true",
@@ -47,8 +48,11 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
             models = build_model(hf, recipe)
         named = [item for model in models for item in model.named_parameters()]
         experts = sum(parameter.numel() for name, parameter in named if ".experts." in name)
+        layers = [layer for model in models for layer in model.decoder.layers]
+        mixed = bool(hf["num_experts"])
         return {
-            "layers": sum(len(model.decoder.layers) for model in models),
+            "layers": len(layers),
+            "dense_layers": sum(not hasattr(layer.mlp, "router") for layer in layers) if mixed else 0,
             "expert": experts,
             "dense": sum(parameter.numel() for _, parameter in named) - experts,
         }

@@ -186,6 +186,7 @@ class RoutedExperts(MoELayer):
         super().__init__(config, submodules, layer_number, groups)
         drops = config.moe_expert_capacity_factor is not None or config.moe_router_padding_for_quantization
         alltoall = config.moe_token_dispatcher_type == "alltoall" and not config.moe_permute_fusion
+        alltoall &= not config.moe_shared_expert_overlap  # Megatron's dispatchers then compute the shared experts
         if alltoall and not drops and config.cuda_graph_impl == "none":
             self.token_dispatcher = IndexDispatcher(self.local_expert_indices, config, groups)
 
@@ -197,7 +198,7 @@ def routed_experts(submodules: MoESubmodules) -> type[RoutedExperts]:
     """
 
     class Layer(RoutedExperts):
-        def __init__(self, config: TransformerConfig) -> None:
+        def __init__(self, config: TransformerConfig, **_: Any) -> None:  # 0.19 names groups, which are the default
             super().__init__(config, submodules)
 
     return Layer

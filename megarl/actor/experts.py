@@ -33,7 +33,7 @@ class GroupedExperts(MegatronModule):
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection, **_: Any
     ) -> None:
         super().__init__(config=config)
         for name in _UNSUPPORTED:

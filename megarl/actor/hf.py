@@ -84,7 +84,7 @@ def _refuse_unknown(source: TensorFiles, models: list[PolicyModel], model_dir: P
     known = {source.stored_name(name) for name in names}
     if models[0].share_embeddings_and_output_weights:
         known.add(LM_HEAD)  # which some files store although it is tied
-    unknown = sorted(set(source.regions) - known)
+    unknown = sorted(name for name in set(source.regions) - known if not family_of(hf).carried(hf, name))
     if unknown:
         raise UserError(
             f"{model_dir} has {len(unknown)} tensors that its config.json does not explain, such as {unknown[0]!r}"
@@ -170,8 +170,10 @@ def _jobs(models: list[PolicyModel], source: TensorFiles) -> Iterator[_Job]:
 def _write_files(models: list[PolicyModel], directory: Path, like: Path) -> list[dict[str, Any]]:
     """Write this rank's tensors; returns, on every rank, one entry a file of all ranks: file, names, bytes, sha256."""
     with TensorFiles.of_directory(Path(like)) as source, TensorFiles() as target:
-        jobs = list(_jobs(models, source))
-        mine = [job.stored_name for job in jobs if job.group.rank() == job.writer]
+        jobs, hf = list(_jobs(models, source)), models[0].hf
+        carried = sorted(name for name in source.regions if family_of(hf).carried(hf, name))
+        carried = carried[dist.get_rank() :: dist.get_world_size()]
+        mine = [job.stored_name for job in jobs if job.group.rank() == job.writer] + carried
         written = []
         for number, names in enumerate(_by_file(mine, source)):
             path = directory / f"part-{dist.get_rank():05d}-{number:05d}.safetensors"
@@ -182,6 +184,8 @@ def _write_files(models: list[PolicyModel], directory: Path, like: Path) -> list
         for job in jobs:
             for tensor in job.slices:
                 _export(tensor, job, source, target, models[0])
+        for name in carried:
+            source.regions[name].copy_to(target.regions[name], BLOCK_BYTES)
     for entry in written:
         entry["sha256"] = file_sha256(directory / str(entry["file"]))
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -7,6 +7,7 @@ of the experts.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,28 +62,27 @@ def hf_tensors(models: list[PolicyModel]) -> Iterator[HfTensor]:
     Tied embeddings come as `LM_HEAD` too, on the last pipeline stage.
     """
     for model in models:
-        in_layers = family_of(model.hf).layer_tensors(model.hf)
-        for name, parameter in model.named_parameters():
-            yield from _of_parameter(name, parameter.detach(), model, in_layers)
+        biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
+        for name, parameter in itertools.chain(model.named_parameters(), biases):
+            yield from _of_parameter(name, parameter.detach(), model)
         if model.share_embeddings_and_output_weights and model.pre_process and model.post_process:
             weight = model.embedding.word_embeddings.weight.detach()
             yield HfTensor(LM_HEAD, (weight,), 0, "embedding.word_embeddings.weight")
 
 
-def _of_parameter(
-    name: str, parameter: torch.Tensor, model: PolicyModel, in_layers: dict[str, TensorNames]
-) -> Iterator[HfTensor]:
+def _of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel) -> Iterator[HfTensor]:
     experts: list[tuple[int | None, torch.Tensor]] = [(None, parameter)]
     tensors: TensorNames | None
     if name in OUTSIDE_LAYERS:
         prefix, tensors = "", OUTSIDE_LAYERS[name]
     else:
-        _, _, layer, rest = name.split(".", 3)  # decoder.layers.<local>.<rest>
-        prefix, native = _layer_prefix(model, int(layer)), _NATIVE_NAMES.get(rest, rest)
+        _, _, local, rest = name.split(".", 3)  # decoder.layers.<local>.<rest>
+        layer, native = _layer(model, int(local)), _NATIVE_NAMES.get(rest, rest)
+        prefix = f"model.layers.{layer}."
         if match := _EXPERT.fullmatch(rest):
             number, experts = _experts(match, parameter)
             native = f"mlp.experts.linear_fc{number}.weight"
-        tensors = in_layers.get(native)
+        tensors = family_of(model.hf).layer_tensors(model.hf, layer).get(native)
     if tensors is None:
         raise NotImplementedError(f"no Hugging Face tensor is known for Megatron's parameter {name}")
     for expert, weight in experts:
@@ -90,8 +90,9 @@ def _of_parameter(
             yield HfTensor(prefix + hf_name, views, tensors.split, name, expert)
 
 
-def _layer_prefix(model: PolicyModel, local: int) -> str:
-    return f"model.layers.{model.decoder.layers[local].layer_number - 1}."
+def _layer(model: PolicyModel, local: int) -> int:
+    """The model's number of a layer, from 0."""
+    return int(model.decoder.layers[local].layer_number) - 1
 
 
 def _views(parameter: torch.Tensor, tensors: TensorNames, config: TransformerConfig) -> list[tuple[torch.Tensor, ...]]:
@@ -121,10 +122,10 @@ def missing_names(models: list[PolicyModel]) -> set[str]:
     """Tensors of this rank's layers for which Megatron has no parameter, because ``[megatron]`` changed the model."""
     built = {tensor.name for tensor in hf_tensors(models)}
     wanted = {
-        _layer_prefix(model, local) + name
+        f"model.layers.{layer}.{name}"
         for model in models
-        for tensors in family_of(model.hf).layer_tensors(model.hf).values()
+        for layer in (_layer(model, local) for local in range(len(model.decoder.layers)))
+        for tensors in family_of(model.hf).layer_tensors(model.hf, layer).values()
         for name in tensors.names
-        for local in range(len(model.decoder.layers))
     }
     return wanted - built

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megarl.actor.attention import PackedSequences, rotary_tables, torch_layer_spec
+from megarl.actor.attention import PackedSequences, rotary_tables
+from megarl.actor.layers import engine_block_spec, torch_block_spec
 from megarl.kernels.linear_logprob import linear_logprob
 from megarl.models import family_of
 from megarl.recipe.tables import Recipe
@@ -74,7 +74,8 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         )
     if actor.recompute == "full":
         settings |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    return TransformerConfig(**settings | recipe.megatron)
+    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    return kind(**settings | recipe.megatron)
 
 
 class PolicyModel(GPTModel):
@@ -105,11 +106,17 @@ class PolicyModel(GPTModel):
     ) -> Any:
         """GPTModel's. The torch-native attention gets its rotary tables, once for all layers, with the sequences."""
         if packed_seq_params is not None and self.position_embedding_type == "none":
-            tables = rotary_tables(position_ids, self.rotary_pos_emb.inv_freq, self.config.params_dtype)
+            tables = rotary_tables(position_ids, self._inverse_frequencies(), self.config.params_dtype)
             packed_seq_params = replace(packed_seq_params, rotary=tables)
         return super().forward(
             input_ids, position_ids, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
         )
+
+    def _inverse_frequencies(self) -> torch.Tensor:
+        """[rotated dimensions / 2]; latent attention has an embedding in every layer, all alike."""
+        if self.config.multi_latent_attention:
+            return self.decoder.layers[0].self_attention.inverse_frequencies
+        return self.rotary_pos_emb.inv_freq
 
     def _postprocess(
         self,
@@ -146,15 +153,12 @@ class PolicyModel(GPTModel):
         return logprobs, entropy
 
 
-def _layer_spec(config: TransformerConfig, recipe: Recipe, stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(
+    config: TransformerConfig, hf: dict[str, Any], recipe: Recipe, stage: int | None
+) -> TransformerBlockSubmodules:
     if recipe.actor.layer_kind == "torch":
-        return torch_layer_spec(config, vp_stage=stage)
-    # Transformer Engine has its own attention over packed sequences, grouped GEMM and fp8
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
-    for layer in block.layer_specs if config.num_moe_experts else ():
-        # as the torch modules call it in a checkpoint, so that one loads into the other
-        layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    return block
+        return torch_block_spec(config, family_of(hf).attention.norms_all_heads, vp_stage=stage)
+    return engine_block_spec(config, vp_stage=stage)
 
 
 def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
@@ -166,13 +170,14 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
     for stage in range(virtual) if virtual else (None,):
         model = PolicyModel(
             config,
-            _layer_spec(config, recipe, stage),
+            _block_spec(config, hf, recipe, stage),
             vocab_size=-(-hf["vocab_size"] // tp) * tp,
             max_sequence_length=hf["max_position_embeddings"],
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage),
             share_embeddings_and_output_weights=hf.get("tie_word_embeddings", False),
             position_embedding_type="rope",
+            rotary_percent=hf["rotary_fraction"],
             rotary_base=hf["rope_theta"],
             rope_scaling=hf["rope_scaling_factor"] is not None,
             rope_scaling_factor=hf["rope_scaling_factor"] or 1.0,

@@ -54,8 +54,14 @@ class LayerRouting:
 
 
 def install(models: Sequence[torch.nn.Module], replays: bool) -> None:
-    """Let micro-batches set the experts in these chunks; without ``replays`` only compare them."""
+    """Let micro-batches set the experts in these chunks; without ``replays`` only compare them.
+
+    A chunk of a model with experts may have none itself; a model without experts is left as it is.
+    """
     for model in models:
+        config: Any = model.config
+        if config.num_moe_experts is None:
+            continue
         routers = [m for m in model.modules() if isinstance(m, TopKRouter)]
         layers = [LayerRouting(router.layer_number, replays) for router in routers]
         for router, layer in zip(routers, layers, strict=True):
@@ -64,11 +70,15 @@ def install(models: Sequence[torch.nn.Module], replays: bool) -> None:
 
 
 def routings(model: torch.nn.Module) -> list[LayerRouting]:
-    """The routers' `LayerRouting` in a chunk, wrapped or not; empty without `install`."""
+    """The routers' `LayerRouting` in a chunk, wrapped or not; none without `install` or in a chunk of dense layers."""
+    return _installed(model) or []
+
+
+def _installed(model: torch.nn.Module) -> list[LayerRouting] | None:
     inner: Any = model
     while hasattr(inner, "module"):
         inner = inner.module
-    return getattr(inner, "layer_routings", [])
+    return getattr(inner, "layer_routings", None)
 
 
 def begin(model: torch.nn.Module, experts: Experts | None) -> None:
@@ -105,11 +115,10 @@ def count_disagreement(models: Sequence[torch.nn.Module], device: torch.device) 
 
     Over all layers, tokens and ranks; collective over all ranks. None without `install`.
     """
-    layers = [layer for model in models for layer in routings(model)]
-    if not layers:
+    if all(_installed(model) is None for model in models):
         return None
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    for layer in layers:
+    for layer in (layer for model in models for layer in routings(model)):
         if layer.agreement is not None:
             total += layer.agreement
             layer.agreement = None

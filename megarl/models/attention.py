@@ -1,10 +1,10 @@
-"""Attention with rotary positions and grouped key-value heads: Llama, Qwen2, Qwen3."""
+"""Attention with rotary positions and grouped key-value heads: most families."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from megarl.models.family import Hf, Kept, tokens_inside
 from megarl.models.tensors import TensorNames
@@ -13,10 +13,34 @@ from megarl.recipe.layout import Layout
 
 @dataclass(frozen=True)
 class GroupedQueryAttention:
-    """Several query heads share a key-value head (Ainslie et al. 2023, arXiv 2305.13245)."""
+    """Several query heads share a key-value head (Ainslie et al. 2023, arXiv 2305.13245).
 
-    qk_norm: bool = False  # an RMSNorm over each head of the queries and of the keys
+    qk_norm: an RMSNorm of the queries and one of the keys, over each head or over all heads of a token.
+    qk_norm_if, qkv_bias_if: the setting of config.json on which these depend, if they do.
+    """
+
+    qk_norm: Literal["none", "head", "all heads"] = "none"
+    qk_norm_if: str | None = None
     qkv_bias: bool = False
+    qkv_bias_if: str | None = None
+    partial_rotary: bool = False
+    rope_types: ClassVar[tuple[str, ...]] = ("default", "llama3")
+
+    @property
+    def norms_all_heads(self) -> bool:
+        return self.qk_norm == "all heads"
+
+    @property
+    def torch_layers_alone(self) -> bool:
+        return self.norms_all_heads
+
+    def norms(self, hf: Hf) -> bool:
+        """Whether queries and keys are normalised."""
+        return self.qk_norm != "none" and (self.qk_norm_if is None or bool(hf[self.qk_norm_if]))
+
+    def biases(self, hf: Hf) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.qkv_bias and (self.qkv_bias_if is None or bool(hf[self.qkv_bias_if]))
 
     def problems(self, hf: Hf) -> Iterator[str]:
         if hf.get("use_sliding_window"):
@@ -24,13 +48,17 @@ class GroupedQueryAttention:
         if hf.get("attention_bias") and not self.qkv_bias:
             yield f"attention_bias = true is not supported for {hf['model_type']}"
 
+    def divided(self, hf: Hf) -> dict[str, int]:
+        return {name: hf[name] for name in ("num_attention_heads", "num_key_value_heads")}
+
     def megatron_settings(self, hf: Hf) -> dict[str, Any]:
         return dict(
             num_attention_heads=hf["num_attention_heads"],
             num_query_groups=hf["num_key_value_heads"],
             kv_channels=hf["head_dim"],
-            qk_layernorm=self.qk_norm,
-            add_qkv_bias=self.qkv_bias,
+            # Megatron sums the gradients of its own norms over tensor parallelism, but those of all heads are divided
+            qk_layernorm=self.norms(hf) and not self.norms_all_heads,
+            add_qkv_bias=self.biases(hf),
         )
 
     def tensors(self, hf: Hf) -> dict[str, TensorNames]:
@@ -42,11 +70,12 @@ class GroupedQueryAttention:
             "self_attention.linear_qkv.weight": fused("weight"),
             "self_attention.linear_proj.weight": TensorNames(("self_attn.o_proj.weight",), 1),
         }
-        if self.qkv_bias:
+        if self.biases(hf):
             found["self_attention.linear_qkv.bias"] = fused("bias")
-        if self.qk_norm:
-            found["self_attention.q_layernorm.weight"] = TensorNames(("self_attn.q_norm.weight",))
-            found["self_attention.k_layernorm.weight"] = TensorNames(("self_attn.k_norm.weight",))
+        if self.norms(hf):
+            split = 0 if self.norms_all_heads else None
+            found["self_attention.q_layernorm.weight"] = TensorNames(("self_attn.q_norm.weight",), split)
+            found["self_attention.k_layernorm.weight"] = TensorNames(("self_attn.k_norm.weight",), split)
         return found
 
     def kept(self, hf: Hf, layout: Layout, tokens: int) -> Kept:
@@ -55,11 +84,15 @@ class GroupedQueryAttention:
         query, key = heads * hf["head_dim"], hf["num_key_value_heads"] / layout.tensor_parallel * hf["head_dim"]
         # the fused projection; query and key with RoPE; the output of attention, twice
         elements = inside * ((query + 2 * key) + (query + key) + 2 * query)
-        if self.qk_norm:
+        float32 = inside * heads  # log-sum-exp
+        if self.norms_all_heads:
+            elements += inside * (query + key)  # normalised, before the weight
+            float32 += inside * (query + key)
+        elif self.norms(hf):
             elements += inside * query  # the norm of the queries wants them contiguous
         if layout.context_parallel > 1:
             elements += 2 * tokens * key  # keys and values of all ranks
-        return Kept(elements, inside * heads)  # log-sum-exp
+        return Kept(elements, float32)
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         heads = max(1, int(hf["num_key_value_heads"]) // tensor_parallel)  # a head is never split

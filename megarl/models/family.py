@@ -1,13 +1,14 @@
 """What megarl must know of a model family.
 
-A layer has two halves, attention and feed-forward, each with the norm before it. A family names one of each; a family
-with another kind of attention or feed-forward brings a class with the methods below.
+A layer has two halves, attention and feed-forward, each with the norm before it. A family names one of each, and a
+second feed-forward for layers without experts; a family with another kind of attention or feed-forward brings a class
+with the methods below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from megarl.models.tensors import LM_HEAD, OUTSIDE_LAYERS, TensorNames
@@ -35,9 +36,28 @@ class Half(Protocol):
     def tensors(self, hf: Hf) -> dict[str, TensorNames]:
         """The tensors of a layer, by the names that Megatron's torch-native modules give their parameters."""
 
+    def divided(self, hf: Hf) -> dict[str, int]:
+        """{setting: its value} of those that ``tensor_parallel`` must divide."""
+
 
 class Attention(Half, Protocol):
-    """Beside that of every `Half`: the sizes of an attention."""
+    """Beside that of every `Half`: the sizes of an attention, and its rotary positions."""
+
+    @property
+    def rope_types(self) -> tuple[str, ...]:
+        """Those that are supported, as config.json calls them."""
+
+    @property
+    def partial_rotary(self) -> bool:
+        """Whether a part of each head may stay unrotated."""
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether the norm of queries and keys, where there is one, is over all heads of a token."""
+
+    @property
+    def torch_layers_alone(self) -> bool:
+        """Whether Transformer Engine's layers lack this attention, or have never been compared with it."""
 
     def kept(self, hf: Hf, layout: Layout, tokens: int) -> Kept:
         """For a micro-batch of ``tokens``, without recompute."""
@@ -56,51 +76,121 @@ class FeedForward(Half, Protocol):
         """``imbalance``: tokens of the fullest expert rank over the mean."""
 
     def expert_parameters(self, hf: Hf) -> int:
-        """Of one expert of one layer; 0 in a dense model."""
+        """Of one routed expert of one layer; 0 in a dense model."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The kinds of model that share a ``model_type``: all layers alike, RMSNorm, rotary positions."""
+    """The kinds of model that share a ``model_type``: RMSNorm, rotary positions, all layers alike but for the experts.
+
+    dense: the feed-forward half of layers without experts, in a family that may have such beside layers with experts.
+    aliases: {megarl's name of a setting: the family's}.
+    defaults: what transformers takes for settings that config.json leaves out, where they change the model.
+    only: settings that must have this value where they are there: another would be computed as this one.
+    """
 
     attention: Attention
     feed_forward: FeedForward
+    dense: FeedForward | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
+
+    def uniform(self, hf: Hf) -> Hf:
+        """The settings of config.json with the family's defaults, also under megarl's names."""
+        hf = dict(self.defaults) | hf
+        return hf | {ours: hf[theirs] for ours, theirs in self.aliases.items() if theirs in hf}
+
+    def has_experts(self, hf: Hf, layer: int) -> bool:
+        """Whether the feed-forward half of layer ``layer``, from 0, is a mixture of experts."""
+        return bool(hf["num_experts"])
+
+    def sparse_layers(self, hf: Hf) -> int:
+        """How many layers have experts."""
+        return sum(self.has_experts(hf, layer) for layer in range(hf["num_hidden_layers"]))
+
+    def halves(self, hf: Hf) -> list[Half]:
+        """The halves that the layers of a model are made of."""
+        sparse = self.sparse_layers(hf)
+        dense = [self.dense] if self.dense is not None and sparse < hf["num_hidden_layers"] else []
+        return [self.attention, *([self.feed_forward] if sparse or not dense else []), *dense]
 
     def problems(self, hf: Hf) -> Iterator[str]:
         """Every setting for which `read_hf_config` refuses the model, as the message for the user."""
-        yield from self.attention.problems(hf)
-        yield from self.feed_forward.problems(hf)
+        for name, only in self.only.items():
+            if hf.get(name, only) != only:
+                yield f"{name} = {hf[name]!r} is not supported for {hf['model_type']}, only {only!r}"
+        for half in self.halves(hf):
+            yield from half.problems(hf)
+
+    def divided(self, hf: Hf) -> dict[str, int]:
+        """{setting: its value} of those that ``tensor_parallel`` must divide."""
+        return {name: size for half in self.halves(hf) for name, size in half.divided(hf).items()}
 
     def megatron_settings(self, hf: Hf) -> dict[str, Any]:
         """Fields of Megatron's TransformerConfig that follow from the model alone."""
-        whole = dict(
+        settings = dict(
             num_layers=hf["num_hidden_layers"],
             hidden_size=hf["hidden_size"],
             layernorm_epsilon=hf["rms_norm_eps"],
             normalization="RMSNorm",
             add_bias_linear=False,
         )
-        return whole | self.attention.megatron_settings(hf) | self.feed_forward.megatron_settings(hf)
+        for half in self.halves(hf):
+            settings |= half.megatron_settings(hf)
+        if 0 < self.sparse_layers(hf) < hf["num_hidden_layers"]:
+            settings["moe_layer_freq"] = [int(self.has_experts(hf, i)) for i in range(hf["num_hidden_layers"])]
+        return settings
 
-    def layer_tensors(self, hf: Hf) -> dict[str, TensorNames]:
+    def layer_tensors(self, hf: Hf, layer: int) -> dict[str, TensorNames]:
         """The tensors of a layer, by the names that Megatron's torch-native modules give their parameters."""
-        return self.attention.tensors(hf) | self.feed_forward.tensors(hf)
+        sparse = self.dense is None or self.has_experts(hf, layer)
+        return self.attention.tensors(hf) | (self.feed_forward if sparse else self.dense).tensors(hf)  # type: ignore[union-attr]
 
     def tensor_names(self, hf: Hf) -> set[str]:
         """Every tensor of the whole model, with one for each expert; a tied model has no `LM_HEAD`."""
         names = {name for tensors in OUTSIDE_LAYERS.values() for name in tensors.names}
         if hf.get("tie_word_embeddings"):
             names.remove(LM_HEAD)
-        layer = [name for tensors in self.layer_tensors(hf).values() for name in tensors.names]
-        each = [name.format(e) for name in layer for e in (range(hf["num_experts"]) if "{}" in name else [0])]
-        return names | {f"model.layers.{i}.{name}" for i in range(hf["num_hidden_layers"]) for name in each}
+        for layer in range(hf["num_hidden_layers"]):
+            of_layer = [name for tensors in self.layer_tensors(hf, layer).values() for name in tensors.names]
+            each = [name.format(e) for name in of_layer for e in (range(hf["num_experts"]) if "{}" in name else [0])]
+            names |= {f"model.layers.{layer}.{name}" for name in each}
+        return names
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float = 1.0) -> Kept:
-        """Of one layer, for a micro-batch of ``tokens``, without recompute."""
+    def carried(self, hf: Hf, name: str) -> bool:
+        """Whether a tensor is copied into every export as it is: layers that predict more tokens than the next one."""
+        first = hf["num_hidden_layers"]
+        extra = range(first, first + (hf.get("num_nextn_predict_layers") or 0))
+        return any(name.startswith(f"model.layers.{layer}.") for layer in extra)
+
+    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float = 1.0, dense: bool = False) -> Kept:
+        """Of one layer, for a micro-batch of ``tokens``, without recompute.
+
+        dense: whether of one without experts, in a model that has both kinds.
+        """
         norms = 4 * tokens_between(layout, tokens) * hf["hidden_size"]  # input and output of both
         attention = self.attention.kept(hf, layout, tokens)
-        feed_forward = self.feed_forward.kept(hf, layout, tokens, imbalance)
+        half = self.dense if self.dense is not None and (dense or not hf["num_experts"]) else self.feed_forward
+        feed_forward = half.kept(hf, layout, tokens, imbalance)
         return Kept(norms + attention.elements + feed_forward.elements, attention.float32 + feed_forward.float32)
+
+
+@dataclass(frozen=True)
+class EveryNthSparse(Family):
+    """Every ``decoder_sparse_step``-th layer has experts, those in ``mlp_only_layers`` excepted."""
+
+    def has_experts(self, hf: Hf, layer: int) -> bool:
+        chosen = (layer + 1) % hf.get("decoder_sparse_step", 1) == 0
+        return bool(hf["num_experts"]) and chosen and layer not in (hf.get("mlp_only_layers") or ())
+
+
+@dataclass(frozen=True)
+class FirstLayersDense(Family):
+    """The first ``first_k_dense_replace`` layers have no experts."""
+
+    def has_experts(self, hf: Hf, layer: int) -> bool:
+        return layer >= int(hf["first_k_dense_replace"])
 
 
 def tokens_inside(layout: Layout, tokens: int) -> float:

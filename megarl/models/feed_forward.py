@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.models.family import Hf, Kept, tokens_between, tokens_inside
@@ -26,6 +27,9 @@ class GatedMlp:
     def problems(self, hf: Hf) -> Iterator[str]:
         return _problems(hf)
 
+    def divided(self, hf: Hf) -> dict[str, int]:
+        return {"intermediate_size": hf["intermediate_size"]}
+
     def megatron_settings(self, hf: Hf) -> dict[str, Any]:
         return dict(ffn_hidden_size=hf["intermediate_size"], gated_linear_unit=True)
 
@@ -39,34 +43,104 @@ class GatedMlp:
         return 0
 
 
+@dataclass(frozen=True)
 class MixtureOfExperts:
-    """SwiGLU experts, of which a linear router chooses the most probable for each token."""
+    """SwiGLU experts, of which a linear router chooses some for each token.
+
+    sigmoid: the router's scores are sigmoids, normalised over the chosen; a bias of each expert counts for the choice
+        alone (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2). It is not trained, and exported as it was read.
+    module, matrices: Hugging Face names of the experts' module and of an expert's gate, up and down projection.
+    shared, shared_gate: the module of an expert for every token, and the weight of its gate, if it has one.
+    """
+
+    sigmoid: bool = False
+    module: str = "mlp"
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str | None = None
+    shared_gate: str | None = None
+
+    def shared_width(self, hf: Hf) -> int:
+        """Of the shared experts, which are one; 0 where there is none."""
+        if self.shared is None:
+            return 0
+        if "n_shared_experts" in hf:
+            return int(hf["moe_intermediate_size"] * (hf["n_shared_experts"] or 0))
+        return int(hf["shared_expert_intermediate_size"])
+
+    def _groups(self, hf: Hf) -> tuple[int, int] | None:
+        """Groups of experts, and how many of them a token may use; None where it may use all."""
+        groups, chosen = hf["n_group"] or 1, hf["topk_group"] or 1
+        return (groups, chosen) if self.sigmoid and chosen < groups else None
 
     def problems(self, hf: Hf) -> Iterator[str]:
-        return _problems(hf)
+        yield from _problems(hf)
+        if not self.sigmoid:
+            return
+        per_token = hf["num_experts_per_tok"]
+        if not hf["norm_topk_prob"] or per_token == 1:
+            yield (
+                f"norm_topk_prob = {hf['norm_topk_prob']} with num_experts_per_tok = {per_token}: Megatron-Core "
+                "normalises sigmoid scores if and only if there are several"
+            )
+        if (groups := self._groups(hf)) and per_token // groups[1] != 2:
+            yield (
+                f"num_experts_per_tok = {per_token} with topk_group = {groups[1]}: a group's score is the sum of its "
+                "two best experts, but Megatron-Core adds up num_experts_per_tok / topk_group of them"
+            )
+
+    def divided(self, hf: Hf) -> dict[str, int]:
+        width = self.shared_width(hf)
+        return {"width of its shared experts": width} if width else {}
 
     def megatron_settings(self, hf: Hf) -> dict[str, Any]:
-        return dict(
+        settings = dict(
             ffn_hidden_size=hf["intermediate_size"],
             gated_linear_unit=True,
             num_moe_experts=hf["num_experts"],
             moe_router_topk=hf["num_experts_per_tok"],
             moe_ffn_hidden_size=hf["moe_intermediate_size"],
-            moe_router_pre_softmax=not hf.get("norm_topk_prob", True),
+        )
+        if width := self.shared_width(hf):
+            settings |= dict(
+                moe_shared_expert_intermediate_size=width, moe_shared_expert_gate=self.shared_gate is not None
+            )
+        if not self.sigmoid:
+            return settings | dict(moe_router_pre_softmax=not hf["norm_topk_prob"])
+        if groups := self._groups(hf):
+            settings |= dict(moe_router_num_groups=groups[0], moe_router_group_topk=groups[1])
+        return settings | dict(
+            moe_router_score_function="sigmoid",
+            moe_router_topk_scaling_factor=float(hf["routed_scaling_factor"]),
+            moe_router_enable_expert_bias=True,
+            moe_router_bias_update_rate=0.0,
         )
 
     def tensors(self, hf: Hf) -> dict[str, TensorNames]:
-        return _NORM | {
-            "mlp.router.weight": TensorNames(("mlp.gate.weight",)),
-            "mlp.experts.linear_fc1.weight": gate_up("mlp.experts.{}"),
-            "mlp.experts.linear_fc2.weight": down("mlp.experts.{}"),
+        module, (gate, up, down_) = self.module, self.matrices
+        expert = f"{module}.experts.{{}}"
+        found = {
+            "mlp.router.weight": TensorNames((f"{module}.gate.weight",)),
+            "mlp.experts.linear_fc1.weight": TensorNames((f"{expert}.{gate}.weight", f"{expert}.{up}.weight"), 0),
+            "mlp.experts.linear_fc2.weight": TensorNames((f"{expert}.{down_}.weight",), 1),
         }
+        if self.sigmoid:
+            found["mlp.router.expert_bias"] = TensorNames((f"{module}.gate.e_score_correction_bias",))
+        if self.shared is not None and self.shared_width(hf):
+            found["mlp.shared_experts.linear_fc1.weight"] = gate_up(self.shared)
+            found["mlp.shared_experts.linear_fc2.weight"] = down(self.shared)
+            if self.shared_gate is not None:
+                found["mlp.shared_experts.gate_weight"] = TensorNames((self.shared_gate,))
+        return _NORM | found
 
     def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float) -> Kept:
         between = tokens_between(layout, tokens)
         routed = between * hf["num_experts_per_tok"] * layout.expert_tensor_parallel * imbalance
         width = hf["moe_intermediate_size"] / layout.expert_tensor_parallel
-        return Kept(routed * (hf["hidden_size"] + 5 * width), between * hf["num_experts"])
+        elements = routed * (hf["hidden_size"] + 5 * width)
+        elements += tokens_inside(layout, tokens) * 5 * self.shared_width(hf) / layout.tensor_parallel
+        if self.shared_gate is not None:
+            elements += between * (hf["hidden_size"] + 1)  # what the gate multiplies
+        return Kept(elements, between * hf["num_experts"] * (3 if self.sigmoid else 1))
 
     def expert_parameters(self, hf: Hf) -> int:
         return 3 * int(hf["hidden_size"]) * int(hf["moe_intermediate_size"])

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.models import FAMILIES
+from megarl.models import FAMILIES, REFUSALS, Family
 
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def read_hf_config(model_dir: Path) -> dict[str, Any]:
-    """The settings of a supported model, under one name each where versions of transformers differ.
+    """The settings of a supported model, under one name each where families or versions of transformers differ.
 
-    Beside what the file has: ``rope_theta``, ``rope_scaling_factor`` (of Llama 3, or None), ``num_experts`` (None in a
-    dense model) and ``head_dim``. `UserError` for an unreadable file, an unknown family and what a family refuses.
+    Beside what the file has: ``rope_theta``, ``rope_scaling_factor`` (of Llama 3, or None), ``rope_yarn`` (its
+    settings, or None), ``rotary_fraction`` of a head, ``num_experts`` (None in a dense model), ``head_dim``,
+    ``dense_layers``, the number of layers without experts, and ``divided``: {setting: its value} of those that tensor
+    parallelism must divide. `UserError` for an unreadable file, an unknown family and what a family refuses.
     """
     path = Path(model_dir) / "config.json"
     try:
@@ -29,27 +31,53 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(hf, dict):
         raise UserError(f"{path} holds no object, but {type(hf).__name__}")
-    if hf.get("model_type") not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise UserError(f"{path}: model_type {hf.get('model_type')!r} is not supported; known are {known}")
-    for problem in FAMILIES[hf["model_type"]].problems(hf):
-        raise UserError(f"{path}: {problem}")
-    hf["rope_theta"], hf["rope_scaling_factor"] = _rope(hf, path)
-    hf["num_experts"] = hf.get("num_experts") or hf.get("num_local_experts")
-    hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    if (kind := hf.get("model_type")) not in FAMILIES:
+        why = f": {REFUSALS[kind]}" if kind in REFUSALS else ""
+        raise UserError(f"{path}: model_type {kind!r} is not supported{why}; known are {', '.join(FAMILIES)}")
+    family = FAMILIES[hf["model_type"]]
+    hf = family.uniform(hf)
+    try:
+        hf["num_experts"] = hf.get("num_experts") or hf.get("num_local_experts")
+        hf["num_key_value_heads"] = hf.get("num_key_value_heads") or hf["num_attention_heads"]
+        hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+        for problem in family.problems(hf):
+            raise UserError(f"{path}: {problem}")
+        hf |= _rope(hf, family, path)
+        hf["divided"] = family.divided(hf)
+        hf["dense_layers"] = hf["num_hidden_layers"] - family.sparse_layers(hf)
+    except KeyError as error:
+        raise UserError(f"{path} lacks {error}, which a {hf['model_type']} has") from error
     return hf
 
 
-def _rope(hf: dict[str, Any], path: Path) -> tuple[float, float | None]:
-    """(base, scaling factor of Llama 3 or None)."""
+def _rope(hf: dict[str, Any], family: Family, path: Path) -> dict[str, Any]:
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta", hf.get("rope_theta", 10000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))  # the older name, as Qwen2.5's YaRN is published
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise UserError(f"{path}: rope_type {kind!r} is not supported; known are default, llama3")
-    for name, only in _LLAMA3_ROPE.items():
+    known = family.attention.rope_types
+    if kind not in known:
+        raise UserError(f"{path}: rope_type {kind!r} is not supported; known are {', '.join(known)}")
+    fraction = float(rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)))
+    if fraction != 1.0 and not family.attention.partial_rotary:
+        raise UserError(f"{path}: partial_rotary_factor = {fraction} is not supported for {hf['model_type']}")
+    if kind == "llama3":
+        for name, only in _LLAMA3_ROPE.items():
+            if rope.get(name, only) != only:
+                raise UserError(f"{path}: rope {name} = {rope[name]!r} is not supported, only {only!r}")
+    if kind == "yarn":
+        _check_yarn(rope, path)
+    return {
+        "rope_theta": float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
+        "rope_scaling_factor": float(rope["factor"]) if kind == "llama3" else None,
+        "rope_yarn": rope if kind == "yarn" else None,
+        "rotary_fraction": fraction,
+    }
+
+
+def _check_yarn(rope: dict[str, Any], path: Path) -> None:
+    """`UserError` for settings of YaRN (Peng et al. 2023, arXiv 2309.00071) that Megatron-Core does not have."""
+    for name in ("factor", "original_max_position_embeddings", "mscale", "mscale_all_dim"):
+        if not rope.get(name):
+            raise UserError(f"{path}: rope_type 'yarn' needs {name}")
+    for name, only in (("attention_factor", None), ("truncate", True)):
         if rope.get(name, only) != only:
             raise UserError(f"{path}: rope {name} = {rope[name]!r} is not supported, only {only!r}")
-    return theta, float(rope["factor"])

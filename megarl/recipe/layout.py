@@ -96,9 +96,9 @@ class Layout:
 
     def problems(self, hf: dict[str, Any]) -> Iterator[str]:
         """Every rule that the layout breaks for a model (`megarl.models.hf_config.read_hf_config`)."""
-        for key in ("num_attention_heads", "num_key_value_heads"):
-            if hf[key] % self.tensor_parallel:
-                yield f"tensor_parallel = {self.tensor_parallel} does not divide the model's {key} = {hf[key]}"
+        for key, size in hf["divided"].items():
+            if size % self.tensor_parallel:
+                yield f"tensor_parallel = {self.tensor_parallel} does not divide the model's {key} = {size}"
         stages = self.pipeline_parallel * self.virtual_stages
         if hf["num_hidden_layers"] % stages:
             times = " * virtual_pipeline_model_parallel_size" if self.virtual_stages > 1 else ""
@@ -114,11 +114,6 @@ class Layout:
         width, name = (hf["moe_intermediate_size"], "moe_intermediate_size") if experts else (0, "")
         if width % self.expert_tensor_parallel:
             yield f"expert_tensor_parallel = {self.expert_tensor_parallel} does not divide the model's {name} = {width}"
-        if not experts and hf["intermediate_size"] % self.tensor_parallel:
-            yield (
-                f"tensor_parallel = {self.tensor_parallel} does not divide the model's "
-                f"intermediate_size = {hf['intermediate_size']}"
-            )
         if experts and self.expert_parallel == 1 and self.expert_tensor_parallel != self.tensor_parallel:
             yield (
                 f"expert_parallel = 1 with expert_tensor_parallel = {self.expert_tensor_parallel} and "
@@ -193,5 +188,10 @@ def _check_routing(recipe: Recipe, hf: dict[str, Any]) -> None:
         return
     if not hf["num_experts"]:
         raise UserError(f"[actor] routing_replay = {replay!r}: this model has no experts")
+    if replay == "engine" and hf["dense_layers"]:
+        raise UserError(
+            f'[actor] routing_replay = "engine": {hf["dense_layers"]} layers of this model have no experts, and what '
+            'engines record of such a model was never checked; use "actor" or "none"'
+        )
     if recipe.megatron.get("moe_router_fusion"):
         raise UserError(f"[megatron] moe_router_fusion = true decides before [actor] routing_replay = {replay!r} can")

@@ -60,6 +60,12 @@ class Region:
             done += count
         return buffer.view(self.dtype).view(rows, *self.shape[1:])
 
+    def copy_to(self, target: Region, block_bytes: int) -> None:
+        """Write all of this tensor to a place of its type and shape, about ``block_bytes`` at a time."""
+        rows = max(1, block_bytes // max(1, self.row_bytes))
+        for first in range(0, self.shape[0], rows):
+            target.write(first, self.read(first, min(rows, self.shape[0] - first)))
+
     def write(self, first: int, tensor: torch.Tensor) -> None:
         """Put ``tensor`` at rows ``first`` and following."""
         tensor = tensor.to("cpu", self.dtype).contiguous()

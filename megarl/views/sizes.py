@@ -62,6 +62,7 @@ class StageCensus:
     layers: int
     dense: int
     expert: int
+    dense_layers: int = 0  # of ``layers``, those that lack the experts which others have
 
 
 def data_parallel(layout: Layout) -> int:
@@ -75,13 +76,13 @@ def expert_data_parallel(layout: Layout) -> int:
 
 
 def layer_activation_bytes(
-    hf: dict[str, Any], layout: Layout, tokens: int, imbalance: float = 1.0, width: int = 2
+    hf: dict[str, Any], layout: Layout, tokens: int, imbalance: float = 1.0, width: int = 2, dense: bool = False
 ) -> float:
     """What one layer keeps for the backward pass of a micro-batch of ``tokens``, on one rank, without recompute.
 
-    width: bytes of an activation.
+    width: bytes of an activation; dense: whether of a layer that lacks the experts which others have.
     """
-    kept = family_of(hf).kept(hf, layout, tokens, imbalance)
+    kept = family_of(hf).kept(hf, layout, tokens, imbalance, dense)
     return width * kept.elements + 4 * kept.float32
 
 
@@ -106,12 +107,14 @@ def optimize_memory(
     """Bytes on one GPU of a pipeline stage at the peak of an update, by what holds them."""
     tokens = micro_batch_tokens(recipe)
     parameters = census.dense + census.expert
-    layer = layer_activation_bytes(hf, layout, tokens, assume.expert_imbalance)
+    sparse = layer_activation_bytes(hf, layout, tokens, assume.expert_imbalance)
+    dense = layer_activation_bytes(hf, layout, tokens, dense=True)
+    layer = max(sparse if census.dense_layers < census.layers else 0, dense if census.dense_layers else 0)
     in_flight = micro_batches_in_flight(layout, stage, micro_batches_per_rank(recipe, layout, assume))
     head = head_bytes(hf, layout, tokens, gpu) if stage == layout.pipeline_parallel - 1 else 0.0
-    kept = layer
-    if recipe.actor.recompute == "full":
-        kept = 2 * tokens / (layout.context_parallel * layout.tensor_parallel) * hf["hidden_size"]
+    kept = (census.layers - census.dense_layers) * sparse + census.dense_layers * dense
+    if recompute := recipe.actor.recompute == "full":
+        kept = census.layers * 2 * tokens / (layout.context_parallel * layout.tensor_parallel) * hf["hidden_size"]
     wide = recipe.megatron_ddp.get("grad_reduce_in_fp32", True)
     items = {
         "weights, bf16": 2.0 * parameters,
@@ -120,7 +123,7 @@ def optimize_memory(
         "frozen policies, bf16": 2.0 * parameters * frozen,
         # beside what all layers keep, the one in its backward pass holds the gradients of its activations, and under
         # recompute these activations again
-        "activations": in_flight * census.layers * kept + (2 if kept != layer else 1) * layer,
+        "activations": in_flight * kept + (2 if recompute else 1) * layer,
         "log-probs, chunked, and the head's gradient": head,
     }
     return {"CUDA, NCCL and workspaces": assume.runtime_bytes} | items
@@ -218,8 +221,9 @@ def active_parameters(hf: dict[str, Any], parameters: int) -> int:
 
 
 def _expert_parameters(hf: dict[str, Any]) -> int:
-    """Of one expert in every layer."""
-    return family_of(hf).feed_forward.expert_parameters(hf) * int(hf["num_hidden_layers"])
+    """Of one expert in every layer that has experts."""
+    family = family_of(hf)
+    return family.feed_forward.expert_parameters(hf) * family.sparse_layers(hf)
 
 
 def forward_flops(hf: dict[str, Any], active: int, length: float) -> float:

@@ -9,9 +9,11 @@ import importlib.util
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from megarl.data.prompts import check_data
 from megarl.errors import PhaseFailed, UserError
+from megarl.models import family_of
 from megarl.models.hf_config import read_hf_config
 from megarl.objectives import build_objective
 from megarl.phases.entry import ERROR_FILE
@@ -57,6 +59,7 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
     for stage in recipe.distinct_rollouts:
         check_engine(recipe, stage, hf)
     check_devices(recipe)
+    check_layers(recipe, hf)
     objective = build_objective(recipe.objective.name, recipe.objective.fields)
     objective.check(recipe.actor.kernel_backend, recipe.mixes_policies)
     _check_steps(recipe, objective.updates_a_step)
@@ -69,6 +72,15 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
     if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("[run] wandb = true, but wandb is not installed: pip install wandb")
     check_layout(recipe, hf, nodes if optimizes else None)
+
+
+def check_layers(recipe: Recipe, hf: dict[str, Any]) -> None:
+    """`UserError` if the actor's layers would be Transformer Engine's, which this model's attention does not have."""
+    if recipe.actor.layer_kind == "transformer_engine" and family_of(hf).attention.torch_layers_alone:
+        raise UserError(
+            f"[actor] layers = {recipe.actor.layers!r}: the attention of {hf['model_type']} was never compared with "
+            'Transformer Engine\'s layers; use "torch"'
+        )
 
 
 def _check_steps(recipe: Recipe, updates: int) -> None:

@@ -1,5 +1,6 @@
 """One gloo rank with Megatron's groups for all tests of the actor, and tiny Hugging Face models."""
 
+import json
 import os
 
 import pytest
@@ -32,6 +33,41 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=8192,
 )
+GLM = dict(
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    first_k_dense_replace=1,
+    attention_bias=True,
+    routed_scaling_factor=1.5,
+    num_nextn_predict_layers=0,
+)
+DEEPSEEK = dict(
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    moe_intermediate_size=24,
+    first_k_dense_replace=1,
+    n_group=4,
+    topk_group=2,
+    q_lora_rank=24,
+    kv_lora_rank=20,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    num_key_value_heads=4,
+    head_dim=8,
+    num_nextn_predict_layers=0,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=4.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        original_max_position_embeddings=16,
+    ),
+)
 FAMILIES = {
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
     "qwen3_moe_unnormalised": dict(
@@ -42,12 +78,36 @@ FAMILIES = {
     "qwen2": dict(head_dim=8),
     "llama": {},
     "llama_rope_scaling": dict(rope_parameters=LLAMA3_ROPE),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "olmoe": dict(num_experts=4, num_experts_per_tok=2, head_dim=8),
+    "olmoe_normalised": dict(num_experts=4, num_experts_per_tok=2, head_dim=8, norm_topk_prob=True),
+    "qwen2_moe": dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        head_dim=8,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[1],
+    ),
+    "glm4_moe": GLM,
+    "glm4_moe_qk_norm": GLM | dict(use_qk_norm=True, attention_bias=False, n_shared_experts=2),
+    "deepseek_v3": DEEPSEEK,
+    "deepseek_v3_moonlight": DEEPSEEK
+    | dict(q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=None, rms_norm_eps=1e-5),
+}
+MODEL_TYPES = {  # of those that are not called as it
+    "qwen3_moe_unnormalised": "qwen3_moe",
+    "qwen3_tied": "qwen3",
+    "llama_rope_scaling": "llama",
+    "olmoe_normalised": "olmoe",
+    "glm4_moe_qk_norm": "glm4_moe",
+    "deepseek_v3_moonlight": "deepseek_v3",
 }
 
 
 def make_hf_model(family: str, **changes):
     """A random float32 model whose norms and biases are not at their trivial initial values."""
-    model_type = "qwen3_moe" if "moe" in family else family.split("_")[0]
+    model_type = MODEL_TYPES.get(family, family)
     settings = SHAPE | FAMILIES[family] | changes
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).float().eval()
@@ -56,7 +116,19 @@ def make_hf_model(family: str, **changes):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
         elif name.endswith("bias"):
             torch.nn.init.normal_(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.3)
     return model
+
+
+def read_settings(folder, family, **changes):
+    """Settings of a tiny model as megarl reads them from a config.json in ``folder``."""
+    from megarl.models.hf_config import read_hf_config
+
+    settings = SHAPE | {"model_type": MODEL_TYPES.get(family, family)} | FAMILIES[family] | changes
+    (folder / "config.json").write_text(json.dumps(settings))
+    return read_hf_config(folder)
 
 
 def make_recipe(model_path="model", **tables):

@@ -10,6 +10,9 @@ from pathlib import Path
 
 WORLD = 4  # processes
 MOE = ("qwen3_moe_fused", "qwen3_moe_single", "qwen3_moe_large_fused")
+# families whose names and cuts differ, in the layouts that cut most of them
+OTHERS = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3")
+OTHER_LAYOUTS = ("tp2_ep2", "pp2_vpp2")
 DENSE = ("qwen3", "qwen3_tied", "qwen2", "qwen2_tied", "llama", "llama_tied")
 LAYOUTS = {  # name: ranks, settings of [actor]
     "one": (1, {}),
@@ -30,7 +33,8 @@ LAYOUTS = {  # name: ranks, settings of [actor]
 
 def families(layout: str) -> tuple[str, ...]:
     """Expert parallelism is for models that have experts."""
-    return MOE if "expert_parallel" in LAYOUTS[layout][1] else MOE + DENSE
+    known = MOE if "expert_parallel" in LAYOUTS[layout][1] else MOE + DENSE
+    return known + OTHERS if layout in OTHER_LAYOUTS else known
 
 
 def peak_memory(function) -> int:
@@ -60,7 +64,7 @@ def main(rank: int, root: Path) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     give_freed_blocks_back()
-    sources = {name: root / "models" / name for name in MOE + DENSE}
+    sources = {name: root / "models" / name for name in MOE + DENSE + OTHERS}
     for layout, (ranks, table) in LAYOUTS.items():
         if rank < ranks:
             store = dist.FileStore(str(root / f"store_{layout}"), ranks)

@@ -78,14 +78,14 @@ LAYOUTS = {
 
 
 @torch.no_grad()
-def seal_rollouts(model: Any, directory: Path) -> None:
+def seal_rollouts(model: Any, directory: Path, updates: int = UPDATES) -> None:
     """Random responses with the log-probs of a policy near `model`, as a stale engine would have stored them."""
     from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
 
     rng = np.random.default_rng(0)
     writer = RolloutWriter(directory, weights_hash="test", logprob_mode="exact")
     groups = []
-    for group_id in range(UPDATES * PROMPTS):
+    for group_id in range(updates * PROMPTS):
         prompt, responses = rng.integers(2, 67, rng.integers(1, 6)).astype(np.int32), []
         for sample in range(4):
             tokens = rng.integers(2, 67, rng.integers(1, 20)).astype(np.int32)

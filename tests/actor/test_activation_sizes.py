@@ -11,7 +11,8 @@ from tests.actor.conftest import SHAPE, make_recipe
 pytestmark = pytest.mark.usefixtures("one_rank")
 HF = SHAPE | dict(
     hidden_size=128, intermediate_size=320, num_attention_heads=8, head_dim=16, moe_intermediate_size=96,
-    num_experts_per_tok=2, norm_topk_prob=True, rope_theta=1e4, rope_scaling_factor=None, max_position_embeddings=1024,
+    num_experts_per_tok=2, norm_topk_prob=True, rope_theta=1e4, rope_scaling_factor=None, rotary_fraction=1.0,
+    max_position_embeddings=1024,
 )  # fmt: skip
 TOKENS = 1000
 
@@ -21,7 +22,8 @@ def saved_bytes(family, layers, recompute):
     from megarl.actor.model import build_model
     from megarl.actor.packing import Sample, micro_batches
 
-    hf = HF | {"model_type": family, "num_hidden_layers": layers, "num_experts": 8 if "moe" in family else None}
+    hf = HF | OTHERS.get(family, {}) | {"model_type": family, "num_hidden_layers": layers}
+    hf |= {"num_experts": 8 if "moe" in family or family == "deepseek_v3" else None}
     (model,) = build_model(hf, make_recipe(actor={"recompute": recompute}))
     length = TOKENS // 4
     samples = [Sample(np.zeros(1, np.int32), np.arange(length - 1) % 67, np.zeros(length - 1), 1.0) for _ in range(4)]
@@ -41,12 +43,36 @@ def saved_bytes(family, layers, recompute):
     return sum(saved.values())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+OTHERS = {
+    "olmoe": {},
+    "qwen2_moe": dict(shared_expert_intermediate_size=200),
+    "glm4_moe": dict(
+        use_qk_norm=True, attention_bias=False, n_shared_experts=2, n_group=1, topk_group=1, routed_scaling_factor=1.5,
+        first_k_dense_replace=0, rotary_fraction=0.5,
+    ),
+    "deepseek_v3": dict(
+        n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=2.5, first_k_dense_replace=0, rope_yarn=None,
+        q_lora_rank=96, kv_lora_rank=80, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=16,
+    ),
+}  # fmt: skip
+
+
+def test_a_layer_without_experts_of_a_model_that_has_some():
+    hf = HF | OTHERS["glm4_moe"] | {"model_type": "glm4_moe", "num_experts": 8, "first_k_dense_replace": 1}
+    dense = HF | {"model_type": "qwen3", "num_experts": None}
+    sizes_of = [sizes.layer_activation_bytes(hf, Layout(1), TOKENS, dense=True)]
+    sizes_of.append(sizes.layer_activation_bytes(dense, Layout(1), TOKENS))
+    assert sizes_of[0] == sizes_of[1] < sizes.layer_activation_bytes(hf, Layout(1), TOKENS)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", *OTHERS])
 def test_one_layer(family):
-    hf = HF | {"model_type": family, "num_experts": 8 if "moe" in family else None}
+    hf = HF | OTHERS.get(family, {}) | {"model_type": family}
+    hf |= {"num_experts": 8 if "moe" in family or family == "deepseek_v3" else None}
     measured = saved_bytes(family, 2, "none") - saved_bytes(family, 1, "none")
     # on the CPU an RMSNorm is not fused and keeps its normalised input too
-    norms = 2 * 128 + (128 + 32 if family.startswith("qwen3") else 0)
+    of_attention = dict.fromkeys(("qwen3", "qwen3_moe", "glm4_moe"), 128 + 32) | {"deepseek_v3": 96 + 80}
+    norms = 2 * 128 + of_attention.get(family, 0)
     expected = sizes.layer_activation_bytes(hf, Layout(1), TOKENS, width=4) + 4 * norms * TOKENS
     assert expected == pytest.approx(measured, rel=0.02)
 

@@ -8,7 +8,7 @@ from tests.actor.conftest import SHAPE, make_recipe
 from tests.actor.flash import flash_attention_on
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-HF = SHAPE | dict(model_type="qwen3", num_experts=None, rope_theta=1e4, rope_scaling_factor=None)
+HF = SHAPE | dict(model_type="qwen3", num_experts=None, rope_theta=1e4, rope_scaling_factor=None, rotary_fraction=1.0)
 LENGTHS = np.array([4, 4, 12, 20])
 
 

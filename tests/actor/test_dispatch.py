@@ -3,11 +3,16 @@
 import pytest
 import torch
 
-from tests.actor.conftest import SHAPE, make_recipe
+from tests.actor.conftest import SHAPE, make_recipe, read_settings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 HF = SHAPE | dict(
-    num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, rope_theta=1e4, rope_scaling_factor=None
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    norm_topk_prob=True,
+    rope_theta=1e4,
+    rope_scaling_factor=None,
+    rotary_fraction=1.0,
 )
 
 
@@ -56,23 +61,24 @@ def test_chunks_of_several_ranks_are_put_in_order():
     assert chunk_order(chunks, 10).tolist() == [0, 1, 5, 6, 7, 8, 9, 2, 3, 4]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "llama", "glm4_moe", "deepseek_v3_moonlight"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_layers_ask_the_device_for_nothing(family, recompute):
+def test_layers_ask_the_device_for_nothing(tmp_path, family, recompute):
     """Forward and backward pass on tensors without values: `.item()`, `.tolist()` and masks would raise."""
     from megarl.actor.model import build_model
     from megarl.actor.packing import Sample, micro_batches
 
     meta = torch.device("meta")
-    hf = HF | {"model_type": family, "num_experts": 4 if "moe" in family else None}
-    (model,) = build_model(hf, make_recipe(actor={"recompute": recompute}))
+    (model,) = build_model(read_settings(tmp_path, family), make_recipe(actor={"recompute": recompute}))
     samples = [
         Sample(torch.ones(2).int().numpy(), torch.ones(n).int().numpy(), torch.zeros(n).numpy(), 1.0) for n in (3, 3, 5)
     ]
     (batch,) = micro_batches(samples, 100, torch.device("cpu"))
     model.to(meta, torch.bfloat16)  # as on GPUs; `grouped_mm` has no float32 without values
     model.config.params_dtype = torch.bfloat16
-    model.rotary_pos_emb.inv_freq = model.rotary_pos_emb.inv_freq.to(meta)
+    latent = model.config.multi_latent_attention
+    rotary = model.decoder.layers[0].self_attention.rotary_pos_emb if latent else model.rotary_pos_emb
+    rotary.inv_freq = rotary.inv_freq.to(meta)
     model.post_process = False  # the log-probs are not part of the layers
     for name, value in vars(batch.packed).items():
         if torch.is_tensor(value):
@@ -80,6 +86,15 @@ def test_layers_ask_the_device_for_nothing(family, recompute):
     output = model(batch.tokens.to(meta), batch.positions.to(meta), None, packed_seq_params=batch.packed)
     output.backward(torch.empty_like(output))
     assert all(p.grad is not None for name, p in model.decoder.named_parameters() if "final" not in name)
+
+
+@pytest.mark.parametrize(("overlap", "dispatcher"), [(False, "IndexDispatcher"), (True, "MoEAlltoAllTokenDispatcher")])
+def test_shared_experts_that_a_dispatcher_of_megatrons_computes_stay_with_it(tmp_path, overlap, dispatcher):
+    from megarl.actor.model import build_model
+
+    recipe = make_recipe(megatron={"moe_shared_expert_overlap": overlap})
+    (model,) = build_model(read_settings(tmp_path, "qwen2_moe"), recipe)
+    assert type(model.decoder.layers[0].mlp.token_dispatcher).__name__ == dispatcher
 
 
 def test_megatron_knows_what_it_builds(caplog):

@@ -9,7 +9,7 @@ from tests.actor.conftest import SHAPE, make_recipe
 pytestmark = pytest.mark.usefixtures("one_rank")
 HF = SHAPE | dict(
     model_type="qwen3_moe", num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, rope_theta=1e4,
-    rope_scaling_factor=None,
+    rope_scaling_factor=None, rotary_fraction=1.0,
 )  # fmt: skip
 
 

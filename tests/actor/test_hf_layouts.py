@@ -1,6 +1,7 @@
 """Hugging Face -> Megatron -> Hugging Face is the identity, byte for byte, through every layout, in bounded memory."""
 
 import json
+from functools import reduce
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import save_file
 
 from megarl.storage.weights import weight_files
 from tests.actor import hf_worker
-from tests.actor.conftest import LLAMA3_ROPE, SHAPE
+from tests.actor.conftest import FAMILIES, LLAMA3_ROPE, SHAPE
 from tests.actor.ranks import once, run_ranks
 
 SHAPES = SHAPE | {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 24}
@@ -27,6 +28,8 @@ MODELS = {
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}, torch.bfloat16, 10**9),
     "llama_tied": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}, torch.bfloat16, 10**9),
 }
+OTHERS = {"olmoe": {"head_dim": 4}, "glm4_moe": {"num_nextn_predict_layers": 1}}
+MODELS |= {name: (name, FAMILIES[name] | OTHERS.get(name, {}), torch.bfloat16, 20_000) for name in hf_worker.OTHERS}
 CASES = [(layout, name) for layout in hf_worker.LAYOUTS for name in hf_worker.families(layout)]
 
 
@@ -41,11 +44,17 @@ def make_model(directory, name):
     tensors = {key: torch.randn(value.shape).to(dtype) for key, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
-    assert any(key.endswith("experts.gate_up_proj") for key in tensors) == (model_type == "qwen3_moe")
+    fused = any(key.endswith("experts.gate_up_proj") for key in tensors)
+    assert fused == (model_type in ("qwen3_moe", *hf_worker.OTHERS))
     if not name.endswith("fused"):
         tensors = dict(pair for item in tensors.items() for pair in one_tensor_an_expert(*item))
     if name == "qwen3_moe_single":
         tensors |= {k: v.float() for k, v in tensors.items() if k.endswith("mlp.gate.weight")}  # two dtypes in a file
+    if name == "mixtral":
+        names = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        tensors = {reduce(lambda key, pair: key.replace(*pair), names.items(), k): v for k, v in tensors.items()}
+    if name == "glm4_moe":  # a layer that predicts the token after the next one
+        tensors |= {f"model.layers.4.{key}": torch.randn(5, 3).to(dtype) for key in ("enorm.weight", "mlp.gate.weight")}
     (directory / "tokenizer.json").write_text('{"any": "bytes"}')
     (directory / "generation_config.json").write_text("{}")
     save_files(tensors, directory, file_bytes)

@@ -2,28 +2,46 @@
 
 import json
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from megarl.errors import UserError
-from megarl.models import FAMILIES
+from megarl.models import FAMILIES, families, families_of
 from megarl.models.hf_config import read_hf_config
-
-CONFIG = dict(
-    hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=67, rms_norm_eps=1e-6,
-)  # fmt: skip
-EXPERTS = dict(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24)
+from megarl.recipe.layout import Layout
+from tests.actor.conftest import FAMILIES as MODELS
+from tests.actor.conftest import MODEL_TYPES, SHAPE, read_settings
+from tests.helpers import ROOT
 
 
-def read(folder, model_type, **settings):
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"model_type": model_type} | settings))
-    return read_hf_config(folder)
+def settings_of(name):
+    """Settings of a tiny model of `tests.actor.conftest`, as config.json states them."""
+    return SHAPE | {"model_type": MODEL_TYPES.get(name, name)} | MODELS[name]
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_family_is_the_file_of_its_name(model_type):
-    assert import_module(f"megarl.models.{model_type}").FAMILY is FAMILIES[model_type]
+def test_a_family_is_the_short_file_of_its_name_and_no_other_file_knows_it(model_type):
+    module = import_module(f"megarl.models.families.{model_type}")
+    assert module.FAMILY is FAMILIES[model_type]
+    assert len(Path(module.__file__).read_text().splitlines()) < 120
+    package = (ROOT / "megarl").rglob("*.py")
+    naming = [
+        path for path in package if f'"{model_type}"' in path.read_text() or f"families.{model_type}" in str(path)
+    ]
+    assert naming == []
+
+
+def test_a_new_file_is_a_new_family(tmp_path, monkeypatch):
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    text = Path(import_module("megarl.models.families.qwen2_moe").__file__).read_text()
+    (tmp_path / "new_moe.py").write_text(text)
+    found, _ = families_of(families)
+    assert set(found) == {*FAMILIES, "new_moe"}
+    for name, family in found.items():
+        monkeypatch.setitem(FAMILIES, name, family)
+    hf = read_settings(tmp_path, "qwen2_moe", model_type="new_moe")
+    assert found["new_moe"].tensor_names(hf) == FAMILIES["qwen2_moe"].tensor_names(hf | {"model_type": "qwen2_moe"})
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -32,47 +50,131 @@ def test_a_family_is_the_file_of_its_name(model_type):
     [
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
         ({"mlp_bias": True}, "mlp_bias = True is not supported, only False"),
-        ({"use_sliding_window": True}, "use_sliding_window = True is not supported, only False"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' is not supported; known are default, llama3"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "'linear' is not supported; known are default, llama3"),
         (
-            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}},
-            "rope low_freq_factor = 2.0 is not supported, only 1.0",
+            {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None},
+            "'dynamic' is not supported; known are default",
         ),
+        ({"rope_parameters": {"rope_type": "linear"}}, "'linear' is not supported; known are default"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(tmp_path, model_type, settings, words):
-    read(tmp_path, model_type)
+    read_settings(tmp_path, model_type)
     with pytest.raises(UserError, match=words):
-        read(tmp_path, model_type, **settings)
+        read_settings(tmp_path, model_type, **settings)
 
 
-def test_attention_biases_are_a_qwen2s(tmp_path):
-    read(tmp_path, "qwen2", attention_bias=True)
-    for model_type in set(FAMILIES) - {"qwen2"}:
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
+YARN = MODELS["deepseek_v3"]["rope_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True is not supported, only False"),
+        (
+            "qwen3",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "'yarn' is not supported; known are default, llama3",
+        ),
+        ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor = 2.0 .*, only 1.0"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported for qwen3"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096 is not supported for mixtral, only None"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported for olmoe, only None"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias = False is not supported for qwen2_moe, only True"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob = False .* Megatron-Core normalises"),
+        ("glm4_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1: Megatron-Core normalises"),
+        ("deepseek_v3", {"topk_group": 1}, "topk_group = 1: a group's score is the sum of its two best"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False is not supported"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias = True is not supported"),
+        ("deepseek_v3", {"v_head_dim": 25}, "v_head_dim = 25 is more than"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0}}, "'yarn' needs mscale"),
+        (
+            "deepseek_v3",
+            {"rope_parameters": YARN | {"attention_factor": 1.5}},
+            "attention_factor = 1.5 is not supported",
+        ),
+        (
+            "llama",
+            {"model_type": "qwen3_next"},
+            "'qwen3_next' is not supported: the gated delta net of Megatron-Core 0.16",
+        ),
+        ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, llama, mixtral"),
+    ],
+)
+def test_what_a_family_would_compute_otherwise_is_refused(tmp_path, name, settings, words):
+    read_settings(tmp_path, name)
+    with pytest.raises(UserError, match=words):
+        read_settings(tmp_path, name, **settings)
+
+
+def test_attention_biases_are_for_families_that_have_them(tmp_path):
+    read_settings(tmp_path, "qwen2", attention_bias=True)
+    for model_type in ("llama", "qwen3", "qwen3_moe", "mixtral", "olmoe"):
         with pytest.raises(UserError, match=f"attention_bias = true is not supported for {model_type}"):
-            read(tmp_path, model_type, attention_bias=True)
+            read_settings(tmp_path, model_type, attention_bias=True)
 
 
-@pytest.mark.parametrize("settings", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
-def test_layers_without_experts_are_refused(tmp_path, settings):
-    with pytest.raises(UserError, match="mix dense and sparse layers"):
-        read(tmp_path, "qwen3_moe", **EXPERTS, **settings)
+def test_a_setting_that_is_missing_is_named(tmp_path):
+    lacking = {key: value for key, value in settings_of("deepseek_v3").items() if key != "kv_lora_rank"}
+    (tmp_path / "config.json").write_text(json.dumps(lacking | {"v_head_dim": 12}))
+    hf = read_hf_config(tmp_path)  # what only the model needs is found when it is built
+    with pytest.raises(KeyError, match="kv_lora_rank"):
+        FAMILIES["deepseek_v3"].megatron_settings(hf)
+    del lacking["v_head_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(lacking))
+    with pytest.raises(UserError, match="lacks 'v_head_dim', which a deepseek_v3 has"):
+        read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_defaults_are_those_of_transformers(model_type):
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(model_type).to_dict()
+    theirs |= theirs["rope_parameters"]
+    ours = FAMILIES[model_type].defaults
+    names = {"num_nextn_predict_layers": "num_mtp_layers"}
+    assert {key: theirs.get(names.get(key, key), value) for key, value in ours.items()} == dict(ours)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_tensor_names_are_those_of_transformers(tmp_path, model_type, tied):
+@pytest.mark.parametrize("name", MODELS)
+def test_tensor_names_are_those_of_transformers(tmp_path, name, tied):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = EXPERTS if model_type == "qwen3_moe" else {}
-    hf = read(tmp_path, model_type, tie_word_embeddings=tied, **settings)
-    config = AutoConfig.for_model(model_type, **CONFIG, tie_word_embeddings=tied, **settings)
+    hf = read_settings(tmp_path, name, tie_word_embeddings=tied)
+    config = AutoConfig.for_model(**settings_of(name) | {"tie_word_embeddings": tied})
     with torch.device("meta"):
         theirs = set(AutoModelForCausalLM.from_config(config).state_dict())
-    fused = {name for name in theirs if ".experts." in name}  # transformers has all experts in one tensor
-    ours = FAMILIES[model_type].tensor_names(hf)
-    experts = {name for name in ours if ".experts." in name}
+    if hf["model_type"] == "mixtral":  # published, and saved by transformers, under an older name
+        theirs = {key.replace(".mlp.", ".block_sparse_moe.") for key in theirs}
+    fused = {key for key in theirs if ".experts." in key}  # transformers has all experts of a layer in one tensor
+    ours = FAMILIES[hf["model_type"]].tensor_names(hf)
+    experts = {key for key in ours if ".experts." in key}
     assert ours - experts == theirs - fused - ({"lm_head.weight"} if tied else set())
-    assert len(experts) == (2 * 3 * 3 if settings else 0)  # layers, experts, matrices
+    sparse = hf["num_hidden_layers"] - hf["dense_layers"]
+    assert len(experts) == sparse * (hf["num_experts"] or 0) * 3 and len(fused) == 2 * sparse
+
+
+def test_layers_with_and_without_experts(tmp_path):
+    def pattern(name, **settings):
+        hf = read_settings(tmp_path, name, num_hidden_layers=4, **settings)
+        return FAMILIES[hf["model_type"]].megatron_settings(hf).get("moe_layer_freq")
+
+    assert pattern("qwen3_moe") is None
+    assert pattern("qwen3_moe", decoder_sparse_step=2) == [0, 1, 0, 1]
+    assert pattern("qwen2_moe", mlp_only_layers=[0, 3]) == [0, 1, 1, 0]
+    assert pattern("glm4_moe", first_k_dense_replace=3) == [0, 0, 0, 1]
+
+
+def test_tensor_parallelism_must_divide_every_width(tmp_path):
+    glm = read_settings(tmp_path, "glm4_moe", n_shared_experts=1, moe_intermediate_size=25)
+    (problem,) = Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(glm)
+    assert problem == "tensor_parallel = 2 does not divide the model's width of its shared experts = 25"
+    dense = read_settings(tmp_path, "glm4_moe", intermediate_size=49)
+    (problem,) = Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(dense)
+    assert problem == "tensor_parallel = 2 does not divide the model's intermediate_size = 49"
+    sparse = read_settings(tmp_path, "qwen3_moe", intermediate_size=49)  # which no layer has
+    assert list(Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(sparse)) == []

@@ -8,9 +8,10 @@ from tests.actor.conftest import make_recipe
 
 MOE = dict(
     num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=48, num_experts=128,
-    moe_intermediate_size=768, intermediate_size=6144,
+    moe_intermediate_size=768, intermediate_size=6144, dense_layers=0,
+    divided={"num_attention_heads": 32, "num_key_value_heads": 4},
 )  # fmt: skip
-DENSE = MOE | {"num_experts": None}
+DENSE = MOE | {"num_experts": None, "divided": MOE["divided"] | {"intermediate_size": 6144}}
 
 
 def check(hf, megatron=None, **actor):
@@ -89,3 +90,10 @@ def test_nodes_add_ranks_and_engines_alone_need_none():
     check_layout(recipe, MOE, nodes=None)
     with pytest.raises(UserError, match=r"processes_per_node \* nodes = 24"):
         check_layout(recipe, MOE, nodes=3)
+
+
+def test_what_engines_record_of_dense_layers_is_not_replayed():
+    with pytest.raises(UserError, match="3 layers of this model have no experts.*never checked"):
+        check(MOE | {"dense_layers": 3}, routing_replay="engine")
+    check(MOE | {"dense_layers": 3}, routing_replay="actor")
+    check(MOE, routing_replay="engine")

@@ -4,4 +4,4 @@ from megarl.models.attention import GroupedQueryAttention
 from megarl.models.family import Family
 from megarl.models.feed_forward import GatedMlp
 
-FAMILY = Family(GroupedQueryAttention(qk_norm=True), GatedMlp())
+FAMILY = Family(GroupedQueryAttention(qk_norm="head"), GatedMlp())

@@ -1,0 +1,124 @@
+"""Multi-head latent attention of plain torch modules, over packed sequences.
+
+Megatron-Core 0.16.1's own, in its torch-native form, cuts both down-projections over tensor parallelism and gathers
+their outputs again; the gradient of the rotated part of a key, to which the heads of every rank contribute, then stays
+that of one rank's heads. It also asks the device for lengths in every layer. Here the down-projections are whole on
+every rank, as in its form for Transformer Engine, and tokens are rotated by their positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules, MultiLatentAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from megarl.actor.attention import PackedSequences, RMSNorm, rotate
+from megarl.errors import UserError
+
+if not isinstance(multi_latent_attention.TELinear, type):
+    # without Transformer Engine Megatron-Core 0.16.1 has mocks for its classes, which this module takes for real
+    multi_latent_attention.HAVE_TE = False
+
+LATENT_EPSILON = 1e-6  # of the norms of latents in transformers 5.19, whatever rms_norm_eps is
+
+
+class WholeLinear(torch.nn.Linear):
+    """A linear layer without bias that every tensor-parallel rank has, each for its share of the tokens."""
+
+    def __init__(self, inputs: int, outputs: int, config: MLATransformerConfig) -> None:
+        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
+        # the attribute makes Megatron reduce the gradient over tensor parallelism
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class LatentAttention(MultiLatentAttention):
+    """Megatron's interface of attention, and its names of parameters."""
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **more: Any,  # of Megatron-Core 0.19
+    ) -> None:
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, groups, **more)
+        if self.recompute_up_proj:
+            raise UserError('[megatron] recompute_modules: layers = "torch" have no "mla_up_proj"')
+        heads, queries = config.num_attention_heads, config.num_attention_heads * self.q_head_dim
+        if config.q_lora_rank is None:
+            self.linear_q_proj = self._column_parallel(config.hidden_size, queries)
+        else:
+            self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
+            self.q_layernorm = RMSNorm(config, config.q_lora_rank, LATENT_EPSILON)
+            self.linear_q_up_proj = self._column_parallel(config.q_lora_rank, queries)
+        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = WholeLinear(config.hidden_size, width, config)
+        self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, LATENT_EPSILON)
+        self.linear_kv_up_proj = self._column_parallel(
+            config.kv_lora_rank, heads * (config.qk_head_dim + config.v_head_dim)
+        )
+
+    def _column_parallel(self, inputs: int, outputs: int) -> ColumnParallelLinear:
+        return ColumnParallelLinear(
+            inputs,
+            outputs,
+            config=self.config,
+            init_method=self.config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.tp_group,
+        )
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T / tp, 1, hidden] -> queries and keys [T, heads, q_head_dim], values [T, heads, v_head_dim], latents."""
+        assert packed_seq_params is not None and packed_seq_params.rotary is not None, "megarl packs every batch"
+        config, heads, rotary = self.config, self.num_attention_heads_per_partition, packed_seq_params.rotary
+        hidden = query_latent = hidden_states[:, 0]
+        if config.q_lora_rank is None:
+            query = self.linear_q_proj(hidden)[0]
+        else:
+            query_latent = self.q_layernorm(self.linear_q_down_proj(hidden))
+            query = self.linear_q_up_proj(query_latent)[0]
+        rotated = config.qk_pos_emb_head_dim
+        latent, shared_key = self.linear_kv_down_proj(hidden).split([config.kv_lora_rank, rotated], -1)
+        latent = self.kv_layernorm(latent)
+        if config.sequence_parallel:  # its gradient is the sum over all ranks' heads
+            shared_key = gather_from_sequence_parallel_region(shared_key, group=self.tp_group)
+        key_value = self.linear_kv_up_proj(latent)[0].view(-1, heads, config.qk_head_dim + config.v_head_dim)
+        key, value = key_value.split([config.qk_head_dim, config.v_head_dim], -1)
+        query, query_rotated = query.view(-1, heads, self.q_head_dim).split([config.qk_head_dim, rotated], -1)
+        query = torch.cat([query, rotate(_halves(query_rotated), *rotary)], -1)
+        shared_key = rotate(_halves(shared_key[:, None]), *rotary)
+        return query, torch.cat([key, shared_key.expand(-1, heads, -1)], -1), value, query_latent, latent
+
+    @property
+    def inverse_frequencies(self) -> torch.Tensor:
+        """[qk_pos_emb_head_dim / 2] of the rotary embedding, YaRN's too: its angles at position 1."""
+        if self.config.rope_type == "rope":
+            return self.rotary_pos_emb.inv_freq
+        angles, _ = self.rotary_pos_emb.get_emb(1, offset=1)
+        return angles[0, 0, 0, : self.config.qk_pos_emb_head_dim // 2]
+
+
+def _halves(x: torch.Tensor) -> torch.Tensor:
+    """Neighbours, the two coordinates of DeepSeek's weights, as two halves."""
+    return torch.cat([x[..., 0::2], x[..., 1::2]], -1)

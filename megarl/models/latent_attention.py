@@ -1,0 +1,105 @@
+"""Multi-head latent attention: DeepSeek-V2 and later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from megarl.models.family import Hf, Kept, tokens_between, tokens_inside
+from megarl.models.tensors import TensorNames
+from megarl.recipe.layout import Layout
+
+
+@dataclass(frozen=True)
+class MultiHeadLatentAttention:
+    """Keys and values are made from one small vector a token, which is what an engine caches.
+
+    DeepSeek-AI 2024, arXiv 2405.04434, section 2.1. A key is a part of each head and a rotated part of all heads.
+    """
+
+    rope_types: ClassVar[tuple[str, ...]] = ("default", "yarn")
+    partial_rotary: ClassVar[bool] = False
+    norms_all_heads: ClassVar[bool] = False
+    torch_layers_alone: ClassVar[bool] = True  # `megarl.actor.latent_attention` says why
+
+    def problems(self, hf: Hf) -> Iterator[str]:
+        for name, only in (("attention_bias", False), ("rope_interleave", True)):
+            if hf.get(name, only) != only:
+                yield f"{name} = {hf[name]!r} is not supported for {hf['model_type']}, only {only!r}"
+        if hf["v_head_dim"] > self.query_dim(hf):
+            yield f"v_head_dim = {hf['v_head_dim']} is more than qk_nope_head_dim + qk_rope_head_dim"
+
+    @staticmethod
+    def query_dim(hf: Hf) -> int:
+        """Of one head of a query or key."""
+        return int(hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
+
+    def divided(self, hf: Hf) -> dict[str, int]:
+        return {"num_attention_heads": hf["num_attention_heads"]}
+
+    def megatron_settings(self, hf: Hf) -> dict[str, Any]:
+        settings = dict(
+            multi_latent_attention=True,
+            num_attention_heads=hf["num_attention_heads"],
+            num_query_groups=hf["num_attention_heads"],
+            kv_channels=self.query_dim(hf),
+            q_lora_rank=hf["q_lora_rank"],
+            kv_lora_rank=hf["kv_lora_rank"],
+            qk_head_dim=hf["qk_nope_head_dim"],
+            qk_pos_emb_head_dim=hf["qk_rope_head_dim"],
+            v_head_dim=hf["v_head_dim"],
+            qk_layernorm=True,
+            rope_type="rope",
+            rotary_base=hf["rope_theta"],
+            rotary_scaling_factor=1.0,
+            mscale_all_dim=0.0,
+        )
+        yarn = hf["rope_yarn"]
+        if yarn is not None:
+            settings |= dict(
+                rope_type="yarn",
+                rotary_scaling_factor=yarn["factor"],
+                original_max_position_embeddings=yarn["original_max_position_embeddings"],
+                beta_fast=yarn.get("beta_fast") or 32,
+                beta_slow=yarn.get("beta_slow") or 1,
+                mscale=yarn["mscale"],
+                mscale_all_dim=yarn["mscale_all_dim"],
+            )
+        return settings
+
+    def tensors(self, hf: Hf) -> dict[str, TensorNames]:
+        def one(name: str, split: int | None = None) -> TensorNames:
+            return TensorNames((f"self_attn.{name}.weight",), split)
+
+        found = {
+            "input_layernorm.weight": TensorNames(("input_layernorm.weight",)),
+            "self_attention.linear_proj.weight": one("o_proj", 1),
+            "self_attention.linear_kv_down_proj.weight": one("kv_a_proj_with_mqa"),
+            "self_attention.kv_layernorm.weight": one("kv_a_layernorm"),
+            "self_attention.linear_kv_up_proj.weight": one("kv_b_proj", 0),
+        }
+        if hf["q_lora_rank"] is None:
+            return found | {"self_attention.linear_q_proj.weight": one("q_proj", 0)}
+        return found | {
+            "self_attention.linear_q_down_proj.weight": one("q_a_proj"),
+            "self_attention.q_layernorm.weight": one("q_a_layernorm"),
+            "self_attention.linear_q_up_proj.weight": one("q_b_proj", 0),
+        }
+
+    def kept(self, hf: Hf, layout: Layout, tokens: int) -> Kept:
+        inside, between = tokens_inside(layout, tokens), tokens_between(layout, tokens)
+        heads = hf["num_attention_heads"] / layout.tensor_parallel
+        width, latent = self.query_dim(hf), hf["kv_lora_rank"]
+        # both projections down; the latents, normalised; queries, keys and values of one width, and what they attend to
+        elements = between * (2 * latent + hf["qk_rope_head_dim"] + 2 * (hf["q_lora_rank"] or 0))
+        elements += inside * heads * (4 * width + hf["v_head_dim"])
+        if layout.context_parallel > 1:
+            elements += 2 * tokens * heads * width  # keys and values of all ranks
+        return Kept(elements, inside * heads)  # log-sum-exp
+
+    def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
+        return int(hf["kv_lora_rank"] + hf["qk_rope_head_dim"])  # on every rank
+
+    def flops(self, hf: Hf, length: float) -> float:
+        return float(hf["num_attention_heads"] * (self.query_dim(hf) + hf["v_head_dim"]) * length**2)

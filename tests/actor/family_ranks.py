@@ -1,0 +1,83 @@
+"""What one rank of `test_family_layouts` does: each family in the layouts that its layers may be cut by."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.objectives import build_objective
+from tests.actor.layout_ranks import LAYOUTS, join, recipe_of, update_samples, whole_gradient
+
+EVERY = ("one", "TP2 EP2", "PP2", "CP2")
+FAMILIES = {  # of `tests.actor.conftest`, with the layouts of which a family's layers know something
+    "olmoe": ("one", "TP2 EP2"),
+    "qwen2_moe": ("one", "TP2 EP2"),
+    "glm4_moe": ("one", "TP2 EP2", "PP2"),
+    "deepseek_v3": EVERY,
+    "deepseek_v3_moonlight": ("one", "TP2 EP2"),
+}
+CONTINUED = ("olmoe", "glm4_moe", "deepseek_v3")  # from a checkpoint, which each layout of two ranks makes
+
+
+def train(name: str, layout: str, models: Path, rollouts: Path, folder: Path) -> dict[str, Any]:
+    """The first gradient and the losses of two updates, with the experts of the first policy replayed."""
+    from megarl.actor import frozen, packing, step
+
+    # recomputation must give what one rank without it gives
+    table = {"recompute": "none" if layout == "one" else "full", "routing_replay": "actor"}
+    recipe = recipe_of(LAYOUTS[layout], models / name, actor=table)
+    actor = step.Actor.build(recipe, models / name, torch.device("cpu"))
+    actor.frozen.append(frozen.FrozenPolicy.build(("routed_experts",), recipe, models / name))
+    objective = build_objective("reinforce", {})
+    gradient, losses = {}, []
+    for update in range(2):
+        batches = packing.micro_batches(update_samples(rollouts, update), 128, actor.device)
+        if update == 0:
+            step.compute_gradients(actor, batches, objective)
+            gradient = whole_gradient(actor, models / name, folder / f"gradient {layout}")
+        losses.append(step.train_step(actor, batches, objective, lr=1e-2).get("loss"))  # of the last stage
+    return {"gradient": gradient, "losses": losses}
+
+
+def continued(name: str, layout: str, models: Path, rollouts: Path, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """The policy that the last checkpoint of another layout gives, and that of a new one, one update later."""
+    from megarl.actor import checkpoint, packing, step
+    from megarl.actor.hf import export_hf
+    from tests.actor.test_hf_layouts import stored
+
+    recipe, target = recipe_of(LAYOUTS[layout], models / name), folder / f"{name} {layout}"
+    actor = step.Actor.build(recipe, models / name, torch.device("cpu"))
+    found = checkpoint.checkpoints(folder / f"{name} checkpoints")
+    done = checkpoint.load(actor, found[-1][1]) if found else 0
+    export_hf(actor.models, target / "loaded", models / name, 0)
+    batches = packing.micro_batches(update_samples(rollouts, done % 2), 128, actor.device)
+    step.train_step(actor, batches, build_objective("reinforce", {}), lr=1e-2)
+    checkpoint.save(actor, folder / f"{name} checkpoints", done + 1, keep=1)
+    export_hf(actor.models, target / "saved", models / name, 0)
+    return [stored(target / "loaded"), stored(target / "saved")]
+
+
+def worker(rank: int, ranks: int, models: Path, rollouts: Path, folder: Path) -> None:
+    join(rank, ranks, folder)
+    from megatron.core import parallel_state as mpu
+
+    from megarl.actor import parallel
+
+    results: dict[Any, Any] = {}
+    for layout in EVERY:
+        if LAYOUTS[layout].ranks != ranks:
+            continue
+        recipe = recipe_of(LAYOUTS[layout], models / "olmoe")
+        parallel.build_groups(recipe)
+        for name, layouts in FAMILIES.items():
+            if layout in layouts:
+                results[name, layout] = train(name, layout, models, rollouts, folder)
+            if layout in layouts and name in CONTINUED:
+                results[name, layout]["continued"] = continued(name, layout, models, rollouts, folder)
+        if parallel.reports_metrics():
+            torch.save(results, folder / f"{layout}.pt")
+        results.clear()
+        dist.barrier()
+        mpu.destroy_model_parallel()
+    dist.destroy_process_group()

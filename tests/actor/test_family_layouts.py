@@ -1,0 +1,63 @@
+"""No layout changes what the layers of a family compute: shared experts, latent attention, norms of all heads."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.actor.conftest import make_hf_model
+from tests.actor.family_ranks import CONTINUED, EVERY, FAMILIES, worker
+from tests.actor.layout_ranks import seal_rollouts
+from tests.actor.ranks import once, run_ranks
+
+BIAS = "e_score_correction_bias"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    def compute(folder):
+        for name in FAMILIES:
+            model = make_hf_model(name, num_hidden_layers=2, initializer_range=0.1)
+            model.save_pretrained(folder / "models" / name)
+        seal_rollouts(model, folder / "rollouts", updates=2)
+        for ranks in (1, 2):
+            run_ranks(worker, (ranks, folder / "models", folder / "rollouts", folder), ranks)
+
+    folder = once(tmp_path_factory, "family_layouts", compute)
+    return {key: value for layout in EVERY for key, value in torch.load(folder / f"{layout}.pt").items()}
+
+
+CASES = [(name, layout) for name, layouts in FAMILIES.items() for layout in layouts if layout != "one"]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_layout_changes_nothing(results, name, layout):
+    one, other = results[name, "one"], results[name, layout]
+    assert one["gradient"].keys() == other["gradient"].keys()
+    trained = [key for key in one["gradient"] if BIAS not in key]
+    size = sum(float(one["gradient"][key].double().square().sum()) for key in trained)
+    assert size > 1e-6
+    difference = sum(float((other["gradient"][k] - one["gradient"][k]).double().square().sum()) for k in trained)
+    furthest = max(abs(b - a) / abs(a) for a, b in zip(one["losses"], other["losses"], strict=True))
+    print(f"\n{name} {layout}: gradient {(difference / size) ** 0.5:.1e}, loss of 2 updates {furthest:.1e}")
+    assert (difference / size) ** 0.5 < 1e-6
+    assert furthest < 1e-4
+    assert one["losses"][0] != one["losses"][1]
+
+
+@pytest.mark.parametrize("name", CONTINUED)
+def test_a_checkpoint_goes_from_layout_to_layout(results, name):
+    """Each loads what the one before it wrote, bit for bit, and makes an update."""
+    pairs = [results[name, layout]["continued"] for layout in FAMILIES[name]]
+    for (_, written), (loaded, later) in pairwise(pairs):
+        assert all(torch.equal(loaded[key], written[key]) for key in written)
+        assert all(not torch.equal(loaded[key], later[key]) for key in written if key.endswith("norm.weight"))
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
+def test_updates_leave_the_bias_of_the_choice_as_it_was(results, name):
+    for layout in FAMILIES[name]:
+        biases = {key: value for key, value in results[name, layout]["continued"][1].items() if BIAS in key}
+        (key,) = biases
+        before = results[name, "one"]["gradient"][key]  # exported as it was read
+        assert torch.equal(biases[key], before) and float(before.abs().max()) > 0.05
