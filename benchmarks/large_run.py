@@ -31,7 +31,7 @@ from megarl.storage.ledger import LedgerEntry
 from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import Group, Response, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.update_summary import summary
+from megarl.storage.update_summary import ages, summary
 
 SAMPLES, GROUPS_A_SHARD, GROUPS_AN_UPDATE = 8, 125, 125
 TEXT = 64  # tokens that are not 0
@@ -150,7 +150,7 @@ def _line(stage: Stage, groups: list[Group]) -> dict[str, Any]:
     trained = sum(len(response.tokens) for group in groups for response in group.responses)
     prompts = sum((len(group.prompt_tokens) - 1) * len(group.responses) for group in groups)
     counts = {"tokens": trained + prompts, "trained_tokens": trained}
-    return {"stage": 0, "update": update + 1} | stage.age_of(update) | summary(groups) | counts
+    return {"stage": 0, "update": update + 1} | ages(stage, update, groups) | summary(groups) | counts
 
 
 def measure(name: str, arguments: list[str]) -> dict[str, Any]:

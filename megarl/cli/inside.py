@@ -40,7 +40,7 @@ def _add_samples(commands: Commands) -> None:
     sub.add_argument(
         "--reward", type=_range, default=(-math.inf, math.inf), metavar="MIN:MAX", help="one number, or a range"
     )
-    sub.add_argument("--finish", metavar="REASON", help="how it ended: stop, length or timeout")
+    sub.add_argument("--finish", metavar="REASON", help="how it ended: stop, length, timeout or unfinished")
     sub.add_argument("--longer", type=int, default=0, metavar="TOKENS", help="only those with more tokens")
     sub.add_argument("--shorter", type=int, metavar="TOKENS", help="only those with fewer tokens")
     sub.add_argument("--grep", type=_pattern, metavar="REGEX", help="only those whose text has it")

@@ -38,7 +38,7 @@ def check_data(recipe: Recipe, hf: dict[str, Any]) -> None:
     """
     tokenizer = load_tokenizer(recipe.model.tokenizer_path)
     check_tokenizer_fits(tokenizer, recipe.model.path)
-    build_prompts(recipe, tokenizer).check(recipe.schedule.stages * recipe.candidates_per_stage)
+    build_prompts(recipe, tokenizer).check(recipe.prompts_needed)
     rollouts = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     lengths = [("data.max_prompt_tokens + rollout.max_response_tokens", rollouts)]
     for suite in recipe.suites:

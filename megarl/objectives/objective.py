@@ -61,11 +61,11 @@ class Objective:
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         raise UserError(f"{type(self).__name__} has no rule for the fused token pass")
 
-    def check(self, backend: str, live: bool) -> None:
+    def check(self, backend: str, mixes_policies: bool) -> None:
         """`UserError` for what can be known before any process starts: ``backend`` cannot evaluate this objective.
 
-        backend: of the kernels, as in a call. live: of a run whose rollouts come from several policies; any objective
-        can train in it, but not every option.
+        backend: of the kernels, as in a call. mixes_policies: of a run in which several policies generate what a stage
+        trains; any objective can train in it, but not every option.
         """
         if backend != "torch" and not (self.fusible and has_rule(self._rule_name(), backend)):
             raise UserError(

@@ -31,13 +31,13 @@ class Option:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def check(self, live: bool) -> None:
-        """`UserError` if a live run, in which several policies generate a stage's rollouts, cannot have this option."""
-        if live and "old_logprobs" in self.requires:
+    def check(self, mixes_policies: bool) -> None:
+        """`UserError` if a run in which several policies generate what a stage trains cannot have this option."""
+        if mixes_policies and "old_logprobs" in self.requires:
             raise UserError(
                 f"[objective.{name_of(self)}] recomputes log-probs with the policy that generated the stage "
-                "(old_logprobs), but in a live run several do: leave it out, so that those of the engine count, or "
-                '[schedule] kind = "staged"'
+                "(old_logprobs), but in a live run, and with rollout.token_budget, several do: leave it out, so that "
+                'those of the engine count, or [schedule] kind = "staged" without a token_budget'
             )
 
     def before(self, batch: TokenBatch) -> TokenBatch:
@@ -206,11 +206,11 @@ class WithOptions:
     def updates_a_step(self) -> int:
         return self.objective.updates_a_step
 
-    def check(self, backend: str, live: bool) -> None:
+    def check(self, backend: str, mixes_policies: bool) -> None:
         """As `Objective.check`, and for the options."""
-        self.objective.check(backend, live)
+        self.objective.check(backend, mixes_policies)
         for option in self.options:
-            option.check(live)
+            option.check(mixes_policies)
 
     def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> Any:
         return self.objective.statistics(self._seen(batch), group, backend)

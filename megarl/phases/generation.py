@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -11,13 +12,13 @@ from megarl.phases.rollout_worker import Draws, RolloutWorker
 from megarl.phases.scoring import ScoredGroup, SeededPrompt
 from megarl.recipe.schedule import cut_chunks
 from megarl.rollout.engine import never
-from megarl.storage.rollouts import Group
+from megarl.storage.rollouts import Group, Response
 
 STORE_SECONDS = 1.0  # between two shards: a kill loses at most the groups completed in this time
 
 
 def missing_chunks(
-    groups: range, missing: Collection[int], whole: bool, size: int, interval: int | None = None
+    groups: Sequence[int], missing: Collection[int], whole: bool, size: int, interval: int | None = None
 ) -> list[Sequence[int]]:
     """What is still to be generated, as the chunks that engines take: ``missing`` of ``groups``.
 
@@ -27,7 +28,7 @@ def missing_chunks(
     """
     if not whole:
         return [[group] for group in groups if group in missing]
-    parts = cut_chunks(groups, interval or len(groups), size)
+    parts = cut_chunks(groups, interval or max(1, len(groups)), size)
     return [part for part in parts if any(group in missing for group in part)]
 
 
@@ -37,13 +38,18 @@ def generate_rollouts(
     interrupted: Callable[[], bool] = never,
     store_seconds: float = STORE_SECONDS,
     seen: Callable[[ScoredGroup], None] = lambda group: None,
+    begun: Callable[[int], tuple[Response, ...]] = lambda group: (),
+    budget: float = math.inf,
 ) -> Iterator[list[Group]]:
-    """`generate` groups of training prompts as ``[rollout]`` says."""
+    """`generate` groups of training prompts as ``[rollout]`` says.
+
+    begun: what there is of a group, to be continued. budget: tokens that are added to a response at most.
+    """
     table = worker.recipe.rollout
-    draws = Draws(table.responses_per_prompt, table.temperature, table.max_response_tokens)
+    draws = Draws(table.responses_per_prompt, table.temperature, table.max_response_tokens, budget=budget)
 
     def prompt(group: int) -> SeededPrompt:
-        return SeededPrompt(group, worker.prompts.train(group))
+        return SeededPrompt(group, worker.prompts.train(group), begun(group))
 
     return generate(worker, chunks, prompt, draws, interrupted, store_seconds, seen)
 

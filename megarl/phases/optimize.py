@@ -14,7 +14,7 @@ from megarl.phases.stop import StopRequest
 from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates, resume
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
-from megarl.storage.update_summary import older_lags
+from megarl.storage.update_summary import ages
 
 
 def optimize(stage: Stage) -> None:
@@ -59,4 +59,4 @@ class SealedBatches:
             self.exporter.export(version, run.version(version))
 
     def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
-        return self.stage.age_of(update) | older_lags(groups, self.stage.first_update, update)
+        return ages(self.stage, update, groups)

@@ -13,7 +13,9 @@ from megarl.errors import STOPPED
 from megarl.phases.candidates import Candidates
 from megarl.phases.evaluate import start_evaluated
 from megarl.phases.generation import generate_rollouts, missing_chunks
+from megarl.phases.partial_rollouts import PartialRollouts
 from megarl.phases.rollout_stats import RolloutStats
+from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.scoring import ScoredGroup
 from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import never
@@ -33,6 +35,15 @@ def rollout(stage: Stage) -> None:
     if stop.asked:  # also because responses of an evaluation may be unfinished, which are not for the store
         worker.close()
         sys.exit(STOPPED)
+    if stage.rollout.token_budget is None:
+        _rollout_whole(stage, replicas, worker, stop)
+    else:
+        PartialRollouts(stage, replicas, worker, stop).work(stage.rollout.token_budget)
+    replicas.barrier("sealed")
+
+
+def _rollout_whole(stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker, stop: StopRequest) -> None:
+    """Each response is generated to its end."""
     whole, found = worker.engine.repeats_chunks, None
     candidates = Candidates(replicas, stage.groups, stage.run.recipe.groups_per_stage)
     if replicas.rank == 0:  # for everybody: others may see a shared file system as it was a moment ago
@@ -81,4 +92,3 @@ def rollout(stage: Stage) -> None:
         if chosen := candidates.chosen():
             stage.log_event("dynamic_sampling", phase="rollout", **candidates.summary())
         seal(stage.rollouts, stage.groups, chosen)
-    replicas.barrier("sealed")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megarl.phases.scoring import ScoredGroup
+from megarl.storage.shards import any_unfinished
 
 EVENT_SECONDS = 30.0
 SOLVE_RATE_BINS = 5  # none of a group's responses right, three equal parts between, all of them right
@@ -19,16 +20,20 @@ class RolloutStats:
     def __init__(self) -> None:
         self.start = self._next = time.monotonic()
         self.groups = self.responses = self.tokens = self.unstopped = 0
+        self.unfinished = 0  # groups that wait for a later stage
         self.longest = 0
         self.rewards = 0.0
         self.solve_rates = [0] * SOLVE_RATE_BINS
 
     def add(self, group: ScoredGroup) -> None:
         lengths = [len(response.tokens) for response in group.responses]
+        self.tokens += sum(lengths) - sum(len(response.tokens) for response in group.seeded.begun)
+        if any_unfinished(group.responses):
+            self.unfinished += 1
+            return
         rewards = np.array([response.reward for response in group.responses])
         self.groups += 1
         self.responses += len(lengths)
-        self.tokens += sum(lengths)
         self.longest = max(self.longest, *lengths)
         self.unstopped += sum(response.finish_reason != "stop" for response in group.responses)
         self.rewards += float(rewards.sum())
@@ -48,6 +53,7 @@ class RolloutStats:
         return {
             "seconds": round(seconds, 3),
             "groups": self.groups,
+            **({"unfinished": self.unfinished} if self.unfinished else {}),
             "responses": self.responses,
             "decoding": decoding,
             "tokens": self.tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +26,11 @@ from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, 
 from megarl.storage.policies import read_info
 from megarl.storage.reference_logprobs import decode_reference, encode_reference, read_reference
 from megarl.storage.rollouts import Response
+from megarl.storage.shards import UNFINISHED, any_unfinished
 
 PROMPTS, PROMPT_TOKENS = 16, 128  # that a base model scores, on a CPU
 CONTINUED = -1  # the chunk of a group that an earlier call began
+_Place = tuple[PendingGroup, int]  # a response: its group and its number there
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Draws:
     temperature: float
     max_tokens: int
     top_p: float = 1.0
+    budget: float = math.inf
 
 
 @dataclass
@@ -126,35 +130,36 @@ class RolloutWorker:
         next call, before any chunk. ``seen`` is called with each group as soon as all its rewards are known.
         """
         pending, self.unfinished = self.unfinished, []
-        rows: list[list[tuple[PendingGroup, int]]] = []  # of each request: whose response a completion is
+        asked: list[tuple[int, list[_Place]]] = []  # of each request: responses a prompt, and whose they are
         self.scoring.seen, samples = seen, draws.samples
+
+        def ask(groups: Sequence[PendingGroup], continues: bool) -> Request:
+            places = [(g, k) for g in groups for k in range(samples) if k not in g.responses and k not in g.ended]
+            asked.append((1 if continues else samples, places))
+            self.decoding += len(places)
+            return self._continuation(places, draws) if continues else self._request(groups, draws)
 
         def requests() -> Iterator[Request]:
             if pending:
-                rows.append([(group, k) for group in pending for k in range(samples) if k not in group.responses])
-                self.decoding += len(rows[-1])
-                yield self._continuation(rows[-1], draws)
+                yield ask(pending, continues=True)
             for number, chunk in enumerate(chunks):
                 beat("chunk", f"chunk {number + 1} of this replica, prompt {chunk[0].number}")
-                begun = [PendingGroup(number, seeded, samples) for seeded in chunk]
+                begun = [_pending(number, seeded, samples) for seeded in chunk]
                 pending.extend(begun)
-                rows.append([(group, k) for group in begun for k in range(samples)])
-                self.decoding += len(rows[-1])
-                yield self._request(chunk, draws)
+                yield ask(begun, continues=any(seeded.begun for seeded in chunk))
 
         def stopped() -> bool:
             self.scoring.look()
             return interrupted()
 
-        continues = bool(pending)
         for number, completion in self.engine.serve(requests(), never if interrupted is never else stopped):
             self.decoding -= 1
-            single = continues and number == 0  # the continuation has one response a prompt
-            group, k = rows[number][completion.prompt if single else completion.prompt * samples + completion.sample]
+            each, places = asked[number]
+            group, k = places[completion.prompt * each + completion.sample]
             group.parts.setdefault(k, []).append(completion)
             if completion.finish_reason == "interrupted":
                 continue
-            self._have_scored(group, k, group.parts.pop(k))
+            self._have_scored(group, k, group.parts.pop(k), draws)
             if self.scoring.is_due():
                 yield from self.scoring.take()
         self.scoring.settle()
@@ -163,16 +168,17 @@ class RolloutWorker:
         for group in self.unfinished:
             group.chunk = CONTINUED
 
-    def _request(self, chunk: Sequence[SeededPrompt], draws: Draws) -> Request:
-        seeds = [self._seed(seeded, k) for seeded in chunk for k in range(draws.samples)]
-        return Request([list(seeded.prompt.tokens) for seeded in chunk], self._sampling(draws, seeds))
+    def _request(self, groups: Sequence[PendingGroup], draws: Draws) -> Request:
+        seeds = [self._seed(group.seeded, k) for group in groups for k in range(draws.samples)]
+        return Request([list(group.seeded.prompt.tokens) for group in groups], self._sampling(draws, seeds))
 
-    def _continuation(self, rows: Sequence[tuple[PendingGroup, int]], draws: Draws) -> Request:
+    def _continuation(self, places: Sequence[_Place], draws: Draws) -> Request:
         """One request with a prompt of its own for each response."""
-        seeds = [self._seed(group.seeded, k) for group, k in rows]
-        prefixes = tuple(tuple(t for part in group.parts.get(k, ()) for t in part.tokens.tolist()) for group, k in rows)
+        seeds = [self._seed(group.seeded, k) for group, k in places]
+        parts = [group.parts.get(k, ()) for group, k in places]
+        prefixes = tuple(tuple(token for part in found for token in part.tokens.tolist()) for found in parts)
         sampling = replace(self._sampling(draws, seeds), samples=1, prefixes=prefixes)
-        return Request([list(group.seeded.prompt.tokens) for group, _ in rows], sampling)
+        return Request([list(group.seeded.prompt.tokens) for group, _ in places], sampling)
 
     def _sampling(self, draws: Draws, seeds: Sequence[int]) -> Sampling:
         return Sampling(
@@ -183,28 +189,82 @@ class RolloutWorker:
             seeds=tuple(seeds),
             timeout=self.recipe.rollout.response_timeout,
             top_p=draws.top_p,
+            budget=draws.budget,
         )
 
     def _seed(self, seeded: SeededPrompt, sample: int) -> int:
         return response_seed(self.recipe.run.seed, seeded.number, sample)
 
-    def _have_scored(self, group: PendingGroup, sample: int, parts: Sequence[Completion]) -> None:
-        """``parts``: a response, span by span of the policies that made it."""
-        if len(parts) == 1:
-            tokens, logprobs, versions = parts[0].tokens, parts[0].logprobs, None
+    def _have_scored(self, group: PendingGroup, sample: int, parts: Sequence[Completion], draws: Draws) -> None:
+        """``parts``: a response, span by span of the policies that made it.
+
+        Where responses may be unfinished, those of a group are scored once all have ended.
+        """
+        response = _joined(parts, draws.max_tokens)
+        if draws.budget == math.inf and not group.seeded.begun:
+            self.scoring.add(group, sample, response, self._text(response))
+            return
+        group.ended[sample] = response
+        if len(group.ended) < group.samples:
+            return
+        if any_unfinished(group.ended.values()):
+            self.scoring.add_unscored(group)
+            return
+        for number in range(group.samples):
+            response = group.ended.pop(number)
+            self.scoring.add(group, number, response, self._text(response))
+
+    def _text(self, response: Response) -> str:
+        text: str = self.tokenizer.decode(response.tokens, skip_special_tokens=True)
+        return text
+
+
+def _pending(chunk: int, seeded: SeededPrompt, samples: int) -> PendingGroup:
+    """A group before any of its responses is generated, or with what an earlier stage generated of them."""
+    group = PendingGroup(chunk, seeded, samples)
+    for sample, response in enumerate(seeded.begun):
+        if response.finish_reason == UNFINISHED:
+            group.parts[sample] = _spans(response, len(seeded.prompt.tokens))
         else:
-            tokens, logprobs = (np.concatenate(x) for x in ([p.tokens for p in parts], [p.logprobs for p in parts]))
-            versions = np.concatenate([np.full(len(part.tokens), part.policy_version, np.int32) for part in parts])
-        response = Response(
-            tokens=np.asarray(tokens, np.int32),
-            rollout_logprobs=np.asarray(logprobs, np.float32),
-            reward=0.0,
-            finish_reason=parts[-1].finish_reason,
-            policy_version=parts[0].policy_version if versions is None else int(versions[0]),
-            policy_versions=None if versions is None or (versions == versions[0]).all() else versions,
-            routed_experts=join_experts(parts),
+            group.ended[sample] = response
+    return group
+
+
+def _spans(response: Response, prompt: int) -> list[Completion]:
+    """The inverse of `_joined`, for a response to a prompt of so many tokens."""
+    versions, experts = response.versions, response.routed_experts
+    ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [
+        Completion(
+            prompt=0,
+            sample=0,
+            tokens=response.tokens[start:end],
+            logprobs=response.rollout_logprobs[start:end],
+            finish_reason="interrupted",
+            routed_experts=None if experts is None else experts[: prompt + end - 1],
+            policy_version=int(versions[start]),
         )
-        self.scoring.add(group, sample, response, self.tokenizer.decode(tokens, skip_special_tokens=True))
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+
+
+def _joined(parts: Sequence[Completion], max_tokens: int) -> Response:
+    """One response, not scored yet. One that ended before ``max_tokens`` for its length is unfinished."""
+    if len(parts) == 1:
+        tokens, logprobs, versions = parts[0].tokens, parts[0].logprobs, None
+    else:
+        tokens, logprobs = (np.concatenate(x) for x in ([p.tokens for p in parts], [p.logprobs for p in parts]))
+        versions = np.concatenate([np.full(len(part.tokens), part.policy_version, np.int32) for part in parts])
+    cut = parts[-1].finish_reason == "length" and len(tokens) < max_tokens
+    return Response(
+        tokens=np.asarray(tokens, np.int32),
+        rollout_logprobs=np.asarray(logprobs, np.float32),
+        reward=0.0,
+        finish_reason=UNFINISHED if cut else parts[-1].finish_reason,
+        policy_version=parts[0].policy_version if versions is None else int(versions[0]),
+        policy_versions=None if versions is None or (versions == versions[0]).all() else versions,
+        routed_experts=join_experts(parts),
+    )
 
 
 def join_experts(parts: Sequence[Completion]) -> np.ndarray | None:

@@ -20,15 +20,19 @@ SECONDS_BETWEEN_LOOKS = 0.01  # where small models' responses end faster than th
 
 @dataclass(frozen=True)
 class SeededPrompt:
-    """A prompt, and the number that seeds its responses."""
+    """A prompt, the number that seeds its responses, and what an earlier stage made of them."""
 
     number: int
     prompt: Prompt
+    begun: tuple[Response, ...] = ()  # all of the prompt's responses, some of them unfinished; (): none is begun
 
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """All scored responses of a prompt. ``chunk`` counts the chunks that were taken; CONTINUED: an earlier call's."""
+    """All scored responses of a prompt, or unscored ones if some are unfinished at the token budget.
+
+    ``chunk`` counts the chunks that were taken; CONTINUED: an earlier call's.
+    """
 
     chunk: int
     seeded: SeededPrompt
@@ -46,6 +50,10 @@ class PendingGroup:
     responses: dict[int, Response] = field(default_factory=dict)  # of those that are, scored or not
     texts: dict[int, str] = field(default_factory=dict)  # of those that are to be scored together
     scores: dict[int, Score] = field(default_factory=dict)  # of those that are scored
+    ended: dict[int, Response] = field(
+        default_factory=dict
+    )  # of those that wait for the others, to be scored with them
+    cut: bool = False  # ``responses`` are not all finished, and none is scored
     done: bool = False  # handed out
 
 
@@ -81,6 +89,11 @@ class Scoring:
                 numbers = self._verifiers.ask_group(group.seeded.prompt, [group.texts.pop(k) for k in samples])
                 self._asked |= {number: (group, k) for number, k in zip(numbers, samples, strict=True)}
 
+    def add_unscored(self, group: PendingGroup) -> None:
+        """A group of which responses are unfinished: it is handed out as it is."""
+        group.responses, group.ended, group.cut = group.ended, {}, True
+        self._generated.append(group)
+
     def look(self, wait: bool = False) -> None:
         """Take what verdicts there are. ``wait``: for one at least."""
         self._looked = time.monotonic()
@@ -92,7 +105,7 @@ class Scoring:
                 place = f"response {sample} to prompt {group.seeded.number}"
                 print(f"{place} scores 0: its verifier ran out of limits ({verdict.over})", flush=True)
         for group in self._generated:
-            if len(group.scores) == group.samples:
+            if group.cut or len(group.scores) == group.samples:
                 self._whole.append(self._rewarded(group))
                 self.seen(self._whole[-1])
             elif self._in_order:
@@ -101,6 +114,9 @@ class Scoring:
 
     def _rewarded(self, group: PendingGroup) -> ScoredGroup:
         """The group with its rewards; it holds its responses no longer."""
+        if group.cut:
+            group.done = True
+            return ScoredGroup(group.chunk, group.seeded, tuple(group.responses.pop(k) for k in range(group.samples)))
         responses, scores = zip(*((group.responses.pop(k), group.scores[k]) for k in range(group.samples)), strict=True)
         found = totals(scores, [len(response.tokens) for response in responses], self._table, self._longest)
         group.done = True

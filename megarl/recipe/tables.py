@@ -9,11 +9,11 @@ import importlib.util
 import math
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from megarl.recipe.base import Table, one_of
+from megarl.recipe.base import Table
 from megarl.recipe.data_table import DataTable as DataTable
 from megarl.recipe.data_table import SourceTable
 from megarl.recipe.eval_table import EvalTable as EvalTable
@@ -21,13 +21,12 @@ from megarl.recipe.eval_table import Suite as Suite
 from megarl.recipe.eval_table import make_suites
 from megarl.recipe.megatron import CONFIGS
 from megarl.recipe.megatron import problems as megatron_problems
-from megarl.recipe.names import ENGINES
 from megarl.recipe.optimizer_table import OptimizerTable as OptimizerTable
 from megarl.recipe.reward_table import RewardPart as RewardPart
 from megarl.recipe.reward_table import RewardTable as RewardTable
+from megarl.recipe.rollout_table import RolloutTable as RolloutTable
+from megarl.recipe.rollout_table import StageTable as StageTable
 from megarl.recipe.schedule import LagRule, nearest_divisor
-
-Engine = Annotated[str, one_of(ENGINES)]
 
 
 class ModelTable(Table):
@@ -37,32 +36,6 @@ class ModelTable(Table):
     @property
     def tokenizer_path(self) -> Path:
         return self.tokenizer or self.path
-
-
-class RolloutTable(Table):
-    engine: Engine = "builtin"
-    workers: int = Field(1, ge=1, le=1024)  # engine replicas on each node
-    tensor_parallel: int = Field(1, ge=1, le=1024)  # GPUs per replica
-    temperature: float = Field(1.0, gt=0)
-    max_response_tokens: int = Field(1024, ge=1, le=10**9)  # tokens, stop token included
-    responses_per_prompt: int = Field(8, ge=1, le=10**5)  # G, the size of a group
-    oversample: float = Field(1.0, ge=1, le=1000)  # candidates for each group that is trained
-    groups_per_chunk: int = Field(128, ge=1, le=10**6)  # groups that an engine is given at a time
-    memory_fraction: float | None = Field(None, gt=0, le=1)  # share of GPU memory; default: the engine's own
-    float32_head: bool = True  # logits from the bf16 head in float32, as the actor computes them
-    response_timeout: float = Field(3600.0, gt=0)  # seconds from its start until a response is cut off
-    sglang_python: Path | None = Field(None, strict=False)  # interpreter that has SGLang; default: megarl's own
-    vllm: dict[str, Any] = Field({})  # passed through to vLLM's EngineArgs
-    sglang: dict[str, Any] = Field({})  # passed through to sglang.launch_server
-
-
-class StageTable(Table):
-    """``[stages.N]``: settings of ``[rollout]`` that differ in stage N."""
-
-    engine: Engine | None = None
-    workers: int | None = Field(None, ge=1, le=1024)
-    tensor_parallel: int | None = Field(None, ge=1, le=1024)
-    memory_fraction: float | None = Field(None, gt=0, le=1)
 
 
 class ScheduleTable(Table):
@@ -309,10 +282,31 @@ class Recipe(Table):
                 f"rollout.oversample = {oversample} chooses groups when a stage is sealed, but a live run trains each "
                 'as soon as it is there: leave it out, or set schedule.kind = "staged"'
             )
-        if oversample > 1 and self.rollout.responses_per_prompt == 1:
+        if oversample > 1 and self.rollout.responses_per_prompt == 1 and not self.rollout.token_budget:
             raise ValueError(
                 f"rollout.oversample = {oversample} looks for groups whose responses differ in reward: "
                 "rollout.responses_per_prompt must be at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _something_can_wait(self) -> Recipe:
+        budget, longest = self.rollout.token_budget, self.rollout.max_response_tokens
+        if budget is None:
+            return self
+        here = f"rollout.token_budget = {budget}"
+        if self.schedule.kind == "live":
+            raise ValueError(
+                f'{here} cuts responses at the end of a stage of kind = "staged"; in a live run schedule.partial = '
+                "true continues them when new weights come"
+            )
+        if budget >= longest:
+            raise ValueError(f"{here} cuts nothing: it must be below rollout.max_response_tokens = {longest}")
+        if self.candidates_per_stage == self.groups_per_stage:
+            raise ValueError(
+                f"{here}, but with rollout.oversample = {self.rollout.oversample} each of the "
+                f"{self.groups_per_stage} groups of a stage is needed at once, and no response could wait for the "
+                "next: set rollout.oversample above 1, for example to 2"
             )
         return self
 
@@ -368,3 +362,32 @@ class Recipe(Table):
         """Groups that a stage generates at most, from which `groups_per_stage` are chosen."""
         # the decimal number in the recipe, not its float: 10 groups at 1.1 are 11 candidates, not 12
         return math.ceil(self.groups_per_stage * Fraction(str(self.rollout.oversample)))
+
+    def groups_begun(self, stage: int) -> range:
+        """The groups that a stage begins. A group's id is the place of its prompt in the whole run's order.
+
+        With ``rollout.token_budget`` those that the stage before has not trained are candidates again, and as many as
+        it has trained are begun in their place.
+        """
+        size = self.candidates_per_stage
+        if self.rollout.token_budget is None or stage == 0:
+            return range(stage * size, (stage + 1) * size)
+        end = size + stage * self.groups_per_stage
+        return range(end - self.groups_per_stage, end)
+
+    def stage_that_begins(self, group: int) -> int:
+        """The inverse of `groups_begun`."""
+        size = self.candidates_per_stage
+        if self.rollout.token_budget is None or group < size:
+            return group // size
+        return 1 + (group - size) // self.groups_per_stage
+
+    @property
+    def prompts_needed(self) -> int:
+        """Prompts of the whole run."""
+        return self.groups_begun(self.schedule.stages - 1).stop
+
+    @property
+    def mixes_policies(self) -> bool:
+        """Whether the tokens that a stage trains come from several policies."""
+        return self.schedule.kind == "live" or self.rollout.token_budget is not None

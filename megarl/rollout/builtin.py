@@ -117,7 +117,7 @@ class BuiltinEngine:
         deadlines = np.full(len(lengths), np.inf)
         tokens = np.empty((len(lengths), sampling.max_tokens), np.int32)
         logprobs = np.empty((len(lengths), sampling.max_tokens), np.float32)
-        uniforms = _Uniforms(sampling.seeds)
+        uniforms, limits = _Uniforms(sampling.seeds), np.array(sampling.limits)
 
         def completion(row: int, length: int, finish_reason: str) -> Completion:
             return Completion(
@@ -149,7 +149,7 @@ class BuiltinEngine:
             steps = decoder.position - lengths[rows]  # tokens each row has sampled so far
             sampled, sampled_logprobs, stopped = decoder.sample(uniforms.draw(rows, steps))
             tokens[rows, steps], logprobs[rows, steps] = sampled, sampled_logprobs
-            full = steps + 1 == sampling.max_tokens
+            full = steps + 1 == limits[rows]
             finished = stopped | full | (now > deadlines[rows])
             for i in np.flatnonzero(finished):
                 reason = "stop" if stopped[i] else "length" if full[i] else "timeout"

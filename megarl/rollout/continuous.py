@@ -194,7 +194,7 @@ class ContinuousEngine(ABC):
     def _submit(self, number: int, request: Request) -> dict[str, Running]:
         self._check(request)
         sampling, submitted = request.sampling, {}
-        for index, seed in enumerate(sampling.seeds):
+        for index, (seed, limit) in enumerate(zip(sampling.seeds, sampling.limits, strict=True)):
             prompt, sample = divmod(index, sampling.samples)
             prefix = sampling.prefixes[index] if sampling.prefixes else ()
             submitted[next(self._names)] = Running(
@@ -204,7 +204,7 @@ class ContinuousEngine(ABC):
                 tokens=[*request.prompts[prompt], *prefix],
                 seed=seed,
                 done=len(prefix),
-                limit=sampling.max_tokens - len(prefix),
+                limit=limit - len(prefix),
                 timeout=sampling.timeout,
             )
         self._send(submitted, sampling)

@@ -34,15 +34,22 @@ class Sampling:
     timeout: float = math.inf  # seconds that a response may take; then it is cut off, but with at least one token
     # tokens are drawn from the fewest most probable ones whose probability, after the temperature, is top_p or more
     top_p: float = 1.0
+    budget: float = math.inf  # tokens that this request adds to a response at most; its finish reason is then "length"
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "samples", "timeout", "top_p"):
+        for name in ("max_tokens", "samples", "timeout", "top_p", "budget"):
             if not getattr(self, name) > 0:
                 raise UserError(f"sampling {name} is {getattr(self, name)}: it must be above 0")
         if not self.temperature >= 0:
             raise UserError(f"sampling temperature is {self.temperature}: it must be above 0, or 0 for greedy decoding")
         if not self.top_p <= 1:
             raise UserError(f"sampling top_p is {self.top_p}: it must be above 0 and at most 1")
+
+    @property
+    def limits(self) -> list[int]:
+        """[prompts * samples], the tokens that each response may have after this request, its prefix included."""
+        begun = [len(prefix) for prefix in self.prefixes] or [0] * len(self.seeds)
+        return [int(min(self.max_tokens, done + self.budget)) for done in begun]
 
 
 @dataclass(frozen=True)

@@ -199,10 +199,13 @@ def check_seal(directory: Path) -> None:
         )
 
 
-def sealed_choice(directory: Path) -> list[int] | None:
-    """The groups of a sealed stage that are trained; None: all of them, or it is not sealed."""
+def sealed_groups(directory: Path, which: str) -> list[int] | None:
+    """The "chosen" groups of a sealed stage, which it trains, or those that are "carried" into the next one.
+
+    None where the seal names none of the kind, and where there is no seal: all are trained, or none carried.
+    """
     path = directory / SEALED
-    return decode(path.read_bytes()).get("chosen") if path.exists() else None
+    return decode(path.read_bytes()).get(which) if path.exists() else None
 
 
 def sealed_external(directory: Path) -> bool:

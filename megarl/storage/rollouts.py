@@ -34,8 +34,8 @@ from megarl.storage.ledger import (
     ledger_sizes,
     lock,
     parse,
-    sealed_choice,
     sealed_external,
+    sealed_groups,
     to_line,
     verify_shard,
 )
@@ -179,7 +179,7 @@ class RolloutStore:
             raise UserError(f"there are no rollouts in {self.directory}: run the rollout phase first")
         if is_sealed(self.directory):
             check_seal(self.directory)
-        self._sealed_choice = sealed_choice(self.directory)
+        self._sealed_choice = sealed_groups(self.directory, "chosen")
         self._verified: set[str] = set()
         self._ledgers = Ledgers(self.directory)
         self._entry_of: dict[int, LedgerEntry] = {}
@@ -248,8 +248,9 @@ class RolloutStore:
 
 def seal(
     directory: Path,
-    expected: range,
+    expected: Sequence[int],
     chosen: Sequence[int] | None = None,
+    carried: Sequence[int] | None = None,
     *,
     one_policy: bool = True,
     external: bool = False,
@@ -257,6 +258,7 @@ def seal(
     """Freeze a directory that holds exactly the groups ``expected``: one ledger, then SEALED. Repeat it after a kill.
 
     chosen: the groups to train, which alone must be present; other groups of ``expected`` that are present are kept.
+    carried: those that are candidates of the next stage again.
     external: prompts and rewards are somebody else's, not those of the recipe's data and verifier.
     Raises `UserError` when groups are missing or foreign, a shard has not the size in its ledger line, or a writer is
     live.
@@ -287,24 +289,25 @@ def seal(
             "ledger_sha256": hashlib.sha256(ledger).hexdigest(),
             "weights_hash": store.entries[0].weights_hash if store.entries and one_policy else None,
         }
-        if chosen is not None:
-            summary["chosen"] = list(chosen)
+        summary |= {name: list(ids) for name, ids in (("chosen", chosen), ("carried", carried)) if ids is not None}
         if external:
             summary["external"] = True
         write_checked(directory / SEALED, summary)
 
 
-def _check_complete(store: RolloutStore, needed: Sequence[int], expected: range) -> None:
+def _check_complete(store: RolloutStore, needed: Sequence[int], expected: Sequence[int]) -> None:
     missing = store.missing(needed)
     if missing:
         raise UserError(
             f"{store.directory} lacks {len(missing)} of {len(needed)} groups (the first is {missing[0]}): "
             "run the rollout phase again"
         )
-    foreign = [group for group in store.group_ids if group not in expected]
+    known = expected if isinstance(expected, range) else frozenset(expected)
+    foreign = [group for group in store.group_ids if group not in known]
     if foreign:
+        what = expected if isinstance(expected, range) else f"the {len(expected)} candidates of the stage"
         raise UserError(
-            f"{store.directory} has {len(foreign)} groups outside {expected}, the first is {foreign[0]}: "
+            f"{store.directory} has {len(foreign)} groups outside {what}, the first is {foreign[0]}: "
             "another recipe wrote it"
         )
 

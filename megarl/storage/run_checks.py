@@ -12,7 +12,7 @@ from megarl.errors import UserError
 from megarl.storage.checkpoints import Damaged, checkpoints, read_manifest, read_metrics
 from megarl.storage.files import write_atomic
 from megarl.storage.json_lines import read_intact_lines
-from megarl.storage.ledger import check_seal
+from megarl.storage.ledger import check_seal, is_sealed
 from megarl.storage.metrics_log import NOTHING, Position, agrees
 from megarl.storage.policies import check_policy
 from megarl.storage.run_dir import RunDir, Stage
@@ -30,8 +30,8 @@ def _check_run(run: RunDir) -> None:
     run.check_prompts()
     mend_metrics(run)
     for stage in run.stages():  # also finished ones, of which no phase reads the rollouts again
-        if stage.is_sealed():
-            check_seal(stage.rollouts)
+        for directory in filter(is_sealed, (stage.rollouts, stage.unfinished)):
+            check_seal(directory)
     there = [stage for stage in [*run.stages(), run.end] if stage.policy.exists()]
     for stage in {stage.number: stage for stage in there[:1] + there[-1:]}.values():  # those that are still read
         check_policy(stage.policy, _remedy(stage))

@@ -321,6 +321,11 @@ class Stage:
         return self.directory / "rollouts"
 
     @property
+    def unfinished(self) -> Path:
+        """The groups of which responses reached the token budget, as they were then: see `megarl.storage.carried`."""
+        return self.rollouts / "unfinished"
+
+    @property
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
 
@@ -339,9 +344,8 @@ class Stage:
 
     @property
     def groups(self) -> range:
-        """Group ids of the stage's candidates; a group's id is the place of its prompt in the whole run's order."""
-        size = self.run.recipe.candidates_per_stage
-        return range(self.number * size, (self.number + 1) * size)
+        """Group ids of the stage's candidates, without those that earlier stages began."""
+        return self.run.recipe.groups_begun(self.number)
 
     def groups_of_update(self, groups: Sequence[int], update: int) -> Sequence[int]:
         """Of the stage's trained ``groups`` those of one of its updates, counted from 0.
@@ -353,12 +357,6 @@ class Stage:
             return []
         size, batch = schedule.prompts_per_update, update % schedule.updates_per_pass
         return groups[batch * size : (batch + 1) * size]
-
-    def age_of(self, update: int) -> dict[str, int]:
-        """What metrics.jsonl says of the age of what an update of a staged run trains, counted from 0."""
-        schedule = self.run.recipe.schedule
-        repeated = {"pass": update // schedule.updates_per_pass} if schedule.passes > 1 else {}
-        return {"staleness": update} | repeated
 
     @property
     def first_update(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from megarl.errors import UserError
 
 LOGPROB_TOLERANCE = 1e-4  # nats: float32 log-softmax of a near-certain token may come out a little above 0
 FIRST_VERSION = -(2**31)  # of policies before the run's first one, of which external rollouts may come
-FINISH_REASONS = ("stop", "length", "timeout")
+UNFINISHED = "unfinished"  # at the token budget of its stage: a later stage continues it
+FINISH_REASONS = ("stop", "length", "timeout", UNFINISHED)
 
 SCHEMA = pa.schema(
     [
@@ -90,6 +91,11 @@ class Group:
     group_id: int
     prompt_tokens: np.ndarray  # [p] int32
     responses: tuple[Response, ...]
+
+
+def any_unfinished(responses: Iterable[Response]) -> bool:
+    """Of a group: then none of its responses has a reward yet."""
+    return any(response.finish_reason == UNFINISHED for response in responses)
 
 
 class Shard:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megarl.storage.rollouts import Group
+from megarl.storage.run_dir import Stage
 
 
 def rewards_of(groups: Sequence[Group]) -> np.ndarray:
@@ -27,6 +28,15 @@ def summary(groups: Sequence[Group]) -> dict[str, float]:
         "response_tokens/mean": float(np.mean([r.sampled_tokens for r in responses])),
         "truncated_fraction": float(np.mean([r.finish_reason != "stop" for r in responses])),
     }
+
+
+def ages(stage: Stage, update: int, groups: Sequence[Group]) -> dict[str, Any]:
+    """How old what an update trains is, counted from the stage's first: token by token where policies mix."""
+    schedule = stage.run.recipe.schedule
+    repeated = {"pass": update // schedule.updates_per_pass} if schedule.passes > 1 else {}
+    if stage.run.recipe.mixes_policies:
+        return repeated | lags(groups, stage.first_update + update)
+    return repeated | {"staleness": update} | older_lags(groups, stage.first_update, update)
 
 
 def older_lags(groups: Sequence[Group], first: int, update: int) -> dict[str, Any]:

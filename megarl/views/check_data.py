@@ -103,7 +103,7 @@ def _rehearse(report: Report, recipe: Recipe, tokenizer: Any, train: list[str]) 
         warnings.simplefilter("always")
         try:
             prompts = build_prompts(recipe, tokenizer)
-            prompts.check(recipe.schedule.stages * recipe.candidates_per_stage)
+            prompts.check(recipe.prompts_needed)
             check_reward(recipe)
         except UserError as error:
             report.problems.append(str(error))

@@ -42,6 +42,7 @@ ANNOUNCED = (
     "resume",
     "evaluation",
     "dynamic_sampling",
+    "partial_rollouts",
     "damaged_checkpoint",
     "restored_metrics",
 )
@@ -112,10 +113,11 @@ class RunState:
                 self.accuracies[_version(event, self)] = event["accuracy"], half_width(event)
 
     def _read_ledgers(self) -> None:
-        for path in (self.run_dir / f"stages/{self.stage:03d}/rollouts").glob("ledger*.jsonl"):
+        for path in (self.run_dir / f"stages/{self.stage:03d}/rollouts").rglob("ledger*.jsonl"):
+            rewarded = path.parent.name == "rollouts"  # unfinished ones have no reward yet
             for entry in self._ledgers.setdefault(path, JsonTail(path)).read()[1]:
-                counts = len(entry.get("groups", ())), entry.get("responses", 0), entry.get("tokens", 0)
-                self._shards[str(entry.get("shard"))] = (*counts, entry.get("reward_sum", 0.0))
+                counts = len(entry.get("groups", ())), entry.get("responses", 0) * rewarded, entry.get("tokens", 0)
+                self._shards[f"{path.parent.name}/{entry.get('shard')}"] = (*counts, entry.get("reward_sum", 0.0))
 
     @property
     def updates(self) -> int:
@@ -126,7 +128,8 @@ class RunState:
     def done(self) -> tuple[int, int, str]:
         """(amount done, total, unit) of the current phase."""
         if self.phase == "rollout":
-            return sum(shard[0] for shard in self._shards.values()), self.candidates, self._unit
+            done = sum(shard[0] for shard in self._shards.values())
+            return min(done, self.candidates), self.candidates, self._unit
         if self.phase in TRAINS:
             size = self.schedule.updates_per_stage
             return min(size, max(0, self.updates - self.stage * size)), size, "updates"
@@ -284,11 +287,8 @@ def _panel(state: RunState) -> RenderableType:
         bar = ProgressBar(total or None, done, width=32, pulse=False) if total else ""
         amount = f"{done}/{total} {unit}  " if total else ""
         table.add_row(_current_place(state), bar, amount + _left(state.seconds_left))
-    table.add_row(
-        "run",
-        ProgressBar(all_updates, updates, width=32),
-        f"{updates}/{all_updates} updates  {_left(state.run_seconds_left)}",
-    )
+    amount = f"{updates}/{all_updates} updates  {_left(state.run_seconds_left)}"
+    table.add_row("run", ProgressBar(all_updates, updates, width=32), amount)
     grid = Table.grid()
     grid.add_row(table)
     grid.add_row("  ".join(_facts(state)), style="dim")
@@ -310,6 +310,8 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
     if kind == "dynamic_sampling":
         filled = f", {event['filled']} of them without variance" if event["filled"] else ""
         return f"{place} chose {event['chosen']} of {event['generated']} groups{filled}"
+    if kind == "partial_rollouts":
+        return f"{place} chose {event['chosen']} of {event['candidates']} groups, carries {event['carried']} on"
     if kind == "restored_metrics":
         return f"metrics.jsonl was damaged: restored {event['updates']} updates from the checkpoints"
     if kind == "damaged_checkpoint":
@@ -382,10 +384,8 @@ def _facts(state: RunState) -> list[str]:
         newest = state.recent[-1]
         facts += [f"{text} {newest[name]:.3g}" for name, text in SHOWN.items() if newest.get(name) is not None]
         if state.phase == "live":
-            idle, seconds = (
-                sum(update.get(name, 0.0) for update in state.recent) for name in ("idle_seconds", "seconds")
-            )
-            facts.append(f"trainer idle {idle / max(seconds, 1e-3):.0%}")
+            idle, all_ = (sum(update.get(n, 0.0) for update in state.recent) for n in ("idle_seconds", "seconds"))
+            facts.append(f"trainer idle {idle / max(all_, 1e-3):.0%}")
     return [*facts, f"elapsed {_clock(time.time() - state.phase_since)}"] if state.phase and not state.doing else facts
 
 

@@ -309,8 +309,13 @@ def load_seconds(recipe: Recipe, parameters: int, replicas: int, assume: Assumpt
 
 
 def responses_per_replica(recipe: Recipe, nodes: int) -> float:
-    """Responses of a stage that each replica generates."""
-    return recipe.candidates_per_stage * recipe.rollout.responses_per_prompt / (nodes * recipe.rollout.workers)
+    """Responses of a stage that each replica generates.
+
+    With a token budget these are as many as are trained, in the mean of the stages: each begins what later ones finish.
+    """
+    partial = recipe.rollout.token_budget is not None
+    groups = recipe.groups_per_stage if partial else recipe.candidates_per_stage
+    return groups * recipe.rollout.responses_per_prompt / (nodes * recipe.rollout.workers)
 
 
 def rollout_seconds(

@@ -39,6 +39,7 @@ _BATCH = 1024  # rows that are fetched at a time
 _COLUMNS = [*SCHEMA, VERSIONS, CORRECT, ANSWER, LOSS_MASK]
 _PLACES = {
     "shards": [("stage", pa.int32()), ("shard", pa.string())],
+    "unfinished_shards": [("stage", pa.int32()), ("shard", pa.string())],  # cut at the token budget of their stage
     "evaluation_shards": [("suite", pa.string()), ("update", pa.int64()), ("shard", pa.string())],
 }
 _LEDGER = pa.schema(
@@ -120,7 +121,8 @@ def _open(root: Path, spill: str, memory: str) -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect(":memory:", config=config)
     for name, table in _tables(root).items():
         connection.register(name, table)
-    for table, name in (("shards", "responses"), ("evaluation_shards", "evaluation_responses")):
+    views = {"shards": "responses", "unfinished_shards": "unfinished", "evaluation_shards": "evaluation_responses"}
+    for table, name in views.items():
         places = ", ".join(place for place, _ in _PLACES[table][:-1])
         connection.execute(_VIEW.format(name=name, table=table, places=places))
     _register_decode(connection, root)
@@ -139,7 +141,8 @@ def _tables(root: Path) -> dict[str, Any]:
         "metrics": _metrics(run.updates),
         "events": _table(run.events, _EVENTS),
         "evaluations": _table(evaluations, _EVALUATIONS),
-        "shards": _shards(root),
+        "shards": _shards(root, "shards"),
+        "unfinished_shards": _shards(root, "unfinished_shards"),
         "evaluation_shards": _evaluation_shards(root),
     }
 
@@ -157,13 +160,15 @@ def _register_decode(connection: Any, root: Path) -> None:
     connection.create_function("decode", texts, [kind], connection.type("VARCHAR"), type="arrow")
 
 
-def _shards(root: Path) -> ds.Dataset:
+def _shards(root: Path, name: str) -> ds.Dataset:
     found = []
     for stage, directory in stages(root).items():
+        if name == "unfinished_shards" and not (directory := directory / "unfinished").is_dir():
+            continue
         for entry in RolloutStore(directory, one_policy=False).entries:
             check_size(directory / entry.shard, entry)
             found.append((directory / entry.shard, {"stage": stage, "shard": entry.shard}))
-    return _dataset("shards", found)
+    return _dataset(name, found)
 
 
 def _evaluation_shards(root: Path) -> ds.Dataset:

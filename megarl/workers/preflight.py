@@ -60,14 +60,14 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
         check_engine(recipe, stage, hf)
     check_devices(recipe)
     check_layers(recipe, hf)
-    live = recipe.schedule.kind == "live"
     objective = build_objective(recipe.objective.name, recipe.objective.fields)
-    objective.check(recipe.actor.kernel_backend, live)
+    objective.check(recipe.actor.kernel_backend, recipe.mixes_policies)
     _check_steps(recipe, objective.updates_a_step)
-    if live and recipe.actor.routing_replay == "actor":
+    if recipe.mixes_policies and recipe.actor.routing_replay == "actor":
         raise UserError(
-            '[actor] routing_replay = "actor" replays the policy that generated the stage, but in a live run several '
-            'do: use "engine" or "none", or [schedule] kind = "staged"'
+            '[actor] routing_replay = "actor" replays the policy that generated the stage, but in a live run, and with '
+            'rollout.token_budget, several do: use "engine" or "none", or [schedule] kind = "staged" without a '
+            "token_budget"
         )
     if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
         raise UserError("[run] wandb = true, but wandb is not installed: pip install wandb")

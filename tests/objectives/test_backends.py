@@ -41,8 +41,8 @@ class WithoutKernels(HalfReinforce):
 def test_an_objective_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OBJECTIVES, "half", HalfReinforce)
     objective = build_objective("half", {"aggregation": "sequence_mean", "opsm": {}})
-    objective.check("torch", live=False)
-    objective.check("torch", live=True)
+    objective.check("torch", mixes_policies=False)
+    objective.check("torch", mixes_policies=True)
     half, whole = build_objective("half", {}), build_objective("reinforce", {})
     for seed in range(16):
         batch = random_batch(seed)
@@ -59,7 +59,7 @@ def test_an_objective_without_a_rule_is_refused(
     for kind in (HalfReinforce, WithoutKernels):
         monkeypatch.setitem(OBJECTIVES, "half", kind)
         with pytest.raises(UserError, match=rf'{kind.__name__} .*{backend}.*\[actor\] kernels = "torch"'):
-            build_objective("half", options).check(backend, live=False)
+            build_objective("half", options).check(backend, mixes_policies=False)
 
 
 # what a rule would have to know, the fused pass does not compute: prefix sums, the gradient of a minimum
@@ -70,9 +70,9 @@ WITHOUT_RULES = {"full_prefix": {}, "prefix_filter": {}, "prefix_ratio_grpo": {"
 @pytest.mark.parametrize("backend", FUSED)
 def test_what_has_no_rule_is_refused_and_runs_in_torch(name: str, backend: str) -> None:
     objective = build_objective(name, WITHOUT_RULES[name])
-    objective.check("torch", live=True)
+    objective.check("torch", mixes_policies=True)
     with pytest.raises(UserError, match=rf'no rule .*{backend}.*\[actor\] kernels = "torch"'):
-        objective.check(backend, live=False)
+        objective.check(backend, mixes_policies=False)
 
 
 @pytest.mark.parametrize("variant", ["paper", "released"])
@@ -83,23 +83,25 @@ def test_every_other_objective_of_megarl_has_a_rule_everywhere(
     """The header with the rules of the CPU is that of CUDA."""
     monkeypatch.setattr(library, "has_rule", lambda device, rule, has=library.has_rule: has("cpu", rule))
     for backend in ("torch", *FUSED):
-        build_objective(name, {"variant": variant} if name in ("m2po", "bapo") else {}).check(backend, live=True)
+        build_objective(name, {"variant": variant} if name in ("m2po", "bapo") else {}).check(
+            backend, mixes_policies=True
+        )
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_live_run_has_no_one_policy_to_recompute_with(option: str) -> None:
     objective = build_objective("grpo", {option: {}})
-    objective.check("cpp", live=False)
+    objective.check("cpp", mixes_policies=False)
     if option in ("truncated_importance", "icepop"):
-        with pytest.raises(UserError, match=rf"objective.{option}.*old_logprobs.*in a live run several do.*staged"):
-            objective.check("cpp", live=True)
+        with pytest.raises(UserError, match=rf"objective.{option}.*old_logprobs.*in a live run.* several do.*staged"):
+            objective.check("cpp", mixes_policies=True)
     else:
-        objective.check("cpp", live=True)
+        objective.check("cpp", mixes_policies=True)
 
 
 def test_decoupled_ppo_may_run_live() -> None:
     """Its proximal policy is the one before a step of updates, which recomputes log-probs itself."""
-    build_objective("decoupled_ppo", {}).check("cpp", live=True)
+    build_objective("decoupled_ppo", {}).check("cpp", mixes_policies=True)
 
 
 @pytest.mark.parametrize("option", ["truncated_importance", "icepop", "dual_clip"])

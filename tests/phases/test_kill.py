@@ -150,7 +150,7 @@ def assert_same_run(undisturbed, killed):
     assert metrics_of(killed) == metrics_of(undisturbed)
     for policy in [*undisturbed.glob("stages/*/policy"), undisturbed / "final"]:
         assert_same_weights(policy, killed / policy.relative_to(undisturbed))
-    for path in sorted(undisturbed.glob("stages/*/rollouts/*")):
+    for path in sorted(path for path in undisturbed.glob("stages/*/rollouts/**/*") if path.is_file()):
         assert path.read_bytes() == (killed / path.relative_to(undisturbed)).read_bytes(), path.name
     temporary = [p for p in killed.rglob(".*.tmp") if "logs" not in p.parts]
     assert not temporary

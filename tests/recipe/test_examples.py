@@ -3,6 +3,8 @@
 Staleness is computed for whole runs: batch by batch, with `LagRule` where a run is live.
 """
 
+import math
+import random
 import re
 import shlex
 from collections import Counter
@@ -144,7 +146,8 @@ PAPERS = {
     "figures 2 and 11, each batch twice: GRPO": replace(bapo("grpo"), updates=800),
     "figures 2 and 11, table 2: GRPO": bapo("grpo", eps_low=0.2, eps_high=0.2),
     "figure 2, on-policy GRPO": bapo("grpo", (0, 0)),
-    "figure 12, partial rollouts: BAPO": bapo("bapo", (0, 15)),
+    "figure 12, partial rollouts: BAPO": replace(bapo("bapo"), updates=800),
+    "figure 12, partial rollouts: GRPO": replace(bapo("grpo"), updates=800),
     "M2PO's setting, on-policy": m2po("m2po", (0, 0)),
     "mu-GRPO's setting, on-policy": mu_grpo("grpo", (0, 0)),
     "MinPRO's setting, S = 4": minpro("minpro", 120, 32, (0, 3)),
@@ -180,8 +183,15 @@ def recipe_of(command):
     return load_recipe(ROOT / words[2], changes[1::2])
 
 
-def lags_of(schedule):
-    """The lag of every update of a run, where engines generate as soon, and as much, as they may."""
+def lags_of(recipe):
+    """The largest lag of every update of a run, where engines generate as soon, and as much, as they may, and every
+    response is as long as it may be."""
+    schedule = recipe.schedule
+    if recipe.rollout.token_budget:
+        size = schedule.updates_per_stage
+        begun = [begun for _, groups in partial_rollouts(recipe, lambda group: 10**9) for begun in groups]
+        oldest = [begun[i : i + schedule.prompts_per_update] for i in range(0, len(begun), schedule.prompts_per_update)]
+        return [update - size * min(stages) for update, stages in enumerate(oldest)]
     if schedule.kind == "staged":
         return [update for _ in range(schedule.stages) for update in range(schedule.updates_per_stage)]
     rule, total, size = schedule.lag_rule, schedule.total_updates, schedule.updates_per_stage
@@ -194,6 +204,22 @@ def lags_of(schedule):
         # sharing their devices, trainers train all that is there before engines go on
         done = len(versions) if schedule.colocate else done + 1
     return [update - version for update, version in enumerate(versions)]
+
+
+def partial_rollouts(recipe, length):
+    """(stage, in which each group that it trains was begun) of a run whose group g is complete after ``length(g)``
+    tokens: by the rule as docs/schedules.md has it."""
+    wanted, play, generated = recipe.groups_per_stage, [], {}
+    for stage in range(recipe.schedule.stages):
+        play += recipe.groups_begun(stage)
+        for group in play:
+            generated[group] = generated.get(group, 0) + recipe.rollout.token_budget
+        ends = {group: min(length(group), recipe.rollout.max_response_tokens) for group in play}
+        complete = [group for group in play if generated[group] >= ends[group]]
+        cut = [group for group in play if generated[group] < ends[group]]
+        trained = sorted([*complete, *cut[: max(0, wanted - len(complete))]])[:wanted]
+        yield stage, [recipe.stage_that_begins(group) for group in trained]
+        play = [group for group in play if group not in set(trained)]
 
 
 def after_warm_up(schedule, lags):
@@ -230,7 +256,7 @@ def test_a_row_on_fixed_rollouts_has_the_papers_numbers(tmp_path, name, command)
 
 def check_numbers(recipe, paper):
     schedule, rollout = recipe.schedule, recipe.rollout
-    lags = lags_of(schedule)
+    lags = lags_of(recipe)
     later = after_warm_up(schedule, lags)
     assert len(lags) == schedule.total_updates == paper.updates
     assert (min(later), max(later)) == paper.lags and max(lags) <= paper.lags[1]
@@ -253,9 +279,23 @@ def check_numbers(recipe, paper):
 
 
 def test_stale_256_trains_the_base_model_first_and_then_four_lags_equally_often():
-    lags = lags_of(recipe_of(RUNS[0][1]).schedule)
+    lags = lags_of(recipe_of(RUNS[0][1]))
     assert lags[:260] == list(range(260))
     assert Counter(lags[260:]) == dict.fromkeys(range(256, 260), (4000 - 260) // 4)
+
+
+@pytest.mark.parametrize(("budget", "oversample", "stages"), [(4096, 2, 1), (2731, 1.5, 2), (4096, 4, 3)])
+def test_a_group_waits_as_long_as_the_documents_say(budget, oversample, stages):
+    """At most m + ceil(oversample) - 3 stages, and that long where lengths come as they may."""
+    sizes = [f"rollout.token_budget={budget}", f"rollout.oversample={oversample}"]
+    path = EXAMPLES / "deepseek_7b/bapo-partial.toml"
+    recipe = load_recipe(path, [*sizes, "schedule.stages=12", "schedule.prompts_per_update=2"])
+    assert stages == math.ceil(8192 / budget) + math.ceil(oversample) - 3
+    waits = set()
+    for seed in range(20):
+        lengths = random.Random(seed).choices([1, budget + 1, 8192], k=recipe.prompts_needed)
+        waits |= {stage - min(begun) for stage, begun in partial_rollouts(recipe, lengths.__getitem__)}
+    assert max(waits) == stages
 
 
 def test_every_recipe_has_a_row_or_a_line():

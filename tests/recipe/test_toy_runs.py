@@ -49,6 +49,8 @@ FAMILIES = {
     "deepseek_7b/bapo": ({"stages": 2, "updates_per_stage": 16}, [*range(8)] * 4),
     # the same batch twice
     "deepseek_7b/bapo-replay": ({"stages": 3, "every": 1}, [*range(8)] * 3),
+    # a response gets two tokens a stage, and ends in the third at the latest
+    "deepseek_7b/bapo-partial": ({"stages": 3, "every": 1, "token_budget": 2}, 11),
     "qwen2_5_math_7b/mu_grpo-async": ({"updates_per_stage": 32, "max_lag": 15, "every_updates": 12}, 15),
 }
 
@@ -69,9 +71,11 @@ def toy(example, divided, model, prompts):
     table["reward"] = {key: table["reward"][key] for key in ("require_stop",) if key in table["reward"]}
     for key in ("suites", "suite", "source"):
         table["eval"].pop(key, None)
-    table["rollout"] = {key: table["rollout"][key] for key in ("temperature", "responses_per_prompt")}
+    kept = ("temperature", "responses_per_prompt", "oversample")
+    table["rollout"] = {key: table["rollout"][key] for key in kept if key in table["rollout"]}
     settings = TINY | {"model.path": str(model), "data.train": str(prompts)}
-    settings |= {f"{'eval' if key.startswith('every') else 'schedule'}.{key}": value for key, value in divided.items()}
+    places = {"every": "eval", "every_updates": "eval", "token_budget": "rollout"}
+    settings |= {f"{places.get(key, 'schedule')}.{key}": value for key, value in divided.items()}
     for key, value in settings.items():
         name, field = key.split(".")
         if value is None:

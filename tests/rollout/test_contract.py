@@ -199,6 +199,24 @@ def test_interrupted_responses_are_continued(engine, name, records_experts, monk
             np.testing.assert_array_equal(np.sort(c.routed_experts), np.sort(whole[key].routed_experts))
 
 
+@on(MOE)
+def test_a_budget_counts_what_a_request_adds(engine, name):
+    """Whatever a response has already; the last tokens that it may have are a limit all the same."""
+    prompts = PROMPTS[:2]
+    begun = generate(engine, prompts, sampling(prompts, tokens=9, budget=4))
+    assert {(len(c.tokens), c.finish_reason) for c in begun.values()} == {(4, "length")}
+    prefixes = tuple(tuple(begun[key].tokens[: place % 4].tolist()) for place, key in enumerate(sorted(begun)))
+    rest = generate(engine, prompts, sampling(prompts, tokens=6, prefixes=prefixes, budget=4))
+    for prefix, key in zip(prefixes, sorted(begun), strict=True):
+        c = rest[key]
+        assert (len(c.tokens), c.finish_reason) == (min(4, 6 - len(prefix)), "length")
+        whole = [*prefix, *c.tokens.tolist()]
+        expected = hugging_face_logprobs(engine.policy_dir, prompts[key[0]], whole)[len(prefix) :]
+        np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=TOLERANCE)
+        if name != "vllm":
+            assert whole[:4] == begun[key].tokens.tolist()
+
+
 def midway(engine, name, monkeypatch):
     """An `interrupted` that becomes true while responses are being decoded."""
     if name != "sglang":

@@ -78,6 +78,9 @@ def test_reward_is_not_smoothed_over_a_stage_boundary(tmp_path):
     write_lines(root / "metrics.jsonl", updates)
     _, smooth = charts_of(root)["Training reward"].traces
     assert smooth["y"][43:58] == [1.0] * 15 and smooth["y"][42] == smooth["y"][58] == 0.0
+    write_lines(root / "metrics.jsonl", updates[:60])  # of few updates fewer count (Prefix-Ratio GRPO, figure 2)
+    _, smooth = charts_of(root)["Training reward"].traces
+    assert smooth["y"][48:53] == [3.0] * 5 and smooth["y"][47] == smooth["y"][53] == 0.0
 
 
 def test_traces_of_every_chart(tmp_path):

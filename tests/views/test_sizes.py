@@ -53,6 +53,14 @@ def test_candidates_are_generated_and_kept():
     assert seconds[1] == pytest.approx(2 * seconds[0]) and stored[1] == 2 * stored[0] > 0
 
 
+def test_with_a_token_budget_a_stage_generates_as_much_as_it_trains():
+    partial = override_recipe(RECIPE, ["rollout.oversample=2", "rollout.token_budget=1024"])
+    twice = override_recipe(RECIPE, ["rollout.oversample=2"])
+    seconds = [sizes.rollout_seconds(HF, r, 30_500_000_000, 4, H200, Assumptions()) for r in (RECIPE, partial)]
+    disks = [sizes.disk_bytes(HF, r, 30_500_000_000, Assumptions()) for r in (twice, partial)]
+    assert seconds[0] == pytest.approx(seconds[1]) and disks[0] == disks[1]
+
+
 def test_micro_batches_in_flight():
     two = replace(LAYOUT, pipeline_parallel=2)
     four = replace(LAYOUT, pipeline_parallel=4)

@@ -23,7 +23,7 @@ from megarl.phases.updates import build_actor, check_rollouts, find_start, make_
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
-from megarl.storage.update_summary import lags
+from megarl.storage.update_summary import ages
 
 if TYPE_CHECKING:
     from megarl.actor.step import Actor
@@ -136,7 +136,7 @@ class LiveBatches:
 
     def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
         """Lags of the response tokens, in updates, and how often each occurs."""
-        return lags(groups, self.stage.first_update + update) | {"idle_seconds": round(self.last_idle, 4)}
+        return ages(self.stage, update, groups) | {"idle_seconds": round(self.last_idle, 4)}
 
     def log_idle(self) -> None:
         """The share of the trainers' time in which they waited for and read rollouts: Table 2 of mu-GRPO."""

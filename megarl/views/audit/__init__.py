@@ -5,6 +5,8 @@ Nothing is changed, and a run may be going on. What is looked at:
 - policies (`policies`): files, versions, and that each stage's rollouts came from that stage's policy;
 - rollouts (`rollouts`): shards against the ledger, the ledger against the seal, prompts against the data, lags against
   the schedule; of a sample, rewards against the verifier and log-probs against the policy;
+- with a token budget (`carried`), what stages leave to later ones: nothing is lost, and what is continued begins with
+  what there was;
 - updates (`updates`): each exactly once, with what its groups in the store say of rewards, lengths, tokens and lags;
   checkpoints against metrics.jsonl.
 """
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from megarl.errors import UserError
 from megarl.storage.run_dir import RunDir
+from megarl.views.audit.carried import check_carried
 from megarl.views.audit.policies import check_policies
 from megarl.views.audit.rollouts import check_rollouts
 from megarl.views.audit.samples import check_samples
@@ -60,6 +63,7 @@ def audit(root: Path, samples: int) -> Audit:
     checks: list[Callable[[], Iterator[str]]] = [
         lambda: check_policies(run, found.stages),
         lambda: check_rollouts(run, found.stages),
+        lambda: check_carried(run, found.stages),
         lambda: check_updates(run, found.stages),
         lambda: check_samples(run, samples, found.notes),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from megarl.storage.json_lines import read_intact_lines
 from megarl.storage.ledger import LedgerEntry, sealed_external, verify_shard
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.shards import FIRST_VERSION, Shard, validate
+from megarl.storage.shards import FIRST_VERSION, Shard, any_unfinished, validate
 from megarl.views.audit.totals import StageTotals
 
 
@@ -32,7 +33,7 @@ def check_rollouts(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
         row.not_chosen = len(store.group_ids) - len(store.chosen)
         yield from _check_choice(stage, store)
         for entry in store.entries:
-            yield from check_shard(stage, entry)
+            yield from check_shard(stage, stage.rollouts, entry)
         if store.external:
             continue  # no engine of this run generated it
         if store.entries and stage.number not in compared and not stage.rollouts.is_symlink():
@@ -48,7 +49,8 @@ def _check_choice(stage: Stage, store: RolloutStore) -> Iterator[str]:
     where, wanted = f"stage {stage.number}", stage.run.recipe.groups_per_stage
     if stage.rollouts.is_symlink() and wanted < len(store.chosen):
         return  # of the run that this one branched from, in batches of another size
-    if foreign := [group for group in store.group_ids if group not in stage.groups]:
+    partial = stage.run.recipe.rollout.token_budget is not None  # then `carried` looks at that
+    if not partial and (foreign := [group for group in store.group_ids if group not in stage.groups]):
         yield f"{where} has group {foreign[0]}, which is of another stage"
     if not stage.is_sealed():
         return
@@ -58,8 +60,8 @@ def _check_choice(stage: Stage, store: RolloutStore) -> Iterator[str]:
         yield f"{where} is sealed, but group {gone[0]} is in no shard"
 
 
-def check_shard(stage: Stage, entry: LedgerEntry) -> Iterator[str]:
-    path = stage.rollouts / entry.shard
+def check_shard(stage: Stage, directory: Path, entry: LedgerEntry) -> Iterator[str]:
+    path = directory / entry.shard
     try:
         verify_shard(path, entry)
         shard = Shard(path)
@@ -79,12 +81,20 @@ def check_shard(stage: Stage, entry: LedgerEntry) -> Iterator[str]:
         if expected != held:
             yield f"{path} has {name} {_short(held)}, but its line in the ledger says {_short(expected)}"
     for group in groups:
-        yield from (f"{path}, group {group.group_id}: {problem}" for problem in _check_group(stage, group))
+        problems = [*_check_end(stage, directory, group), *_check_group(stage, group)]
+        yield from (f"{path}, group {group.group_id}: {problem}" for problem in problems)
 
 
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) < 60 else f"{text[:57]}..."
+
+
+def _check_end(stage: Stage, directory: Path, group: Group) -> Iterator[str]:
+    if any_unfinished(group.responses) != (directory == stage.unfinished):
+        yield "an unfinished response" if directory == stage.rollouts else "no unfinished response"
+    if directory == stage.unfinished and any(response.reward for response in group.responses):
+        yield "rewards, though it is not complete"
 
 
 def _check_group(stage: Stage, group: Group) -> Iterator[str]:
@@ -108,8 +118,8 @@ def _check_group(stage: Stage, group: Group) -> Iterator[str]:
                 f"response {number} has tokens of policy versions {versions.min()} to {versions.max()}, but the "
                 f"schedule allows {oldest} to {newest}"
             )
-        if external:
-            continue  # who gave the reward knows what for
+        if external or any_unfinished(group.responses):
+            continue  # who gave the reward knows what for; and where one is unfinished, none has a reward
         unscored = total(Score(0.0), len(response.tokens), recipe.reward, stage.rollout.max_response_tokens)[0]
         if not is_scored(response.finish_reason, recipe.reward) and response.reward != unscored + for_length[number]:
             yield f"response {number} was not scored ({response.finish_reason}), but has reward {response.reward:g}"
@@ -119,7 +129,8 @@ def versions_allowed(stage: Stage, group_id: int) -> tuple[int, int]:
     """The oldest and the newest policy version that may have sampled a token of the group."""
     schedule = stage.run.recipe.schedule
     if schedule.kind == "staged":
-        return stage.first_update, stage.first_update
+        begun = stage.run.recipe.stage_that_begins(group_id) if stage.run.recipe.mixes_policies else stage.number
+        return stage.run.stage(min(stage.number, begun)).first_update, stage.first_update
     batch = group_id // schedule.prompts_per_update
     if schedule.lag_rule.delay is not None:
         exact = schedule.lag_rule.exact(batch)

@@ -109,16 +109,17 @@ def _check_logprobs(stage: Stage, groups: Sequence[Group], notes: list[str]) -> 
     pairs, left = [], TOKENS
     for group in groups:
         for response in group.responses[:2]:
-            if left > 0:
+            if left > 0 and response.versions[-1] == stage.first_update:
                 pairs.append((group, response))
                 left -= len(response.tokens)
     if not pairs:
         return
     sequences = [[*group.prompt_tokens.tolist(), *response.tokens.tolist()] for group, response in pairs]
     reference = hugging_face_reference(stage.policy, sequences, stage.rollout.temperature)
-    sampled = [response.sampled for _, response in pairs]
-    stored = [response.rollout_logprobs[mask] for (_, response), mask in zip(pairs, sampled, strict=True)]
-    own = [scores[-len(mask) :][mask] for scores, mask in zip(reference.logprobs, sampled, strict=True)]
+    # without what policies of earlier stages sampled of a response that this one continued
+    here = [response.sampled & (response.versions == stage.first_update) for _, response in pairs]
+    stored = [response.rollout_logprobs[mine] for (_, response), mine in zip(pairs, here, strict=True)]
+    own = [scores[-len(mine) :][mine] for scores, mine in zip(reference.logprobs, here, strict=True)]
     distances = np.abs(np.concatenate(own) - np.concatenate(stored))
     # an engine that computes in bfloat16 is compared with this machine's float32 by the mean alone
     engine = "float32" if stage.rollout.engine == "builtin" and stage.run.recipe.actor.backend == "cpu" else "bfloat16"

@@ -12,7 +12,7 @@ from megarl.storage.json_lines import read_intact_lines
 from megarl.storage.metrics_log import agrees
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.update_summary import lags, older_lags, summary
+from megarl.storage.update_summary import ages, summary
 from megarl.views.audit.totals import StageTotals
 
 
@@ -73,7 +73,7 @@ def _check_stage(stage: Stage, lines: list[dict[str, Any]], row: StageTotals) ->
         row.trained_tokens += 0 if again else line.get("trained_tokens", 0)
         yield from compare(stage, line, groups)
     row.trained = len(trained)
-    row.pending = row.generated - row.not_chosen - row.trained
+    row.pending = row.generated - row.not_chosen - row.carried - row.trained
 
 
 def compare(stage: Stage, line: dict[str, Any], groups: Sequence[Group]) -> Iterator[str]:
@@ -81,12 +81,8 @@ def compare(stage: Stage, line: dict[str, Any], groups: Sequence[Group]) -> Iter
     if len({len(group.responses) for group in groups}) > 1:
         return  # `check_rollouts` says so
     recipe, inside = stage.run.recipe, line["update"] - 1 - stage.first_update
-    live = recipe.schedule.kind == "live"
     expected: dict[str, Any] = summary(list(groups)) | _tokens(groups, recipe.objective.zero_variance == "drop")
-    if live:
-        expected |= lags(groups, stage.first_update + inside)
-    else:
-        expected |= stage.age_of(inside) | older_lags(groups, stage.first_update, inside)
+    expected |= ages(stage, inside, groups)
     if "skipped_update" in line:
         expected.pop("trained_tokens")
     for name, value in expected.items():

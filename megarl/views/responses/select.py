@@ -21,7 +21,7 @@ from megarl.data.tokenizer import load_decoder
 from megarl.errors import UserError
 from megarl.storage.ledger import LedgerEntry, check_size
 from megarl.storage.rollouts import RolloutStore
-from megarl.storage.shards import FINISH_REASONS, Response, Shard
+from megarl.storage.shards import FINISH_REASONS, UNFINISHED, Response, Shard
 
 Decode = Callable[[np.ndarray], str]
 
@@ -106,7 +106,8 @@ def select(root: Path, wanted: Filter, decode: Decode) -> Iterator[Found]:
     seen = False
     for stage, directory in there.items():
         if wanted.stage is None or wanted.stage == stage:
-            for entry in RolloutStore(directory, one_policy=False).entries:
+            directory = directory / "unfinished" if wanted.finish == UNFINISHED else directory
+            for entry in RolloutStore(directory, one_policy=False).entries if directory.exists() else ():
                 if wanted.prompt is None or wanted.prompt in entry.groups:
                     seen = True
                     yield from _of_shard(stage, directory, entry, wanted, decode)

@@ -1,0 +1,145 @@
+"""The rollouts of a stage whose responses stop at a token budget (BAPO, section 5.3): see `megarl.storage.carried`."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megarl.distributed import ReplicaGroup
+from megarl.errors import STOPPED
+from megarl.phases.generation import generate_rollouts, missing_chunks
+from megarl.phases.rollout_stats import RolloutStats
+from megarl.phases.rollout_worker import RolloutWorker
+from megarl.phases.stop import StopRequest
+from megarl.rollout.engine import never
+from megarl.storage.carried import candidates, carried_into
+from megarl.storage.files import make_directory
+from megarl.storage.ledger import SEALED
+from megarl.storage.rollouts import Group, Response, RolloutStore, RolloutWriter, seal
+from megarl.storage.run_dir import Stage
+from megarl.storage.shards import any_unfinished
+
+
+class PartialRollouts:
+    """One replica's part in generating the candidates of ``stage``, and in sealing both of its stores.
+
+    Every candidate is generated up to the token budget. If fewer are complete then than the stage trains, the first of
+    the others are generated to their end. What is stored is not generated again.
+    """
+
+    def __init__(self, stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker, stop: StopRequest) -> None:
+        self.stage, self.replicas, self.worker, self.stop = stage, replicas, worker, stop
+        self.candidates, self.stats = candidates(stage), RolloutStats()
+
+    def work(self, budget: int) -> None:
+        """Ends the process when asked to stop."""
+        plan = self.replicas.from_first("partial", self._prepare() if self.replicas.rank == 0 else None)
+        chunks = [*self._chunks(plan["continued"], plan), *self._chunks(self.stage.groups, plan)]
+        before = self.stage.previous.unfinished if plan["continued"] else None
+        self._generate("budget", chunks, set(plan["missing"]), before, budget)
+        needed = self.replicas.from_first("needed", self._needed() if self.replicas.rank == 0 else None)
+        chunks = self._chunks(needed["groups"], needed)
+        self._generate("needed", chunks, set(needed["missing"]), self.stage.unfinished, math.inf)
+        self.worker.close()
+        if self.replicas.rank == 0:
+            self._seal()
+
+    def _prepare(self) -> dict[str, list[int]]:
+        """Rank 0: the stores as an earlier attempt left them, with what is complete already, and what is left to do."""
+        stage = self.stage
+        make_directory(stage.unfinished)
+        (stage.unfinished / SEALED).unlink(missing_ok=True)  # a kill came between the two seals
+        continued: list[int] = []
+        complete: list[int] = []
+        if carried := carried_into(stage):
+            before = RolloutStore(stage.previous.rollouts)
+            continued = before.missing(carried)
+            complete = sorted(set(carried).difference(continued))
+            self._copy(before, complete)
+        cut, total = self._cut(), len(self.candidates) - len(complete)
+        missing = [group for group in RolloutStore(stage.rollouts).missing(self.candidates) if group not in cut]
+        if there := total - len(missing):
+            stage.log_event("resume", phase="rollout", skipped=there, total=total, unit="groups")
+        return {"continued": continued, "missing": missing}
+
+    def _copy(self, before: RolloutStore, complete: Sequence[int]) -> None:
+        """Groups that are complete, but that no stage has trained, so that all that this one trains is in its store."""
+        with self._writer(self.stage.rollouts) as writer:
+            left, size = RolloutStore(self.stage.rollouts).missing(complete), self.stage.rollout.groups_per_chunk
+            for first in range(0, len(left), size):
+                writer.append(before.read(left[first : first + size]))
+
+    def _cut(self) -> set[int]:
+        """The groups that have reached the budget in this stage."""
+        return set(RolloutStore(self.stage.unfinished).group_ids)
+
+    def _chunks(self, groups: Sequence[int], plan: dict[str, list[int]]) -> list[Sequence[int]]:
+        whole, size = self.worker.engine.repeats_chunks, self.stage.rollout.groups_per_chunk
+        return missing_chunks(groups, set(plan["missing"]), whole, size)
+
+    def _writer(self, directory: Path) -> RolloutWriter:
+        weights_hash = self.worker.weights_hash
+        return RolloutWriter(directory, weights_hash=weights_hash, logprob_mode="processed", writer=self.replicas.rank)
+
+    def _generate(
+        self, name: str, chunks: Sequence[Sequence[int]], missing: set[int], before: Path | None, budget: float
+    ) -> None:
+        """The ``missing`` groups of ``chunks``, which are continued where ``before`` has them; all replicas."""
+        store = RolloutStore(before) if before else None
+
+        def take() -> Iterator[Sequence[int]]:
+            counter = self.replicas.store
+            while not self.stop.asked and (number := counter.add(f"next_chunk/{name}", 1) - 1) < len(chunks):
+                yield chunks[number]
+
+        def begun(group: int) -> tuple[Response, ...]:
+            return store.read([group])[0].responses if store and not store.missing([group]) else ()
+
+        # an engine that repeats whole chunks finishes the one it has begun
+        interrupted = never if self.worker.engine.repeats_chunks else lambda: self.stop.asked
+        with self._writer(self.stage.rollouts) as complete, self._writer(self.stage.unfinished) as cut:
+            for groups in generate_rollouts(
+                self.worker, take(), interrupted, seen=self.stats.add, begun=begun, budget=budget
+            ):
+                new: tuple[list[Group], list[Group]] = [], []
+                for group in (group for group in groups if group.group_id in missing):
+                    new[any_unfinished(group.responses)].append(group)
+                complete.append(new[False])
+                cut.append(new[True])
+                if self.stats.due():
+                    self._log_progress()
+        self._log_progress()
+        if self.stop.asked:
+            self.worker.close()
+            sys.exit(STOPPED)  # the other replicas get the same signal
+        self.replicas.barrier(f"generated/{name}")
+
+    def _log_progress(self) -> None:
+        event = self.stats.event(self.worker.decoding, self.worker.scoring.over_limit)
+        self.stage.log_event("rollout_progress", rank=self.replicas.rank, **event)
+
+    def _needed(self) -> dict[str, list[int]]:
+        """Rank 0: the groups that are to be generated beyond the budget, and those of them that are not yet."""
+        cut = self._cut()
+        lack = self.stage.run.recipe.groups_per_stage - (len(self.candidates) - len(cut))
+        groups = sorted(cut)[: max(0, lack)]
+        return {"groups": groups, "missing": RolloutStore(self.stage.rollouts).missing(groups)}
+
+    def _seal(self) -> None:
+        stage, wanted = self.stage, self.stage.run.recipe.groups_per_stage
+        complete = RolloutStore(stage.rollouts).group_ids
+        chosen, cut = complete[:wanted], self._cut()
+        carried = sorted(set(self.candidates).difference(chosen))
+        stage.log_event(
+            "partial_rollouts",
+            phase="rollout",
+            candidates=len(self.candidates),
+            complete=len(complete) - len(cut.intersection(complete)),
+            finished=len(cut.intersection(complete)),
+            chosen=len(chosen),
+            carried=len(carried),
+        )
+        seal(stage.unfinished, self.candidates, sorted(cut.difference(complete)))
+        seal(stage.rollouts, self.candidates, chosen, carried)

@@ -1,0 +1,80 @@
+"""With a token budget: what each stage leaves to later ones, and that these go on from it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from megarl.errors import UserError
+from megarl.storage.carried import candidates
+from megarl.storage.ledger import sealed_groups
+from megarl.storage.rollouts import Response, RolloutStore
+from megarl.storage.run_dir import RunDir, Stage
+from megarl.views.audit.rollouts import check_shard
+from megarl.views.audit.totals import StageTotals
+
+
+def check_carried(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
+    if run.recipe.rollout.token_budget is None:
+        return
+    before: list[RolloutStore] = []  # the stores of the stage before, the complete groups first
+    for stage in run.stages():
+        if not stage.rollouts.exists():
+            before = []
+            continue
+        try:
+            stores = [RolloutStore(stage.rollouts), RolloutStore(stage.unfinished)]
+        except UserError as error:
+            yield str(error)
+            before = []
+            continue
+        for entry in stores[1].entries:
+            yield from check_shard(stage, stage.unfinished, entry)
+        with contextlib.suppress(UserError):  # `check_shard` says so
+            yield from _check_groups(stage, stores, before, totals[stage.number])
+        knows = stage.number == 0 or (bool(before) and stage.previous.is_sealed())
+        yield from _check_seal(stage, stores, knows)
+        before = stores
+
+
+def _check_groups(
+    stage: Stage, stores: list[RolloutStore], before: list[RolloutStore], row: StageTotals
+) -> Iterator[str]:
+    there = sorted({group for store in stores for group in store.group_ids})
+    row.generated, row.not_chosen = len(there), 0
+    row.carried = len(sealed_groups(stage.rollouts, "carried") or [])
+    row.tokens = 0
+    for group in there:
+        found = [store.read([group])[0] for store in stores if not store.missing([group])]
+        versions = np.concatenate([response.versions for response in found[0].responses])
+        row.tokens += int((versions == stage.first_update).sum())
+        # what this stage finished beyond its budget goes on from what there was then, and that from an earlier stage's
+        found += [store.read([group])[0] for store in before if not store.missing([group])]
+        for new, old in itertools.pairwise(found):
+            if not all(map(_goes_on, old.responses, new.responses)):
+                yield f"group {group} does not go on in stage {stage.number} from what was unfinished of it"
+
+
+def _goes_on(old: Response, new: Response) -> bool:
+    columns = ((response.tokens, response.rollout_logprobs, response.versions) for response in (old, new))
+    return all(np.array_equal(a, b[: len(a)]) for a, b in zip(*columns, strict=True))
+
+
+def _check_seal(stage: Stage, stores: list[RolloutStore], knows_candidates: bool) -> Iterator[str]:
+    complete, there = stores[0], {group for store in stores for group in store.group_ids}
+    where, wanted = f"stage {stage.number}", stage.run.recipe.groups_per_stage
+    carried = sealed_groups(stage.rollouts, "carried") or []
+    if stage.is_sealed() and list(complete.chosen) != complete.group_ids[:wanted]:
+        yield f"{where} is sealed with other groups to train than the first {wanted} that are complete"
+    if lost := set(carried).difference(there):
+        yield f"{where} carries group {min(lost)}, which is in no shard"
+    if not knows_candidates:
+        return  # of a branch, which has the stages before it not
+    known = set(candidates(stage))
+    if foreign := there.difference(known):
+        yield f"{where} has group {min(foreign)}, which is none of its candidates"
+    if stage.is_sealed() and carried != sorted(known.difference(complete.chosen)):
+        yield f"{where} does not carry just what it has not trained"

@@ -1,0 +1,302 @@
+"""Rollouts whose responses stop at a token budget and go on in the next stage, and SIGKILL on the way."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.errors import UserError
+from megarl.recipe.load import load_recipe
+from megarl.storage.carried import candidates
+from megarl.storage.checked_json import decode, write_checked
+from megarl.storage.ledger import SEALED, sealed_groups
+from megarl.storage.rollouts import RolloutStore
+from megarl.storage.run_dir import RunDir
+from megarl.views.audit import audit
+from megarl.views.progress import RunState, describe_event
+from megarl.views.responses.select import Filter, select
+from megarl.views.sql import query
+from megarl.workers.preflight import check_recipe
+from tests.helpers import events, megarl, metrics
+from tests.live.conftest import new_run, phases  # noqa: F401 - fixtures
+from tests.live.test_partial import load
+from tests.phases.test_kill import assert_same_run, kill_at
+from tests.views.audit_faults import rewrite
+
+TRAINED, BEGUN, STAGES, BUDGET = 6, 18, 3, 2  # groups of a stage, candidates of a stage, stages, tokens
+SETTINGS = {
+    "rollout.token_budget": BUDGET,
+    "rollout.max_response_tokens": 6,
+    "rollout.oversample": BEGUN / TRAINED,
+    "rollout.temperature": 2.0,  # about half of the responses are longer than the budget
+    "rollout.groups_per_chunk": 4,
+    "reward.require_stop": False,
+    "schedule.stages": STAGES,
+    "schedule.updates_per_stage": 3,
+    "schedule.prompts_per_update": 2,
+    "optimizer.lr": 1e-2,
+    "eval.every": 0,
+}
+
+
+def options(**settings):
+    changed = SETTINGS | {key.replace("__", "."): value for key, value in settings.items()}
+    return [text for key, value in changed.items() for text in ("--set", f"{key}={json.dumps(value)}")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory):
+    path = tmp_path_factory.mktemp("undisturbed") / "run"
+    result = megarl("train", recipe, "--run-dir", path, *options())
+    assert result.returncode == 0, result.stderr
+    return RunDir.open(path)
+
+
+def stores(stage):
+    return RolloutStore(stage.rollouts), RolloutStore(stage.unfinished)
+
+
+def test_every_group_is_trained_once_or_carried(undisturbed):
+    in_play, trained = [], []
+    for stage in undisturbed.stages():
+        in_play += stage.groups
+        complete, cut = stores(stage)
+        assert list(candidates(stage)) == in_play
+        assert len(in_play) == BEGUN
+        assert set(complete.group_ids) | set(cut.group_ids) == set(in_play)
+        assert complete.chosen == complete.group_ids[:TRAINED]
+        trained += complete.chosen
+        in_play = [group for group in in_play if group not in complete.chosen]
+        assert sealed_groups(stage.rollouts, "carried") == in_play
+        assert cut.chosen == [group for group in cut.group_ids if group not in complete.group_ids]
+        (event,) = [e for e in events(undisturbed, "partial_rollouts") if e["stage"] == stage.number]
+        finished = len(set(complete.group_ids) & set(cut.group_ids))
+        assert (event["chosen"], event["carried"]) == (TRAINED, BEGUN - TRAINED)
+        assert (event["complete"], event["finished"]) == (len(complete.group_ids) - finished, finished)
+    assert sorted([*trained, *in_play]) == list(range(BEGUN + (STAGES - 1) * TRAINED))
+    assert [update["update"] for update in metrics(undisturbed)] == list(range(1, 10))
+    assert not events(undisturbed, "resume")
+
+
+def test_a_response_gets_the_budget_in_each_stage(undisturbed):
+    versions_seen = set()
+    for stage in undisturbed.stages():
+        complete, cut = stores(stage)
+        for group in cut.read(cut.group_ids):
+            assert all(response.reward == 0 for response in group.responses)
+            unfinished = [response for response in group.responses if response.finish_reason == "unfinished"]
+            assert unfinished
+            for response in unfinished:
+                assert len(response.tokens) == BUDGET * len(np.unique(response.versions)) < 6
+        for group in complete.read(complete.group_ids):
+            for response in group.responses:
+                assert response.finish_reason in ("stop", "length")
+                tokens = np.unique(response.versions, return_counts=True)[1]
+                assert (tokens[:-1] == BUDGET).all()
+                assert tokens[-1] <= BUDGET or group.group_id in cut.group_ids
+                versions_seen.add(tuple(np.unique(response.versions).tolist()))
+    assert {(0, 3), (0, 3, 6)} <= versions_seen, "the test needs responses that two stages and three have sampled"
+
+
+def test_the_oldest_are_finished_where_too_few_are_complete(undisturbed):
+    complete, cut = stores(undisturbed.stage(0))
+    finished = sorted(set(complete.group_ids) & set(cut.group_ids))
+    assert finished == cut.group_ids[: len(finished)]
+    assert 0 < len(finished) == TRAINED - (BEGUN - len(cut.group_ids))
+
+
+def test_a_later_stage_goes_on_from_what_was_stored(undisturbed):
+    continued = 0
+    for stage in undisturbed.stages()[1:]:
+        before, now = stores(stage.previous), stores(stage)
+        for number in sealed_groups(stage.previous.rollouts, "carried"):
+            (old,) = (before[0] if not before[0].missing([number]) else before[1]).read([number])
+            (new,) = (now[0] if not now[0].missing([number]) else now[1]).read([number])
+            for a, b in zip(old.responses, new.responses, strict=True):
+                for name in ("tokens", "rollout_logprobs", "versions"):
+                    np.testing.assert_array_equal(getattr(a, name), getattr(b, name)[: len(a.tokens)])
+                continued += len(b.tokens) > len(a.tokens)
+                if a.finish_reason != "unfinished":
+                    assert len(a.tokens) == len(b.tokens)
+    assert continued > 5
+
+
+@torch.inference_mode()
+def logprobs_under(policy, group, response):
+    """[n] float32 of a response's tokens, of the distribution that was sampled."""
+    tokens = torch.tensor([[*group.prompt_tokens.tolist(), *response.tokens.tolist()]])
+    rows = load(policy)(input_ids=tokens, use_cache=False).logits[0, -len(response.tokens) - 1 : -1].float()
+    rows = (rows / SETTINGS["rollout.temperature"]).log_softmax(-1)
+    return rows.gather(1, tokens[0, -len(response.tokens) :, None])[:, 0].numpy()
+
+
+def test_each_span_has_the_log_probs_of_its_own_policy(undisturbed):
+    apart = 0
+    for stage in undisturbed.stages():
+        store = stores(stage)[0]
+        for group in store.read(store.chosen):
+            for response in group.responses:
+                own = np.zeros(len(response.tokens), np.float32)
+                for version in np.unique(response.versions):
+                    under = logprobs_under(undisturbed.version(int(version)), group, response)
+                    own[response.versions == version] = under[response.versions == version]
+                np.testing.assert_allclose(response.rollout_logprobs, own, rtol=0, atol=1e-4)
+                apart += bool(np.abs(under - own).max() > 1e-2)  # the newest one's of all tokens
+    assert apart > 3, "the test needs policies that differ"
+
+
+def test_staleness_is_counted_token_by_token(undisturbed):
+    for update in metrics(undisturbed):
+        stage = undisturbed.stage(update["stage"])
+        store, now = stores(stage)[0], update["update"] - 1
+        groups = store.read(store.chosen[2 * (now - stage.first_update) :][:2])
+        found = [now - int(v) for group in groups for response in group.responses for v in response.versions]
+        assert update["staleness/tokens"] == {str(lag): found.count(lag) for lag in sorted(set(found))}
+        assert update["staleness"] == max(found)
+    assert max(update["staleness"] for update in metrics(undisturbed)) > 3
+
+
+def test_with_a_policy_that_stays_the_budget_changes_nothing(new_run, phases):  # noqa: F811
+    settings = {key.replace(".", "__"): value for key, value in SETTINGS.items()} | {"optimizer__lr": 1e-12}
+    plain = {
+        key: value for key, value in settings.items() if key not in ("rollout__token_budget", "rollout__oversample")
+    }
+    plain["schedule__updates_per_stage"] = 12
+    whole = new_run("whole", **plain)
+    phases(whole, "rollout")
+    expected = RolloutStore(whole.stage(0).rollouts)
+    run = new_run("partial", **settings, rollout__workers=2)
+    compared = 0
+    for stage in run.stages()[:2]:
+        phases(run, "rollout", stage.number)
+        phases(run, "optimize", stage.number)
+        store = RolloutStore(stage.rollouts)
+        pairs = zip(store.read(store.group_ids), expected.read(store.group_ids), strict=True)
+        for mine, theirs in ((a, b) for x, y in pairs for a, b in zip(x.responses, y.responses, strict=True)):
+            assert mine.tokens.tolist() == theirs.tokens.tolist()
+            assert (mine.reward, mine.finish_reason) == (theirs.reward, theirs.finish_reason)
+            np.testing.assert_allclose(mine.rollout_logprobs, theirs.rollout_logprobs, rtol=0, atol=1e-4)
+            compared += 1
+    assert compared >= 4 * 2 * TRAINED
+
+
+FIRST, SECOND = "stages/000/rollouts", "stages/001/rollouts"
+MOMENTS = {  # (pattern of a file operation, how many of them in one attempt)
+    "first shard of unfinished groups": (rf"replace .*{FIRST}/unfinished/.*_00000000\.arrow", 1),
+    "second chunk, after it": (rf"replace .*{FIRST}/unfinished/.*_00000008\.arrow", 1),
+    "a group beyond the budget": (rf"replace .*{FIRST}/w[^/]*\.arrow", 1),
+    "first seal": (rf"replace .*{FIRST}/unfinished/SEALED", 1),
+    "between the seals": (rf"replace .*{FIRST}/SEALED", 1),
+    "what is continued": (rf"replace .*{SECOND}/.*\.arrow", 1),
+    "what is begun beside it": (rf"replace .*{SECOND}/.*\.arrow", 2),
+    "second stage between the seals": (rf"replace .*{SECOND}/SEALED", 1),
+}
+
+
+def test_killed_runs_end_with_the_same_bytes(undisturbed, recipe, tmp_path):
+    killed = tmp_path / "killed"
+    for pattern, count in MOMENTS.values():
+        kill_at(pattern, count, recipe, killed, *options())
+    result = megarl("train", recipe, "--run-dir", killed, *options())
+    assert result.returncode == 0, result.stderr
+    assert_same_run(undisturbed.root, killed)
+    assert list(killed.glob("stages/*/rollouts/unfinished/*.arrow"))
+
+
+def test_the_audit_closes(undisturbed):
+    found = audit(undisturbed.root, 100)
+    assert (found.problems, found.notes) == ([], [])
+    for row in found.stages:
+        assert (row.generated, row.trained, row.carried, row.not_chosen, row.pending) == (
+            BEGUN,
+            TRAINED,
+            BEGUN - TRAINED,
+            0,
+            0,
+        )
+    trained = sum(row.trained_tokens for row in found.stages)
+    left = [group for store in stores(undisturbed.stage(2)) for group in store.group_ids]
+    last = undisturbed.stage(2)
+    carried = sealed_groups(last.rollouts, "carried")
+    kept = [(stores(last)[0] if not stores(last)[0].missing([g]) else stores(last)[1]).read([g])[0] for g in carried]
+    assert set(carried) <= set(left)
+    waiting = sum(len(response.tokens) for group in kept for response in group.responses)
+    assert sum(row.tokens for row in found.stages) == trained + waiting
+
+
+def test_what_is_unfinished_is_shown(undisturbed):
+    cut = [group for stage in undisturbed.stages() for group in stores(stage)[1].read(stores(stage)[1].group_ids)]
+    expected = sum(response.finish_reason == "unfinished" for group in cut for response in group.responses)
+    root = undisturbed.root
+    assert len(list(select(root, Filter(finish="unfinished"), lambda tokens: ""))) == expected > 0
+    (row,) = query(root, "select count(*) as n from unfinished where finish_reason = 'unfinished'")
+    (both,) = query(root, "select count(*) as n from responses where finish_reason = 'unfinished'")
+    assert (row["n"], both["n"]) == (expected, 0)
+    state = RunState(root, undisturbed.recipe)
+    said = [describe_event(event, state) for event in state.poll() if event["event"] == "partial_rollouts"]
+    assert said[0] == "stage 1/3 rollout chose 6 of 18 groups, carries 12 on"
+
+
+def test_what_is_not_carried_or_not_gone_on_from_is_found(undisturbed, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed.root, run, symlinks=True)
+
+    def other(groups):  # of the second stage's first shard, which has groups that the first one began
+        return [
+            replace(g, responses=tuple(replace(r, tokens=r.tokens + np.int32(r.tokens.max() < 9)) for r in g.responses))
+            for g in groups
+        ]
+
+    rewrite(run, other, stage=1)
+    change_seal(run / "stages/000/rollouts", carried=lambda ids: ids[1:])
+    change_seal(run / "stages/002/rollouts", chosen=lambda ids: [*ids[:-1], ids[-1] + 1])
+    problems = "\n".join(audit(run, 0).problems)
+    for said in ("does not go on in stage 1 from", "stage 0 does not carry just what", "stage 2 is sealed with other"):
+        assert said in problems, problems
+
+
+def change_seal(directory, **changes):
+    sealed = decode((directory / SEALED).read_bytes())
+    write_checked(directory / SEALED, sealed | {name: change(sealed[name]) for name, change in changes.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout__oversample": 1.0}, "token_budget = 2, but with rollout.oversample = 1.0 .*above 1"),
+        ({"rollout__token_budget": 6}, "token_budget = 6 cuts nothing.*below rollout.max_response_tokens = 6"),
+        ({"schedule__kind": "live", "schedule__sync_every": 1, "schedule__max_lag": 2, "rollout__oversample": 1.0},
+         "token_budget = 2 cuts .*live run schedule.partial"),
+    ],
+)  # fmt: skip
+def test_recipes_without_a_use_for_a_budget_are_refused(recipe, changes, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(recipe, options(**changes)[1::2])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("objective.icepop={}", "old_logprobs.*rollout.token_budget"),
+        ("actor.routing_replay=actor", "routing_replay.*rollout.token_budget"),
+    ],
+)
+def test_what_needs_the_policy_of_the_stage_is_refused(recipe, setting, message):
+    with pytest.raises(UserError, match=message):
+        check_recipe(load_recipe(recipe, [*options()[1::2], setting]))
+
+
+def test_a_group_is_begun_by_one_stage(recipe):
+    found = load_recipe(recipe, options(schedule__stages=5)[1::2])
+    assert [found.groups_begun(stage) for stage in range(3)] == [range(18), range(18, 24), range(24, 30)]
+    for stage in range(5):
+        assert {found.stage_that_begins(group) for group in found.groups_begun(stage)} == {stage}
+    assert found.prompts_needed == 18 + 4 * 6
+    assert replace_table(found, token_budget=None).prompts_needed == 5 * 18
+
+
+def replace_table(recipe, **changes):
+    return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=changes)})
