@@ -127,7 +127,10 @@ def _join8(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _sums(t, log_m, dampened, on, o):
-    """[TILE, 2, 2, 2, 2, 2] float32: what each token adds to the sums of SUMS, whose number counts from the left."""
+    """Twice [TILE, 2, 2, 2, 2] float32: what each token adds to the sums of SUMS, whose number counts from the left.
+
+    In two halves, of which a thread can forget the first before it makes the second: it saves registers.
+    """
     above, below = (t.advantage > 0).to(tl.float32), (t.advantage < 0).to(tl.float32)
     trains = on.to(tl.float32)
     ratio, l = tl.where(on, t.ratio, 0.0), t.log_ratio  # 0 where not trained
@@ -151,7 +154,18 @@ def _sums(t, log_m, dampened, on, o):
         (by_prefix & bad).to(tl.float32), tl.where(t.advantage > 0, ratio, 0.0), tl.where(t.advantage < 0, ratio, 0.0),
         tl.where(t.advantage > 0, -o.value, 0.0), -o.value,
     )  # fmt: skip
-    return tl.join(tl.join(a, b), tl.join(c, d))
+    return tl.join(a, b), tl.join(c, d)
+
+
+@triton.jit
+def _loaded(parameters, PARAMETERS: tl.constexpr):
+    """Always four; those that a rule does not have repeat the first one."""
+    return (
+        tl.load(parameters).to(tl.float32),
+        tl.load(parameters + (1 if PARAMETERS > 1 else 0)).to(tl.float32),
+        tl.load(parameters + (2 if PARAMETERS > 2 else 0)).to(tl.float32),
+        tl.load(parameters + (3 if PARAMETERS > 3 else 0)).to(tl.float32),
+    )
 
 
 @triton.jit
@@ -166,12 +180,7 @@ def token_pass_kernel(
 ):  # fmt: skip
     segment = tl.program_id(0)
     start, end = tl.load(cu_seqlens + segment), tl.load(cu_seqlens + segment + 1)
-    p = (
-        tl.load(parameters).to(tl.float32),
-        tl.load(parameters + (1 if PARAMETERS > 1 else 0)).to(tl.float32),
-        tl.load(parameters + (2 if PARAMETERS > 2 else 0)).to(tl.float32),
-        tl.load(parameters + (3 if PARAMETERS > 3 else 0)).to(tl.float32),
-    )
+    p = _loaded(parameters, PARAMETERS)
     s = _whole_sequence(
         parameters, logprobs, rollout_logprobs, advantages, mask, start, end,
         segment, sequence_log_ratio, first_trigger, places, QUANTITY, TILE,
@@ -182,7 +191,8 @@ def token_pass_kernel(
     row = tl.zeros((_ROW,), tl.float64)
     by_ratio, by_minimum = tl.zeros((_TABLE,), tl.int32), tl.zeros((_TABLE,), tl.int32)
     for stretch in range(start, end, _STRETCH * TILE):
-        sums = tl.zeros((TILE // 2, 2, 2, 2, 2, 2), tl.float32)
+        first_sums = tl.zeros((TILE // 2, 2, 2, 2, 2), tl.float32)
+        second_sums = tl.zeros((TILE // 2, 2, 2, 2, 2), tl.float32)
         for tile in range(stretch, tl.minimum(end, stretch + _STRETCH * TILE), TILE):
             at = tile + tl.arange(0, TILE)
             inside = at < end
@@ -206,10 +216,13 @@ def token_pass_kernel(
             tl.store(loss + at, -o.value, mask=inside)
             tl.store(coefficient + at, -o.coefficient, mask=inside)
             tl.store(kept + at, o.kept, mask=inside)
-            sums += tl.sum(_sums(t, log_m, dampened, on, o).reshape(2, TILE // 2, 2, 2, 2, 2, 2), 0)  # within a thread
+            first, second = _sums(t, log_m, dampened, on, o)
+            first_sums += tl.sum(first.reshape(2, TILE // 2, 2, 2, 2, 2), 0)  # within a thread
+            second_sums += tl.sum(second.reshape(2, TILE // 2, 2, 2, 2, 2), 0)
             by_ratio += tl.histogram(_bin_of(l, on), _TABLE)
             by_minimum += tl.histogram(_bin_of(log_m, on), _TABLE)
-        row += tl.permute(tl.sum(sums, 0), (4, 3, 2, 1, 0)).reshape(_ROW).to(tl.float64)
+        sums = tl.join(tl.sum(first_sums, 0), tl.sum(second_sums, 0))
+        row += tl.permute(sums, (4, 3, 2, 1, 0)).reshape(_ROW).to(tl.float64)
     tl.store(rows + segment * _ROW + tl.arange(0, _ROW), row)
     bins = tl.arange(0, _TABLE)
     tl.atomic_add(histograms + bins, by_ratio.to(tl.int64), mask=(bins < _BINS) & (by_ratio > 0), sem="relaxed")
@@ -233,9 +246,8 @@ def token_pass_triton(a: Arguments) -> tuple[torch.Tensor, ...]:
 
 
 # Two blocks share a multiprocessor with up to 256 registers. Without a limit ptxas spills some to reach a round number;
-# with 192, which Triton 3.9 needs, the code of Triton 3.7.1 spills. docs/kernels.md: what ptxas makes of a limit is not
-# monotonous.
-LAUNCH_OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=True, maxnreg=248)
+# what it makes of a limit is not monotonous, see docs/kernels.md.
+LAUNCH_OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=True, maxnreg=240)
 
 
 def kernel_constants(rule: TritonRule) -> dict[str, Any]:
