@@ -11,7 +11,7 @@ import re
 import shutil
 import string
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,7 +37,6 @@ class Base:
     initial: Callable[[Path], None]
     teach: Callable[[Prompt, random.Random], str]
     steps: int = 800
-    settings: list[str] = field(default_factory=list)
 
 
 def spell(prompt: Prompt, rng: random.Random) -> str:
@@ -46,7 +45,7 @@ def spell(prompt: Prompt, rng: random.Random) -> str:
 
 
 def sort(prompt: Prompt, rng: random.Random) -> str:
-    """Right, but the model is not given the steps to learn it."""
+    """Always the right answer."""
     return prompt.answer
 
 
@@ -129,7 +128,7 @@ def make(name: str) -> None:
         return
     initial = output.with_name(f"{name}.initial")
     base.initial(initial)
-    overrides = [f'model.path="{initial}"', "optimizer.betas=[0.9, 0.999]", *base.settings]
+    overrides = [f'model.path="{initial}"', "optimizer.betas=[0.9, 0.999]"]
     warm_up(load_recipe(Path(f"lab/recipes/{base.recipe}.toml"), overrides), base.teach, output, base.steps)
     shutil.rmtree(initial)
     print(f"base model: {output}")

@@ -1,7 +1,8 @@
 """What the finished runs of a sweep logged, as the CSVs of lab/results: python -m lab.collect SWEEP.toml --output RUNS.
 
 `evaluations.csv` has a line an evaluation; `updates.csv` the means of the metrics over `WINDOW` updates; `runs.csv` how
-long the phases of each run took; `machine.json` the commit, the machine and the versions.
+long the phases of each run took; `machine.json` the machine, the versions, and the commit that was
+checked out at collection.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _machine(sweep: Path) -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     return {
         "command": f"megarl sweep {sweep}",
-        "commit": commit,
+        "collected_at": commit,
         "processor": processor,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,8 @@ from megarl.estimates import mean_of_replicates
 from megarl.sweep.results import Estimate
 
 Curve = dict[int, float]  # update -> value
-Value = Callable[["Sweep", int], float | None]  # of a seed; None where the run is not there
+# of a seed: None where the run is not there, NaN where it is and has no such number
+Value = Callable[["Sweep", int], float | None]
 
 
 @dataclass
@@ -81,7 +83,7 @@ def _key(line: dict[str, str]) -> tuple[str, int]:
 
 def estimate(sweep: Sweep, seeds: Sequence[int], value: Value) -> Estimate | None:
     """Mean over the seeds that have it, with Student's 95 % interval; None of fewer than two."""
-    found = [x for seed in seeds if (x := value(sweep, seed)) is not None]
+    found = [x for seed in seeds if (x := value(sweep, seed)) is not None and not math.isnan(x)]
     return Estimate(*mean_of_replicates(np.array(found))) if len(found) > 1 else None
 
 
@@ -98,6 +100,11 @@ def difference(first: Value, second: Value, scale: float = 1.0) -> Value:
 def at(point: str, update: int, metric: str = "accuracy") -> Value:
     """Of one update."""
     return lambda sweep, seed: sweep.at(point, seed, update, metric)
+
+
+def last(point: str) -> Value:
+    """Accuracy at its last evaluation, which is none before the first update."""
+    return lambda sweep, seed: next((x for _, x in sorted(sweep.curve(point, seed, "accuracy").items())[:0:-1]), None)
 
 
 def mean(point: str, metric: str) -> Value:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
-from lab.claims import ALARM, CLAIMS, END, MARGIN, Finding, collapse, find, lead, verdict, warning
+from lab.claims import ALARM, CLAIMS, EARLY, END, FIRST, MARGIN, SECOND, Finding, collapse, find, lead, verdict, warning
 from lab.collect import RESULTS
-from lab.results import Sweep, Value, at, difference, estimate, mean, read
+from lab.results import Sweep, Value, at, difference, estimate, last, mean, read
 from megarl.sweep.results import Estimate
 
-SETS = ((0, 1, 2, 3, 4), (5, 6, 7, 8, 9))  # of seeds: every verdict is asked of both
-NAMES = ("frozen", "learn", "staleness", "batches")
-SWEEPS = Path("lab")
+SETS = (FIRST, SECOND)
+NAMES = ("frozen", "learn", "staleness", "batches")  # of the sweeps that claims are about
 Rows = list[list[str]]
 
 
@@ -22,7 +20,8 @@ def read_all() -> dict[str, Sweep]:
 
     A run of one stage is the branch of that stage with the same seed, so `staleness` has those of `frozen`.
     """
-    sweeps = {name: read(RESULTS / name) for name in NAMES}
+    names = [*NAMES, *(folder.name for folder in sorted(RESULTS.iterdir()) if folder.name not in NAMES)]
+    sweeps = {name: read(RESULTS / name) for name in names}
     staleness = sweeps["staleness"]
     objectives = {point.partition(",")[0] for point in staleness.points}
     for (point, seed), curve in sweeps["frozen"].accuracy.items():
@@ -44,6 +43,9 @@ def text(sweeps: Mapping[str, Sweep]) -> str:
             parts += [*_accuracies(name, sweeps[name]), *_tokens(name, sweeps[name]), *_warnings(name, sweeps[name])]
     if sweeps["staleness"].points:
         parts += _staleness(sweeps["staleness"])
+    for name, sweep in sweeps.items():
+        if name not in ("frozen", "learn", "staleness") and sweep.points:
+            parts += _plain(name, sweep)
     parts += _times(sweeps)
     return "\n\n".join(parts) + "\n"
 
@@ -77,15 +79,22 @@ def _claims(sweeps: Mapping[str, Sweep]) -> list[str]:
         rows.append([f"**{claim.name}** ({claim.source})", *(f"**{word}**" for _, word in sets)])
         for number, part in enumerate(claim.parts):
             findings = [findings[number] for findings, _ in sets]
-            cells = ["not run" if f.estimate is None else f"{_text(f.estimate, '+')} {f.state}" for f in findings]
-            rows.append([part.text, *cells])
+            rows.append([part.text, *map(_cell, findings)])
     note = (
         'A part holds where the whole interval lies on the claimed side of 0 (or within .05 of it, for "as"), '
         "is opposite where it lies on the other side, and open else. Reproduced: all parts hold. Partly: some do. Not "
-        "reproduced: none does, and one is opposite. Cannot be seen at this size: all are open."
+        "reproduced: none does, and one is opposite. Cannot be seen at this size: all are open. Too few: all seeds "
+        "were run, but what the part is about, a collapse, came in fewer than five; the claim then has no verdict. In "
+        "brackets: the part was written when runs of these seeds had been seen, and does not count for them. [0, 5] "
+        "and no veto are `mu_grpo_none`."
     )
     assert MARGIN == 0.05
     return ["## Claims", note, _table(head, rows)]
+
+
+def _cell(finding: Finding) -> str:
+    words = f"{_text(finding.estimate, '+')} {finding.state}" if finding.estimate else finding.state
+    return words if finding.counts or finding.state == "not run" else f"({words})"
 
 
 # ------------------------------------------------------------------------------------------------------ one stage
@@ -106,7 +115,17 @@ def _accuracies(name: str, sweep: Sweep) -> list[str]:
         for point in sweep.points
     ]
     head = ["point", "seeds", *(head for head, _ in columns)]
-    return [f"## Accuracy, one stage of {END} updates: `lab/{name}.toml`", _table(head, rows)]
+    return [f"## Accuracy, one stage of {END} updates: `lab/{name}.toml`", _table(head, rows), *same_runs(sweep)]
+
+
+def same_runs(sweep: Sweep) -> list[str]:
+    """Points that are not another comparison, since their runs are those of an earlier one."""
+    found = []
+    for first, second in itertools.combinations(sweep.points, 2):
+        both = [s for s in sweep.seeds if sweep.at(first, s, END) is not None and sweep.at(second, s, END) is not None]
+        if both and all(sweep.accuracy[first, s] == sweep.accuracy[second, s] for s in both):
+            found.append(f"`{second}` has every accuracy of `{first}` (seeds {both[0]} to {both[-1]}): the same runs.")
+    return found
 
 
 def _finished(sweep: Sweep, point: str) -> list[int]:
@@ -123,6 +142,8 @@ def _tokens(name: str, sweep: Sweep) -> list[str]:
         ("vetoed, %", lambda point: mean(point, "veto_fraction"), True),
         ("masked by M2PO, %", lambda point: mean(point, "m2_mask_fraction"), True),
         ("positive share of the loss", lambda point: mean(point, "positive_share/loss"), False),
+        ("M2 of all tokens", lambda point: mean(point, "m2/all"), False),
+        ("M2 at the end", lambda point: at(point, END, "m2/all"), False),
         ("entropy at the end", lambda point: at(point, END, "entropy"), False),
         ("ESS at the end", lambda point: at(point, END, "ess"), False),
     ]
@@ -133,7 +154,7 @@ def _tokens(name: str, sweep: Sweep) -> list[str]:
     ]
     return [
         f"## What became of the tokens: `lab/{name}.toml`",
-        "Means over all updates, but for the last two columns: of the last 8.",
+        "Means over all updates, at the end over the last 8. M2 is the second moment of the log-ratio.",
         _table(["point", *(head for head, *_ in columns)], rows),
     ]
 
@@ -189,22 +210,56 @@ def _staleness(sweep: Sweep) -> list[str]:
         for name in objectives
     ]
     head = ["objective", *(f"S = {size}" for size in sizes), "half of the gain is lost at (seeds 0 to 4)", "(5 to 9)"]
-    return [f"## Accuracy after {END} updates in stages of S: `lab/staleness.toml`", _table(head, rows)]
+    behind = [
+        [f"`{name}`"]
+        + [
+            _text(estimate(sweep, sweep.seeds, difference(at(f"{name},{size}", END), at(f"grpo,{size}", END))), "+")
+            for size in sizes
+        ]
+        for name in objectives
+        if name != "grpo"
+    ]
+    return [
+        f"## Accuracy after {END} updates in stages of S: `lab/staleness.toml`",
+        _table(head, rows),
+        "Less `grpo` with the same S:",
+        _table(head[: len(sizes) + 1], behind),
+    ]
+
+
+def _plain(name: str, sweep: Sweep) -> list[str]:
+    """Of any sweep."""
+
+    def cell(value: Value) -> str:
+        found = [x for seed in sweep.seeds if (x := value(sweep, seed)) is not None]
+        return f"{found[0]:.3f}" if len(found) == 1 else _text(estimate(sweep, sweep.seeds, value))
+
+    rows = []
+    for point in sweep.points:
+        seeds = [seed for seed in sweep.seeds if sweep.curve(point, seed, "accuracy")]
+        rows.append([f"`{point}`", str(len(seeds)), *map(cell, (at(point, 0), at(point, EARLY), last(point)))])
+    return [
+        f"## Accuracy: `lab/{name}.toml`",
+        _table(["point", "seeds", "before", f"update {EARLY}", "at the end"], rows),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ time
 
 
 def _times(sweeps: Mapping[str, Sweep]) -> list[str]:
-    """By sweep, and where stages differ by S, the means over its runs."""
+    """By sweep, and where stages differ by S, over its runs."""
     rows: Rows = []
     for name, sweep in sweeps.items():
         groups: dict[str, list[dict[str, float]]] = {}
         for (point, _), run in sweep.seconds.items():
             label = f", S = {point.partition(',')[2]}" if name == "staleness" else ""
             groups.setdefault(f"`lab/{name}.toml`{label}", []).append(run)
-        columns = ("updates", "rollout", "optimize", "evaluate", "live")
         for label, runs in groups.items():
-            rows.append([label, str(len(runs)), *(f"{sum(run[c] for run in runs) / len(runs):.1f}" for c in columns)])
-    head = ["runs of", "finished", "updates", "rollout, s", "optimize, s", "evaluate, s", "live, s"]
-    return ["## Seconds of a run's phases", _table(head, rows)]
+            phases = [[run[phase] for run in runs] for phase in ("rollout", "optimize", "evaluate", "live")]
+            update = [run["optimize"] / run["updates"] for run in runs]
+            cells = [f"{sum(s) / len(s):.1f} ({min(s):.1f})" if any(s) else "-" for s in phases]
+            cells.append(f"{sum(update) / len(update):.3f} ({min(update):.3f})")
+            rows.append([label, str(len(runs)), f"{sum(run['updates'] for run in runs) / len(runs):.0f}", *cells])
+    head = ["runs of", "finished", "updates", "rollout", "optimize", "evaluate", "live", "optimize / updates"]
+    return ["## Seconds of a run's phases: mean (smallest)", _table(head, rows)]

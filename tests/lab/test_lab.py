@@ -1,17 +1,19 @@
 """The lab: its sweeps can be run, its committed tables follow from its committed results, and verdicts are right."""
 
+import math
+
 import pytest
 
-from lab.claims import CLAIMS, Claim, Part, collapse, find, lead, verdict
+from lab.claims import CLAIMS, FIRST, SECOND, UNSTABLE, Claim, Part, collapse, find, lead, outlives, prosperity, verdict
 from lab.figures import charts
 from lab.results import Sweep, at, difference, estimate
-from lab.tables import half_gain, read_all, text
+from lab.tables import half_gain, read_all, same_runs, text
 from megarl.objectives import OBJECTIVES
 from megarl.recipe.sweep import load_sweep
 from megarl.sweep import describe
 from tests.helpers import ROOT
 
-FIVE = (0, 1, 2, 3, 4)
+FIVE = FIRST
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("lab/*.toml")), ids=lambda path: path.stem)
@@ -130,7 +132,9 @@ def test_a_collapse_and_its_warning_by_hand():
     assert collapse(sweep, "x", 0) == 64  # at 96 it is below .3
     assert collapse(sweep, "x", 1) is None
     assert lead(["x"], 0.5)(sweep, 0) == 64 - 24
-    assert lead(["x"], 0.2)(sweep, 0) is None
+    assert math.isnan(lead(["x"], 0.2)(sweep, 0))
+    assert math.isnan(lead(["x"], 0.5)(sweep, 1))  # it was run, and did not collapse
+    assert lead(["x"], 0.5)(sweep, 2) is None
     sweep.accuracy["y", 0], sweep.metrics["y", 0, "ess"] = {0: 0.3, 32: 0.1}, {8: 0.4}
     assert lead(["x", "y"], 0.5, least=10)(sweep, 0) == (64 - 24 + 0 - 8) / 2 - 10
 
@@ -141,3 +145,78 @@ def test_half_of_the_gain_is_lost_between_two_stages():
     assert half_gain(Sweep(accuracy), (0, 1), "x") == "128"  # half way between .6 and .2, and between 64 and 256
     accuracy |= {("x,256", seed): {0: 0.1, 256: 0.8} for seed in (0, 1)}
     assert half_gain(Sweep(accuracy), (0, 1), "x") == "above 256"
+
+
+def test_runs_that_did_not_collapse_are_not_runs_that_are_missing():
+    fell, stayed = {0: 0.3, 32: 0.6, 64: 0.1}, {0: 0.3, 32: 0.6, 64: 0.6}
+    part = Part("", lead(["x"], 0.5))
+    ess = {("x", seed, "ess"): {8: 0.4} for seed in FIVE}
+    for curves, state, word in (
+        ([fell] * 5, "holds", "reproduced"),
+        ([fell] * 4 + [stayed], "too few", "too few to tell"),
+        ([stayed] * 5, "too few", "too few to tell"),
+        ([fell] * 4, "not run", "not run"),
+    ):
+        found = find(part, {"frozen": Sweep({("x", seed): curve for seed, curve in enumerate(curves)}, ess)}, FIVE)
+        assert (found.state, verdict([found])) == (state, word)
+
+
+def test_a_part_does_not_count_for_seeds_that_were_seen_before_it_was_written():
+    value = difference(at("x", 256), at("y", 256))
+    parts = [Part("", value), Part("", value, "below", seen=FIRST)]
+    accuracy = {("x", s): {256: x} for s, x in enumerate(ABOVE * 2)} | {("y", s): {256: y} for s, y in enumerate(A * 2)}
+    sweeps = {"frozen": Sweep(accuracy)}
+    assert verdict([find(part, sweeps, FIRST) for part in parts]) == "reproduced"
+    assert verdict([find(part, sweeps, SECOND) for part in parts]) == "partly"
+
+
+def test_every_claim_has_a_part_that_no_seed_was_seen_before():
+    assert all(any(not part.seen for part in claim.parts) for claim in CLAIMS)
+
+
+def test_the_unstable_are_all_points_with_a_run_that_collapses(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    sweep = read_all()["frozen"]
+    fell = {point for point in sweep.points for seed in sweep.seeds if collapse(sweep, point, seed) is not None}
+    assert fell == {*UNSTABLE, "mu_grpo_none"}
+    assert all(sweep.accuracy["mu_grpo_none", seed] == sweep.accuracy["reinforce", seed] for seed in FIRST)
+
+
+@pytest.mark.parametrize(("end", "word"), [(0.25, "reproduced"), (0.4, "partly")])
+def test_a_collapse_after_prosperity_is_the_loss_of_more_than_half(end, word):
+    accuracy = {("reinforce", seed): {64: 0.6, 256: end + 0.001 * seed} for seed in FIVE}
+    accuracy |= {("grpo", seed): {64: 0.5 + 0.001 * seed, 256: 0.7} for seed in FIVE}
+    sweeps = {"frozen": Sweep(accuracy)}
+    assert verdict([find(part, sweeps, FIVE) for part in prosperity("frozen").parts]) == word
+
+
+@pytest.mark.parametrize(("end", "word"), [(0.7, "reproduced"), (0.5, "partly")])
+def test_what_is_stable_is_ahead_and_does_not_fall(end, word):
+    accuracy = {("x", seed): {64: 0.6, 256: end + 0.001 * seed} for seed in FIVE}
+    accuracy |= {("reinforce", seed): {64: 0.6, 256: 0.2} for seed in FIVE}
+    sweeps = {"frozen": Sweep(accuracy)}
+    assert verdict([find(part, sweeps, FIVE) for part in outlives("x", "").parts]) == word
+
+
+def test_points_of_the_same_runs_are_told():
+    curves = {("a", 0): {0: 0.1, 256: 0.5}, ("b", 0): {0: 0.1, 256: 0.5}, ("c", 0): {0: 0.1, 256: 0.6}}
+    assert same_runs(Sweep(curves)) == ["`b` has every accuracy of `a` (seeds 0 to 0): the same runs."]
+
+
+def test_every_collected_sweep_has_accuracies_and_times(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    tables = text(read_all())
+    headings = [line for line in tables.splitlines() if line.startswith("## Accuracy")]
+    for folder in (ROOT / "lab/results").iterdir():
+        name = f"`lab/{folder.name}.toml`"
+        assert len([line for line in headings if line.endswith(name)]) == 1
+        assert f"\n| {name}" in tables
+
+
+def test_times_are_means_with_the_smallest_beside_them():
+    seconds = {
+        ("x", seed): dict(updates=256, rollout=0, optimize=t, evaluate=t / 2, live=0) for seed, t in enumerate((16, 32))
+    }
+    empty = {name: Sweep() for name in ("frozen", "learn", "staleness", "batches")}
+    line = text(empty | {"batches": Sweep({}, {}, seconds)}).splitlines()[-1]
+    assert line == "| `lab/batches.toml` | 2 | 256 | - | 24.0 (16.0) | 12.0 (8.0) | - | 0.094 (0.062) |"
