@@ -199,8 +199,9 @@ def test_what_is_stable_is_ahead_and_does_not_fall(end, word):
 
 
 def test_points_of_the_same_runs_are_told():
-    curves = {("a", 0): {0: 0.1, 256: 0.5}, ("b", 0): {0: 0.1, 256: 0.5}, ("c", 0): {0: 0.1, 256: 0.6}}
-    assert same_runs(Sweep(curves)) == ["`b` has every accuracy of `a` (seeds 0 to 0): the same runs."]
+    low, high = {0: 0.1, 256: 0.5}, {0: 0.1, 256: 0.6}
+    curves = {("a", 0): low, ("b", 0): low, ("c", 0): low, ("a", 1): high, ("b", 1): high, ("c", 1): low}
+    assert same_runs(Sweep(curves)) == ["`b` has every accuracy of `a` (seeds 0 to 1): the same runs."]
 
 
 def test_every_collected_sweep_has_accuracies_and_times(monkeypatch):
