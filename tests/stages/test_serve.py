@@ -244,6 +244,7 @@ def test_what_a_broken_connection_lost_can_be_asked_for_again(served):
 def test_only_the_owner_on_this_machine_is_served(served):
     assert served.send("GET", "/state", key="wrong").status_code == 401
     with socket.create_connection(("127.0.0.1", int(served.address.rpartition(":")[2]))) as stranger:
+        stranger.settimeout(10)
         stranger.sendall(b"POST /a/x/reward HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n")
         assert stranger.recv(20).split()[1] == b"401"  # before its body is read
     assert (served.root / KEY).stat().st_mode & 0o777 == 0o600
