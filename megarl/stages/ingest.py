@@ -86,7 +86,7 @@ def _groups(rows: Iterator[tuple[str, Row]], limits: Limits, recipe: Recipe) -> 
         if type(name) is not int and not isinstance(name, str):
             raise UserError(f"{where}: group_id is {str(name)[:40]!r}, neither a whole number nor a text")
         prompt = prompt_of(where, row, limits)
-        digest = hashlib.sha256(prompt).digest()
+        digest = hashlib.sha256(prompt.tobytes()).digest()
         group = pending.setdefault(name, _Pending(len(pending), where, digest))
         if group.number >= wanted:
             raise UserError(f"{where} begins group {name!r}, number {wanted + 1}: {_how_many(recipe)}")
