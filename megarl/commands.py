@@ -21,7 +21,7 @@ from megarl.storage.best import settle_evaluations
 from megarl.storage.evaluations import Answered
 from megarl.storage.files import make_directory
 from megarl.storage.ledger import sealed_external
-from megarl.storage.origin import RESCORED, SCORED_BEFORE
+from megarl.storage.origin import RESCORED, SCORED_BEFORE, link_start, start_of
 from megarl.storage.policies import check_policy, copy_policy
 from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir, Stage
@@ -135,6 +135,8 @@ def changed_recipe(source: Stage, overrides: Overrides) -> Recipe:
             f"the stage has {before.groups_per_stage} groups, but {recipe.schedule.updates_per_pass} updates of "
             f"{recipe.schedule.prompts_per_update} want {recipe.groups_per_stage}"
         )
+    if recipe.reward != before.reward and before.rollout.token_budget is not None:
+        raise UserError("--set reward: with rollout.token_budget a stage trains groups of others, and keeps its reward")
     if recipe.reward != before.reward and sealed_external(source.rollouts):
         raise UserError(f"--set reward: {source.rollouts} was filled from outside, with prompts that the recipe lacks")
     if recipe.actor.routing_replay == "engine" and before.actor.routing_replay != "engine":
@@ -174,6 +176,8 @@ def branch(source: Stage, target: Path, recipe: Recipe) -> Stage:
         links[stage.run.root / SCORED_BEFORE / stage.directory.name] = source.rollouts
         links[stage.rollouts] = stage.run.root / RESCORED / stage.directory.name
         make_directory(links[stage.rollouts])
+    if source.number == 0 and (start := start_of(source.run)):
+        link_start(stage.run, start)
     for link, path in links.items():
         make_directory(link.parent)
         if not link.is_symlink():

@@ -1,4 +1,4 @@
-"""The command line's ``samples``, ``sql`` and ``runs``: looking inside runs without changing them."""
+"""The command line's ``samples``, ``sql``, ``trace`` and ``runs``: looking inside runs."""
 
 from __future__ import annotations
 

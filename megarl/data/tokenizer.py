@@ -24,7 +24,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception on a damaged tokenizer.json
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"cannot read a tokenizer from {path}: {reason[0]}") from error

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from megarl.recipe.tables import Suite
 from megarl.rewards.answers import COMPARED, answer_of
 from megarl.rollout.engine import never
 from megarl.storage.evaluations import Answered
-from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 from megarl.storage.tensorboard_events import log_evaluation
@@ -123,7 +123,7 @@ class _Evaluation:
         found = None
         if self.replicas.rank == 0:
             self.place.write_prompts(self.prompts)
-            make_directory(self.directory)
+            self.place.begin(self.version, self._settings())
             found = RolloutStore(self.directory).missing(range(len(self.prompts)))
         missing = set(self.replicas.from_first(f"missing/{self.key}", found))
         if not missing:
@@ -142,6 +142,12 @@ class _Evaluation:
             for groups in generate(worker, self._take(missing, interrupted), self._prompt, draws, stops):
                 kept = (self._with_answers(group) for group in groups)
                 writer.append([group for group in kept if group.group_id in missing])
+
+    def _settings(self) -> dict[str, Any]:
+        """All that responses and their rewards depend on beside policy and prompts."""
+        names = ("samples", "temperature", "top_p", "max_response_tokens")
+        sampling = {name: getattr(self.suite, name) for name in names}
+        return sampling | {"reward": self.worker.recipe.reward.model_dump(mode="json")}
 
     def _take(self, missing: Collection[int], interrupted: Callable[[], bool]) -> Iterator[Sequence[int]]:
         whole, size = self.worker.engine.repeats_chunks, self.worker.recipe.rollout.groups_per_chunk

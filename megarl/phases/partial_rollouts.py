@@ -17,7 +17,7 @@ from megarl.rollout.engine import never
 from megarl.storage.carried import candidates, carried_into
 from megarl.storage.files import make_directory
 from megarl.storage.ledger import SEALED
-from megarl.storage.rollouts import Group, Response, RolloutStore, RolloutWriter, seal
+from megarl.storage.rollouts import Response, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 from megarl.storage.shards import any_unfinished
 
@@ -103,11 +103,9 @@ class PartialRollouts:
             for groups in generate_rollouts(
                 self.worker, take(), interrupted, seen=self.stats.add, begun=begun, budget=budget
             ):
-                new: tuple[list[Group], list[Group]] = [], []
-                for group in (group for group in groups if group.group_id in missing):
-                    new[any_unfinished(group.responses)].append(group)
-                complete.append(new[False])
-                cut.append(new[True])
+                wanted = [group for group in groups if group.group_id in missing]
+                complete.append([group for group in wanted if not any_unfinished(group.responses)])
+                cut.append([group for group in wanted if any_unfinished(group.responses)])
                 if self.stats.due():
                     self._log_progress()
         self._log_progress()

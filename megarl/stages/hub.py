@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import PhaseFailed, UserError
-from megarl.stages.packed import CARD, MANIFEST, Manifest, Source, check_space
+from megarl.stages.packed import CARD, MANIFEST, MAX_MANIFEST, Manifest, Source, check_space
 from megarl.stages.target import new_directory
+from megarl.storage.checkpoints import FileSum
+from megarl.storage.files import disk_errors
 
 
 def push(packed: Path, repository: str, private: bool) -> str:
@@ -50,16 +52,30 @@ def pull(repository: str, output: Path, revision: str | None) -> str:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
     with new_directory(output) as temporary:
-        with _errors(repository):
-            commit = HfApi().dataset_info(repository, revision=revision).sha
+        with _errors(repository), disk_errors(output):
+            info = HfApi().dataset_info(repository, revision=revision, files_metadata=True)
+            commit, sizes = info.sha, {file.rfilename: file.size for file in info.siblings or ()}
             place: Any = {"repo_type": "dataset", "revision": commit, "local_dir": temporary}
+            _check_sizes(repository, sizes, {})
             name = hf_hub_download(repository, MANIFEST, **place)
             manifest = Manifest.parse(Path(name).read_bytes(), Path(repository))
+            _check_sizes(repository, sizes, manifest.files)
             check_space(repository, manifest, output)
             snapshot_download(repository, **place, allow_patterns=[MANIFEST, CARD, *manifest.files])
         shutil.rmtree(temporary / ".cache", ignore_errors=True)  # which huggingface_hub makes beside the files
         Source(temporary).verify()
     return f"wrote {output}, commit {commit}, licence {manifest.licence!a}\nnext    megarl stage unpack {output} RUN"
+
+
+def _check_sizes(repository: str, sizes: Mapping[str, int | None], files: Mapping[str, FileSum]) -> None:
+    """`UserError` where the Hub would send something else than the manifest's ``files``; before it does."""
+    for name in (MANIFEST, CARD):
+        if (sizes.get(name) or 0) > MAX_MANIFEST:
+            raise UserError(f"{repository}: {name} has {sizes[name]} bytes, more than that of a packed stage")
+    for name, expected in files.items():
+        if sizes.get(name) != expected.bytes:
+            there = f"{name} has {sizes[name]} bytes" if name in sizes else f"{name} is not there"
+            raise UserError(f"{repository}: {there}, but its manifest says {expected.bytes} bytes")
 
 
 @contextlib.contextmanager

@@ -6,16 +6,15 @@ run directory appears whole, or not at all.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from megarl.errors import UserError
-from megarl.models.hf_config import read_hf_config
 from megarl.recipe.load import Overrides, load_recipe
 from megarl.recipe.tables import Recipe
+from megarl.stages.foreign import vocabulary_size
 from megarl.stages.rows import Limits, Row, prompt_of, read_rows, response_of
 from megarl.stages.target import new_directory
 from megarl.storage.policies import copy_policy
@@ -31,8 +30,9 @@ class _Pending:
 
     number: int
     begun: str  # where its first row is
-    prompt: np.ndarray
-    responses: list[Response] = field(default_factory=list)
+    prompt: bytes  # sha256
+    seen: int = 0  # responses so far
+    responses: list[Response] = field(default_factory=list)  # those that are not written yet
 
 
 def ingest(recipe_path: Path, overrides: Overrides, files: Sequence[Path], target: Path, ignored: Sequence[str]) -> str:
@@ -47,7 +47,7 @@ def ingest(recipe_path: Path, overrides: Overrides, files: Sequence[Path], targe
         run = RunDir.create(temporary, recipe)
         stage = run.stage(0)
         info = copy_policy(recipe.model.path, recipe.model.tokenizer_path, stage.policy)
-        limits = Limits.of(recipe, read_hf_config(stage.policy)["vocab_size"], 0, info.weights_hash)
+        limits = Limits.of(recipe, vocabulary_size(stage.policy), 0, info.weights_hash)
         rows = (row for path in files for row in read_rows(path, ignored))
         responses = tokens = 0
         with RolloutWriter(stage.rollouts, weights_hash=info.weights_hash, logprob_mode="processed") as writer:
@@ -86,21 +86,23 @@ def _groups(rows: Iterator[tuple[str, Row]], limits: Limits, recipe: Recipe) -> 
         if type(name) is not int and not isinstance(name, str):
             raise UserError(f"{where}: group_id is {str(name)[:40]!r}, neither a whole number nor a text")
         prompt = prompt_of(where, row, limits)
-        group = pending.setdefault(name, _Pending(len(pending), where, prompt))
+        digest = hashlib.sha256(prompt.tobytes()).digest()
+        group = pending.setdefault(name, _Pending(len(pending), where, digest))
         if group.number >= wanted:
             raise UserError(f"{where} begins group {name!r}, number {wanted + 1}: {_how_many(recipe)}")
-        if not np.array_equal(group.prompt, prompt):
+        if group.prompt != digest:
             raise UserError(f"{where}: group {name!r} has other prompt_tokens than in {group.begun}")
         group.responses.append(response_of(where, row, limits))
-        if len(group.responses) > size:
+        group.seen += 1
+        if group.seen > size:
             raise UserError(f"{where}: group {name!r} has more than rollout.responses_per_prompt = {size} responses")
-        if len(group.responses) == size:
-            yield Group(group.number, group.prompt, tuple(group.responses))
-            group.responses = [group.responses[0]] * size  # it is written: only its number of responses still counts
+        if group.seen == size:
+            yield Group(group.number, prompt, tuple(group.responses))
+            group.responses.clear()
     for name, group in pending.items():
-        if len(group.responses) < size:
+        if group.seen < size:
             raise UserError(
-                f"group {name!r}, which begins in {group.begun}, has {len(group.responses)} responses, but "
+                f"group {name!r}, which begins in {group.begun}, has {group.seen} responses, but "
                 f"rollout.responses_per_prompt = {size}"
             )
     if len(pending) < wanted:

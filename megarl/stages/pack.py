@@ -35,6 +35,7 @@ from megarl.stages.target import check_new, new_directory
 from megarl.storage.checkpoints import FileSum, checkpoints
 from megarl.storage.files import disk_errors, file_sha256, make_directory
 from megarl.storage.ledger import LEDGER, SEALED
+from megarl.storage.origin import start_of
 from megarl.storage.policies import check_policy, read_info, write_info
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
@@ -55,6 +56,7 @@ def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool, 
     check_new(output)
     if not stage.is_sealed():
         raise UserError(f"{stage.rollouts} is not sealed: a stage travels once it is complete")
+    _check_travels(stage)
     stage.run.check_prompts()
     output = output.resolve()
     make_directory(output.parent)
@@ -67,6 +69,19 @@ def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool, 
             write_tar(Path(scratch) / "stage", manifest, Path(scratch) / "stage.tar")
             os.replace(Path(scratch) / "stage.tar", output)
             return manifest
+
+
+def _check_travels(stage: Stage) -> None:
+    """`UserError` where the updates of the stage depend on what has no place in a packed stage."""
+    if stage.run.recipe.rollout.token_budget is not None:
+        raise UserError(
+            "with rollout.token_budget a stage trains groups that others began: it cannot be packed without them"
+        )
+    if stage.number == 0 and start_of(stage.run):
+        raise UserError(
+            f"{stage.run.root} begins with the optimizer of another run (--continue-from), which a packed stage has no "
+            "place for: pack a later stage"
+        )
 
 
 def _pack(stage: Stage, folder: Path, licence: str, weights: bool, prompts: bool) -> Manifest:

@@ -155,7 +155,7 @@ class Source:
             yield self._in_tar(archive)
 
     def _in_directory(self) -> Iterator[tuple[str, int, IO[bytes]]]:
-        for name in (MANIFEST, *(self.manifest.files if hasattr(self, "manifest") else ())):
+        for name in self._names():
             path = self.path / name
             if not path.resolve().is_relative_to(self.path.resolve()) or path.is_symlink():
                 raise UserError(f"{path} is a link: a packed stage has none")
@@ -167,6 +167,11 @@ class Source:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                     raise UserError(f"{path} is no regular file")
                 yield name, os.fstat(file.fileno()).st_size, file
+
+    def _names(self) -> Iterator[str]:
+        """The other files are known once the manifest, the first, is read."""
+        yield MANIFEST
+        yield from self.manifest.files
 
     def _in_tar(self, archive: IO[bytes]) -> Iterator[tuple[str, int, IO[bytes]]]:
         """Header by header: Python's own reader would also follow what extended headers say, to any size."""

@@ -6,7 +6,7 @@ A row is a response, and its columns are named as those of a shard. Every mistak
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,14 @@ import pyarrow.parquet as pq
 
 from megarl.errors import UserError, nearest
 from megarl.recipe.tables import Recipe
-from megarl.storage.shards import FINISH_REASONS, FIRST_VERSION, LOGPROB_TOLERANCE, Response
+from megarl.storage.shards import FINISH_REASONS, FIRST_VERSION, LOGPROB_TOLERANCE, UNFINISHED, Response
 
 REQUIRED = ("group_id", "prompt_tokens", "response_tokens", "rollout_logprobs", "reward")
 OPTIONAL = ("loss_mask", "finish_reason", "policy_version", "policy_versions", "correct", "weights_hash")
-_BATCH = 256  # rows of a Parquet file that are in memory at a time
+_BATCH = 16  # rows of a Parquet file that are in memory at a time
+MAX_LINE = 1 << 26  # bytes of a row of JSON: about two million tokens with their log-probs
+_FLOAT32 = float(np.finfo(np.float32).max)
+_ENDS = tuple(reason for reason in FINISH_REASONS if reason != UNFINISHED)
 Row = dict[str, Any]
 
 
@@ -48,7 +51,7 @@ def read_rows(path: Path, ignored: Sequence[str]) -> Iterator[tuple[str, Row]]:
     if path.suffix not in kinds:
         raise UserError(f"{path}: expected a file that ends in .jsonl or .parquet")
     try:
-        for number, row in enumerate(kinds[path.suffix](path), 1):
+        for number, row in enumerate(kinds[path.suffix](path, ignored), 1):
             where = f"{path}, row {number}"
             if not isinstance(row, dict):
                 raise UserError(f"{where} is not an object, but {str(row)[:60]!r}")
@@ -61,18 +64,21 @@ def read_rows(path: Path, ignored: Sequence[str]) -> Iterator[tuple[str, Row]]:
         raise UserError(f"{path} is no Parquet file: {str(error).splitlines()[0]}") from error
 
 
-def _json_rows(path: Path) -> Iterator[Any]:
+def _json_rows(path: Path, _: Sequence[str]) -> Iterator[Any]:
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
+            if len(line) > MAX_LINE:
+                raise UserError(f"{path}, row {number} is longer than {MAX_LINE >> 20} MiB: a line has one response")
             try:
                 yield json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, row {number} is not JSON: {error}") from error
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path, ignored: Sequence[str]) -> Iterator[Row]:
     with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(_BATCH):
+        columns = [name for name in file.schema_arrow.names if name not in ignored]
+        for batch in file.iter_batches(_BATCH, columns=columns):
             yield from batch.to_pylist()
 
 
@@ -112,8 +118,8 @@ def response_of(where: str, row: Row, limits: Limits) -> Response:
             f"{where}: weights_hash is not {limits.weights_hash}, that of the policy which begins the stage"
         )
     reason = "stop" if row.get("finish_reason") is None else row["finish_reason"]
-    if reason not in FINISH_REASONS:
-        raise UserError(f"{where}: finish_reason is {str(reason)[:40]!r}, not one of {', '.join(FINISH_REASONS)}")
+    if reason not in _ENDS:
+        raise UserError(f"{where}: finish_reason is {str(reason)[:40]!r}, not one of {', '.join(_ENDS)}")
     correct = None if row.get("correct") is None else _number(where, "correct", row)
     if correct not in (None, 0.0, 1.0):
         raise UserError(f"{where}: correct is {correct:g}; it is 1 or 0")
@@ -159,7 +165,7 @@ def _logprobs(where: str, row: Row, sampled: np.ndarray) -> np.ndarray:
     for place in np.flatnonzero(sampled).tolist():
         logprob = value[place]
         number = isinstance(logprob, int | float) and not isinstance(logprob, bool)
-        if not number or not -math.inf < logprob <= LOGPROB_TOLERANCE:
+        if not number or not -_FLOAT32 <= logprob <= LOGPROB_TOLERANCE:
             raise UserError(f"{where}: rollout_logprobs[{place}] is {str(logprob)[:40]!r}; nats, finite and at most 0")
     kept = [logprob if own else 0.0 for logprob, own in zip(value, sampled.tolist(), strict=True)]
     return np.array(kept, np.float32)
@@ -188,6 +194,6 @@ def _versions(where: str, row: Row, length: int, sampled: np.ndarray, limits: Li
 
 def _number(where: str, name: str, row: Row) -> float:
     value = row[name]
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not isinstance(value, int | float) or not -sys.float_info.max <= value <= sys.float_info.max:
         raise UserError(f"{where}: {name} is {str(value)[:40]!r}, no finite number")
     return float(value)

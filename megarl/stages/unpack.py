@@ -7,18 +7,20 @@ who unpacks gives their own with ``--set``.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
-from collections.abc import Iterator, Sequence
+import string
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.models.hf_config import read_hf_config
 from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import Overrides, apply_overrides, parse_override, parse_recipe, read_tables
 from megarl.recipe.tables import Recipe
-from megarl.stages.foreign import check_foreign_shard
+from megarl.stages.foreign import check_foreign_shard, vocabulary_size
 from megarl.stages.pack import replaced, without_machine, without_others
 from megarl.stages.packed import (
     CHECKPOINTS,
@@ -32,6 +34,7 @@ from megarl.stages.packed import (
 )
 from megarl.stages.target import new_directory
 from megarl.storage.checked_json import write_checked
+from megarl.storage.eras import EVALUATION
 from megarl.storage.files import file_sha256, make_directory
 from megarl.storage.ledger import check_seal
 from megarl.storage.policies import check_policy, read_info
@@ -42,9 +45,14 @@ from megarl.views.audit.rollouts import check_shard
 
 PACKED = "packed"  # of the run directory: what was packed
 # settings that --set may change beside those of training: they leave the stored rollouts as they are
-_OPEN = (*TRAINING_TABLES, "eval.", "reward.", "metrics.", "run.")
+_OPEN = (*TRAINING_TABLES, "reward.", "metrics.", "run.")
 _ENGINE = ("engine", "workers", "tensor_parallel", "memory_fraction", "float32_head", "groups_per_chunk")
 _ENGINE_TABLES = ("rollout.vllm.", "rollout.sglang.", "rollout.sglang_python")
+_LEFT_OUT = ("judge", "http", "python")  # rewards whose code or server does not travel
+# of Megatron-Core's settings: the names of those that it imports, opens or calls, and a text that names none of these
+_NAMES_CODE = ("_factory", "_path", "_dir", "_cfg", "_func")
+_PLAIN_TEXT = re.compile(r"[^./\\]*")
+_PLAIN_FIELD = re.compile(r"\w*(\[\w+\])*")  # of a template
 
 
 def unpack(
@@ -107,9 +115,10 @@ def _add_weights(manifest: Manifest, folder: Path, model: Path | None) -> None:
 def _recipe(manifest: Manifest, folder: Path, final: Path, overrides: Overrides) -> Recipe:
     """As it was packed, with paths of this machine. ``folder`` will be ``final``."""
     tables = read_tables(folder / RECIPE)
-    if not all(isinstance(tables.get(name, {}), dict) for name in ("rollout", "reward", "run")):
+    if not _has_tables(tables):
         raise UserError(f"{folder / RECIPE} is no recipe")
-    _check_overrides(overrides)
+    _check_overrides(overrides, tables.get("reward", {}).get("kind") in _LEFT_OUT)
+    _check_settings(tables, {name for name, _ in map(parse_override, overrides)})
     tables["model"] = {"path": str(final / (FIRST_POLICY if manifest.stage else POLICY))}
     names = {f"{FILES}/{name}": str(final / FILES / name) for name in manifest.prompts}
     for table in ("data", "eval"):
@@ -122,30 +131,71 @@ def _recipe(manifest: Manifest, folder: Path, final: Path, overrides: Overrides)
     try:
         recipe = parse_recipe(tables)
     except UserError as error:
-        foreign = tables["reward"].get("kind") in ("judge", "http", "python")
+        foreign = tables["reward"].get("kind") in _LEFT_OUT
         hint = " (code and servers of rewards do not travel: give your own with --set reward.KEY=VALUE)"
         raise UserError(f"{error}{hint if foreign else ''}") from error
-    known = {*names.values(), *(path for path in _given_files(overrides))}
+    if recipe.rollout.token_budget is not None:
+        raise UserError("the packed recipe has rollout.token_budget: such a stage trains groups that others began")
     for path in (*recipe.prompt_files(), *recipe.template_files()):
-        if path not in known:
+        if path not in names.values():
             raise UserError(f"the packed recipe names the file {path[:200]!a}, which is not part of the packed stage")
     return recipe
 
 
-def _given_files(overrides: Overrides) -> Iterator[str]:
-    """What --set names itself, as a file of a suite."""
-    for _, value in map(parse_override, overrides):
-        if isinstance(value, str):
-            yield str(Path(value).resolve())
+def _has_tables(tables: dict[str, Any]) -> bool:
+    if not all(isinstance(tables.get(name, {}), dict) for name in ("rollout", "reward", "run")):
+        return False
+    parts = tables.get("reward", {}).get("parts", [])
+    return isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
 
 
-def _check_overrides(overrides: Overrides) -> None:
-    allowed = (*_OPEN, *(f"rollout.{name}" for name in _ENGINE))
+def _check_settings(tables: dict[str, Any], given: Container[str]) -> None:
+    """`UserError` for settings by which a stranger's recipe reaches an importer, a file or an allocator.
+
+    given: the names of those that --set gives, which are not the stranger's.
+    """
+    for table in ("megatron", "megatron_ddp", "megatron_optimizer"):
+        settings = tables.get(table, {})
+        for name, value in settings.items() if isinstance(settings, dict) else ():
+            texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str | dict)]
+            plain = all(isinstance(text, str) and _PLAIN_TEXT.fullmatch(text) for text in texts)
+            if f"{table}.{name}" not in given and texts and (name.endswith(_NAMES_CODE) or not plain):
+                raise UserError(
+                    f"the packed recipe has [{table}] {name[:60]!a} = {str(value)[:60]!a}, which could name code or a "
+                    f"file: give your own with --set {table}.KEY=VALUE"
+                )
+    for template in _templates([tables.get("data"), tables.get("eval")]):
+        with contextlib.suppress(ValueError):  # one that does not parse fits no prompt
+            for _, name, spec, conversion in string.Formatter().parse(template):
+                if spec or conversion or not _PLAIN_FIELD.fullmatch(name or ""):
+                    raise UserError(
+                        f"the packed recipe has the prompt_template {template[:60]!a}: in one that travels a field "
+                        "stands by its name alone"
+                    )
+
+
+def _templates(tree: Any) -> Iterator[str]:
+    """Every prompt_template in a table."""
+    if isinstance(tree, dict | list):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _templates(part)
+    if isinstance(tree, dict) and isinstance(tree.get("prompt_template"), str):
+        yield tree["prompt_template"]
+
+
+def _check_overrides(overrides: Overrides, reward: bool) -> None:
+    """reward: whether the packed one lacks a part, which only --set can give."""
+    allowed = (*(f"eval.{name}" for name in EVALUATION), *(f"rollout.{name}" for name in _ENGINE))
     for name, _ in map(parse_override, overrides):
-        if name not in allowed and not name.startswith((*_OPEN, *_ENGINE_TABLES)):
+        if name.startswith("reward.") and not reward:
             raise UserError(
-                f"--set {name}: the rollouts were made under it; --set may change "
-                f"{', '.join(_OPEN)} and rollout.{', .'.join(_ENGINE)}"
+                f"--set {name}: the rollouts are scored; unpack them without it, and score them again by "
+                "`megarl optimize RUN --stage K --output DIR --set reward.KEY=VALUE`"
+            )
+        if name == "run.seed" or (name not in allowed and not name.startswith((*_OPEN, *_ENGINE_TABLES))):
+            raise UserError(
+                f"--set {name}: the rollouts were made under it; --set may change {', '.join(_OPEN)} (not run.seed), "
+                f"eval.{', .'.join(EVALUATION)} and rollout.{', .'.join(_ENGINE)}"
             )
 
 
@@ -165,6 +215,9 @@ def _check(stage: Stage, manifest: Manifest) -> None:
     folders = [stage.policy] + ([stage.run.stage(0).policy] if stage.number else [])
     for folder in folders:
         info = read_info(folder)
+        packed = manifest.below(POLICY if folder == stage.policy else FIRST_POLICY)
+        if absent := info.files.keys() - packed.keys():
+            raise UserError(f"the packed policy names {min(absent)[:200]!a}, which is not part of the packed stage")
         if folder != stage.policy or list(folder.glob("*.safetensors")):
             check_policy(folder, "It was packed wrongly")
         if folder == stage.policy and info.weights_hash != manifest.weights_hash:
@@ -178,16 +231,17 @@ def _check(stage: Stage, manifest: Manifest) -> None:
 
 def _check_rollouts(stage: Stage, manifest: Manifest) -> None:
     check_seal(stage.rollouts)
-    vocabulary = read_hf_config(stage.policy)["vocab_size"]
+    vocabulary = vocabulary_size(stage.policy)
     try:
         store = RolloutStore(stage.rollouts)
         chosen: Any = sorted(set(store.chosen))
+        unordered = list(store.chosen) != chosen or any(type(group) is not int for group in chosen)
         named = {entry.shard for entry in store.entries}
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise UserError(f"the ledger of the packed stage is unusable: {error}") from error
     extra = set(manifest.below(ROLLOUTS)) - named - {"SEALED", "ledger.jsonl"}
     foreign = [group for group in store.group_ids if group not in stage.groups]
-    if extra or foreign or len(chosen) != stage.run.recipe.groups_per_stage or store.missing(chosen):
+    if extra or foreign or unordered or len(chosen) != stage.run.recipe.groups_per_stage or store.missing(chosen):
         what = f"{min(extra)} is not in its ledger" if extra else "its groups are not those of its recipe"
         raise UserError(f"the rollouts of the packed stage do not agree with each other: {what}")
     for entry in store.entries:
@@ -203,9 +257,7 @@ def _check_rollouts(stage: Stage, manifest: Manifest) -> None:
 def describe_unpacked(manifest: Manifest, target: Path) -> str:
     """What to do next."""
     lines = [f"wrote {target}: stage {manifest.stage}, licence {manifest.licence[:60]!a}"]
-    if (target / PACKED / POLICY / "config.json").exists() and not list(
-        (target / PACKED / POLICY).glob("*.safetensors")
-    ):
+    if not any((target / PACKED / POLICY).glob("*.safetensors")):
         lines.append("without weights: it can be read; to optimize it, unpack it with --model PATH")
     else:
         lines.append(

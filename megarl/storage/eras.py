@@ -13,20 +13,22 @@ from megarl.recipe.tables import Recipe
 from megarl.storage.run_recipe import dump, load
 
 _TABLES = ("optimizer", "reward", "eval")
-_EVAL = ("every", "every_updates", "best", "samples", "temperature", "top_p", "greedy", "max_response_tokens")
+EVALUATION = ("every", "every_updates", "best", "samples", "temperature", "top_p", "greedy", "max_response_tokens")
 _NAME = re.compile(r"recipe_until_(\d{3,})\.toml")
 
 
-def from_next_stage(settings: list[str], stage: Path) -> list[str]:
+def from_next_stage(settings: list[str], stage: Path, before: Recipe) -> list[str]:
     """Those of ``settings`` ("section.key: old -> new") that the next stage may change; ``stage``: its directory.
 
     None in a branch, which is one stage. A reward may change while there are no rollouts, the optimizer while there is
-    no checkpoint. Held-out prompts stay, since training leaves them out.
+    no checkpoint. Held-out prompts stay, since training leaves them out. With a token budget a stage also trains groups
+    that earlier ones scored, so that one reward lasts for the whole run.
     """
     if any(path.is_symlink() for path in stage.parent.glob("*/rollouts")):
         return []
-    begun, trained = (stage / "rollouts").exists(), any(stage.glob("checkpoints/update_*"))
-    allowed = [f"eval.{name}" for name in _EVAL]
+    scored_before = before.rollout.token_budget is not None and int(stage.name) > 0
+    begun, trained = scored_before or (stage / "rollouts").exists(), any(stage.glob("checkpoints/update_*"))
+    allowed = [f"eval.{name}" for name in EVALUATION]
     return [
         line
         for line in settings

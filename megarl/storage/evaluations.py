@@ -1,11 +1,13 @@
 """What evaluations leave in a run directory: the prompts of a suite, and every response to them with its reward.
 
 ``evaluations/NAME/prompts.jsonl`` has one object a prompt. ``evaluations/NAME/update_000096/`` is a rollout store whose
-groups have the numbers of their prompts, sealed when all are answered.
+groups have the numbers of their prompts, sealed when all are answered; ``settings_000096.json`` says how they are
+sampled and scored.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any, Self
 
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
-from megarl.storage.checked_json import encode
+from megarl.storage.checked_json import encode, read_checked, write_checked
 from megarl.storage.files import make_directory, write_atomic
 from megarl.storage.json_lines import read_json_lines
 from megarl.storage.ledger import is_sealed
@@ -38,6 +40,20 @@ class Answered:
     def responses(self, version: int) -> Path:
         """Of the policy after so many updates."""
         return self.directory / f"update_{version:06d}"
+
+    def begin(self, version: int, settings: dict[str, Any]) -> Path:
+        """Make the place of the responses: what an interrupted evaluation stored there under other settings goes.
+
+        settings: how responses are sampled and scored; they are kept beside the responses.
+        """
+        place, kept = self.responses(version), self.directory / f"settings_{version:06d}.json"
+        remedy = "Delete it and start again: the responses of that evaluation are then generated anew"
+        if not kept.exists() or read_checked(kept, remedy) != settings:
+            if place.exists():
+                shutil.rmtree(place)
+            write_checked(kept, settings)
+        make_directory(place)
+        return place
 
     def versions(self) -> list[int]:
         """Updates after which the whole suite was answered."""

@@ -44,7 +44,7 @@ def from_line(line: bytes) -> LedgerEntry | None:
     """The entry, or None where the line does not agree with its own checksum."""
     try:
         fields = decode(line, needs_checksum=True)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return LedgerEntry(**{**fields, "groups": tuple(fields["groups"])})
 

@@ -39,9 +39,12 @@ def read_info(policy_dir: Path) -> PolicyInfo:
     if not path.exists():
         return PolicyInfo(0, _hash_weights(policy_dir))
     try:
-        return PolicyInfo(**decode(path.read_bytes()))
+        info = PolicyInfo(**decode(path.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
+    if not isinstance(info.files, dict) or not all(Path(name).name == name for name in info.files):
+        raise UserError(f"{path} is damaged: it does not name the files beside it")
+    return info
 
 
 def check_policy(policy_dir: Path, remedy: str) -> None:
@@ -51,6 +54,8 @@ def check_policy(policy_dir: Path, remedy: str) -> None:
             raise UserError(f"{policy_dir / INFO_FILE} is gone")
         info = read_info(policy_dir)
         for name, expected in info.files.items():
+            if (policy_dir / name).exists() and not (policy_dir / name).is_file():
+                raise UserError(f"{policy_dir / name} is no regular file")
             if file_sha256(policy_dir / name) != expected:
                 raise UserError(f"{policy_dir / name} does not match its checksum in {INFO_FILE}")
         if _hash_weights(policy_dir) != info.weights_hash:

@@ -57,7 +57,7 @@ class RunDir:
             if not cls(root, recipe).has_trained() and recipe.actor.routing_replay != "engine":
                 difference = [line for line in difference if not line.startswith(TRAINING_TABLES)]
             next_stage = cls(root, before)._next_stage()
-            changed = from_next_stage(difference, next_stage.directory)
+            changed = from_next_stage(difference, next_stage.directory, before)
             difference = [line for line in difference if line not in changed]
             if difference:
                 raise UserError(

@@ -24,7 +24,9 @@ def weight_files(directory: Path) -> list[Path]:
         return files
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if foreign := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{foreign[0][:200]!a} is no name of a file beside it")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index} is damaged: {error}") from error
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:

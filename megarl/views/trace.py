@@ -24,7 +24,7 @@ _COUNTED = ("decoding", "responses", "tokens", "truncated")  # of a replica
 def write_trace(root: Path, output: Path) -> str:
     """Write the trace of a run, also of one that is going on: the text to print."""
     run = read_run(root, root.name)
-    events = sorted((event for event in run.events if isinstance(event.get("time"), int | float)), key=_time)
+    events = sorted(filter(_has_place, run.events), key=_time)
     begin = _time(events[0]) if events else 0.0
     found = [*_names(events), *_phases(events), *_updates(run, events), *_work(events), *_replicas(events)]
     for entry in found:
@@ -32,6 +32,10 @@ def write_trace(root: Path, output: Path) -> str:
             entry["ts"] = round((entry["ts"] - begin) * 1e6)
     output.write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"run": run.name}}))
     return f"wrote {output}: open it at https://ui.perfetto.dev"
+
+
+def _has_place(event: Record) -> bool:
+    return isinstance(event.get("time"), int | float) and isinstance(event.get("event"), str)
 
 
 def _time(event: Record) -> float:
@@ -70,7 +74,7 @@ def _updates(run: Run, events: Sequence[Record]) -> Iterator[dict[str, Any]]:
         lines = [line for line in run.updates if line.get("stage", 0) == stage and "seconds" in line]
         ends = [_time(e) - e.get("seconds", 0.0) for e in events if e["event"] == "export" and e.get("stage") == stage]
         later = [_time(e) for e in events if e.get("stage") == stage and e["event"] in _ENDS]
-        end = max(ends or later or [_time(events[-1])] if events else [0.0])
+        end = max(ends or later or [_time(event) for event in events[-1:]] or [0.0])
         for line in reversed(lines):
             shown = {name: line[name] for name in ("staleness", "loss", "grad_norm", "tokens") if name in line}
             yield _span(f"update {line['update']}", LANES["updates"], end, line["seconds"], **shown)

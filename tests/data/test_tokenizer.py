@@ -1,5 +1,6 @@
 """The tokenizer is read from disk alone and checked against the model."""
 
+import contextlib
 import json
 
 import pytest
@@ -33,6 +34,18 @@ def test_unreadable_tokenizer(tmp_path, content):
         (tmp_path / "t" / "tokenizer.json").write_text(content)
     with pytest.raises(UserError, match="cannot read a tokenizer from"):
         load_tokenizer(tmp_path / "t")
+
+
+def test_code_of_a_tokenizer_is_never_run(tmp_path, monkeypatch):
+    char_tokenizer(tmp_path / "t")
+    config = json.loads((tmp_path / "t/tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    (tmp_path / "t/tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "t/evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks, unless it is told
+    with contextlib.suppress(UserError):
+        load_tokenizer(tmp_path / "t")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_largest_token_must_be_a_row_of_the_embedding(tmp_path):

@@ -97,6 +97,9 @@ def test_a_run_begins_where_another_ended_with_or_without_its_optimizer(changed,
     assert a["reward/mean"] == b["reward/mean"] and a["loss"] == pytest.approx(b["loss"], abs=1e-6)
     ends = [(run.stage(1).policy / "model.safetensors").read_bytes() for run in (one, other)]
     assert ends[0] != ends[1]  # by Adam's moments
+    result = megarl("optimize", one.root, "--stage", 0, "--output", tmp_path / "c")  # a branch has them too
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "c/stages/001/policy/model.safetensors").read_bytes() == ends[0]
     shutil.rmtree(one.stage(0).checkpoints)
     shutil.rmtree(one.stage(1).policy)
     one.metrics.unlink()

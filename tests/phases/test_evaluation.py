@@ -183,6 +183,21 @@ def test_a_killed_run_repeats_no_answer_and_gives_the_same_numbers(whole, suites
     assert not RunDir.open(run).versions() and not [p for p in run.rglob(".*.tmp") if "logs" not in p.parts]
 
 
+def test_an_evaluation_that_goes_on_under_other_settings_begins_anew(whole, recipe, tmp_path):
+    output = tmp_path / "evals"
+    arguments = ["eval", whole.best, "--recipe", recipe, "--output", output, *settings(*SMALL)]
+    pattern = r"replace .*/evaluations/.*/update_000000/.*_00000008\.arrow"
+    hold_and_kill(pattern, 1, *arguments, held=tmp_path / "held")
+    wait_until_nobody_works_on(output)
+    assert len(list(output.glob("evaluations/*/update_000000/*.arrow"))) == 1  # one of two chunks, one sample a prompt
+    result = megarl(*arguments, *settings("eval.samples=2"))
+    assert result.returncode == 0, result.stderr
+    (event,) = events(RunDir.open(output), "evaluation")
+    assert (event["samples"], event["prompts"]) == (2, 16)
+    rows = table(RunDir.open(output), event["suite"], 0)
+    assert [row["sample"] for row in rows] == [0, 1] * 16
+
+
 def test_a_model_is_evaluated_on_several_suites_killed_and_continued(whole, suites, tmp_path):
     exam = tmp_path / "another.jsonl"
     exam.write_text("".join(json.dumps({"prompt": word, "answer": word[0]}) + "\n" for word in ("abc", "bca")))

@@ -124,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
             missing = {"X_Error_Code": "RepoNotFound", "X_Error_Message": "Repository not found"}
             self._answer(404, {"error": "Repository not found"}, **missing)
         elif info:
-            siblings = [{"rfilename": name} for name in hub.files]
+            siblings = [{"rfilename": name, "size": len(data)} for name, data in hub.files.items()]
             self._answer(200, {"id": hub.repository, "sha": hub.commit, "siblings": siblings, "tags": []})
         elif tree:
             entries = [

@@ -9,7 +9,7 @@ import pytest
 from megarl.stages.pack import pack
 from megarl.stages.packed import Source
 from megarl.stages.unpack import unpack
-from tests.helpers import ROOT
+from tests.helpers import ROOT, mount_tmpfs
 from tests.stages.hub_server import TOKEN, serve
 from tests.stages.made_up import make_run
 
@@ -68,9 +68,32 @@ def test_what_was_changed_on_the_way_is_refused(packed, hub, tmp_path):
     assert pulled.returncode == 2
     assert f"{shard} does not match the checksum in its manifest" in pulled.stderr
     assert not (tmp_path / "stage").exists()
+    hub.files["policy/config.json"] += b" " * 1000
+    hub.seen.clear()
+    pulled = stage(hub, "pull", NAME, tmp_path / "stage")
+    assert (pulled.returncode, pulled.stderr.count("\n")) == (2, 1)
+    assert "policy/config.json has" in pulled.stderr and "but its manifest says" in pulled.stderr
+    assert {line.rpartition("/")[2] for line in hub.seen if "resolve" in line} == {"manifest.json"}
+    hub.files["manifest.json"] += b" " * (16 << 20)
+    hub.seen.clear()
+    pulled = stage(hub, "pull", NAME, tmp_path / "stage")
+    assert pulled.returncode == 2 and not any("resolve" in line for line in hub.seen)
     hub.files["manifest.json"] = b"{}"
     pulled = stage(hub, "pull", NAME, tmp_path / "stage")
     assert (pulled.returncode, pulled.stderr.count("\n")) == (2, 1)
+
+
+def test_a_full_disk_is_named(packed, hub, tmp_path):
+    assert stage(hub, "push", packed, NAME).returncode == 0
+    mount_tmpfs(tmp_path / "small", f"size={Source(packed).manifest.bytes + (4 << 20)}")
+    try:
+        hub.files["README.md"] = b" " * (12 << 20)  # which no manifest counts
+        pulled = stage(hub, "pull", NAME, tmp_path / "small/stage")
+        assert pulled.returncode == 2
+        assert "no space left while writing" in pulled.stderr.splitlines()[-1]  # after huggingface_hub's progress
+        assert not (tmp_path / "small/stage").exists()
+    finally:
+        subprocess.run(["umount", tmp_path / "small"], check=True)
 
 
 def test_mistakes_are_one_line(packed, hub, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -138,6 +139,10 @@ MISTAKES = {
     "mask value": ({"loss_mask": 1}, r"loss_mask\[0\] is '2'"),
     "reward": ({"reward": "high"}, "reward is 'high', no finite number"),
     "infinite reward": ({"reward": float("inf")}, "no finite number"),
+    "reward beyond a float": ({"reward": 10**400}, "reward is '1000.*, no finite number"),
+    "log-prob beyond a float": ({"rollout_logprobs": 2}, r"rollout_logprobs\[0\] is '-1000"),
+    "log-prob beyond float32": ({"rollout_logprobs": 3}, r"rollout_logprobs\[0\] is '-1e\+300'"),
+    "unfinished": ({"finish_reason": "unfinished"}, "finish_reason is 'unfinished', not one of stop, length, timeout$"),
     "reason": ({"finish_reason": "done"}, "finish_reason is 'done'"),
     "correct": ({"correct": 0.5}, "correct is 0.5"),
     "version": ({"policy_version": 1}, "the policy that begins the stage is 0"),
@@ -154,6 +159,8 @@ def spoiled(row, change):
     lists = {
         ("rollout_logprobs", 0): [0.5] + [-1.0] * (n - 1),
         ("rollout_logprobs", 1): [float("nan")] * n,
+        ("rollout_logprobs", 2): [-(10**400)] * n,
+        ("rollout_logprobs", 3): [-1e300] * n,
         ("response_tokens", 0): [99999] * n,
         ("loss_mask", 0): [0] * n,
         ("loss_mask", 1): [2] * n,
@@ -184,6 +191,38 @@ def test_columns_that_megarl_does_not_know_are_left_out_by_name(recipe, rows, tm
     with pytest.raises(UserError, match="--ignore trace leaves it out"):
         made(recipe, tmp_path / "run", path)
     assert made(recipe, tmp_path / "run", path, ignored=["trace"]).stage(0).is_sealed()
+
+
+def test_a_column_that_is_left_out_is_not_read(recipe, rows, tmp_path):
+    table = pa.Table.from_pylist([row | {"trace": f"{number}" * 99} for number, row in enumerate(rows)])
+    path = tmp_path / "a.parquet"
+    pq.write_table(table, path, compression="none", use_dictionary=False)
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    places = {group.column(number).path_in_schema: group.column(number) for number in range(group.num_columns)}
+    data = bytearray(path.read_bytes())
+    begin = places["trace"].data_page_offset
+    data[begin : begin + 100] = b"\xff" * 100
+    path.write_bytes(data)
+    with pytest.raises(UserError):
+        made(recipe, tmp_path / "run", path)
+    assert made(recipe, tmp_path / "run", path, ignored=["trace"]).stage(0).is_sealed()
+
+
+def test_a_line_has_a_longest_length(recipe, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr("megarl.stages.rows.MAX_LINE", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(rows[0]) + "\n" + json.dumps(rows[1] | {"finish_reason": "x" * 1000}))
+    with pytest.raises(UserError, match=r"a\.jsonl, row 2 is longer than"):
+        made(recipe, tmp_path / "run", path)
+
+
+@pytest.mark.parametrize("size", [None, "many"])
+def test_a_model_without_a_vocabulary_is_refused(size, recipe, guessing_model, rows, tmp_path):
+    model = shutil.copytree(guessing_model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text()) | {"vocab_size": size}
+    (model / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    with pytest.raises(UserError, match="vocab_size"):
+        made(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows), settings=[f"model.path='{model}'"])
 
 
 def test_what_is_no_rows_is_refused(recipe, tmp_path):

@@ -4,8 +4,10 @@ import io
 import json
 import os
 import shutil
+import struct
 import tarfile
 import tomllib
+import zlib
 from dataclasses import replace
 
 import pyarrow as pa
@@ -19,7 +21,9 @@ from megarl.stages.packed import MANIFEST, Source
 from megarl.stages.unpack import unpack
 from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.ledger import LEDGER, SEALED, parse, to_line
+from megarl.storage.policies import check_policy
 from megarl.storage.run_dir import RunDir
+from megarl.storage.weights import INDEX_FILE, weight_files
 from megarl.views.audit import audit
 from tests.helpers import megarl, read_lines
 from tests.stages.made_up import agree, archive, entry, fill, make_run, sha, sums
@@ -239,21 +243,55 @@ def recipe_with(section, **values):
     return attack
 
 
+def reseal(copy, ledger=None, **fields):
+    folder = copy / "rollouts"
+    ledger = (folder / LEDGER).read_bytes() if ledger is None else ledger
+    sealed = decode((folder / SEALED).read_bytes())
+    for path in (folder / LEDGER, folder / SEALED):
+        path.unlink()
+    (folder / LEDGER).write_bytes(ledger)
+    write_checked(folder / SEALED, sealed | {"ledger_sha256": sha(folder / LEDGER)} | fields)
+    agree(copy)
+    return copy
+
+
 def rewritten_ledger(change):
     def attack(copy, tmp_path):
         folder = copy / "rollouts"
         first, *others = parse(folder / LEDGER)[0]
-        entries = [change(first, folder), *others]
-        ledger = b"".join(map(to_line, entries))
-        sealed = decode((folder / SEALED).read_bytes())
-        for path in (folder / LEDGER, folder / SEALED):
-            path.unlink()
-        (folder / LEDGER).write_bytes(ledger)
-        write_checked(folder / SEALED, sealed | {"ledger_sha256": sha(folder / LEDGER)})
+        return reseal(copy, b"".join(map(to_line, [change(first, folder), *others])))
+
+    return attack
+
+
+def chosen(*groups):
+    return lambda copy, tmp_path: reseal(copy, chosen=groups)
+
+
+def deep_ledger(copy, tmp_path):
+    """A line with a right checksum that no parser of JSON follows to its end."""
+    body = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000
+    line = body + b', "crc": "%08x"}\n' % zlib.crc32(body)
+    return reseal(copy, line + (copy / "rollouts" / LEDGER).read_bytes())
+
+
+def policy_that_names(files):
+    def attack(copy, tmp_path):
+        path = copy / "policy/megarl.json"
+        write_checked(path, decode(path.read_bytes()) | {"files": files})
         agree(copy)
         return copy
 
     return attack
+
+
+def no_vocabulary(copy, tmp_path):
+    path = copy / "policy/config.json"
+    config = json.loads(path.read_text()) | {"vocab_size": "many"}
+    path.unlink()
+    path.write_text(json.dumps(config))
+    agree(copy)
+    return copy
 
 
 def outside(entry, folder):
@@ -283,6 +321,26 @@ def to_file(batch, **options):
 
 def compressed(batch):
     return to_file(batch, compression="zstd")
+
+
+def hidden_compression(batch):
+    """The messages that the footer names follow a mark at which a reader of the stream would end."""
+    data, places = compressed(batch), []
+    stream = pa.BufferReader(data[8:])
+    reader = pa.ipc.MessageReader.open_stream(stream)
+    for _ in range(4):  # schema, two dictionaries, batch
+        places.append(8 + stream.tell())
+        reader.read_next_message()
+    begin = len(data) - 10 - struct.unpack_from("<i", data, len(data) - 10)[0]
+    footer = data[begin:]
+    for place in places[1:]:
+        assert footer.count(struct.pack("<q", place)) == 1
+        footer = footer.replace(struct.pack("<q", place), struct.pack("<q", place + 8))
+    return data[:8] + b"\xff\xff\xff\xff\0\0\0\0" + data[8:begin] + footer
+
+
+def far_version(batch):
+    return to_file(column(batch, "policy_version", pa.array([1 << 40] * batch.num_rows, pa.int64())))
 
 
 def column(batch, name, values):
@@ -353,6 +411,25 @@ ATTACKS = {
     "a ledger that points outside": (rewritten_ledger(outside), "not in its ledger|not part of it"),
     "another policy": (rewritten_ledger(other_policy), "another policy|was sampled with"),
     "a compressed shard": (with_shard(compressed), "compressed"),
+    "a batch behind the end": (with_shard(hidden_compression), "that its footer names"),
+    "a version beyond 32 bits": (with_shard(far_version), "32 bits"),
+    "a group chosen twice": (chosen(0, 0, *range(1, 8)), "not those of its recipe"),
+    "groups chosen in disorder": (chosen(1, 0, *range(2, 8)), "not those of its recipe"),
+    "fractions of groups": (chosen(*map(float, range(8))), "not those of its recipe"),
+    "a deep ledger": (deep_ledger, "line 1 of .* is damaged"),
+    "a device of the policy": (policy_that_names({"/dev/zero": "0" * 64}), "does not name the files beside it"),
+    "a file of the policy that is not packed": (policy_that_names({"a.txt": "0" * 64}), "not part of the packed stage"),
+    "files of the policy as a list": (policy_that_names(["a.txt"]), "does not name the files beside it"),
+    "no vocabulary": (no_vocabulary, "vocab_size is 'many'"),
+    "parts of a reward": (recipe_with("reward", parts=[1]), "is no recipe"),
+    "a function of Python": (recipe_with("megatron", fp8_quantizer_factory="os.system"), "could name code"),
+    "a directory": (recipe_with("megatron_optimizer", config_logger_dir="x"), "could name code"),
+    "a path among modules": (recipe_with("megatron", recompute_modules=["mlp", "/etc/x"]), "could name code"),
+    "a table for Megatron": (recipe_with("megatron", quant_recipe={"x": 1}), "could name code"),
+    "a wide field": (recipe_with("data", prompt_template="{prompt:>9999999999}"), "by its name alone"),
+    "an attribute": (recipe_with("data", prompt_template="{prompt.__class__}"), "by its name alone"),
+    "a wide field of a suite": (recipe_with("eval", data={"prompt_template": "{prompt:>99}"}), "by its name alone"),
+    "a token budget": (recipe_with("rollout", token_budget=2, oversample=2.0), "token_budget"),
     "offsets beyond the file": (with_shard(far_offsets), "no shard of megarl"),
     "an unknown token": (with_shard(unknown_token), "outside the vocabulary"),
     "groups in disorder": (with_shard(mixed_groups), "in order"),
@@ -388,12 +465,36 @@ def test_what_a_strange_recipe_starts_or_asks_is_left_out(copy, tmp_path):
 
 
 def test_set_changes_what_leaves_the_rollouts_as_they_are(packed, tmp_path):
-    unpack(packed, tmp_path / "b", None, [], ["optimizer.lr=1e-3", "rollout.workers=2"])
+    unpack(packed, tmp_path / "b", None, [], ["optimizer.lr=1e-3", "rollout.workers=2", "eval.samples=2"])
     recipe = RunDir.open(tmp_path / "b").recipe
-    assert (recipe.optimizer.lr, recipe.rollout.workers) == (1e-3, 2)
-    for setting in ("rollout.temperature=0.5", "schedule.stages=3", "data.train=x", "model.path=/"):
+    assert (recipe.optimizer.lr, recipe.rollout.workers, recipe.eval.samples) == (1e-3, 2, 2)
+    others = ("rollout.temperature=0.5", "schedule.stages=3", "data.train=x", "model.path=/")
+    for setting in (*others, "run.seed=7", "eval.prompts=8"):  # the last two give a group's number to another prompt
         with pytest.raises(UserError, match="were made under it"):
             unpack(packed, tmp_path / "c", None, [], [setting])
+    with pytest.raises(UserError, match="score them again"):
+        unpack(packed, tmp_path / "c", None, [], ["reward.require_stop=false"])
+
+
+def test_what_is_left_out_of_a_recipe_can_be_given(copy, tmp_path):
+    recipe_with("reward", kind="judge")(copy, tmp_path)
+    recipe_with("megatron", fp8_quantizer_factory="os.system")(copy, tmp_path)
+    given = ["reward.kind=exact", "megatron.fp8_quantizer_factory=mine.quantizer"]
+    unpack(copy, tmp_path / "b", None, [], given)
+    recipe = RunDir.open(tmp_path / "b").recipe
+    assert (recipe.reward.kind, recipe.megatron["fp8_quantizer_factory"]) == ("exact", "mine.quantizer")
+
+
+def test_a_policy_has_regular_files_beside_its_index(run, tmp_path):
+    policy = shutil.copytree(run.stage(0).policy, tmp_path / "policy")
+    (policy / "config.json").unlink()
+    os.mkfifo(policy / "config.json")
+    with pytest.raises(UserError, match=r"config\.json is no regular file"):
+        check_policy(policy, "Restore it")
+    shutil.copy(policy / "model.safetensors", tmp_path)
+    (policy / INDEX_FILE).write_text('{"weight_map": {"a": "../model.safetensors"}}')
+    with pytest.raises(UserError, match="no name of a file beside it"):
+        weight_files(policy)
 
 
 def test_a_damaged_run_is_not_packed(run, tmp_path):

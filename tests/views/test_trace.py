@@ -45,7 +45,7 @@ def test_a_run_that_was_killed_has_its_phases_too(trained, tmp_path):
     kept = [
         line for line in (trained / "events.jsonl").read_text().splitlines(keepends=True) if "phase_end" not in line
     ]
-    (tmp_path / "events.jsonl").write_text("".join(kept[:-1]))
+    (tmp_path / "events.jsonl").write_text("".join([*kept[:-1], '{"time": 1.0}\n']))  # and what nobody knows
     assert megarl("trace", tmp_path, "--output", tmp_path / "t.json").returncode == 0
     found = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     phases = [entry for entry in found if entry["ph"] == "X" and entry["tid"] == 1]

@@ -1,0 +1,34 @@
+"""Stages with more behind them than a pack or another reward can take along: refused, or carried by a branch."""
+
+import pytest
+
+from megarl.commands import branch, changed_recipe
+from megarl.errors import UserError
+from megarl.stages.pack import pack
+from megarl.storage.origin import link_start, start_of
+from tests.stages.made_up import make_run
+
+BUDGET = ("rollout.token_budget=2", "rollout.oversample=2")
+
+
+def test_a_stage_with_a_token_budget_is_neither_packed_nor_scored_again(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", *BUDGET)
+    with pytest.raises(UserError, match="trains groups that others began"):
+        pack(run.root, 0, tmp_path / "stage", "apache-2.0", weights=False, prompts=True)
+    assert not (tmp_path / "stage").exists()
+    with pytest.raises(UserError, match="--set reward: with rollout.token_budget"):
+        changed_recipe(run.stage(0), ["reward.require_stop=false"])
+    assert changed_recipe(run.stage(0), ["optimizer.lr=1e-3"]).optimizer.lr == 1e-3
+
+
+def test_an_optimizer_of_another_run_goes_into_branches_but_not_into_packs(recipe, tmp_path):
+    run, checkpoint = make_run(recipe, tmp_path / "run"), tmp_path / "other/update_000002"
+    checkpoint.mkdir(parents=True)
+    link_start(run, checkpoint)
+    made = branch(run.stage(0), tmp_path / "branch", changed_recipe(run.stage(0), ["optimizer.lr=1e-3"]))
+    assert start_of(made.run) == checkpoint
+    with pytest.raises(UserError, match="optimizer of another run"):
+        pack(run.root, 0, tmp_path / "stage", "apache-2.0", weights=False, prompts=True)
+    checkpoint.rmdir()
+    with pytest.raises(UserError, match="put it back"):
+        pack(run.root, 0, tmp_path / "stage", "apache-2.0", weights=False, prompts=True)
