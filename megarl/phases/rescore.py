@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from megarl.beats import beat
 from megarl.data.prompts import open_prompts
 from megarl.phases.generation import STORE_SECONDS
 from megarl.phases.scoring import PendingGroup, Scoring, SeededPrompt
+from megarl.phases.stop import StopRequest
 from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.storage.files import make_directory
@@ -21,7 +23,13 @@ IN_HAND = 64  # groups that are being scored at a time
 
 
 def rescore(stage: Stage) -> None:
-    """Fill and seal the stage's store with what the linked one has, scored anew. Stored groups stay after a kill."""
+    """Fill and seal the stage's store with what the linked one has, scored anew. Stored groups stay after a kill.
+
+    Of several nodes the first one does it.
+    """
+    if os.environ["RANK"] != "0":
+        return
+    stop = StopRequest()
     recipe, root = stage.run.recipe, stage.run.root
     source, target = (RolloutStore(root / SCORED_BEFORE / stage.directory.name), root / RESCORED / stage.directory.name)
     make_directory(target)
@@ -34,6 +42,8 @@ def rescore(stage: Stage) -> None:
         stored = time.monotonic()
         portion: list[Group] = []
         for begin in range(0, len(missing), IN_HAND):
+            if stop.asked:
+                break
             beat("scoring", f"group {missing[begin]}")
             groups = source.read(missing[begin : begin + IN_HAND])
             for group in groups:
@@ -50,6 +60,7 @@ def rescore(stage: Stage) -> None:
                 stored, portion = time.monotonic(), []
         writer.append(portion)
     scoring.close()
+    stop.exit_if_asked()
     seal(target, stage.groups, list(source.chosen) if len(source.chosen) < len(source.group_ids) else None)
 
 

@@ -232,12 +232,14 @@ def _places(key: str) -> list[str]:
 
 
 def _unknown(loc: tuple[Any, ...], table: Any) -> str:
-    kind = "key" if len(loc) > 1 or table is not Recipe else "table"
+    of_recipe = table is Recipe
+    kind = "key" if len(loc) > 1 or not of_recipe else "table"
     for part in loc[:-1]:
         inside = get_args(table)  # of a list or dict of tables
         table = next(t for t in inside if hasattr(t, "model_fields")) if inside else table.model_fields[part].annotation
     known = list(table.model_fields)
-    elsewhere = [place for place in _places(str(loc[-1])) if place.endswith(f".{loc[-1]}")] if len(loc) < 3 else []
+    places = _places(str(loc[-1])) if of_recipe and len(loc) < 3 else []
+    elsewhere = [place for place in places if place.endswith(f".{loc[-1]}")]
     if elsewhere and str(loc[-1]) not in known:
         return f"{kind}; did you mean {' or '.join(elsewhere)}?"
     close = nearest(str(loc[-1]), known)

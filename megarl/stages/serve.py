@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 
 from megarl.errors import UserError
 from megarl.phases.serve import KEY
 from megarl.recipe.tables import Recipe
+from megarl.storage.files import write_atomic
 from megarl.storage.policies import copy_policy
 from megarl.storage.requests import write_request
 from megarl.storage.run_checks import check_run
@@ -22,6 +22,8 @@ def serve_stage(nodes: Nodes, stage: Stage, port: int) -> None:
     """Until agents have filled ``stage``, which is then sealed. Start it again after a stop: stored groups stay."""
     run = stage.run
     check_servable(run.recipe)
+    if nodes.count > 1:
+        raise UserError(f"agents are served by one replica on one node: start megarl serve on one of the {nodes.count}")
     check(nodes.starter, run.recipe, nodes.count, optimizes=False)
     check_run(run)
     if stage.number == 0 and not stage.policy.exists():
@@ -58,9 +60,5 @@ def check_servable(recipe: Recipe) -> None:
 
 def write_key(run: RunDir) -> None:
     """A key of its own for each run, which its owner alone can read; it stays the same."""
-    try:
-        file = os.open(run.root / KEY, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    except FileExistsError:
-        return
-    with os.fdopen(file, "w") as key:
-        key.write(secrets.token_urlsafe(32) + "\n")
+    if not (run.root / KEY).exists():
+        write_atomic(run.root / KEY, secrets.token_urlsafe(32) + "\n", 0o600)

@@ -25,12 +25,13 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
-def write_atomic(path: Path, data: str | bytes) -> None:
-    """Replace ``path`` by ``data`` through a synced temporary file and a rename."""
+def write_atomic(path: Path, data: str | bytes, mode: int = 0o666) -> None:
+    """Replace ``path`` by ``data`` through a synced temporary file and a rename. mode: 0o600 for what is secret."""
     payload = data.encode() if isinstance(data, str) else data
     temporary = path.with_name(f".{path.name}.tmp")
     with disk_errors(path):
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())

@@ -24,13 +24,7 @@ def make_secret(run_dir: Path) -> bytes:
     make_directory(run_dir)
     path = run_dir / "secret"
     if not path.exists():
-        hidden = path.with_name(f".{path.name}.tmp")
-        hidden.unlink(missing_ok=True)
-        with open(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(new_secret())
-            file.flush()
-            os.fsync(file.fileno())
-        hidden.rename(path)
+        write_atomic(path, new_secret(), 0o600)
     return read_secret(run_dir)
 
 

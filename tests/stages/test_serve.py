@@ -213,12 +213,40 @@ def test_what_would_train_something_else_is_refused(served):
     status, message = refusal(lambda: ask(model="m", messages=[*messages, first, messages[0]]))
     assert (status, "has its reward" in message) == (409, True)
     assert served.send("POST", "/a/x/reward", {"reward": 0}).status_code == 409
-    assert served.send("POST", "/a/x/reward", {"reward": "high"}).status_code == 400
+    for wrong in ("high", 10**400, True):
+        assert served.send("POST", "/a/x/reward", {"reward": wrong}).status_code == 400
     assert served.send("GET", "/state").json()["open"] == {"a": {"x": "rewarded"}}
+    forgotten = served.client("b", "x").chat.completions.create
+    status, message = refusal(lambda: forgotten(model="m", messages=[*messages, first, messages[0]]))
+    assert (status, "begin it anew" in message) == (409, True)
+    status, message = refusal(lambda: forgotten(model="m", messages=[{**messages[0], "tool_calls": 5}]))
+    assert (status, "no list" in message) == (400, True)
+
+
+def test_what_a_broken_connection_lost_can_be_asked_for_again(served):
+    messages = [{"role": "user", "content": "2+3?"}]
+    for group, name in itertools.product("ab", "xy"):
+        ask = served.client(group, name).chat.completions.create
+        first, again = (ask(model="m", messages=messages).choices[0].message for _ in range(2))
+        assert first.content == again.content
+        assert [served.reward(group, name, 1.0).status_code for _ in range(2)] == [200, 200]
+        if group == "b" and name == "x":
+            assert served.reward("a", "y", 1.0).status_code == 200  # of a group that is stored
+            assert served.reward("a", "y", 0.0).status_code == 409
+            assert served.send("DELETE", "/b/x").status_code == 200
+            for place in ("x", "z"):  # a group that is empty gives up its place
+                served.client("c", place).chat.completions.create(model="m", messages=messages)
+                assert served.reward("c", place, 0.0).status_code == 200
+            break
+    assert served.wait() == 0, served.command.stderr
 
 
 def test_only_the_owner_on_this_machine_is_served(served):
     assert served.send("GET", "/state", key="wrong").status_code == 401
+    with socket.create_connection(("127.0.0.1", int(served.address.rpartition(":")[2]))) as stranger:
+        stranger.settimeout(10)
+        stranger.sendall(b"POST /a/x/reward HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n")
+        assert stranger.recv(20).split()[1] == b"401"  # before its body is read
     assert (served.root / KEY).stat().st_mode & 0o777 == 0o600
     port = int(served.address.rpartition(":")[2])
     addresses = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), port, socket.AF_INET)}
@@ -267,3 +295,11 @@ def test_a_kill_loses_no_stored_group(served):
 def test_a_recipe_without_a_chat_is_refused_before_anything_starts(recipe, tmp_path):
     refused = megarl("serve", tmp_path / "run", "--stage", 0, "--recipe", recipe)
     assert refused.returncode == 2 and 'template = "raw"' in refused.stderr
+
+
+def test_a_key_that_is_none_lets_nobody_in(recipe, agent_model, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / KEY).write_text("\n")
+    options = [part for s in (f"model.path='{agent_model}'", *SETTINGS) for part in ("--set", s)]
+    refused = megarl("serve", tmp_path / "run", "--stage", 0, "--port", 0, "--recipe", recipe, *options)
+    assert refused.returncode == 2 and "holds no key" in refused.stderr, refused.stderr

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,12 +21,22 @@ from megarl.phases.serve.chat import (
     first_tokens,
     further_tokens,
     read_question,
+    repeats,
 )
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import Completion, continuation_seed, response_seed
 from megarl.storage.rollouts import Group, Response
 
 NAME = re.compile(r"[A-Za-z0-9_.:@+-]{1,200}")
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The last answer of a conversation: a client whose connection broke asks for it again."""
+
+    message: Message
+    completion: Completion
+    prompt: int  # tokens before it
 
 
 @dataclass
@@ -42,6 +52,7 @@ class Conversation:
     finish_reason: str = ""  # of the last turn; none yet where there is no turn
     busy: bool = False  # a turn is being generated
     rewarded: Response | None = None
+    last: Answered | None = None
 
     def context(self, tokens: list[int]) -> None:
         """What a tool or user said."""
@@ -88,6 +99,7 @@ class Turn:
 class _Group:
     number: int
     conversations: dict[str, Conversation] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)  # of a group that this process has stored, by conversation
     stored: bool = False
 
 
@@ -110,16 +122,16 @@ class Book:
         self._recipe, self._numbers, self._renderer, self._decode = recipe, numbers, renderer, decode
         self._version, self._store = version, store
         self._groups = {name: _Group(number, stored=True) for name, number in stored.items()}
+        self._missing = len(numbers) - len(stored)  # groups that are to be stored
         self._lock = threading.RLock()
 
     @property
     def complete(self) -> bool:
         """Whether every group of the stage is stored."""
-        with self._lock:
-            return sum(group.stored for group in self._groups.values()) == len(self._numbers)
+        return not self._missing
 
-    def begin(self, group: str, name: str, body: Any) -> Turn:
-        """A request of a chat completion: what the engine is to answer."""
+    def begin(self, group: str, name: str, body: Any) -> Turn | Answered:
+        """A request of a chat completion: what the engine is to answer, or what it has answered already."""
         question = read_question(body, self._recipe.rollout.temperature)
         with self._lock:
             conversation = self._find(group, name)
@@ -129,6 +141,8 @@ class Book:
                 raise Refused(409, f"conversation {name!r} is being answered already")
             if conversation.rewarded is not None:
                 raise Refused(409, f"conversation {name!r} has its reward: begin another one")
+            if conversation.last and repeats(conversation.messages, question.messages):
+                return conversation.last
             context: list[int] = []
             if conversation.messages:
                 if not continues(conversation.messages, question.messages):
@@ -158,13 +172,17 @@ class Book:
         with self._lock:
             conversation.busy = False
             if completion is None:
-                raise Refused(503, "the phase stops: start it again, and ask again")
+                raise Refused(503, "the phase stops and forgets this conversation: begin it anew when it serves again")
+            if not len(completion.tokens) or not np.isfinite(completion.logprobs).all():
+                raise Refused(500, "the engine gave no tokens, or log-probs that are not finite: ask again")
+            prompt = len(turn.prompt)
             conversation.context(turn.context)
             tokens = completion.tokens.tolist()
             conversation.speak(tokens, completion.logprobs.tolist())
             conversation.finish_reason = completion.finish_reason
             message = answer(self._decode(tokens), turn.question.tools)
             conversation.messages = [*turn.question.messages, message]
+            conversation.last = Answered(message, completion, prompt)
             return message
 
     def reward(self, group: str, name: str, body: Any) -> None:
@@ -173,6 +191,8 @@ class Book:
         if reward is None or correct not in (None, 0.0, 1.0):
             raise Refused(400, 'expected {"reward": NUMBER}, and perhaps "correct": 0 or 1')
         with self._lock:
+            if group in self._groups and self._groups[group].rewards.get(name) == reward:
+                return  # it was given before
             conversation = self._find(group, name)
             if conversation is None or not conversation.finish_reason:
                 raise Refused(404, f"conversation {name!r} has no answer of the model yet")
@@ -188,9 +208,11 @@ class Book:
         """Forget a conversation that its agent gave up, so that another one can take its place."""
         with self._lock:
             conversation = self._find(group, name)
-            if conversation is None or conversation.busy or conversation.rewarded is not None:
-                raise Refused(409, f"conversation {name!r} is not there, is being answered, or has its reward")
+            if conversation is None or conversation.busy:
+                raise Refused(409, f"conversation {name!r} is not there, or is being answered")
             del self._groups[group].conversations[name]
+            if not self._groups[group].conversations:
+                del self._groups[group]  # another one may have its place
 
     def state(self) -> dict[str, Any]:
         """For people and harnesses: what is stored and what is under way."""
@@ -219,15 +241,17 @@ class Book:
         return found.conversations.get(name) if found else None
 
     def _start(self, group: str, name: str, question: Question) -> Conversation:
+        if any(message["role"] in ("assistant", "tool") for message in question.messages):
+            raise Refused(
+                409,
+                f"conversation {name!r} is not known, so it begins with messages of system and user: what the model "
+                "has said would not be trained; begin it anew",
+            )
         prompt = first_tokens(self._renderer, question, f"conversation {name!r}")
         longest = self._recipe.data.max_prompt_tokens
         if not 0 < len(prompt) <= longest:
             raise Refused(400, f"the first prompt has {len(prompt)} tokens, but data.max_prompt_tokens = {longest}")
-        taken = {one.number for one in self._groups.values()}
-        free = next((number for number in self._numbers if number not in taken), None)
-        if group not in self._groups and free is None:
-            raise Refused(409, f"the stage has its {len(self._numbers)} groups: {group!r} is one too many")
-        found = self._groups.get(group) or _Group(free if free is not None else 0)
+        found = self._groups.get(group) or _Group(self._free_number(group))
         others = found.conversations.values()
         if len(others) == self._recipe.rollout.responses_per_prompt:
             raise Refused(409, f"group {group!r} has its {len(others)} conversations: {name!r} is one too many")
@@ -239,19 +263,28 @@ class Book:
         found.conversations[name] = Conversation(sample, prompt)
         return found.conversations[name]
 
+    def _free_number(self, group: str) -> int:
+        taken = {one.number for one in self._groups.values()}
+        for number in self._numbers:
+            if number not in taken:
+                return number
+        raise Refused(409, f"the stage has its {len(self._numbers)} groups: {group!r} is one too many")
+
     def _finish(self, name: str) -> None:
         group = self._groups[name]
         done = sorted(group.conversations.values(), key=lambda one: one.sample)
         responses = [one.rewarded for one in done if one.rewarded is not None]
         if len(responses) == self._recipe.rollout.responses_per_prompt:
             self._store(name, Group(group.number, np.array(done[0].prompt, np.int32), tuple(responses)))
+            group.rewards = {name: one.rewarded.reward for name, one in group.conversations.items() if one.rewarded}
             group.stored, group.conversations = True, {}
+            self._missing -= 1
 
 
 def _number(body: Any, name: str, optional: bool = False) -> float | None:
     value = body.get(name) if isinstance(body, dict) else None
     if value is None and optional:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise Refused(400, f"{name}: expected a finite number")
     return float(value)

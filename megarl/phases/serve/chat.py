@@ -80,6 +80,8 @@ def _message(given: Any) -> Message:
         raise Refused(400, "messages: content is no text")
     message: Message = {"role": given["role"], "content": content or ""}
     if calls := given.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise Refused(400, "messages: tool_calls is no list")
         message["tool_calls"] = [_call(call) for call in calls]
     for name in ("tool_call_id", "name"):
         if isinstance(given.get(name), str):
@@ -153,3 +155,8 @@ def same(ours: Message, theirs: Message) -> bool:
 def continues(before: Sequence[Message], now: Sequence[Message]) -> bool:
     """Whether a conversation of messages ``before``, the model's included, goes on in ``now``."""
     return len(now) > len(before) and all(same(a, b) for a, b in zip(before, now, strict=False))
+
+
+def repeats(before: Sequence[Message], now: Sequence[Message]) -> bool:
+    """Whether ``now`` asks again for the model's message that ends ``before``."""
+    return len(now) == len(before) - 1 and all(same(a, b) for a, b in zip(before, now, strict=False))

@@ -20,12 +20,13 @@ from megarl.phases.serve.book import Book, Turn
 from megarl.phases.serve.server import serving
 from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import Completion, Request, Sampling
-from megarl.storage.files import make_directory
+from megarl.storage.files import fsync_path, make_directory
 from megarl.storage.json_lines import append_json, read_intact_lines
 from megarl.storage.requests import read_request
 from megarl.storage.rollouts import SERVED, Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 
+MIN_KEY = 32  # characters: an empty key would let everybody in
 IDLE_SECONDS = 0.05  # between two looks at whether the phase is to stop
 
 
@@ -110,6 +111,7 @@ def serve(stage: Stage) -> None:
 
         def store(name: str, group: Group) -> None:
             append_json(names, {"group": name, "number": group.group_id})
+            fsync_path(names)  # a group without its name could not be told from another
             writer.append([group])
 
         book = Book(
@@ -142,6 +144,8 @@ def _answer(stage: Stage, worker: RolloutWorker, book: Book, stop: StopRequest) 
     """Until the stage is complete, or the phase is told to stop."""
     root, line = stage.run.root, Line(worker, lambda: stop.asked or book.complete)
     key = (root / KEY).read_text().strip()
+    if len(key) < MIN_KEY:
+        raise UserError(f"{root / KEY} holds no key: remove it, and start again")
     with serving(read_request(root)["port"], book, line.ask, key, root.name) as port:
         stage.log_event("serving", phase="serve", url=f"http://127.0.0.1:{port}")
         for number, completion in worker.engine.serve(line.requests(), lambda: stop.asked):

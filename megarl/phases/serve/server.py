@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from megarl.errors import UserError
-from megarl.phases.serve.book import Book, Turn
+from megarl.phases.serve.book import Answered, Book, Turn
 from megarl.phases.serve.chat import Message, Refused
 from megarl.rollout.engine import Completion
 
@@ -69,11 +69,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _respond(self) -> None:
         try:
-            body = self._body()
             self._check_key()
+            body = self._body()
             parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
             status, found = 200, self._answer(self.command, parts, body)
         except Refused as error:
+            if error.status in (401, 413):  # its body is unread
+                self.close_connection = True
             kind = "invalid_request_error" if error.status < 500 else "server_error"
             status, found = error.status, {"error": {"message": str(error), "type": kind, "code": error.status}}
         except UserError as error:  # as on a full disk; what was to be stored is asked for again
@@ -88,8 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> Any:
         length = self.headers.get("Content-Length", "0")
-        if not length.isdecimal() or int(length) > MAX_BODY:
-            self.close_connection = True
+        if "Transfer-Encoding" in self.headers or not length.isdecimal() or int(length) > MAX_BODY:
             raise Refused(413, f"a request has at most {MAX_BODY >> 20} MiB, and says how many")
         data = self.rfile.read(int(length))
         try:
@@ -121,6 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _complete(self, group: str, name: str, body: Any) -> dict[str, Any]:
         turn = self.server.book.begin(group, name, body)
+        if isinstance(turn, Answered):
+            return _completion(self.server.model, turn.message, turn.completion, turn.prompt)
         prompt = len(turn.prompt)
         completion = self.server.ask(turn)
         message = self.server.book.end(turn, completion)
