@@ -56,14 +56,19 @@ class PackedSequences(PackedSeqParams):
 
 
 def rotary_tables(
-    positions: torch.Tensor, inverse_frequencies: torch.Tensor, dtype: torch.dtype
+    positions: torch.Tensor, inverse_frequencies: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and signed sines [T, 1, head_dim] of each token's angles, for `rotate`; positions [1, T].
+
+    scale: what rotation multiplies the length of a vector by.
 
     Megatron-Core cuts its tables by lengths that it asks the device for, in every layer, for queries and for keys.
     """
     angles = positions[0, :, None, None].float() * inverse_frequencies.to(positions.device)
-    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
+    cosines, sines = angles.cos(), angles.sin()
+    if scale != 1:
+        cosines, sines = cosines * scale, sines * scale
+    cosines, sines = cosines.to(dtype), sines.to(dtype)
     return torch.cat([cosines, cosines], -1), torch.cat([-sines, sines], -1)
 
 

@@ -111,12 +111,16 @@ class LatentAttention(MultiLatentAttention):
         return query, torch.cat([key, shared_key.expand(-1, heads, -1)], -1), value, query_latent, latent
 
     @property
-    def inverse_frequencies(self) -> torch.Tensor:
-        """[qk_pos_emb_head_dim / 2] of the rotary embedding, YaRN's too: its angles at position 1."""
+    def frequencies(self) -> tuple[torch.Tensor, float]:
+        """Inverse frequencies [qk_pos_emb_head_dim / 2] and the scale of `megarl.actor.attention.rotary_tables`.
+
+        YaRN's (Peng et al. 2023, arXiv 2309.00071) are its angles at position 1; the scale is 1 where mscale and
+        mscale_all_dim are equal.
+        """
         if self.config.rope_type == "rope":
-            return self.rotary_pos_emb.inv_freq
-        angles, _ = self.rotary_pos_emb.get_emb(1, offset=1)
-        return angles[0, 0, 0, : self.config.qk_pos_emb_head_dim // 2]
+            return self.rotary_pos_emb.inv_freq, 1.0
+        angles, scale = self.rotary_pos_emb.get_emb(1, offset=1)
+        return angles[0, 0, 0, : self.config.qk_pos_emb_head_dim // 2], scale
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,6 @@ from megarl.actor.attention import PackedAttention, RMSNorm
 from megarl.actor.dispatch import routed_experts
 from megarl.actor.experts import GroupedExperts
 from megarl.actor.latent_attention import LatentAttention
-from megarl.errors import UserError
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
@@ -58,8 +57,6 @@ def torch_block_spec(
 
     norms_all_heads: queries and keys are normalised over all heads of a token, which Megatron has no setting for.
     """
-    if norms_all_heads and config.qk_layernorm:
-        raise UserError("[megatron] qk_layernorm: this model normalises queries and keys over all heads")
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )

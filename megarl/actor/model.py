@@ -106,17 +106,18 @@ class PolicyModel(GPTModel):
     ) -> Any:
         """GPTModel's. The torch-native attention gets its rotary tables, once for all layers, with the sequences."""
         if packed_seq_params is not None and self.position_embedding_type == "none":
-            tables = rotary_tables(position_ids, self._inverse_frequencies(), self.config.params_dtype)
+            frequencies, scale = self._frequencies()
+            tables = rotary_tables(position_ids, frequencies, self.config.params_dtype, scale)
             packed_seq_params = replace(packed_seq_params, rotary=tables)
         return super().forward(
             input_ids, position_ids, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
         )
 
-    def _inverse_frequencies(self) -> torch.Tensor:
-        """[rotated dimensions / 2]; latent attention has an embedding in every layer, all alike."""
+    def _frequencies(self) -> tuple[torch.Tensor, float]:
+        """[rotated dimensions / 2] and a scale; latent attention has an embedding in every layer, all alike."""
         if self.config.multi_latent_attention:
-            return self.decoder.layers[0].self_attention.inverse_frequencies
-        return self.rotary_pos_emb.inv_freq
+            return self.decoder.layers[0].self_attention.frequencies
+        return self.rotary_pos_emb.inv_freq, 1.0
 
     def _postprocess(
         self,

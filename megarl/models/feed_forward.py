@@ -74,6 +74,8 @@ class MixtureOfExperts:
 
     def problems(self, hf: Hf) -> Iterator[str]:
         yield from _problems(hf)
+        if not hf["num_experts"]:
+            yield f"a {hf['model_type']} has experts, but their number is missing"
         if not self.sigmoid:
             return
         per_token = hf["num_experts_per_tok"]

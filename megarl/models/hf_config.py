@@ -18,7 +18,8 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     Beside what the file has: ``rope_theta``, ``rope_scaling_factor`` (of Llama 3, or None), ``rope_yarn`` (its
     settings, or None), ``rotary_fraction`` of a head, ``num_experts`` (None in a dense model), ``head_dim``,
     ``dense_layers``, the number of layers without experts, and ``divided``: {setting: its value} of those that tensor
-    parallelism must divide. `UserError` for an unreadable file, an unknown family and what a family refuses.
+    parallelism must divide. `UserError` for an unreadable file, an unknown family, what a family refuses and a setting
+    that is missing, also one that only the model itself needs.
     """
     path = Path(model_dir) / "config.json"
     try:
@@ -34,6 +35,11 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     if (kind := hf.get("model_type")) not in FAMILIES:
         why = f": {REFUSALS[kind]}" if kind in REFUSALS else ""
         raise UserError(f"{path}: model_type {kind!r} is not supported{why}; known are {', '.join(FAMILIES)}")
+    if hf.get("quantization_config"):
+        raise UserError(
+            f"{path} has a quantization_config, but megarl trains weights that are not quantised: convert them to "
+            "bfloat16 first, and remove it"
+        )
     family = FAMILIES[hf["model_type"]]
     hf = family.uniform(hf)
     try:
@@ -45,8 +51,15 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
         hf |= _rope(hf, family, path)
         hf["divided"] = family.divided(hf)
         hf["dense_layers"] = hf["num_hidden_layers"] - family.sparse_layers(hf)
+        family.megatron_settings(hf)  # reads what only the model itself needs, here and not first in a process
+        for name in ("vocab_size", "max_position_embeddings"):
+            if hf.get(name) is None:
+                raise KeyError(name)
     except KeyError as error:
         raise UserError(f"{path} lacks {error}, which a {hf['model_type']} has") from error
+    except TypeError as error:
+        null = ", ".join(name for name, value in hf.items() if value is None)
+        raise UserError(f"{path}: a setting has the wrong type: {error}; null are {null or 'none'}") from error
     return hf
 
 

@@ -75,8 +75,11 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
 
 
 def check_layers(recipe: Recipe, hf: dict[str, Any]) -> None:
-    """`UserError` if the actor's layers would be Transformer Engine's, which this model's attention does not have."""
-    if recipe.actor.layer_kind == "transformer_engine" and family_of(hf).attention.torch_layers_alone:
+    """`UserError` for layers, or a setting of Megatron's, that this model's attention does not have."""
+    attention = family_of(hf).attention
+    if attention.norms_all_heads and recipe.megatron.get("qk_layernorm"):
+        raise UserError("[megatron] qk_layernorm: this model normalises queries and keys over all heads")
+    if recipe.actor.layer_kind == "transformer_engine" and attention.torch_layers_alone:
         raise UserError(
             f"[actor] layers = {recipe.actor.layers!r}: the attention of {hf['model_type']} was never compared with "
             'Transformer Engine\'s layers; use "torch"'

@@ -64,7 +64,7 @@ DEEPSEEK = dict(
         beta_fast=32.0,
         beta_slow=1.0,
         mscale=1.0,
-        mscale_all_dim=1.0,
+        mscale_all_dim=0.5,  # unequal, so that rotation also scales
         original_max_position_embeddings=16,
     ),
 )

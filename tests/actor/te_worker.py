@@ -1,11 +1,12 @@
 """Transformer Engine's layers beside the torch modules in one process, with `stand_ins` for its classes; prints JSON.
 
-python -m tests.actor.te_worker FAMILY FOLDER, with the folder of the stand-ins on PYTHONPATH.
+python -m tests.actor.te_worker FOLDER FAMILY..., with the folder of the stand-ins on PYTHONPATH.
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,17 +16,24 @@ from tests.actor.test_step import make_samples
 KINDS = ("torch", "transformer_engine")
 
 
-def main(family: str, folder: Path) -> None:
-    from megarl.actor import checkpoint, packing, parallel
+def main(folder: Path, families: list[str]) -> None:
+    from megarl.actor import parallel
+    from megarl.distributed import become_single_process
+
+    become_single_process()
+    device = parallel.initialize(make_recipe())
+    print(json.dumps({family: compared(family, folder / family, device) for family in families}))
+    torch.distributed.destroy_process_group()
+
+
+def compared(family: str, folder: Path, device: torch.device) -> dict[str, Any]:
+    from megarl.actor import checkpoint, packing
     from megarl.actor.hf import export_hf
     from megarl.actor.step import Actor, train_step
-    from megarl.distributed import become_single_process
     from megarl.objectives import build_objective
 
     make_hf_model(family).save_pretrained(folder / "model")
     recipes = {kind: make_recipe(folder / "model", actor={"layers": kind}) for kind in KINDS}
-    become_single_process()
-    device = parallel.initialize(recipes["torch"])
     objective = build_objective("mu_grpo", {})
 
     def update(actor: Actor) -> float:
@@ -45,10 +53,9 @@ def main(family: str, folder: Path) -> None:
             ((_, path),) = checkpoint.checkpoints(folder / source)
             checkpoint.load(actor, path)
             resumed[f"{source} -> {target}"] = update(actor)
-    print(json.dumps({"names": names, "losses": losses, "resumed": resumed}))
-    torch.distributed.destroy_process_group()
+    return {"names": names, "losses": losses, "resumed": resumed}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2:])

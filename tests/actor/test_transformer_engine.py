@@ -13,18 +13,34 @@ from tests.helpers import ROOT
 STAND_INS = Path(__file__).parent / "stand_ins"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
-def test_layers_of_transformer_engine_train_and_save_as_torch_modules_do(family, tmp_path):
-    command = [sys.executable, "-m", "tests.actor.te_worker", family, str(tmp_path)]
+FAMILIES = {  # whether the first layer has experts, whose numbers begin at 0
+    "qwen3_moe": True,
+    "qwen2": False,
+    "qwen2_moe": True,
+    "glm4_moe": False,
+    "mixtral": True,
+}
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """What one process found of all families, and its folder: it takes seconds to import what it needs."""
+    folder = tmp_path_factory.mktemp("compared")
+    command = [sys.executable, "-m", "tests.actor.te_worker", str(folder), *FAMILIES]
     env = os.environ | {"PYTHONPATH": f"{STAND_INS}:{ROOT}"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]), folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_transformer_engine_train_and_save_as_torch_modules_do(family, compared):
+    result, folder = compared[0][family], compared[1] / family
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in result["names"]
     moe = "decoder.layers.0.mlp.experts.linear_fc1.weight3" in result["names"]
-    assert moe == (family == "qwen3_moe")
+    assert moe == FAMILIES[family]
 
-    source, exported = tmp_path / "model/model.safetensors", tmp_path / "exported/model.safetensors"
+    source, exported = folder / "model/model.safetensors", folder / "exported/model.safetensors"
     assert source.read_bytes() == exported.read_bytes()
     ours, theirs = (result["losses"][kind] for kind in ("torch", "transformer_engine"))
     assert theirs == pytest.approx(ours, rel=1e-4)

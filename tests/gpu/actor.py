@@ -15,26 +15,26 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.actor.conftest import make_hf_model
-from tests.actor.layout_ranks import LAYOUTS, seal_rollouts
+from tests.actor.layout_ranks import LAYOUTS
 from tests.gpu.steps import package
 from tests.rehearsal.forks import in_fork, in_ranks
-from tests.rehearsal.updates import Case, Distance, Outcome, run_updates
+from tests.rehearsal.updates import Case, Distance, Outcome, run_updates, seal
 
-MOE, DENSE = "qwen3_moe", "qwen3"
 SMALL = ("kernels cuda", "transformer_engine", "EP2")
-LAYERS = 4
+TORCH = {"kernels": "torch", "layers": "torch"}
+# beside Qwen3-MoE, of which the other cases are; the last two have torch-native layers alone
+FAMILIES = {"qwen3": {"kernels": "torch"}, "glm4_moe": {"kernels": "torch"}, "olmoe": TORCH, "deepseek_v3": TORCH}
 
 
-def cases(gpus: int) -> dict[str, tuple[str, Case]]:
-    """By name: the model family, and what is computed."""
-    found = {f"kernels {kernels}": (MOE, Case(actor={"kernels": kernels})) for kernels in ("torch", "triton", "cuda")}
-    found["dense"] = DENSE, Case(actor={"kernels": "torch"})
-    found["recompute"] = MOE, Case(actor={"kernels": "torch", "recompute": "full"})
-    found["transformer_engine"] = MOE, Case(actor={"kernels": "torch", "layers": "transformer_engine"})
+def cases(gpus: int) -> dict[str, Case]:
+    """By name: what is computed."""
+    found = {f"kernels {kernels}": Case(actor={"kernels": kernels}) for kernels in ("torch", "triton", "cuda")}
+    found |= {family: Case(actor=actor, family=family) for family, actor in FAMILIES.items()}
+    found["recompute"] = Case(actor={"kernels": "torch", "recompute": "full"})
+    found["transformer_engine"] = Case(actor={"kernels": "torch", "layers": "transformer_engine"})
     for name, layout in LAYOUTS.items():
         if 1 < layout.ranks <= gpus:
-            found[name] = MOE, Case(layout, actor={"kernels": "torch", "layers": "torch"})
+            found[name] = Case(layout, actor=TORCH)
     return found
 
 
@@ -78,13 +78,6 @@ def outcome(case: Case, backend: str, folder: Path) -> Outcome:
     return reporting
 
 
-def seal(family: str, folder: Path) -> None:
-    """A model whose weights bfloat16 can hold, and rollouts of a policy near it."""
-    model = make_hf_model(family, num_hidden_layers=LAYERS, initializer_range=0.1).bfloat16().float()
-    model.save_pretrained(folder / "model")
-    seal_rollouts(model, folder / "rollouts")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, required=True)
@@ -92,18 +85,18 @@ def main() -> None:
     options = parser.parse_args()
     failed, right = 0, {}
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-") as name:
-        for title, (family, case) in cases(options.gpus).items():
+        for title, case in cases(options.gpus).items():
             if options.small and title not in SMALL:
                 continue
             if reason := lacks(title):
                 print(f"{title:<20}skipped: {reason}", flush=True)
                 continue
-            folder = Path(name) / family
+            family, folder = case.family, Path(name) / case.family
             try:
                 if family not in right:
                     folder.mkdir()
                     in_fork(lambda: seal(family, folder))  # noqa: B023 - called at once
-                    right[family] = outcome(Case(actor={"kernels": "torch"}), "cpu", folder)
+                    right[family] = outcome(Case(actor={"kernels": "torch"}, family=family), "cpu", folder)
                 ours = outcome(case, "cuda", folder)
                 distance = Distance.between(ours, right[family])
                 loss, norm = (max(abs(a - b) for a, b in x) for x in (distance.losses, distance.norms))

@@ -89,6 +89,9 @@ YARN = MODELS["deepseek_v3"]["rope_parameters"]
         ("deepseek_v3", {"attention_bias": True}, "attention_bias = True is not supported"),
         ("deepseek_v3", {"v_head_dim": 25}, "v_head_dim = 25 is more than"),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0}}, "'yarn' needs mscale"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "convert them to bfloat16 first"),
+        ("deepseek_v3", {"first_k_dense_replace": None}, "wrong type: .*; null are .*first_k_dense_replace"),
+        ("mixtral", {"num_local_experts": None}, "a mixtral has experts, but their number is missing"),
         (
             "deepseek_v3",
             {"rope_parameters": YARN | {"attention_factor": 1.5}},
@@ -115,15 +118,24 @@ def test_attention_biases_are_for_families_that_have_them(tmp_path):
             read_settings(tmp_path, model_type, attention_bias=True)
 
 
-def test_a_setting_that_is_missing_is_named(tmp_path):
-    lacking = {key: value for key, value in settings_of("deepseek_v3").items() if key != "kv_lora_rank"}
-    (tmp_path / "config.json").write_text(json.dumps(lacking | {"v_head_dim": 12}))
-    hf = read_hf_config(tmp_path)  # what only the model needs is found when it is built
-    with pytest.raises(KeyError, match="kv_lora_rank"):
-        FAMILIES["deepseek_v3"].megatron_settings(hf)
-    del lacking["v_head_dim"]
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vocab_size",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "v_head_dim",
+    ],
+)
+def test_a_setting_that_is_missing_is_named(tmp_path, name):
+    """Also one that only a process would read."""
+    lacking = {key: value for key, value in settings_of("deepseek_v3").items() if key != name}
     (tmp_path / "config.json").write_text(json.dumps(lacking))
-    with pytest.raises(UserError, match="lacks 'v_head_dim', which a deepseek_v3 has"):
+    with pytest.raises(UserError, match=f"lacks '{name}', which a deepseek_v3 has"):
         read_hf_config(tmp_path)
 
 

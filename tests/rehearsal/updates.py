@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from megarl.objectives import build_objective
-from tests.actor.layout_ranks import Layout, recipe_of, update_samples, whole_gradient
+from tests.actor.conftest import make_hf_model
+from tests.actor.layout_ranks import Layout, recipe_of, seal_rollouts, update_samples, whole_gradient
 
 # bfloat16's: relative to the length, in nats a token, relative. See `tests/rehearsal/on_device/test_updates.py`
 GRADIENT, LOSS, NORM = 0.05, 3e-3, 0.02
+LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Case:
     fields: dict[str, Any] = field(default_factory=dict)
     actor: dict[str, Any] = field(default_factory=dict)
     updates: int = 3
+    family: str = "qwen3_moe"  # of `tests.actor.conftest`
 
 
 @dataclass
@@ -62,6 +65,17 @@ class Distance:
             and all(abs(a - b) <= LOSS * factor for a, b in self.losses)
             and all(abs(a - b) <= NORM * factor * b for a, b in self.norms)
         )
+
+
+def seal(family: str, folder: Path) -> None:
+    """A model whose weights bfloat16 can hold, and rollouts of a policy near it."""
+    model = make_hf_model(family, num_hidden_layers=LAYERS, initializer_range=0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer *= 10  # more than scores differ: between two nearly equal ones rounding would choose
+    model = model.bfloat16().float()
+    model.save_pretrained(folder / "model")
+    seal_rollouts(model, folder / "rollouts")
 
 
 def run_updates(

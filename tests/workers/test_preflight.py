@@ -28,3 +28,10 @@ def test_attention_that_transformer_engine_was_never_compared_with_is_refused(tm
     check_layers(make_recipe(), hf)
     with pytest.raises(UserError, match=f'attention of {family}.*use "torch"') if refused else nullcontext():
         check_layers(recipe, hf)
+
+
+def test_norms_of_heads_are_refused_where_the_norm_is_over_all_of_them(tmp_path):
+    recipe = make_recipe(megatron={"qk_layernorm": True})
+    check_layers(recipe, read_settings(tmp_path, "qwen3"))
+    with pytest.raises(UserError, match="qk_layernorm: this model normalises queries and keys over all heads"):
+        check_layers(recipe, read_settings(tmp_path, "olmoe"))

@@ -11,18 +11,17 @@ import hashlib
 import pickle
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.actor.conftest import make_hf_model
-from tests.actor.layout_ranks import LAYOUTS, recipe_of, seal_rollouts, update_samples
+from tests.actor.layout_ranks import LAYOUTS, recipe_of, update_samples
 from tests.rehearsal.counts import counted
 from tests.rehearsal.forks import in_fork, in_ranks
-from tests.rehearsal.updates import LOSS, NORM, Case, Distance, Outcome, device_of, join, run_updates
+from tests.rehearsal.updates import LAYERS, LOSS, NORM, Case, Distance, Outcome, device_of, join, run_updates, seal
 
 OWN_WAITS = 2  # of megarl, an update
-LAYERS = 4
 # of an update of two micro-batches on one rank, four MoE layers of four experts
 WAITS, LAUNCHES = 2, 2220
 
@@ -34,6 +33,7 @@ CASES = {
     "cuda": Case(actor={"kernels": "cuda"}),
     "triton": Case(actor={"kernels": "triton"}, updates=0),  # its interpreter is slow
 }
+FAMILIES = ("glm4_moe", "olmoe", "deepseek_v3")  # of which a layer is of another kind
 # these do not compute what the others do, so that the CPU computes them too
 OTHER_CASES = {
     "replay actor": Case(LAYOUTS["DP2"], actor=TORCH | {"routing_replay": "actor"}),
@@ -42,6 +42,7 @@ OTHER_CASES = {
         scope: Case(objective="m2po", fields={"m2_threshold": 0.04}, actor={"statistics_scope": scope} | TORCH)
         for scope in ("exact", "lagged", "micro")
     },
+    **{family: Case(actor=TORCH, family=family) for family in FAMILIES},
 }
 
 
@@ -57,28 +58,32 @@ def imports():
 
 
 @pytest.fixture(scope="module")
-def sealed(tmp_path_factory):
-    """A tiny Qwen3-MoE whose weights bfloat16 can hold, and rollouts of a policy near it."""
-    folder = tmp_path_factory.mktemp("sealed")
+def sealed_of(tmp_path_factory):
+    """``sealed_of(family)``: a tiny model whose weights bfloat16 can hold, and rollouts of a policy near it."""
+    known = tmp_path_factory.mktemp("sealed")
 
-    def seal() -> None:
-        model = make_hf_model("qwen3_moe", num_hidden_layers=LAYERS, initializer_range=0.1).bfloat16().float()
-        model.save_pretrained(folder / "model")
-        seal_rollouts(model, folder / "rollouts")
+    def of(family: str) -> Path:
+        if not (known / family).exists():
+            in_fork(lambda: seal(family, known / family))
+        return known / family
 
-    in_fork(seal)
-    return folder
+    return of
 
 
 @pytest.fixture(scope="module")
-def outcome(sealed, tmp_path_factory):
+def sealed(sealed_of):
+    return sealed_of("qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def outcome(sealed_of, tmp_path_factory):
     """``outcome(case, backend)``, computed once each; on disk, since each test is a process."""
     known = tmp_path_factory.mktemp("outcomes")
 
     def of(case: Case, backend: str) -> Outcome:
         file = known / hashlib.sha256(repr((case, backend)).encode()).hexdigest()
         if not file.exists():
-            folder = tmp_path_factory.mktemp("ranks")
+            folder, sealed = tmp_path_factory.mktemp("ranks"), sealed_of(case.family)
 
             def rank(rank: int) -> Outcome:
                 return run_updates(rank, case, backend, sealed / "model", sealed / "rollouts", folder, counted)
@@ -93,7 +98,8 @@ def outcome(sealed, tmp_path_factory):
 
 def on_cpu(case: Case) -> Case:
     """What the CPU computes the same numbers with, on one rank."""
-    return Case(objective=case.objective, fields=case.fields, actor=case.actor | {"recompute": "none"} | TORCH)
+    actor = case.actor | {"recompute": "none"} | TORCH
+    return Case(objective=case.objective, fields=case.fields, actor=actor, family=case.family)
 
 
 @pytest.mark.parametrize("name", [*CASES, *OTHER_CASES])
