@@ -211,7 +211,7 @@ def _export(tensor: HfTensor, job: _Job, source: TensorFiles, target: TensorFile
     stored, group = source.regions[job.stored_name], job.group
     shares = _sharing_group(tensor).size()
     row_bytes = math.prod(tensor.shape[1:]) * stored.dtype.itemsize
-    for first, block in tensor.blocks(max(1, BLOCK_BYTES // (row_bytes * group.size()))):
+    for first, block in tensor.merged_blocks(max(1, BLOCK_BYTES // (row_bytes * group.size()))):
         block = block.to(stored.dtype).contiguous()
         parts = [block] if tensor.split is None else _gather(block, group, job.writer)
         if group.rank() != job.writer:

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
+from megarl.models.lora import check_lora
 from megarl.objectives import WithOptions, build_objective
 from megarl.recipe.layout import Layout, check_layout
 from megarl.recipe.load import load_recipe, override_recipe
@@ -38,6 +39,7 @@ def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] 
         raise UserError(f"neither {recipe.model.path} nor {config} has the config.json of the model")
     hf = read_hf_config(config)
     check_layout(recipe, hf, nodes)
+    check_lora(recipe, hf)
     check_optimizer(recipe, here=False)
     with Census() as census:
         plan = Plan.of(recipe, hf, nodes, gpu, census)
@@ -208,7 +210,8 @@ class Plan:
         for number, stage in enumerate(self.stages):
             count = f"{(stage.dense + stage.expert) / 1e6:.1f} M parameters a rank"
             experts = f", {stage.expert / 1e6:.1f} M of them experts" if stage.expert else ""
-            yield f"  pipeline stage {number}: {stage.layers} layers, {count}{experts}"
+            adapters = f", and {stage.adapters / 1e6:.1f} M of adapters" if stage.adapters else ""
+            yield f"  pipeline stage {number}: {stage.layers} layers, {count}{experts}{adapters}"
 
     def _memory(self) -> Iterator[str]:
         table = self.recipe.rollout
@@ -247,15 +250,20 @@ class Plan:
 
     def _disk(self) -> Iterator[str]:
         yield "disk, GiB"
-        for name, size in sizes.disk_bytes(self.hf, self.recipe, self.parameters, ASSUME).items():
+        for name, size in self.disk.items():
             yield _row(name, size)
+
+    @cached_property
+    def disk(self) -> dict[str, float]:
+        """Bytes of what a run keeps."""
+        return sizes.disk_bytes(self.hf, self.recipe, self.parameters, ASSUME, self.whole.trained)
 
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Estimated seconds of each part of a stage."""
         recipe, gpu = self.recipe, GPUS[self.gpu]
         update = sizes.optimize_seconds(self.hf, recipe, self.layout, self.parameters, self.extra_passes, gpu, ASSUME)
-        updates, disk = recipe.schedule.updates_per_stage, sizes.disk_bytes(self.hf, recipe, self.parameters, ASSUME)
+        updates, disk = recipe.schedule.updates_per_stage, self.disk
         checkpoints = math.ceil(updates / recipe.actor.checkpoint_every)
         replicas = self.nodes * recipe.rollout.workers
         versions = sizes.versions_of_stage(recipe)
@@ -296,7 +304,13 @@ def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
         # a rank holds at least an even share of the parameters: where that does not fit, nothing need be counted
         pipeline, split = layout.pipeline_parallel, layout.expert_parallel * layout.expert_tensor_parallel
         dense, expert = plan.whole.dense // layout.tensor_parallel, plan.whole.expert // split
-        least = StageCensus(plan.whole.layers // pipeline, dense // pipeline, expert // pipeline)
+        least = StageCensus(
+            plan.whole.layers // pipeline,
+            dense // pipeline,
+            expert // pipeline,
+            dense_adapters=plan.whole.dense_adapters // (layout.tensor_parallel * pipeline),
+            expert_adapters=plan.whole.expert_adapters // (split * pipeline),
+        )
         if replace(plan, recipe=recipe, layout=layout, stages=[least] * pipeline).optimize_misfit():
             continue
         if Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, census, plan.whole).misfit() is None:
