@@ -65,7 +65,7 @@ class Adapter(torch.nn.Module):
         first_expert = mpu.get_expert_model_parallel_rank() * len(self.a) if self.matrix.of_experts else 0
         for local, part in enumerate(self.a if self.matrix.of_experts else [self.a]):
             name = f"{seed} {self.key} {first_expert + local}"
-            own = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
+            own = _generator(name, torch.device("cpu"))
             whole = (2 * torch.rand(rank, self.matrix.inputs, generator=own) - 1) * self.matrix.inputs**-0.5
             part.copy_(whole[:, first_input : first_input + width])
 
@@ -121,6 +121,24 @@ class ExpertAdapter(Adapter):
             else:
                 a = copy_to_tensor_model_parallel_region(a, group=self.group)
         return grouped_linear(grouped_linear(tokens, a, ends) * self.scale, b, ends)
+
+
+def _generator(name: str, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
+
+
+def round_stochastically(x: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """float32 -> ``dtype``: up or down by chance, so that the mean is x (Gupta et al. 2015, arXiv 1502.02551, eq. 1).
+
+    Frozen weights are numbers of ``dtype``: of what adapters add to them all that is below half a unit in the last
+    place would be gone if the sum were rounded to the nearest. name: of these numbers, to which chance belongs.
+    """
+    bits = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # of float32's, that dtype does not have
+    if bits is None:
+        return x.to(dtype)
+    own = _generator(name, x.device)
+    chance = torch.randint(1 << bits, x.shape, generator=own, dtype=torch.int32, device=x.device)
+    return ((x.view(torch.int32) + chance) >> bits << bits).view(torch.float32).to(dtype)
 
 
 def _group(matrix: Matrix) -> torch.distributed.ProcessGroup:

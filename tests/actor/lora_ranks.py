@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.objectives import build_objective
-from tests.actor.layout_ranks import LAYOUTS, join, recipe_of, update_samples
+from tests.actor.layout_ranks import LAYOUTS, gather_gradient, join, recipe_of, update_samples
 
 # layers of both kinds, shared experts, biases of queries, keys and values
 FAMILY, CHANGES = "glm4_moe", {"n_shared_experts": 2, "num_hidden_layers": 2}
@@ -34,7 +34,7 @@ def whole(actor: Any, value: Any) -> dict[str, torch.Tensor]:
     from megarl.actor import lora
 
     mine = [
-        (tensor.key, tensor.global_shape, tensor.global_offset, value(tensor.data).detach().clone())
+        (tensor.key, tensor.global_shape, tensor.global_offset, value(tensor.data).detach().cpu().float())
         for model in actor.models
         for tensor in lora.sharded_state(model).values()
     ]
@@ -50,12 +50,8 @@ def whole(actor: Any, value: Any) -> dict[str, torch.Tensor]:
 
 
 def gradient(actor: Any) -> dict[str, torch.Tensor]:
-    for replica in actor.replicas:
-        for buckets in (*replica.bucket_groups, *replica.expert_parallel_bucket_groups):
-            group = buckets.intra_distributed_optimizer_instance_group
-            for bucket in buckets.buckets:  # the distributed optimizer left each rank its own shard of the sum
-                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    """Of every adapter, of the update that was just computed."""
+    gather_gradient(actor)
     return whole(actor, lambda parameter: parameter.main_grad)
 
 

@@ -32,6 +32,11 @@ def test_a_killed_run_ends_with_the_same_bytes(undisturbed, recipe, tmp_path):
     assert all(update["ratio/q100"] == pytest.approx(1, abs=1e-4) for update in begins)
 
 
+def test_the_rehearsal_reads_back_what_a_checkpoint_has(recipe):
+    result = megarl("doctor", "--recipe", recipe, *LORA)
+    assert result.returncode == 0 and "an update, its export and a checkpoint passed" in result.stdout, result.stderr
+
+
 @pytest.mark.parametrize("updates", [4, 6])
 def test_the_policy_of_a_checkpoint_is_exported(undisturbed, tmp_path, updates):
     command = ("export", undisturbed, "--stage", 1, "--update", updates, "--output", tmp_path / "policy")
