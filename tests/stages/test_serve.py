@@ -21,7 +21,7 @@ from megarl.rollout.engine import Request, Sampling, continuation_seed, response
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
-from tests.helpers import events, megarl, read_lines, start_megarl, wait_for
+from tests.helpers import SGLANG_PYTHON, events, megarl, read_lines, start_megarl, wait_for
 from tests.stages.agents import CALL, write_agent_model
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -152,10 +152,17 @@ def test_conversations_of_an_openai_client_become_a_stage(served, agent_model):
     assert len(events(run, "weight_drift")) == 1
 
 
-@pytest.mark.vllm
-def test_vllm_serves_agents_too(recipe, agent_model, tmp_path):
+SGLANG = f"rollout.sglang_python='{SGLANG_PYTHON}'"
+ENGINES = [
+    pytest.param(("rollout.engine='vllm'",), marks=pytest.mark.vllm, id="vllm"),
+    pytest.param(("rollout.engine='sglang'", SGLANG), marks=pytest.mark.sglang, id="sglang"),
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_other_engines_serve_agents_too(recipe, agent_model, tmp_path, engine):
     """Several decode together, and each sequence is what its agent saw; audit computes its log-probs again."""
-    served = Served(recipe, agent_model, tmp_path / "run", "rollout.engine='vllm'")
+    served = Served(recipe, agent_model, tmp_path / "run", *engine)
     said = all_converse(served)
     for group, name in said:
         assert served.reward(group, name, 1.0).status_code == 200
