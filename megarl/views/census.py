@@ -37,7 +37,8 @@ class Census:
     def count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
         """Parameters of each pipeline stage."""
         layout = asdict(Layout.of(recipe, ranks))
-        asked = json.dumps([hf, layout, recipe.megatron])  # all on which the numbers depend
+        adapters = recipe.actor.lora and recipe.actor.lora.model_dump()
+        asked = json.dumps([hf, layout, recipe.megatron, adapters])  # all on which the numbers depend
         if asked not in self._counted:
             self._counted[asked] = self._count(hf, recipe, ranks)
         return self._counted[asked]
