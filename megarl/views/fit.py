@@ -15,9 +15,9 @@ from megarl.recipe.layout import Layout, check_layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.optimizer import check_optimizer
 from megarl.views import sizes
-from megarl.views.census import Census
+from megarl.views.census import Census, StageCensus
 from megarl.views.plan import Plan
-from megarl.views.sizes import GPUS, StageCensus
+from megarl.views.sizes import GPUS
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from megarl.recipe.layout import Layout
 from megarl.recipe.optimizer import OptimizerBytes
 from megarl.recipe.tables import Recipe
 from megarl.views import sizes
-from megarl.views.census import Census
-from megarl.views.sizes import GIB, GPUS, Assumptions, StageCensus
+from megarl.views.census import Census, StageCensus
+from megarl.views.sizes import GIB, GPUS, Assumptions
 
 ASSUME = Assumptions()
 
