@@ -24,8 +24,9 @@ from megarl.recipe.tables import Recipe
 
 
 def census(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, int]]:
-    """For each pipeline stage: its layers, those of them that lack the experts which others have, and on the fullest of
-    its ranks parameters of experts and all others, and those of ``[actor.lora]`` beside them."""
+    """For each pipeline stage: its layers, those of them that lack the experts which others have, those that lack keys
+    and values, and on the fullest of its ranks parameters of experts and all others, and those of ``[actor.lora]``
+    beside them."""
     settings = (
         "actor.layers=torch",
         "megatron.init_model_with_meta_device=true",
@@ -40,7 +41,8 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
     from megatron.core import parallel_state as mpu
 
     from megarl.actor import lora
-    from megarl.actor.model import build_model  # after `main` has replaced Megatron's torch
+    from megarl.actor.delta_net import GatedDeltaNet  # after `main` has replaced Megatron's torch
+    from megarl.actor.model import build_model
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
@@ -63,6 +65,7 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
         return {
             "layers": len(layers),
             "dense_layers": sum(not hasattr(layer.mlp, "router") for layer in layers) if mixed else 0,
+            "linear_layers": sum(isinstance(layer.self_attention, GatedDeltaNet) for layer in layers),
             "expert": sizes[False, True],
             "dense": sizes[False, False],
             "expert_adapters": sizes[True, True],

@@ -133,10 +133,17 @@ def _views(parameter: torch.Tensor, tensors: TensorNames, config: TransformerCon
     """For each of ``tensors`` its views of the parameter."""
     if tensors.packing == "rows":
         return [(part,) for part in parameter.chunk(len(tensors.names))]
-    queries = config.num_attention_heads // config.num_query_groups
-    sizes = [queries * config.kv_channels, config.kv_channels, config.kv_channels]
+    width = config.kv_channels
+    queries = config.num_attention_heads // config.num_query_groups * width
+    if tensors.packing == "query_groups":
+        sizes = [queries, width, width]
+        groups = [group.split(sizes) for group in parameter.split(sum(sizes))]
+        return [tuple(group[i] for group in groups) for i in range(3)]
+    sizes = [queries, queries, width, width]
     groups = [group.split(sizes) for group in parameter.split(sum(sizes))]
-    return [tuple(group[i] for group in groups) for i in range(3)]
+    heads = [zip(group[0].split(width), group[1].split(width), strict=True) for group in groups]
+    query_and_gate = tuple(part for group in heads for head in group for part in head)
+    return [query_and_gate, *(tuple(group[i] for group in groups) for i in (2, 3))]
 
 
 def _experts(match: re.Match[str], parameter: torch.Tensor) -> tuple[str, list[tuple[int | None, torch.Tensor]]]:

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.actor.attention import PackedSequences, rotary_tables
+from megarl.actor.delta_rule import sequence_chunks
 from megarl.actor.layers import engine_block_spec, torch_block_spec
 from megarl.kernels.linear_logprob import linear_logprob
 from megarl.models import family_of
@@ -110,6 +111,9 @@ class PolicyModel(GPTModel):
             frequencies, scale = self._frequencies()
             tables = rotary_tables(position_ids, frequencies, self.config.params_dtype, scale)
             packed_seq_params = replace(packed_seq_params, rotary=tables)
+            if self.config.linear_attention_freq:
+                chunks = sequence_chunks(packed_seq_params.length_runs, packed_seq_params.shard, position_ids.device)
+                packed_seq_params = replace(packed_seq_params, chunks=chunks)
         return super().forward(
             input_ids, position_ids, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
         )

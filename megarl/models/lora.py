@@ -37,13 +37,13 @@ class Matrix:
 
 
 def matrices(hf: dict[str, Any], layer: int) -> list[Matrix]:
-    """Those of layer ``layer``, from 0. Of latent attention there are none."""
+    """Those of layer ``layer``, from 0. Of latent and of gated attention there are none."""
     family, hidden = family_of(hf), hf["hidden_size"]
     widths: dict[str, Any] = {"mlp": hf.get("intermediate_size"), "mlp.experts": hf.get("moe_intermediate_size")}
     if isinstance(family.feed_forward, MixtureOfExperts):
         widths["mlp.shared_experts"] = family.feed_forward.shared_width(hf)
     found = []
-    if isinstance(family.attention, GroupedQueryAttention):
+    if isinstance(family.attention, GroupedQueryAttention) and not family.attention.output_gate:
         query, key = (hf[name] * hf["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
         found += [
             Matrix("self_attention.linear_qkv", query + 2 * key, hidden),

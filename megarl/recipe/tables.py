@@ -171,6 +171,7 @@ class RunTable(Table):
     stall_seconds: float = Field(600.0, gt=0, le=10**7)
     tensorboard: bool = True
     wandb: bool = False
+    mlflow: bool = False
     rehearse: bool = True  # on GPUs, before the first rollouts: an update on synthetic responses, export, checkpoint
 
 
