@@ -90,6 +90,7 @@ class PolicyModel(GPTModel):
     temperature: float = 1.0
     head_backend: str = "torch"  # of `megarl.kernels.linear_logprob`
     hf: dict[str, Any]  # settings of the model, from `megarl.models.hf_config.read_hf_config`
+    adapters: dict[str, Any]  # of `megarl.actor.lora`, by the name of the parameter beside which each stands
 
     @property
     def true_vocab_size(self) -> int:
@@ -192,7 +193,7 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
             model.position_embedding_type = "none"  # `PackedAttention` rotates
         model.temperature = recipe.rollout.temperature
         model.head_backend = recipe.actor.head_backend
-        model.hf = hf
+        model.hf, model.adapters = hf, {}
         stays = recipe.actor.backend == "cpu" or config.init_model_with_meta_device
         chunks.append(model if stays else model.cuda())
     return chunks

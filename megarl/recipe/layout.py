@@ -58,6 +58,7 @@ LAYOUT_SETTINGS = (
     "run.stall_seconds",
     "run.tensorboard",
     "run.wandb",
+    "run.mlflow",
 )
 _STAGE_LAYOUT = re.compile(r"stages\.\d+\.(workers|tensor_parallel|memory_fraction)")
 # cost of changing a factor in the search for the nearest layout: these cut every layer, the others only experts
