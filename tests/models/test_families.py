@@ -100,7 +100,7 @@ YARN = MODELS["deepseek_v3"]["rope_parameters"]
         (
             "llama",
             {"model_type": "gpt_oss"},
-            "'gpt_oss' is not supported: Megatron-Core 0.16.1 has attention sinks",
+            "'gpt_oss' is not supported: in Megatron-Core 0.16.1 and 0.19.2 attention sinks",
         ),
         ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, llama, mixtral"),
     ],

@@ -110,8 +110,8 @@ def test_updates_agree_with_the_cpu(outcome, name):
     distance = Distance.between(device, cpu)
     print(f"\n{name}: {distance}")
     assert len(distance.losses) == case.updates
-    # M2PO drops the tokens above a threshold: one near it, of some two hundred, may fall on the other side. A state that
-    # is nearly empty magnifies rounding: transformers' gradients of Qwen3-Next in bfloat16 are 2 to 6 % from float32's
+    # M2PO drops the tokens above a threshold: one near it, of some two hundred, may fall on the other side. A state
+    # that is nearly empty magnifies rounding: transformers' gradients of Qwen3-Next in bfloat16 are 2 to 6 % off too
     factor = {"m2po": 6}.get(case.objective, {"qwen3_next": 2}.get(case.family, 1))
     assert distance.tolerable(factor), distance
 
