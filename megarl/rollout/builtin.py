@@ -194,7 +194,7 @@ class _Decoder:
         """Add starts, all ``position`` tokens long, with their indices; each is prefilled once for ``fanout`` rows."""
         cache = _empty_cache(self.model)
         logits = self._forward(torch.tensor(starts), cache).repeat_interleave(self.fanout, 0)
-        cache.reorder_cache(torch.arange(len(starts), device=self.model.device).repeat_interleave(self.fanout))
+        _take_rows(cache, torch.arange(len(starts)).repeat_interleave(self.fanout))
         if len(self.rows):
             for mine, theirs in zip(cache.layers, self.cache.layers, strict=True):
                 _append(mine, theirs)
@@ -225,7 +225,7 @@ class _Decoder:
             keep = np.flatnonzero(~finished)
             self.rows, sampled = self.rows[keep], sampled[keep]
             if len(keep):
-                self.cache.reorder_cache(torch.from_numpy(keep).to(self.model.device))
+                _take_rows(self.cache, torch.from_numpy(keep))
         self.position += 1
         self.logits = self._forward(torch.from_numpy(sampled)[:, None], self.cache) if len(sampled) else self.logits[:0]
 
@@ -235,6 +235,11 @@ class _Decoder:
             input_ids=tokens.to(self.model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
         )
         return output.logits[:, -1].float()
+
+
+def _take_rows(cache: Any, rows: torch.Tensor) -> None:
+    """Keep these rows of all layers; a row may be there several times."""
+    cache.reorder_cache(rows)  # of transformers' methods the one that layers with a state have
 
 
 def _append(layer: Any, before: Any) -> None:
