@@ -97,6 +97,7 @@ YARN = MODELS["deepseek_v3"]["rope_parameters"]
             {"rope_parameters": YARN | {"attention_factor": 1.5}},
             "attention_factor = 1.5 is not supported",
         ),
+        ("llama", {"model_type": "qwen3_5_moe"}, "'qwen3_5_moe' is not supported: its config.json keeps the language"),
         (
             "llama",
             {"model_type": "gpt_oss"},
