@@ -25,9 +25,9 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, unknown: list[str]) -> NoReturn:
         """Ends with the usage, for arguments that no parser took."""
-        options = [word for word in self._option_string_actions if word.startswith("--")]
-        close = nearest(unknown[0].partition("=")[0], options) if unknown[0].startswith("--") else None
-        self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {close}?" if close else ""))
+        options = [word[2:] for word in self._option_string_actions if word.startswith("--")]
+        close = nearest(unknown[0][2:].partition("=")[0], options) if unknown[0].startswith("--") else None
+        self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean --{close}?" if close else ""))
 
 
 def command(among: Commands, name: str, function: Any, help: str) -> Parser:
