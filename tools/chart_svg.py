@@ -7,6 +7,7 @@ Charts count from 0, in the order of the page. Needs playwright and a chromium o
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import urllib.parse
@@ -35,7 +36,13 @@ def charts_svg(page: Path, numbers: Sequence[int]) -> list[str]:
             tab.wait_for_selector(f"#chart-{number} .main-svg")
             urls.append(tab.evaluate(DRAW, [f"chart-{number}", SIZE]))
         browser.close()
-    return [urllib.parse.unquote(url.partition(",")[2]) + "\n" for url in urls]
+    return [_stable_ids(urllib.parse.unquote(url.partition(",")[2])) + "\n" for url in urls]
+
+
+def _stable_ids(svg: str) -> str:
+    """Plotly draws the names of its clip paths at random: the same chart is the same file."""
+    drawn = re.search(r'id="defs-(\w+)"', svg)
+    return svg.replace(drawn[1], "chart") if drawn else svg
 
 
 if __name__ == "__main__":

@@ -135,7 +135,8 @@ def read_back(actor: Actor, path: Path) -> None:
 def _state(actor: Actor) -> Iterator[tuple[str, torch.Tensor]]:
     for index, model in enumerate(actor.models):
         for name, parameter in model.named_parameters():
-            yield f"{name} of chunk {index}", parameter
+            if parameter.requires_grad:  # what is frozen beside adapters is in no checkpoint
+                yield f"{name} of chunk {index}", parameter
     for index, part in enumerate(distributed_optimizers(actor.optimizer)):
         for parameter, tensors in enumerate(part.optimizer.state.values()):
             for name, tensor in tensors.items():

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
+from megarl.models.lora import check_lora
 from megarl.recipe.layout import Layout, check_layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.optimizer import check_optimizer
 from megarl.views import sizes
-from megarl.views.census import Census
+from megarl.views.census import Census, StageCensus
 from megarl.views.plan import Plan
-from megarl.views.sizes import GPUS, StageCensus
+from megarl.views.sizes import GPUS
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] 
         raise UserError(f"neither {recipe.model.path} nor {config} has the config.json of the model")
     hf = read_hf_config(config)
     check_layout(recipe, hf, nodes)
+    check_lora(recipe, hf)
     check_optimizer(recipe, here=False)
     with Census() as census:
         plan = Plan.of(recipe, hf, nodes, gpu, census)
@@ -79,7 +81,13 @@ def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
         # a rank holds at least an even share of the parameters: where that does not fit, nothing need be counted
         pipeline, split = layout.pipeline_parallel, layout.expert_parallel * layout.expert_tensor_parallel
         dense, expert = plan.whole.dense // layout.tensor_parallel, plan.whole.expert // split
-        least = StageCensus(plan.whole.layers // pipeline, dense // pipeline, expert // pipeline)
+        least = StageCensus(
+            plan.whole.layers // pipeline,
+            dense // pipeline,
+            expert // pipeline,
+            dense_adapters=plan.whole.dense_adapters // (layout.tensor_parallel * pipeline),
+            expert_adapters=plan.whole.expert_adapters // (split * pipeline),
+        )
         if replace(plan, recipe=recipe, layout=layout, stages=[least] * pipeline).optimize_misfit():
             continue
         if Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, census, plan.whole).misfit() is None:

@@ -13,8 +13,8 @@ from megarl.recipe.layout import Layout
 from megarl.recipe.optimizer import OptimizerBytes
 from megarl.recipe.tables import Recipe
 from megarl.views import sizes
-from megarl.views.census import Census
-from megarl.views.sizes import GIB, GPUS, Assumptions, StageCensus
+from megarl.views.census import Census, StageCensus
+from megarl.views.sizes import GIB, GPUS, Assumptions
 
 ASSUME = Assumptions()
 
@@ -201,7 +201,8 @@ class Plan:
         for number, stage in enumerate(self.stages):
             count = f"{(stage.dense + stage.expert) / 1e6:.1f} M parameters a rank"
             experts = f", {stage.expert / 1e6:.1f} M of them experts" if stage.expert else ""
-            yield f"  pipeline stage {number}: {stage.layers} layers, {count}{experts}"
+            adapters = f", and {stage.adapters / 1e6:.1f} M of adapters" if stage.adapters else ""
+            yield f"  pipeline stage {number}: {stage.layers} layers, {count}{experts}{adapters}"
 
     def _memory(self) -> Iterator[str]:
         table = self.recipe.rollout
@@ -240,15 +241,20 @@ class Plan:
 
     def _disk(self) -> Iterator[str]:
         yield "disk, GiB"
-        for name, size in sizes.disk_bytes(self.hf, self.recipe, self.parameters, ASSUME).items():
+        for name, size in self.disk.items():
             yield _row(name, size)
+
+    @cached_property
+    def disk(self) -> dict[str, float]:
+        """Bytes of what a run keeps."""
+        return sizes.disk_bytes(self.hf, self.recipe, self.parameters, ASSUME, self.whole.trained)
 
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Estimated seconds of each part of a stage."""
         recipe, gpu = self.recipe, GPUS[self.gpu]
         update = sizes.optimize_seconds(self.hf, recipe, self.layout, self.parameters, self.extra_passes, gpu, ASSUME)
-        updates, disk = recipe.schedule.updates_per_stage, sizes.disk_bytes(self.hf, recipe, self.parameters, ASSUME)
+        updates, disk = recipe.schedule.updates_per_stage, self.disk
         checkpoints = math.ceil(updates / recipe.actor.checkpoint_every)
         replicas = self.nodes * recipe.rollout.workers
         versions = sizes.versions_of_stage(recipe)

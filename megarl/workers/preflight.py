@@ -15,6 +15,7 @@ from megarl.data.prompts import check_data
 from megarl.errors import PhaseFailed, UserError
 from megarl.models import family_of
 from megarl.models.hf_config import read_hf_config
+from megarl.models.lora import check_lora
 from megarl.objectives import build_objective
 from megarl.phases.entry import ERROR_FILE
 from megarl.recipe.layout import check_layout
@@ -72,6 +73,7 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
         )
     check_trackers(recipe.run)
     check_layout(recipe, hf, nodes if optimizes else None)
+    check_lora(recipe, hf)
 
 
 def check_layers(recipe: Recipe, hf: dict[str, Any]) -> None:

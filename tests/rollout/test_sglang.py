@@ -5,6 +5,7 @@ Runs after test_contract.py, because the last test ends the server.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -133,6 +134,17 @@ def test_what_the_server_refuses_is_an_error_at_once(engine, monkeypatch):
         with pytest.raises(ServerFailed, match="SGLang refused /generate"):
             next(responses)
     assert len(generate(engine, [[8]], sampling([[8]]))) == 3
+
+
+def test_a_stop_token_of_the_policy_that_a_request_lacks_is_named(engine, tmp_path):
+    """SGLang would end responses at it, which a request that does not name it would count as trained text."""
+    model, policy = engine.policy_dir, tmp_path / "policy"
+    shutil.copytree(model, policy)
+    (policy / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 30]}))
+    engine.load_weights(policy, 5)
+    with pytest.raises(UserError, match=r"stop tokens \[30\] lack \[4\] of .*policy, at which SGLang ends"):
+        generate(engine, PROMPTS, sampling(PROMPTS, stop=(30,)))
+    engine.load_weights(model, 3)
 
 
 def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine, monkeypatch):

@@ -60,21 +60,38 @@ def test_a_server_that_lacks_memory_names_the_settings():
         raise ServerFailed(failure + '  File "sglang/srt/mem_cache/memory_pool.py", line 7, in free\nKeyError: 3')
 
 
-def test_a_response_that_the_cache_cut_short_is_an_error():
+def ended(limit, **changes):
+    """What an engine of version 7 makes of a response of two tokens that SGLang sent; ``changes`` of what it sent."""
     engine = object.__new__(SglangEngine)
     engine.settings, engine.version = SglangSettings("cuda", context=4096, responses=512, memory_fraction=0.3), 7
     engine._done = engine._done_tokens = 0
-    scored = [[-1.0, 5, None], [-2.0, 6, None]]
+    info = {
+        "finish_reason": {"type": "length", "length": 2},
+        "output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]],
+        "weight_versions": [{"version": "7"}],
+    }
+    running = Running(0, 0, 0, tokens=[1, 2, 3], seed=0, done=0, limit=limit, timeout=60.0)
+    return engine._ended(running, {"output_ids": [5, 6], "meta_info": info | changes})[1]
 
-    def running(limit):
-        return Running(0, 0, 0, tokens=[1, 2, 3], seed=0, done=0, limit=limit, timeout=60.0)
 
-    info = {"finish_reason": {"type": "length", "length": 2}, "output_token_logprobs": scored}
-    event = {"output_ids": [5, 6], "meta_info": info | {"weight_versions": [{"version": "7"}]}}
-    _, whole = engine._ended(running(limit=2), event)
-    assert (whole.tokens.tolist(), whole.finish_reason) == ([5, 6], "length")
+def test_a_response_that_the_cache_cut_short_is_an_error():
+    whole = ended(limit=2)
+    assert (whole.tokens.tolist(), whole.logprobs.tolist(), whole.finish_reason) == ([5, 6], [-1.0, -2.0], "length")
     with pytest.raises(UserError, match=r"after 2 of 9 tokens.*memory_fraction \(0\.3\)"):
-        engine._ended(running(limit=9), event)
+        ended(limit=9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output_token_logprobs": [[-1.0, 5, None], [-2.0, 8, None]]}, "2 tokens, but 2 log-probs of other tokens"),
+        ({"output_token_logprobs": [[-1.0, 5, None]]}, "2 tokens, but 1 log-probs"),
+        ({"weight_versions": [{"version": "6"}, {"version": "7"}]}, r"weights \['6', '7'\], not with 7"),
+    ],
+)
+def test_log_probs_of_other_tokens_or_weights_are_an_error(changes, message):
+    with pytest.raises(RuntimeError, match=message):
+        ended(2, **changes)
 
 
 def test_a_server_gets_nothing_that_is_meant_for_this_process(monkeypatch):

@@ -314,7 +314,6 @@ def server_arguments(policy_dir: Path, version: int, settings: SglangSettings) -
         # without seeds of their own the responses of two replicas must not be drawn from the same random numbers
         "random-seed": response_seed(0, version, int(os.environ.get("RANK", "0"))) % 2**31,
         "stream-interval": WHOLE_RESPONSE,
-        "sampling-defaults": "openai",
         "grammar-backend": "none",
         "log-level": "warning",
     }
