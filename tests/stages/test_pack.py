@@ -131,7 +131,7 @@ def test_a_hostile_stage_is_refused_in_one_line(attack, copy, tmp_path):
 def test_what_a_strange_recipe_starts_or_asks_is_left_out(copy, tmp_path):
     tables = tomllib.loads((copy / "recipe.toml").read_text())
     tables["rollout"] |= {"sglang_python": "/tmp/evil", "vllm": {"hf_overrides": {}}, "sglang": {"x": 1}}
-    tables["run"]["wandb"] = True
+    tables["run"] |= {"wandb": True, "mlflow": True}
     tables["reward"]["parts"] = [{"kind": "python", "weight": 1.0, "path": "/tmp/evil.py:f"}]
     (copy / "recipe.toml").unlink()
     (copy / "recipe.toml").write_text(tomli_w.dumps(tables))
@@ -139,7 +139,7 @@ def test_what_a_strange_recipe_starts_or_asks_is_left_out(copy, tmp_path):
     unpack(copy, tmp_path / "b", None, [])
     recipe = RunDir.open(tmp_path / "b").recipe
     assert recipe.rollout.sglang_python is None and not recipe.rollout.vllm and not recipe.rollout.sglang
-    assert not recipe.run.wandb and not recipe.reward.parts
+    assert not recipe.run.wandb and not recipe.run.mlflow and not recipe.reward.parts
     assert read_tables(tmp_path / "b/packed/recipe.toml")["run"]["wandb"] is True  # what was packed is kept
 
 
