@@ -122,7 +122,7 @@ def test_json_has_the_numbers_and_the_mistakes(check):
     found = json.loads(said)
     assert code == 0 and found["problems"] == []
     assert [(f["prompts"], f["repetitions"], f["tokens"]["longest"]) for f in found["files"]] == [
-        (24, 2, 13),
+        (24, 3, 13),
         (2, 0, 12),
     ]
     assert found["overlap"] == {"heldout": 2, "same": 1, "nearly": ["Two plus  two"], "shared": []}
