@@ -46,7 +46,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         f"means over {rows[0]['batches']} batches, ± 95 %: shares of tokens, norm of the gradient,",
         "and its cosine to GRPO's on new responses of the policy to the same prompts (to",
-        "fresh) and on the same batch; row fresh: such a gradient, so what sampling leaves",
+        "fresh) and on the same batch; row fresh: such a gradient, what sampling leaves",
     ]
     for update in dict.fromkeys(row["update"] for row in rows):
         head = "".join(f"{name:>{width}}" for name, width in _WIDTHS.items())
