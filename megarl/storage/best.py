@@ -18,7 +18,9 @@ def settle_evaluations(stage: Stage) -> None:
     """
     run = stage.run
     keep_best(run)
-    for version in run.versions():
+    # when the stage before this one began, those that it did not need were removed
+    oldest = run.stage(max(stage.number - 1, 0)).oldest_needed // run.recipe.schedule.updates_per_stage
+    for version in run.versions(run.stage(number) for number in range(oldest, stage.number)):
         if version < stage.oldest_needed and not run.lacks_evaluation(version):
             run.remove_version(version)
 

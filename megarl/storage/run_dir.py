@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -198,9 +198,10 @@ class RunDir:
         stage, inside = divmod(version, self.recipe.schedule.updates_per_stage)
         return self.stage(stage).directory / f"policies/{version:06d}" if inside else self.stage(stage).policy
 
-    def versions(self) -> list[int]:
-        """What is exported at this moment beside the stages' own policies, oldest first."""
-        return sorted(int(path.name) for path in self.root.glob("stages/*/policies/[0-9]*"))
+    def versions(self, stages: Iterable[Stage] | None = None) -> list[int]:
+        """What is exported at this moment beside the stages' own policies, oldest first; of all stages or some."""
+        places = self.root.glob("stages/*") if stages is None else (stage.directory for stage in stages)
+        return sorted(int(path.name) for place in places for path in place.glob("policies/[0-9]*"))
 
     def remove_version(self, version: int) -> None:
         """Of those between stages; a kill leaves no half of it under its name."""
@@ -377,7 +378,7 @@ class Stage:
     def due_evaluations(self) -> list[int]:
         """The versions to be evaluated when this stage begins: its policy and those exported during the one before."""
         run = self.run
-        published = [v for v in run.versions() if v < self.first_update]
+        published = run.versions([run.stage(self.number - 1)] if self.number else [])
         return [v for v in [*published, self.first_update] if run.lacks_evaluation(v)]
 
     @property
