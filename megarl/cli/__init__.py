@@ -22,6 +22,7 @@ from megarl import __version__
 from megarl.cli.arguments import Commands
 from megarl.cli.arguments import command as _command
 from megarl.cli.arguments import settings as _settings
+from megarl.cli.before import add_before
 from megarl.cli.comparing import add_beside
 from megarl.cli.completion import SHELLS, script
 from megarl.cli.inside import add_inside
@@ -218,29 +219,6 @@ def _audit(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def _plan(options: argparse.Namespace) -> None:
-    from megarl.views.plan import make_plan
-
-    print(make_plan(options.recipe, options.nodes, options.gpu, options.set))
-
-
-def _show_data(options: argparse.Namespace) -> None:
-    from megarl.recipe.load import load_recipe
-    from megarl.views.data import show_prompts
-
-    print(show_prompts(load_recipe(options.recipe, options.set), options.count))
-
-
-def _check_data(options: argparse.Namespace) -> None:
-    from megarl.recipe.load import load_recipe
-    from megarl.views.check_data import check_prompts
-
-    found = check_prompts(load_recipe(options.recipe, options.set))
-    print(found.text())
-    if found.problems:
-        sys.exit(1)
-
-
 def _completion(options: argparse.Namespace) -> None:
     print(script(options.shell, _parser()))
 
@@ -290,6 +268,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_phases(commands)
     _add_evaluation(commands)
     _add_views(commands)
+    add_before(commands)
     add_inside(commands)
     add_stage(commands)
     return parser
@@ -361,24 +340,6 @@ def _add_views(commands: Commands) -> None:
     sub.add_argument("run_dir", type=Path)
     sub.add_argument("--samples", type=int, default=16, help="groups a stage that are scored again; default: 16")
     sub.add_argument("--json", action="store_true", help="one JSON object")
-
-    sub = _command(
-        commands, "plan", _plan, "memory and time of every phase on GPUs, or what does not fit and what would"
-    )
-    sub.add_argument("recipe", type=Path)
-    sub.add_argument("--nodes", type=int, default=1)
-    sub.add_argument("--gpu", default="h200", help="a100, h100, h200 or b200; default: h200")
-    _settings(sub)
-
-    data = commands.add_parser("data", help="the prompts of a recipe").add_subparsers(required=True, metavar="COMMAND")
-    sub = _command(data, "show", _show_data, "the first prompts as the model sees them, with their tokens")
-    sub.add_argument("recipe", type=Path)
-    sub.add_argument("--count", type=int, default=3, help="training and held-out prompts, each; default: 3")
-    _settings(sub)
-
-    sub = _command(data, "check", _check_data, "every row of a recipe's files; exit code 1 if a run would stop at one")
-    sub.add_argument("recipe", type=Path)
-    _settings(sub)
 
     sub = _command(commands, "completion", _completion, "what a shell needs to complete commands and options")
     sub.add_argument("shell", choices=SHELLS, help='as in: eval "$(megarl completion bash)"')

@@ -1,54 +1,22 @@
-"""``megarl plan``: memory and time of every phase of a recipe on N nodes, or the first thing that does not fit."""
+"""Memory and time of every phase of a recipe on some GPUs, or the first thing that does not fit."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-from megarl.errors import UserError
-from megarl.models.hf_config import read_hf_config
 from megarl.objectives import WithOptions, build_objective
-from megarl.recipe.layout import Layout, check_layout
-from megarl.recipe.load import load_recipe, override_recipe
-from megarl.recipe.optimizer import OptimizerBytes, check_optimizer
+from megarl.recipe.layout import Layout
+from megarl.recipe.optimizer import OptimizerBytes
 from megarl.recipe.tables import Recipe
 from megarl.views import sizes
 from megarl.views.census import Census
 from megarl.views.sizes import GIB, GPUS, Assumptions, StageCensus
 
 ASSUME = Assumptions()
-
-
-def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] = ()) -> str:
-    """The plan as text; `UserError` where it does not fit, with the plan, the reason and up to two layouts that do."""
-    recipe, gpu = load_recipe(recipe_path, overrides), gpu.lower()
-    if gpu not in GPUS:
-        raise UserError(f"--gpu {gpu}: known are {', '.join(GPUS)}")
-    if nodes < 1:
-        raise UserError(f"--nodes {nodes}: at least 1")
-    if recipe.actor.backend != "cuda":
-        raise UserError('[actor] backend = "cpu": megarl plan sizes runs on GPUs; add --set actor.backend=cuda')
-    config = recipe.model.path if (recipe.model.path / "config.json").exists() else Path(recipe_path).parent
-    if not (config / "config.json").exists():
-        raise UserError(f"neither {recipe.model.path} nor {config} has the config.json of the model")
-    hf = read_hf_config(config)
-    check_layout(recipe, hf, nodes)
-    check_optimizer(recipe, here=False)
-    with Census() as census:
-        plan = Plan.of(recipe, hf, nodes, gpu, census)
-        text = f"{recipe_path}, model of {config / 'config.json'}\n\n{plan.table()}"
-        misfit = plan.misfit()
-        if misfit is None:
-            return text
-        layouts = list(itertools.islice(alternatives(plan, census), 2))
-    hints = [f"this fits: {' '.join(f'--set {change}' for change in changes)}" for changes in layouts]
-    hints = hints or ["no layout of these GPUs does: add nodes or shorten responses"]
-    raise UserError("\n  ".join([f"{text}\n\ndoes not fit: {misfit}", *hints]))
 
 
 @dataclass(frozen=True)
@@ -191,6 +159,31 @@ class Plan:
         """The whole plan as text."""
         return "\n".join([*self._heading(), "", *self._memory(), "", *self._disk(), "", *self._time(), "", *_assumed()])
 
+    def record(self) -> dict[str, Any]:
+        """The same for programs: bytes on a GPU or disk, seconds of a stage."""
+        table = self.recipe.rollout
+        return {
+            "model_type": self.hf["model_type"],
+            "parameters": self.parameters,
+            "active_parameters": sizes.active_parameters(self.hf, self.parameters),
+            "gpu": self.gpu,
+            "nodes": self.nodes,
+            "layout": asdict(self.layout),
+            "pipeline_stages": [asdict(stage) for stage in self.stages],
+            "rollout": {
+                "replicas": self.nodes * table.workers,
+                "bytes": self.rollout,
+                "engine_bytes": self.engine_share,
+                "kv_tokens": self.kv_tokens,
+            },
+            "optimize": {"bytes": self.optimize, "usable_bytes": self.usable, "host_bytes": self.optimizer_on_host},
+            "disk_bytes": sizes.disk_bytes(self.hf, self.recipe, self.parameters, ASSUME),
+            "stage_seconds": self.seconds,
+            "run_seconds": self.stage_seconds * self.recipe.schedule.stages,
+            "assumed": asdict(ASSUME),
+            "misfit": self.misfit(),
+        }
+
     def _heading(self) -> Iterator[str]:
         active = sizes.active_parameters(self.hf, self.parameters)
         routed = f", {active / 1e9:.1f} B active" if self.hf["num_experts"] else ""
@@ -281,78 +274,6 @@ class Plan:
         yield from (f"  {name:<48}{seconds / 3600:9.2f}" for name, seconds in self.seconds.items())
         total = self.stage_seconds * stages
         yield f"  {f'the run of {stages} stages, without evaluations':<48}{total / 3600:9.2f}"
-
-
-def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
-    """Settings with which the recipe fits these GPUs, the least divided layouts first."""
-    rollout = _rollout_that_fits(plan) if plan.rollout_misfit() else []
-    if rollout is None:
-        return
-    if plan.optimize_misfit() is None:
-        yield from _memory_that_fits(plan) if plan.rollout_misfit() is None else [rollout]
-        return
-    for changes, layout in _layouts(plan):
-        recipe = override_recipe(plan.recipe, rollout + changes)
-        # a rank holds at least an even share of the parameters: where that does not fit, nothing need be counted
-        pipeline, split = layout.pipeline_parallel, layout.expert_parallel * layout.expert_tensor_parallel
-        dense, expert = plan.whole.dense // layout.tensor_parallel, plan.whole.expert // split
-        least = StageCensus(plan.whole.layers // pipeline, dense // pipeline, expert // pipeline)
-        if replace(plan, recipe=recipe, layout=layout, stages=[least] * pipeline).optimize_misfit():
-            continue
-        if Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, census, plan.whole).misfit() is None:
-            yield rollout + changes
-
-
-def _memory_that_fits(plan: Plan) -> Iterator[list[str]]:
-    """The largest share of a GPU that an engine can have beside trainers that stay in memory."""
-    table, memory = plan.recipe.rollout, GPUS[plan.gpu].memory
-    beyond = plan.engine_share - (table.memory_fraction or 0) * memory if table.engine == "sglang" else 0.0
-    hundredths = int(100 * (plan.left_to_engines - beyond) / memory)
-    if hundredths > 0:
-        changes = [f"rollout.memory_fraction={hundredths / 100}"]
-        if replace(plan, recipe=override_recipe(plan.recipe, changes)).misfit() is None:
-            yield changes
-
-
-def _rollout_that_fits(plan: Plan) -> list[str] | None:
-    table = plan.recipe.rollout
-    available = table.workers * table.tensor_parallel if plan.side_by_side else plan.recipe.actor.processes_per_node
-    for tensor in _divisors(available):
-        changes = [f"rollout.tensor_parallel={tensor}", f"rollout.workers={available // tensor}"]
-        recipe = override_recipe(plan.recipe, changes)
-        if replace(plan, recipe=recipe).rollout_misfit() is None:
-            return changes
-    return None
-
-
-def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
-    """Changes of ``[actor]`` to each valid layout, the least divided first.
-
-    All layouts with the recipe's other settings come first, then with full recompute, then with smaller micro-batches.
-    """
-    ranks, table, names = plan.layout.ranks, plan.recipe.actor, ("tensor", "pipeline", "expert", "expert_tensor")
-    found = []
-    for tensor, pipeline, expert in itertools.product(_divisors(table.processes_per_node), *[_divisors(ranks)] * 2):
-        for expert_tensor in {1, tensor} if plan.hf["num_experts"] else {tensor}:
-            layout = Layout(ranks, tensor, pipeline, table.context_parallel, expert, expert_tensor)
-            if not any(layout.problems(plan.hf)):
-                found.append(layout)
-    found.sort(key=lambda x: (x.tensor_parallel * x.pipeline_parallel, x.pipeline_parallel, x.expert_tensor_parallel))
-    budget, least = table.tokens_per_micro_batch, sizes.longest_sequence(plan.recipe)
-    full = [] if table.recompute == "full" else ["actor.recompute=full"]
-    steps = [[], *([full] if full else []), *([[*full, _budget(least)]] if least < budget else [])]
-    for settings in steps:
-        for layout in found:
-            changes = [f"actor.{name}_parallel={getattr(layout, f'{name}_parallel')}" for name in names]
-            yield [*changes, *settings], layout
-
-
-def _budget(tokens: int) -> str:
-    return f"actor.tokens_per_micro_batch={tokens}"
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _rows(items: dict[str, float], limit_name: str, limit: float) -> Iterator[str]:

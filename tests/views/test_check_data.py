@@ -19,7 +19,7 @@ def model(tmp_path_factory):
 def check(tmp_path, model, capsys):
     """Exit code and output of a check of these rows."""
 
-    def run(rows, *changes, exam=None, kind="math"):
+    def run(rows, *changes, exam=None, kind="math", options=()):
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
         path = tmp_path / "r.toml"
@@ -31,7 +31,7 @@ def check(tmp_path, model, capsys):
             f'[model]\npath = "{model}"\n[data]\nsource = "file"\ntrain = "{tmp_path}/p.jsonl"\n'
             f'max_prompt_tokens = 200\n[reward]\nkind = "{kind}"\n[eval]\nprompts = 2\n{suite}'
         )
-        arguments = ["data", "check", str(path)]
+        arguments = ["data", "check", str(path), *options]
         for change in changes:
             arguments += ["--set", change]
         code = 0
@@ -113,6 +113,22 @@ def test_overlap_with_an_examination(check):
         "or spaces alone, 1 share 13 words in a row with one\n"
         "  differs in case or spaces alone: 'Two plus  two'\n  shares 13 words: 'once more: a train leaves"
     ) in said
+
+
+def test_json_has_the_numbers_and_the_mistakes(check):
+    exam = [{"prompt": "two plus two", "answer": 4}, {"prompt": "three", "answer": 3}]
+    train = [*rows(20), *rows(2), {"prompt": "Two plus  two", "answer": 4}]
+    code, said = check(train, exam=exam, options=("--json",))
+    found = json.loads(said)
+    assert code == 0 and found["problems"] == []
+    assert [(f["prompts"], f["repetitions"], f["tokens"]["longest"]) for f in found["files"]] == [
+        (23, 2, 13),
+        (2, 0, 12),
+    ]
+    assert found["overlap"] == {"heldout": 2, "same": 0, "nearly": ["Two plus  two"], "shared": []}
+    code, said = check([*rows(4), {"prompt": "x"}], options=("--json",))
+    (problem,) = json.loads(said)["problems"]
+    assert code == 1 and "line 5: " in problem
 
 
 def test_what_a_start_refuses(check):

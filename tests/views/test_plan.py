@@ -1,6 +1,7 @@
 """`megarl plan`: Megatron's own parameter counts, every example recipe, and what it says when one does not fit."""
 
 import itertools
+import json
 import re
 
 import pytest
@@ -11,7 +12,8 @@ from megarl.models.hf_config import read_hf_config
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.views import sizes
 from megarl.views.census import Census
-from megarl.views.plan import Plan, alternatives, make_plan
+from megarl.views.fit import Fit, alternatives, make_plan
+from megarl.views.plan import Plan
 from tests.views.moe import EXAMPLES, MOE, staged
 
 RECIPES = sorted(EXAMPLES.glob("*_*/*.toml"))
@@ -224,6 +226,21 @@ def test_command_line(capsys):
     *_, problem, one, two = capsys.readouterr().err.splitlines()
     assert problem.startswith("does not fit: optimize phase, activations: ")
     assert one.startswith("  this fits: --set actor.tensor_parallel=") and two.startswith("  this fits: --set ")
+
+
+def test_json_has_the_numbers_of_the_text(census, whole, capsys):
+    plan = plan_of(MOE, census, whole)
+    found = json.loads(Fit("", plan, []).as_json())
+    assert found["parameters"] == PUBLISHED["qwen3_30b_a3b"] and found["gpu"] == plan.gpu
+    assert found["optimize"]["bytes"] == plan.optimize and found["rollout"]["bytes"] == plan.rollout
+    assert found["run_seconds"] == plan.stage_seconds * plan.recipe.schedule.stages
+    assert (found["misfit"], found["alternatives"]) == (None, [])
+    with pytest.raises(SystemExit) as end:
+        main(["plan", str(EXAMPLES / "llama3_2_3b/mu_grpo.toml"), "--json", "--set", "rollout.workers=16"])
+    assert end.value.code == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["misfit"].startswith("rollout.workers * rollout.tensor_parallel = 16 GPUs a node")
+    assert found["alternatives"] == [["rollout.tensor_parallel=1", "rollout.workers=8"]]
 
 
 def test_devices_that_trainers_and_engines_share(census, whole):

@@ -1,0 +1,138 @@
+"""``megarl plan``: whether a recipe fits some GPUs, and the layouts that do where it does not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megarl.errors import UserError
+from megarl.models.hf_config import read_hf_config
+from megarl.recipe.layout import Layout, check_layout
+from megarl.recipe.load import load_recipe, override_recipe
+from megarl.recipe.optimizer import check_optimizer
+from megarl.views import sizes
+from megarl.views.census import Census
+from megarl.views.plan import Plan
+from megarl.views.sizes import GPUS, StageCensus
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A plan, and where it does not fit up to two layouts that do, each as changes of the recipe."""
+
+    title: str
+    plan: Plan
+    layouts: list[list[str]]
+
+    @property
+    def misfit(self) -> str | None:
+        return self.plan.misfit()
+
+    def text(self) -> str:
+        """For a terminal."""
+        lines = [f"{self.title}\n\n{self.plan.table()}"]
+        if self.misfit is not None:
+            lines.append(f"\ndoes not fit: {self.misfit}")
+            lines += [f"  this fits: {' '.join(f'--set {change}' for change in changes)}" for changes in self.layouts]
+            if not self.layouts:
+                lines.append("  no layout of these GPUs does: add nodes or shorten responses")
+        return "\n".join(lines)
+
+    def as_json(self) -> str:
+        return json.dumps(self.plan.record() | {"alternatives": self.layouts})
+
+
+def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] = ()) -> Fit:
+    """`UserError` for what cannot be planned at all."""
+    recipe, gpu = load_recipe(recipe_path, overrides), gpu.lower()
+    if gpu not in GPUS:
+        raise UserError(f"--gpu {gpu}: known are {', '.join(GPUS)}")
+    if nodes < 1:
+        raise UserError(f"--nodes {nodes}: at least 1")
+    if recipe.actor.backend != "cuda":
+        raise UserError('[actor] backend = "cpu": megarl plan sizes runs on GPUs; add --set actor.backend=cuda')
+    config = recipe.model.path if (recipe.model.path / "config.json").exists() else Path(recipe_path).parent
+    if not (config / "config.json").exists():
+        raise UserError(f"neither {recipe.model.path} nor {config} has the config.json of the model")
+    hf = read_hf_config(config)
+    check_layout(recipe, hf, nodes)
+    check_optimizer(recipe, here=False)
+    with Census() as census:
+        plan = Plan.of(recipe, hf, nodes, gpu, census)
+        layouts = [] if plan.misfit() is None else list(itertools.islice(alternatives(plan, census), 2))
+    return Fit(f"{recipe_path}, model of {config / 'config.json'}", plan, layouts)
+
+
+def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
+    """Settings with which the recipe fits these GPUs, the least divided layouts first."""
+    rollout = _rollout_that_fits(plan) if plan.rollout_misfit() else []
+    if rollout is None:
+        return
+    if plan.optimize_misfit() is None:
+        yield from _memory_that_fits(plan) if plan.rollout_misfit() is None else [rollout]
+        return
+    for changes, layout in _layouts(plan):
+        recipe = override_recipe(plan.recipe, rollout + changes)
+        # a rank holds at least an even share of the parameters: where that does not fit, nothing need be counted
+        pipeline, split = layout.pipeline_parallel, layout.expert_parallel * layout.expert_tensor_parallel
+        dense, expert = plan.whole.dense // layout.tensor_parallel, plan.whole.expert // split
+        least = StageCensus(plan.whole.layers // pipeline, dense // pipeline, expert // pipeline)
+        if replace(plan, recipe=recipe, layout=layout, stages=[least] * pipeline).optimize_misfit():
+            continue
+        if Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, census, plan.whole).misfit() is None:
+            yield rollout + changes
+
+
+def _memory_that_fits(plan: Plan) -> Iterator[list[str]]:
+    """The largest share of a GPU that an engine can have beside trainers that stay in memory."""
+    table, memory = plan.recipe.rollout, GPUS[plan.gpu].memory
+    beyond = plan.engine_share - (table.memory_fraction or 0) * memory if table.engine == "sglang" else 0.0
+    hundredths = int(100 * (plan.left_to_engines - beyond) / memory)
+    if hundredths > 0:
+        changes = [f"rollout.memory_fraction={hundredths / 100}"]
+        if replace(plan, recipe=override_recipe(plan.recipe, changes)).misfit() is None:
+            yield changes
+
+
+def _rollout_that_fits(plan: Plan) -> list[str] | None:
+    table = plan.recipe.rollout
+    available = table.workers * table.tensor_parallel if plan.side_by_side else plan.recipe.actor.processes_per_node
+    for tensor in _divisors(available):
+        changes = [f"rollout.tensor_parallel={tensor}", f"rollout.workers={available // tensor}"]
+        recipe = override_recipe(plan.recipe, changes)
+        if replace(plan, recipe=recipe).rollout_misfit() is None:
+            return changes
+    return None
+
+
+def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
+    """Changes of ``[actor]`` to each valid layout, the least divided first.
+
+    All layouts with the recipe's other settings come first, then with full recompute, then with smaller micro-batches.
+    """
+    ranks, table, names = plan.layout.ranks, plan.recipe.actor, ("tensor", "pipeline", "expert", "expert_tensor")
+    found = []
+    for tensor, pipeline, expert in itertools.product(_divisors(table.processes_per_node), *[_divisors(ranks)] * 2):
+        for expert_tensor in {1, tensor} if plan.hf["num_experts"] else {tensor}:
+            layout = Layout(ranks, tensor, pipeline, table.context_parallel, expert, expert_tensor)
+            if not any(layout.problems(plan.hf)):
+                found.append(layout)
+    found.sort(key=lambda x: (x.tensor_parallel * x.pipeline_parallel, x.pipeline_parallel, x.expert_tensor_parallel))
+    budget, least = table.tokens_per_micro_batch, sizes.longest_sequence(plan.recipe)
+    full = [] if table.recompute == "full" else ["actor.recompute=full"]
+    steps = [[], *([full] if full else []), *([[*full, _budget(least)]] if least < budget else [])]
+    for settings in steps:
+        for layout in found:
+            changes = [f"actor.{name}_parallel={getattr(layout, f'{name}_parallel')}" for name in names]
+            yield [*changes, *settings], layout
+
+
+def _budget(tokens: int) -> str:
+    return f"actor.tokens_per_micro_batch={tokens}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
