@@ -197,6 +197,8 @@ def test_memory_follows_the_recipe(census, whole):
     assert (plain.frozen, reference.frozen) == (0, 1)
     assert reference.optimize["frozen policies, bf16"] == plain.optimize["weights, bf16"]
     assert moe_plan(census, whole, path=MOE.with_name("m2po.toml")).extra_passes == plain.extra_passes + 1
+    proximal = ["objective.name=decoupled_ppo", "objective.aggregation=token_mean", "objective.proximal_updates=4"]
+    assert moe_plan(census, whole, changes=proximal).extra_passes == 3 / 4  # the first update of a step has its own
     four = moe_plan(census, whole, nodes=4)
     name = "optimizer, fp32 master and two moments"
     assert four.optimize[name] == plain.optimize[name] / 4
@@ -276,7 +278,7 @@ def test_time_of_a_live_stage(census, whole):
 
 
 def test_wrong_questions(tmp_path):
-    with pytest.raises(UserError, match="--gpu h900: known are a100, h100, h200, b200"):
+    with pytest.raises(UserError, match="--gpu h900: known are a100, h100, h200, h20, b200"):
         make_plan(MOE, 1, "h900")
     with pytest.raises(UserError, match="--nodes 0: at least 1"):
         make_plan(MOE, 0, "h200")
