@@ -3,14 +3,17 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 KERNELS := CMakeLists.txt $(shell find csrc -type f)
-.PHONY: quickstart test test-rehearsal test-engines test-cluster test-megatron-next test-triton faults kills gpu lint bench launch sglang
+.PHONY: quickstart test test-crashes test-rehearsal test-engines test-cluster test-megatron-next test-trackers test-triton faults kills gpu lint bench launch sglang
 
 quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
 
-test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path; half of the time is waiting
+test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path
 	$(RUN) -m pytest -q -n 3 --dist worksteal --durations=15 --ignore=tests/slurm --ignore=tests/rehearsal \
-	    --ignore=tests/gpu -m "not vllm and not sglang"
+	    --ignore=tests/gpu -m "not vllm and not sglang and not crash"
+
+test-crashes: .venv/.stamp  # most of the time is waiting
+	$(RUN) -m pytest -q -n 4 --dist worksteal --durations=10 -m crash
 
 test-rehearsal: .venv/.stamp  # the GPU's path, on a CUDA device made of host memory
 	$(RUN) -m tests.rehearsal.build  # cached
@@ -34,6 +37,14 @@ test-megatron-next: .venv/.stamp
 	$(RUN) -m pip install -q --upgrade --target build/megatron-next --no-deps --only-binary=:all: --python-version 3.12 \
 	    --ignore-requires-python --platform manylinux_2_28_x86_64 megatron-core==0.19.2
 	PYTHONPATH=build/megatron-next $(RUN) -m pytest -q tests/actor
+
+# Weights & Biases, offline, and MLflow, in front of the tested packages and in their versions, but for a cachetools
+# that MLflow refuses; its store of the tests is a data base in a file
+TRACKERS := wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1
+test-trackers: .venv/.stamp
+	grep -v ^cachetools== constraints.txt > build/trackers.txt
+	test -d build/trackers || $(RUN) -m pip install -q --target build/trackers -c build/trackers.txt $(TRACKERS)
+	PYTHONPATH=build/trackers MEGARL_REQUIRE_TRACKERS=1 $(RUN) -m pytest -q tests/storage/test_trackers.py
 
 # Triton's kernels for sm_90 and sm_100 by the version that torch 2.13 pins for GPUs; the tested one is newer. Its
 # compiler needs no GPU

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.errors import UserError
+from megarl.recipe.load import load_without_objective
+from megarl.recipe.sweep import load_sweep
 from megarl.recipe.tables import Recipe
 
 
@@ -34,6 +38,24 @@ def plan_links(recipe: Recipe, options: argparse.Namespace) -> list[Link]:
         links.append(Link(f"{name}-rollout-{stage}", f"rollout:{stage}", False, options.nodes, options.partition))
         links.append(Link(f"{name}-optimize-{stage}", f"optimize:{stage}", True, *optimize))
     return [*links, Link(f"{name}-end", None, False, options.nodes, options.partition)]  # last evaluation, report
+
+
+def recipes_of_sweep(path: Path) -> list[Recipe]:
+    """Of each point of a sweep file, as far as they can be read without torch; `UserError` for what is wrong there."""
+    table = load_sweep(path)
+    base = table.recipe or table.runs[0] / "recipe.toml"
+    settings = [[f"{name}={toml_value(value)}" for name, value in point.settings] for point in table.points()]
+    return [load_without_objective(base, changes) for changes in settings]
+
+
+def toml_value(value: Any) -> str:
+    """``value`` on one line; what is None is left out of tables."""
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key)} = {toml_value(part)}" for key, part in value.items() if part is not None)
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def missing_here(recipe: Recipe) -> list[str]:

@@ -1,6 +1,7 @@
 """Submit a run to Slurm with nemo-run: one task a node, each the node agent of `megarl train`.
 
 python launch/slurm.py RECIPE.toml --run-dir DIR --nodes N --account A --partition P --time 04:00:00
+python launch/slurm.py SWEEP.toml --run-dir DIR --array N --account A --partition P --detach
 
 Runs in an environment of its own (`pip install` what the extra ``launch`` of pyproject.toml lists); the job uses
 ``--python`` or a container. launch/README.md is the operator's guide.
@@ -9,13 +10,12 @@ Runs in an environment of its own (`pip install` what the extra ``launch`` of py
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
 import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 try:
     import nemo_run as run
@@ -36,7 +36,14 @@ SECRETS = {"KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS"}  # in 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # megarl is not installed here, and only its recipes are read
 
-from launch.layout import Link, check_layout, missing_here, plan_links  # noqa: E402
+from launch.layout import (  # noqa: E402
+    Link,
+    check_layout,
+    missing_here,
+    plan_links,
+    recipes_of_sweep,
+    toml_value,
+)
 from megarl.errors import UserError  # noqa: E402
 from megarl.recipe.load import load_without_objective  # noqa: E402
 from megarl.recipe.tables import Recipe  # noqa: E402
@@ -45,12 +52,17 @@ from megarl.recipe.tables import Recipe  # noqa: E402
 def main() -> None:
     options = parse_options()
     try:
-        recipe = load_without_objective(options.recipe, options.set)
+        if options.array:
+            recipes = recipes_of_sweep(options.recipe)
+        else:
+            recipes = [load_without_objective(options.recipe, options.set)]
+        recipe = max(recipes, key=lambda recipe: recipe.devices_per_node)
         links = plan_links(recipe, options)
-        for link in links:
-            check_layout(recipe, link, options.gpus_per_node)
-        for missing in missing_here(recipe) if options.dry_run else ():
-            print(f"not on this machine: {missing}", file=sys.stderr)
+        for link, one in itertools.product(links, recipes):
+            check_layout(one, link, options.gpus_per_node)
+        if options.dry_run:
+            for missing in dict.fromkeys(missing for one in recipes for missing in missing_here(one)):
+                print(f"not on this machine: {missing}", file=sys.stderr)
         submit(recipe, links, options)
     except UserError as error:
         sys.exit(f"launch/slurm.py: {error}")
@@ -59,7 +71,7 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("recipe", type=Path)
+    add("recipe", type=Path, help="with --array a sweep file: docs/comparing.md")
     add("--run-dir", type=Path, required=True, help="on a file system that all nodes share")
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a recipe setting")
     add("--local", action="store_true", help="run on this machine, without Slurm")
@@ -71,6 +83,7 @@ def parse_options() -> argparse.Namespace:
     add("--retries", type=int, default=10, help="how often a job is queued again: preempted, out of time, or failed")
     add("--margin", type=int, default=300, help="seconds before the limit at which the run is told to save and stop")
     add("--after", metavar="JOB", help="start when this Slurm job has ended well")
+    add("--array", type=int, metavar="N", help="N jobs of one node each make the runs of a sweep in --run-dir")
     add("--chain", action="store_true", help="every phase a job of its own, cancelled when the one before it fails")
     add("--optimize-nodes", type=int, help="with --chain: nodes of the optimize jobs, default --nodes")
     add("--optimize-partition", help="with --chain: partition of the optimize jobs, default --partition")
@@ -91,10 +104,25 @@ def parse_options() -> argparse.Namespace:
         parser.error("--optimize-nodes and --optimize-partition need --chain: otherwise one job runs all phases")
     if options.local and (options.chain or options.nodes > 1):
         parser.error("--local is one machine and one process after another: no --chain, no --nodes")
+    if problem := problem_with_array(options):
+        parser.error(f"--array {options.array}: {problem}")
     for variable in options.env:
         if problem := problem_with_variable(variable):
             parser.error(f"--env {variable.partition('=')[0]}: {problem}")
     return options
+
+
+def problem_with_array(options: argparse.Namespace) -> str | None:
+    """What does not go together with the jobs of a sweep."""
+    if options.array is None:
+        return None
+    if options.array < 1:
+        return "at least one job"
+    if options.local or options.chain or options.set or options.nodes > 1 or options.packager != "none":
+        return "no --local, --chain, --set, --nodes and --packager: each job makes runs of a sweep, one after another"
+    if not (options.detach or options.dry_run):
+        return "with --detach: nemo-run cannot wait for an array"
+    return None
 
 
 def problem_with_variable(variable: str) -> str | None:
@@ -110,7 +138,9 @@ def problem_with_variable(variable: str) -> str | None:
 
 
 def agent_arguments(recipe: Recipe, link: Link, options: argparse.Namespace) -> list[str]:
-    """``megarl train`` with paths that hold on every node, whatever its working directory."""
+    """``megarl train`` with paths that hold on every node, whatever its working directory; or ``megarl sweep``."""
+    if options.array:
+        return ["sweep", str(options.recipe.resolve()), "--output", str(options.run_dir.resolve()), "--jobs", "1"]
     arguments = ["train", str(options.recipe.resolve()), "--run-dir", str(options.run_dir.resolve())]
     settings = [f'model.path="{recipe.model.path}"']
     if recipe.model.tokenizer:
@@ -129,16 +159,6 @@ def agent_arguments(recipe: Recipe, link: Link, options: argparse.Namespace) -> 
     for setting in [*options.set, *settings]:
         arguments += ["--set", setting]
     return arguments + (["--until", link.until] if link.until else [])
-
-
-def toml_value(value: Any) -> str:
-    """``value`` on one line; what is None is left out of tables."""
-    if isinstance(value, dict):
-        pairs = (f"{json.dumps(key)} = {toml_value(part)}" for key, part in value.items() if part is not None)
-        return "{" + ", ".join(pairs) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Namespace) -> run.SlurmExecutor:
@@ -175,6 +195,10 @@ def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Na
     else:
         executor.cpus_per_task = recipe.devices_per_node
         executor.srun_args = [f"--cpus-per-task={executor.cpus_per_task}"]  # srun does not take it from sbatch
+    if options.array:
+        executor.array = f"0-{options.array - 1}"
+        # the paths in a sweep file and its recipes are those of the directory where it is submitted
+        executor.srun_args += ["--container-workdir" if options.container_image else "--chdir", os.getcwd()]
     return executor
 
 

@@ -18,6 +18,8 @@ def what_if(run_dir: Path, number: int, updates: Sequence[int], batches: int) ->
     the stage's, the last ones, which most policies have not trained yet. Changes nothing of the run.
     """
     stage = open_stage(run_dir, number)
+    if stage.run.recipe.actor.lora is not None:
+        raise UserError("what-if compares gradients of all weights, and [actor.lora] of this run trains adapters alone")
     stage.run.check_prompts()
     if not stage.is_sealed():
         raise UserError(f"{stage.rollouts} is not sealed: megarl rollout {stage.run.root} --stage {number}")

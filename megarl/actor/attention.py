@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
+from megarl.actor.delta_rule import SequenceChunks
 from megarl.batch import ContextShard
 from megarl.errors import UserError
 
@@ -51,6 +52,7 @@ class PackedSequences(PackedSeqParams):
     length_runs: tuple[tuple[int, int], ...] = ()
     trained: torch.Tensor | None = None
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # `rotary_tables`, for the torch-native attention
+    chunks: SequenceChunks | None = None  # of whole sequences, for layers that have a state
     shard: ContextShard | None = None  # under context parallelism; lengths are those of the whole, padded sequences
     attended: AttendedKeys | None = None  # under context parallelism, on GPUs
 
@@ -220,3 +222,10 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # the attribute makes Megatron reduce the gradient over tensor parallelism
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.zero_centred = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.zero_centred:
+            return super().forward(x)
+        # one more than a small weight has no digits of it in bfloat16
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float() + 1, self.eps).to(x.dtype)

@@ -24,8 +24,9 @@ from megarl.recipe.tables import Recipe
 
 
 def census(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, int]]:
-    """For each pipeline stage: its layers, those of them that lack the experts which others have, and on the fullest of
-    its ranks parameters of experts and all others."""
+    """For each pipeline stage: its layers, those of them that lack the experts which others have, those that lack keys
+    and values, and on the fullest of its ranks parameters of experts and all others, and those of ``[actor.lora]``
+    beside them."""
     settings = (
         "actor.layers=torch",
         "megatron.init_model_with_meta_device=true",
@@ -39,22 +40,36 @@ def census(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, int
 def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[str, int]:
     from megatron.core import parallel_state as mpu
 
-    from megarl.actor.model import build_model  # after `main` has replaced Megatron's torch
+    from megarl.actor import lora
+    from megarl.actor.delta_net import GatedDeltaNet  # after `main` has replaced Megatron's torch
+    from megarl.actor.model import build_model
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         parallel.build_groups(recipe, gloo=False)
         with torch.device("meta"):
             models = build_model(hf, recipe)
+            lora.attach(models, recipe)
         named = [item for model in models for item in model.named_parameters()]
-        experts = sum(parameter.numel() for name, parameter in named if ".experts." in name)
+        sizes = {
+            (of_adapters, of_experts): sum(
+                parameter.numel()
+                for name, parameter in named
+                if (lora.is_adapters(name), ".experts." in name) == (of_adapters, of_experts)
+            )
+            for of_adapters in (False, True)
+            for of_experts in (False, True)
+        }
         layers = [layer for model in models for layer in model.decoder.layers]
         mixed = bool(hf["num_experts"])
         return {
             "layers": len(layers),
             "dense_layers": sum(not hasattr(layer.mlp, "router") for layer in layers) if mixed else 0,
-            "expert": experts,
-            "dense": sum(parameter.numel() for _, parameter in named) - experts,
+            "linear_layers": sum(isinstance(layer.self_attention, GatedDeltaNet) for layer in layers),
+            "expert": sizes[False, True],
+            "dense": sizes[False, False],
+            "expert_adapters": sizes[True, True],
+            "dense_adapters": sizes[True, False],
         }
     finally:
         mpu.destroy_model_parallel()

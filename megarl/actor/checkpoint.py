@@ -26,6 +26,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from megarl.actor import lora
 from megarl.actor.optimizer import gather_parameters
 from megarl.actor.optimizer_state import adam_step, set_adam_step, sharded_adam_state
 from megarl.actor.step import Actor
@@ -191,7 +192,8 @@ def load(actor: Actor, path: Path) -> int:
     common, state = _load_data(actor, path)
     for index, model in enumerate(actor.models):
         result = model.load_state_dict(state[f"model{index}"], strict=False)
-        lost = [key for key in result.missing_keys if not _is_extra(key)]
+        adapters = bool(model.adapters)  # of which there are checkpoints without the weights beside them
+        lost = [key for key in result.missing_keys if not _is_extra(key) and lora.is_adapters(key) == adapters]
         if lost or result.unexpected_keys:
             raise UserError(f"{path} does not fit the model: {[*lost, *result.unexpected_keys][0]}")
     set_adam_step(actor.optimizer, common["adam_step"])
@@ -209,6 +211,7 @@ def _load_data(actor: Actor, path: Path) -> tuple[dict[str, Any], dict[str, Any]
     try:
         with torch.serialization.safe_globals([LogRatioBound, LowestPrefix, RatioBounds, SecondMomentMask]):
             common = dist_checkpointing.load_common_state_dict(str(path))
+            _check_adapters(actor, common, path)
             state = _sharded_state(actor)
             if common["layout"] == _layout(actor):
                 state["random"] = _random_state()
@@ -219,6 +222,20 @@ def _load_data(actor: Actor, path: Path) -> tuple[dict[str, Any], dict[str, Any]
         FileSystemReader.read_metadata = before  # type: ignore[method-assign]
 
 
+def _check_adapters(actor: Actor, common: dict[str, Any], path: Path) -> None:
+    found, wanted = common.get("lora"), _adapters(actor)
+    if found != wanted:
+        holds, asked = (f"adapters of {x}" if x else "all weights" for x in (found, wanted))
+        raise UserError(
+            f"{path} has {holds}, and [actor.lora] of the recipe asks for {asked}: neither becomes the other"
+        )
+
+
+def _adapters(actor: Actor) -> dict[str, Any] | None:
+    table = actor.recipe.actor.lora
+    return None if table is None else table.model_dump(mode="json")
+
+
 def _state_to_save(actor: Actor, update: int) -> dict[str, Any]:
     return _sharded_state(actor) | {
         "random": _random_state(),
@@ -227,6 +244,7 @@ def _state_to_save(actor: Actor, update: int) -> dict[str, Any]:
         "skipped_updates": actor.skipped_updates,
         "lagged": _shared_statistics(actor),
         "layout": _layout(actor),
+        "lora": _adapters(actor),
     }
 
 
@@ -238,7 +256,9 @@ def _sharded_state(actor: Actor) -> dict[str, Any]:
     }
     # without the pickles that Transformer Engine's layers keep beside their tensors (the scaling history of fp8)
     state = {
-        f"model{i}": {k: v for k, v in model.sharded_state_dict(metadata=metadata).items() if not _is_extra(k)}
+        f"model{i}": lora.sharded_state(model)
+        if actor.recipe.actor.lora
+        else {k: v for k, v in model.sharded_state_dict(metadata=metadata).items() if not _is_extra(k)}
         for i, model in enumerate(actor.models)
     }
     return state | {"adam": sharded_adam_state(actor.optimizer, state)}

@@ -58,15 +58,20 @@ class GroupedExperts(MegatronModule):
             weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             set_tensor_model_parallel_attributes(weight, True, split, 1)
             self.register_parameter(name, weight)
+        self.adapters = torch.nn.ModuleDict()  # of `megarl.actor.lora`, by the name of the weight
 
     def forward(
         self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """tokens [n, hidden], sorted by expert, tokens_per_expert [local experts], probs [n] -> [n, hidden]."""
         ends = tokens_per_expert.to(tokens.device).cumsum(0, dtype=torch.int32)
-        gate, up = grouped_linear(tokens, self.weight1, ends).chunk(2, -1)
+        gate, up = self._product("weight1", tokens, ends).chunk(2, -1)
         weighted = (self.config.activation_func(gate) * up * probs[:, None]).to(tokens.dtype)
-        return grouped_linear(weighted, self.weight2, ends), None
+        return self._product("weight2", weighted, ends), None
+
+    def _product(self, name: str, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        product = grouped_linear(tokens, getattr(self, name), ends)
+        return product + self.adapters[name](tokens, ends) if name in self.adapters else product
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

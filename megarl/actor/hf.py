@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megarl.actor.hf_names import HfTensor, expert_number, hf_tensors, missing_names
+from megarl.actor.lora import round_stochastically
 from megarl.actor.model import PolicyModel
 from megarl.errors import UserError
 from megarl.models import family_of
@@ -211,7 +212,10 @@ def _export(tensor: HfTensor, job: _Job, source: TensorFiles, target: TensorFile
     stored, group = source.regions[job.stored_name], job.group
     shares = _sharing_group(tensor).size()
     row_bytes = math.prod(tensor.shape[1:]) * stored.dtype.itemsize
-    for first, block in tensor.blocks(max(1, BLOCK_BYTES // (row_bytes * group.size()))):
+    for first, block in tensor.merged_blocks(max(1, BLOCK_BYTES // (row_bytes * group.size()))):
+        if tensor.low_rank:
+            place = f"{job.stored_name} {tensor.local_expert} {group.rank()} {first}"
+            block = round_stochastically(block, stored.dtype, place)
         block = block.to(stored.dtype).contiguous()
         parts = [block] if tensor.split is None else _gather(block, group, job.writer)
         if group.rank() != job.writer:

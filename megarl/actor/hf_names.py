@@ -16,9 +16,19 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.actor.lora import Adapter, is_adapters
 from megarl.actor.model import PolicyModel
 from megarl.models import family_of
 from megarl.models.tensors import LM_HEAD, OUTSIDE_LAYERS, TensorNames
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to a slice: scale B A."""
+
+    ups: tuple[torch.Tensor, ...]  # rows of B, for each view of the slice
+    a: torch.Tensor
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class HfTensor:
     split: int | None  # dimension that tensor parallelism splits; None: replicated
     parameter: str  # the Megatron parameter's name, for messages
     local_expert: int | None = None
+    low_rank: LowRank | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,6 +54,16 @@ class HfTensor:
             for block in view.split(rows):
                 yield first, block
                 first += block.shape[0]
+
+    def merged_blocks(self, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """`blocks` with what the adapter adds, then in float32."""
+        if (added := self.low_rank) is None:
+            yield from self.blocks(rows)
+            return
+        down = added.a.float()
+        ups = (part for up in added.ups for part in up.split(rows))
+        for (first, block), up in zip(self.blocks(rows), ups, strict=True):
+            yield first, block.float() + added.scale * (up.float() @ down)
 
 
 _NATIVE_NAMES = {  # of what Transformer Engine calls
@@ -63,7 +84,8 @@ def hf_tensors(models: list[PolicyModel]) -> Iterator[HfTensor]:
     """
     for model in models:
         biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
-        for name, parameter in itertools.chain(model.named_parameters(), biases):
+        weights = ((name, weight) for name, weight in model.named_parameters() if not is_adapters(name))
+        for name, parameter in itertools.chain(weights, biases):
             yield from _of_parameter(name, parameter.detach(), model)
         if model.share_embeddings_and_output_weights and model.pre_process and model.post_process:
             weight = model.embedding.word_embeddings.weight.detach()
@@ -85,9 +107,21 @@ def _of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel) -> Ite
         tensors = family_of(model.hf).layer_tensors(model.hf, layer).get(native)
     if tensors is None:
         raise NotImplementedError(f"no Hugging Face tensor is known for Megatron's parameter {name}")
+    adapter = model.adapters.get(name)
     for expert, weight in experts:
-        for hf_name, views in zip(tensors.names, _views(weight, tensors, model.config), strict=True):
-            yield HfTensor(prefix + hf_name, views, tensors.split, name, expert)
+        added = _added(adapter, expert, tensors, model.config) if adapter else [None] * len(tensors.names)
+        for hf_name, views, low_rank in zip(tensors.names, _views(weight, tensors, model.config), added, strict=True):
+            yield HfTensor(prefix + hf_name, views, tensors.split, name, expert, low_rank)
+
+
+def _added(
+    adapter: Adapter, expert: int | None, tensors: TensorNames, config: TransformerConfig
+) -> list[LowRank | None]:
+    """For each of ``tensors`` what the adapter adds to it: B is cut as the parameter is."""
+    up, a = adapter.up().detach(), adapter.a.detach()
+    if expert is not None:
+        up, a = up[expert], a[expert]
+    return [LowRank(ups, a, adapter.scale) for ups in _views(up, tensors, config)]
 
 
 def _layer(model: PolicyModel, local: int) -> int:
@@ -99,10 +133,17 @@ def _views(parameter: torch.Tensor, tensors: TensorNames, config: TransformerCon
     """For each of ``tensors`` its views of the parameter."""
     if tensors.packing == "rows":
         return [(part,) for part in parameter.chunk(len(tensors.names))]
-    queries = config.num_attention_heads // config.num_query_groups
-    sizes = [queries * config.kv_channels, config.kv_channels, config.kv_channels]
+    width = config.kv_channels
+    queries = config.num_attention_heads // config.num_query_groups * width
+    if tensors.packing == "query_groups":
+        sizes = [queries, width, width]
+        groups = [group.split(sizes) for group in parameter.split(sum(sizes))]
+        return [tuple(group[i] for group in groups) for i in range(3)]
+    sizes = [queries, queries, width, width]
     groups = [group.split(sizes) for group in parameter.split(sum(sizes))]
-    return [tuple(group[i] for group in groups) for i in range(3)]
+    heads = [zip(group[0].split(width), group[1].split(width), strict=True) for group in groups]
+    query_and_gate = tuple(part for group in heads for head in group for part in head)
+    return [query_and_gate, *(tuple(group[i] for group in groups) for i in (2, 3))]
 
 
 def _experts(match: re.Match[str], parameter: torch.Tensor) -> tuple[str, list[tuple[int | None, torch.Tensor]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megarl.actor.attention import PackedAttention, RMSNorm
+from megarl.actor.delta_net import GatedDeltaNet
 from megarl.actor.dispatch import routed_experts
 from megarl.actor.experts import GroupedExperts
 from megarl.actor.latent_attention import LatentAttention
@@ -62,8 +65,17 @@ def torch_block_spec(
     )
     for layer in {id(layer): layer for layer in block.layer_specs}.values():  # two at most: with experts and without
         _use_torch_modules(layer, config, norms_all_heads)
+    if config.linear_attention_freq:
+        offset = get_transformer_layer_offset(config, vp_stage)
+        of_stage = config.linear_attention_freq[offset : offset + len(block.layer_specs)]
+        pairs = zip(block.layer_specs, of_stage, strict=True)
+        block.layer_specs = [_with_delta_net(layer) if linear else layer for layer, linear in pairs]
     block.layer_norm = RMSNorm
     return block
+
+
+def _with_delta_net(layer: ModuleSpec) -> ModuleSpec:
+    return replace(layer, submodules=replace(layer.submodules, self_attention=ModuleSpec(module=GatedDeltaNet)))
 
 
 def _use_torch_modules(layer: ModuleSpec, config: TransformerConfig, norms_all_heads: bool) -> None:

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.actor.attention import PackedSequences, rotary_tables
+from megarl.actor.delta_rule import sequence_chunks
 from megarl.actor.layers import engine_block_spec, torch_block_spec
 from megarl.kernels.linear_logprob import linear_logprob
 from megarl.models import family_of
@@ -89,6 +90,7 @@ class PolicyModel(GPTModel):
     temperature: float = 1.0
     head_backend: str = "torch"  # of `megarl.kernels.linear_logprob`
     hf: dict[str, Any]  # settings of the model, from `megarl.models.hf_config.read_hf_config`
+    adapters: dict[str, Any]  # of `megarl.actor.lora`, by the name of the parameter beside which each stands
 
     @property
     def true_vocab_size(self) -> int:
@@ -109,6 +111,9 @@ class PolicyModel(GPTModel):
             frequencies, scale = self._frequencies()
             tables = rotary_tables(position_ids, frequencies, self.config.params_dtype, scale)
             packed_seq_params = replace(packed_seq_params, rotary=tables)
+            if self.config.linear_attention_freq:
+                chunks = sequence_chunks(packed_seq_params.length_runs, packed_seq_params.shard, position_ids.device)
+                packed_seq_params = replace(packed_seq_params, chunks=chunks)
         return super().forward(
             input_ids, position_ids, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
         )
@@ -188,7 +193,7 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
             model.position_embedding_type = "none"  # `PackedAttention` rotates
         model.temperature = recipe.rollout.temperature
         model.head_backend = recipe.actor.head_backend
-        model.hf = hf
+        model.hf, model.adapters = hf, {}
         stays = recipe.actor.backend == "cpu" or config.init_model_with_meta_device
         chunks.append(model if stays else model.cuda())
     return chunks

@@ -15,7 +15,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
-from megarl.actor import routing
+from megarl.actor import lora, routing
 from megarl.actor.frozen import FrozenPolicy
 from megarl.actor.hf import load_hf
 from megarl.actor.model import PolicyModel, build_model
@@ -49,11 +49,13 @@ class Actor:
     def build(cls, recipe: Recipe, policy_dir: Path, device: torch.device, load: bool = True) -> Actor:
         """Model with the weights of ``policy_dir``, Megatron's DDP and distributed optimizer. Collective.
 
-        load: False leaves the weights to `megarl.actor.checkpoint.load`.
+        load: False leaves the weights to `megarl.actor.checkpoint.load`. With ``[actor.lora]`` they are what the
+        adapters stand beside, and are read in any case: checkpoints do not have them.
         """
         models = build_model(read_hf_config(policy_dir), recipe)
-        if load:
+        if load or recipe.actor.lora is not None:
             load_hf(models, policy_dir)
+        lora.attach(models, recipe)
         routing.install(models, replays=recipe.actor.routing_replay != "none")
         replicas, optimizer = wrap(models, recipe)
         return cls(recipe, device, models, replicas, optimizer)

@@ -121,7 +121,7 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
 def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands import summarise_run
     from megarl.recipe.load import load_recipe
-    from megarl.storage.origin import link_start, record, result_of
+    from megarl.storage.origin import check_weights, link_start, record, result_of
     from megarl.storage.run_dir import RunDir
     from megarl.train import optimizes, train
     from megarl.workers.preflight import check
@@ -131,6 +131,8 @@ def _train(options: argparse.Namespace, nodes: Nodes) -> None:
         policy, checkpoint = result_of(options.continue_from)
         options.set.append(f"model.path={json.dumps(str(policy))}")
     recipe = load_recipe(options.recipe, options.set)
+    if checkpoint is not None:
+        check_weights(RunDir.open(options.continue_from).recipe, recipe)
     run = RunDir(options.run_dir.resolve(), recipe)
     if options.until:
         _stage(run, options.until[1])

@@ -16,7 +16,7 @@ def add_beside(commands: Commands) -> None:
     sub.add_argument("--output", type=Path, help="where the run directories go; default: the file's name without .toml")
     sub.add_argument("--jobs", type=positive, default=2, help="runs at a time; default: 2")
     sub.add_argument("--dry-run", action="store_true", help="count and list the runs, and start none")
-    sub.add_argument("--json", action="store_true", help="the table as a JSON list")
+    sub.add_argument("--json", action="store_true", help="the table, or the runs of --dry-run, as a JSON list")
 
     sub = command(commands, "what-if", _what_if, "every objective's gradient on the stored batches of a stage")
     sub.add_argument("run_dir", type=Path)
@@ -44,7 +44,7 @@ def _sweep(options: argparse.Namespace) -> None:
 
     output = options.output or options.sweep.with_suffix("")
     if options.dry_run:
-        print(sweep.describe(options.sweep, output, options.jobs))
+        print(sweep.describe(options.sweep, output, options.jobs, options.json))
     else:
         print(sweep.sweep(options.sweep, output, options.jobs, options.json))
 

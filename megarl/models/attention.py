@@ -17,6 +17,8 @@ class GroupedQueryAttention:
 
     qk_norm: an RMSNorm of the queries and one of the keys, over each head or over all heads of a token.
     qk_norm_if, qkv_bias_if: the setting of config.json on which these depend, if they do.
+    output_gate: what a head attends to is multiplied by the sigmoid of a second part of its query's projection
+        (Qiu et al. 2025, arXiv 2505.06708).
     """
 
     qk_norm: Literal["none", "head", "all heads"] = "none"
@@ -24,6 +26,7 @@ class GroupedQueryAttention:
     qkv_bias: bool = False
     qkv_bias_if: str | None = None
     partial_rotary: bool = False
+    output_gate: bool = False
     rope_types: ClassVar[tuple[str, ...]] = ("default", "llama3")
 
     @property
@@ -32,7 +35,7 @@ class GroupedQueryAttention:
 
     @property
     def torch_layers_alone(self) -> bool:
-        return self.norms_all_heads
+        return self.norms_all_heads or self.output_gate
 
     def norms(self, hf: Hf) -> bool:
         """Whether queries and keys are normalised."""
@@ -59,11 +62,13 @@ class GroupedQueryAttention:
             # Megatron sums the gradients of its own norms over tensor parallelism, but those of all heads are divided
             qk_layernorm=self.norms(hf) and not self.norms_all_heads,
             add_qkv_bias=self.biases(hf),
+            attention_output_gate=self.output_gate,
         )
 
     def tensors(self, hf: Hf) -> dict[str, TensorNames]:
         def fused(kind: str) -> TensorNames:
-            return TensorNames(tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), 0, "query_groups")
+            packing: Any = "gated_query_groups" if self.output_gate else "query_groups"
+            return TensorNames(tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), 0, packing)
 
         found = {
             "input_layernorm.weight": TensorNames(("input_layernorm.weight",)),
@@ -85,6 +90,9 @@ class GroupedQueryAttention:
         # the fused projection; query and key with RoPE; the output of attention, twice
         elements = inside * ((query + 2 * key) + (query + key) + 2 * query)
         float32 = inside * heads  # log-sum-exp
+        if self.output_gate:
+            elements += inside * 2 * query  # the gate, and what it multiplies
+            float32 += inside * query  # its sigmoid
         if self.norms_all_heads:
             elements += inside * (query + key)  # normalised, before the weight
             float32 += inside * (query + key)

@@ -40,7 +40,17 @@ class Half(Protocol):
         """{setting: its value} of those that ``tensor_parallel`` must divide."""
 
 
-class Attention(Half, Protocol):
+class TokenMixer(Half, Protocol):
+    """Beside that of every `Half`: the sizes of what lets a token see those before it."""
+
+    def kept(self, hf: Hf, layout: Layout, tokens: int) -> Kept:
+        """For a micro-batch of ``tokens``, without recompute."""
+
+    def flops(self, hf: Hf, length: float) -> float:
+        """Of one sequence in one layer, projections left out."""
+
+
+class Attention(TokenMixer, Protocol):
     """Beside that of every `Half`: the sizes of an attention, and its rotary positions."""
 
     @property
@@ -59,14 +69,18 @@ class Attention(Half, Protocol):
     def torch_layers_alone(self) -> bool:
         """Whether Transformer Engine's layers lack this attention, or have never been compared with it."""
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int) -> Kept:
-        """For a micro-batch of ``tokens``, without recompute."""
-
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         """What the KV cache of one GPU holds of a token and layer."""
 
-    def flops(self, hf: Hf, length: float) -> float:
-        """Of causal attention over one sequence in one layer, projections left out."""
+
+class LinearAttention(TokenMixer, Protocol):
+    """Beside that of every `TokenMixer`: the state that takes the place of keys and values."""
+
+    def state_elements(self, hf: Hf, tensor_parallel: int) -> float:
+        """What one GPU holds of a running response and layer, however long the response is."""
+
+    def context_divided(self, hf: Hf) -> dict[str, int]:
+        """{setting: its value} of those that ``tensor_parallel * context_parallel`` must divide."""
 
 
 class FeedForward(Half, Protocol):
@@ -84,17 +98,23 @@ class Family:
     """The kinds of model that share a ``model_type``: RMSNorm, rotary positions, all layers alike but for the experts.
 
     dense: the feed-forward half of layers without experts, in a family that may have such beside layers with experts.
+    linear: the first half of layers that have a state in the place of keys and values, if a family has such.
     aliases: {megarl's name of a setting: the family's}.
     defaults: what transformers takes for settings that config.json leaves out, where they change the model.
     only: settings that must have this value where they are there: another would be computed as this one.
+    zero_centred_norms: norms multiply by one more than their weight.
+    copied: prefixes of tensors that are copied into every export as they are.
     """
 
     attention: Attention
     feed_forward: FeedForward
     dense: FeedForward | None = None
+    linear: LinearAttention | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
+    zero_centred_norms: bool = False
+    copied: tuple[str, ...] = ()
 
     def uniform(self, hf: Hf) -> Hf:
         """The settings of config.json with the family's defaults, also under megarl's names."""
@@ -109,11 +129,31 @@ class Family:
         """How many layers have experts."""
         return sum(self.has_experts(hf, layer) for layer in range(hf["num_hidden_layers"]))
 
+    def is_linear(self, hf: Hf, layer: int) -> bool:
+        """Whether layer ``layer``, from 0, has a state in the place of keys and values."""
+        if self.linear is None:
+            return False
+        if types := hf.get("layer_types"):
+            return bool(types[layer] == "linear_attention")
+        return (layer + 1) % int(hf["full_attention_interval"]) != 0
+
+    def linear_layers(self, hf: Hf) -> int:
+        """How many layers have a state in the place of keys and values."""
+        return sum(self.is_linear(hf, layer) for layer in range(hf["num_hidden_layers"]))
+
+    def context_divided(self, hf: Hf) -> dict[str, int]:
+        """{setting: its value} of those that ``tensor_parallel * context_parallel`` must divide."""
+        return {} if self.linear is None else self.linear.context_divided(hf)
+
+    def _mixer(self, linear: bool) -> TokenMixer:
+        return self.linear if linear and self.linear is not None else self.attention
+
     def halves(self, hf: Hf) -> list[Half]:
         """The halves that the layers of a model are made of."""
         sparse = self.sparse_layers(hf)
         dense = [self.dense] if self.dense is not None and sparse < hf["num_hidden_layers"] else []
-        return [self.attention, *([self.feed_forward] if sparse or not dense else []), *dense]
+        linear = [self.linear] if self.linear is not None and self.linear_layers(hf) else []
+        return [self.attention, *linear, *([self.feed_forward] if sparse or not dense else []), *dense]
 
     def problems(self, hf: Hf) -> Iterator[str]:
         """Every setting for which `read_hf_config` refuses the model, as the message for the user."""
@@ -134,18 +174,22 @@ class Family:
             hidden_size=hf["hidden_size"],
             layernorm_epsilon=hf["rms_norm_eps"],
             normalization="RMSNorm",
+            layernorm_zero_centered_gamma=self.zero_centred_norms,
             add_bias_linear=False,
         )
         for half in self.halves(hf):
             settings |= half.megatron_settings(hf)
         if 0 < self.sparse_layers(hf) < hf["num_hidden_layers"]:
             settings["moe_layer_freq"] = [int(self.has_experts(hf, i)) for i in range(hf["num_hidden_layers"])]
+        if self.linear_layers(hf):
+            settings["linear_attention_freq"] = [int(self.is_linear(hf, i)) for i in range(hf["num_hidden_layers"])]
         return settings
 
     def layer_tensors(self, hf: Hf, layer: int) -> dict[str, TensorNames]:
         """The tensors of a layer, by the names that Megatron's torch-native modules give their parameters."""
         sparse = self.dense is None or self.has_experts(hf, layer)
-        return self.attention.tensors(hf) | (self.feed_forward if sparse else self.dense).tensors(hf)  # type: ignore[union-attr]
+        found = self._mixer(self.is_linear(hf, layer)).tensors(hf)
+        return found | (self.feed_forward if sparse else self.dense).tensors(hf)  # type: ignore[union-attr]
 
     def tensor_names(self, hf: Hf) -> set[str]:
         """Every tensor of the whole model, with one for each expert; a tied model has no `LM_HEAD`."""
@@ -162,18 +206,38 @@ class Family:
         """Whether a tensor is copied into every export as it is: layers that predict more tokens than the next one."""
         first = hf["num_hidden_layers"]
         extra = range(first, first + (hf.get("num_nextn_predict_layers") or 0))
-        return any(name.startswith(f"model.layers.{layer}.") for layer in extra)
+        return name.startswith((*self.copied, *(f"model.layers.{layer}." for layer in extra)))
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float = 1.0, dense: bool = False) -> Kept:
+    def kept(
+        self, hf: Hf, layout: Layout, tokens: int, imbalance: float = 1.0, dense: bool = False, linear: bool = False
+    ) -> Kept:
         """Of one layer, for a micro-batch of ``tokens``, without recompute.
 
-        dense: whether of one without experts, in a model that has both kinds.
+        dense, linear: whether of one without experts, or without keys and values, in a model that has both kinds.
         """
         norms = 4 * tokens_between(layout, tokens) * hf["hidden_size"]  # input and output of both
-        attention = self.attention.kept(hf, layout, tokens)
+        attention = self._mixer(linear).kept(hf, layout, tokens)
         half = self.dense if self.dense is not None and (dense or not hf["num_experts"]) else self.feed_forward
         feed_forward = half.kept(hf, layout, tokens, imbalance)
-        return Kept(norms + attention.elements + feed_forward.elements, attention.float32 + feed_forward.float32)
+        elements = norms + attention.elements + feed_forward.elements
+        float32 = attention.float32 + feed_forward.float32
+        if self.zero_centred_norms:  # their inputs are widened
+            elements, float32 = elements - norms / 2, float32 + norms / 2
+        return Kept(elements, float32)
+
+    def mixing_flops(self, hf: Hf, length: float) -> float:
+        """Of one sequence in all layers, projections left out."""
+        layers = range(hf["num_hidden_layers"])
+        return sum(self._mixer(self.is_linear(hf, layer)).flops(hf, length) for layer in layers)
+
+    def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
+        """What the cache of one GPU holds of a token, in all layers."""
+        layers: int = hf["num_hidden_layers"] - self.linear_layers(hf)
+        return layers * self.attention.cached_elements(hf, tensor_parallel)
+
+    def state_elements(self, hf: Hf, tensor_parallel: int) -> float:
+        """What the cache of one GPU holds of a response beside its tokens, in all layers."""
+        return 0.0 if self.linear is None else self.linear_layers(hf) * self.linear.state_elements(hf, tensor_parallel)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
 
     Beside what the file has: ``rope_theta``, ``rope_scaling_factor`` (of Llama 3, or None), ``rope_yarn`` (its
     settings, or None), ``rotary_fraction`` of a head, ``num_experts`` (None in a dense model), ``head_dim``,
-    ``dense_layers``, the number of layers without experts, and ``divided``: {setting: its value} of those that tensor
-    parallelism must divide. `UserError` for an unreadable file, an unknown family, what a family refuses and a setting
-    that is missing, also one that only the model itself needs.
+    ``dense_layers``, the number of layers without experts, ``divided``: {setting: its value} of those that tensor
+    parallelism must divide, and ``context_divided``: of those that tensor times context parallelism must divide.
+    `UserError` for an unreadable file, an unknown family, what a family refuses and a setting that is missing, also one
+    that only the model itself needs.
     """
     path = Path(model_dir) / "config.json"
     try:
@@ -50,6 +51,7 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
             raise UserError(f"{path}: {problem}")
         hf |= _rope(hf, family, path)
         hf["divided"] = family.divided(hf)
+        hf["context_divided"] = family.context_divided(hf)
         hf["dense_layers"] = hf["num_hidden_layers"] - family.sparse_layers(hf)
         family.megatron_settings(hf)  # reads what only the model itself needs, here and not first in a process
         for name in ("vocab_size", "max_position_embeddings"):

@@ -16,12 +16,13 @@ class TensorNames:
         for its number.
     split: the dimension of each tensor that tensor parallelism splits; None: every rank has all of it.
     packing: "rows": the tensors have equally many rows and stand one below another. "query_groups": query, key and
-        value of the first group of query heads, then those of the next.
+        value of the first group of query heads, then those of the next. "gated_query_groups": the same, and each head
+        of the first tensor is a query and the gate of its output; in the parameter a group's gates follow its queries.
     """
 
     names: tuple[str, ...]
     split: int | None = None
-    packing: Literal["rows", "query_groups"] = "rows"
+    packing: Literal["rows", "query_groups", "gated_query_groups"] = "rows"
 
 
 OUTSIDE_LAYERS = {  # by Megatron's name

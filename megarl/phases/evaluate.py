@@ -19,12 +19,12 @@ from megarl.phases.scoring import SeededPrompt
 from megarl.recipe.tables import Suite
 from megarl.rewards.answers import COMPARED, answer_of
 from megarl.rollout.engine import never
+from megarl.storage import tensorboard_events, trackers
 from megarl.storage.evaluations import Answered
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
-from megarl.storage.tensorboard_events import log_evaluation
 
-SHOWN = 4  # prompts of an evaluation that TensorBoard shows, each with a response
+SHOWN = 4  # prompts of an evaluation that TensorBoard and trackers show, each with a response
 _EVALUATION_SEED = 1 << 40  # apart from the seeds of training responses, which are group ids
 
 
@@ -190,8 +190,10 @@ class _Evaluation:
             generate_seconds=generated,
             seconds=round(time.monotonic() - start, 3),
         )
-        if stage.run.recipe.run.tensorboard:
-            log_evaluation(stage.run.root, suite.name, self.version, result, self._samples())
+        table, of = stage.run.recipe.run, (suite.name, self.version, result)
+        if table.tensorboard:
+            tensorboard_events.log_evaluation(stage.run.root, *of, self._samples())
+        trackers.log_evaluation(stage.run.root, table, *of, self._samples())
 
     def _samples(self) -> Iterator[tuple[str, str]]:
         """Of the first prompts, each with its first response."""

@@ -10,6 +10,7 @@ from megarl.actor.optimizer import gather_parameters
 from megarl.actor.step import Actor
 from megarl.beats import beat
 from megarl.errors import UserError
+from megarl.phases.updates import weights_of
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.policies import check_policy
 from megarl.storage.requests import read_request, write_answer
@@ -20,7 +21,7 @@ def export(stage: Stage) -> None:
     """Make ``output`` of the request the policy after ``update`` updates of the stage."""
     request = read_request(stage.run.root)
     device = parallel.initialize(stage.run.recipe)
-    actor = Actor.build(stage.run.recipe, stage.policy, device, load=False)
+    actor = Actor.build(stage.run.recipe, weights_of(stage), device, load=False)
     load_policy(actor, stage, request["update"])
     write_policy(actor, stage, request["update"], Path(request["output"]))
     write_answer(stage.run.root, [])
@@ -34,7 +35,7 @@ def load_policy(actor: Actor, stage: Stage, updates: int) -> None:
         if damage := checkpoint.verify(path):
             raise UserError(f"{path} is damaged: {damage}")
         checkpoint.load(actor, path)
-    else:  # the beginning of the stage, or its end, whose checkpoints are gone
+    else:  # the beginning of the stage, or its end, whose checkpoints are gone; new adapters add nothing to it
         policy = stage.next.policy if updates else stage.policy
         check_policy(policy, "Restore it from a copy")
         hf.load_hf(actor.models, policy)

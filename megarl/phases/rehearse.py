@@ -47,7 +47,7 @@ def _trial(stage: Stage) -> Stage:
     """A stage of one update in a run directory of its own, which begins with the policy of ``stage``. Collective."""
     root, before = stage.run.rehearsal, stage.run.recipe
     schedule = ScheduleTable(stages=1, updates_per_stage=1, prompts_per_update=before.schedule.prompts_per_update)
-    table = before.run.model_copy(update={"tensorboard": False, "wandb": False})
+    table = before.run.model_copy(update={"tensorboard": False, "wandb": False, "mlflow": False})
     recipe = before.model_copy(update={"schedule": schedule, "stages": {}, "run": table})
     trial = RunDir(root, recipe).stage(0)
     if dist.get_rank() == 0:
@@ -135,7 +135,8 @@ def read_back(actor: Actor, path: Path) -> None:
 def _state(actor: Actor) -> Iterator[tuple[str, torch.Tensor]]:
     for index, model in enumerate(actor.models):
         for name, parameter in model.named_parameters():
-            yield f"{name} of chunk {index}", parameter
+            if parameter.requires_grad:  # what is frozen beside adapters is in no checkpoint
+                yield f"{name} of chunk {index}", parameter
     for index, part in enumerate(distributed_optimizers(actor.optimizer)):
         for parameter, tensors in enumerate(part.optimizer.state.values()):
             for name, tensor in tensors.items():

@@ -52,9 +52,14 @@ def build_actor(stage: Stage, device: torch.device, start: Start) -> Actor:
     Weights that `resume` is going to replace are not read.
     """
     beat("loading of the model", stage.policy.name)
-    actor = Actor.build(stage.run.recipe, stage.policy, device, load=start.checkpoint is None)
+    actor = Actor.build(stage.run.recipe, weights_of(stage), device, load=start.checkpoint is None)
     actor.frozen = frozen_policies(_objective(stage.run), stage)
     return actor
+
+
+def weights_of(stage: Stage) -> Path:
+    """The policy whose weights an actor of the stage has before a checkpoint: with adapters what they stand beside."""
+    return stage.policy if stage.run.recipe.actor.lora is None else stage.run.stage(0).policy
 
 
 def frozen_policies(objective: Objective | WithOptions, stage: Stage) -> list[FrozenPolicy]:

@@ -58,6 +58,7 @@ LAYOUT_SETTINGS = (
     "run.stall_seconds",
     "run.tensorboard",
     "run.wandb",
+    "run.mlflow",
 )
 _STAGE_LAYOUT = re.compile(r"stages\.\d+\.(workers|tensor_parallel|memory_fraction)")
 # cost of changing a factor in the search for the nearest layout: these cut every layer, the others only experts
@@ -99,6 +100,10 @@ class Layout:
         for key, size in hf["divided"].items():
             if size % self.tensor_parallel:
                 yield f"tensor_parallel = {self.tensor_parallel} does not divide the model's {key} = {size}"
+        heads = self.tensor_parallel * self.context_parallel
+        for key, size in hf["context_divided"].items():
+            if size % heads and not size % self.tensor_parallel:
+                yield f"tensor_parallel * context_parallel = {heads} does not divide the model's {key} = {size}"
         stages = self.pipeline_parallel * self.virtual_stages
         if hf["num_hidden_layers"] % stages:
             times = " * virtual_pipeline_model_parallel_size" if self.virtual_stages > 1 else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypeVar, get_args
 
 import tomli_w
@@ -237,6 +238,8 @@ def _unknown(loc: tuple[Any, ...], table: Any) -> str:
     for part in loc[:-1]:
         inside = get_args(table)  # of a list or dict of tables
         table = next(t for t in inside if hasattr(t, "model_fields")) if inside else table.model_fields[part].annotation
+        if isinstance(table, UnionType):  # a table that may be left out
+            table = next(t for t in get_args(table) if hasattr(t, "model_fields"))
     known = list(table.model_fields)
     places = _places(str(loc[-1])) if of_recipe and len(loc) < 3 else []
     elsewhere = [place for place in places if place.endswith(f".{loc[-1]}")]

@@ -19,6 +19,7 @@ from megarl.recipe.data_table import SourceTable
 from megarl.recipe.eval_table import EvalTable as EvalTable
 from megarl.recipe.eval_table import Suite as Suite
 from megarl.recipe.eval_table import make_suites
+from megarl.recipe.lora_table import LoraTable as LoraTable
 from megarl.recipe.megatron import CONFIGS
 from megarl.recipe.megatron import problems as megatron_problems
 from megarl.recipe.optimizer_table import OptimizerTable as OptimizerTable
@@ -137,6 +138,7 @@ class ActorTable(Table):
     max_skipped_updates: int = Field(0, ge=0)  # of the whole run; more non-finite updates than this stop it
     keep_checkpoints: int = Field(2, ge=1)  # of a stage; older ones are removed
     keep_stages: int | None = Field(None, ge=1)  # finished stages whose checkpoints are kept; default: all
+    lora: LoraTable | None = None  # train low-rank adapters instead of the model's weights (docs/scale.md)
 
     @property
     def layer_kind(self) -> Literal["torch", "transformer_engine"]:
@@ -169,6 +171,7 @@ class RunTable(Table):
     stall_seconds: float = Field(600.0, gt=0, le=10**7)
     tensorboard: bool = True
     wandb: bool = False
+    mlflow: bool = False
     rehearse: bool = True  # on GPUs, before the first rollouts: an update on synthetic responses, export, checkpoint
 
 

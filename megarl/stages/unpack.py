@@ -125,7 +125,7 @@ def _recipe(manifest: Manifest, folder: Path, final: Path, overrides: Overrides)
         tables[table] = replaced(tables.get(table, {}), names)
     tables["rollout"] = without_machine(tables.get("rollout", {}))
     tables["reward"] = without_others(tables.get("reward", {}))
-    tables["run"] = tables.get("run", {}) | {"wandb": False}
+    tables["run"] = tables.get("run", {}) | {"wandb": False, "mlflow": False}
     tables.pop("stages", None)
     apply_overrides(tables, overrides)
     try:

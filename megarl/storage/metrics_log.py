@@ -1,4 +1,4 @@
-"""metrics.jsonl: one object an update, each update exactly once, also after a kill. Copies go to TensorBoard, W&B.
+"""metrics.jsonl: one object an update, each update exactly once, also after a kill. Copies go elsewhere too.
 
 Every checkpoint says how long the file was when it was taken, with a checksum of all its lines, and has a copy of those
 of its stage. So whatever happens to the file is noticed, and mended as long as the checkpoints are there.
@@ -19,6 +19,7 @@ from megarl.recipe.tables import RunTable
 from megarl.storage.files import disk_errors
 from megarl.storage.json_lines import append_line
 from megarl.storage.learning import LearningWatch
+from megarl.storage.trackers import open_trackers
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ class MetricsWriter:
         self.sinks: list[Any] = [LearningWatch(path.with_name("events.jsonl"))]
         if run.tensorboard:
             self.sinks.append(_TensorBoard(path.parent / "tensorboard", update + 1))
-        if run.wandb:
-            self.sinks.append(_Wandb(path.parent))
+        self.sinks += open_trackers(path.parent, run)
 
     @property
     def lines(self) -> bytes:
@@ -119,16 +119,3 @@ class _TensorBoard:
 
     def close(self) -> None:
         self.writer.close()
-
-
-class _Wandb:
-    def __init__(self, run_dir: Path) -> None:
-        import wandb
-
-        self.run = wandb.init(project="megarl", dir=str(run_dir), name=run_dir.name, id=run_dir.name, resume="allow")
-
-    def append(self, record: dict[str, Any]) -> None:
-        self.run.log(record, step=record["update"])
-
-    def close(self) -> None:
-        self.run.finish()

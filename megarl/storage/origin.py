@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megarl.errors import UserError
+from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import read_checked, write_checked
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.run_dir import RunDir
@@ -41,6 +42,15 @@ def result_of(root: Path) -> tuple[Path, Path]:
         what = run.final if not run.final.exists() else f"the last checkpoint of {last.checkpoints}"
         raise UserError(f"--continue-from {root}: {what} is not there, so that run is not finished, or let go of it")
     return run.final, path
+
+
+def check_weights(before: Recipe, after: Recipe) -> None:
+    """`UserError` where --continue-from would take an optimizer of adapters, or give one to adapters."""
+    if before.actor.lora is not None or after.actor.lora is not None:
+        raise UserError(
+            "--continue-from: with [actor.lora], in either run, the optimizer is of adapters, which the result has in "
+            'its weights already. [model] path = "RUN/final" begins a run with that result, and an optimizer of its own'
+        )
 
 
 def link_start(run: RunDir, checkpoint: Path) -> None:

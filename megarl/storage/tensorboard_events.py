@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-NUMBERS = ("accuracy", "maj_at_k", "truncated_fraction", "response_tokens")  # of those that an evaluation has
+NUMBERS = ("accuracy", "pass_at_k", "maj_at_k")  # of those that an evaluation has
 LONGEST = 2000  # characters of a sample
 
 
@@ -23,12 +23,17 @@ def log_evaluation(
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    numbers = {name: result[name] for name in NUMBERS if isinstance(result.get(name), int | float)}
-    values = [Summary.Value(tag=f"evaluation/{suite}/{name}", simple_value=value) for name, value in numbers.items()]
+    numbers = numbers_of(result).items()
+    values = [Summary.Value(tag=f"evaluation/{suite}/{name}", simple_value=value) for name, value in numbers]
     values.append(_text(f"samples/{suite}", [_markdown(*sample) for sample in samples]))
     writer = EventFileWriter(str(root / "tensorboard"), filename_suffix=".evaluation")
     writer.add_event(Event(wall_time=time.time(), step=update, summary=Summary(value=values)))
     writer.close()
+
+
+def numbers_of(result: dict[str, Any]) -> dict[str, float]:
+    """Those of an evaluation that are logged elsewhere too, as far as it has them."""
+    return {name: result[name] for name in NUMBERS if isinstance(result.get(name), int | float)}
 
 
 def _text(tag: str, texts: list[str]) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.errors import PhaseFailed, UserError
@@ -17,15 +20,29 @@ from megarl.sweep.results import as_records, read_made, rows, runs_csv, table_cs
 from megarl.sweep.workers import Outcome, Workers
 
 
-def describe(path: Path, output: Path, jobs: int) -> str:
-    """What `sweep` would do: every run, its settings and whether it is made, and how long the rest takes."""
+def describe(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
+    """What `sweep` would do: every run, its settings and whether it is made, and how long the rest takes.
+
+    as_json: a list of the runs.
+    """
     plan = make_plan(load_sweep(path), output)
+    if as_json:
+        return json.dumps([_record(job) for job in plan.all])
     lines = [_count(plan), *filter(None, [remaining(plan, jobs)])]
     for job in plan.all:
-        state = "done" if job.is_done() else "begun" if (job.directory / "recipe.toml").exists() else "to do"
         settings = job.point.settings if job.point else ()
-        lines.append(f"  {state:5}  {job.name}  {' '.join(_setting(*setting) for setting in settings)}".rstrip())
+        lines.append(f"  {_state(job):5}  {job.name}  {' '.join(_setting(*setting) for setting in settings)}".rstrip())
     return "\n".join(lines)
+
+
+def _record(job: Job) -> dict[str, object]:
+    settings = dict(job.point.settings) if job.point else {}
+    place = {"run": job.name, "directory": str(job.directory), "replicate": job.replicate}
+    return place | {"state": _state(job), "updates": updates_of(job), "settings": settings}
+
+
+def _state(job: Job) -> str:
+    return "done" if job.is_done() else "begun" if (job.directory / "recipe.toml").exists() else "to do"
 
 
 def _setting(name: str, value: object) -> str:
@@ -54,11 +71,12 @@ def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
         with Workers(jobs, plan.output / "logs") as workers:
             _check(workers, missing)
             _make(workers, missing, failed)
-    made = read_made(plan)
-    found = rows(plan, made)
-    write_atomic(plan.output / "runs.csv", runs_csv(plan, made))
-    write_atomic(plan.output / "table.csv", table_csv(plan, found))
-    write_figure(plan, found, plan.output / "figure.html")
+    with _alone(plan.output):  # of several at once, the last to write has all that any of them made
+        made = read_made(plan)
+        found = rows(plan, made)
+        write_atomic(plan.output / "runs.csv", runs_csv(plan, made))
+        write_atomic(plan.output / "table.csv", table_csv(plan, found))
+        write_figure(plan, found, plan.output / "figure.html")
     _say(f"wrote runs.csv, table.csv and figure.html to {plan.output}")
     if failed:
         print(table_text(plan, found))
@@ -67,6 +85,14 @@ def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
         mistakes = all(outcome.kind == "mistake" for _, outcome in failed)
         raise (UserError if mistakes else PhaseFailed)("\n".join(lines))
     return json.dumps(as_records(found)) if as_json else table_text(plan, found)
+
+
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """No other sweep of this directory is here at the same time."""
+    with open(directory / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _say(line: str) -> None:

@@ -7,14 +7,43 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import IO, Any
 
 from megarl.errors import UserError
 from megarl.recipe.layout import Layout
 from megarl.recipe.load import dump_recipe, override_recipe
 from megarl.recipe.tables import Recipe
-from megarl.views.sizes import StageCensus
+
+
+@dataclass(frozen=True)
+class StageCensus:
+    """Parameters on the fullest rank of a pipeline stage, as Megatron builds it (`megarl.actor.census`)."""
+
+    layers: int
+    dense: int
+    expert: int
+    dense_layers: int = 0  # of ``layers``, those that lack the experts which others have
+    linear_layers: int = 0  # of ``layers``, those that have a state in the place of keys and values
+    dense_adapters: int = 0  # of ``[actor.lora]``: beside these weights, which are then frozen
+    expert_adapters: int = 0
+
+    @property
+    def adapters(self) -> int:
+        return self.dense_adapters + self.expert_adapters
+
+    @property
+    def trained_dense(self) -> int:
+        """Those with gradients and an optimizer, outside experts."""
+        return self.dense_adapters if self.adapters else self.dense
+
+    @property
+    def trained_expert(self) -> int:
+        return self.expert_adapters if self.adapters else self.expert
+
+    @property
+    def trained(self) -> int:
+        return self.trained_dense + self.trained_expert
 
 
 class Census:
@@ -37,7 +66,8 @@ class Census:
     def count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
         """Parameters of each pipeline stage."""
         layout = asdict(Layout.of(recipe, ranks))
-        asked = json.dumps([hf, layout, recipe.megatron])  # all on which the numbers depend
+        adapters = recipe.actor.lora and recipe.actor.lora.model_dump()
+        asked = json.dumps([hf, layout, recipe.megatron, adapters])  # all on which the numbers depend
         if asked not in self._counted:
             self._counted[asked] = self._count(hf, recipe, ranks)
         return self._counted[asked]

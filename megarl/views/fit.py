@@ -10,15 +10,16 @@ from pathlib import Path
 
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
+from megarl.models.lora import check_lora
 from megarl.recipe.layout import Layout, check_layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.optimizer import check_optimizer
 from megarl.recipe.tables import Recipe
 from megarl.views import sizes
 from megarl.views.assumptions import GIB, Assumptions
-from megarl.views.census import Census
+from megarl.views.census import Census, StageCensus
 from megarl.views.plan import Plan
-from megarl.views.sizes import GPUS, StageCensus
+from megarl.views.sizes import GPUS
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def make_plan(
         raise UserError(f"neither {recipe.model.path} nor {config} has the config.json of the model")
     hf = read_hf_config(config)
     check_layout(recipe, hf, nodes)
+    check_lora(recipe, hf)
     check_optimizer(recipe, here=False)
     with Census() as census:
         plan = Plan.of(recipe, hf, nodes, gpu, census, assume=assume, hbm=hbm and hbm * GIB)
@@ -91,7 +93,13 @@ def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
         # a rank holds at least an even share of the parameters: where that does not fit, nothing need be counted
         pipeline, split = layout.pipeline_parallel, layout.expert_parallel * layout.expert_tensor_parallel
         dense, expert = plan.whole.dense // layout.tensor_parallel, plan.whole.expert // split
-        least = StageCensus(plan.whole.layers // pipeline, dense // pipeline, expert // pipeline)
+        least = StageCensus(
+            plan.whole.layers // pipeline,
+            dense // pipeline,
+            expert // pipeline,
+            dense_adapters=plan.whole.dense_adapters // (layout.tensor_parallel * pipeline),
+            expert_adapters=plan.whole.expert_adapters // (split * pipeline),
+        )
         if replace(plan, recipe=recipe, layout=layout, stages=[least] * pipeline).optimize_misfit():
             continue
         if Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, census, plan.whole, plan.assume, plan.hbm).misfit() is None:
@@ -123,7 +131,8 @@ def _rollout_that_fits(plan: Plan) -> list[str] | None:
 def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
     """Changes of ``[actor]`` to each valid layout, the least divided first.
 
-    All layouts with the recipe's other settings come first, then with full recompute, then with smaller micro-batches.
+    All layouts with the recipe's other settings come first, then with full recompute, then with smaller micro-batches,
+    then with the optimizer on the host too, and then with gradients in bfloat16.
     """
     ranks, table, names = plan.layout.ranks, plan.recipe.actor, ("tensor", "pipeline", "expert", "expert_tensor")
     found = []
@@ -136,10 +145,25 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
     budget, least = table.tokens_per_micro_batch, sizes.longest_sequence(plan.recipe)
     full = [] if table.recompute == "full" else ["actor.recompute=full"]
     steps = [[], *([full] if full else []), *([[*full, _budget(least)]] if least < budget else [])]
+    for setting, changes in _LESS_MEMORY.items():
+        section, _, key = setting.partition(".")
+        if plan.recipe.actor.lora is None and key not in getattr(plan.recipe, section):
+            steps.append([*steps[-1], *changes])
     for settings in steps:
         for layout in found:
             changes = [f"actor.{name}_parallel={getattr(layout, f'{name}_parallel')}" for name in names]
             yield [*changes, *settings], layout
+
+
+# settings of Megatron that take less memory, unless the recipe says something of them
+_LESS_MEMORY = {
+    "megatron_optimizer.use_precision_aware_optimizer": [
+        "megatron_optimizer.use_precision_aware_optimizer=true",
+        "megatron_optimizer.optimizer_cpu_offload=true",
+        "megatron_optimizer.optimizer_offload_fraction=1.0",
+    ],
+    "megatron_ddp.grad_reduce_in_fp32": ["megatron_ddp.grad_reduce_in_fp32=false"],
+}
 
 
 def _budget(tokens: int) -> str:

@@ -14,8 +14,8 @@ from megarl.recipe.optimizer import OptimizerBytes
 from megarl.recipe.tables import Recipe
 from megarl.views import sizes
 from megarl.views.assumptions import GIB, Assumptions
-from megarl.views.census import Census
-from megarl.views.sizes import GPUS, Gpu, StageCensus
+from megarl.views.census import Census, StageCensus
+from megarl.views.sizes import GPUS, Gpu
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Plan:
                 "kv_tokens": self.kv_tokens,
             },
             "optimize": {"bytes": self.optimize, "usable_bytes": self.usable, "host_bytes": self.optimizer_on_host},
-            "disk_bytes": sizes.disk_bytes(self.hf, self.recipe, self.parameters, self.assume),
+            "disk_bytes": self.disk,
             "stage_seconds": self.seconds,
             "run_seconds": self.stage_seconds * self.recipe.schedule.stages,
             "assumed": asdict(self.assume) | {"hbm_bytes": self.device.memory},
@@ -219,7 +219,8 @@ class Plan:
         for number, stage in enumerate(self.stages):
             count = f"{(stage.dense + stage.expert) / 1e6:.1f} M parameters a rank"
             experts = f", {stage.expert / 1e6:.1f} M of them experts" if stage.expert else ""
-            yield f"  pipeline stage {number}: {stage.layers} layers, {count}{experts}"
+            adapters = f", and {stage.adapters / 1e6:.1f} M of adapters" if stage.adapters else ""
+            yield f"  pipeline stage {number}: {stage.layers} layers, {count}{experts}{adapters}"
 
     def _memory(self) -> Iterator[str]:
         table = self.recipe.rollout
@@ -258,7 +259,7 @@ class Plan:
 
     def _disk(self) -> Iterator[str]:
         yield "disk, GiB"
-        for name, size in sizes.disk_bytes(self.hf, self.recipe, self.parameters, self.assume).items():
+        for name, size in self.disk.items():
             yield _row(name, size)
 
     @property
@@ -267,11 +268,15 @@ class Plan:
         return sizes.optimize_seconds(self.hf, recipe, self.layout, self.parameters, passes, self.device, self.assume)
 
     @cached_property
+    def disk(self) -> dict[str, float]:
+        """Bytes of what a run keeps."""
+        return sizes.disk_bytes(self.hf, self.recipe, self.parameters, self.assume, self.whole.trained)
+
+    @cached_property
     def seconds(self) -> dict[str, float]:
         """Estimated seconds of each part of a stage."""
         recipe, gpu, assume = self.recipe, self.device, self.assume
-        update, updates = self.update_seconds, recipe.schedule.updates_per_stage
-        disk = sizes.disk_bytes(self.hf, recipe, self.parameters, assume)
+        update, updates, disk = self.update_seconds, recipe.schedule.updates_per_stage, self.disk
         checkpoints = math.ceil(updates / recipe.actor.checkpoint_every)
         replicas = self.nodes * recipe.rollout.workers
         versions = sizes.versions_of_stage(recipe)

@@ -149,8 +149,7 @@ class Simulation:
 
     @property
     def checkpoint(self) -> float:
-        disk = sizes.disk_bytes(self.plan.hf, self.plan.recipe, self.plan.parameters, self.plan.assume)
-        return disk["one checkpoint"] / self.plan.assume.storage
+        return self.plan.disk["one checkpoint"] / self.plan.assume.storage
 
     def batch(self, rng: np.random.Generator, updates: int) -> np.ndarray:
         """[replicas, responses] lengths of what so many updates train; replicas share them as evenly as can be."""

@@ -17,6 +17,7 @@ from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import expert_type
 from megarl.views.assumptions import GIB as GIB
 from megarl.views.assumptions import Assumptions as Assumptions
+from megarl.views.census import StageCensus
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,6 @@ GPUS = {
 }
 
 
-@dataclass(frozen=True)
-class StageCensus:
-    """Parameters on the fullest rank of a pipeline stage, as Megatron builds it (`megarl.actor.census`)."""
-
-    layers: int
-    dense: int
-    expert: int
-    dense_layers: int = 0  # of ``layers``, those that lack the experts which others have
-
-
 def data_parallel(layout: Layout) -> int:
     """Replicas of the weights outside experts."""
     return layout.ranks // (layout.tensor_parallel * layout.pipeline_parallel * layout.context_parallel)
@@ -56,14 +47,38 @@ def expert_data_parallel(layout: Layout) -> int:
 
 
 def layer_activation_bytes(
-    hf: dict[str, Any], layout: Layout, tokens: int, imbalance: float = 1.0, width: int = 2, dense: bool = False
+    hf: dict[str, Any],
+    layout: Layout,
+    tokens: int,
+    imbalance: float = 1.0,
+    width: int = 2,
+    dense: bool = False,
+    linear: bool = False,
 ) -> float:
     """What one layer keeps for the backward pass of a micro-batch of ``tokens``, on one rank, without recompute.
 
-    width: bytes of an activation; dense: whether of a layer that lacks the experts which others have.
+    width: bytes of an activation; dense: whether of a layer that lacks the experts which others have; linear: whether
+    of one that has a state in the place of keys and values.
     """
-    kept = family_of(hf).kept(hf, layout, tokens, imbalance, dense)
+    kept = family_of(hf).kept(hf, layout, tokens, imbalance, dense, linear)
     return width * kept.elements + 4 * kept.float32
+
+
+def stage_activation_bytes(
+    hf: dict[str, Any], layout: Layout, tokens: int, census: StageCensus, imbalance: float
+) -> tuple[float, float]:
+    """What all layers of a pipeline stage keep of a micro-batch, without recompute, and the largest of them."""
+
+    def of_kind(dense: bool, linear: bool) -> float:
+        return layer_activation_bytes(hf, layout, tokens, imbalance, dense=dense, linear=linear)
+
+    def kinds(count: int) -> list[bool]:
+        return [*([False] if count < census.layers else []), *([True] if count else [])]
+
+    usual = of_kind(False, False)
+    kept = census.layers * usual + census.dense_layers * (of_kind(True, False) - usual)
+    kept += census.linear_layers * (of_kind(False, True) - usual)
+    return kept, max(of_kind(d, n) for d in kinds(census.dense_layers) for n in kinds(census.linear_layers))
 
 
 def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
@@ -87,22 +102,20 @@ def optimize_memory(
     """Bytes on one GPU of a pipeline stage at the peak of an update, by what holds them."""
     tokens = micro_batch_tokens(recipe)
     parameters = census.dense + census.expert
-    sparse = layer_activation_bytes(hf, layout, tokens, assume.expert_imbalance)
-    dense = layer_activation_bytes(hf, layout, tokens, dense=True)
-    layer = max(sparse if census.dense_layers < census.layers else 0, dense if census.dense_layers else 0)
+    kept, layer = stage_activation_bytes(hf, layout, tokens, census, assume.expert_imbalance)
     in_flight = micro_batches_in_flight(layout, stage, micro_batches_per_rank(recipe, layout, assume))
-    head = head_bytes(hf, layout, tokens, gpu) if stage == layout.pipeline_parallel - 1 else 0.0
-    kept = (census.layers - census.dense_layers) * sparse + census.dense_layers * dense
+    last = stage == layout.pipeline_parallel - 1
+    head = head_bytes(hf, layout, tokens, gpu, frozen=bool(census.adapters)) if last else 0.0
     if recompute := recipe.actor.recompute == "full":
         kept = census.layers * 2 * tokens / (layout.context_parallel * layout.tensor_parallel) * hf["hidden_size"]
     wide = recipe.megatron_ddp.get("grad_reduce_in_fp32", True)
     items = {
-        "weights, bf16": 2.0 * parameters,
-        f"gradients, {'fp32' if wide else 'bf16'}": (4.0 if wide else 2.0) * parameters,
+        "weights, bf16": 2.0 * (parameters + census.adapters),
+        f"gradients, {'fp32' if wide else 'bf16'}": (4.0 if wide else 2.0) * census.trained,
         "optimizer, fp32 master and two moments": OptimizerBytes.of(recipe).gpu * owned_parameters(layout, census),
         "frozen policies, bf16": 2.0 * parameters * frozen,
         # beside what all layers keep, the one in its backward pass holds the gradients of its activations, and under
-        # recompute these activations again
+        # recompute these activations again; with adapters too, which keep what frozen matrices do not
         "activations": in_flight * kept + (2 if recompute else 1) * layer,
         "log-probs, chunked, and the head's gradient": head,
     }
@@ -111,20 +124,22 @@ def optimize_memory(
 
 def owned_parameters(layout: Layout, census: StageCensus) -> float:
     """Whose optimizer a rank has."""
-    dense = census.dense / (data_parallel(layout) * layout.context_parallel)
-    return dense + census.expert / expert_data_parallel(layout)
+    dense = census.trained_dense / (data_parallel(layout) * layout.context_parallel)
+    return dense + census.trained_expert / expert_data_parallel(layout)
 
 
-def head_bytes(hf: dict[str, Any], layout: Layout, tokens: int, gpu: Gpu) -> float:
+def head_bytes(hf: dict[str, Any], layout: Layout, tokens: int, gpu: Gpu, frozen: bool = False) -> float:
     """Bytes of `kernels.linear_logprob` with backend torch, in its backward pass on the last pipeline stage.
 
     Of a chunk of tokens: logits in float32, their exponentials in float32 and their gradient in bf16. Of the head: its
-    gradient in float32 and in bf16. Of the trained tokens: hidden states, gathered, and their gradient.
+    gradient in float32 and in bf16, unless it is frozen. Of the trained tokens: hidden states, gathered, and their
+    gradient.
     """
     rows = math.ceil(hf["vocab_size"] / layout.tensor_parallel)
     tokens //= layout.context_parallel
     chunk = min(gpu.memory / 64, 4 * tokens * rows)  # kernels.linear_logprob.buffer_bytes
-    return 2.5 * chunk + (4 + 2) * rows * hf["hidden_size"] + 3 * 2 * tokens * hf["hidden_size"]
+    of_head = 0 if frozen else (4 + 2) * rows * hf["hidden_size"]
+    return 2.5 * chunk + of_head + 3 * 2 * tokens * hf["hidden_size"]
 
 
 def micro_batch_tokens(recipe: Recipe) -> int:
@@ -155,7 +170,12 @@ def micro_batches_per_rank(recipe: Recipe, layout: Layout, assume: Assumptions) 
 
 def kv_bytes_per_token(hf: dict[str, Any], tensor_parallel: int) -> int:
     """bf16 keys and values of all layers on one GPU."""
-    return 2 * int(hf["num_hidden_layers"]) * family_of(hf).attention.cached_elements(hf, tensor_parallel)
+    return 2 * family_of(hf).cached_elements(hf, tensor_parallel)
+
+
+def state_bytes(hf: dict[str, Any], tensor_parallel: int) -> float:
+    """bf16 states of a running response on one GPU, in layers that have no keys and values."""
+    return 2 * family_of(hf).state_elements(hf, tensor_parallel)
 
 
 def rollout_memory(
@@ -207,9 +227,8 @@ def _expert_parameters(hf: dict[str, Any]) -> int:
 
 
 def forward_flops(hf: dict[str, Any], active: int, length: float) -> float:
-    """Of one sequence of ``length`` tokens: two for each active weight and token, and causal attention."""
-    attention: float = hf["num_hidden_layers"] * family_of(hf).attention.flops(hf, length)
-    return 2 * active * length + attention
+    """Of one sequence of ``length`` tokens: two for each active weight and token, and attention."""
+    return 2 * active * length + family_of(hf).mixing_flops(hf, length)
 
 
 def optimize_seconds(
@@ -221,8 +240,11 @@ def optimize_seconds(
     gpu: Gpu,
     assume: Assumptions,
 ) -> float:
-    """Of one update: forward, backward, recompute and forward-only passes, with the pipeline's bubble."""
-    passes = 3 + (recipe.actor.recompute == "full") + extra_passes
+    """Of one update: forward, backward, recompute and forward-only passes, with the pipeline's bubble.
+
+    Frozen weights have half a backward pass, without their gradients; the arithmetic of adapters is left out.
+    """
+    passes = (3 if recipe.actor.lora is None else 2) + (recipe.actor.recompute == "full") + extra_passes
     one = forward_flops(hf, active_parameters(hf, parameters), mean_sequence(recipe, assume))
     micro = micro_batches_per_rank(recipe, layout, assume)
     bubble = 1 + (layout.pipeline_parallel - 1) / layout.virtual_stages / micro
@@ -268,7 +290,8 @@ def responses_that_fit(
 ) -> float:
     """Responses of so many tokens in the cache of a replica."""
     cache = rollout_memory(hf, recipe, parameters, gpu, assume)["KV cache"]
-    return cache / (tokens * kv_bytes_per_token(hf, recipe.rollout.tensor_parallel))
+    tensor = recipe.rollout.tensor_parallel
+    return cache / (tokens * kv_bytes_per_token(hf, tensor) + state_bytes(hf, tensor))
 
 
 def versions_of_stage(recipe: Recipe) -> int:
@@ -314,8 +337,8 @@ def decode_step_seconds(
     """Of a replica that generates a token of each of ``running`` responses."""
     tensor = recipe.rollout.tensor_parallel
     held = cached_tokens(recipe, assume)
-    per_token = kv_bytes_per_token(hf, tensor)
-    read = 2 * touched_parameters(hf, parameters, running) / tensor + running * held * per_token
+    cached = held * kv_bytes_per_token(hf, tensor) + state_bytes(hf, tensor)
+    read = 2 * touched_parameters(hf, parameters, running) / tensor + running * cached
     work = 2 * active_parameters(hf, parameters) * running / tensor
     return max(read / gpu.bandwidth, work / gpu.flops) / assume.decode_efficiency
 
@@ -328,15 +351,20 @@ def touched_parameters(hf: dict[str, Any], parameters: int, tokens: float) -> fl
     return parameters - _expert_parameters(hf) * hf["num_experts"] * idle
 
 
-def disk_bytes(hf: dict[str, Any], recipe: Recipe, parameters: int, assume: Assumptions) -> dict[str, float]:
-    """What a run keeps, by kind. A response is stored as int32 tokens, float32 log-probs and, for replay, experts."""
+def disk_bytes(
+    hf: dict[str, Any], recipe: Recipe, parameters: int, assume: Assumptions, trained: int | None = None
+) -> dict[str, float]:
+    """What a run keeps, by kind. A response is stored as int32 tokens, float32 log-probs and, for replay, experts.
+
+    trained: parameters that checkpoints have; default: all.
+    """
     schedule, rollout = recipe.schedule, recipe.rollout
     responses = recipe.candidates_per_stage * rollout.responses_per_prompt
     mean = mean_sequence(recipe, assume) * 4 + assume.mean_response * rollout.max_response_tokens * 4
     if recipe.actor.routing_replay == "engine":
         width = expert_type(hf["num_experts"]).itemsize
         mean += mean_sequence(recipe, assume) * hf["num_hidden_layers"] * hf["num_experts_per_tok"] * width
-    checkpoint = (2.0 + OptimizerBytes.of(recipe).checkpoint) * parameters
+    checkpoint = (2.0 + OptimizerBytes.of(recipe).checkpoint) * (parameters if trained is None else trained)
     stages = min(schedule.stages, (recipe.actor.keep_stages or schedule.stages) + 1)  # finished ones and the current
     published = {}
     if schedule.kind == "live":  # versions that engines may still need

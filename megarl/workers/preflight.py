@@ -15,6 +15,7 @@ from megarl.data.prompts import check_data
 from megarl.errors import PhaseFailed, UserError
 from megarl.models import family_of
 from megarl.models.hf_config import read_hf_config
+from megarl.models.lora import check_lora
 from megarl.objectives import build_objective
 from megarl.phases.entry import ERROR_FILE
 from megarl.recipe.layout import check_layout
@@ -23,6 +24,7 @@ from megarl.recipe.optimizer import check_optimizer
 from megarl.recipe.tables import ActorTable, Recipe
 from megarl.rewards.parts import check_reward
 from megarl.rollout import check_engine
+from megarl.storage.trackers import check_trackers
 from megarl.storage.weights import weight_files
 from megarl.workers.processes import Starter
 
@@ -69,9 +71,9 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
             'rollout.token_budget, several do: use "engine" or "none", or [schedule] kind = "staged" without a '
             "token_budget"
         )
-    if recipe.run.wandb and importlib.util.find_spec("wandb") is None:
-        raise UserError("[run] wandb = true, but wandb is not installed: pip install wandb")
+    check_trackers(recipe.run)
     check_layout(recipe, hf, nodes if optimizes else None)
+    check_lora(recipe, hf)
 
 
 def check_layers(recipe: Recipe, hf: dict[str, Any]) -> None:

@@ -68,6 +68,17 @@ DEEPSEEK = dict(
         original_max_position_embeddings=16,
     ),
 )
+NEXT = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=40,
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+)
 FAMILIES = {
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
     "qwen3_moe_unnormalised": dict(
@@ -92,6 +103,8 @@ FAMILIES = {
     "glm4_moe": GLM,
     "glm4_moe_qk_norm": GLM | dict(use_qk_norm=True, attention_bias=False, n_shared_experts=2),
     "deepseek_v3": DEEPSEEK,
+    "qwen3_next": NEXT,
+    "qwen3_next_dense": NEXT | dict(mlp_only_layers=[1], layer_types=["full_attention", "linear_attention"]),
     "deepseek_v3_moonlight": DEEPSEEK
     | dict(q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=None, rms_norm_eps=1e-5),
 }
@@ -102,6 +115,7 @@ MODEL_TYPES = {  # of those that are not called as it
     "olmoe_normalised": "olmoe",
     "glm4_moe_qk_norm": "glm4_moe",
     "deepseek_v3_moonlight": "deepseek_v3",
+    "qwen3_next_dense": "qwen3_next",
 }
 
 
@@ -113,9 +127,12 @@ def make_hf_model(family: str, **changes):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).float().eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        elif name.endswith("bias"):
+            usual = float(parameter[0])  # 1, or 0 where the norm multiplies by one more
+            torch.nn.init.uniform_(parameter, usual - 0.5, usual + 0.5)
+        elif name.endswith(("bias", "A_log")):
             torch.nn.init.normal_(parameter)
+        elif "conv1d" in name:
+            torch.nn.init.normal_(parameter, std=0.5)  # with tiny values the norm after them magnifies rounding
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.3)

@@ -130,16 +130,21 @@ def update_samples(rollouts: Path, update: int, routing_replay: str = "none") ->
     return [replace(s, routed_experts=chosen) for s, chosen in zip(samples, experts, strict=True)]
 
 
-def whole_gradient(actor: Any, model: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """The gradient of the update that was just computed, of the whole model, by Hugging Face names."""
-    from megarl.actor.hf import export_hf
-
+def gather_gradient(actor: Any) -> None:
+    """Give every data-parallel rank the whole gradient of the update that was just computed."""
     for replica in actor.replicas:
         for buckets in (*replica.bucket_groups, *replica.expert_parallel_bucket_groups):
             group = buckets.intra_distributed_optimizer_instance_group
             for bucket in buckets.buckets:  # the distributed optimizer left each rank its own shard of the sum
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+
+
+def whole_gradient(actor: Any, model: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    """The gradient of the update that was just computed, of the whole model, by Hugging Face names."""
+    from megarl.actor.hf import export_hf
+
+    gather_gradient(actor)
     weights = [[p.detach().clone() for p in chunk.parameters()] for chunk in actor.models]
     with torch.no_grad():
         for chunk in actor.models:

@@ -15,15 +15,16 @@ HF = SHAPE | dict(
     max_position_embeddings=1024,
 )  # fmt: skip
 TOKENS = 1000
+WITH_EXPERTS = ("deepseek_v3", "qwen3_next")
 
 
-def saved_bytes(family, layers, recompute):
+def saved_bytes(family, layers, recompute, **settings):
     """Distinct storages that autograd keeps after a forward pass, parameters left out."""
     from megarl.actor.model import build_model
     from megarl.actor.packing import Sample, micro_batches
 
-    hf = HF | OTHERS.get(family, {}) | {"model_type": family, "num_hidden_layers": layers}
-    hf |= {"num_experts": 8 if "moe" in family or family == "deepseek_v3" else None}
+    hf = HF | OTHERS.get(family, {}) | {"model_type": family, "num_hidden_layers": layers} | settings
+    hf |= {"num_experts": 8 if "moe" in family or family in WITH_EXPERTS else None}
     (model,) = build_model(hf, make_recipe(actor={"recompute": recompute}))
     length = TOKENS // 4
     samples = [Sample(np.zeros(1, np.int32), np.arange(length - 1) % 67, np.zeros(length - 1), 1.0) for _ in range(4)]
@@ -54,6 +55,10 @@ OTHERS = {
         n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=2.5, first_k_dense_replace=0, rope_yarn=None,
         q_lora_rank=96, kv_lora_rank=80, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=16,
     ),
+    "qwen3_next": dict(
+        shared_expert_intermediate_size=200, rotary_fraction=0.25, full_attention_interval=1, linear_num_key_heads=4,
+        linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=24, linear_conv_kernel_dim=4,
+    ),
 }  # fmt: skip
 
 
@@ -68,10 +73,10 @@ def test_a_layer_without_experts_of_a_model_that_has_some():
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", *OTHERS])
 def test_one_layer(family):
     hf = HF | OTHERS.get(family, {}) | {"model_type": family}
-    hf |= {"num_experts": 8 if "moe" in family or family == "deepseek_v3" else None}
+    hf |= {"num_experts": 8 if "moe" in family or family in WITH_EXPERTS else None}
     measured = saved_bytes(family, 2, "none") - saved_bytes(family, 1, "none")
     # on the CPU an RMSNorm is not fused and keeps its normalised input too
-    of_attention = dict.fromkeys(("qwen3", "qwen3_moe", "glm4_moe"), 128 + 32) | {"deepseek_v3": 96 + 80}
+    of_attention = dict.fromkeys(("qwen3", "qwen3_moe", "glm4_moe", "qwen3_next"), 128 + 32) | {"deepseek_v3": 96 + 80}
     norms = 2 * 128 + of_attention.get(family, 0)
     expected = sizes.layer_activation_bytes(hf, Layout(1), TOKENS, width=4) + 4 * norms * TOKENS
     assert expected == pytest.approx(measured, rel=0.02)
@@ -80,3 +85,13 @@ def test_one_layer(family):
 def test_one_layer_with_full_recompute():
     measured = saved_bytes("qwen3_moe", 3, "full") - saved_bytes("qwen3_moe", 2, "full")
     assert measured == pytest.approx(4 * TOKENS * 128, rel=0.02)
+
+
+def test_one_layer_with_a_state():
+    """In the place of keys and values."""
+    hf = HF | OTHERS["qwen3_next"] | {"model_type": "qwen3_next", "num_experts": 8}
+    measured = [saved_bytes("qwen3_next", layers, "none", full_attention_interval=9) for layers in (1, 2)]
+    norms = 2 * 128 + 8 * 24  # as in `test_one_layer`
+    norms += 8 * 24  # values lie in one tensor with the queries and keys, which in bfloat16 are widened by themselves
+    expected = sizes.layer_activation_bytes(hf, Layout(1), TOKENS, width=4, linear=True) + 4 * norms * TOKENS
+    assert expected == pytest.approx(measured[1] - measured[0], rel=0.02)

@@ -3,7 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.helpers import ROOT
+
+pytestmark = pytest.mark.crash
 
 SOME = "|".join(
     (

@@ -9,6 +9,7 @@ import signal
 import time
 
 import psutil
+import pytest
 
 from megarl.errors import STOPPED
 from megarl.storage.ledger import LEDGER, parse
@@ -16,6 +17,8 @@ from tests.helpers import processes_of, start_megarl, wait_for
 from tests.live.conftest import histogram, metrics
 from tests.live.test_live import groups, weights
 from tests.storage.sample_rollouts import as_bytes
+
+pytestmark = pytest.mark.crash
 
 UPDATES = 96  # more than twenty attempts make on a fast machine
 SETTINGS = {"kind": "live", "stages": 1, "updates_per_stage": UPDATES, "sync_every": 2, "prompts_per_update": 2}

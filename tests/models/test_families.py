@@ -99,8 +99,8 @@ YARN = MODELS["deepseek_v3"]["rope_parameters"]
         ),
         (
             "llama",
-            {"model_type": "qwen3_next"},
-            "'qwen3_next' is not supported: the gated delta net of Megatron-Core 0.16",
+            {"model_type": "gpt_oss"},
+            "'gpt_oss' is not supported: Megatron-Core 0.16.1 has attention sinks",
         ),
         ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, llama, mixtral"),
     ],

@@ -4,7 +4,11 @@ import os
 import subprocess
 import time
 
+import pytest
+
 from tests.helpers import megarl, mount_tmpfs
+
+pytestmark = pytest.mark.crash
 
 
 def test_a_full_disk_loses_nothing_sealed(recipe, tmp_path):

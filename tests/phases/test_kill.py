@@ -21,6 +21,8 @@ from tests.helpers import ROOT, megarl, read_lines, start_megarl, wait_for, wait
 from tests.phases.mutants import MUTANTS
 from tests.phases.plain_loop import train
 
+pytestmark = pytest.mark.crash
+
 TIMES = {"seconds", "tokens_per_second"}  # metrics that differ from start to start
 
 

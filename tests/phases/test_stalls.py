@@ -12,6 +12,8 @@ from megarl.workers.watch import Watch, Watched
 from tests.helpers import megarl, processes_of, read_lines, start_megarl, wait_for, wait_until_nobody_works_on
 from tests.phases.test_kill import assert_same_run, lines
 
+pytestmark = pytest.mark.crash
+
 SECONDS = 6
 SMALL = ("schedule.stages=1", "schedule.updates_per_stage=24", "schedule.prompts_per_update=2", "eval.every=0")
 LIVE = ("schedule.kind=live", "schedule.sync_every=2", "schedule.max_lag=4")

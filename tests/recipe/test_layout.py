@@ -9,7 +9,7 @@ from tests.actor.conftest import make_recipe
 MOE = dict(
     num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=48, num_experts=128,
     moe_intermediate_size=768, intermediate_size=6144, dense_layers=0,
-    divided={"num_attention_heads": 32, "num_key_value_heads": 4},
+    divided={"num_attention_heads": 32, "num_key_value_heads": 4}, context_divided={},
 )  # fmt: skip
 DENSE = MOE | {"num_experts": None, "divided": MOE["divided"] | {"intermediate_size": 6144}}
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.objectives import build_objective
+from tests.actor import lora_ranks
 from tests.actor.conftest import make_hf_model
 from tests.actor.layout_ranks import Layout, recipe_of, seal_rollouts, update_samples, whole_gradient
 
@@ -102,7 +103,10 @@ def run_updates(
         return packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, actor.device)
 
     step.compute_gradients(actor, batches(0), objective)
-    gradient = whole_gradient(actor, model, folder / f"gradient-{backend}")
+    if recipe.actor.lora is None:
+        gradient = whole_gradient(actor, model, folder / f"gradient-{backend}")
+    else:
+        gradient = lora_ranks.gradient(actor)
     metrics, seen = [], []
     for update in range(case.updates):
         with counted() as counts:

@@ -249,6 +249,27 @@ def test_chain_cancels_what_depends_on_a_failed_job(recipe, submit, tmp_path):
     assert "finite" in "\n".join(jobs[1].output().rstrip().splitlines()[-25:])
 
 
+def test_an_array_makes_the_runs_of_a_sweep_once(recipe, slurm, submit, tmp_path):
+    """Two jobs share four runs, whose paths are relative to where it was submitted; the last one writes the table."""
+    sweep, output = tmp_path / "sweep.toml", tmp_path / "sweep"
+    short = "schedule = { stages = 1, updates_per_stage = 2 }\neval = { every = 1 }"
+    text = f'recipe = "{os.path.relpath(recipe, ROOT)}"\nseeds = [0, 1]\n[set]\n{short}\n'
+    sweep.write_text(text + '[axes]\n"optimizer.lr" = [1e-4, 2e-4]\n')
+    (job,) = submit(sweep, output, "--array", 2, "--retries", 0)
+    ids = [line.split()[0] for line in slurm.run("squeue", "-h", "-r", "-o", "%A").splitlines()]
+    tasks = [Job(slurm, number, job.folder) for number in ids]
+    assert len(tasks) == 2
+    assert [task.wait() for task in tasks] == ["COMPLETED"] * 2, [task.output() for task in tasks]
+    runs = sorted(path.parent for path in output.glob("*/*/recipe.toml"))
+    assert [str(run.relative_to(output)) for run in runs] == [
+        f"lr={lr}/seed_{seed}" for lr in ("0.0001", "0.0002") for seed in (0, 1)
+    ]
+    for run in runs:
+        assert [line["update"] for line in updates(run)] == [1, 2]
+        assert len(events(run, "phase_end")) == len({(e["phase"], e["stage"]) for e in events(run, "phase_end")})
+    assert len((output / "table.csv").read_text().splitlines()) == 3
+
+
 def test_local_executor(recipe, local, launch, tmp_path):
     python = ("--python", sys.executable, "--env", f"PYTHONPATH={ROOT}")
     result = launch(recipe, "--run-dir", tmp_path / "run", "--local", *python, *settings(*TINY, *ON_ONE))

@@ -189,6 +189,42 @@ def test_chain(launch, qwen):
     assert until == ["rollout:0", "optimize:0", "rollout:1", "optimize:1", ""]
 
 
+@pytest.fixture
+def sweep_of_qwen(qwen, tmp_path):
+    path = tmp_path / "sweep.toml"
+    axes = (
+        '[axes]\n"optimizer.lr" = [1e-6, 2e-6]\n[axes.model]\nhere = { }\nthere = { model = { path = "elsewhere" } }\n'
+    )
+    path.write_text(f'recipe = "{qwen}"\nseeds = [0, 1]\n{axes}')
+    return path
+
+
+def test_a_sweep_is_an_array_of_jobs_of_one_node(launch, sweep_of_qwen):
+    result = launch(sweep_of_qwen, *SUBMIT, "--array", 3)
+    assert result.returncode == 0, result.stderr
+    (script,) = scripts(result.stdout)
+    lines = directives(script)
+    assert (lines["array"], lines["nodes"], lines["gpus-per-node"]) == ("0-2", "1", "8")
+    assert "_%A_%a.out" in lines["output"]
+    (srun,) = [line for line in script.splitlines() if line.startswith("srun ")]
+    assert srun.endswith(f"--chdir {ROOT} python -m megarl.cli sweep {sweep_of_qwen} --output {ROOT}/runs/x --jobs 1")
+    missing = [line for line in result.stderr.splitlines() if "[model] path" in line]
+    assert missing[1] == f"not on this machine: [model] path: {ROOT}/elsewhere"  # of every point, once
+
+
+def test_an_array_that_cannot_be_is_refused(launch, sweep_of_qwen):
+    for options, words in {
+        ("--array", 2, "--nodes", 2): "no --local, --chain, --set, --nodes",
+        ("--array", 2, "--set", "run.seed=1"): "no --local, --chain, --set, --nodes",
+        ("--array", 0): "at least one job",
+        ("--array", 2, "--gpus-per-node", 4): "does not fill the 4 GPUs",
+    }.items():
+        refused = launch(sweep_of_qwen, *SUBMIT, *options)
+        assert refused.returncode in (1, 2) and words in refused.stderr, refused.stderr
+    waiting = [option for option in SUBMIT if option != "--dry-run"]
+    assert "with --detach" in launch(sweep_of_qwen, *waiting, "--array", 2).stderr
+
+
 @pytest.mark.parametrize(
     ("nodes", "gpus", "settings", "message"),
     [

@@ -1,5 +1,6 @@
 """Agents fill a stage through a real OpenAI client: stored tokens are the engine's, and only these train."""
 
+import functools
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.phases.serve import KEY
@@ -19,7 +21,7 @@ from megarl.rollout.engine import Request, Sampling, continuation_seed, response
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
-from tests.helpers import events, megarl, read_lines, start_megarl, wait_for
+from tests.helpers import SGLANG_PYTHON, events, megarl, read_lines, start_megarl, wait_for
 from tests.stages.agents import CALL, write_agent_model
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -91,8 +93,8 @@ def converse(served, group, name, turns=2):
     messages = [{"role": "user", "content": "2+3?" if group == "a" else "3+2?"}]
     with served.client(group, name) as client:
         for _ in range(turns):
-            answered = client.chat.completions.create(model="run", messages=messages, tools=TOOLS)
-            message = answered.choices[0].message
+            ask = functools.partial(client.chat.completions.create, model="run", messages=messages, tools=TOOLS)
+            message = streamed(ask) if name == "y" else ask().choices[0].message
             messages.append(message)  # as the client's own object, as its documentation shows
             if message.tool_calls:
                 (call,) = message.tool_calls[:1]
@@ -101,6 +103,21 @@ def converse(served, group, name, turns=2):
             else:
                 messages.append({"role": "user", "content": "again"})
     return messages
+
+
+def streamed(ask):
+    """The message of a stream, put together by the client's own means, which is also the answer without one."""
+    state = ChatCompletionStreamState()
+    for chunk in ask(stream=True, stream_options={"include_usage": True}):
+        state.handle_chunk(chunk)
+    whole, again = state.get_final_completion(), ask()
+    message, other = whole.choices[0].message, again.choices[0].message
+    assert (whole.usage, whole.choices[0].finish_reason) == (again.usage, again.choices[0].finish_reason)
+    assert message.content == other.content
+    assert [call.function.arguments for call in message.tool_calls or ()] == [
+        call.function.arguments for call in other.tool_calls or ()
+    ]
+    return other
 
 
 def all_converse(served):
@@ -135,10 +152,17 @@ def test_conversations_of_an_openai_client_become_a_stage(served, agent_model):
     assert len(events(run, "weight_drift")) == 1
 
 
-@pytest.mark.vllm
-def test_vllm_serves_agents_too(recipe, agent_model, tmp_path):
+SGLANG = f"rollout.sglang_python='{SGLANG_PYTHON}'"
+ENGINES = [
+    pytest.param(("rollout.engine='vllm'",), marks=pytest.mark.vllm, id="vllm"),
+    pytest.param(("rollout.engine='sglang'", SGLANG), marks=pytest.mark.sglang, id="sglang"),
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_other_engines_serve_agents_too(recipe, agent_model, tmp_path, engine):
     """Several decode together, and each sequence is what its agent saw; audit computes its log-probs again."""
-    served = Served(recipe, agent_model, tmp_path / "run", "rollout.engine='vllm'")
+    served = Served(recipe, agent_model, tmp_path / "run", *engine)
     said = all_converse(served)
     for group, name in said:
         assert served.reward(group, name, 1.0).status_code == 200
@@ -196,7 +220,7 @@ def refusal(call):
 def test_what_would_train_something_else_is_refused(served):
     messages = [{"role": "user", "content": "2+3?"}]
     ask = served.client("a", "x").chat.completions.create
-    for setting in ({"temperature": 0.5}, {"top_p": 0.9}, {"n": 2}, {"stop": ["x"]}, {"stream": True}):
+    for setting in ({"temperature": 0.5}, {"top_p": 0.9}, {"n": 2}, {"stop": ["x"]}, {"stream": "yes"}):
         status, message = refusal(lambda s=setting: ask(model="m", messages=messages, **s))
         assert status == 400 and next(iter(setting)) in message
     assert served.send("POST", "/a/x/reward", {"reward": 1}).status_code == 404  # no answer yet

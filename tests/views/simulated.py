@@ -5,8 +5,8 @@ from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.tables import Recipe
 from megarl.views.assumptions import Assumptions
+from megarl.views.census import StageCensus
 from megarl.views.plan import Plan
-from megarl.views.sizes import StageCensus
 from tests.views.moe import EXAMPLES
 from tests.views.test_plan import PUBLISHED
 

@@ -8,7 +8,8 @@ from megarl.models.hf_config import read_hf_config
 from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.views import sizes
-from megarl.views.sizes import GIB, Assumptions, StageCensus
+from megarl.views.census import StageCensus
+from megarl.views.sizes import GIB, Assumptions
 from tests.views.moe import MOE, staged
 
 HF = read_hf_config(MOE.parent)

@@ -1,6 +1,25 @@
-"""Qwen3-Next: not supported yet. Three of four layers are gated delta nets (Yang et al. 2024, arXiv 2412.06464)."""
+"""Qwen3-Next: three of four layers are gated delta nets, attention has an output gate, and norms are zero-centred."""
 
-REFUSAL = (
-    "the gated delta net of Megatron-Core 0.16.1 takes no packed sequences; that of 0.19.2 does, on GPUs with "
-    "flash-linear-attention alone, and megarl does not use it yet"
+from megarl.models.attention import GroupedQueryAttention
+from megarl.models.delta_net import GatedDeltaNet
+from megarl.models.family import EveryNthSparse
+from megarl.models.feed_forward import GatedMlp, MixtureOfExperts
+
+FAMILY = EveryNthSparse(
+    GroupedQueryAttention(qk_norm="head", partial_rotary=True, output_gate=True),
+    MixtureOfExperts(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate.weight"),
+    dense=GatedMlp(),
+    linear=GatedDeltaNet(),
+    defaults={
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.25,
+    },
+    zero_centred_norms=True,
+    copied=("mtp.",),  # the published models predict more tokens than the next one, which transformers leaves out
 )

@@ -20,7 +20,6 @@ _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "top_p": (None, 1),
-    "stream": (None, False),
     "stop": (None, [], ""),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
@@ -61,6 +60,8 @@ def read_question(body: Any, temperature: float) -> Question:
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise Refused(400, f"max_tokens = {limit!r}: expected a number from 1 on")
+    if not isinstance(body.get("stream"), bool | None) or not isinstance(body.get("stream_options"), dict | None):
+        raise Refused(400, "stream: expected true or false, and perhaps stream_options beside it")
     tools = body.get("tools") or None
     if tools is not None and not isinstance(tools, list):
         raise Refused(400, "tools: expected a list")

@@ -20,6 +20,7 @@ from megarl.rollout.engine import Completion
 
 MAX_BODY = 64 << 20  # bytes of a request
 SOCKET_SECONDS = 600.0  # that a client may take to send a request
+Answer = dict[str, Any] | list[dict[str, Any]]  # a list: the events of a stream
 Ask = Callable[[Turn], Completion | None]  # blocks until the engine has answered; None: it was interrupted
 
 
@@ -73,6 +74,9 @@ class _Handler(BaseHTTPRequestHandler):
             body = self._body()
             parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
             status, found = 200, self._answer(self.command, parts, body)
+            if isinstance(found, list):
+                kind, data = "text/event-stream", "".join(f"data: {json.dumps(one)}\n\n" for one in found).encode()
+                return self._send(200, kind, data + b"data: [DONE]\n\n")
         except Refused as error:
             if error.status in (401, 413):  # its body is unread
                 self.close_connection = True
@@ -80,10 +84,12 @@ class _Handler(BaseHTTPRequestHandler):
             status, found = error.status, {"error": {"message": str(error), "type": kind, "code": error.status}}
         except UserError as error:  # as on a full disk; what was to be stored is asked for again
             status, found = 500, {"error": {"message": str(error), "type": "server_error", "code": 500}}
-        data = json.dumps(found).encode()
+        return self._send(status, "application/json", json.dumps(found).encode())
+
+    def _send(self, status: int, kind: str, data: bytes) -> None:
         with contextlib.suppress(ConnectionError):  # the agent has gone
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -103,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(given.encode(), self.server.key.encode()):
             raise Refused(401, "the API key is wrong: it stands in serve.key of the run directory")
 
-    def _answer(self, method: str, parts: list[str], body: Any) -> dict[str, Any]:
+    def _answer(self, method: str, parts: list[str], body: Any) -> Answer:
         book = self.server.book
         match (method, parts):
             case "GET", ["state"]:
@@ -111,7 +117,8 @@ class _Handler(BaseHTTPRequestHandler):
             case "GET", [_, _, "v1", "models"]:
                 return {"object": "list", "data": [{"id": self.server.model, "object": "model", "owned_by": "megarl"}]}
             case "POST", [group, name, "v1", "chat", "completions"]:
-                return self._complete(group, name, body)
+                found = self._complete(group, name, body)
+                return _chunks(found, body) if body.get("stream") else found
             case "POST", [group, name, "reward"]:
                 book.reward(group, name, body)
                 return {"stored": group in book.state()["stored"]}
@@ -144,3 +151,19 @@ def _completion(model: str, message: Message, completion: Completion, prompt: in
         "choices": [{"index": 0, "message": shown, "finish_reason": reason, "logprobs": None}],
         "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
     }
+
+
+def _chunks(found: dict[str, Any], body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same as the events of a stream, in which the whole answer is one: a turn is recorded before it is sent."""
+    (choice,) = found["choices"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
+    parts = [(delta, None), ({}, choice["finish_reason"])]
+    shared = {key: found[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    chunks = [
+        shared | {"choices": [{"index": 0, "delta": part, "finish_reason": reason, "logprobs": None}]}
+        for part, reason in parts
+    ]
+    wants_usage = (body.get("stream_options") or {}).get("include_usage")
+    return [*chunks, shared | {"choices": [], "usage": found["usage"]}] if wants_usage else chunks

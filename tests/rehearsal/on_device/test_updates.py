@@ -43,6 +43,7 @@ OTHER_CASES = {
         for scope in ("exact", "lagged", "micro")
     },
     **{family: Case(actor=TORCH, family=family) for family in FAMILIES},
+    **{f"adapters {name}": Case(LAYOUTS[name], actor=TORCH | {"lora": {"rank": 3}}) for name in ("one", "TP2 EP2")},
 }
 
 

@@ -1,0 +1,195 @@
+"""Low-rank adapters: beside a frozen matrix W stands (alpha / rank) B A, and only A and B are trained.
+
+Hu et al. 2021, arXiv 2106.09685, section 4.1. A begins as random numbers and B as zeros. An adapter is divided as its
+matrix is: where tensor parallelism divides W's outputs it divides B's, and where it divides W's inputs it divides A's;
+the other one of the two is on every rank. Ranks exchange what is between A and B, ``rank`` numbers a token. Matrices
+that Megatron fuses (query, key and value; gate and up) have one adapter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+
+from megarl.actor.experts import grouped_linear
+from megarl.actor.model import PolicyModel
+from megarl.models.lora import Matrix, targeted
+from megarl.recipe.lora_table import LoraTable
+from megarl.recipe.tables import Recipe
+
+
+class Adapter(torch.nn.Module):
+    """(alpha / rank) B A beside this rank's part of a matrix, or of the matrices of this rank's experts.
+
+    a: [rank, inputs]; b: [parts, outputs / parts, rank], so that a rank's part is one block of the whole tensor; both
+    with the experts as first dimension where there are some.
+    """
+
+    def __init__(self, key: str, weight: torch.Tensor, matrix: Matrix, table: LoraTable) -> None:
+        super().__init__()
+        self.key, self.matrix, self.scale = key, matrix, table.scale
+        self.group = _group(matrix)
+        *experts, outputs, inputs = weight.shape
+        self.a = torch.nn.Parameter(weight.new_zeros(*experts, table.rank, inputs))
+        self.b = torch.nn.Parameter(weight.new_zeros(*experts, matrix.parts, outputs // matrix.parts, table.rank))
+        for parameter in (self.a, self.b):
+            parameter.allreduce = weight.allreduce  # type: ignore[attr-defined]
+            axis = self._divided_axis(parameter)
+            # what is not divided Megatron counts in the gradient's norm on the first tensor-parallel rank alone
+            if axis is not None or self.group.size() == 1:
+                set_tensor_model_parallel_attributes(parameter, True, axis or 0, 1)
+
+    def _divided_axis(self, parameter: torch.Tensor) -> int | None:
+        """The dimension of A or B that tensor parallelism divides, if it does."""
+        if self.matrix.splits_inputs:
+            return self.a.ndim - 1 if parameter is self.a else None
+        return self.b.ndim - 2 if parameter is self.b else None
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """A uniform in +-1 / sqrt(inputs), as PEFT has it, the same in every layout."""
+        rank, width = self.a.shape[-2:]
+        first_input = self.group.rank() * width if self.matrix.splits_inputs else 0
+        first_expert = mpu.get_expert_model_parallel_rank() * len(self.a) if self.matrix.of_experts else 0
+        for local, part in enumerate(self.a if self.matrix.of_experts else [self.a]):
+            name = f"{seed} {self.key} {first_expert + local}"
+            own = _generator(name, torch.device("cpu"))
+            whole = (2 * torch.rand(rank, self.matrix.inputs, generator=own) - 1) * self.matrix.inputs**-0.5
+            part.copy_(whole[:, first_input : first_input + width])
+
+    def up(self) -> torch.Tensor:
+        """B with the rows of W: [outputs, rank], or [experts, outputs, rank]."""
+        return self.b.flatten(-3, -2)
+
+    def sharded(self) -> Iterator[ShardedTensor]:
+        """Where A and B stand in the whole tensors, for `dist_checkpointing`."""
+        for name, parameter in (("a", self.a), ("b", self.b)):
+            axis, experts = self._divided_axis(parameter), self.matrix.of_experts
+            offsets = [] if axis is None else [(axis, self.group.rank(), self.group.size())]
+            if experts:
+                offsets.append((0, mpu.get_expert_model_parallel_rank(), mpu.get_expert_model_parallel_world_size()))
+            data_rank = (
+                mpu.get_expert_data_parallel_rank()
+                if experts
+                else mpu.get_data_parallel_rank(with_context_parallel=True)
+            )
+            replica = (0, self.group.rank() if axis is None else 0, data_rank)
+            key = f"{self.key}.{name}"
+            yield ShardedTensor.from_rank_offsets(key, parameter, *offsets, replica_id=replica)
+
+
+class LinearAdapter(Adapter):
+    """Beside a ColumnParallelLinear or RowParallelLinear, whose tokens are divided between tensor-parallel ranks."""
+
+    def __init__(self, key: str, weight: torch.Tensor, matrix: Matrix, table: LoraTable) -> None:
+        super().__init__(key, weight, matrix, table)
+        # each rank sees its tokens in it: Megatron then sums the gradient over tensor parallelism
+        whole = self.b if matrix.splits_inputs else self.a
+        whole.sequence_parallel = self.group.size() > 1  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The matrix's input -> what is added to its output."""
+        low = F.linear(x, self.a) * self.scale
+        if self.group.size() > 1 and self.matrix.splits_inputs:
+            low = reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+        elif self.group.size() > 1:
+            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
+        return F.linear(low, self.up())
+
+
+class ExpertAdapter(Adapter):
+    """Beside one of the two weights of `GroupedExperts`."""
+
+    def forward(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """[n, inputs], sorted by expert, and where each expert's end -> [n, outputs], to be added."""
+        a, b = self.a, self.up()
+        if self.group.size() > 1:  # every rank has all tokens and a part of each output: gradients are sums over ranks
+            if self.matrix.splits_inputs:
+                b = copy_to_tensor_model_parallel_region(b, group=self.group)
+            else:
+                a = copy_to_tensor_model_parallel_region(a, group=self.group)
+        return grouped_linear(grouped_linear(tokens, a, ends) * self.scale, b, ends)
+
+
+def _generator(name: str, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
+
+
+def round_stochastically(x: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """float32 -> ``dtype``: up or down by chance, so that the mean is x (Gupta et al. 2015, arXiv 1502.02551, eq. 1).
+
+    Frozen weights are numbers of ``dtype``: of what adapters add to them all that is below half a unit in the last
+    place would be gone if the sum were rounded to the nearest. name: of these numbers, to which chance belongs.
+    """
+    bits = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # of float32's, that dtype does not have
+    if bits is None:
+        return x.to(dtype)
+    own = _generator(name, x.device)
+    chance = torch.randint(1 << bits, x.shape, generator=own, dtype=torch.int32, device=x.device)
+    return ((x.view(torch.int32) + chance) >> bits << bits).view(torch.float32).to(dtype)
+
+
+def _group(matrix: Matrix) -> torch.distributed.ProcessGroup:
+    """The ranks that share the matrix."""
+    if matrix.of_experts:
+        return mpu.get_expert_tensor_parallel_group()
+    return mpu.get_tensor_model_parallel_group()
+
+
+def attach(models: list[PolicyModel], recipe: Recipe) -> None:
+    """Freeze the models and give them the adapters of ``[actor.lora]``; without that table leave them as they are."""
+    table = recipe.actor.lora
+    if table is None:
+        return
+    for model in models:
+        model.requires_grad_(False)
+        if model.pre_process:  # recomputation gives gradients only to layers whose input wants one
+            model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+        for local, layer in enumerate(model.decoder.layers):
+            number = layer.layer_number - 1
+            for matrix in targeted(model.hf, number, table.targets):
+                name, adapter = _beside(layer, f"decoder.layers.{number}.{matrix.name}", matrix, table)
+                model.adapters[f"decoder.layers.{local}.{name}"] = adapter
+                if not adapter.a.is_meta:
+                    adapter.initialise(recipe.run.seed)
+
+
+def _beside(layer: Any, key: str, matrix: Matrix, table: LoraTable) -> tuple[str, Adapter]:
+    """The name of the parameter in the layer, and the adapter that now stands beside it."""
+    if matrix.of_experts:
+        name = f"weight{matrix.name[-1]}"
+        adapter: Adapter = ExpertAdapter(key, getattr(layer.mlp.experts, name), matrix, table)
+        layer.mlp.experts.adapters[name] = adapter
+        return f"mlp.experts.{name}", adapter
+    linear = layer.get_submodule(matrix.name)
+    linear.adapter = adapter = LinearAdapter(key, linear.weight, matrix, table)
+    linear.register_forward_hook(_add)
+    return f"{matrix.name}.weight", adapter
+
+
+def _add(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    return output[0] + linear.adapter(inputs[0]), output[1]
+
+
+def is_adapters(name: str) -> bool:
+    """Whether a parameter of a model is one of an adapter."""
+    return ".adapter" in name
+
+
+def sharded_state(model: PolicyModel) -> dict[str, ShardedTensor]:
+    """The adapters alone, by the names of the model's parameters."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = (tensor for adapter in model.adapters.values() for tensor in adapter.sharded())
+    return {names[tensor.data]: tensor for tensor in found}

@@ -1,0 +1,85 @@
+"""The gated delta net: a layer with a state of fixed size in the place of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megarl.models.family import Hf, Kept, tokens_inside
+from megarl.models.tensors import TensorNames
+from megarl.recipe.layout import Layout
+
+CHUNK = 64  # tokens whose contributions to the state are computed together
+
+
+class GatedDeltaNet:
+    """Yang et al. 2024, arXiv 2412.06464, as Qwen3-Next has it: several value heads share a key head."""
+
+    def problems(self, hf: Hf) -> Iterator[str]:
+        if hf["linear_num_value_heads"] % hf["linear_num_key_heads"]:
+            yield (
+                f"linear_num_value_heads = {hf['linear_num_value_heads']} is no multiple of linear_num_key_heads = "
+                f"{hf['linear_num_key_heads']}"
+            )
+
+    def divided(self, hf: Hf) -> dict[str, int]:
+        return {"linear_num_key_heads": hf["linear_num_key_heads"]}
+
+    def context_divided(self, hf: Hf) -> dict[str, int]:
+        return self.divided(hf)
+
+    def megatron_settings(self, hf: Hf) -> dict[str, Any]:
+        return {
+            name: hf[name]
+            for name in (
+                "linear_conv_kernel_dim",
+                "linear_key_head_dim",
+                "linear_value_head_dim",
+                "linear_num_key_heads",
+                "linear_num_value_heads",
+            )
+        }
+
+    def tensors(self, hf: Hf) -> dict[str, TensorNames]:
+        def one(name: str, split: int | None = None) -> TensorNames:
+            return TensorNames((f"linear_attn.{name}",), split)
+
+        return {
+            "input_layernorm.weight": TensorNames(("input_layernorm.weight",)),
+            "self_attention.in_proj_qkvz.weight": one("in_proj_qkvz.weight", 0),
+            "self_attention.in_proj_ba.weight": one("in_proj_ba.weight", 0),
+            # its rows are queries, keys and values of all heads: no rank's part is one slice, so all have all of it
+            "self_attention.conv1d.weight": one("conv1d.weight"),
+            "self_attention.A_log": one("A_log", 0),
+            "self_attention.dt_bias": one("dt_bias", 0),
+            "self_attention.norm.weight": one("norm.weight"),
+            "self_attention.out_proj.weight": one("out_proj.weight", 1),
+        }
+
+    def kept(self, hf: Hf, layout: Layout, tokens: int) -> Kept:
+        inside = tokens_inside(layout, tokens)
+        heads = hf["linear_num_value_heads"] / layout.tensor_parallel
+        width = hf["linear_key_head_dim"]
+        keys = hf["linear_num_key_heads"] / layout.tensor_parallel * width
+        values = heads * hf["linear_value_head_dim"]
+        # what goes into and comes out of the convolution; what is read, normalised, and gated; rates
+        elements = inside * (2 * (2 * keys + values) + 3 * values + heads)
+        if layout.tensor_parallel > 1:
+            elements += inside * hf["hidden_size"]  # the projections' input, gathered
+        # queries and keys before they are normalised; gates and their activation
+        float32 = 2 * keys + 2 * values
+        # of `megarl.actor.delta_rule`: six tensors as large as the keys of value heads, three as the values, five of a
+        # chunk's tokens among each other, the states between chunks, and a few numbers of each head
+        float32 += heads * (6 * width + 5 * CHUNK + width * hf["linear_value_head_dim"] / CHUNK + 8) + 3 * values
+        return Kept(elements, inside * float32)
+
+    def state_elements(self, hf: Hf, tensor_parallel: int) -> float:
+        heads, width = hf["linear_num_value_heads"], hf["linear_key_head_dim"]
+        channels = 2 * hf["linear_num_key_heads"] * width + heads * hf["linear_value_head_dim"]
+        states = heads * width * hf["linear_value_head_dim"] + channels * (hf["linear_conv_kernel_dim"] - 1)
+        return float(states / tensor_parallel)
+
+    def flops(self, hf: Hf, length: float) -> float:
+        # each state forgets, is read by a key and by a query, and written to
+        state = hf["linear_num_value_heads"] * hf["linear_key_head_dim"] * hf["linear_value_head_dim"]
+        return float(6 * state * length)

@@ -1,0 +1,92 @@
+"""The gated delta rule over packed sequences: it is the recurrence, and no sequence knows of another."""
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.actor.delta_rule import causal_convolution, gated_delta_rule, sequence_chunks
+from megarl.errors import UserError
+from megarl.recipe.layout import Layout
+from tests.actor.conftest import make_hf_model, read_settings
+from tests.actor.test_hf import load_models, packed_logits, random_sequences
+
+RUNS = ((1, 1), (2, 16), (1, 17), (1, 40), (1, 33), (1, 5))  # not by length at the end, where an axis is filled up
+LENGTHS = [length for count, length in RUNS for _ in range(count)]
+CPU = torch.device("cpu")
+
+
+def random_inputs(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(sum(LENGTHS), 2, *shape, generator=generator, dtype=torch.float64)
+
+    query, key, value = normal(6), normal(6), normal(5)
+    query, key = (x / x.norm(dim=-1, keepdim=True) for x in (query, key))
+    return [x.requires_grad_() for x in (query, key, value, -normal().exp(), normal().sigmoid())]
+
+
+def recurrence(query, key, value, decay, rate):
+    """One sequence, token by token: Equation 10 of the paper, with queries scaled as Qwen3-Next does."""
+    state, outputs = query.new_zeros(query.shape[1], key.shape[-1], value.shape[-1]), []
+    for q, k, v, g, b in zip(query, key, value, decay, rate, strict=True):
+        state = state * g.exp()[:, None, None]
+        written = (v - (state * k[..., None]).sum(1)) * b[:, None]
+        state = state + k[..., None] * written[:, None]
+        outputs.append((state * q[..., None]).sum(1) / q.shape[-1] ** 0.5)
+    return torch.stack(outputs)
+
+
+def test_chunks_make_the_recurrence():
+    """Values and gradients, with chunks that sequences fill and that they do not fill."""
+    inputs = random_inputs()
+    chunked = gated_delta_rule(*inputs, sequence_chunks(RUNS, None, CPU, size=16))
+    plain = torch.cat([recurrence(*parts) for parts in zip(*(x.split(LENGTHS) for x in inputs), strict=True)])
+    torch.testing.assert_close(chunked, plain, rtol=1e-12, atol=1e-12)
+    weight = torch.randn(plain.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = [torch.autograd.grad((x * weight).sum(), inputs) for x in (chunked, plain)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_a_decay_to_nothing_stays_finite():
+    inputs = [x.detach() for x in random_inputs()]
+    inputs[3] = torch.full_like(inputs[3], -90.0).requires_grad_()  # 16 of them are beyond what float32 can hold
+    (gradient,) = torch.autograd.grad(gated_delta_rule(*inputs, sequence_chunks(RUNS, None, CPU, 16)).sum(), inputs[3])
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("what", ["rule", "convolution"])
+def test_no_sequence_sees_another(what):
+    chunks = sequence_chunks(RUNS, None, CPU, size=16)
+    inputs = random_inputs()
+    if what == "rule":
+        outputs = gated_delta_rule(*inputs, chunks)
+    else:
+        inputs = [inputs[0].detach().flatten(1).requires_grad_()]
+        outputs = causal_convolution(inputs[0], torch.ones(12, 1, 4, dtype=torch.float64), chunks)
+    ends = np.cumsum(LENGTHS)
+    for start, end in zip(ends - LENGTHS, ends, strict=True):
+        gradients = torch.autograd.grad(outputs[start:end].sum(), inputs, retain_graph=True)
+        assert gradients[0][start:end].any()
+        assert not any(gradient[:start].any() or gradient[end:].any() for gradient in gradients)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sequences_of_several_chunks_equal_transformers(tmp_path):
+    reference = make_hf_model("qwen3_next", max_position_embeddings=256)
+    reference.save_pretrained(tmp_path)
+    (model,) = load_models(tmp_path)
+    sequences = random_sequences([151, 66, 3, 65, 130])
+    for index, logits in packed_logits(model, sequences).items():
+        expected = reference(torch.from_numpy(sequences[index][None, :-1]).long()).logits[0]
+        assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+def test_heads_that_layouts_cannot_divide(tmp_path):
+    hf = read_settings(tmp_path, "qwen3_next")
+    assert list(Layout(2, context_parallel=2).problems(hf)) == []
+    (problem,) = Layout(4, context_parallel=4).problems(hf)
+    assert problem == "tensor_parallel * context_parallel = 4 does not divide the model's linear_num_key_heads = 2"
+    with pytest.raises(UserError, match="linear_num_value_heads = 3 is no multiple of linear_num_key_heads = 2"):
+        read_settings(tmp_path, "qwen3_next", linear_num_value_heads=3)

@@ -1,0 +1,259 @@
+"""Low-rank adapters: what they train, what they export, and what a checkpoint of them holds and gives back."""
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from megarl.errors import UserError
+from megarl.objectives import build_objective
+from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe, read_settings
+from tests.actor.test_step import CPU, make_samples
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+FULL = {"optimizer": {"weight_decay": 0.0, "clip_grad": 0.0, "eps": 1e-4}}
+
+
+def build(path, lora, recompute="none", **tables):
+    from megarl.actor.step import Actor
+
+    table = {"lora": {"rank": 4, "alpha": 6.0, **lora}, "recompute": recompute}
+    return Actor.build(make_recipe(path, actor=table, **tables), path, CPU)
+
+
+def updates(actor, numbers):
+    from megarl.actor.packing import micro_batches
+    from megarl.actor.step import train_step
+
+    objective = build_objective("mu_grpo", {})
+    return [train_step(actor, micro_batches(make_samples(seed=n), 64, CPU), objective, lr=1e-2) for n in numbers]
+
+
+def exported(actor, folder, like):
+    from megarl.actor.hf import export_hf
+
+    export_hf(actor.models, folder, like, 1)
+    return load_file(folder / "model.safetensors")
+
+
+def build_full(path, name):
+    """An actor that trains the parameters of one name alone, without adapters."""
+    from megarl.actor.hf import load_hf
+    from megarl.actor.model import build_model
+    from megarl.actor.optimizer import wrap
+    from megarl.actor.step import Actor
+    from megarl.models.hf_config import read_hf_config
+
+    recipe = make_recipe(path, **FULL)
+    models = build_model(read_hf_config(path), recipe)
+    load_hf(models, path)
+    for key, parameter in models[0].named_parameters():
+        parameter.requires_grad_(key.endswith(name))
+    return Actor(recipe, CPU, models, *wrap(models, recipe))
+
+
+def first_moments(actor):
+    """Of the actor's only optimizer, by the parameter's name."""
+    part = getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])[0]
+    names = {parameter: name for name, parameter in actor.models[0].named_parameters()}
+    return {
+        names[parameter]: part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]["exp_avg"]
+        for parameter, (group, order) in part.model_param_group_index_map.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "trained"),
+    [("experts.linear_fc1", "mlp.experts.weight1", "b"), ("linear_proj", "linear_proj.weight", "a")],
+)
+def test_an_adapter_of_full_rank_trains_what_training_the_matrix_does(target, name, trained, tmp_path):
+    """With A the identity and scale 1, W0 + B A = W0 + B: B has the gradient of W, and so the moments and steps of W.
+
+    With another orthonormal A only the gradient would be the same, in other coordinates: Adam's steps depend on these.
+    Where a matrix has fewer outputs than inputs B is the identity, and A is what trains.
+    """
+    make_hf_model("qwen3_moe").save_pretrained(tmp_path / "in")
+    full, adapted = (
+        build_full(tmp_path / "in", name),
+        build(tmp_path / "in", {"rank": 32, "alpha": 32.0, "targets": [target]}, **FULL),
+    )
+    adapters = list(adapted.models[0].adapters.values())
+    assert len(adapters) == 2 and all(adapter.scale == 1 for adapter in adapters)
+
+    @torch.no_grad()
+    def fix():
+        for adapter in adapters:
+            (adapter.a if trained == "b" else adapter.b).copy_(torch.eye(32))
+
+    for adapter in adapters:
+        torch.nn.init.zeros_(adapter.a)
+    for number in range(5):
+        fix()  # its update, as if it had none
+        (one,), (two,) = updates(full, [number]), updates(adapted, [number])
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        if number == 0:
+            names = {p: name for name, p in adapted.models[0].named_parameters()}
+            found = first_moments(adapted)
+            for key, moment in first_moments(full).items():
+                mine = found[names[getattr(adapted.models[0].adapters[key], trained)]]
+                assert float(moment.abs().max()) > 1e-3
+                torch.testing.assert_close(mine, moment, rtol=1e-5, atol=1e-7)
+    fix()
+    expected, got = (
+        exported(full, tmp_path / "full", tmp_path / "in"),
+        exported(adapted, tmp_path / "out", tmp_path / "in"),
+    )
+    before = load_file(tmp_path / "in/model.safetensors")
+    moved = {key for key, value in expected.items() if not torch.equal(value, before[key])}
+    own = ("gate_proj", "up_proj") if trained == "b" else ("o_proj",)
+    assert moved == {key for key in before if any(name in key for name in own)}
+    for key, value in expected.items():
+        assert float((got[key] - value).abs().max()) < 2e-6, key
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_qk_norm"])
+def test_a_merged_export_is_the_base_with_its_adapters(family, tmp_path):
+    make_hf_model(family).save_pretrained(tmp_path / "in")
+    actor = build(tmp_path / "in", {})
+    for adapter in actor.models[0].adapters.values():
+        torch.nn.init.normal_(adapter.b, std=0.1)
+    merged, before = exported(actor, tmp_path / "out", tmp_path / "in"), load_file(tmp_path / "in/model.safetensors")
+    assert merged.keys() == before.keys()
+    expected = dict(before)
+    for name, adapter in actor.models[0].adapters.items():
+        add_delta(expected, name, adapter)
+    for key, value in expected.items():
+        assert torch.equal(value, before[key]) == ("proj" not in key), key
+        rounding = torch.finfo(torch.float32).eps * float(value.abs().max())
+        assert float((merged[key] - value).abs().max()) <= 2 * rounding, key
+
+
+def add_delta(tensors, name, adapter):
+    """6 / 4 B A, written out in float64 and cut by hand."""
+    layer, a, b = name.split(".")[2], adapter.a.detach().double(), adapter.b.detach().double()
+    prefix = f"model.layers.{layer}."
+    delta = 1.5 * b @ a.unsqueeze(-3)  # [experts, parts, rows, columns]
+
+    def add(key, part):
+        tensors[prefix + key] = (tensors[prefix + key].double() + part).float()
+
+    if "linear_qkv" in name:  # two groups of two queries, a key and a value, of 16 rows each
+        groups = delta.view(2, 4, 16, -1)
+        for key, rows in (("q", groups[:, :2]), ("k", groups[:, 2:3]), ("v", groups[:, 3:])):
+            add(f"self_attn.{key}_proj.weight", rows.reshape(-1, delta.shape[-1]))
+    elif "linear_proj" in name:
+        add("self_attn.o_proj.weight", delta[0])
+    else:
+        module = "mlp.shared_experts" if "shared" in name else "mlp"
+        experts = list(enumerate(delta)) if ".experts." in name else [(None, delta)]
+        for expert, own in experts:
+            place = module if expert is None else f"mlp.experts.{expert}"
+            for key, part in zip(("gate", "up") if len(own) == 2 else ("down",), own, strict=True):
+                add(f"{place}.{key}_proj.weight", part)
+
+
+def test_transformers_computes_the_actors_log_probs_with_the_merged_export(tmp_path):
+    from megarl.actor import reference
+
+    make_hf_model("glm4_moe_qk_norm").save_pretrained(tmp_path / "in")
+    actor = build(tmp_path / "in", {})
+    text = [[(7 * i + 3) % 67 for i in range(20)]]
+    (first,) = reference.score(actor.models, text, 64, CPU)
+    updates(actor, range(3))
+    exported(actor, tmp_path / "out", tmp_path / "in")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor(text)).logits[0, :-1].log_softmax(-1)
+    expected = logits.gather(1, torch.tensor(text[0][1:])[:, None])[:, 0]
+    (scores,) = reference.score(actor.models, text, 64, CPU)
+    assert float((torch.from_numpy(scores) - expected).abs().max()) < 1e-4
+    assert abs(scores - first).max() > 0.1
+
+
+def test_only_adapters_have_gradients_and_an_optimizer(tmp_path):
+    make_hf_model("qwen3_moe").save_pretrained(tmp_path / "in")
+    actor = build(tmp_path / "in", {"targets": ["linear_qkv", "experts.linear_fc2"]}, recompute="full")
+    before = {name: p.detach().clone() for name, p in actor.models[0].named_parameters()}
+    updates(actor, range(2))  # after the first, B is no longer 0 and A has a gradient
+    moved = {name for name, p in actor.models[0].named_parameters() if not torch.equal(p, before[name])}
+    modules = ("self_attention.linear_qkv.adapter", "mlp.experts.adapters.weight2")
+    assert moved == {f"decoder.layers.{i}.{module}.{x}" for i in (0, 1) for module in modules for x in "ab"}
+    assert moved == set(first_moments(actor))
+    buffers = [buffer.numel for replica in actor.replicas for buffer in replica.buffers]
+    assert sum(buffers) < 1.2 * sum(before[name].numel() for name in moved)
+
+
+def test_a_checkpoint_of_adapters_alone_continues_bit_for_bit(tmp_path):
+    from megarl.actor import checkpoint
+
+    make_hf_model("qwen3_moe").save_pretrained(tmp_path / "in")
+    straight = build(tmp_path / "in", {})
+    updates(straight, range(2))
+    path = checkpoint.save(straight, tmp_path / "checkpoints", 2, keep=1)
+    trained = sum(p.numel() for p in straight.models[0].parameters() if p.requires_grad)
+    stored = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    assert 3 * 4 * trained < stored < 3 * 4 * trained + 150_000  # in float32 with two moments; headers, random state
+    expected = updates(straight, range(2, 4))
+
+    resumed = build(tmp_path / "in", {})
+    assert checkpoint.load(resumed, path) == 2
+    assert updates(resumed, range(2, 4)) == expected
+    pairs = zip(straight.models[0].parameters(), resumed.models[0].parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+    for other in (build(tmp_path / "in", {"rank": 2}), build(tmp_path / "in", {"targets": ["linear_qkv"]})):
+        with pytest.raises(UserError, match=r"has adapters of .*'rank': 4.* asks for adapters of"):
+            checkpoint.load(other, path)
+    plain = build_full(tmp_path / "in", "weight")
+    with pytest.raises(UserError, match=r"has adapters of .* asks for all weights"):
+        checkpoint.load(plain, path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_matrix_has_an_adapter_of_its_size(family, tmp_path):
+    """What a recipe is checked against, by arithmetic, is what Megatron builds."""
+    from megarl.actor import lora
+    from megarl.actor.model import build_model
+    from megarl.models.lora import matrices
+
+    hf, recipe = read_settings(tmp_path, family), make_recipe(actor={"lora": {"rank": 1}})
+    models = build_model(hf, recipe)
+    names = {
+        name for name, _ in models[0].named_parameters() if re.search(r"linear_\w+\.weight$|experts\.weight[12]$", name)
+    }
+    if family.startswith("deepseek"):
+        names = {name for name in names if "self_attention" not in name}
+    lora.attach(models, recipe)
+    assert set(models[0].adapters) == names
+    for name, adapter in models[0].adapters.items():
+        matrix = adapter.matrix
+        assert matrix in matrices(hf, int(name.split(".")[2]))
+        assert models[0].get_parameter(name).shape[-2:] == (matrix.outputs, matrix.inputs), name
+
+
+def test_what_is_below_the_rounding_of_a_weight_is_not_lost_in_a_merged_export(tmp_path):
+    """The base is bfloat16, and adapters add a tenth of the unit in its last place."""
+    make_hf_model("qwen3").bfloat16().save_pretrained(tmp_path / "in")
+    actor = build(tmp_path / "in", {})
+    for adapter in actor.models[0].adapters.values():
+        torch.nn.init.normal_(adapter.b, std=2e-4)
+    merged, before = exported(actor, tmp_path / "out", tmp_path / "in"), load_file(tmp_path / "in/model.safetensors")
+    exact = {key: value.float() for key, value in before.items()}
+    for name, adapter in actor.models[0].adapters.items():
+        add_delta(exact, name, adapter)
+    size = kept = nearest = variance = 0.0
+    for key in (key for key in exact if "proj" in key):
+        value, base = exact[key], before[key].float()
+        delta, unit = value - base, torch.exp2(value.abs().log2().floor() - 7)
+        size += float(delta.square().sum())
+        kept += float((merged[key].float() - base).mul(delta).sum())
+        nearest += float((value.bfloat16().float() - base).mul(delta).sum())
+        share = (value.abs() / unit).frac()  # the probability of its neighbour above
+        variance += float((delta * unit).square().mul(share * (1 - share)).sum())
+        assert bool(((merged[key].float() - value).abs() <= unit).all()), key
+    assert nearest < 0.3 * size
+    assert abs(kept - size) < 4 * variance**0.5 < 0.2 * size
+    again = exported(actor, tmp_path / "again", tmp_path / "in")
+    assert all(torch.equal(again[key], value) for key, value in merged.items())

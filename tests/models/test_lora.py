@@ -1,0 +1,69 @@
+"""What of ``[actor.lora]`` is refused before anything starts."""
+
+import pytest
+
+from megarl.errors import UserError
+from megarl.models.lora import check_lora, targeted
+from tests.actor.conftest import make_recipe, read_settings
+
+DEFAULT = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+def names(hf, layer, *targets):
+    return [matrix.name for matrix in targeted(hf, layer, targets)]
+
+
+def test_a_target_is_how_names_end(tmp_path):
+    hf = read_settings(tmp_path, "glm4_moe_qk_norm")
+    assert names(hf, 0, "linear_fc1") == ["mlp.linear_fc1"]
+    assert names(hf, 1, "linear_fc1") == ["mlp.experts.linear_fc1", "mlp.shared_experts.linear_fc1"]
+    assert names(hf, 1, "experts.linear_fc1") == ["mlp.experts.linear_fc1"]
+    assert names(hf, 1, "linear_proj", "shared_experts.linear_fc2") == [
+        "self_attention.linear_proj",
+        "mlp.shared_experts.linear_fc2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "tables", "message"),
+    [
+        ("qwen3_moe", {"targets": ["q_proj"]}, {}, "'q_proj' is none of qwen3_moe's: self_attention.linear_qkv, "),
+        ("qwen3_moe", {"targets": ["fc1"]}, {}, "'fc1' is none of"),
+        ("qwen3", {"targets": ["experts.linear_fc1"]}, {}, "'experts.linear_fc1' is none of qwen3's"),
+        ("deepseek_v3", {}, {}, "'linear_qkv' is none of deepseek_v3's: mlp.linear_fc1, mlp.linear_fc2, mlp.experts"),
+        ("qwen3_moe", {"rank": 25}, {}, "rank = 25 .* mlp.experts.linear_fc2, a matrix of 32 x 24: at most 24"),
+        (
+            "glm4_moe",
+            {"targets": ["experts.linear_fc1"]},
+            {"actor": {"pipeline_parallel": 2}},
+            "none is in layers 0 to 0, which are a pipeline stage",
+        ),
+        (
+            "qwen3_moe",
+            {"targets": ["linear_fc2"]},
+            {"actor": {"expert_parallel": 2, "expert_tensor_parallel": 2}},
+            "expert_tensor_parallel = 2 must be 1 or tensor_parallel = 1",
+        ),
+        (
+            "qwen3",
+            {},
+            {"actor": {"backend": "cuda", "layers": "transformer_engine"}},
+            'norm inside the matrix.* set \\[actor\\] layers = "torch"',
+        ),
+        ("qwen3", {}, {"megatron": {"moe_shared_expert_overlap": True}}, "moe_shared_expert_overlap = true"),
+        ("qwen3", {}, {"megatron_optimizer": {"optimizer_cpu_offload": True}}, "optimizer_cpu_offload = true"),
+    ],
+)
+def test_adapters_that_a_run_cannot_have_are_refused(tmp_path, family, lora, tables, message):
+    hf, rank = read_settings(tmp_path, family), {"rank": 8}
+    plain = make_recipe(**tables)
+    check_lora(plain, hf)
+    actor = plain.actor.model_dump(exclude_none=True) | {"lora": rank | lora}
+    with pytest.raises(UserError, match=message):
+        check_lora(make_recipe(**tables | {"actor": actor}), hf)
+
+
+@pytest.mark.parametrize("table", [{"rank": 0}, {"alpha": 0.0}, {"targets": []}, {"rank": 4, "dropout": 0.1}])
+def test_a_table_that_says_nothing_is_refused(table):
+    with pytest.raises(UserError, match=f"actor.lora.{list(table)[-1]}"):
+        make_recipe(actor={"lora": table})

@@ -1,0 +1,140 @@
+"""Weights & Biases and MLflow, each by its own package: what they keep of a run is what the run directory says.
+
+`make test-trackers` installs both, and needs neither an account nor a server.
+"""
+
+import importlib.util
+import json
+import os
+import struct
+
+import pytest
+
+from megarl.data.tokenizer import load_decoder
+from megarl.storage.evaluations import Answered
+from megarl.storage.run_dir import RunDir
+from tests.helpers import events, megarl, metrics
+from tests.phases.test_changes import SMALL, settings
+
+NUMBERS = ("accuracy", "pass_at_k", "maj_at_k")
+BLOCK = 32768  # bytes of a .wandb file, which is LevelDB's log with a header of 7 bytes
+
+
+def required(package):
+    if importlib.util.find_spec(package) is None:
+        why = f"{package} is not installed: `make test-trackers` does it"
+        pytest.fail(why) if os.environ.get("MEGARL_REQUIRE_TRACKERS") == "1" else pytest.skip(why)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Of processes that log to this machine alone."""
+    found = dict(os.environ)
+    found |= {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    root = tmp_path_factory.mktemp("mlflow")
+    found |= {"MLFLOW_TRACKING_URI": f"sqlite:///{root}/runs.db", "_MLFLOW_SERVER_ARTIFACT_ROOT": (root / "a").as_uri()}
+    # models are not registered, but a client asks for a place where they could be
+    return found | {"MLFLOW_REGISTRY_URI": (root / "models").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
+
+
+@pytest.fixture(scope="module")
+def trained(recipe, environment, tmp_path_factory):
+    """Of two stages, stopped after the first one's updates and continued, so that several processes log."""
+    for package in ("wandb", "mlflow"):
+        required(package)
+    root = tmp_path_factory.mktemp("trackers") / "run"
+    wanted = settings(*SMALL[:2], "eval.every=1", "eval.samples=2", "run.wandb=true", "run.mlflow=true")
+    for until in (("--until", "optimize:0"), ()):
+        result = megarl("train", recipe, "--run-dir", root, *wanted, *until, env=environment)
+        assert result.returncode == 0, result.stderr
+    return RunDir.open(root)
+
+
+def samples(run, update):
+    """[(prompt, response)] of the first prompts, as the run directory has them."""
+    decode, groups = load_decoder(run.stage(0).policy), Answered.of(run.root, "heldout").read(update)
+    return [(decode(group.prompt_tokens.tolist()), decode(group.responses[0].tokens.tolist())) for group in groups[:4]]
+
+
+def records(path):
+    """The protocol buffers of a .wandb file."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, parts = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        if BLOCK - position % BLOCK < 7:  # no room for another header
+            position += BLOCK - position % BLOCK
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, position)
+        parts += data[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def test_wandb_has_every_update_every_evaluation_and_samples(trained):
+    files = sorted(trained.root.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len({path.name for path in files}) == 1  # all processes log to the same run
+    lines, steps = [], set()
+    for path in files:
+        for record in records(path):
+            if record.WhichOneof("record_type") == "metric":
+                steps.add((record.metric.glob_name, record.metric.step_metric))
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                lines.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    assert ("*", "update") in steps
+    updates = {line["update"]: line for line in lines if "loss" in line}
+    assert [(u, updates[u]["loss"], updates[u]["reward/mean"]) for u in sorted(updates)] == [
+        (line["update"], line["loss"], line["reward/mean"]) for line in metrics(trained)
+    ]
+    logged = {line["update"]: line for line in lines if "evaluation/heldout/accuracy" in line}
+    for event in events(trained, "evaluation"):
+        line = logged.pop(event["update"])
+        assert [line[f"evaluation/heldout/{name}"] for name in NUMBERS] == [event[name] for name in NUMBERS]
+        (table,) = trained.root.glob(f"wandb/offline-run-*/files/{line['samples/heldout/path']}")
+        assert json.loads(table.read_text())["data"] == [list(one) for one in samples(trained, event["update"])]
+    assert not logged
+
+
+def test_mlflow_has_every_update_every_evaluation_and_samples(trained, environment, monkeypatch):
+    for name, value in environment.items():
+        if "MLFLOW" in name:
+            monkeypatch.setenv(name, value)
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("megarl")
+    (run,) = client.search_runs([experiment.experiment_id])  # which all processes logged to
+    assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
+
+    def history(name):
+        return sorted((point.step, point.value) for point in client.get_metric_history(run.info.run_id, name))
+
+    for name in ("loss", "reward/mean", "grad_norm", "chi2", "chi2/bound"):
+        assert history(name) == [(line["update"], line[name]) for line in metrics(trained)]
+    evaluations = events(trained, "evaluation")
+    for name in NUMBERS:
+        assert history(f"evaluation/heldout/{name}") == sorted((event["update"], event[name]) for event in evaluations)
+    for event in evaluations:
+        path = client.download_artifacts(run.info.run_id, f"samples/heldout/update_{event['update']:06d}.json")
+        with open(path) as file:
+            found = [(one["prompt"], one["response"]) for one in json.load(file)["samples"]]
+        assert found == samples(trained, event["update"])
+
+
+def test_a_server_that_does_not_answer_is_found_before_anything_starts(recipe, environment, tmp_path):
+    required("mlflow")
+    absent = environment | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    result = megarl("train", recipe, "--run-dir", tmp_path / "run", *settings(*SMALL, "run.mlflow=true"), env=absent)
+    assert result.returncode == 2 and "MLFLOW_TRACKING_URI = http://127.0.0.1:9 names: " in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("tracker", "package"), [("wandb", "wandb"), ("mlflow", "mlflow-skinny")])
+def test_a_package_that_is_missing_is_named(recipe, tmp_path, tracker, package):
+    if importlib.util.find_spec(tracker):
+        pytest.skip(f"{tracker} is installed")
+    result = megarl("train", recipe, "--run-dir", tmp_path / "run", *settings(*SMALL, f"run.{tracker}=true"))
+    assert result.returncode == 2 and f"{tracker} is not installed: pip install {package}\n" in result.stderr
