@@ -370,11 +370,14 @@ def disk_bytes(
     if schedule.kind == "live":  # versions that engines may still need
         versions = schedule.lag_rule.max_lag // schedule.lag_rule.sync_every + 1
         published["versions published at a time, at most"] = 2.0 * parameters * versions
+    rollouts, policies = responses * mean * schedule.stages, 2.0 * parameters * (schedule.stages + 1)
+    checkpoints = checkpoint * (recipe.actor.keep_checkpoints * stages + 1)
     return published | {
         "rollout store of a stage": responses * mean,
-        "rollout store of all stages": responses * mean * schedule.stages,
+        "rollout store of all stages": rollouts,
         "one checkpoint": checkpoint,
-        "checkpoints at most": checkpoint * (recipe.actor.keep_checkpoints * stages + 1),
+        "checkpoints at most": checkpoints,
         "one export": 2.0 * parameters,
-        "policies of all stages": 2.0 * parameters * (schedule.stages + 1),
+        "policies of all stages": policies,
+        "the run directory, at most": sum(published.values()) + rollouts + checkpoints + policies,
     }
