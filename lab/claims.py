@@ -13,7 +13,10 @@ from megarl.sweep.results import Estimate
 EARLY, END = 64, 256  # updates
 SEEDS = 5  # fewer decide nothing
 # every point that has a run that collapses; without `mu_grpo_none`, whose runs are those of `reinforce`
-UNSTABLE = ("reinforce", "cispo", "mu_grpo", "mu_grpo_rest", "mu_grpo_trigger")
+UNSTABLE = (
+    *("reinforce", "vcpo", "decoupled_ppo", "gppo", "sapo", "cispo", "prefix_filter", "m2po_high"),
+    *("mu_grpo", "mu_grpo_suffix", "mu_grpo_rest", "mu_grpo_trigger"),
+)
 FIRST, SECOND = (0, 1, 2, 3, 4), (5, 6, 7, 8, 9)  # sets of seeds: every verdict is asked of both
 MARGIN = 0.05  # accuracies that differ by less are called equal
 ALARM = 0.8  # effective sample size, as a share of the tokens; chosen on `lab/pilot.toml`

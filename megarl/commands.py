@@ -25,6 +25,7 @@ from megarl.storage.origin import RESCORED, SCORED_BEFORE, link_start, start_of
 from megarl.storage.policies import check_policy, copy_policy
 from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.trackers import NONE as NO_TRACKERS
 from megarl.train import rehearse
 from megarl.views.progress import Progress
 from megarl.views.report import write_report
@@ -255,6 +256,7 @@ def evaluate_model(
     else:
         raise UserError(f"{target} is no run directory: say with --recipe which data and reward to use")
     recipe = override_recipe(_with_suites(before, suites), overrides)
+    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update=NO_TRACKERS)})
     heldout = max((suite.prompts for suite in before.suites if not suite.own), default=0)
     if not recipe.suites or any(suite.prompts > heldout for suite in recipe.suites if not suite.own):
         raise UserError(f"{heldout or 'no'} prompts were held out from training; --suite evaluates on others")

@@ -1,5 +1,7 @@
 """The command line answers before anything heavy is imported."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import tomllib
 import pytest
 
 import megarl
+from megarl.cli import main
 from tests.helpers import ROOT
 
 RECIPE = ROOT / "examples/quickstart/recipe.toml"
@@ -53,11 +56,26 @@ def test_the_version_is_printed():
     "command", [("train", "x", "--run-dir", "y"), ("stage", "pack", "x", "0", "y", "--license", "z")]
 )
 def test_a_mistake_in_a_command_shows_its_own_usage(command):
-    result = cli(*command, "--nope")
+    result = cli(*command, "--zzz")
     name = " ".join(command[: 1 + (command[0] == "stage")])
     assert result.returncode == 2
     assert result.stderr.startswith(f"usage: megarl {name} ")
-    assert result.stderr.endswith("unrecognized arguments: --nope\n")
+    assert result.stderr.endswith("unrecognized arguments: --zzz\n")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (("sampels", "x"), "samples"),
+        (("stage", "pakc"), "pack"),
+        (("samples", "x", "--tokens", "ratios"), "ratio"),
+        (("samples", "x", "--fininsh=stop"), "--finish"),
+    ],
+)
+def test_a_misspelt_command_or_option_is_told_its_name(typed, meant):
+    with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(io.StringIO()) as told:
+        main(list(typed))
+    assert end.value.code == 2 and told.getvalue().endswith(f"did you mean {meant}?\n")
 
 
 def test_a_key_is_looked_for_in_all_tables():

@@ -7,7 +7,6 @@ Charts count from 0, in the order of the page. Needs playwright and a chromium o
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 import urllib.parse
@@ -16,6 +15,8 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
+# Plotly gives the parts of a drawing random names; the same chart is to be the same file
+SEEDED = "let state = 1; Math.random = () => (state = state * 16807 % 2147483647) / 2147483647;"
 SIZE = {"width": 900, "height": 520}
 # on white, whatever the theme of the reader: an image does not follow it
 DRAW = """async ([id, size]) => {
@@ -30,19 +31,14 @@ def charts_svg(page: Path, numbers: Sequence[int]) -> list[str]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         tab = browser.new_page(color_scheme="light")
+        tab.add_init_script(SEEDED)
         tab.goto(page.resolve().as_uri())
         urls = []
         for number in numbers:
             tab.wait_for_selector(f"#chart-{number} .main-svg")
             urls.append(tab.evaluate(DRAW, [f"chart-{number}", SIZE]))
         browser.close()
-    return [_stable_ids(urllib.parse.unquote(url.partition(",")[2])) + "\n" for url in urls]
-
-
-def _stable_ids(svg: str) -> str:
-    """Plotly draws the names of its clip paths at random: the same chart is the same file."""
-    drawn = re.search(r'id="defs-(\w+)"', svg)
-    return svg.replace(drawn[1], "chart") if drawn else svg
+    return [urllib.parse.unquote(url.partition(",")[2]) + "\n" for url in urls]
 
 
 if __name__ == "__main__":

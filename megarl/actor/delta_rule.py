@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from megarl.batch import ContextShard
 from megarl.models.delta_net import CHUNK
@@ -65,7 +64,11 @@ def causal_convolution(x: torch.Tensor, weight: torch.Tensor, chunks: SequenceCh
     rows = torch.arange(len(x), device=x.device) + (taps - 1) * chunks.sequences
     # zeros before every sequence, so that it sees nothing of the one before
     apart = x.new_zeros(len(x) + (taps - 1) * chunks.counts[0], channels).index_put((rows + taps - 1,), x)
-    return F.conv1d(apart.t()[None], weight, groups=channels)[0].t().index_select(0, rows)
+    count, wide = len(apart) - taps + 1, weight[:, 0].float()
+    convolved = apart[:count] * wide[:, 0]
+    for tap in range(1, taps):
+        convolved = convolved + apart[tap : tap + count] * wide[:, tap]
+    return convolved.to(x.dtype).index_select(0, rows)
 
 
 def gated_delta_rule(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megarl import __version__
-from megarl.cli.arguments import Commands
+from megarl.cli.arguments import Commands, Parser
 from megarl.cli.arguments import command as _command
 from megarl.cli.arguments import settings as _settings
 from megarl.cli.before import add_before
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Exit codes: 0 done, 1 failed and worth trying again, 2 a mistake to correct first, 130 stopped by a signal."""
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:
-        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")  # with the usage of the command itself
+        options.parser.refuse(unknown)  # with the usage of the command itself
     interrupted = []
 
     def interrupt(*_: object) -> None:
@@ -263,8 +263,8 @@ def _phase_and_stage(text: str) -> tuple[str, int]:
     return phase, int(stage)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megarl", description=__doc__.partition("\n")[0])
+def _parser() -> Parser:
+    parser = Parser(prog="megarl", description=__doc__.partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_phases(commands)

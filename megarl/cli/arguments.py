@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megarl.errors import nearest
 
 if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    Commands = argparse._SubParsersAction["Parser"]
 else:
     Commands = Any
 
 
-def command(among: Commands, name: str, function: Any, help: str) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Names the nearest command or option where one is misspelt."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = list(map(str, action.choices))
+            close = nearest(str(value), known)
+            hint = f"did you mean {close}?" if close else f"known are {', '.join(known)}"
+            raise argparse.ArgumentError(action, f"{value!r} is unknown; {hint}")
+
+    def refuse(self, unknown: list[str]) -> NoReturn:
+        """Ends with the usage, for arguments that no parser took."""
+        options = [word[2:] for word in self._option_string_actions if word.startswith("--")]
+        close = nearest(unknown[0][2:].partition("=")[0], options) if unknown[0].startswith("--") else None
+        self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean --{close}?" if close else ""))
+
+
+def command(among: Commands, name: str, function: Any, help: str) -> Parser:
     """A command among others, which calls ``function`` with its options."""
     sub = among.add_parser(name, help=help, description=help)
     sub.set_defaults(command=function, parser=sub)

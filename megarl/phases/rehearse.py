@@ -28,6 +28,7 @@ from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.trackers import NONE as NO_TRACKERS
 
 MICRO_BATCHES = 2  # of a data-parallel rank: gradients add up, and a pipeline has more than one under way
 
@@ -47,7 +48,7 @@ def _trial(stage: Stage) -> Stage:
     """A stage of one update in a run directory of its own, which begins with the policy of ``stage``. Collective."""
     root, before = stage.run.rehearsal, stage.run.recipe
     schedule = ScheduleTable(stages=1, updates_per_stage=1, prompts_per_update=before.schedule.prompts_per_update)
-    table = before.run.model_copy(update={"tensorboard": False, "wandb": False, "mlflow": False})
+    table = before.run.model_copy(update={"tensorboard": False, **NO_TRACKERS})
     recipe = before.model_copy(update={"schedule": schedule, "stages": {}, "run": table})
     trial = RunDir(root, recipe).stage(0)
     if dist.get_rank() == 0:

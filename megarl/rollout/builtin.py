@@ -194,11 +194,10 @@ class _Decoder:
         """Add starts, all ``position`` tokens long, with their indices; each is prefilled once for ``fanout`` rows."""
         cache = _empty_cache(self.model)
         logits = self._forward(torch.tensor(starts), cache).repeat_interleave(self.fanout, 0)
-        cache.batch_repeat_interleave(self.fanout)
+        _take_rows(cache, torch.arange(len(starts)).repeat_interleave(self.fanout))
         if len(self.rows):
             for mine, theirs in zip(cache.layers, self.cache.layers, strict=True):
-                for name in ("keys", "values"):
-                    setattr(mine, name, torch.cat([getattr(theirs, name), getattr(mine, name)]))
+                _append(mine, theirs)
         self.cache, self.logits = cache, torch.cat([self.logits, logits])
         new = np.array(indices)[:, None] * self.fanout + np.arange(self.fanout)
         self.rows = np.concatenate([self.rows, new.ravel()])
@@ -226,7 +225,7 @@ class _Decoder:
             keep = np.flatnonzero(~finished)
             self.rows, sampled = self.rows[keep], sampled[keep]
             if len(keep):
-                self.cache.batch_select_indices(torch.from_numpy(keep).to(self.model.device))
+                _take_rows(self.cache, torch.from_numpy(keep))
         self.position += 1
         self.logits = self._forward(torch.from_numpy(sampled)[:, None], self.cache) if len(sampled) else self.logits[:0]
 
@@ -236,6 +235,23 @@ class _Decoder:
             input_ids=tokens.to(self.model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
         )
         return output.logits[:, -1].float()
+
+
+def _take_rows(cache: Any, rows: torch.Tensor) -> None:
+    """Keep these rows of all layers; a row may be there several times."""
+    cache.reorder_cache(rows)  # of transformers' methods the one that layers with a state have
+
+
+def _append(layer: Any, before: Any) -> None:
+    """Put the rows of ``before``, the same layer of another cache, before those of ``layer``."""
+    if hasattr(layer, "keys"):
+        layer.keys, layer.values = torch.cat([before.keys, layer.keys]), torch.cat([before.values, layer.values])
+        return
+    for states, others in (
+        (layer.conv_states, before.conv_states),
+        (layer.recurrent_states, before.recurrent_states),
+    ):
+        states[0] = torch.cat([others[0], states[0]])
 
 
 class _Uniforms:
@@ -273,7 +289,7 @@ def _load(policy_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
     if not (policy_dir / "config.json").is_file():
         raise UserError(f"{policy_dir} is no Hugging Face model directory: it has no config.json")
@@ -295,10 +311,10 @@ def _load(policy_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
         if report[problem]:
             names = ", ".join(sorted(map(str, report[problem]))[:4])
             raise UserError(f"the weights in {policy_dir} do not fit its config.json: {problem} {names}")
-    served = (DynamicLayer, DynamicSlidingWindowLayer)  # `_Decoder.join` knows how to concatenate these
+    served = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)  # which `_append` knows
     if not all(type(layer) in served for layer in _empty_cache(model).layers):
         raise UserError(
-            f"{policy_dir} has layers that keep more than keys and values: the built-in engine does not serve them, "
-            "use another [rollout] engine"
+            f"{policy_dir} has layers that keep neither keys and values nor a state: the built-in engine does not "
+            "serve them, use another [rollout] engine"
         )
     return model.eval()

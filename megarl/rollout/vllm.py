@@ -18,6 +18,7 @@ import torch
 
 from megarl.beats import beat
 from megarl.errors import UserError
+from megarl.models import family_of
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
 from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, checked_experts, out_of_memory
@@ -74,6 +75,8 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
             f"{where} engine = 'vllm' on a CPU serves heads of {', '.join(map(str, CPU_HEAD_DIMS))}, "
             f"but {recipe.model.path} has head_dim = {hf['head_dim']}; use 'builtin'"
         )
+    if cpu and family_of(hf).linear_layers(hf):  # in its `cpu_gdn_attention_core`, first when it answers
+        raise UserError(f"{where} engine = 'vllm' on a CPU has gated delta nets in bfloat16 alone; use 'builtin'")
 
 
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:

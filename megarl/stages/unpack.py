@@ -40,6 +40,7 @@ from megarl.storage.ledger import check_seal
 from megarl.storage.policies import check_policy, read_info
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.trackers import NONE as NO_TRACKERS
 from megarl.storage.weights import combine_hashes, weight_files
 from megarl.views.audit.rollouts import check_shard
 
@@ -125,7 +126,7 @@ def _recipe(manifest: Manifest, folder: Path, final: Path, overrides: Overrides)
         tables[table] = replaced(tables.get(table, {}), names)
     tables["rollout"] = without_machine(tables.get("rollout", {}))
     tables["reward"] = without_others(tables.get("reward", {}))
-    tables["run"] = tables.get("run", {}) | {"wandb": False, "mlflow": False}
+    tables["run"] = tables.get("run", {}) | NO_TRACKERS
     tables.pop("stages", None)
     apply_overrides(tables, overrides)
     try:

@@ -23,6 +23,7 @@ from megarl.storage.files import write_atomic
 from megarl.storage.tensorboard_events import numbers_of
 
 PROJECT = "megarl"  # where neither WANDB_PROJECT nor MLFLOW_EXPERIMENT_NAME names another
+NONE = {"wandb": False, "mlflow": False}  # of ``[run]``, for what is no run of its own
 RUNS = "trackers.json"  # in the run directory: {tracker: the run there}
 
 

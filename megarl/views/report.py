@@ -92,7 +92,7 @@ def _card(number: int, chart: Chart) -> str:
 
 
 def _summary_table(runs: list[Run]) -> str:
-    rows = [summary(run) | cells for run, cells in zip(runs, pair_columns(runs), strict=True)]
+    rows = [summary(run, cells) for run, cells in zip(runs, pair_columns(runs), strict=True)]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     body = ""
@@ -120,8 +120,8 @@ def _settings_table(runs: list[Run]) -> str:
     return f'<div class="scroll">{table}</div>'
 
 
-def summary(run: Run) -> dict[str, str]:
-    """The cells of a run's row in the table at the top."""
+def summary(run: Run, pair: dict[str, str] | None = None) -> dict[str, str]:
+    """The cells of a run's row in the table at the top; ``pair``: those of `pair_columns`."""
     evaluations = run.evaluations
     base = evaluations[0] if evaluations and evaluations[0]["update"] == run.begins else None
     final = evaluations[-1] if len(evaluations) > 1 else None
@@ -139,6 +139,7 @@ def summary(run: Run) -> dict[str, str]:
         "Base accuracy": _estimate(base),
         "Final accuracy": _estimate(final),
         "Gain (95 %)": gain,
+        **(pair or {}),
         **_best(evaluations),
         "Updates": f"{len(run.updates):,} / {run.last - run.begins:,}",
         "Largest staleness": f"{max(ages):,.0f}" if ages else "-",

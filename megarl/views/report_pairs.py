@@ -65,7 +65,10 @@ def _differences(runs: list[Run]) -> Chart:
         f"Held-out accuracy less that of {html.escape(runs[0].name)}",
         "After equal numbers of updates, on the same prompts; bars are paired 95 % intervals over prompts. One that "
         "crosses 0 may be noise.",
-        layout={"yaxis": {"tickformat": "+.0%"}, "xaxis": {"title": {"text": "update", "standoff": 6}}},
+        layout={
+            "yaxis": {"tickformat": "+.0%", "rangemode": "tozero"},
+            "xaxis": {"title": {"text": "update", "standoff": 6}},
+        },
     )
     updates = equal_updates(runs) if len(runs) > 1 else []
     step = -(-len(updates) // POINTS) or 1

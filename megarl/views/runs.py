@@ -23,7 +23,7 @@ class RunLine:
     state: str  # running | finished | failed | stopped | unreadable
     stage: int | None = None  # from 0, of the newest update or phase
     update: int = 0
-    updates: int = 0  # of the whole run
+    updates: int = 0  # with which it ends: of a branch those of its stage
     accuracy: float | None = None  # the last, on the first suite
     reward: float | None = None  # of the newest update, mean
 
@@ -59,7 +59,7 @@ def _describe(root: Path, name: str) -> RunLine:
         _state(root, run, str(phase.get("event", ""))),
         stage=last.get("stage", phase.get("stage")),
         update=last.get("update", 0),
-        updates=run.stages * run.updates_per_stage,
+        updates=run.last,
         accuracy=evaluations[-1]["accuracy"] if evaluations else None,
         reward=last.get("reward/mean"),
     )

@@ -17,6 +17,8 @@ from megarl.views.report_charts import COLOURS
 
 COLUMNS = ("kept", "clipped", "vetoed", "masked", "norm", "cosine", "cosine_to_grpo")
 HEADS = ("kept", "clipped", "vetoed", "masked", "gradient norm", "cosine to fresh", "cosine to GRPO")
+# of the terminal's table, which fits into 80 columns: shares of tokens without their intervals
+_WIDTHS = {"kept": 6, "clipped": 8, "vetoed": 7, "masked": 7, "norm": 12, "to fresh": 11, "to GRPO": 11}
 
 
 def estimates(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -42,23 +44,27 @@ def estimates(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """For a terminal."""
     lines = [
-        f"means over {rows[0]['batches']} batches +- 95 %; cosine to fresh: to GRPO's gradient on new responses of the",
-        "policy to the same prompts; row fresh: of such a gradient itself, so what sampling leaves of it",
+        f"means over {rows[0]['batches']} batches, ± 95 %: shares of tokens, norm of the gradient,",
+        "and its cosine to GRPO's on new responses of the policy to the same prompts (to",
+        "fresh) and on the same batch; row fresh: such a gradient, what sampling leaves",
     ]
     for update in dict.fromkeys(row["update"] for row in rows):
-        head = "  ".join(f"{name:>15}" for name in HEADS)
+        head = "".join(f"{name:>{width}}" for name, width in _WIDTHS.items())
         ess = next(_text(row["ess"]) for row in rows if row["update"] == update and "ess" in row)
-        lines += ["", f"policy after {update} updates: effective sample size {ess}", f"{'':17}  {head}"]
-        lines += [f"{row['objective']:17}  {_cells(row)}" for row in rows if row["update"] == update]
+        lines += ["", f"policy after {update} updates: effective sample size {ess}", f"{'':17}{head}"]
+        lines += [f"{row['objective']:17}{_cells(row)}" for row in rows if row["update"] == update]
     return "\n".join(lines)
 
 
 def _cells(row: dict[str, Any]) -> str:
-    return "  ".join(f"{_text(row.get(column)):>15}" for column in COLUMNS)
+    shares = [f"{row[column][0]:.3f}" if column in row else "-" for column in COLUMNS[:4]]
+    others = [_text(row.get("norm"), ".2g"), *(_text(row.get(column), ".2f") for column in COLUMNS[5:])]
+    cells = [*shares, *(cell.replace(" ", "") for cell in others)]
+    return "".join(f" {cell:>{width - 1}}" for cell, width in zip(cells, _WIDTHS.values(), strict=True))
 
 
-def _text(estimate: list[float] | None) -> str:
-    return f"{estimate[0]:.3g} +- {estimate[2] - estimate[0]:.2g}" if estimate else "-"
+def _text(estimate: list[float] | None, digits: str = ".3f") -> str:
+    return f"{estimate[0]:{digits}} ± {estimate[2] - estimate[0]:{digits}}" if estimate else "-"
 
 
 def write_figure(rows: Sequence[dict[str, Any]], name: str, output: Path) -> None:
@@ -108,6 +114,7 @@ def _html_table(rows: Sequence[dict[str, Any]]) -> str:
     head = "".join(f"<th>{name}</th>" for name in ("Updates", "Objective", *HEADS))
     body = ""
     for row in rows:
-        cells = [row["objective"], *(_text(row.get(column)) for column in COLUMNS)]
+        texts = [_text(row.get(column), ".3g" if column == "norm" else ".3f") for column in COLUMNS]
+        cells = [row["objective"], *texts]
         body += f"<tr><th>{row['update']}</th>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
     return f'<table id="summary"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'

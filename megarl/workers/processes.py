@@ -299,6 +299,8 @@ def supervise(
             return _end_stall(processes, watch, stall, stop_signals)
     if _failed(codes):
         codes = processes.poll(POLL_SECONDS)  # others that ended for the same reason
+    elif stop_signals:
+        print("stopping, saving", file=sys.stderr, flush=True)  # which may take a while
     first = frozenset(_failed(codes))
     deadline = time.monotonic() + float(os.environ.get("MEGARL_SHUTDOWN_SECONDS", SHUTDOWN_SECONDS))
     if len(codes) < len(everybody):

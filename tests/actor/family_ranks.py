@@ -18,12 +18,8 @@ FAMILIES = {  # of `tests.actor.conftest`, with the layouts of which a family's 
     "deepseek_v3_moonlight": ("one", "TP2 EP2"),
     "qwen3_next": EVERY,
 }
-CONTINUED = (
-    "olmoe",
-    "glm4_moe",
-    "deepseek_v3",
-    "qwen3_next",
-)  # from a checkpoint, which each layout of two ranks makes
+# from a checkpoint, which each layout of two ranks makes
+CONTINUED = ("olmoe", "glm4_moe", "deepseek_v3", "qwen3_next")
 
 
 def train(name: str, layout: str, models: Path, rollouts: Path, folder: Path) -> dict[str, Any]:

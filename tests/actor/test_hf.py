@@ -64,7 +64,8 @@ def test_export_gives_the_logits_back_to_transformers(family, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     tokens = torch.from_numpy(random_sequences([23])[0][None]).long()
     # torch's product of a matrix and a vector, a shared expert's gate, rounds by where in memory the weights lie
-    assert (again(tokens).logits - reference(tokens).logits).abs().max() < 1e-5
+    rounds = any("shared_expert_gate" in name for name in reference.state_dict())
+    assert (again(tokens).logits - reference(tokens).logits).abs().max() <= (1e-5 if rounds else 0)
     one, two = load_file(tmp_path / "in/model.safetensors"), load_file(tmp_path / "out/model.safetensors")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)

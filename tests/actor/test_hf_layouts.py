@@ -55,6 +55,8 @@ def make_model(directory, name):
         tensors = {reduce(lambda key, pair: key.replace(*pair), names.items(), k): v for k, v in tensors.items()}
     if name == "glm4_moe":  # a layer that predicts the token after the next one
         tensors |= {f"model.layers.4.{key}": torch.randn(5, 3).to(dtype) for key in ("enorm.weight", "mlp.gate.weight")}
+    if name == "qwen3_next":
+        tensors |= {f"mtp.{key}": torch.randn(5, 3).to(dtype) for key in ("fc.weight", "layers.0.mlp.gate.weight")}
     (directory / "tokenizer.json").write_text('{"any": "bytes"}')
     (directory / "generation_config.json").write_text("{}")
     save_files(tensors, directory, file_bytes)

@@ -22,8 +22,9 @@ from tests.rehearsal.updates import Case, Distance, Outcome, run_updates, seal
 
 SMALL = ("kernels cuda", "transformer_engine", "EP2")
 TORCH = {"kernels": "torch", "layers": "torch"}
-# beside Qwen3-MoE, of which the other cases are; the last two have torch-native layers alone
-FAMILIES = {"qwen3": {"kernels": "torch"}, "glm4_moe": {"kernels": "torch"}, "olmoe": TORCH, "deepseek_v3": TORCH}
+# beside Qwen3-MoE, of which the other cases are
+FAMILIES = {"qwen3": {"kernels": "torch"}, "glm4_moe": {"kernels": "torch"}}
+FAMILIES |= dict.fromkeys(("olmoe", "deepseek_v3", "qwen3_next"), TORCH)  # which have torch-native layers alone
 
 
 def cases(gpus: int) -> dict[str, Case]:

@@ -97,10 +97,11 @@ YARN = MODELS["deepseek_v3"]["rope_parameters"]
             {"rope_parameters": YARN | {"attention_factor": 1.5}},
             "attention_factor = 1.5 is not supported",
         ),
+        ("llama", {"model_type": "qwen3_5_moe"}, "'qwen3_5_moe' is not supported: its config.json keeps the language"),
         (
             "llama",
             {"model_type": "gpt_oss"},
-            "'gpt_oss' is not supported: Megatron-Core 0.16.1 has attention sinks",
+            "'gpt_oss' is not supported: in Megatron-Core 0.16.1 and 0.19.2 attention sinks",
         ),
         ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, llama, mixtral"),
     ],

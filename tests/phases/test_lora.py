@@ -17,6 +17,7 @@ def undisturbed(recipe, tmp_path_factory):
     return run
 
 
+@pytest.mark.crash
 def test_a_killed_run_ends_with_the_same_bytes(undisturbed, recipe, tmp_path):
     killed = tmp_path / "killed"
     for stage, moment in ((0, "between checkpoints"), (0, "export"), (1, "last checkpoint under way")):
@@ -24,9 +25,11 @@ def test_a_killed_run_ends_with_the_same_bytes(undisturbed, recipe, tmp_path):
     result = megarl("train", recipe, "--run-dir", killed)
     assert result.returncode == 0, result.stderr
     assert_same_run(undisturbed, killed)
+
+
+def test_the_engine_stores_with_merged_weights_what_the_actor_computes_with_adapters_beside_them(undisturbed):
     policies = [undisturbed / "stages/000/policy", undisturbed / "stages/001/policy", undisturbed / "final"]
     assert len({(policy / WEIGHTS).read_bytes() for policy in policies}) == 3
-    # the engine, with merged weights, stores what the actor computes with adapters beside them
     begins = [update for update in read_lines(undisturbed / "metrics.jsonl") if update["staleness"] == 0]
     assert [update["stage"] for update in begins] == [0, 1]
     assert all(update["ratio/q100"] == pytest.approx(1, abs=1e-4) for update in begins)

@@ -21,8 +21,9 @@ STOP = (1, 6, 17)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_sliding_window_is_kept(tmp_path, temperature):
-    path = save(tmp_path, "mistral_sliding_window")
+@pytest.mark.parametrize("family", ["mistral_sliding_window", "qwen3_next"])
+def test_windows_and_states_are_kept(tmp_path, family, temperature):
+    path = save(tmp_path, family)
     table = generate(BuiltinEngine(path, 3), PROMPTS, sampling(PROMPTS, temperature=temperature, stop=STOP))
     assert sorted(table) == [(i, k) for i in range(len(PROMPTS)) for k in range(3)]
     for (i, _), c in table.items():

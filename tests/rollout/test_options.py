@@ -11,6 +11,7 @@ from megarl.rollout.continuous import Settings
 from megarl.rollout.options import as_arguments
 from megarl.rollout.sglang.engine import SglangSettings, server_arguments
 from megarl.rollout.vllm import engine_arguments
+from tests.actor.conftest import read_settings
 from tests.rollout.engines import CONTEXT, OWN_OPTION, TOGETHER, on, stage_recipe, started
 
 
@@ -87,3 +88,13 @@ def test_the_engines_own_parser_decides(engine, models):
         check(cases["value"])
     with pytest.raises(UserError, match=rf"\[rollout.{engine}\]: .*parser refuses --quantisation fp8: .*quantisation"):
         check({"quantisation": "fp8"})
+
+
+@pytest.mark.vllm
+def test_layers_with_a_state_are_refused_on_a_cpu(tmp_path):
+    hf = read_settings(tmp_path, "qwen3_next", head_dim=32)
+    recipe = stage_recipe("vllm", model={"path": str(tmp_path)})
+    with pytest.raises(
+        UserError, match="engine = 'vllm' on a CPU has gated delta nets in bfloat16 alone; use 'builtin'"
+    ):
+        check_engine(recipe, 0, hf)

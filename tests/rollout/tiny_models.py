@@ -8,6 +8,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 SIZES = {
@@ -27,6 +29,11 @@ def save(path, kind="qwen3_moe", vocabulary=39, seed=0, spread=0.2, **changes):
     sizes = SIZES | {"vocab_size": vocabulary, "intermediate_size": 128, "initializer_range": spread} | changes
     if kind == "qwen3_moe":
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **EXPERTS))
+    elif kind == "qwen3_next":
+        hybrid = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 2}
+        widths = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "shared_expert_intermediate_size": 64}
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **EXPERTS, **hybrid, **widths))
+        torch.nn.init.normal_(model.model.layers[0].linear_attn.conv1d.weight, std=0.5)
     elif kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     else:

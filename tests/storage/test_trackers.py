@@ -124,6 +124,12 @@ def test_mlflow_has_every_update_every_evaluation_and_samples(trained, environme
         assert found == samples(trained, event["update"])
 
 
+def test_an_evaluation_of_its_own_is_no_run_there(trained, environment, tmp_path):
+    result = megarl("eval", trained.root, "--output", tmp_path / "eval", env=environment)
+    assert result.returncode == 0, result.stderr
+    assert not (tmp_path / "eval/trackers.json").exists() and not (tmp_path / "eval/wandb").exists()
+
+
 def test_a_server_that_does_not_answer_is_found_before_anything_starts(recipe, environment, tmp_path):
     required("mlflow")
     absent = environment | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}

@@ -11,6 +11,7 @@ from megarl.errors import UserError
 from megarl.estimates import mean_of_replicates
 from megarl.objectives import OBJECTIVES
 from megarl.storage.run_dir import RunDir
+from megarl.views.what_if import table
 from megarl.what_if import what_if
 from tests.helpers import events, megarl, metrics
 
@@ -42,6 +43,16 @@ def rows(run, tmp_path_factory):
     assert {path: path.lstat().st_mtime_ns for path in run.root.rglob("*")} == before
     assert "Cosine to a fresh on-policy gradient" in figure.read_text()
     return {(row["update"], row["objective"]): row for row in json.loads(result.stdout)}
+
+
+def test_the_table_fits_into_80_columns(rows):
+    lines = table(list(rows.values())).splitlines()
+    assert max(map(len, lines)) <= 80
+    line = next(line for line in lines if line.startswith("m2po "))
+    row = rows[0, "m2po"]
+    norm = f"{row['norm'][0]:.2g}±{row['norm'][2] - row['norm'][0]:.2g}"
+    kept, masked = (f"{row[name][0]:.3f}" for name in ("kept", "masked"))
+    assert line.split()[:6] == ["m2po", kept, "-", "-", masked, norm]
 
 
 def test_every_objective_has_a_row_at_every_policy(rows):

@@ -117,15 +117,15 @@ def test_overlap_with_an_examination(check):
 
 def test_json_has_the_numbers_and_the_mistakes(check):
     exam = [{"prompt": "two plus two", "answer": 4}, {"prompt": "three", "answer": 3}]
-    train = [*rows(20), *rows(2), {"prompt": "Two plus  two", "answer": 4}]
+    train = [*rows(20), *rows(2), {"prompt": "Two plus  two", "answer": 4}, exam[0]]
     code, said = check(train, exam=exam, options=("--json",))
     found = json.loads(said)
     assert code == 0 and found["problems"] == []
     assert [(f["prompts"], f["repetitions"], f["tokens"]["longest"]) for f in found["files"]] == [
-        (23, 2, 13),
+        (24, 3, 13),
         (2, 0, 12),
     ]
-    assert found["overlap"] == {"heldout": 2, "same": 0, "nearly": ["Two plus  two"], "shared": []}
+    assert found["overlap"] == {"heldout": 2, "same": 1, "nearly": ["Two plus  two"], "shared": []}
     code, said = check([*rows(4), {"prompt": "x"}], options=("--json",))
     (problem,) = json.loads(said)["problems"]
     assert code == 1 and "line 5: " in problem

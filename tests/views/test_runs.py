@@ -36,6 +36,7 @@ def test_a_branch_is_finished_with_its_stage(tmp_path):
     assert states(tmp_path)["branch"] == "stopped"
     (branch / "stages/002/policy").mkdir(parents=True)
     assert states(tmp_path) == {"branch": "finished", "run": "stopped"}
+    assert {line.run: line.updates for line in list_runs(tmp_path)} == {"branch": 192, "run": 288}
 
 
 def test_last_numbers(tmp_path):

@@ -10,6 +10,7 @@ from megarl.recipe.load import load_recipe, override_recipe
 from megarl.views import sizes
 from megarl.views.census import StageCensus
 from megarl.views.sizes import GIB, Assumptions
+from tests.actor.conftest import read_settings
 from tests.views.moe import MOE, staged
 
 HF = read_hf_config(MOE.parent)
@@ -44,6 +45,25 @@ def test_activations_by_hand():
     assert full == 48 * 6144 * 2048 * 2 + 2 * layer
     recipe = RECIPE.model_copy(update={"actor": RECIPE.actor.model_copy(update={"recompute": "none"})})
     assert sizes.optimize_memory(HF, recipe, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"] == 49 * layer
+
+
+def test_layers_with_a_state(tmp_path):
+    """Qwen3-Next of four layers, every second one with a state: 2 key heads of 8, 4 value heads of 12, 4 taps."""
+    hf = read_settings(tmp_path, "qwen3_next", num_hidden_layers=4)
+    assert sizes.kv_bytes_per_token(hf, 1) == 2 * 2 * (2 * 2 * 16)  # two layers, keys and values of two heads
+    states = 2 * (4 * 8 * 12 + 3 * (2 * 2 * 8 + 4 * 12))  # and what the convolution has seen
+    assert sizes.state_bytes(hf, 1) == 2 * states and sizes.state_bytes(hf, 2) == states
+    assert sizes.state_bytes(HF, 1) == 0
+    flops = 2 * (2 * 4 * 16 * 100**2) + 2 * (6 * 4 * 8 * 12 * 100)
+    assert sizes.forward_flops(hf, 1000, 100) == 2 * 1000 * 100 + flops
+    # a cache that is empty but for states and tokens holds as many responses as fit of both
+    room = sizes.rollout_memory(hf, RECIPE, 10**9, H200, Assumptions())["KV cache"]
+    fit = sizes.responses_that_fit(hf, RECIPE, 10**9, H200, Assumptions(), 50)
+    tensor = RECIPE.rollout.tensor_parallel
+    assert fit == room / (50 * sizes.kv_bytes_per_token(hf, tensor) + sizes.state_bytes(hf, tensor))
+    plain, state = (sizes.layer_activation_bytes(hf, Layout(1), 64, linear=linear) for linear in (False, True))
+    census = StageCensus(4, 0, 0, linear_layers=3)
+    assert sizes.stage_activation_bytes(hf, Layout(1), 64, census, 1.0) == (plain + 3 * state, max(plain, state))
 
 
 def test_candidates_are_generated_and_kept():

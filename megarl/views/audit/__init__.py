@@ -28,6 +28,7 @@ from megarl.views.audit.samples import check_samples
 from megarl.views.audit.totals import StageTotals
 from megarl.views.audit.updates import check_updates
 
+HASH = 8  # characters of a policy's, so that a line fits into 80 columns
 SHOWN = 20  # problems of a kind; of a store that is wrong throughout, there may be millions
 
 
@@ -39,12 +40,14 @@ class Audit:
 
     def table(self) -> str:
         """For a terminal."""
-        rows = [[f.name for f in dataclasses.fields(StageTotals)]]
-        rows += [[f"{cell:,}" if isinstance(cell, int) else cell for cell in vars(row).values()] for row in self.stages]
+        heads = [field.name.partition("_") for field in dataclasses.fields(StageTotals)]
+        rows = [[first if rest else "" for first, _, rest in heads], [rest or first for first, _, rest in heads]]
+        rows += [[f"{x:,}" if isinstance(x, int) else x[:HASH] for x in vars(row).values()] for row in self.stages]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = [" ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         lines += [f"note: {note}" for note in self.notes]
-        return "\n".join([*lines, *(f"does not agree: {problem}" for problem in self.problems)])
+        ends = [f"does not agree: {problem}" for problem in self.problems] or ["all that was looked at agrees"]
+        return "\n".join([*(lines if self.stages else ()), *ends])
 
     def as_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.errors import UserError
-from megarl.views.responses.select import Decode, Filter, Found, decoder, select, title
+from megarl.views.responses.select import Decode, Filter, Found, decoder, select, stages, title
 from megarl.views.responses.text import escape, shorten
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def show_samples(
     whole: texts uncut. colouring: of `megarl.views.responses.COLOURINGS`, by which tokens are coloured, under
     ``policy`` and an objective with ``overrides``; JSON lines then have every token.
     """
+    stages(root)  # before what the directory's recipe says is asked for
     decode = decoder(root)
     found = itertools.islice(select(root, wanted, decode), limit)
     if colouring is None:

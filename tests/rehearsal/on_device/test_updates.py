@@ -33,7 +33,7 @@ CASES = {
     "cuda": Case(actor={"kernels": "cuda"}),
     "triton": Case(actor={"kernels": "triton"}, updates=0),  # its interpreter is slow
 }
-FAMILIES = ("glm4_moe", "olmoe", "deepseek_v3")  # of which a layer is of another kind
+FAMILIES = ("glm4_moe", "olmoe", "deepseek_v3", "qwen3_next")  # of which a layer is of another kind
 # these do not compute what the others do, so that the CPU computes them too
 OTHER_CASES = {
     "replay actor": Case(LAYOUTS["DP2"], actor=TORCH | {"routing_replay": "actor"}),
@@ -43,7 +43,7 @@ OTHER_CASES = {
         for scope in ("exact", "lagged", "micro")
     },
     **{family: Case(actor=TORCH, family=family) for family in FAMILIES},
-    **{f"adapters {name}": Case(LAYOUTS[name], actor=TORCH | {"lora": {"rank": 3}}) for name in ("one", "TP2 EP2")},
+    **{f"adapters {name}": Case(LAYOUTS[name], actor=TORCH | {"lora": {"rank": 3}}) for name in ("DP2", "TP2 EP2")},
 }
 
 
@@ -110,8 +110,10 @@ def test_updates_agree_with_the_cpu(outcome, name):
     distance = Distance.between(device, cpu)
     print(f"\n{name}: {distance}")
     assert len(distance.losses) == case.updates
-    # M2PO drops the tokens above a threshold: one near it, of some two hundred, may fall on the other side
-    assert distance.tolerable(6 if case.objective == "m2po" else 1), distance
+    # M2PO drops the tokens above a threshold: one near it, of some two hundred, may fall on the other side. A state
+    # that is nearly empty magnifies rounding: transformers' gradients of Qwen3-Next in bfloat16 are 2 to 6 % off too
+    factor = {"m2po": 6}.get(case.objective, {"qwen3_next": 2}.get(case.family, 1))
+    assert distance.tolerable(factor), distance
 
 
 def check_waits(outcome: Outcome, allowed: int) -> None:

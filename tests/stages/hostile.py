@@ -1,0 +1,333 @@
+"""What a hostile stranger may pack: each attack makes something of a packed stage that must be refused."""
+
+import io
+import json
+import os
+import struct
+import tarfile
+import tomllib
+import zlib
+from dataclasses import replace
+
+import pyarrow as pa
+import tomli_w
+
+from megarl.stages.packed import MANIFEST, Source
+from megarl.storage.checked_json import decode, write_checked
+from megarl.storage.ledger import LEDGER, SEALED, parse, to_line
+from tests.stages.made_up import agree, archive, entry, sha
+
+
+def members(folder):
+    """The entries of an archive of a packed directory, the manifest first."""
+    names = [MANIFEST, *Source(folder).manifest.files]
+    return {name: entry(name, (folder / name).read_bytes()) for name in names}
+
+
+def repeated_size(copy, tmp_path):
+    """An extended header that promises more than there is memory for."""
+    parts = members(copy)
+    huge = entry("x", b"30 path=recipe.toml\n", type=tarfile.XHDTYPE)
+    return archive(tmp_path / "a.tar", parts.pop(MANIFEST), huge, *parts.values())
+
+
+def of_type(kind, name="recipe.toml", **fields):
+    def attack(copy, tmp_path):
+        parts = members(copy)
+        parts[name] = entry(name, type=kind, **fields)
+        return archive(tmp_path / "a.tar", *parts.values())
+
+    return attack
+
+
+def named(name):
+    def attack(copy, tmp_path):
+        return archive(tmp_path / "a.tar", *members(copy).values(), entry(name, b"evil"))
+
+    return attack
+
+
+def declared(name):
+    """In the manifest too."""
+
+    def attack(copy, tmp_path):
+        text = decode((copy / MANIFEST).read_bytes())
+        text["files"][name] = {"bytes": 4, "sha256": "0" * 64}
+        write_checked(copy / MANIFEST, text)
+        return copy
+
+    return attack
+
+
+def twice(copy, tmp_path):
+    parts = list(members(copy).values())
+    return archive(tmp_path / "a.tar", *parts, parts[0])
+
+
+def cut_short(copy, tmp_path):
+    path = archive(tmp_path / "a.tar", *members(copy).values())
+    os.truncate(path, path.stat().st_size // 2)
+    return path
+
+
+def other_bytes(copy, tmp_path):
+    path = next((copy / "rollouts").glob("*.arrow"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+    return copy
+
+
+def longer(copy, tmp_path):
+    with open(copy / "recipe.toml", "a") as file:
+        file.write("#" * 1000)
+    return copy
+
+
+def link_inside(copy, tmp_path):
+    (copy / "recipe.toml").rename(tmp_path / "outside.toml")
+    (copy / "recipe.toml").symlink_to(tmp_path / "outside.toml")
+    return copy
+
+
+def linked_folder(copy, tmp_path):
+    (copy / "rollouts").rename(tmp_path / "outside")
+    (copy / "rollouts").symlink_to(tmp_path / "outside")
+    return copy
+
+
+def pipe(copy, tmp_path):
+    (copy / "recipe.toml").unlink()
+    os.mkfifo(copy / "recipe.toml")
+    return copy
+
+
+def gone(copy, tmp_path):
+    (copy / "recipe.toml").unlink()
+    return copy
+
+
+def huge(copy, tmp_path):
+    text = decode((copy / MANIFEST).read_bytes())
+    text["files"]["recipe.toml"]["bytes"] = 1 << 62
+    write_checked(copy / MANIFEST, text)
+    return copy
+
+
+def gzipped(copy, tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w:gz") as file:
+        file.add(copy, ".")
+    return tmp_path / "a.tar"
+
+
+def no_manifest(copy, tmp_path):
+    (copy / MANIFEST).write_text('{"format": 1}')
+    return copy
+
+
+def recipe_with(section, **values):
+    def attack(copy, tmp_path):
+        tables = tomllib.loads((copy / "recipe.toml").read_text())
+        tables[section] |= values
+        (copy / "recipe.toml").unlink()
+        (copy / "recipe.toml").write_text(tomli_w.dumps(tables))
+        agree(copy)
+        return copy
+
+    return attack
+
+
+def reseal(copy, ledger=None, **fields):
+    folder = copy / "rollouts"
+    ledger = (folder / LEDGER).read_bytes() if ledger is None else ledger
+    sealed = decode((folder / SEALED).read_bytes())
+    for path in (folder / LEDGER, folder / SEALED):
+        path.unlink()
+    (folder / LEDGER).write_bytes(ledger)
+    write_checked(folder / SEALED, sealed | {"ledger_sha256": sha(folder / LEDGER)} | fields)
+    agree(copy)
+    return copy
+
+
+def rewritten_ledger(change):
+    def attack(copy, tmp_path):
+        folder = copy / "rollouts"
+        first, *others = parse(folder / LEDGER)[0]
+        return reseal(copy, b"".join(map(to_line, [change(first, folder), *others])))
+
+    return attack
+
+
+def chosen(*groups):
+    return lambda copy, tmp_path: reseal(copy, chosen=groups)
+
+
+def deep_ledger(copy, tmp_path):
+    """A line with a right checksum that no parser of JSON follows to its end."""
+    body = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000
+    line = body + b', "crc": "%08x"}\n' % zlib.crc32(body)
+    return reseal(copy, line + (copy / "rollouts" / LEDGER).read_bytes())
+
+
+def policy_that_names(files):
+    def attack(copy, tmp_path):
+        path = copy / "policy/megarl.json"
+        write_checked(path, decode(path.read_bytes()) | {"files": files})
+        agree(copy)
+        return copy
+
+    return attack
+
+
+def no_vocabulary(copy, tmp_path):
+    path = copy / "policy/config.json"
+    config = json.loads(path.read_text()) | {"vocab_size": "many"}
+    path.unlink()
+    path.write_text(json.dumps(config))
+    agree(copy)
+    return copy
+
+
+def outside(entry, folder):
+    return replace(entry, shard="../../../../etc/passwd")
+
+
+def with_shard(change):
+    """Every shard replaced by what ``change`` makes of its batch, with checksums that agree."""
+
+    def rewrite(entry, folder):
+        path = folder / entry.shard
+        with pa.memory_map(str(path)) as source:
+            data = change(pa.ipc.open_file(source).get_batch(0))
+        path.unlink()
+        path.write_bytes(data)
+        return replace(entry, bytes=len(data), sha256=sha(path))
+
+    return rewritten_ledger(rewrite)
+
+
+def to_file(batch, **options):
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, batch.schema, options=pa.ipc.IpcWriteOptions(**options)) as file:
+        file.write_batch(batch)
+    return sink.getvalue()
+
+
+def compressed(batch):
+    return to_file(batch, compression="zstd")
+
+
+def hidden_compression(batch):
+    """The messages that the footer names follow a mark at which a reader of the stream would end."""
+    data, places = compressed(batch), []
+    stream = pa.BufferReader(data[8:])
+    reader = pa.ipc.MessageReader.open_stream(stream)
+    for _ in range(4):  # schema, two dictionaries, batch
+        places.append(8 + stream.tell())
+        reader.read_next_message()
+    begin = len(data) - 10 - struct.unpack_from("<i", data, len(data) - 10)[0]
+    footer = data[begin:]
+    for place in places[1:]:
+        assert footer.count(struct.pack("<q", place)) == 1
+        footer = footer.replace(struct.pack("<q", place), struct.pack("<q", place + 8))
+    return data[:8] + b"\xff\xff\xff\xff\0\0\0\0" + data[8:begin] + footer
+
+
+def far_version(batch):
+    return to_file(column(batch, "policy_version", pa.array([1 << 40] * batch.num_rows, pa.int64())))
+
+
+def column(batch, name, values):
+    place = batch.schema.names.index(name)
+    return batch.set_column(place, batch.schema.field(place), values)
+
+
+def far_offsets(batch):
+    tokens = batch["response_tokens"]
+    wrong = tokens.offsets.to_numpy().copy()
+    wrong[1] = 1 << 30
+    buffers = [None, pa.py_buffer(wrong), *tokens.values.buffers()]
+    broken = pa.ListArray.from_buffers(tokens.type, len(tokens), buffers[:2], children=[tokens.values])
+    return to_file(column(batch, "response_tokens", broken))
+
+
+def unknown_token(batch):
+    tokens = batch["response_tokens"]
+    values = tokens.values.to_numpy().copy()
+    values[0] = 10**6
+    return to_file(column(batch, "response_tokens", pa.ListArray.from_arrays(tokens.offsets, pa.array(values))))
+
+
+def mixed_groups(batch):
+    order = pa.array([1, 0, *range(2, batch.num_rows)])
+    return to_file(batch.take(order))
+
+
+def nulls(batch):
+    return to_file(column(batch, "reward", pa.array([None] * batch.num_rows, pa.float64())))
+
+
+def not_arrow(batch):
+    return b"ARROW1\0\0" + b"\xff" * 2000
+
+
+def other_policy(entry, folder):
+    return replace(entry, weights_hash="0" * 64)
+
+
+ATTACKS = {
+    "symlink": (of_type(tarfile.SYMTYPE, linkname="/etc/passwd"), "no regular file"),
+    "hard link": (of_type(tarfile.LNKTYPE, linkname="manifest.json"), "no regular file"),
+    "device": (of_type(tarfile.CHRTYPE), "no regular file"),
+    "sparse": (of_type(tarfile.GNUTYPE_SPARSE), "no regular file"),
+    "extended header": (repeated_size, "no regular file"),
+    "parent": (named("../evil"), "not in its manifest"),
+    "absolute": (named("/tmp/evil"), "not in its manifest"),
+    "declared parent": (declared("rollouts/../../evil"), "is no name"),
+    "declared absolute": (declared("/etc/passwd"), "is no name"),
+    "declared code": (declared("policy/modeling.py"), "could hold code"),
+    "declared pickle": (declared("policy/pytorch_model.bin"), "could hold code"),
+    "control characters": (declared("rollouts/\x1b[2J"), r"\\x1b"),
+    "twice": (twice, "there twice"),
+    "cut short": (cut_short, "ends in the middle|lacks"),
+    "other bytes": (other_bytes, "does not match the checksum"),
+    "longer": (longer, "its manifest says"),
+    "a link in a directory": (link_inside, "is a link"),
+    "a linked folder": (linked_folder, "is a link"),
+    "a pipe": (pipe, "no regular file"),
+    "gone": (gone, "lacks recipe.toml"),
+    "huge": (huge, "GiB left"),
+    "gzipped": (gzipped, "is no tar file"),
+    "no manifest": (no_manifest, "unusable"),
+    "a file of this machine": (recipe_with("data", train="/etc/passwd"), "not part of the packed stage"),
+    "a judge": (recipe_with("reward", kind="judge"), "do not travel"),
+    "other groups": (recipe_with("schedule", prompts_per_update=2), "not those of its recipe"),
+    "a ledger that points outside": (rewritten_ledger(outside), "not in its ledger|not part of it"),
+    "another policy": (rewritten_ledger(other_policy), "another policy|was sampled with"),
+    "a compressed shard": (with_shard(compressed), "compressed"),
+    "a batch behind the end": (with_shard(hidden_compression), "that its footer names"),
+    "a version beyond 32 bits": (with_shard(far_version), "32 bits"),
+    "a group chosen twice": (chosen(0, 0, *range(1, 8)), "not those of its recipe"),
+    "groups chosen in disorder": (chosen(1, 0, *range(2, 8)), "not those of its recipe"),
+    "fractions of groups": (chosen(*map(float, range(8))), "not those of its recipe"),
+    "a deep ledger": (deep_ledger, "line 1 of .* is damaged"),
+    "a device of the policy": (policy_that_names({"/dev/zero": "0" * 64}), "does not name the files beside it"),
+    "a file of the policy that is not packed": (policy_that_names({"a.txt": "0" * 64}), "not part of the packed stage"),
+    "files of the policy as a list": (policy_that_names(["a.txt"]), "does not name the files beside it"),
+    "no vocabulary": (no_vocabulary, "vocab_size is 'many'"),
+    "parts of a reward": (recipe_with("reward", parts=[1]), "is no recipe"),
+    "a function of Python": (recipe_with("megatron", fp8_quantizer_factory="os.system"), "could name code"),
+    "a directory": (recipe_with("megatron_optimizer", config_logger_dir="x"), "could name code"),
+    "a path among modules": (recipe_with("megatron", recompute_modules=["mlp", "/etc/x"]), "could name code"),
+    "a table for Megatron": (recipe_with("megatron", quant_recipe={"x": 1}), "could name code"),
+    "a wide field": (recipe_with("data", prompt_template="{prompt:>9999999999}"), "by its name alone"),
+    "an attribute": (recipe_with("data", prompt_template="{prompt.__class__}"), "by its name alone"),
+    "a wide field of a suite": (recipe_with("eval", data={"prompt_template": "{prompt:>99}"}), "by its name alone"),
+    "a token budget": (recipe_with("rollout", token_budget=2, oversample=2.0), "token_budget"),
+    "offsets beyond the file": (with_shard(far_offsets), "no shard of megarl"),
+    "an unknown token": (with_shard(unknown_token), "outside the vocabulary"),
+    "groups in disorder": (with_shard(mixed_groups), "in order"),
+    "nulls": (with_shard(nulls), "has nulls"),
+    "no arrow": (with_shard(not_arrow), "no shard of megarl"),
+}
