@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megarl.cli import main
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.views.cluster import Lengths, cut_mean, decode_seconds, ends_of_batches, pauses, with_failures
@@ -216,3 +217,18 @@ def test_table():
     assert "staged, S = 128 " in text and "lock-step, new weights every 4 " in text and "live, lag up to 127, " in text
     total = simulation(updates=512, stage=128, lag=127).staged(np.random.default_rng(0)).total / HOUR
     assert abs(float(text.splitlines()[2].split()[4]) - total) < 0.1 * total
+
+
+def test_command_line(capsys):
+    command = ["simulate", str(EXAMPLES / "llama3_2_3b/mu_grpo.toml"), "--updates", "256", "--stage", "64"]
+    main([*command, "--seeds", "2", "--sync-every", "8", "--lag", "31", "--mfu", "0.2", "--handover", "1"])
+    found = capsys.readouterr().out
+    assert "256 updates of 32 prompts x 8 responses on 1 x 8 h200: hours, mean of 2 seeds" in found
+    assert "lock-step, new weights every 8 " in found and "live, lag up to 31, engines on " in found
+    for more, message in (
+        (["--stage", "100"], "--updates 256, --stage 100 and --sync-every 4: each must be"),
+        (["--set", "actor.tokens_per_micro_batch=4000000"], "does not fit: optimize phase, activations"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([*command, *more])
+        assert end.value.code == 2 and message in capsys.readouterr().err
