@@ -38,6 +38,13 @@ PUBLISHED = {  # parameters of the models' safetensors files
     + 3 * 4096 * 10_944
     + 45 * (129 * 3 * 4096 * 1408 + 128 * 4096)
     + 4096,
+    # likewise: 36 layers of gated delta nets (projections in, of decay and gate, out; convolution; decay, norm), 12 of
+    # attention with an output gate; a shared expert with a gate, 512 others, their router and two norms in each
+    "qwen3_next_80b_a3b": 2 * 151_936 * 2048
+    + 36 * (2048 * (2 * 2048 + 2 * 4096) + 2048 * 64 + 4096 * 2048 + 4 * 8192 + 2 * 32 + 128)
+    + 12 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 4096 * 2048 + 2 * 256)
+    + 48 * (513 * 3 * 2048 * 512 + 512 * 2048 + 2048 + 2 * 2048)
+    + 2048,
 }
 
 
