@@ -6,8 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from megarl.cli.arguments import Commands, command, settings
+from megarl.cli.arguments import Commands, command, positive, settings
 from megarl.errors import UserError
+from megarl.views.assumptions import OPTIONS, Assumptions, assume, meaning_of, unit_of
 
 
 def add_before(commands: Commands) -> None:
@@ -16,9 +17,17 @@ def add_before(commands: Commands) -> None:
         commands, "plan", _plan, "memory and time of every phase on GPUs, or what does not fit and what would"
     )
     sub.add_argument("recipe", type=Path)
-    sub.add_argument("--nodes", type=int, default=1)
-    sub.add_argument("--gpu", default="h200", help="a100, h100, h200 or b200; default: h200")
+    _on_gpus(sub)
     sub.add_argument("--json", action="store_true", help="one JSON object, in bytes and seconds")
+    settings(sub)
+
+    sub = command(
+        commands, "simulate", _simulate, "hours to N updates: staged, lock-step and live on the same GPUs, over seeds"
+    )
+    sub.add_argument("recipe", type=Path)
+    _on_gpus(sub)
+    for name, kind, meaning in DAYS:
+        sub.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="NUMBER", help=meaning)
     settings(sub)
 
     data = commands.add_parser("data", help="the prompts of a recipe").add_subparsers(required=True, metavar="COMMAND")
@@ -33,10 +42,53 @@ def add_before(commands: Commands) -> None:
     settings(sub)
 
 
+def _on_gpus(sub: argparse.ArgumentParser) -> None:
+    """Which GPUs, and what is assumed of them."""
+    sub.add_argument("--nodes", type=int, default=1)
+    sub.add_argument("--gpu", default="h200", help="a100, h100, h200, h20 or b200; default: h200")
+    sub.add_argument("--hbm", type=float, metavar="GIB", help="memory of a GPU that a process can allocate")
+    for name in OPTIONS:
+        unit, meaning = unit_of(name), meaning_of(name)
+        option, shown = f"--{name.replace('_', '-')}", unit.upper() or "NUMBER"
+        sub.add_argument(option, type=float, metavar=shown, help=f"{unit} {meaning}".strip().replace("%", "%%"))
+
+
+DAYS = (  # options of `megarl.views.simulate.Days`
+    ("updates", positive, "of the whole run; default: the recipe's"),
+    ("stage", positive, "updates of a stage of the staged run; default: the recipe's"),
+    (
+        "sync_every",
+        positive,
+        "updates between two versions of the policy, where not staged; default: the recipe's, or 4",
+    ),
+    ("lag", int, "the live run's largest, in updates; default: the recipe's, or that of the staged run"),
+    ("spread", float, "standard deviation of the logarithm of a response's length; default: 0.6"),
+    ("failures", float, "of a node in a day; default: 0.004"),
+    ("restart", float, "seconds until a failed or preempted job runs again; default: 600"),
+    ("preemptions", float, "of the job in a day; default: 0"),
+    ("away", float, "seconds until a preempted job has its nodes again, in the mean; default: 3600"),
+    ("handover", float, "seconds to give engines new weights; default: through shared storage"),
+    ("seeds", positive, "simulated runs of each schedule; default: 20"),
+)
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    from megarl.views.simulate import make_simulation
+
+    given = {name: getattr(options, name) for name, *_ in DAYS}
+    assumed = _assumed(options)
+    found = make_simulation(options.recipe, options.nodes, options.gpu, options.set, assumed, options.hbm, given)
+    print("\n".join(found.table()))
+
+
+def _assumed(options: argparse.Namespace) -> Assumptions:
+    return assume({name: getattr(options, name) for name in OPTIONS})
+
+
 def _plan(options: argparse.Namespace) -> None:
     from megarl.views.fit import make_plan
 
-    fit = make_plan(options.recipe, options.nodes, options.gpu, options.set)
+    fit = make_plan(options.recipe, options.nodes, options.gpu, options.set, _assumed(options), options.hbm)
     if fit.misfit is not None and not options.json:
         raise UserError(fit.text())
     print(fit.as_json() if options.json else fit.text())

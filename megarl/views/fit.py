@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,9 @@ from megarl.models.lora import check_lora
 from megarl.recipe.layout import Layout, check_layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.optimizer import check_optimizer
+from megarl.recipe.tables import Recipe
 from megarl.views import sizes
+from megarl.views.assumptions import GIB, Assumptions
 from megarl.views.census import Census, StageCensus
 from megarl.views.plan import Plan
 from megarl.views.sizes import GPUS
@@ -46,13 +48,23 @@ class Fit:
         return json.dumps(self.plan.record() | {"alternatives": self.layouts})
 
 
-def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] = ()) -> Fit:
-    """`UserError` for what cannot be planned at all."""
-    recipe, gpu = load_recipe(recipe_path, overrides), gpu.lower()
+def make_plan(
+    recipe_path: Path,
+    nodes: int,
+    gpu: str,
+    overrides: Sequence[str] = (),
+    assume: Assumptions | None = None,
+    hbm: float | None = None,
+    change: Callable[[Recipe], Recipe] = lambda recipe: recipe,
+) -> Fit:
+    """`UserError` for what cannot be planned at all. hbm: GiB of a GPU."""
+    recipe, gpu = change(load_recipe(recipe_path, overrides)), gpu.lower()
     if gpu not in GPUS:
         raise UserError(f"--gpu {gpu}: known are {', '.join(GPUS)}")
     if nodes < 1:
         raise UserError(f"--nodes {nodes}: at least 1")
+    if hbm is not None and not 0 < hbm < float("inf"):
+        raise UserError(f"--hbm {hbm:g}: GiB of a GPU that a process can allocate, above 0")
     if recipe.actor.backend != "cuda":
         raise UserError('[actor] backend = "cpu": megarl plan sizes runs on GPUs; add --set actor.backend=cuda')
     config = recipe.model.path if (recipe.model.path / "config.json").exists() else Path(recipe_path).parent
@@ -63,7 +75,7 @@ def make_plan(recipe_path: Path, nodes: int, gpu: str, overrides: Sequence[str] 
     check_lora(recipe, hf)
     check_optimizer(recipe, here=False)
     with Census() as census:
-        plan = Plan.of(recipe, hf, nodes, gpu, census)
+        plan = Plan.of(recipe, hf, nodes, gpu, census, assume=assume, hbm=hbm and hbm * GIB)
         layouts = [] if plan.misfit() is None else list(itertools.islice(alternatives(plan, census), 2))
     return Fit(f"{recipe_path}, model of {config / 'config.json'}", plan, layouts)
 
@@ -90,13 +102,13 @@ def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
         )
         if replace(plan, recipe=recipe, layout=layout, stages=[least] * pipeline).optimize_misfit():
             continue
-        if Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, census, plan.whole).misfit() is None:
+        if Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, census, plan.whole, plan.assume, plan.hbm).misfit() is None:
             yield rollout + changes
 
 
 def _memory_that_fits(plan: Plan) -> Iterator[list[str]]:
     """The largest share of a GPU that an engine can have beside trainers that stay in memory."""
-    table, memory = plan.recipe.rollout, GPUS[plan.gpu].memory
+    table, memory = plan.recipe.rollout, plan.device.memory
     beyond = plan.engine_share - (table.memory_fraction or 0) * memory if table.engine == "sglang" else 0.0
     hundredths = int(100 * (plan.left_to_engines - beyond) / memory)
     if hundredths > 0:
@@ -119,7 +131,8 @@ def _rollout_that_fits(plan: Plan) -> list[str] | None:
 def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
     """Changes of ``[actor]`` to each valid layout, the least divided first.
 
-    All layouts with the recipe's other settings come first, then with full recompute, then with smaller micro-batches.
+    All layouts with the recipe's other settings come first, then with full recompute, then with smaller micro-batches,
+    then with the optimizer on the host too, and then with gradients in bfloat16.
     """
     ranks, table, names = plan.layout.ranks, plan.recipe.actor, ("tensor", "pipeline", "expert", "expert_tensor")
     found = []
@@ -132,10 +145,25 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
     budget, least = table.tokens_per_micro_batch, sizes.longest_sequence(plan.recipe)
     full = [] if table.recompute == "full" else ["actor.recompute=full"]
     steps = [[], *([full] if full else []), *([[*full, _budget(least)]] if least < budget else [])]
+    for setting, changes in _LESS_MEMORY.items():
+        section, _, key = setting.partition(".")
+        if plan.recipe.actor.lora is None and key not in getattr(plan.recipe, section):
+            steps.append([*steps[-1], *changes])
     for settings in steps:
         for layout in found:
             changes = [f"actor.{name}_parallel={getattr(layout, f'{name}_parallel')}" for name in names]
             yield [*changes, *settings], layout
+
+
+# settings of Megatron that take less memory, unless the recipe says something of them
+_LESS_MEMORY = {
+    "megatron_optimizer.use_precision_aware_optimizer": [
+        "megatron_optimizer.use_precision_aware_optimizer=true",
+        "megatron_optimizer.optimizer_cpu_offload=true",
+        "megatron_optimizer.optimizer_offload_fraction=1.0",
+    ],
+    "megatron_ddp.grad_reduce_in_fp32": ["megatron_ddp.grad_reduce_in_fp32=false"],
+}
 
 
 def _budget(tokens: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,10 +13,9 @@ from megarl.recipe.layout import Layout
 from megarl.recipe.optimizer import OptimizerBytes
 from megarl.recipe.tables import Recipe
 from megarl.views import sizes
+from megarl.views.assumptions import GIB, Assumptions
 from megarl.views.census import Census, StageCensus
-from megarl.views.sizes import GIB, GPUS, Assumptions
-
-ASSUME = Assumptions()
+from megarl.views.sizes import GPUS, Gpu
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,31 @@ class Plan:
     layout: Layout
     whole: StageCensus
     stages: list[StageCensus]
+    assume: Assumptions = field(default_factory=Assumptions)
+    hbm: float | None = None  # bytes of a GPU; default: those of ``gpu``
 
     @classmethod
     def of(
-        cls, recipe: Recipe, hf: dict[str, Any], nodes: int, gpu: str, census: Census, whole: StageCensus | None = None
+        cls,
+        recipe: Recipe,
+        hf: dict[str, Any],
+        nodes: int,
+        gpu: str,
+        census: Census,
+        whole: StageCensus | None = None,
+        assume: Assumptions | None = None,
+        hbm: float | None = None,
     ) -> Plan:
         layout = Layout.of(recipe, nodes * recipe.actor.processes_per_node)
         stages = census.count(hf, recipe, layout.ranks)
-        return cls(recipe, hf, nodes, gpu, layout, whole or census.whole(hf, recipe), stages)
+        whole = whole or census.whole(hf, recipe)
+        return cls(recipe, hf, nodes, gpu, layout, whole, stages, assume or Assumptions(), hbm)
+
+    @property
+    def device(self) -> Gpu:
+        """The GPU, with its memory as it was given."""
+        kind = GPUS[self.gpu]
+        return kind if self.hbm is None else replace(kind, memory=self.hbm)
 
     @property
     def parameters(self) -> int:
@@ -51,11 +67,11 @@ class Plan:
         return len({name for option in options for name in option.requires} & {"ref_logprobs", "old_logprobs"})
 
     @cached_property
-    def extra_passes(self) -> int:
-        """Forward passes of an update without a backward pass."""
+    def extra_passes(self) -> float:
+        """Forward passes of an update without a backward pass; a step's proximal policy needs none for its first."""
         objective = build_objective(self.recipe.objective.name, self.recipe.objective.fields)
         exact = objective.needs_statistics and self.recipe.actor.statistics_scope == "exact"
-        return self.frozen + int(exact)
+        return self.frozen + int(exact) + 1 - 1 / objective.updates_a_step
 
     @cached_property
     def optimize(self) -> dict[str, float]:
@@ -63,8 +79,8 @@ class Plan:
         return max(map(self.optimize_stage, range(len(self.stages))), key=lambda items: sum(items.values()))
 
     def optimize_stage(self, stage: int) -> dict[str, float]:
-        census, gpu = self.stages[stage], GPUS[self.gpu]
-        return sizes.optimize_memory(self.hf, self.recipe, self.layout, stage, census, self.frozen, gpu, ASSUME)
+        census, gpu = self.stages[stage], self.device
+        return sizes.optimize_memory(self.hf, self.recipe, self.layout, stage, census, self.frozen, gpu, self.assume)
 
     @cached_property
     def optimizer_on_host(self) -> float:
@@ -75,16 +91,16 @@ class Plan:
     @property
     def usable(self) -> float:
         """Bytes of a GPU that the optimize phase can fill."""
-        return GPUS[self.gpu].memory * (1 - ASSUME.fragmentation)
+        return self.device.memory * (1 - self.assume.fragmentation)
 
     @cached_property
     def rollout(self) -> dict[str, float]:
-        return sizes.rollout_memory(self.hf, self.recipe, self.parameters, GPUS[self.gpu], ASSUME)
+        return sizes.rollout_memory(self.hf, self.recipe, self.parameters, self.device, self.assume)
 
     @property
     def engine_share(self) -> float:
         """Bytes of a GPU that an engine fills."""
-        return sizes.engine_share(self.hf, self.recipe, GPUS[self.gpu], ASSUME)
+        return sizes.engine_share(self.hf, self.recipe, self.device, self.assume)
 
     @property
     def kv_tokens(self) -> int:
@@ -114,7 +130,7 @@ class Plan:
                 f"rollout.workers * rollout.tensor_parallel = {wanted} GPUs a node, "
                 f"but actor.processes_per_node = {available}"
             )
-        memory, whole = self.engine_share, GPUS[self.gpu].memory
+        memory, whole = self.engine_share, self.device.memory
         if memory > whole:
             return (
                 f"rollout.memory_fraction = {table.memory_fraction} of SGLang is of weights and KV cache alone: with "
@@ -157,7 +173,9 @@ class Plan:
 
     def table(self) -> str:
         """The whole plan as text."""
-        return "\n".join([*self._heading(), "", *self._memory(), "", *self._disk(), "", *self._time(), "", *_assumed()])
+        return "\n".join(
+            [*self._heading(), "", *self._memory(), "", *self._disk(), "", *self._time(), "", *self._assumed()]
+        )
 
     def record(self) -> dict[str, Any]:
         """The same for programs: bytes on a GPU or disk, seconds of a stage."""
@@ -177,10 +195,10 @@ class Plan:
                 "kv_tokens": self.kv_tokens,
             },
             "optimize": {"bytes": self.optimize, "usable_bytes": self.usable, "host_bytes": self.optimizer_on_host},
-            "disk_bytes": sizes.disk_bytes(self.hf, self.recipe, self.parameters, ASSUME),
+            "disk_bytes": self.disk,
             "stage_seconds": self.seconds,
             "run_seconds": self.stage_seconds * self.recipe.schedule.stages,
-            "assumed": asdict(ASSUME),
+            "assumed": asdict(self.assume) | {"hbm_bytes": self.device.memory},
             "misfit": self.misfit(),
         }
 
@@ -210,24 +228,24 @@ class Plan:
         yield from _rows(self.rollout, "share of the engine", self.engine_share)
         longest = sizes.longest_sequence(self.recipe)
         yield f"  room for {self.kv_tokens:,} tokens, {self.kv_tokens / longest:.1f} responses of full length"
-        allowed, gpu = sizes.engine_responses(self.recipe), GPUS[self.gpu]
-        running = sizes.running_responses(self.hf, self.recipe, self.parameters, self.nodes, gpu, ASSUME)
+        allowed, gpu = sizes.engine_responses(self.recipe), self.device
+        running = sizes.running_responses(self.hf, self.recipe, self.parameters, self.nodes, gpu, self.assume)
         yield f"  {running:,.0f} responses decode together, on average; groups_per_chunk allows {allowed:,}"
         yield from self._preemption(allowed)
         yield ""
         yield f"optimize, GiB on each GPU ({sizes.micro_batch_tokens(self.recipe):,} tokens in the largest micro-batch)"
-        yield from _rows(self.optimize, f"of this GPU, {1 - ASSUME.fragmentation:.0%}", self.usable)
+        yield from _rows(self.optimize, f"of this GPU, {1 - self.assume.fragmentation:.0%}", self.usable)
         if self.optimizer_on_host:
             yield _row("beside it in a node's host memory: optimizer", self.optimizer_on_host)
             yield "  (the time of Adam on the host is not in the estimate below)"
 
     def _preemption(self, allowed: int) -> Iterator[str]:
         """Where responses of the mean length do not all fit, an engine waits with some; longer ones it throws out."""
-        recipe, gpu = self.recipe, GPUS[self.gpu]
+        recipe, gpu = self.recipe, self.device
         asked = min(allowed, math.ceil(sizes.responses_of_version(recipe, self.nodes)))
-        mean, longest = sizes.mean_sequence(recipe, ASSUME), sizes.longest_sequence(recipe)
+        mean, longest = sizes.mean_sequence(recipe, self.assume), sizes.longest_sequence(recipe)
         fit, at_worst = (
-            int(sizes.responses_that_fit(self.hf, recipe, self.parameters, gpu, ASSUME, tokens))
+            int(sizes.responses_that_fit(self.hf, recipe, self.parameters, gpu, self.assume, tokens))
             for tokens in (mean, longest)
         )
         if asked <= at_worst:
@@ -244,27 +262,31 @@ class Plan:
         for name, size in self.disk.items():
             yield _row(name, size)
 
+    @property
+    def update_seconds(self) -> float:
+        recipe, passes = self.recipe, self.extra_passes
+        return sizes.optimize_seconds(self.hf, recipe, self.layout, self.parameters, passes, self.device, self.assume)
+
     @cached_property
     def disk(self) -> dict[str, float]:
         """Bytes of what a run keeps."""
-        return sizes.disk_bytes(self.hf, self.recipe, self.parameters, ASSUME, self.whole.trained)
+        return sizes.disk_bytes(self.hf, self.recipe, self.parameters, self.assume, self.whole.trained)
 
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Estimated seconds of each part of a stage."""
-        recipe, gpu = self.recipe, GPUS[self.gpu]
-        update = sizes.optimize_seconds(self.hf, recipe, self.layout, self.parameters, self.extra_passes, gpu, ASSUME)
-        updates, disk = recipe.schedule.updates_per_stage, self.disk
+        recipe, gpu, assume = self.recipe, self.device, self.assume
+        update, updates, disk = self.update_seconds, recipe.schedule.updates_per_stage, self.disk
         checkpoints = math.ceil(updates / recipe.actor.checkpoint_every)
         replicas = self.nodes * recipe.rollout.workers
         versions = sizes.versions_of_stage(recipe)
-        load = sizes.load_seconds(recipe, self.parameters, replicas, ASSUME)
+        load = sizes.load_seconds(recipe, self.parameters, replicas, assume)
         return {
             "load of the engines" if versions == 1 else f"{versions} loads of the engines": load,
-            "rollouts": sizes.rollout_seconds(self.hf, recipe, self.parameters, self.nodes, gpu, ASSUME),
+            "rollouts": sizes.rollout_seconds(self.hf, recipe, self.parameters, self.nodes, gpu, assume),
             f"{updates} updates of {update:.1f} s": update * updates,
-            f"{checkpoints} checkpoints": checkpoints * disk["one checkpoint"] / ASSUME.storage,
-            "export" if versions == 1 else f"{versions} exports": versions * disk["one export"] / ASSUME.storage,
+            f"{checkpoints} checkpoints": checkpoints * disk["one checkpoint"] / assume.storage,
+            "export" if versions == 1 else f"{versions} exports": versions * disk["one export"] / assume.storage,
         }
 
     @property
@@ -281,6 +303,14 @@ class Plan:
         total = self.stage_seconds * stages
         yield f"  {f'the run of {stages} stages, without evaluations':<48}{total / 3600:9.2f}"
 
+    def _assumed(self) -> Iterator[str]:
+        yield "assumed (each an option: megarl plan --help)"
+        yield f"  {'hbm':<30}{_gib(self.device.memory):>12}  of a GPU that a process can allocate"
+        for item in fields(self.assume):
+            value = getattr(self.assume, item.name)
+            shown = _gib(value) if item.name.endswith("_bytes") else f"{value:g}"
+            yield f"  {item.name.replace('_', ' '):<30}{shown:>12}  {item.metadata['of']}"
+
 
 def _rows(items: dict[str, float], limit_name: str, limit: float) -> Iterator[str]:
     yield from (_row(name, size) for name, size in items.items() if size)
@@ -294,11 +324,3 @@ def _row(name: str, size: float) -> str:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
-
-
-def _assumed() -> Iterator[str]:
-    yield "assumed"
-    for field in fields(ASSUME):
-        value = getattr(ASSUME, field.name)
-        shown = _gib(value) if field.name.endswith("_bytes") else f"{value:g}"
-        yield f"  {field.name.replace('_', ' '):<30}{shown:>12}  {field.metadata['of']}"

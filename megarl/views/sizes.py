@@ -7,7 +7,7 @@ optimizer, and `kernels.linear_logprob`. What depends on the model family comes 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.models import family_of
@@ -15,9 +15,9 @@ from megarl.recipe.layout import Layout
 from megarl.recipe.optimizer import OptimizerBytes
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import expert_type
+from megarl.views.assumptions import GIB as GIB
+from megarl.views.assumptions import Assumptions as Assumptions
 from megarl.views.census import StageCensus
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,9 @@ GPUS = {
     "a100": Gpu(79.1 * GIB, 312e12, 2.04e12),
     "h100": Gpu(79.1 * GIB, 989e12, 3.35e12),
     "h200": Gpu(139.8 * GIB, 989e12, 4.8e12),
+    "h20": Gpu(95.1 * GIB, 148e12, 4.0e12),
     "b200": Gpu(178.3 * GIB, 2250e12, 8.0e12),
 }
-
-
-def _assumed(value: float, of: str) -> Any:
-    return field(default=value, metadata={"of": of})
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """Numbers that no recipe contains, with their meaning. What is computed from them is an estimate."""
-
-    mean_prompt: float = _assumed(0.25, "of data.max_prompt_tokens")
-    mean_response: float = _assumed(0.5, "of rollout.max_response_tokens")
-    expert_imbalance: float = _assumed(1.25, "tokens of the fullest expert rank over the mean")
-    runtime_bytes: float = _assumed(4 * GIB, "CUDA context, NCCL and kernel workspaces")
-    fragmentation: float = _assumed(0.05, "of a GPU that the allocator cannot use")
-    engine_bytes: float = _assumed(6 * GIB, "activations and CUDA graphs of a rollout engine")
-    mfu_dense: float = _assumed(0.35, "of the GPU's bf16 peak, in an update of a dense model")
-    mfu_experts: float = _assumed(0.15, "the same with experts")
-    engine_start: float = _assumed(120, "seconds: imports, compilation and CUDA graphs of a rollout engine")
-    decode_efficiency: float = _assumed(0.5, "of memory bandwidth or of the peak, in decoding")
-    storage: float = _assumed(2e9, "bytes a second to shared storage, all nodes together")
 
 
 def data_parallel(layout: Layout) -> int:
@@ -256,7 +236,7 @@ def optimize_seconds(
     recipe: Recipe,
     layout: Layout,
     parameters: int,
-    extra_passes: int,
+    extra_passes: float,
     gpu: Gpu,
     assume: Assumptions,
 ) -> float:
@@ -345,15 +325,22 @@ def rollout_seconds(
     hf: dict[str, Any], recipe: Recipe, parameters: int, nodes: int, gpu: Gpu, assume: Assumptions
 ) -> float:
     """For all responses of a stage; a decoding step is bound by reading weights and KV cache, or by arithmetic."""
-    tensor = recipe.rollout.tensor_parallel
     response = assume.mean_response * recipe.rollout.max_response_tokens
+    running = running_responses(hf, recipe, parameters, nodes, gpu, assume)
+    step = decode_step_seconds(hf, recipe, parameters, running, gpu, assume)
+    return responses_per_replica(recipe, nodes) / running * response * step
+
+
+def decode_step_seconds(
+    hf: dict[str, Any], recipe: Recipe, parameters: int, running: float, gpu: Gpu, assume: Assumptions
+) -> float:
+    """Of a replica that generates a token of each of ``running`` responses."""
+    tensor = recipe.rollout.tensor_parallel
     held = cached_tokens(recipe, assume)
     cached = held * kv_bytes_per_token(hf, tensor) + state_bytes(hf, tensor)
-    running = running_responses(hf, recipe, parameters, nodes, gpu, assume)
     read = 2 * touched_parameters(hf, parameters, running) / tensor + running * cached
     work = 2 * active_parameters(hf, parameters) * running / tensor
-    step = max(read / gpu.bandwidth, work / gpu.flops) / assume.decode_efficiency
-    return responses_per_replica(recipe, nodes) / running * response * step
+    return max(read / gpu.bandwidth, work / gpu.flops) / assume.decode_efficiency
 
 
 def touched_parameters(hf: dict[str, Any], parameters: int, tokens: float) -> float:
@@ -383,11 +370,14 @@ def disk_bytes(
     if schedule.kind == "live":  # versions that engines may still need
         versions = schedule.lag_rule.max_lag // schedule.lag_rule.sync_every + 1
         published["versions published at a time, at most"] = 2.0 * parameters * versions
+    rollouts, policies = responses * mean * schedule.stages, 2.0 * parameters * (schedule.stages + 1)
+    checkpoints = checkpoint * (recipe.actor.keep_checkpoints * stages + 1)
     return published | {
         "rollout store of a stage": responses * mean,
-        "rollout store of all stages": responses * mean * schedule.stages,
+        "rollout store of all stages": rollouts,
         "one checkpoint": checkpoint,
-        "checkpoints at most": checkpoint * (recipe.actor.keep_checkpoints * stages + 1),
+        "checkpoints at most": checkpoints,
         "one export": 2.0 * parameters,
-        "policies of all stages": 2.0 * parameters * (schedule.stages + 1),
+        "policies of all stages": policies,
+        "the run directory, at most": sum(published.values()) + rollouts + checkpoints + policies,
     }

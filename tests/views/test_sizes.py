@@ -169,6 +169,11 @@ def test_disk():
     assert parts["rollout store of a stage"] == 48 * 32 * 8 * ((2048 + 20480) * 4 + 20480 * 4)
     assert parts["one checkpoint"] == 30_532_122_624 * (2 + 4 + 4 + 4)
     assert parts["one export"] == 30_532_122_624 * 2
+    kinds = ("rollout store of all stages", "checkpoints at most", "policies of all stages")
+    assert parts["the run directory, at most"] == sum(parts[kind] for kind in kinds)
+    live = sizes.disk_bytes(HF, load_recipe(MOE), 30_532_122_624, assume)
+    versions = live["versions published at a time, at most"]
+    assert live["the run directory, at most"] == versions + sum(live[kind] for kind in kinds) > versions > 0
     for keep, stages in (("1", 2), ("3", 4), ("99", RECIPE.schedule.stages)):  # with the current one
         kept = sizes.disk_bytes(HF, override_recipe(RECIPE, [f"actor.keep_stages={keep}"]), 30_532_122_624, assume)
         checkpoints = RECIPE.actor.keep_checkpoints * stages + 1

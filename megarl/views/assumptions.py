@@ -1,0 +1,77 @@
+"""What a plan assumes of GPUs, storage and responses: numbers that no recipe has, and the options that set them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from megarl.errors import UserError
+
+GIB = 2**30
+
+
+def _share(value: float, of: str) -> Any:
+    return field(default=value, metadata={"of": of, "unit": 1.0, "most": 1.0, "range": "above 0 and up to 1"})
+
+
+def _number(value: float, of: str, unit: float = 1.0, least: float = 0.0) -> Any:
+    said = f"at least {least:g}" if least else "above 0"
+    return field(default=value, metadata={"of": of, "unit": unit, "least": least, "range": said})
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """With their meaning; bytes, seconds and shares. What is computed from them is an estimate."""
+
+    mean_prompt: float = _share(0.25, "of data.max_prompt_tokens")
+    mean_response: float = _share(0.5, "of rollout.max_response_tokens")
+    expert_imbalance: float = _number(1.25, "tokens of the fullest expert rank over the mean", least=1.0)
+    runtime_bytes: float = _number(4 * GIB, "CUDA context, NCCL and kernel workspaces", GIB)
+    fragmentation: float = _share(0.05, "of a GPU that the allocator cannot use")
+    engine_bytes: float = _number(6 * GIB, "activations and CUDA graphs of a rollout engine", GIB)
+    mfu_dense: float = _share(0.35, "of the GPU's bf16 peak, in an update of a dense model")
+    mfu_experts: float = _share(0.15, "the same with experts")
+    engine_start: float = _number(120, "seconds: imports, compilation and CUDA graphs of a rollout engine")
+    decode_efficiency: float = _share(0.5, "of memory bandwidth or of the peak, in decoding")
+    storage: float = _number(2e9, "bytes a second to shared storage, all nodes together", 1e9)
+
+
+# option: the assumptions that it sets; the value's unit is that of the option
+OPTIONS = {
+    "mfu": ("mfu_dense", "mfu_experts"),
+    "mean_response": ("mean_response",),
+    "mean_prompt": ("mean_prompt",),
+    "decode_efficiency": ("decode_efficiency",),
+    "expert_imbalance": ("expert_imbalance",),
+    "engine_start": ("engine_start",),
+    "storage": ("storage",),
+    "runtime_memory": ("runtime_bytes",),
+    "engine_memory": ("engine_bytes",),
+    "fragmentation": ("fragmentation",),
+}
+UNITS = {GIB: "GiB", 1e9: "GB/s"}
+_FIELDS = {item.name: item for item in fields(Assumptions)}
+
+
+def unit_of(option: str) -> str:
+    """ "" of a share or a plain number."""
+    return UNITS.get(_FIELDS[OPTIONS[option][0]].metadata["unit"], "")
+
+
+def meaning_of(option: str) -> str:
+    return " / ".join(_FIELDS[name].metadata["of"] for name in OPTIONS[option])
+
+
+def assume(given: dict[str, float | None]) -> Assumptions:
+    """With the options that are given, in their units; `UserError` for a value out of its range."""
+    values = {}
+    for option, value in given.items():
+        if value is None:
+            continue
+        for name in OPTIONS[option]:
+            rule = _FIELDS[name].metadata
+            if not (rule.get("least", 0.0) <= value <= rule.get("most", float("inf")) and 0 < value < float("inf")):
+                said = f"{value:g} {unit_of(option)}".strip()
+                raise UserError(f"--{option.replace('_', '-')} {said}: {rule['of']}; {rule['range']}")
+            values[name] = value * rule["unit"]
+    return Assumptions(**values)

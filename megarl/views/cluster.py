@@ -1,0 +1,114 @@
+"""Chance in a cluster's days: how long responses get, how long a batch of them decodes, and what failures cost."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of responses: log-normal, cut at ``longest``."""
+
+    longest: float
+    log_median: float
+    spread: float  # standard deviation of the logarithm; 0: all are equal
+
+    @classmethod
+    def of_mean(cls, mean: float, longest: float, spread: float) -> Lengths:
+        """Those whose mean, after the cut, is ``mean``; found by bisection."""
+        if spread == 0 or mean >= longest:
+            return cls(longest, math.log(mean), 0.0)
+        # without a cut the mean would be exp(log_median + spread^2 / 2)
+        low, high = math.log(mean) - spread**2 / 2, math.log(longest) + 40 * spread
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if cut_mean(middle, spread, longest) < mean else (low, middle)
+        return cls(longest, (low + high) / 2, spread)
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        return np.minimum(np.exp(self.log_median + self.spread * rng.standard_normal(shape)), self.longest)
+
+
+def cut_mean(log_median: float, spread: float, longest: float) -> float:
+    """Mean of min(X, longest) of a log-normal X."""
+    edge = (math.log(longest) - log_median) / spread
+    below = math.exp(log_median + spread**2 / 2) * _NORMAL.cdf(edge - spread)
+    return below + longest * (1 - _NORMAL.cdf(edge))
+
+
+def decode_seconds(lengths: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """Seconds until each replica has generated its responses.
+
+    Args:
+        lengths: [replicas, responses] tokens.
+        step: [slots + 1] seconds of a decoding step, by the number of responses that take part. A response waits while
+            all slots are taken; the others go on without those that have ended.
+
+    Returns: [replicas].
+    """
+    slots = len(step) - 1
+    if lengths.shape[1] > slots:
+        return np.array([_refilled(row, step) for row in lengths])
+    ends = np.sort(lengths, axis=1)
+    tokens = np.diff(ends, axis=1, prepend=0.0)
+    running = np.arange(lengths.shape[1], 0, -1)
+    return np.asarray((tokens * step[running]).sum(axis=1))
+
+
+def _refilled(lengths: np.ndarray, step: np.ndarray) -> float:
+    """Of one replica with fewer slots than responses: a slot takes the next response at the token where it is free."""
+    slots = len(step) - 1
+    ends: list[float] = lengths[:slots].tolist()
+    heapq.heapify(ends)
+    for length in lengths[slots:].tolist():
+        heapq.heapreplace(ends, ends[0] + length)
+    # all slots are taken until the first of the last responses ends
+    last = np.sort(np.array(ends))
+    tokens = np.diff(last, prepend=0.0)
+    return float((tokens * step[np.arange(slots, 0, -1)]).sum())
+
+
+def ends_of_batches(lengths: np.ndarray, step: np.ndarray, replicas: int) -> np.ndarray:
+    """Seconds until the longest response of each batch has ended, of batches begun together and followed by none.
+
+    lengths: [batches, responses] tokens; all of them have a slot. step: as in `decode_seconds`.
+    """
+    tokens = np.sort(lengths, axis=None)
+    running = np.ceil(np.arange(len(tokens), 0, -1) / replicas).astype(int)
+    seconds = np.cumsum(np.diff(tokens, prepend=0.0) * step[running])
+    return np.asarray(np.interp(lengths.max(axis=1), tokens, seconds))
+
+
+def with_failures(rng: np.random.Generator, segments: np.ndarray, rate: float, restart: float) -> tuple[float, int]:
+    """Seconds lost to failures, and their number, on the way through ``segments``.
+
+    A failure comes at ``rate`` a second and loses what its segment has done; the segment begins anew ``restart``
+    seconds later. The mean of all seconds that a segment of s takes is (exp(rate s) - 1) (1 / rate + restart).
+
+    Args:
+        segments: [n] seconds of work between two points from which a run continues.
+    """
+    if rate == 0:
+        return 0.0, 0
+    survives = np.exp(-rate * segments)
+    failures = rng.geometric(np.maximum(survives, 1e-300)) - 1
+    of_failed = np.repeat(segments, failures)
+    # the time of a failure, given that it comes before the segment's end
+    lost = -np.log1p(-rng.random(len(of_failed)) * -np.expm1(-rate * of_failed)) / rate
+    return float(lost.sum() + restart * len(of_failed)), len(of_failed)
+
+
+def pauses(rng: np.random.Generator, seconds: float, rate: float, away: float, restart: float) -> float:
+    """Seconds that preemptions take in ``seconds`` of work; a preempted run saves what it has.
+
+    rate: preemptions a second; away: mean seconds until the job has its nodes again, exponential.
+    """
+    number = rng.poisson(rate * seconds)
+    return float(rng.exponential(away, number).sum()) + restart * number

@@ -1,0 +1,333 @@
+"""``megarl simulate``: hours to N updates of a staged, a lock-step and a live run on the same GPUs, over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from megarl.errors import UserError
+from megarl.recipe.load import load_recipe
+from megarl.recipe.tables import Recipe, ScheduleTable
+from megarl.views import sizes
+from megarl.views.assumptions import Assumptions
+from megarl.views.cluster import Lengths, decode_seconds, ends_of_batches, pauses, with_failures
+from megarl.views.fit import make_plan
+from megarl.views.plan import Plan
+
+HOUR, DAY = 3600.0, 86400.0
+
+
+@dataclass(frozen=True)
+class Days:
+    """What happens in a cluster, and the schedules that are compared."""
+
+    updates: int
+    stage: int  # S: updates of a stage of the staged run
+    sync_every: int  # updates between two versions of the lock-step and the live run
+    lag: int  # largest, of the live run
+    spread: float = 0.6  # standard deviation of the logarithm of a response's length; 0: all are equally long
+    failures: float = 0.004  # of a node in a day: those of Llama 3's training, docs/scale.md
+    restart: float = 600.0  # seconds until a failed or preempted job runs again, without loading of engines
+    preemptions: float = 0.0  # of the job in a day
+    away: float = HOUR  # seconds until a preempted job has its nodes again, in the mean
+    handover: float | None = None  # seconds to give engines new weights; default: through shared storage, as megarl
+    seeds: int = 20
+
+    @classmethod
+    def of(cls, schedule: ScheduleTable, given: dict[str, float | None]) -> Days:
+        """Of a recipe's schedule, with options that are given; `UserError` for what is no setting of a run."""
+        live = schedule.kind == "live"
+        stage = schedule.updates_per_stage
+        k = schedule.sync_every or math.gcd(4, stage)
+        lag = schedule.lag_rule.max_lag if live else stage - 1
+        defaults = {"updates": schedule.total_updates, "stage": stage, "sync_every": k, "lag": lag}
+        days = cls(**defaults | {name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        days.check()
+        return days
+
+    def check(self) -> None:
+        """`UserError` for what is no setting of a run."""
+        if self.updates % self.stage or self.stage % self.sync_every:
+            raise UserError(
+                f"--updates {self.updates}, --stage {self.stage} and --sync-every {self.sync_every}: "
+                "each must be a multiple of the next"
+            )
+        if self.lag < self.sync_every - 1:
+            raise UserError(f"--lag {self.lag}: with new weights every {self.sync_every} updates at least one less")
+        for name in ("spread", "failures", "restart", "preemptions", "away", "handover"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise UserError(f"--{name} {value:g}: at least 0")
+        if self.spread > 3:
+            raise UserError(f"--spread {self.spread:g}: up to 3")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Seconds of one simulated run, by what they are spent on."""
+
+    generating: float
+    training: float
+    storage: float  # starts and loads of engines, exports, checkpoints
+    lost: float  # to failures and preemptions
+    total: float
+    idle: float = 0.0  # share of the trainers' time in which they wait; of the live run
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Of a staged plan in which trainers and engines have all GPUs in turns."""
+
+    plan: Plan
+    days: Days
+
+    @classmethod
+    def recipe(cls, recipe: Recipe, stage: int) -> Recipe:
+        """A staged run of ``recipe`` on all GPUs that it has, of stages of so many updates."""
+        devices, tensor = recipe.devices_per_node, recipe.rollout.tensor_parallel
+        schedule = ScheduleTable(updates_per_stage=stage, prompts_per_update=recipe.schedule.prompts_per_update)
+        rollout = {"workers": devices // tensor, "memory_fraction": None, "oversample": 1.0, "token_budget": None}
+        if recipe.schedule.kind == "staged":
+            rollout.pop("memory_fraction")
+        return recipe.model_copy(
+            update={
+                "schedule": schedule,
+                "rollout": recipe.rollout.model_copy(update=rollout),
+                "actor": recipe.actor.model_copy(update={"processes_per_node": devices}),
+            }
+        )
+
+    # ------------------------------------------------------------------------------------------ times, from the plan
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        longest = self.plan.recipe.rollout.max_response_tokens
+        return Lengths.of_mean(self.plan.assume.mean_response * longest, longest, self.days.spread)
+
+    @cached_property
+    def step(self) -> np.ndarray:
+        """Seconds of a decoding step, by the number of responses that a replica decodes together."""
+        return self._steps(self.plan.recipe)
+
+    @cached_property
+    def beside_trainers(self) -> np.ndarray | None:
+        """The same where trainers keep their memory; None where no engine fits beside them."""
+        table, memory = self.plan.recipe.rollout, self.plan.device.memory
+        share = min(self.plan.engine_share, self.plan.left_to_engines) / memory
+        if share <= 0:
+            return None
+        small = table.model_copy(update={"memory_fraction": share, "engine": "vllm"})
+        recipe = self.plan.recipe.model_copy(update={"rollout": small})
+        if replace(self.plan, recipe=recipe).rollout_misfit() is not None:
+            return None
+        return self._steps(recipe)
+
+    def _steps(self, recipe: Recipe) -> np.ndarray:
+        plan = self.plan
+        tokens = sizes.cached_tokens(recipe, plan.assume)
+        fit = sizes.responses_that_fit(plan.hf, recipe, plan.parameters, plan.device, plan.assume, tokens)
+        slots = max(1, min(int(fit), sizes.engine_responses(recipe)))
+        args = plan.hf, recipe, plan.parameters
+        return np.array([sizes.decode_step_seconds(*args, n, plan.device, plan.assume) for n in range(slots + 1)])
+
+    @property
+    def replicas(self) -> int:
+        return self.plan.nodes * self.plan.recipe.rollout.workers
+
+    @property
+    def export(self) -> float:
+        return 2.0 * self.plan.parameters / self.plan.assume.storage
+
+    def load(self, replicas: int) -> float:
+        """Seconds in which engines read new weights."""
+        return self.export * replicas
+
+    @property
+    def checkpoint(self) -> float:
+        return self.plan.disk["one checkpoint"] / self.plan.assume.storage
+
+    def batch(self, rng: np.random.Generator, updates: int) -> np.ndarray:
+        """[replicas, responses] lengths of what so many updates train; replicas share them as evenly as can be."""
+        each = math.ceil(updates * sizes.responses_per_update(self.plan.recipe) / self.replicas)
+        return self.lengths.draw(rng, (self.replicas, each))
+
+    # -------------------------------------------------------------------------------------------------- the schedules
+
+    def staged(self, rng: np.random.Generator) -> Run:
+        """Stages of ``days.stage`` updates: engines start, generate and end; then trainers train."""
+        return self._in_turns(rng, self.days.stage, self.step, self.plan.assume.engine_start, None)
+
+    def lockstep(self, rng: np.random.Generator) -> Run:
+        """Turns of ``days.sync_every`` updates. Engines stay beside the trainers, in the memory that these leave them.
+
+        Where that is too little, they start anew each time.
+        """
+        beside, days = self.beside_trainers, self.days
+        if beside is None:
+            return self._in_turns(rng, days.sync_every, self.step, self.plan.assume.engine_start, days.handover)
+        return self._in_turns(rng, days.sync_every, beside, 0.0, days.handover)
+
+    def _in_turns(
+        self, rng: np.random.Generator, size: int, step: np.ndarray, start: float, handover: float | None
+    ) -> Run:
+        """Turns of ``size`` updates. A stage ends in a checkpoint; shorter turns share one each `checkpoint_every`."""
+        days, every = self.days, self.plan.recipe.actor.checkpoint_every
+        exchange = self.export + self.load(self.replicas) if handover is None else handover
+        mean_end = float(step[-1]) * self.plan.assume.mean_response * self.plan.recipe.rollout.max_response_tokens
+        segments, generating, saved = [], 0.0, 0
+        pending = 0.0  # of short turns, since the last checkpoint
+        for first in range(0, days.updates, size):
+            took = float(decode_seconds(self.batch(rng, size), step).max())
+            generating += took
+            train = [min(every, size - done) * self.plan.update_seconds for done in range(0, size, every)]
+            if size >= every:
+                # a failure of the engines loses what is under way, some responses' time
+                parts = max(1, round(took / mean_end))
+                segments += [start + exchange, *[took / parts] * parts, *(work + self.checkpoint for work in train)]
+                saved += len(train)
+            else:
+                pending += start + exchange + took + sum(train)
+                if (first + size) % every < size or first + size == days.updates:
+                    segments.append(pending + self.checkpoint)
+                    saved, pending = saved + 1, 0.0
+        turns = days.updates // size
+        storage = turns * (start + exchange) + saved * self.checkpoint
+        return self._run(rng, np.array(segments), generating, storage)
+
+    def live(self, rng: np.random.Generator, engines: int) -> Run:
+        """Engines on so many GPUs of a node generate while the other GPUs train.
+
+        A batch is begun as soon as engines have room and its policy is not older than the lag allows; it has ended when
+        its longest response has. What is generated survives a failure; updates since the last checkpoint do not.
+        """
+        plan, days, k = self.plan, self.days, self.days.sync_every
+        devices = plan.recipe.actor.processes_per_node
+        replicas = max(1, plan.nodes * engines // plan.recipe.rollout.tensor_parallel)
+        update = plan.update_seconds * devices / (devices - engines)
+        each = sizes.responses_per_update(plan.recipe)
+        sync = self.load(replicas) if days.handover is None else days.handover
+        export = self.export if days.handover is None else 0.0
+        ended = np.zeros(days.updates + 1)  # seconds at which so many updates are done, and published
+        begun, idle = plan.assume.engine_start, 0.0
+        for first in range(0, days.updates, k):
+            lengths = self.lengths.draw(rng, (k, each))
+            allowed = [float(ended[max(0, -(-(first + i - days.lag) // k) * k)]) for i in range(k)]
+            begun, there = self._generated(lengths, max(begun, allowed[0]) + sync, allowed, replicas)
+            for batch, at in enumerate(there, first):
+                idle += max(0.0, at - ended[batch])
+                work = update + (export if (batch + 1) % k == 0 else 0.0)
+                if (batch + 1) % plan.recipe.actor.checkpoint_every == 0 or batch + 1 == days.updates:
+                    work += self.checkpoint
+                ended[batch + 1] = max(ended[batch], at) + work
+        marks = [*range(0, days.updates, plan.recipe.actor.checkpoint_every), days.updates]
+        segments = np.diff(ended[marks])
+        saved = len(segments) * self.checkpoint + days.updates // k * export
+        run = self._run(rng, segments, 0.0, saved, trained=days.updates * update)
+        return replace(run, generating=float(begun), idle=idle / float(ended[-1]))
+
+    def _generated(
+        self, lengths: np.ndarray, begun: float, allowed: list[float], replicas: int
+    ) -> tuple[float, list[float]]:
+        """When the next batches can begin, and when each of these has ended.
+
+        lengths: [batches, responses] tokens. allowed: when the policy of each batch is there.
+        """
+        slots, together = len(self.step) - 1, math.ceil(lengths.size / replicas)
+        if self.days.lag < 2 * self.days.sync_every - 1:
+            # no batch of the next policy is begun beside them, so that engines run empty
+            if together <= slots:
+                there = begun + ends_of_batches(lengths, self.step, replicas)
+            else:
+                last = decode_seconds(np.resize(lengths, (replicas, together)), self.step).max()
+                there = begun + last * np.arange(1, len(lengths) + 1) / len(lengths)
+            return float(there.max()), there.tolist()
+        running = max(1, min(slots, math.ceil((self.days.lag + 1) * lengths.shape[1] / replicas)))
+        token, ends = float(self.step[running]), []
+        for batch, policy in zip(lengths, allowed, strict=True):
+            begun = max(begun, policy)
+            seconds = float(batch.sum()) * token / replicas / running
+            ends.append(begun + max(seconds, float(batch.max()) * token))
+            begun += seconds
+        return begun, ends
+
+    def _run(
+        self, rng: np.random.Generator, segments: np.ndarray, generating: float, storage: float, trained: float = 0.0
+    ) -> Run:
+        days, plan = self.days, self.plan
+        rate = days.failures * plan.nodes / DAY
+        if rate * segments.max() > 10:
+            raise UserError(
+                f"--failures {days.failures:g}: what lies between two checkpoints, {segments.max() / HOUR:.1f} hours, "
+                "hardly ever ends; lower actor.checkpoint_every"
+            )
+        work = float(segments.sum())
+        lost, _ = with_failures(rng, segments, rate, days.restart)
+        lost += pauses(rng, work + lost, days.preemptions / DAY, days.away, days.restart)
+        training = trained or days.updates * plan.update_seconds
+        return Run(generating, training, storage, lost, work + lost)
+
+    @cached_property
+    def engines(self) -> int:
+        """GPUs of a node for the engines of the live run: those with which the slower role is fastest."""
+        devices, tensor = self.plan.recipe.actor.processes_per_node, self.plan.recipe.rollout.tensor_parallel
+        choices = range(tensor, devices, tensor)
+        if not choices:
+            raise UserError(f"a live run needs more than {devices} GPUs a node with rollout.tensor_parallel = {tensor}")
+        calm = replace(self, days=replace(self.days, spread=0.0, failures=0.0, preemptions=0.0))
+        few = replace(calm, days=replace(calm.days, updates=self.days.stage))
+        return min(choices, key=lambda engines: few.live(np.random.default_rng(0), engines).total)
+
+    # ----------------------------------------------------------------------------------------------------- the answer
+
+    def runs(self) -> dict[str, list[Run]]:
+        """Of each schedule, one a seed."""
+        days, devices = self.days, self.plan.recipe.actor.processes_per_node
+        schedules: dict[str, Callable[[np.random.Generator], Run]] = {
+            f"staged, S = {days.stage}": self.staged,
+            f"lock-step, new weights every {days.sync_every}": self.lockstep,
+            f"live, lag up to {days.lag}, engines on {self.engines} of {devices}": lambda r: self.live(r, self.engines),
+        }
+        return {
+            name: [simulate(np.random.default_rng(seed)) for seed in range(days.seeds)]
+            for name, simulate in schedules.items()
+        }
+
+    def table(self) -> Iterator[str]:
+        days, plan = self.days, self.plan
+        recipe, gpus = plan.recipe, f"{plan.nodes} x {plan.recipe.actor.processes_per_node} {plan.gpu}"
+        batch = f"{recipe.schedule.prompts_per_update} prompts x {recipe.rollout.responses_per_prompt} responses"
+        yield f"{days.updates} updates of {batch} on {gpus}: hours, mean of {days.seeds} seeds [5 % .. 95 %]"
+        yield f"  {'':<44}{'total':>8}{'':<20}{'generate':>10}{'train':>8}{'storage':>9}{'lost':>7}  trainers wait"
+        for schedule, runs in self.runs().items():
+            total = np.array([run.total for run in runs]) / HOUR
+            low, high = np.quantile(total, (0.05, 0.95))
+            parts = [
+                np.mean([getattr(r, n) for r in runs]) / HOUR for n in ("generating", "training", "storage", "lost")
+            ]
+            idle = np.mean([run.idle for run in runs])
+            yield (
+                f"  {schedule:<44}{total.mean():8.2f}{f' [{low:.2f} .. {high:.2f}]':<20}{parts[0]:10.2f}{parts[1]:8.2f}"
+                f"{parts[2]:9.2f}{parts[3]:7.2f}" + (f"{idle:15.1%}" if idle else "")
+            )
+
+
+def make_simulation(
+    recipe_path: Path,
+    nodes: int,
+    gpu: str,
+    overrides: Sequence[str],
+    assume: Assumptions,
+    hbm: float | None,
+    given: dict[str, float | None],
+) -> Simulation:
+    """`UserError` where the recipe, as a staged run, does not fit these GPUs, or for options out of range."""
+    days = Days.of(load_recipe(recipe_path, overrides).schedule, given)
+    fit = make_plan(recipe_path, nodes, gpu, overrides, assume, hbm, lambda r: Simulation.recipe(r, days.stage))
+    if fit.misfit is not None:
+        raise UserError(fit.text())
+    return Simulation(fit.plan, days)

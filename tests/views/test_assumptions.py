@@ -1,0 +1,56 @@
+"""What `megarl plan` assumes: every number is an option, in its unit, and shown."""
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from megarl.cli import main
+from megarl.errors import UserError
+from megarl.views.assumptions import GIB, OPTIONS, Assumptions, assume
+from tests.views.moe import EXAMPLES
+
+SMALL = str(EXAMPLES / "llama3_2_3b/mu_grpo.toml")
+
+
+def test_every_assumption_has_an_option():
+    set_by_options = [name for names in OPTIONS.values() for name in names]
+    assert sorted(set_by_options) == sorted(field.name for field in fields(Assumptions))
+
+
+def test_units_of_options():
+    found = assume({"mfu": 0.4, "storage": 5, "runtime_memory": 3, "engine_memory": None})
+    expected = dict(mfu_dense=0.4, mfu_experts=0.4, storage=5e9, runtime_bytes=3 * GIB)
+    assert found == Assumptions(**expected)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("mfu", 1.5, "--mfu 1.5: of the GPU's bf16 peak, in an update of a dense model; above 0 and up to 1"),
+        ("mean_response", 0.0, "--mean-response 0: of rollout.max_response_tokens; above 0 and up to 1"),
+        ("storage", -2.0, "--storage -2 GB/s: bytes a second to shared storage, all nodes together; above 0"),
+        (
+            "expert_imbalance",
+            0.9,
+            "--expert-imbalance 0.9: tokens of the fullest expert .*; at least 1",
+        ),
+        ("engine_start", float("inf"), "--engine-start inf: .* above 0"),
+        ("engine_start", float("nan"), "--engine-start nan: .* above 0"),
+    ],
+)
+def test_values_out_of_range(option, value, message):
+    with pytest.raises(UserError, match=message):
+        assume({option: value})
+
+
+def test_a_plan_with_other_assumptions(capsys):
+    """Half the utilisation, twice the time of an update; the memory of a GPU is what --hbm says; both are shown."""
+    main(["plan", SMALL, "--mfu", "0.175", "--hbm", "100", "--mean-response", "0.25"])
+    text = capsys.readouterr().out
+    assert "hbm                              100.0 GiB" in text and "mfu dense                            0.175" in text
+    assert re.search(r"of this GPU, 95% +95\.00\n", text) and re.search(r"share of the engine +92\.00\n", text)
+    assert "mean response                         0.25  of rollout.max_response_tokens" in text
+    with pytest.raises(SystemExit) as end:
+        main(["plan", SMALL, "--hbm", "0"])
+    assert end.value.code == 2 and "--hbm 0: GiB of a GPU" in capsys.readouterr().err

@@ -1,0 +1,98 @@
+"""The plan's time model beside published figures of Qwen3-30B-A3B: the table of docs/scale.md, row by row.
+
+No constant is fitted to any of them; docs/scale.md has sources and what was assumed.
+"""
+
+import numpy as np
+import pytest
+
+from megarl.views import sizes
+from megarl.views.assumptions import Assumptions
+from megarl.views.simulate import Days, Simulation
+from tests.views.moe import EXAMPLES
+from tests.views.simulated import plan_of
+
+RECIPE = "qwen3_30b_a3b/mu_grpo.toml"
+DOCUMENT = (EXAMPLES.parent / "docs/scale.md").read_text()
+
+
+def plan(nodes, gpu, sequence, sequences, *changes, mean=1.0):
+    """8 GPUs a node; sequences an update, whose tokens are ``mean`` of ``sequence``, the prompt's 1 among them."""
+    actor = dict(tensor=1, pipeline=1, expert=8, expert_tensor=1)
+    settings = [f"actor.{kind}_parallel={size}" for kind, size in actor.items()]
+    settings += ["data.max_prompt_tokens=1", f"rollout.max_response_tokens={sequence - 1}"]
+    settings += ["rollout.responses_per_prompt=16", f"schedule.prompts_per_update={sequences // 16}", *changes]
+    assume = Assumptions(mean_prompt=1.0, mean_response=(mean * sequence - 1) / (sequence - 1))
+    return plan_of(RECIPE, 8, gpu, nodes, assume, tuple(settings))
+
+
+def trained(found):
+    """Tokens a second and GPU of updates."""
+    tokens = sizes.responses_per_update(found.recipe) * sizes.mean_sequence(found.recipe, found.assume)
+    return tokens / found.update_seconds / found.layout.ranks
+
+
+def step(found, updates):
+    """(generation, updates) of a step whose engines and trainers take turns on the GPUs, in seconds."""
+    turns = Simulation(found, Days(updates, updates, updates, updates - 1, handover=0.0))
+    assert turns.beside_trainers is not None
+    run = turns.lockstep(np.random.default_rng(0))
+    return run.generating, run.training
+
+
+def model_flops(found):
+    """Of a trained token: forward and backward pass, no recompute."""
+    length = sizes.mean_sequence(found.recipe, found.assume)
+    return 3 * sizes.forward_flops(found.hf, sizes.active_parameters(found.hf, found.parameters), length) / length
+
+
+def in_document(name, predicted, published, digits=0):
+    row = f"| {name} | {predicted:.{digits}f} | {published} | {predicted / published:.2f} |"
+    assert row in DOCUMENT, row
+
+
+def test_flops_of_a_token_are_those_of_megatron_bridge():
+    """121 TFLOP/s are 5275 tokens/s there."""
+    found = plan(2, "h100", 4096, 512)
+    assert model_flops(found) == pytest.approx(121e12 / 5275, rel=0.02)
+
+
+def test_pretraining():
+    found = plan(2, "h100", 4096, 512, "actor.recompute=none")
+    in_document("Megatron-LM#5728: H100, TFLOP/s/GPU", trained(found) * model_flops(found) / 1e12, 240.5, 1)
+    split = ("actor.pipeline_parallel=2", "megatron.virtual_pipeline_model_parallel_size=24", "actor.recompute=none")
+    found = plan(2, "h100", 4096, 512, *split, "actor.tokens_per_micro_batch=8192")
+    in_document("Megatron-Bridge 25.11: 16 H100, FP8, tokens/s/GPU", trained(found), 5275)
+
+
+@pytest.mark.parametrize(("length", "published"), [(16_384, 742.8), (65_536, 1593.5)])
+def test_the_trainer_of_prime_rl(length, published):
+    found = plan(1, "h200", length, 16, f"actor.tokens_per_micro_batch={length}")
+    in_document(f"prime-rl trainer: 8 H200, {length} tokens, tokens/s/GPU", trained(found), published)
+
+
+def nemo(*changes):
+    """Updates of 512 sequences of 3306 tokens, of at most 4096."""
+    layout = ("actor.tensor_parallel=2", "rollout.tensor_parallel=4", "objective.name=decoupled_ppo")
+    return plan(4, "h100", 4096, 512, *layout, *changes, mean=3306 / 4096)
+
+
+def test_nemo_rl():
+    """2048 sequences a step on 32 GPUs, with log-probs of the policy before the step."""
+    found = nemo("objective.aggregation=token_mean")
+    seconds = sum(step(found, 4))
+    in_document("NeMo-RL 0.6: 32 H100, on-policy, s a step", seconds, 192)
+    in_document("NeMo-RL 0.6: 32 H100, on-policy, tokens/s/GPU", 2048 * 3306 / 32 / seconds, 1102)
+    live = Simulation(found, Days(400, 4, 4, 7, handover=0.0)).live(np.random.default_rng(0), 4)
+    seconds = (live.total - found.assume.engine_start) / 100
+    in_document("NeMo-RL 0.6: 32 H100, one step off, s a step", seconds, 152)
+
+
+def test_verl():
+    """8192 responses a step on 128 GPUs in 4 updates, with a reference policy and old log-probs."""
+    layout = ("rollout.tensor_parallel=4", "objective.name=decoupled_ppo", "objective.kl.coefficient=0.001")
+    found = plan(16, "h20", 8192, 2048, *layout, mean=0.5)
+    generating, training = step(found, 4)
+    in_document("verl: 128 H20, generation, s", generating, 348)
+    in_document("verl: 128 H20, log-probs and updates, s", training, 136)
+    in_document("verl: 128 H20, s a step", generating + training, 498)

@@ -1,0 +1,234 @@
+"""`megarl simulate` against closed forms in its limits, the plan's arithmetic, and mu-GRPO's tables 1 and 2."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megarl.cli import main
+from megarl.errors import UserError
+from megarl.recipe.load import load_recipe
+from megarl.views.cluster import Lengths, cut_mean, decode_seconds, ends_of_batches, pauses, with_failures
+from megarl.views.simulate import HOUR, Days, Simulation
+from tests.views.moe import EXAMPLES, MOE
+from tests.views.simulated import plan_of
+
+CALM = dict(spread=0.0, failures=0.0)
+QWEN = "qwen2_5_math_7b/mu_grpo.toml"
+
+
+def simulation(path=QWEN, devices=8, changes=(), **days):
+    return Simulation(
+        plan_of(path, devices, changes=changes), Days(**dict(updates=4096, stage=1024, sync_every=4, lag=1023) | days)
+    )
+
+
+@pytest.mark.parametrize(("mean", "spread"), [(500, 0.6), (50, 0.3), (950, 0.6), (300, 2.0)])
+def test_lengths_have_the_mean_after_the_cut(mean, spread):
+    lengths = Lengths.of_mean(mean, 1000, spread)
+    assert cut_mean(lengths.log_median, spread, 1000) == pytest.approx(mean, rel=1e-9)
+    drawn = lengths.draw(np.random.default_rng(0), (200_000,))
+    assert drawn.max() <= 1000 and drawn.mean() == pytest.approx(mean, rel=5 * spread / math.sqrt(200_000))
+
+
+def test_lengths_without_spread_are_equal():
+    for mean, spread in ((500, 0), (1000, 0.6)):
+        drawn = Lengths.of_mean(mean, 1000, spread).draw(np.random.default_rng(0), (3,))
+        assert drawn.tolist() == pytest.approx([mean] * 3)
+
+
+def test_decoding_by_hand():
+    """Three responses of 1, 2 and 4 tokens; a step of n takes 10 + n seconds."""
+    step = 10.0 + np.arange(4)
+    lengths = np.array([[2.0, 4.0, 1.0]])
+    assert decode_seconds(lengths, step) == 13 + 12 + 2 * 11
+    # with two slots: 2 and 4, then 1 in the place of the first, which is over a token before the last
+    assert decode_seconds(lengths, step[:3]) == 3 * 12 + 11
+
+
+def test_decoding_against_token_by_token():
+    rng = np.random.default_rng(1)
+    step = 1.0 + rng.random(6).cumsum()
+    for count in (3, 5, 6, 23):
+        lengths = rng.integers(1, 40, (2, count)).astype(float)
+        for row, seconds in zip(lengths, decode_seconds(lengths, step), strict=True):
+            waiting, running, expected = list(row), [], 0.0
+            while waiting or running:
+                while waiting and len(running) < 5:
+                    running.append(waiting.pop(0))
+                expected += step[len(running)]
+                running = [left - 1 for left in running if left > 1]
+            assert seconds == pytest.approx(expected)
+
+
+def test_batches_that_are_begun_together():
+    """On one replica, the last of them ends with all that decode together."""
+    lengths = np.random.default_rng(2).random((4, 8)) * 100
+    step = 1.0 + np.arange(40)
+    ends = ends_of_batches(lengths, step, 1)
+    assert ends.max() == pytest.approx(decode_seconds(lengths.reshape(1, -1), step)[0])
+    assert (np.argsort(ends) == np.argsort(lengths.max(axis=1))).all()
+
+
+@pytest.mark.parametrize("segment", [200.0, 1000.0, 3000.0])
+def test_failures_cost_what_the_checkpoint_interval_says(segment):
+    """(exp(rate s) - 1) (1 / rate + restart) in the mean for a segment of s; about rate s / 2 of it is lost work."""
+    rate, restart, count = 1 / 1000, 50.0, 20_000
+    lost, failures = with_failures(np.random.default_rng(3), np.full(count, segment), rate, restart)
+    expected = math.expm1(rate * segment) * (1 / rate + restart)
+    assert segment + lost / count == pytest.approx(expected, rel=0.04)
+    assert failures / count == pytest.approx(math.expm1(rate * segment), rel=0.04)
+    assert with_failures(np.random.default_rng(3), np.full(count, segment), 0.0, restart) == (0.0, 0)
+
+
+def test_preemptions():
+    found = [pauses(np.random.default_rng(seed), 1e5, 1e-3, 30.0, 10.0) for seed in range(200)]
+    assert np.mean(found) == pytest.approx(100 * 40, rel=0.05)
+
+
+def test_a_calm_staged_run_takes_what_the_plan_says():
+    """Equal lengths and no failures; the 32768 responses of a replica are 32 times what it decodes together."""
+    calm = simulation(**CALM)
+    run = calm.staged(np.random.default_rng(0))
+    assert len(calm.step) - 1 == 1024
+    assert run.total == pytest.approx(4 * calm.plan.stage_seconds, rel=1e-9)
+    assert run.generating == pytest.approx(4 * calm.plan.seconds["rollouts"], rel=1e-9)
+
+
+def test_a_calm_lockstep_run_takes_what_its_turns_take():
+    """Of 32 updates; trainers leave too little memory for the 1024 responses of a replica to decode together."""
+    changes = ("actor.checkpoint_every=64",)
+    calm = simulation(handover=3.0, updates=512, stage=64, sync_every=32, changes=changes, **CALM)
+    plan, beside = calm.plan, calm.beside_trainers
+    assert len(beside) < 1024 < len(calm.step)
+    generated = decode_seconds(np.full((1, 1024), plan.assume.mean_response * 3072), beside)[0]
+    turns = 16 * (generated + 3.0 + 32 * plan.update_seconds)
+    assert calm.lockstep(np.random.default_rng(0)).total == pytest.approx(turns + 8 * calm.checkpoint, rel=1e-9)
+
+
+def test_a_calm_live_run_takes_what_its_slower_role_takes():
+    """Trainers: the first batch, and then all their work; engines: all that they generate, and the last updates."""
+    calm = simulation(handover=0.0, updates=512, stage=64, **CALM)
+    plan, start = calm.plan, calm.plan.assume.engine_start
+    length = plan.assume.mean_response * 3072
+    run = calm.live(np.random.default_rng(0), 4)
+    work = 512 * 2 * plan.update_seconds + 8 * calm.checkpoint
+    assert run.total == pytest.approx(start + length * calm.step[1024] + work, rel=1e-9)
+    slow = Simulation(replace(plan, assume=replace(plan.assume, decode_efficiency=0.002)), calm.days)
+    run = slow.live(np.random.default_rng(0), 4)
+    generated = 512 * 256 / 4 / 1024 * length * slow.step[1024]
+    assert generated > work and start + generated < run.total < 1.05 * (start + generated)
+    assert run.idle > 0.4
+
+
+def test_failures_of_a_whole_run():
+    """With checkpoints every 64 updates; the mean over seeds is the closed form's, segment by segment."""
+    small = ("schedule.prompts_per_update=4",)
+    rough = simulation(changes=small, spread=0.0, failures=20.0, restart=300.0)
+    calm = simulation(changes=small, **CALM).staged(np.random.default_rng(0))
+    rate = 20.0 / 86400
+    plan = rough.plan
+    checkpoint = 64 * plan.update_seconds + rough.checkpoint
+    load = plan.assume.engine_start + rough.export * 9
+    segments = [*[load] * 4, *[calm.generating / 16] * 16, *[checkpoint] * 64]
+    expected = sum(math.expm1(rate * s) * (1 / rate + 300) for s in segments)
+    found = [rough.staged(np.random.default_rng(seed)).total for seed in range(60)]
+    assert np.mean(found) == pytest.approx(expected, abs=4 * np.std(found) / math.sqrt(60))
+    assert np.mean(found) > calm.total + 3 * np.std(found) / math.sqrt(60)
+
+
+def test_longer_tails_cost_lockstep_more_than_stages():
+    equal, unequal = simulation(**CALM), simulation(failures=0.0)
+    rng = np.random.default_rng
+    slower = [unequal.staged(rng(0)).generating / equal.staged(rng(0)).generating]
+    slower.append(unequal.lockstep(rng(0)).generating / equal.lockstep(rng(0)).generating)
+    assert slower[0] < 1.05 < 1.3 < slower[1]
+
+
+TABLE_1 = {  # mu-GRPO, hours: rollouts and total of GRPO with S = 4, then of mu-GRPO with S = 1024
+    "llama3_2_3b": (15.1, 22.7, 12.7, 18.6),
+    "qwen2_5_math_7b": (8.8, 23.7, 4.7, 18.1),
+    "qwen3_1_7b": (11.2, 20.5, 5.2, 12.4),
+    "qwen3_8b": (21.3, 58.2, 7.9, 25.9),
+    "deepseek_7b": (26.0, 61.9, 21.4, 51.3),
+}
+DOCUMENT = (EXAMPLES.parent / "docs/scale.md").read_text()
+
+
+def test_mu_grpo_table_1():
+    """Of 8 and 4 GPUs, since the text lost their number; trainers stay in memory, weights change hands in .12 s."""
+    published = np.mean([(r4 / r, t4 / t) for r4, t4, r, t in TABLE_1.values()], axis=0)
+    assert published == pytest.approx((1.82, 1.53), abs=0.01)  # what the paper says of its table
+    for devices in (8, 4):
+        ratios = []
+        for name in TABLE_1:
+            found = simulation(f"{name}/mu_grpo.toml", devices, handover=0.12, failures=0.0)
+            four, bulk = found.lockstep(np.random.default_rng(0)), found.staged(np.random.default_rng(0))
+            ratios.append((four.generating / bulk.generating, four.total / bulk.total))
+        assert np.min(ratios) > 1
+        rollout, total = np.mean(ratios, axis=0)
+        row = f"| {devices} x H200 | {rollout:.2f} | {published[0]:.2f} | {rollout / published[0]:.2f} "
+        assert f"{row}| {total:.2f} | {published[1]:.2f} | {total / published[1]:.2f} |" in DOCUMENT
+
+
+def test_mu_grpo_table_2():
+    """Two GPUs of engines and two of trainers, new weights every 4 updates: idle trainers and the speed-up."""
+    both = [simulation(devices=4, handover=0.12, failures=0.0, lag=lag) for lag in (3, 1023)]
+    near, far = (found.live(np.random.default_rng(0), 2) for found in both)
+    speedup, published = near.total / far.total, 22.3 / 17.4
+    idle = f"| {near.idle:.1%} | 24.2% | {far.idle:.1%} | 0.6% |"
+    assert f"{idle} {speedup:.2f} | {published:.2f} | {speedup / published:.2f} |" in DOCUMENT
+
+
+def test_a_live_recipe_on_all_its_gpus():
+    """Engines and trainers of MinPRO's live run share their GPUs; a staged run of it has the same."""
+    recipe = load_recipe(MOE)
+    staged = Simulation.recipe(recipe, 160)
+    assert staged.schedule.kind == "staged" and staged.schedule.updates_per_stage == 160
+    assert staged.devices_per_node == recipe.devices_per_node == 8
+    days = Days.of(recipe.schedule, {})
+    assert (days.updates, days.stage, days.sync_every, days.lag) == (1920, 160, 16, 47)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"updates": 100, "stage": 64}, "--updates 100, --stage 64 and --sync-every 4: each must be a multiple"),
+        ({"lag": 2}, "--lag 2: with new weights every 4 updates at least one less"),
+        ({"failures": -1.0}, "--failures -1: at least 0"),
+        ({"restart": float("nan")}, "--restart nan"),
+        ({"spread": 5.0}, "--spread 5: up to 3"),
+    ],
+)
+def test_wrong_options(given, message):
+    with pytest.raises(UserError, match=message):
+        Days.of(load_recipe(EXAMPLES / QWEN).schedule, given)
+
+
+def test_a_run_that_never_ends():
+    with pytest.raises(UserError, match=r"--failures 1e\+06: what lies between two checkpoints, .* hardly ever ends"):
+        simulation(failures=1e6).staged(np.random.default_rng(0))
+
+
+def test_table():
+    text = "\n".join(simulation(updates=512, stage=128, lag=127, seeds=4).table())
+    assert "512 updates of 32 prompts x 8 responses on 1 x 8 h200: hours, mean of 4 seeds [5 % .. 95 %]" in text
+    assert "staged, S = 128 " in text and "lock-step, new weights every 4 " in text and "live, lag up to 127, " in text
+    total = simulation(updates=512, stage=128, lag=127).staged(np.random.default_rng(0)).total / HOUR
+    assert abs(float(text.splitlines()[2].split()[4]) - total) < 0.1 * total
+
+
+def test_command_line(capsys):
+    command = ["simulate", str(EXAMPLES / "llama3_2_3b/mu_grpo.toml"), "--updates", "256", "--stage", "64"]
+    main([*command, "--seeds", "2", "--sync-every", "8", "--lag", "31", "--mfu", "0.2", "--handover", "1"])
+    found = capsys.readouterr().out
+    assert "256 updates of 32 prompts x 8 responses on 1 x 8 h200: hours, mean of 2 seeds" in found
+    assert "lock-step, new weights every 8 " in found and "live, lag up to 31, engines on " in found
+    for more, message in (
+        (["--stage", "100"], "--updates 256, --stage 100 and --sync-every 4: each must be"),
+        (["--set", "actor.tokens_per_micro_batch=4000000"], "does not fit: optimize phase, activations"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([*command, *more])
+        assert end.value.code == 2 and message in capsys.readouterr().err
