@@ -1,9 +1,12 @@
 """More stages and updates than numbers in file names have digits for; work that grows with what is new alone."""
 
+from pathlib import Path
+
 import pytest
 
 from megarl.recipe.load import dump_recipe
 from megarl.storage import json_lines, ledger
+from megarl.storage.best import settle_evaluations
 from megarl.storage.checkpoints import checkpoint_path, checkpoints
 from megarl.storage.rollouts import RolloutStore, RolloutWriter
 from megarl.storage.run_dir import RunDir
@@ -58,3 +61,19 @@ def test_a_store_that_grows_is_read_once(tmp_path, decoded):
             assert store.group_ids[-1] == number
     assert store.group_ids == list(range(200)) == [entry.groups[0] for entry in store.entries]
     assert len(decoded) <= 202  # the writer's own first look too
+
+
+def test_each_stage_looks_at_the_directory_of_the_one_before_alone(run, monkeypatch):
+    settings = run.recipe.eval.model_copy(update={"every_updates": 1})
+    run = RunDir(run.root, run.recipe.model_copy(update={"eval": settings}))
+    for stage in range(1200):
+        run.version(2 * stage + 1).mkdir(parents=True)
+    looked_at, right = [], Path.glob
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: (looked_at.append(path / pattern), right(path, pattern))[1])
+    stage = run.stage(700)
+    assert stage.due_evaluations() == [1399, 1400]
+    run.log_event("evaluation", stage=700, update=1399, accuracy=0.5)
+    settle_evaluations(stage)
+    assert not run.version(1399).exists() and run.version(1397).exists() and run.version(1401).exists()
+    there = [path for path in looked_at if run.root / "stages" in path.parents]
+    assert there == [run.stage(699).directory / "policies/[0-9]*"] * 2
