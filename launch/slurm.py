@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -134,6 +135,8 @@ def problem_with_variable(variable: str) -> str | None:
         return "without =VALUE it is passed as it is here, but it is not set here"
     if equals and SECRETS & set(name.split("_")):
         return f"a secret would stand in the job's script and log: export {name} here and pass --env {name}"
+    if re.search(r"://[^/\s]*@", variable):
+        return f"a password would stand in the job's script and log: export {name} here and pass --env {name}"
     return None
 
 

@@ -108,10 +108,11 @@ def branch_recipe(source: Stage, overrides: Overrides) -> Recipe:
     """`changed_recipe`; `UserError` too where the rollouts, or the checkpoint to begin with, are not there."""
     source.run.check_prompts()
     recipe = changed_recipe(source, overrides)
-    if source.number and recipe.actor.lora != source.run.recipe.actor.lora:
+    begun = source.number > 0 or start_of(source.run) is not None
+    if begun and recipe.actor.lora != source.run.recipe.actor.lora:
         raise UserError(
-            f"--set actor.lora: stage {source.number} begins with the optimizer of the one before, which is of other "
-            "adapters or of all weights; --stage 0 begins with a new one"
+            f"--set actor.lora: stage {source.number} begins with the optimizer of updates before, which is of other "
+            "adapters or of all weights; stage 0 of a run without --continue-from begins with a new one"
         )
     for path in _origins(source):
         if not path.exists():

@@ -224,6 +224,11 @@ def _load_data(actor: Actor, path: Path) -> tuple[dict[str, Any], dict[str, Any]
 
 def _check_adapters(actor: Actor, common: dict[str, Any], path: Path) -> None:
     found, wanted = common.get("lora"), _adapters(actor)
+    if found and wanted and found["base"] != wanted["base"]:
+        raise UserError(
+            f"the adapters in {path} stand beside weights with the hash {found['base']}, and those of the policy of "
+            f"stage 0 have {wanted['base']}: restore that policy"
+        )
     if found != wanted:
         holds, asked = (f"adapters of {x}" if x else "all weights" for x in (found, wanted))
         raise UserError(
@@ -232,8 +237,9 @@ def _check_adapters(actor: Actor, common: dict[str, Any], path: Path) -> None:
 
 
 def _adapters(actor: Actor) -> dict[str, Any] | None:
+    """Those of ``[actor.lora]``, and the hash of the weights beside which they stand."""
     table = actor.recipe.actor.lora
-    return None if table is None else table.model_dump(mode="json")
+    return None if table is None else table.model_dump(mode="json") | {"base": actor.base}
 
 
 def _state_to_save(actor: Actor, update: int) -> dict[str, Any]:

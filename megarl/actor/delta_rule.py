@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
+from megarl.actor.transfer import to_device
 from megarl.batch import ContextShard
 from megarl.models.delta_net import CHUNK
 
@@ -48,9 +50,7 @@ def sequence_chunks(
     number = position // size
     chunk = first[number] + rank[sequences] - (len(lengths) - np.array(active)[number])
 
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
+    tensor = partial(to_device, device)
     gathered = None
     if shard is not None:
         held = [replace(shard, rank=r).held_tokens(lengths) for r in range(shard.size)]

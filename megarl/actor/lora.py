@@ -9,6 +9,7 @@ that Megatron fuses (query, key and value; gate and up) have one adapter.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,9 +184,12 @@ def _add(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any])
     return output[0] + linear.adapter(inputs[0]), output[1]
 
 
+NAME = re.compile(r"\.(adapter|adapters\.weight[12])\.[ab]$")
+
+
 def is_adapters(name: str) -> bool:
     """Whether a parameter of a model is one of an adapter."""
-    return ".adapter" in name
+    return NAME.search(name) is not None
 
 
 def sharded_state(model: PolicyModel) -> dict[str, ShardedTensor]:

@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state as mpu
 
 from megarl.actor.attention import AttendedKeys, PackedSequences
+from megarl.actor.transfer import to_device
 from megarl.batch import ContextShard, TokenBatch
 
 
@@ -109,7 +110,7 @@ def pack(
     seen = slice(0, int(sizes.sum())) if shard else trained  # what the objective sees
     mask = columns["loss_mask"][seen]
 
-    tensor = partial(_tensor, device)
+    tensor = partial(to_device, device)
     cu_seqlens, longest = tensor(_offsets(runs)), int(runs.max())
     return MicroBatch(
         tokens=tensor(columns["tokens"])[None],
@@ -146,19 +147,12 @@ def _attended_keys(lengths: np.ndarray, shard: ContextShard, device: torch.devic
     rows, counts = shard.attended_tokens(lengths)
     queries = np.repeat(lengths // shard.chunks, 2)
     return AttendedKeys(
-        rows=_tensor(device, rows),
-        cu_seqlens_q=_tensor(device, _offsets(queries)),
-        cu_seqlens_k=_tensor(device, _offsets(counts)),
+        rows=to_device(device, rows),
+        cu_seqlens_q=to_device(device, _offsets(queries)),
+        cu_seqlens_k=to_device(device, _offsets(counts)),
         max_seqlen_q=int(queries.max()),
         max_seqlen_k=int(counts.max()),
     )
-
-
-def _tensor(device: torch.device, array: np.ndarray) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()  # without it the host waits for the copy
-    return tensor.to(device, non_blocking=True)
 
 
 def _offsets(sizes: np.ndarray) -> np.ndarray:
@@ -178,7 +172,7 @@ def _routed_experts(
     for sample, start in zip(samples, np.cumsum(lengths) - lengths, strict=True):
         if sample.routed_experts is not None:
             experts[start : start + len(sample)] = sample.routed_experts
-    on_device = _tensor(device, experts[kept].swapaxes(0, 1))
+    on_device = to_device(device, experts[kept].swapaxes(0, 1))
     return {layer + 1: chosen for layer, chosen in enumerate(on_device)}
 
 

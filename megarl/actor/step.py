@@ -31,6 +31,7 @@ from megarl.objectives.parts.detail import detailed
 from megarl.objectives.parts.metrics import response_metrics
 from megarl.objectives.parts.summary import summarise
 from megarl.recipe.tables import Recipe
+from megarl.storage.policies import read_info
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Actor:
     skipped_updates: int = 0  # in the whole run, because they were not finite
     lagged: Any = None  # batch statistics of the previous update, under ``statistics_scope = "lagged"``
     saving: Saving = field(default_factory=Saving)  # the checkpoint being written, if any
+    base: str | None = None  # with ``[actor.lora]`` the hash of the frozen weights
 
     @classmethod
     def build(cls, recipe: Recipe, policy_dir: Path, device: torch.device, load: bool = True) -> Actor:
@@ -58,7 +60,8 @@ class Actor:
         lora.attach(models, recipe)
         routing.install(models, replays=recipe.actor.routing_replay != "none")
         replicas, optimizer = wrap(models, recipe)
-        return cls(recipe, device, models, replicas, optimizer)
+        base = None if recipe.actor.lora is None else read_info(policy_dir).weights_hash
+        return cls(recipe, device, models, replicas, optimizer, base=base)
 
     def learning_rate(self, update: int) -> float:
         """Of an update of the run, from 1."""

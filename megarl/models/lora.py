@@ -100,6 +100,11 @@ def check_lora(recipe: Recipe, hf: dict[str, Any]) -> None:
             "[actor.lora]: Transformer Engine's layers have the norm inside the matrix, and no adapter gets at what "
             'comes between: set [actor] layers = "torch"'
         )
+    if recipe.megatron.get("moe_router_bias_update_rate"):
+        raise UserError(
+            "[megatron] moe_router_bias_update_rate: checkpoints of [actor.lora] have adapters alone, so a bias that "
+            "moves would be lost; leave it out"
+        )
     if recipe.megatron.get("moe_shared_expert_overlap"):
         raise UserError("[megatron] moe_shared_expert_overlap = true: [actor.lora] was never checked with it")
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):

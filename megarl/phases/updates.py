@@ -89,10 +89,12 @@ def make_updates(
     metrics = _open_metrics(stage, start)
     try:
         _make_updates(actor, stage, start.done, batches, stop, exporter, metrics)
+        if metrics:
+            metrics.sync()
+        exporter.export(stage.next.first_update, stage.next.policy)
     finally:
         if metrics:
-            metrics.close()
-    exporter.export(stage.next.first_update, stage.next.policy)
+            metrics.close()  # which may wait for the servers of trackers, while no rank waits for this one
     if metrics:
         remove_checkpoints(stage.run, finished=stage.number + 1)
 

@@ -6,6 +6,7 @@ own. An update that is made again after a kill stands there twice, with equal nu
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -13,7 +14,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,20 +42,24 @@ class Tracker(Protocol):
 
 
 def open_trackers(root: Path, table: RunTable) -> list[Tracker]:
-    """Those that the recipe asks for, for the run directory ``root``."""
-    trackers: list[Tracker] = []
-    if table.wandb:
-        trackers.append(_Wandb(root))
-    if table.mlflow:
-        trackers.append(_Mlflow(root))
-    return trackers
+    """Those that the recipe asks for, for the run directory ``root``. What fails in one of them stops no run."""
+    return [_Surviving(make, root) for wanted, make in ((table.wandb, _Wandb), (table.mlflow, _Mlflow)) if wanted]
 
 
 def check_trackers(table: RunTable) -> None:
-    """`UserError` where a package is missing, or MLflow's server does not answer."""
+    """`UserError` where a package or W&B's key is missing, or MLflow's server does not answer."""
     for name, wanted, package in (("wandb", table.wandb, "wandb"), ("mlflow", table.mlflow, "mlflow-skinny")):
         if wanted and importlib.util.find_spec(name) is None:
             raise UserError(f"[run] {name} = true, but {name} is not installed: pip install {package}")
+    if table.wandb and os.environ.get("WANDB_MODE", "online") in ("online", "shared"):
+        import wandb
+
+        try:
+            known = wandb.login(prompt=False)
+        except Exception as error:
+            raise UserError(f"[run] wandb = true, but W&B does not let this machine in: {error}") from error
+        if not known:
+            raise UserError("[run] wandb = true, but W&B has no key here: `wandb login`, or WANDB_MODE=offline")
     if table.mlflow:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
@@ -62,10 +67,50 @@ def check_trackers(table: RunTable) -> None:
         try:
             MlflowClient().get_experiment_by_name(_experiment())
         except (MlflowException, OSError) as error:
-            raise UserError(
-                "[run] mlflow = true, but MLflow cannot log to what MLFLOW_TRACKING_URI = "
-                f"{os.environ.get('MLFLOW_TRACKING_URI')} names: {error}"
-            ) from error
+            what = f"MLFLOW_TRACKING_URI = {os.environ.get('MLFLOW_TRACKING_URI')} names: {error}"
+            raise UserError(f"[run] mlflow = true, but MLflow cannot log to what {without_passwords(what)}") from error
+
+
+def without_passwords(text: str) -> str:
+    """``text`` with URLs that do not say who asks: it goes to logs."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "", text)
+
+
+class _Surviving:
+    """A tracker, until something in it fails: the run goes on without it, since all is in the run directory too."""
+
+    def __init__(self, make: Callable[[Path], Tracker], root: Path) -> None:
+        self._tracker: Tracker | None = None
+        self._name = make.__name__.strip("_")
+        with self._failing():
+            self._tracker = make(root)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # each package has its own, and its clients' too
+            self._tracker = None
+            print(
+                f"{self._name} failed, and gets nothing more: {without_passwords(str(error))}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def append(self, record: dict[str, Any]) -> None:
+        if self._tracker:
+            with self._failing():
+                self._tracker.append(record)
+
+    def evaluation(self, suite: str, update: int, result: dict[str, Any], samples: list[tuple[str, str]]) -> None:
+        if self._tracker:
+            with self._failing():
+                self._tracker.evaluation(suite, update, result, samples)
+
+    def close(self) -> None:
+        if self._tracker:
+            with self._failing():
+                self._tracker.close()
 
 
 class _Wandb:
@@ -97,7 +142,7 @@ class _Mlflow:
     def __init__(self, root: Path) -> None:
         from mlflow import MlflowClient
 
-        self._client = MlflowClient()
+        self._client, self._final = MlflowClient(), root / "final"
         self._run = _runs(root).get("mlflow") or _remember(root, "mlflow", self._create(root.name))
         self._client.update_run(self._run, status="RUNNING")
 
@@ -111,14 +156,9 @@ class _Mlflow:
         self._log(record["update"], numbers)
 
     def evaluation(self, suite: str, update: int, result: dict[str, Any], samples: list[tuple[str, str]]) -> None:
-        from mlflow.exceptions import MlflowException
-
         self._log(update, {f"evaluation/{suite}/{name}": value for name, value in numbers_of(result).items()})
         shown = {"samples": [{"prompt": prompt, "response": response} for prompt, response in samples]}
-        try:
-            self._client.log_dict(self._run, shown, f"samples/{suite}/update_{update:06d}.json")
-        except (MlflowException, OSError) as error:  # as of numbers, the copy alone is lost
-            print(f"MLflow did not take the samples of update {update}: {error}", file=sys.stderr, flush=True)
+        self._client.log_dict(self._run, shown, f"samples/{suite}/update_{update:06d}.json")
 
     def _log(self, update: int, numbers: dict[str, float]) -> None:
         """By a thread of MLflow's, which says on stderr what the server does not take: no update waits for it."""
@@ -134,7 +174,8 @@ class _Mlflow:
         from mlflow import flush_async_logging
 
         flush_async_logging()
-        self._client.set_terminated(self._run)
+        if self._final.exists():
+            self._client.set_terminated(self._run)
 
 
 def _experiment() -> str:
@@ -142,13 +183,15 @@ def _experiment() -> str:
 
 
 def _runs(root: Path) -> dict[str, str]:
+    """None in a copy of a run directory whose original is still there: they are two runs."""
     path = root / RUNS
     found: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
-    return found
+    of = Path(found.pop("directory", root))
+    return found if of == root.resolve() or not of.exists() else {}
 
 
 def _remember(root: Path, tracker: str, run: str) -> str:
-    write_atomic(root / RUNS, json.dumps(_runs(root) | {tracker: run}))
+    write_atomic(root / RUNS, json.dumps(_runs(root) | {tracker: run, "directory": str(root.resolve())}))
     return run
 
 

@@ -206,6 +206,12 @@ def test_a_checkpoint_of_adapters_alone_continues_bit_for_bit(tmp_path):
     for other in (build(tmp_path / "in", {"rank": 2}), build(tmp_path / "in", {"targets": ["linear_qkv"]})):
         with pytest.raises(UserError, match=r"has adapters of .*'rank': 4.* asks for adapters of"):
             checkpoint.load(other, path)
+    weights = make_hf_model("qwen3_moe")
+    with torch.no_grad():
+        weights.lm_head.weight[3, 5] += 1e-3
+    weights.save_pretrained(tmp_path / "another")
+    with pytest.raises(UserError, match="stand beside weights with the hash .* restore that policy"):
+        checkpoint.load(build(tmp_path / "another", {}), path)
     plain = build_full(tmp_path / "in", "weight")
     with pytest.raises(UserError, match=r"has adapters of .* asks for all weights"):
         checkpoint.load(plain, path)

@@ -51,6 +51,7 @@ def test_a_target_is_how_names_end(tmp_path):
             'norm inside the matrix.* set \\[actor\\] layers = "torch"',
         ),
         ("qwen3", {}, {"megatron": {"moe_shared_expert_overlap": True}}, "moe_shared_expert_overlap = true"),
+        ("glm4_moe", {}, {"megatron": {"moe_router_bias_update_rate": 1e-3}}, "a bias that moves would be lost"),
         ("qwen3", {}, {"megatron_optimizer": {"optimizer_cpu_offload": True}}, "optimizer_cpu_offload = true"),
     ],
 )

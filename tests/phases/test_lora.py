@@ -56,7 +56,7 @@ def test_the_policy_of_a_checkpoint_is_exported(undisturbed, tmp_path, updates):
         (("what-if", "{run}", "--stage", 0), "what-if compares gradients of all weights"),
         (
             ("optimize", "{run}", "--stage", 1, "--output", "{new}", "--set", "actor.lora.rank=2"),
-            "stage 1 begins with the optimizer of the one before",
+            "stage 1 begins with the optimizer of updates before",
         ),
         (("train", "{recipe}", "--run-dir", "{new}", "--continue-from", "{run}"), "optimizer is of adapters"),
         (

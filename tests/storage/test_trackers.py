@@ -6,11 +6,13 @@
 import importlib.util
 import json
 import os
+import shutil
 import struct
 
 import pytest
 
 from megarl.data.tokenizer import load_decoder
+from megarl.storage import trackers
 from megarl.storage.evaluations import Answered
 from megarl.storage.run_dir import RunDir
 from tests.helpers import events, megarl, metrics
@@ -136,6 +138,51 @@ def test_a_server_that_does_not_answer_is_found_before_anything_starts(recipe, e
     result = megarl("train", recipe, "--run-dir", tmp_path / "run", *settings(*SMALL, "run.mlflow=true"), env=absent)
     assert result.returncode == 2 and "MLFLOW_TRACKING_URI = http://127.0.0.1:9 names: " in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_wandb_without_a_key_is_found_before_anything_starts(recipe, environment, tmp_path):
+    required("wandb")
+    stranger = environment | {"WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
+    stranger.pop("WANDB_API_KEY", None)
+    result = megarl("train", recipe, "--run-dir", tmp_path / "run", *settings(*SMALL, "run.wandb=true"), env=stranger)
+    assert result.returncode == 2 and "`wandb login`, or WANDB_MODE=offline" in result.stderr, result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+class Failing:
+    """A tracker whose server goes away: all that is asked of it fails from then on."""
+
+    def __init__(self, root):
+        self.asked = []
+
+    def append(self, record):
+        self.asked.append(record["update"])
+        if record["update"] == 2:
+            raise OSError("no route to https://user:secret@tracker.example/api")
+
+    def close(self):
+        raise AssertionError("nothing is asked of it any more")
+
+
+def test_a_tracker_that_fails_is_left_and_the_run_goes_on(tmp_path, capfd):
+    tracker = trackers._Surviving(Failing, tmp_path)
+    inside = tracker._tracker
+    for update in range(1, 5):
+        tracker.append({"update": update})
+    tracker.close()
+    assert inside.asked == [1, 2]
+    said = capfd.readouterr().err
+    assert said == "Failing failed, and gets nothing more: no route to https://tracker.example/api\n"
+
+
+def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path):
+    original, copy, moved = (tmp_path / name for name in ("original", "copy", "moved"))
+    original.mkdir()
+    trackers._remember(original, "wandb", "one")
+    shutil.copytree(original, copy)
+    assert (trackers._runs(original), trackers._runs(copy)) == ({"wandb": "one"}, {})
+    original.rename(moved)
+    assert trackers._runs(moved) == {"wandb": "one"}
 
 
 @pytest.mark.parametrize(("tracker", "package"), [("wandb", "wandb"), ("mlflow", "mlflow-skinny")])

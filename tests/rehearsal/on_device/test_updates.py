@@ -124,9 +124,9 @@ def check_waits(outcome: Outcome, allowed: int) -> None:
         assert seen.own_waits.total() - sum(own.values()) <= LAYERS * outcome.micro_batches
 
 
-@pytest.mark.parametrize("name", ["one", *TWO_RANKS])
+@pytest.mark.parametrize("name", ["one", *TWO_RANKS, *FAMILIES, "adapters DP2", "adapters TP2 EP2"])
 def test_megarl_hardly_waits(outcome, name):
-    check_waits(outcome(CASES[name], "cuda"), OWN_WAITS)
+    check_waits(outcome((CASES | OTHER_CASES)[name], "cuda"), OWN_WAITS)
 
 
 def test_no_wait_and_no_launch_creeps_in(outcome):
