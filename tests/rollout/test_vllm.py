@@ -120,7 +120,7 @@ def test_stages_find_what_was_compiled_by_vllms_own_key(models, tmp_path):
 
 def test_vllms_own_checks_let_experts_be_recorded_where_its_runner_for_gpus_runs(models, monkeypatch):
     """Its version 2, which alone records them and wants Triton; by the arguments of an engine that records."""
-    from vllm import EngineArgs
+    from vllm import EngineArgs, envs
     from vllm.config import vllm as checks
 
     from megarl.rollout.vllm import engine_arguments
@@ -128,6 +128,7 @@ def test_vllms_own_checks_let_experts_be_recorded_where_its_runner_for_gpus_runs
     settings = Settings("cpu", context=64, responses=2, routed_experts=True)
     arguments = EngineArgs(**engine_arguments(models["qwen3_moe"][0], settings))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    envs.disable_envs_cache()  # which an engine in this process has filled
     with pytest.raises(ValueError, match="Model Runner V2 requires Triton"):
         arguments.create_engine_config()
     monkeypatch.setattr(checks, "HAS_TRITON", True)
