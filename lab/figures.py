@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lab.claims import END
-from lab.results import Sweep, Value, at, difference, estimate
-from lab.tables import SETS, read_all, text
+from lab.results import Sweep, Value, at, difference, estimate, last
+from lab.tables import SETS, STALENESS, read_all, sizes_of, text
 from megarl.views.chart import Chart
 from megarl.views.report import page
 from megarl.views.report_charts import COLOURS
@@ -36,7 +36,9 @@ def charts(sweeps: Mapping[str, Sweep]) -> dict[str, Chart]:
         found[f"{name}_ess"] = _curves(sweep, STALE, "ess", "Effective sample size")
         found[f"{name}_muted"] = _curves(sweep, MUTED, "kept_fraction", "Tokens with a gradient")
         found[f"{name}_final"] = _final(sweep)
-    found["staleness"] = _staleness(sweeps["staleness"])
+    for name in STALENESS:
+        if name in sweeps:
+            found[name] = _staleness(sweeps[name])
     return {name: chart for name, chart in found.items() if chart.traces}
 
 
@@ -84,10 +86,12 @@ def _final(sweep: Sweep) -> Chart:
 
 
 def _staleness(sweep: Sweep) -> Chart:
-    xaxis = {"title": {"text": "updates in a stage"}, "type": "log", "dtick": "D2"}
-    chart = Chart(f"Accuracy after {END} updates", "", layout={"xaxis": xaxis})
+    sizes = sizes_of(sweep)
+    xaxis = {"title": {"text": "updates in a stage"}, "type": "log", "tickvals": sizes}
+    chart = Chart(f"Accuracy after {max(sizes, default=0)} updates", "", layout={"xaxis": xaxis})
     for number, name in enumerate(dict.fromkeys(point.partition(",")[0] for point in sweep.points)):
-        values = [(size, at(f"{name},{size}", END)) for size in (4, 32, 64, 256)]
+        # beside each other, so that intervals can be told apart
+        values = [(round(size * 1.03 ** (number - 2), 2), last(f"{name},{size}")) for size in sizes]
         _add(chart, sweep, sweep.seeds, number, name, values)
     return chart
 

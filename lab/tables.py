@@ -12,6 +12,8 @@ from megarl.sweep.results import Estimate
 
 SETS = (FIRST, SECOND)
 NAMES = ("frozen", "learn", "staleness", "batches")  # of the sweeps that claims are about
+STALENESS = ("quick", "staleness")  # of those with an axis S
+FRESH = 4  # updates in a stage, at most
 Rows = list[list[str]]
 
 
@@ -41,10 +43,11 @@ def text(sweeps: Mapping[str, Sweep]) -> str:
     for name in ("frozen", "learn"):
         if sweeps[name].points:
             parts += [*_accuracies(name, sweeps[name]), *_tokens(name, sweeps[name]), *_warnings(name, sweeps[name])]
-    if sweeps["staleness"].points:
-        parts += _staleness(sweeps["staleness"])
+    for name in STALENESS:
+        if name in sweeps and sweeps[name].points:
+            parts += _staleness(name, sweeps[name])
     for name, sweep in sweeps.items():
-        if name not in ("frozen", "learn", "staleness") and sweep.points:
+        if name not in ("frozen", "learn", *STALENESS) and sweep.points:
             parts += _plain(name, sweep)
     parts += _times(sweeps)
     return "\n\n".join(parts) + "\n"
@@ -183,15 +186,23 @@ def _warnings(name: str, sweep: Sweep) -> list[str]:
 # ------------------------------------------------------------------------------------------------------- staleness
 
 
+def sizes_of(sweep: Sweep) -> list[int]:
+    """The values of its axis S, the second one."""
+    return sorted({int(point.partition(",")[2]) for point in sweep.points})
+
+
 def half_gain(sweep: Sweep, seeds: Sequence[int], objective: str) -> str:
-    """At which S the mean gain falls below half of that at S = 4, interpolated between two S on a log scale."""
+    """At which S the mean gain falls below half of that at the smallest, which must be at most `FRESH`.
+
+    Interpolated between two S on a log scale.
+    """
     gains: list[tuple[int, float]] = []
-    for size in (4, 32, 64, 256):
+    for size in sizes_of(sweep):
         point = f"{objective},{size}"
-        found = estimate(sweep, seeds, difference(at(point, END), at(point, 0)))
+        found = estimate(sweep, seeds, difference(last(point), at(point, 0)))
         if found is not None:
             gains.append((size, found.mean))
-    if len(gains) < 2 or gains[0][0] != 4:
+    if len(gains) < 2 or gains[0][0] > FRESH:
         return "not run"
     half = gains[0][1] / 2
     for (small, before), (large, after) in itertools.pairwise(gains):
@@ -200,27 +211,28 @@ def half_gain(sweep: Sweep, seeds: Sequence[int], objective: str) -> str:
     return f"above {gains[-1][0]}"
 
 
-def _staleness(sweep: Sweep) -> list[str]:
+def _staleness(name: str, sweep: Sweep) -> list[str]:
     objectives = list(dict.fromkeys(point.partition(",")[0] for point in sweep.points))
-    sizes = sorted({point.partition(",")[2] for point in sweep.points}, key=int)
+    sizes = sizes_of(sweep)
     rows = [
-        [f"`{name}`"]
-        + [_text(estimate(sweep, sweep.seeds, at(f"{name},{size}", END))) for size in sizes]
-        + [half_gain(sweep, seeds, name) for seeds in SETS]
-        for name in objectives
+        [f"`{objective}`"]
+        + [_text(estimate(sweep, sweep.seeds, last(f"{objective},{size}"))) for size in sizes]
+        + [half_gain(sweep, seeds, objective) for seeds in SETS]
+        for objective in objectives
     ]
     head = ["objective", *(f"S = {size}" for size in sizes), "half of the gain is lost at (seeds 0 to 4)", "(5 to 9)"]
     behind = [
-        [f"`{name}`"]
+        [f"`{objective}`"]
         + [
-            _text(estimate(sweep, sweep.seeds, difference(at(f"{name},{size}", END), at(f"grpo,{size}", END))), "+")
+            _text(estimate(sweep, sweep.seeds, difference(last(f"{objective},{size}"), last(f"grpo,{size}"))), "+")
             for size in sizes
         ]
-        for name in objectives
-        if name != "grpo"
+        for objective in objectives
+        if objective != "grpo"
     ]
     return [
-        f"## Accuracy after {END} updates in stages of S: `lab/staleness.toml`",
+        f"## Accuracy at the end, in stages of S: `lab/{name}.toml`",
+        f"Seeds {sweep.seeds[0]} to {sweep.seeds[-1]}, where they were run; {max(sizes)} updates each.",
         _table(head, rows),
         "Less `grpo` with the same S:",
         _table(head[: len(sizes) + 1], behind),
@@ -253,7 +265,7 @@ def _times(sweeps: Mapping[str, Sweep]) -> list[str]:
     for name, sweep in sweeps.items():
         groups: dict[str, list[dict[str, float]]] = {}
         for (point, _), run in sweep.seconds.items():
-            label = f", S = {point.partition(',')[2]}" if name == "staleness" else ""
+            label = f", S = {point.partition(',')[2]}" if name in STALENESS else ""
             groups.setdefault(f"`lab/{name}.toml`{label}", []).append(run)
         for label, runs in groups.items():
             phases = [[run[phase] for run in runs] for phase in ("rollout", "optimize", "evaluate", "live")]

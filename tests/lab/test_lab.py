@@ -145,6 +145,8 @@ def test_half_of_the_gain_is_lost_between_two_stages():
     assert half_gain(Sweep(accuracy), (0, 1), "x") == "128"  # half way between .6 and .2, and between 64 and 256
     accuracy |= {("x,256", seed): {0: 0.1, 256: 0.8} for seed in (0, 1)}
     assert half_gain(Sweep(accuracy), (0, 1), "x") == "above 256"
+    stale = {place: curve for place, curve in accuracy.items() if place[0] != "x,4"}
+    assert half_gain(Sweep(stale), (0, 1), "x") == "not run"  # S = 32 is no fresh data
 
 
 def test_runs_that_did_not_collapse_are_not_runs_that_are_missing():
