@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -50,6 +51,16 @@ def cli(*arguments):
 
 def test_the_version_is_printed():
     assert cli("--version").stdout == f"megarl {megarl.__version__}\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """As in `megarl ... | head`: here the reader is gone before a word is written."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-u", "-m", "megarl.cli", "completion", "bash"]
+    result = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -73,9 +74,18 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(_complain(error, 2))
         if isinstance(error, PhaseFailed):
             sys.exit(_complain(error, 1))
+        if isinstance(error, BrokenPipeError) and not _is_read():
+            sys.exit(128 + signal.SIGPIPE)  # as a program of the shell's ends in `megarl sql ... | head`
         if isinstance(error, OSError) and error.filename is not None:
             sys.exit(_complain(f"{error.filename}: {error.strerror}", 2 if error.errno in _MISTAKES else 1))
         raise
+
+
+def _is_read() -> bool:
+    """Whether somebody still reads what is printed."""
+    pipe = select.poll()
+    pipe.register(1, 0)
+    return not any(event & select.POLLERR for _, event in pipe.poll(0))
 
 
 def _complain(message: object, code: int) -> int:
