@@ -217,7 +217,8 @@ def _export(tensor: HfTensor, job: _Job, source: TensorFiles, target: TensorFile
             place = f"{job.stored_name} {tensor.local_expert} {group.rank()} {first}"
             block = round_stochastically(block, stored.dtype, place)
         block = block.to(stored.dtype).contiguous()
-        parts = [block] if tensor.split is None else _gather(block, group, job.writer)
+        whole = tensor.split is None and group.size() == shares  # every rank has it
+        parts = [block] if whole else _gather(block, group, job.writer)
         if group.rank() != job.writer:
             continue
         for rank in range(0, len(parts), shares):  # the parts of one expert, or all parts

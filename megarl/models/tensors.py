@@ -7,6 +7,8 @@ from typing import Literal
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+TRANSPOSED = ("columns", "alternate_columns")  # of `TensorNames.packing`
+
 
 @dataclass(frozen=True)
 class TensorNames:
@@ -18,11 +20,13 @@ class TensorNames:
     packing: "rows": the tensors have equally many rows and stand one below another. "query_groups": query, key and
         value of the first group of query heads, then those of the next. "gated_query_groups": the same, and each head
         of the first tensor is a query and the gate of its output; in the parameter a group's gates follow its queries.
+        "columns": one tensor, the parameter transposed. "alternate_columns": the same, and its columns are those of the
+        parameter's two halves by turns; (outputs, 2) stand for its last dimension wherever a shape is asked for.
     """
 
     names: tuple[str, ...]
     split: int | None = None
-    packing: Literal["rows", "query_groups", "gated_query_groups"] = "rows"
+    packing: Literal["rows", "query_groups", "gated_query_groups", "columns", "alternate_columns"] = "rows"
 
 
 OUTSIDE_LAYERS = {  # by Megatron's name

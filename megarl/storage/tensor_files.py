@@ -78,7 +78,9 @@ class TensorFiles:
     """Every tensor of some safetensors files by name, with the experts of fused tensors as tensors of their own.
 
     A tensor ``P.gate_up_proj`` [E, 2 I, H] holds ``P.e.gate_proj.weight`` and ``P.e.up_proj.weight`` [I, H],
-    a tensor ``P.down_proj`` [E, H, I] holds ``P.e.down_proj.weight``, for P = ``model.layers.n.mlp.experts``.
+    a tensor ``P.down_proj`` [E, H, I] holds ``P.e.down_proj.weight``, for P = ``model.layers.n.mlp.experts``. Asked for
+    without ".weight" or with another ending, as ``P.e.down_proj_bias``, it is the part of expert e as it is, where gate
+    and up projection take turns in the last dimension of one, which then counts as two: [..., I, 2].
     """
 
     def __init__(self) -> None:
@@ -119,8 +121,15 @@ class TensorFiles:
         stored = self.stored_name(name)
         if stored is None or stored == name:
             return self.regions.get(name)
-        whole, expert, kind = self.regions[stored], int(name.split(".")[-3]), name.split(".")[-2]
-        if len(whole.shape) != 3 or expert >= whole.shape[0]:
+        whole, (_, _, inside) = self.regions[stored], name.partition(".mlp.experts.")
+        number, kind, *weight = inside.split(".")
+        expert = int(number)
+        if expert >= whole.shape[0]:
+            return None
+        if not weight:
+            *rows, columns = whole.shape[1:]
+            return whole.part(expert, (*rows, columns // 2, 2) if kind.startswith("gate_up") else (*rows, columns))
+        if len(whole.shape) != 3:
             return None
         _, rows, columns = whole.shape
         if kind == "down_proj":
@@ -131,6 +140,8 @@ class TensorFiles:
 def _fused_name(name: str) -> str:
     """model.layers.3.mlp.experts.7.up_proj.weight -> model.layers.3.mlp.experts.gate_up_proj"""
     prefix, experts, rest = name.partition(".mlp.experts.")
+    if experts and not rest.endswith(".weight"):
+        return f"{prefix}{experts}{rest.partition('.')[2]}"
     return f"{prefix}{experts}{'down_proj' if rest.endswith('.down_proj.weight') else 'gate_up_proj'}"
 
 

@@ -80,6 +80,22 @@ NEXT = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=12,
 )
+GPT_OSS = dict(
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    intermediate_size=24,
+    sliding_window=6,
+    swiglu_limit=1.0,  # which many activations of so small a model reach
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=150000.0,
+        factor=4.0,
+        beta_fast=8.0,
+        beta_slow=1.0,
+        truncate=False,
+        original_max_position_embeddings=16,
+    ),
+)
 FAMILIES = {
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
     "qwen3_moe_unnormalised": dict(
@@ -104,6 +120,9 @@ FAMILIES = {
     "glm4_moe": GLM,
     "glm4_moe_qk_norm": GLM | dict(use_qk_norm=True, attention_bias=False, n_shared_experts=2),
     "deepseek_v3": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+    "gpt_oss_all_windows": GPT_OSS
+    | dict(layer_types=["sliding_attention"] * 2, rope_parameters=dict(rope_type="default", rope_theta=150000.0)),
     "qwen3_next": NEXT,
     "qwen3_next_dense": NEXT | dict(mlp_only_layers=[1], layer_types=["full_attention", "linear_attention"]),
     "deepseek_v3_moonlight": DEEPSEEK
@@ -116,6 +135,7 @@ MODEL_TYPES = {  # of those that are not called as it
     "olmoe_normalised": "olmoe",
     "glm4_moe_qk_norm": "glm4_moe",
     "deepseek_v3_moonlight": "deepseek_v3",
+    "gpt_oss_all_windows": "gpt_oss",
     "qwen3_next_dense": "qwen3_next",
 }
 
@@ -134,6 +154,8 @@ def make_hf_model(family: str, **changes):
             torch.nn.init.normal_(parameter)
         elif "conv1d" in name:
             torch.nn.init.normal_(parameter, std=0.5)
+        elif name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.3)

@@ -17,9 +17,10 @@ FAMILIES = {  # of `tests.actor.conftest`, with the layouts of which a family's 
     "deepseek_v3": EVERY,
     "deepseek_v3_moonlight": ("one", "TP2 EP2"),
     "qwen3_next": EVERY,
+    "gpt_oss": EVERY,
 }
 # from a checkpoint, which each layout of two ranks makes
-CONTINUED = ("olmoe", "glm4_moe", "deepseek_v3", "qwen3_next")
+CONTINUED = ("olmoe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
 
 
 def train(name: str, layout: str, models: Path, rollouts: Path, folder: Path) -> dict[str, Any]:
