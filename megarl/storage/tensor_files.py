@@ -24,6 +24,7 @@ from megarl.errors import UserError
 from megarl.storage.weights import weight_files
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_QUANTISED = {"U8": torch.uint8}  # of tensors that `megarl.storage.mxfp4` makes others of
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20  # the library's own limit
 
@@ -163,11 +164,11 @@ def _read_header(path: Path, file: FileIO) -> dict[str, Region]:
 
 
 def _region(file: FileIO, name: str, entry: dict[str, Any], data: int) -> Region:
-    if entry["dtype"] not in _DTYPES:
-        known = ", ".join(_DTYPES)
-        raise UserError(f"{file.name}: tensor {name!r} has dtype {entry['dtype']}; megarl reads {known}")
+    known = _DTYPES | (_QUANTISED if name.endswith(("_blocks", "_scales")) else {})
+    if entry["dtype"] not in known:
+        raise UserError(f"{file.name}: tensor {name!r} has dtype {entry['dtype']}; megarl reads {', '.join(_DTYPES)}")
     begin, end = (int(position) for position in entry["data_offsets"])
-    region = Region(file, data + begin, _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])) or (1,))
+    region = Region(file, data + begin, known[entry["dtype"]], tuple(map(int, entry["shape"])) or (1,))
     if begin < 0 or min(region.shape) < 0 or region.nbytes != end - begin:
         raise ValueError(f"shape and offsets of tensor {name!r} do not agree")
     return region

@@ -46,7 +46,7 @@ def make_model(directory, name):
         del tensors["lm_head.weight"]
     fused = any(key.endswith("experts.gate_up_proj") for key in tensors)
     assert fused == (model_type in ("qwen3_moe", *hf_worker.OTHERS))
-    if not name.endswith("fused"):
+    if not name.endswith("fused") and name != "gpt_oss":  # whose experts have no other layout
         tensors = dict(pair for item in tensors.items() for pair in one_tensor_an_expert(*item))
     if name == "qwen3_moe_single":
         tensors |= {k: v.float() for k, v in tensors.items() if k.endswith("mlp.gate.weight")}  # two dtypes in a file
