@@ -64,7 +64,7 @@ def test_what_would_be_computed_otherwise_is_refused(tmp_path, model_type, setti
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
-YARN = MODELS["deepseek_v3"]["rope_parameters"]
+YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "gpt_oss"))
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,16 @@ YARN = MODELS["deepseek_v3"]["rope_parameters"]
             "attention_factor = 1.5 is not supported",
         ),
         ("llama", {"model_type": "qwen3_5_moe"}, "'qwen3_5_moe' is not supported: its config.json keeps the language"),
-        (
-            "llama",
-            {"model_type": "gpt_oss"},
-            "'gpt_oss' is not supported: in Megatron-Core 0.16.1 and 0.19.2 attention sinks",
-        ),
-        ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, llama, mixtral"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "truncate = False is not supported"),
+        ("gpt_oss", {"rope_parameters": OSS_YARN | {"attention_factor": 1.5}}, "attention_factor = 1.5 is not supported"),
+        ("gpt_oss", {"rope_parameters": OSS_YARN | {"factor": None}}, "'yarn' needs factor"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias = False is not supported for gpt_oss, only True"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 is not supported for gpt_oss, only 1.702"),
+        ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit = None must be more than 0"),
+        ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "must name one of sliding_attention"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "for each of the layers"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "convert them to bfloat16 first"),
+        ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, gpt_oss, llama"),
     ],
 )
 def test_what_a_family_would_compute_otherwise_is_refused(tmp_path, name, settings, words):
@@ -168,7 +172,8 @@ def test_tensor_names_are_those_of_transformers(tmp_path, name, tied):
     experts = {key for key in ours if ".experts." in key}
     assert ours - experts == theirs - fused - ({"lm_head.weight"} if tied else set())
     sparse = hf["num_hidden_layers"] - hf["dense_layers"]
-    assert len(experts) == sparse * (hf["num_experts"] or 0) * 3 and len(fused) == 2 * sparse
+    each, all_of_a_layer = (4, 4) if hf["model_type"] == "gpt_oss" else (3, 2)  # biases too, gate and up in one
+    assert len(experts) == sparse * (hf["num_experts"] or 0) * each and len(fused) == all_of_a_layer * sparse
 
 
 def test_layers_with_and_without_experts(tmp_path):
@@ -182,7 +187,28 @@ def test_layers_with_and_without_experts(tmp_path):
     assert pattern("glm4_moe", first_k_dense_replace=3) == [0, 0, 0, 1]
 
 
+def test_layers_with_windows(tmp_path):
+    """Every second one, beginning with the first, unless config.json names them."""
+
+    def windows(**settings):
+        hf = read_settings(tmp_path, "gpt_oss", num_hidden_layers=4, **settings)
+        family = FAMILIES["gpt_oss"]
+        megatron = family.megatron_settings(hf)
+        return [family.window(hf, layer) for layer in range(4)], megatron.get("window_attn_skip_freq")
+
+    assert windows() == ([6, None, 6, None], [1, 0, 1, 0])
+    named = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    assert windows(layer_types=named) == ([None, 6, 6, None], [0, 1, 1, 0])
+    assert windows(sliding_window=None) == ([None] * 4, None)
+    assert windows(layer_types=["full_attention"] * 4) == ([None] * 4, None)
+
+
 def test_tensor_parallelism_must_divide_every_width(tmp_path):
+    oss = read_settings(tmp_path, "gpt_oss")
+    layout = Layout(4, 2, expert_tensor_parallel=2, expert_parallel=2)
+    (problem,) = layout.problems(oss)
+    assert problem == "expert_tensor_parallel = 2: experts with biases are not divided, so it must be 1"
+    assert layout.nearest(oss) == Layout(4, 2, expert_tensor_parallel=1, expert_parallel=2)
     glm = read_settings(tmp_path, "glm4_moe", n_shared_experts=1, moe_intermediate_size=25)
     (problem,) = Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(glm)
     assert problem == "tensor_parallel = 2 does not divide the model's width of its shared experts = 25"
