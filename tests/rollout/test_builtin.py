@@ -21,7 +21,7 @@ STOP = (1, 6, 17)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("family", ["mistral_sliding_window", "qwen3_next"])
+@pytest.mark.parametrize("family", ["mistral_sliding_window", "qwen3_next", "gpt_oss"])
 def test_windows_and_states_are_kept(tmp_path, family, temperature):
     path = save(tmp_path, family)
     table = generate(BuiltinEngine(path, 3), PROMPTS, sampling(PROMPTS, temperature=temperature, stop=STOP))

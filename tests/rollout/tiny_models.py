@@ -2,6 +2,8 @@
 
 import torch
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen3Config,
@@ -34,6 +36,12 @@ def save(path, kind="qwen3_moe", vocabulary=39, seed=0, spread=0.2, **changes):
         widths = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "shared_expert_intermediate_size": 64}
         model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **EXPERTS, **hybrid, **widths))
         torch.nn.init.normal_(model.model.layers[0].linear_attn.conv1d.weight, std=0.5)
+    elif kind == "gpt_oss":
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 6}
+        model = GptOssForCausalLM(GptOssConfig(**sizes, **experts))
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "sinks")):
+                torch.nn.init.normal_(parameter)
     elif kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     else:

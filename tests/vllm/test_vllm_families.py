@@ -32,6 +32,7 @@ DEEPSEEK = {
         ("qwen2_moe", {}),
         ("glm4_moe", {}),
         ("deepseek_v3", DEEPSEEK),
+        ("gpt_oss", {"intermediate_size": 64, "swiglu_limit": 7.0}),  # a width that its kernel has, and its limit
     ],
 )
 def test_vllm_loads_an_export(tmp_path, family, settings):
