@@ -8,39 +8,31 @@ from safetensors.torch import load_file, save_file
 
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
+from megarl.storage.mxfp4 import dequantised
 from megarl.storage.policies import check_policy, copy_policy, read_info
 from tests.actor.conftest import make_hf_model
+from tests.storage.quantised import quantise
 
 WIDTHS = {"hidden_size": 64, "intermediate_size": 96}
-QUANTISATION = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-
 
 def quantised_model(folder, files=1):
-    """A tiny gpt-oss with random blocks and scales in the place of its experts' weights; the tensors by name."""
     make_hf_model("gpt_oss", **WIDTHS).bfloat16().save_pretrained(folder)
-    tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
-    generator = torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        shape = (experts, outputs, inputs // 32)
-        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(118, 126, shape, generator=generator, dtype=torch.uint8)
-    first = next(name for name in tensors if name.endswith("gate_up_proj_scales"))
-    tensors[first].flatten()[:4] = torch.tensor([0, 1, 7, 254], dtype=torch.uint8)  # of the smallest and largest
-    (folder / "model.safetensors").unlink()
-    names = sorted(tensors)
-    stored = {f"model-{i}.safetensors": names[i::files] for i in range(files)}
-    for file, inside in stored.items():
-        save_file({name: tensors[name] for name in inside}, folder / file)
-    index = {"metadata": {}, "weight_map": {name: file for file, inside in stored.items() for name in inside}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": QUANTISATION}
-    (folder / "config.json").write_text(json.dumps(config))
-    return tensors
+    return quantise(folder, files)
 
 
 def stored(folder):
     return {key: tensor for file in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(file).items()}
+
+
+def test_every_byte_and_scale():
+    """Also scales that bfloat16 can hardly hold."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16)
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).expand(1, 256, 16)
+    ours, theirs = dequantised(blocks, scales), convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
+    assert torch.equal(ours.view(torch.int16), theirs.contiguous().view(torch.int16))
+    assert ours[0, 127, 2 * 0x71 :][:2].tolist() == [0.5, 6.0]  # the lower half first
 
 
 @pytest.mark.parametrize("files", [1, 3])
