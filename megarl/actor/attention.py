@@ -105,7 +105,8 @@ class PackedAttention(MegatronModule):
     It rotates queries and keys, which Megatron's layer leaves to it where the model has no rotary embedding of its own;
     latent attention has rotated them. Values may have fewer dimensions than keys.
     Neither a padding token nor a [T, T] mask is ever computed. On GPUs all sequences are one call of flash attention,
-    which has no float32; elsewhere each run of equally long sequences is one batched call.
+    which has no float32; elsewhere each run of equally long sequences is one batched call, with a mask of one sequence
+    where there are sinks or windows.
 
     before: how many tokens before itself a token attends to; None: all.
     softmax_offset: [heads] logits of sinks, which have no value; a parameter where the model has them.
@@ -117,7 +118,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.before = config.window_size[0] if windowed else None  # type: ignore[index]
+        self.before = config.window_size[0] if windowed else None
         self.softmax_offset = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -176,8 +177,8 @@ class PackedAttention(MegatronModule):
         options: dict[str, Any] = dict(scale=self.scale, enable_gqa=True)
         queries, keys = query.shape[2], key.shape[2]
         if self.softmax_offset is None and self.before is None:
-            mask = {"is_causal": True} if queries == keys else {"attn_mask": causal_lower_right(queries, keys)}
-            return F.scaled_dot_product_attention(query, key, value, **mask, **options)
+            options |= {"is_causal": True} if queries == keys else {"attn_mask": causal_lower_right(queries, keys)}
+            return F.scaled_dot_product_attention(query, key, value, **options)
         mask = causal_window(queries, keys, self.before, query.device)
         if self.softmax_offset is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
@@ -204,9 +205,7 @@ class PackedAttention(MegatronModule):
         if self.softmax_offset is not None:
             out: Any = flash_with_sinks(query, key, value, self.softmax_offset, lengths, window, self.scale)
         else:
-            out = varlen_attn(
-                query, key, value, *lengths, scale=self.scale, window_size=window, **_GROUPED_QUERIES
-            )
+            out = varlen_attn(query, key, value, *lengths, scale=self.scale, window_size=window, **_GROUPED_QUERIES)
         return out.flatten(1)
 
     def _sharded(

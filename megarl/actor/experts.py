@@ -149,7 +149,7 @@ def _merge(parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x sigmoid(1.702 x) (Hendrycks and Gimpel 2016, arXiv 1606.08415, section 2). Megarl's own: Megatron compiles its."""
+    """x sigmoid(1.702 x), Hendrycks and Gimpel 2016, arXiv 1606.08415. Megatron's own is compiled."""
     return x * torch.sigmoid(1.702 * x)
 
 

@@ -1,4 +1,4 @@
-"""Attention with a sink for each head: one more logit in its softmax, which has no value (arXiv 2309.17453, 2508.10925).
+"""Attention with a sink for each head, one more logit in its softmax, which has no value (arXiv 2508.10925).
 
 With a log-sum-exp L over the keys and a sink s, everything that a head attends to without the sink is multiplied by
 sigmoid(L - s). Gradients are those of attention with the output and the log-sum-exp, log(exp(L) + exp(s)), that include
@@ -89,4 +89,4 @@ def flash_with_sinks(
 
     window: how many tokens before and after its own, in the lower right corner, a query attends to; -1: all.
     """
-    return _Flash.apply(query, key, value, sinks, lengths, window, scale)  # type: ignore[no-any-return]
+    return _Flash.apply(query, key, value, sinks, lengths, window, scale)

@@ -2,8 +2,8 @@
 
 The experts' tensor ``P`` [E, inputs, outputs] is stored as ``P_blocks`` [E, outputs, inputs / 32, 16], bytes of two
 values of four bits (e2m1) each, the lower half first, and ``P_scales`` [E, outputs, inputs / 32], the exponent of two
-with which 32 values are multiplied, plus 127 (e8m0). OCP Microscaling Formats 1.0, sections 5.3 and 5.4; what is made of
-them is what `transformers.integrations.mxfp4` makes in transformers 5.19.
+with which 32 values are multiplied, plus 127 (e8m0): Rouhani et al. 2023, arXiv 2310.10537. What is made of them is
+what `transformers.integrations.mxfp4` makes in transformers 5.19.
 """
 
 from __future__ import annotations

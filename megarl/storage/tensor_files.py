@@ -128,8 +128,8 @@ class TensorFiles:
         if expert >= whole.shape[0]:
             return None
         if not weight:
-            *rows, columns = whole.shape[1:]
-            return whole.part(expert, (*rows, columns // 2, 2) if kind.startswith("gate_up") else (*rows, columns))
+            shape = whole.shape[1:]
+            return whole.part(expert, (*shape[:-1], shape[-1] // 2, 2) if kind.startswith("gate_up") else shape)
         if len(whole.shape) != 3:
             return None
         _, rows, columns = whole.shape

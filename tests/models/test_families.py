@@ -99,7 +99,7 @@ YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "g
         ),
         ("llama", {"model_type": "qwen3_5_moe"}, "'qwen3_5_moe' is not supported: its config.json keeps the language"),
         ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "truncate = False is not supported"),
-        ("gpt_oss", {"rope_parameters": OSS_YARN | {"attention_factor": 1.5}}, "attention_factor = 1.5 is not supported"),
+        ("gpt_oss", {"rope_parameters": OSS_YARN | {"attention_factor": 1.5}}, "attention_factor = 1.5 is not"),
         ("gpt_oss", {"rope_parameters": OSS_YARN | {"factor": None}}, "'yarn' needs factor"),
         ("gpt_oss", {"attention_bias": False}, "attention_bias = False is not supported for gpt_oss, only True"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 is not supported for gpt_oss, only 1.702"),

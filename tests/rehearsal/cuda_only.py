@@ -90,7 +90,7 @@ def _sequences(query: torch.Tensor, key: torch.Tensor, cu_q: Any, cu_k: Any) -> 
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, left: int = -1) -> torch.Tensor:
-    """[..., Q, K] float32; the causal mask and the window are aligned to the lower right corner, as FlashAttention's."""
+    """[..., Q, K] float32; mask and window are aligned to the lower right corner, as FlashAttention's."""
     scores = q @ k.transpose(-1, -2) * (scale or 1 / math.sqrt(q.shape[-1]))
     if causal:
         corner = scores.shape[-1] - scores.shape[-2]

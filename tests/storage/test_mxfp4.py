@@ -15,6 +15,7 @@ from tests.storage.quantised import quantise
 
 WIDTHS = {"hidden_size": 64, "intermediate_size": 96}
 
+
 def quantised_model(folder, files=1):
     make_hf_model("gpt_oss", **WIDTHS).bfloat16().save_pretrained(folder)
     return quantise(folder, files)

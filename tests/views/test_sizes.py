@@ -98,7 +98,7 @@ GPT_OSS = dict(
     ("layers", "experts", "total", "active"), [(24, 32, 20.91e9, 3.61e9), (36, 128, 116.83e9, 5.13e9)]
 )
 def test_gpt_oss_as_published(tmp_path, layers, experts, total, active):
-    """Parameters, and those of a token without the embedding, are those of its model card (arXiv 2508.10925, table 1)."""
+    """Parameters, and those of a token without the embedding: table 1 of its model card (arXiv 2508.10925)."""
     settings = GPT_OSS | dict(
         num_hidden_layers=layers,
         num_local_experts=experts,
