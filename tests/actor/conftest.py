@@ -93,7 +93,7 @@ GPT_OSS = dict(
         beta_fast=8.0,
         beta_slow=1.0,
         truncate=False,
-        original_max_position_embeddings=16,
+        original_max_position_embeddings=2048,  # so that a dimension lies between those of both ends
     ),
 )
 FAMILIES = {
