@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.actor.lora import Adapter, is_adapters
 from megarl.actor.model import PolicyModel
 from megarl.models import family_of
-from megarl.models.tensors import LM_HEAD, OUTSIDE_LAYERS, TRANSPOSED, TensorNames
+from megarl.models.tensors import LM_HEAD, TRANSPOSED, TensorNames
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,17 @@ def hf_tensors(models: list[PolicyModel]) -> Iterator[HfTensor]:
 
 def _of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel) -> Iterator[HfTensor]:
     experts: list[tuple[int | None, torch.Tensor]] = [(None, parameter)]
-    tensors: TensorNames | None
-    if name in OUTSIDE_LAYERS:
-        prefix, tensors = "", OUTSIDE_LAYERS[name]
+    family = family_of(model.hf)
+    if (tensors := family.outside_layers().get(name)) is not None:
+        prefix = ""
     else:
         _, _, local, rest = name.split(".", 3)  # decoder.layers.<local>.<rest>
         layer, native = _layer(model, int(local)), _NATIVE_NAMES.get(rest, rest)
-        prefix = f"model.layers.{layer}."
+        prefix = f"{family.prefix}layers.{layer}."
         if match := _EXPERT.fullmatch(rest):
             number, experts = _experts(match, parameter, model.config)
             native = f"mlp.experts.linear_fc{number}.{match['kind'] or 'weight'}"
-        tensors = family_of(model.hf).layer_tensors(model.hf, layer).get(native)
+        tensors = family.layer_tensors(model.hf, layer).get(native)
     if tensors is None:
         raise NotImplementedError(f"no Hugging Face tensor is known for Megatron's parameter {name}")
     adapter = model.adapters.get(name)
@@ -139,6 +139,9 @@ def _views(parameter: torch.Tensor, tensors: TensorNames, config: TransformerCon
     if tensors.packing in TRANSPOSED:
         halves = parameter.unflatten(0, (2, -1)) if tensors.packing == "alternate_columns" else parameter
         return [(halves.permute(*reversed(range(halves.ndim))),)]
+    if tensors.packing == "groups":
+        parts = [part.split(list(tensors.group)) for part in parameter.split(sum(tensors.group))]
+        return [tuple(part[i] for part in parts) for i in range(len(tensors.names))]
     width = config.kv_channels
     queries = config.num_attention_heads // config.num_query_groups * width
     if tensors.packing == "query_groups":
@@ -176,7 +179,7 @@ def missing_names(models: list[PolicyModel]) -> set[str]:
     """Tensors of this rank's layers for which Megatron has no parameter, because ``[megatron]`` changed the model."""
     built = {tensor.name for tensor in hf_tensors(models)}
     wanted = {
-        f"model.layers.{layer}.{name}"
+        f"{family_of(model.hf).prefix}layers.{layer}.{name}"
         for model in models
         for layer in (_layer(model, local) for local in range(len(model.decoder.layers)))
         for tensors in family_of(model.hf).layer_tensors(model.hf, layer).values()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from megarl.models.tensors import LM_HEAD, OUTSIDE_LAYERS, TensorNames
+from megarl.models.tensors import LM_HEAD, TensorNames
 from megarl.recipe.layout import Layout
 
 Hf = dict[str, Any]  # the settings of a model, as `megarl.models.hf_config.read_hf_config` returns them
@@ -111,6 +111,8 @@ class Family:
     only: settings that must have this value where they are there: another would be computed as this one.
     zero_centred_norms: norms multiply by one more than their weight.
     copied: prefixes of tensors that are copied into every export as they are.
+    prefix: of all tensors but `LM_HEAD`.
+    nested: the setting of config.json that holds those of the language model, in a family that has others too.
     quantised: the ``quant_method`` of weights that are converted to bfloat16 when a run copies its model.
     """
 
@@ -123,7 +125,22 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
     zero_centred_norms: bool = False
     copied: tuple[str, ...] = ()
+    prefix: str = "model."
+    nested: str | None = None
     quantised: tuple[str, ...] = ()
+
+    @property
+    def embedding(self) -> str:
+        """The tensor of the input embedding."""
+        return f"{self.prefix}embed_tokens.weight"
+
+    def outside_layers(self) -> dict[str, TensorNames]:
+        """The tensors that are in no layer, by Megatron's names."""
+        return {
+            "embedding.word_embeddings.weight": TensorNames((self.embedding,), 0),
+            "decoder.final_layernorm.weight": TensorNames((f"{self.prefix}norm.weight",)),
+            "output_layer.weight": TensorNames((LM_HEAD,), 0),
+        }
 
     def uniform(self, hf: Hf) -> Hf:
         """The settings of config.json with the family's defaults, also under megarl's names."""
@@ -206,20 +223,20 @@ class Family:
 
     def tensor_names(self, hf: Hf) -> set[str]:
         """Every tensor of the whole model, with one for each expert; a tied model has no `LM_HEAD`."""
-        names = {name for tensors in OUTSIDE_LAYERS.values() for name in tensors.names}
+        names = {name for tensors in self.outside_layers().values() for name in tensors.names}
         if hf.get("tie_word_embeddings"):
             names.remove(LM_HEAD)
         for layer in range(hf["num_hidden_layers"]):
             of_layer = [name for tensors in self.layer_tensors(hf, layer).values() for name in tensors.names]
             each = [name.format(e) for name in of_layer for e in (range(hf["num_experts"]) if "{}" in name else [0])]
-            names |= {f"model.layers.{layer}.{name}" for name in each}
+            names |= {f"{self.prefix}layers.{layer}.{name}" for name in each}
         return names
 
     def carried(self, hf: Hf, name: str) -> bool:
         """Whether a tensor is copied into every export as it is: layers that predict more tokens than the next one."""
         first = hf["num_hidden_layers"]
         extra = range(first, first + (hf.get("num_nextn_predict_layers") or 0))
-        return name.startswith((*self.copied, *(f"model.layers.{layer}." for layer in extra)))
+        return name.startswith((*self.copied, *(f"{self.prefix}layers.{layer}." for layer in extra)))
 
     def kept(
         self, hf: Hf, layout: Layout, tokens: int, imbalance: float = 1.0, dense: bool = False, linear: bool = False

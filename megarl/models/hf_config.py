@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.models import FAMILIES, REFUSALS, Family
+from megarl.models import FAMILIES, Family
 
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -35,9 +35,11 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     if not isinstance(hf, dict):
         raise UserError(f"{path} holds no object, but {type(hf).__name__}")
     if (kind := hf.get("model_type")) not in FAMILIES:
-        why = f": {REFUSALS[kind]}" if kind in REFUSALS else ""
-        raise UserError(f"{path}: model_type {kind!r} is not supported{why}; known are {', '.join(FAMILIES)}")
+        raise UserError(f"{path}: model_type {kind!r} is not supported; known are {', '.join(FAMILIES)}")
     family = FAMILIES[hf["model_type"]]
+    if family.nested is not None:
+        _check_nested(hf, family.nested, path)
+    hf = language_settings(hf)
     if (method := quantisation(hf)) is not None and method not in family.quantised:
         raise UserError(
             f"{path} has a quantization_config, but megarl trains weights that are not quantised: convert them to "
@@ -65,6 +67,22 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
         null = ", ".join(name for name, value in hf.items() if value is None)
         raise UserError(f"{path}: a setting has the wrong type: {error}; null are {null or 'none'}") from error
     return hf
+
+
+def language_settings(hf: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a config.json with those of the language model, where its family nests them beside others."""
+    family = FAMILIES.get(str(hf.get("model_type")))
+    inside = hf.get(family.nested) if family is not None and family.nested is not None else None
+    return hf | inside | {"model_type": hf["model_type"]} if isinstance(inside, dict) else hf
+
+
+def _check_nested(hf: dict[str, Any], nested: str, path: Path) -> None:
+    inside = hf.get(nested)
+    if not isinstance(inside, dict):
+        raise UserError(f"{path} lacks {nested!r}, which a {hf['model_type']} has")
+    tied = [settings.get("tie_word_embeddings", False) for settings in (hf, inside)]
+    if tied[0] != tied[1]:  # transformers takes one for the language model alone and the other for the whole
+        raise UserError(f"{path}: tie_word_embeddings = {tied[0]}, but {tied[1]} in {nested}")
 
 
 def quantisation(hf: dict[str, Any]) -> str | None:

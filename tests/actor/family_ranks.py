@@ -18,6 +18,7 @@ FAMILIES = {  # of `tests.actor.conftest`, with the layouts of which a family's 
     "deepseek_v3_moonlight": ("one", "TP2 EP2"),
     "qwen3_next": EVERY,
     "gpt_oss": EVERY,
+    "qwen3_5_moe": ("one", "TP2 EP2", "PP2"),
 }
 # from a checkpoint, which each layout of two ranks makes
 CONTINUED = ("olmoe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
