@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.data.tokenizer import end_of_sequence
 from megarl.errors import UserError
 from megarl.models import FAMILIES, families, families_of
 from megarl.models.hf_config import read_hf_config
@@ -117,6 +118,24 @@ def test_what_a_family_would_compute_otherwise_is_refused(tmp_path, name, settin
         read_settings(tmp_path, name, **settings)
 
 
+def test_settings_of_a_language_model_inside_another(tmp_path):
+    """They are read as those of one that stands alone, and generation stops at its end of sequence."""
+    hf = read_settings(tmp_path, "qwen3_5_moe")
+    alone = read_settings(tmp_path, "qwen3_next")
+    names = set(hf) & set(alone) - {"model_type", "intermediate_size", "divided"}
+    assert {name: hf[name] for name in names} == {name: alone[name] for name in names} and len(names) > 30
+    outside = config_settings("qwen3_5_moe")
+    (tmp_path / "config.json").write_text(json.dumps(outside))
+    assert end_of_sequence(tmp_path) == {1}
+    for change, words in (
+        ({"text_config": None}, "lacks 'text_config', which a qwen3_5_moe has"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = True, but False in text_config"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(outside | change))
+        with pytest.raises(UserError, match=words):
+            read_hf_config(tmp_path)
+
+
 def test_attention_biases_are_for_families_that_have_them(tmp_path):
     read_settings(tmp_path, "qwen2", attention_bias=True)
     for model_type in ("llama", "qwen3", "qwen3_moe", "mixtral", "olmoe"):
@@ -150,9 +169,9 @@ def test_defaults_are_those_of_transformers(model_type):
     from transformers import AutoConfig
 
     theirs = AutoConfig.for_model(model_type).to_dict()
+    theirs |= theirs.get("text_config", {})
     theirs |= theirs["rope_parameters"]
     ours = FAMILIES[model_type].defaults
-    theirs |= theirs.get("text_config", {})
     names = {"num_nextn_predict_layers": "num_mtp_layers"}
     assert {key: theirs.get(names.get(key, key), value) for key, value in ours.items()} == dict(ours)
 
