@@ -38,7 +38,7 @@ def with_sink(
 
 
 class _Flash(torch.autograd.Function):
-    """Flash attention of packed sequences; the calls are those of `torch.nn.attention.varlen` in torch 2.11 to 2.13."""
+    """Flash attention of packed sequences; the calls are those of `torch.nn.attention.varlen` in torch 2.13."""
 
     @staticmethod
     def forward(
