@@ -35,10 +35,11 @@ HEAVY = {  # package: the modules (and everything below them) that may bring it 
 IMPORTERS = HEAVY | {"megatron": ("megarl.actor",)}  # the modules that may hold the import statement, lazy or not
 LIGHT = ("megarl", "megarl.errors", "megarl.workers.node_rank", "megarl.workers.processes")
 LIGHT_FOLDERS = ("recipe", "storage", "models", "cli")
+OF_TENSORS = ("megarl.storage.tensor_files", "megarl.storage.mxfp4")
 WITHOUT_TORCH = [  # and without any of the heavy packages
     name
     for name in MODULES
-    if name in LIGHT or (".".join(name.split(".")[1:2]) in LIGHT_FOLDERS and name != "megarl.storage.tensor_files")
+    if name in LIGHT or (".".join(name.split(".")[1:2]) in LIGHT_FOLDERS and name not in OF_TENSORS)
 ]
 # Every folder and module of megarl/, lowest first: each may import those before it and no other.
 LAYERS = (

@@ -13,14 +13,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 from megarl.actor.delta_rule import SequenceChunks
+from megarl.actor.sinks import causal_window, flash_with_sinks, with_sink
 from megarl.batch import ContextShard
 from megarl.errors import UserError
 
@@ -74,6 +80,15 @@ def rotary_tables(
     return torch.cat([cosines, cosines], -1), torch.cat([-sines, sines], -1)
 
 
+def yarn_frequencies(embedding: YarnRotaryEmbedding) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies [rotated dimensions / 2] and the scale of `rotary_tables`.
+
+    YaRN's (Peng et al. 2023, arXiv 2309.00071) are its angles at position 1.
+    """
+    angles, scale = embedding.get_emb(1, offset=1)
+    return angles[0, 0, 0, : angles.shape[-1] // 2], scale
+
+
 def rotate(x: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding of [T, heads, head_dim], of which the two halves are the two coordinates.
 
@@ -90,14 +105,25 @@ class PackedAttention(MegatronModule):
     It rotates queries and keys, which Megatron's layer leaves to it where the model has no rotary embedding of its own;
     latent attention has rotated them. Values may have fewer dimensions than keys.
     Neither a padding token nor a [T, T] mask is ever computed. On GPUs all sequences are one call of flash attention,
-    which has no float32; elsewhere each run of equally long sequences is one batched call.
+    which has no float32; elsewhere each run of equally long sequences is one batched call, with a mask of one sequence
+    where there are sinks or windows.
+
+    before: how many tokens before itself a token attends to; None: all.
+    softmax_offset: [heads] logits of sinks, which have no value; a parameter where the model has them.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int = 1, softmax_scale: float | None = None, **_: Any
+    ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        if config.softmax_type != "vanilla" or config.window_size is not None:
-            raise UserError('[megatron] softmax_type, window_size: the attention of layers = "torch" has neither')
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.before = config.window_size[0] if windowed else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         if config.rotary_interleaved:
             raise UserError('[megatron] rotary_interleaved: the attention of layers = "torch" rotates halves')
         if config.bf16 and (config.kv_channels % 8 or config.kv_channels > 256):
@@ -139,9 +165,26 @@ class PackedAttention(MegatronModule):
             runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
         ):
             q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+            out = self._dense(q, k, v)
             outputs.append(out.transpose(1, 2).reshape(count * length, -1))
         return torch.cat(outputs)
+
+    def _dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """[n, heads, Q, head_dim], [n, kv_heads, K, head_dim] twice -> [n, heads, Q, head_dim].
+
+        The causal mask is aligned to the lower right corner.
+        """
+        options: dict[str, Any] = dict(scale=self.scale, enable_gqa=True)
+        queries, keys = query.shape[2], key.shape[2]
+        if self.softmax_offset is None and self.before is None:
+            options |= {"is_causal": True} if queries == keys else {"attn_mask": causal_lower_right(queries, keys)}
+            return F.scaled_dot_product_attention(query, key, value, **options)
+        mask = causal_window(queries, keys, self.before, query.device)
+        if self.softmax_offset is None:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+        query, key, value = with_sink(query, key, value, self.softmax_offset / self.scale)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=F.pad(mask, (1, 0), value=True), **options)
+        return out[..., :-1]
 
     def _fused(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
@@ -157,18 +200,12 @@ class PackedAttention(MegatronModule):
                 gather_from_sequence_parallel_region(x, group=packed.shard.group).index_select(0, keys.rows)
                 for x in (key, value)
             )
-        out: Any = varlen_attn(
-            query,
-            key,
-            value,
-            keys.cu_seqlens_q,
-            cu_seqlens_k,
-            keys.max_seqlen_q,
-            max_seqlen_k,
-            scale=self.scale,
-            window_size=(-1, 0),  # causal
-            **_GROUPED_QUERIES,
-        )
+        lengths: Any = (keys.cu_seqlens_q, cu_seqlens_k, keys.max_seqlen_q, max_seqlen_k)
+        window = (-1 if self.before is None else self.before, 0)  # and no token after itself
+        if self.softmax_offset is not None:
+            out: Any = flash_with_sinks(query, key, value, self.softmax_offset, lengths, window, self.scale)
+        else:
+            out = varlen_attn(query, key, value, *lengths, scale=self.scale, window_size=window, **_GROUPED_QUERIES)
         return out.flatten(1)
 
     def _sharded(
@@ -197,17 +234,17 @@ class PackedAttention(MegatronModule):
             attended = []
             for i, chunk in enumerate(shard.held):
                 end = (chunk + 1) * chunk_length
-                out = F.scaled_dot_product_attention(
-                    q[:, i].transpose(1, 2),
-                    k[:, :, :end],
-                    v[:, :, :end],
-                    attn_mask=causal_lower_right(chunk_length, end),
-                    scale=self.scale,
-                    enable_gqa=True,
-                )
+                out = self._dense(q[:, i].transpose(1, 2), k[:, :, :end], v[:, :, :end])
                 attended.append(out.transpose(1, 2))
             outputs.append(torch.stack(attended, 1).reshape(count * 2 * chunk_length, -1))
         return torch.cat(outputs)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """Tensor parallelism divides sinks as it divides heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
 def _whole(gathered: torch.Tensor, count: int, chunk_length: int, shard: ContextShard) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -19,17 +20,17 @@ from megarl.errors import UserError
 _ALIGNMENT = 16  # bytes: what `grouped_mm` demands of rows
 # settings of Megatron's experts that would change the function computed here
 _UNSUPPORTED = (
-    "add_bias_linear", "moe_apply_probs_on_input", "moe_latent_size", "activation_func_clamp_value",
-    "glu_linear_offset", "fp8", "fp4",
+    "moe_apply_probs_on_input", "moe_latent_size", "fp8", "fp4",
 )  # fmt: skip
 
 
 class GroupedExperts(MegatronModule):
-    """SwiGLU experts with Megatron's interface of experts.
+    """Gated experts with Megatron's interface of experts.
 
     weight1: [experts of this rank, 2 F, hidden], gate above up; weight2: [experts of this rank, hidden, F]. F is this
-    rank's part of an expert's width under expert tensor parallelism. Checkpoints have one tensor an expert, under the
-    names of Megatron's SequentialMLP and TEGroupedMLP.
+    rank's part of an expert's width under expert tensor parallelism. bias1 and bias2, where experts have biases, are
+    those of all experts in a row, so that Megatron's optimizer sees one dimension and does not decay them. Checkpoints
+    have one tensor an expert, under the names of Megatron's SequentialMLP and TEGroupedMLP.
     """
 
     def __init__(
@@ -48,10 +49,17 @@ class GroupedExperts(MegatronModule):
             )
         width = config.moe_ffn_hidden_size // shards
         on_default = config.use_cpu_initialization or config.init_model_with_meta_device
-        for name, shape, split, initialise in (
+        parameters: list[tuple[str, tuple[int, ...], int, Any]] = [
             ("weight1", (num_local_experts, 2 * width, config.hidden_size), 1, config.init_method),
             ("weight2", (num_local_experts, config.hidden_size, width), 2, config.output_layer_init_method),
-        ):
+        ]
+        if config.add_bias_linear:
+            assert shards == 1, "Megatron-Core has no biases of divided experts"
+            parameters += [
+                ("bias1", (num_local_experts * 2 * width,), 0, torch.nn.init.zeros_),
+                ("bias2", (num_local_experts * config.hidden_size,), 0, torch.nn.init.zeros_),
+            ]
+        for name, shape, split, initialise in parameters:
             empty = torch.empty(shape, dtype=config.params_dtype, device=None if on_default else "cuda")
             weight = torch.nn.Parameter(initialise(empty) if config.perform_initialization else empty)
             # Megatron reduces the gradients of these over other ranks, and counts them once in the gradient's norm
@@ -65,9 +73,27 @@ class GroupedExperts(MegatronModule):
     ) -> tuple[torch.Tensor, None]:
         """tokens [n, hidden], sorted by expert, tokens_per_expert [local experts], probs [n] -> [n, hidden]."""
         ends = tokens_per_expert.to(tokens.device).cumsum(0, dtype=torch.int32)
-        gate, up = self._product("weight1", tokens, ends).chunk(2, -1)
-        weighted = (self.config.activation_func(gate) * up * probs[:, None]).to(tokens.dtype)
-        return self._product("weight2", weighted, ends), None
+        gate_up = self._product("weight1", tokens, ends)
+        if not self.config.add_bias_linear:
+            return self._product("weight2", self._weighted(gate_up, probs), ends), None
+        # products with what says whose expert a row is, so that gradients of biases need no atomic additions
+        chosen = one_hot_groups(ends, len(tokens))
+        gate_up = torch.addmm(gate_up, chosen.to(gate_up.dtype), self.bias1.view(len(ends), -1))
+        output = self._product("weight2", self._weighted(gate_up, probs), ends)
+        return torch.addmm(output, (chosen * probs[:, None]).to(output.dtype), self.bias2.view(len(ends), -1)), None
+
+    def _weighted(self, gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """[n, 2 F] -> [n, F], activated and multiplied by ``probs`` [n]."""
+        return (self._activated(gate_up) * probs[:, None]).to(gate_up.dtype)
+
+    def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[n, 2 F] -> [n, F]."""
+        gate, up = gate_up.chunk(2, -1)
+        if (limit := self.config.activation_func_clamp_value) is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        if self.config.glu_linear_offset:
+            up = up + self.config.glu_linear_offset
+        return self.config.activation_func(gate) * up
 
     def _product(self, name: str, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         product = grouped_linear(tokens, getattr(self, name), ends)
@@ -79,16 +105,18 @@ class GroupedExperts(MegatronModule):
         """One tensor on disk for each expert's gate, up and down projection."""
         assert metadata and metadata["singleton_local_shards"] and not sharded_offsets, "as megarl saves"
         replica = (0, 0, self.groups.expt_dp.rank())
-        return {
-            f"{prefix}weight{n}": ShardedTensorFactory(
-                f"{prefix}experts.linear_fc{n}.weight",
-                weight,
-                partial(self._shards, parts=parts, split=split),
-                partial(_merge, shape=weight.shape),
+        kinds = ("weight", "bias") if self.config.add_bias_linear else ("weight",)
+        state = {}
+        for kind, (n, parts, split) in itertools.product(kinds, ((1, ("_w", "_v"), 0), (2, ("",), 1))):
+            parameter = self.get_parameter(f"{kind}{n}")
+            state[f"{prefix}{kind}{n}"] = ShardedTensorFactory(
+                f"{prefix}experts.linear_fc{n}.{kind}",
+                parameter,
+                partial(self._shards, parts=parts, split=split if kind == "weight" else 0),
+                partial(_merge, shape=parameter.shape),
                 replica,
             )
-            for n, weight, parts, split in ((1, self.weight1, ("_w", "_v"), 0), (2, self.weight2, ("",), 1))
-        }
+        return state
 
     def _shards(
         self,
@@ -101,13 +129,14 @@ class GroupedExperts(MegatronModule):
     ) -> list[ShardedTensor]:
         """Views of the parameter, in its order. Megatron has put the number of the layer into ``key``."""
         before, after = key.rsplit("linear_fc", 1)
+        weight = weight.detach().view(len(self.weight1), -1) if weight.ndim == 1 else weight.detach()
         first = self.groups.ep.rank() * len(weight)
         offset = (split, self.groups.expt_tp.rank(), self.groups.expt_tp.size())
         return [
             ShardedTensor.from_rank_offsets(
                 f"{before}{first + local}.linear_fc{after}{part}", data, offset, replica_id=replica
             )
-            for local, expert in enumerate(weight.detach())
+            for local, expert in enumerate(weight)
             for part, data in zip(parts, expert.chunk(len(parts)), strict=True)
         ]
 
@@ -117,6 +146,18 @@ class GroupedExperts(MegatronModule):
 
 def _merge(parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
     return torch.cat(parts).view(shape)
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """x sigmoid(1.702 x), Hendrycks and Gimpel 2016, arXiv 1606.08415. Megatron's own is compiled."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def one_hot_groups(ends: torch.Tensor, rows: int) -> torch.Tensor:
+    """[rows, groups] bool: whether ``ends[g - 1] <= row < ends[g]``; ``ends`` [groups] stays on the device."""
+    row = torch.arange(rows, device=ends.device, dtype=ends.dtype)
+    ended = row[:, None] >= ends
+    return ended.logical_not() & F.pad(ended, (1, -1), value=True)
 
 
 def grouped_linear(tokens: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

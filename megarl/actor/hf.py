@@ -24,7 +24,7 @@ from megarl.actor.lora import round_stochastically
 from megarl.actor.model import PolicyModel
 from megarl.errors import UserError
 from megarl.models import family_of
-from megarl.models.tensors import EMBEDDING, LM_HEAD
+from megarl.models.tensors import LM_HEAD
 from megarl.storage.files import atomic_directory, disk_errors, file_sha256
 from megarl.storage.policies import PolicyInfo, copy_auxiliary, write_info
 from megarl.storage.reference_logprobs import Reference, write_reference
@@ -41,11 +41,11 @@ def load_hf(models: list[PolicyModel], model_dir: Path) -> None:
 
     `UserError` on a tensor that is missing, misshapen or unknown to the model.
     """
-    tied = models[0].share_embeddings_and_output_weights
+    tied, embedding = models[0].share_embeddings_and_output_weights, family_of(models[0].hf).embedding
     with TensorFiles.of_directory(Path(model_dir)) as source:
         _refuse_unknown(source, models, Path(model_dir))
         for tensor in hf_tensors(models):
-            name = EMBEDDING if tied and tensor.name == LM_HEAD else _name_on_this_rank(tensor, models[0])
+            name = embedding if tied and tensor.name == LM_HEAD else _name_on_this_rank(tensor, models[0])
             region = source.region(name)
             if region is None:
                 raise UserError(f"{model_dir} has no tensor {name!r}: its config.json does not fit its weights")
@@ -96,7 +96,7 @@ def _check_shape(region: Region, tensor: HfTensor, group: dist.ProcessGroup, nam
     expected = list(tensor.shape)
     if tensor.split is not None:
         expected[tensor.split] *= group.size()
-    if name in (EMBEDDING, LM_HEAD):
+    if name in (family_of(model.hf).embedding, LM_HEAD):
         expected[0] = model.true_vocab_size
     if region.shape != tuple(expected):
         raise UserError(
@@ -217,7 +217,8 @@ def _export(tensor: HfTensor, job: _Job, source: TensorFiles, target: TensorFile
             place = f"{job.stored_name} {tensor.local_expert} {group.rank()} {first}"
             block = round_stochastically(block, stored.dtype, place)
         block = block.to(stored.dtype).contiguous()
-        parts = [block] if tensor.split is None else _gather(block, group, job.writer)
+        whole = tensor.split is None and group.size() == shares  # every rank has it
+        parts = [block] if whole else _gather(block, group, job.writer)
         if group.rank() != job.writer:
             continue
         for rank in range(0, len(parts), shares):  # the parts of one expert, or all parts

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.actor.lora import Adapter, is_adapters
 from megarl.actor.model import PolicyModel
 from megarl.models import family_of
-from megarl.models.tensors import LM_HEAD, OUTSIDE_LAYERS, TensorNames
+from megarl.models.tensors import LM_HEAD, TRANSPOSED, TensorNames
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class HfTensor:
         down = added.a.float()
         ups = (part for up in added.ups for part in up.split(rows))
         for (first, block), up in zip(self.blocks(rows), ups, strict=True):
-            yield first, block.float() + added.scale * (up.float() @ down)
+            yield first, block.float() + added.scale * (up.float() @ down).view(block.shape)
 
 
 _NATIVE_NAMES = {  # of what Transformer Engine calls
@@ -72,7 +72,7 @@ _NATIVE_NAMES = {  # of what Transformer Engine calls
 }
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:"
-    r"weight(?P<stacked_fc>[12])"  # `megarl.actor.experts`: all experts in one tensor
+    r"(?P<kind>weight|bias)(?P<stacked_fc>[12])"  # `megarl.actor.experts`: all experts in one tensor
     r"|linear_fc(?P<grouped_fc>[12])\.weight(?P<grouped>\d+))"  # TEGroupedMLP
 )
 
@@ -94,17 +94,17 @@ def hf_tensors(models: list[PolicyModel]) -> Iterator[HfTensor]:
 
 def _of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel) -> Iterator[HfTensor]:
     experts: list[tuple[int | None, torch.Tensor]] = [(None, parameter)]
-    tensors: TensorNames | None
-    if name in OUTSIDE_LAYERS:
-        prefix, tensors = "", OUTSIDE_LAYERS[name]
+    family = family_of(model.hf)
+    if (tensors := family.outside_layers().get(name)) is not None:
+        prefix = ""
     else:
         _, _, local, rest = name.split(".", 3)  # decoder.layers.<local>.<rest>
         layer, native = _layer(model, int(local)), _NATIVE_NAMES.get(rest, rest)
-        prefix = f"model.layers.{layer}."
+        prefix = f"{family.prefix}layers.{layer}."
         if match := _EXPERT.fullmatch(rest):
-            number, experts = _experts(match, parameter)
-            native = f"mlp.experts.linear_fc{number}.weight"
-        tensors = family_of(model.hf).layer_tensors(model.hf, layer).get(native)
+            number, experts = _experts(match, parameter, model.config)
+            native = f"mlp.experts.linear_fc{number}.{match['kind'] or 'weight'}"
+        tensors = family.layer_tensors(model.hf, layer).get(native)
     if tensors is None:
         raise NotImplementedError(f"no Hugging Face tensor is known for Megatron's parameter {name}")
     adapter = model.adapters.get(name)
@@ -121,6 +121,9 @@ def _added(
     up, a = adapter.up().detach(), adapter.a.detach()
     if expert is not None:
         up, a = up[expert], a[expert]
+    if tensors.packing in TRANSPOSED:  # and so is the product
+        (turned,) = _views(up, tensors, config)
+        return [LowRank((a.t(),), turned[0].flatten(1), adapter.scale)]
     return [LowRank(ups, a, adapter.scale) for ups in _views(up, tensors, config)]
 
 
@@ -133,6 +136,12 @@ def _views(parameter: torch.Tensor, tensors: TensorNames, config: TransformerCon
     """For each of ``tensors`` its views of the parameter."""
     if tensors.packing == "rows":
         return [(part,) for part in parameter.chunk(len(tensors.names))]
+    if tensors.packing in TRANSPOSED:
+        halves = parameter.unflatten(0, (2, -1)) if tensors.packing == "alternate_columns" else parameter
+        return [(halves.permute(*reversed(range(halves.ndim))),)]
+    if tensors.packing == "groups":
+        parts = [part.split(list(tensors.group)) for part in parameter.split(sum(tensors.group))]
+        return [tuple(part[i] for part in parts) for i in range(len(tensors.names))]
     width = config.kv_channels
     queries = config.num_attention_heads // config.num_query_groups * width
     if tensors.packing == "query_groups":
@@ -146,24 +155,31 @@ def _views(parameter: torch.Tensor, tensors: TensorNames, config: TransformerCon
     return [query_and_gate, *(tuple(group[i] for group in groups) for i in (2, 3))]
 
 
-def _experts(match: re.Match[str], parameter: torch.Tensor) -> tuple[str, list[tuple[int | None, torch.Tensor]]]:
-    """Which of an expert's two matrices the parameter holds ("1", "2"), and it: (local expert, [outputs, inputs])."""
+def _experts(
+    match: re.Match[str], parameter: torch.Tensor, config: TransformerConfig
+) -> tuple[str, list[tuple[int | None, torch.Tensor]]]:
+    """Which of an expert's two matrices or biases the parameter holds ("1", "2"), and it: (local expert, [outputs,
+    inputs] or [outputs])."""
     if match["stacked_fc"]:
-        return match["stacked_fc"], list(enumerate(parameter))
+        one_by_one = parameter if match["kind"] == "weight" else parameter.view(_local_experts(config), -1)
+        return match["stacked_fc"], list(enumerate(one_by_one))
     return match["grouped_fc"], [(int(match["grouped"]), parameter)]
 
 
 def expert_number(local: int, rank: int, config: TransformerConfig) -> int:
     """The model's number of an expert, from its number on expert-parallel rank ``rank``."""
-    per_rank: int = config.num_moe_experts // mpu.get_expert_model_parallel_world_size()
-    return local + rank * per_rank
+    return local + rank * _local_experts(config)
+
+
+def _local_experts(config: TransformerConfig) -> int:
+    return int(config.num_moe_experts // mpu.get_expert_model_parallel_world_size())
 
 
 def missing_names(models: list[PolicyModel]) -> set[str]:
     """Tensors of this rank's layers for which Megatron has no parameter, because ``[megatron]`` changed the model."""
     built = {tensor.name for tensor in hf_tensors(models)}
     wanted = {
-        f"model.layers.{layer}.{name}"
+        f"{family_of(model.hf).prefix}layers.{layer}.{name}"
         for model in models
         for layer in (_layer(model, local) for local in range(len(model.decoder.layers)))
         for tensors in family_of(model.hf).layer_tensors(model.hf, layer).values()

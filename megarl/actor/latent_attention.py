@@ -18,7 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules, MultiLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megarl.actor.attention import PackedSequences, RMSNorm, rotate
+from megarl.actor.attention import PackedSequences, RMSNorm, rotate, yarn_frequencies
 from megarl.errors import UserError
 
 if not isinstance(multi_latent_attention.TELinear, type):
@@ -112,15 +112,10 @@ class LatentAttention(MultiLatentAttention):
 
     @property
     def frequencies(self) -> tuple[torch.Tensor, float]:
-        """Inverse frequencies [qk_pos_emb_head_dim / 2] and the scale of `megarl.actor.attention.rotary_tables`.
-
-        YaRN's (Peng et al. 2023, arXiv 2309.00071) are its angles at position 1; the scale is 1 where mscale and
-        mscale_all_dim are equal.
-        """
+        """Inverse frequencies [qk_pos_emb_head_dim / 2] and the scale of `megarl.actor.attention.rotary_tables`."""
         if self.config.rope_type == "rope":
             return self.rotary_pos_emb.inv_freq, 1.0
-        angles, scale = self.rotary_pos_emb.get_emb(1, offset=1)
-        return angles[0, 0, 0, : self.config.qk_pos_emb_head_dim // 2], scale
+        return yarn_frequencies(self.rotary_pos_emb)
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -17,9 +18,11 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megarl.actor.attention import PackedSequences, rotary_tables
+from megarl.actor.attention import PackedSequences, rotary_tables, yarn_frequencies
 from megarl.actor.delta_rule import sequence_chunks
+from megarl.actor.experts import quick_gelu
 from megarl.actor.layers import engine_block_spec, torch_block_spec
+from megarl.errors import UserError
 from megarl.kernels.linear_logprob import linear_logprob
 from megarl.models import family_of
 from megarl.recipe.tables import Recipe
@@ -28,14 +31,25 @@ if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron-Core 0.16.1 imports the name with Transformer Engine alone, but its routers ask whether it is None
     moe_utils.te_general_gemm = None
 
+_ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+# what the torch-native layers compute differently where the family says so: of another model's export no engine knows
+_OF_THE_FAMILY = (
+    "softmax_type", "window_size", "window_attn_skip_freq", "add_bias_linear", "activation_func_clamp_value",
+    "glu_linear_offset",
+)  # fmt: skip
+
 
 def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     """Megatron's configuration of the model. Fields in ``[megatron]`` override what megarl would set."""
     actor = recipe.actor
     cpu, transformer_engine = actor.backend == "cpu", actor.layer_kind == "transformer_engine"
     dtype = torch.float32 if cpu else torch.bfloat16
-    settings = family_of(hf).megatron_settings(hf) | dict(
-        activation_func=F.silu,  # the only one that families let through
+    for name in () if transformer_engine else _OF_THE_FAMILY:
+        if recipe.megatron.get(name):
+            raise UserError(f'[megatron] {name}: with layers = "torch" it follows from config.json')
+    settings = family_of(hf).megatron_settings(hf)
+    settings |= dict(
+        activation_func=_ACTIVATIONS[settings.get("activation_func", "silu")],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -122,6 +136,8 @@ class PolicyModel(GPTModel):
         """[rotated dimensions / 2] and a scale; latent attention has an embedding in every layer, all alike."""
         if self.config.multi_latent_attention:
             return self.decoder.layers[0].self_attention.frequencies
+        if isinstance(self.rotary_pos_emb, YarnRotaryEmbedding):
+            return yarn_frequencies(self.rotary_pos_emb)
         return self.rotary_pos_emb.inv_freq, 1.0
 
     def _postprocess(
@@ -167,6 +183,23 @@ def _block_spec(
     return engine_block_spec(config, vp_stage=stage)
 
 
+def _yarn_embedding(hf: dict[str, Any], config: TransformerConfig) -> YarnRotaryEmbedding:
+    """With the settings of config.json, some of which Megatron-Core 0.16.1's configuration does not have."""
+    yarn = hf["rope_yarn"]
+    return YarnRotaryEmbedding(
+        config.kv_channels,
+        rotary_base=hf["rope_theta"],
+        scaling_factor=yarn["factor"],
+        original_max_position_embeddings=yarn["original_max_position_embeddings"],
+        beta_fast=yarn.get("beta_fast") or 32,
+        beta_slow=yarn.get("beta_slow") or 1,
+        mscale=yarn.get("mscale") or None,
+        mscale_all_dim=yarn.get("mscale_all_dim") or None,
+        correction_range_round_to_int=yarn.get("truncate", True),
+        use_cpu_initialization=config.use_cpu_initialization,
+    )
+
+
 def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
     """This rank's model chunks (one, or one for each virtual pipeline stage), with weights still to be loaded."""
     config = transformer_config(hf, recipe)
@@ -191,6 +224,8 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
         )
         if recipe.actor.layer_kind == "torch":
             model.position_embedding_type = "none"  # `PackedAttention` rotates
+            if hf.get("rope_yarn") and not config.multi_latent_attention:
+                model.rotary_pos_emb = _yarn_embedding(hf, config)
         model.temperature = recipe.rollout.temperature
         model.head_backend = recipe.actor.head_backend
         model.hf, model.adapters = hf, {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import UserError
+from megarl.models.hf_config import language_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +87,6 @@ def end_of_sequence(model_dir: Path) -> set[int]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        return language_settings(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from error

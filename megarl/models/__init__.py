@@ -12,18 +12,16 @@ from typing import Any
 from megarl.models import families
 from megarl.models.family import Family
 
-__all__ = ["FAMILIES", "REFUSALS", "Family", "families_of", "family_of"]
+__all__ = ["FAMILIES", "Family", "families_of", "family_of"]
 
 
-def families_of(package: Any) -> tuple[dict[str, Family], dict[str, str]]:
-    """{``model_type``: its ``FAMILY``} and {``model_type``: its ``REFUSAL``} of all modules of a package."""
+def families_of(package: Any) -> dict[str, Family]:
+    """{``model_type``: the ``FAMILY`` of the module of that name} of all modules of a package."""
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
-    modules = {name: vars(import_module(f"{package.__name__}.{name}")) for name in names}
-    known = {name: module["FAMILY"] for name, module in modules.items() if "FAMILY" in module}
-    return known, {name: module["REFUSAL"] for name, module in modules.items() if name not in known}
+    return {name: import_module(f"{package.__name__}.{name}").FAMILY for name in names}
 
 
-FAMILIES, REFUSALS = families_of(families)
+FAMILIES = families_of(families)
 
 
 def family_of(hf: dict[str, Any]) -> Family:

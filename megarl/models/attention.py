@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from megarl.models.family import Hf, Kept, tokens_inside
 from megarl.models.tensors import TensorNames
@@ -27,7 +27,7 @@ class GroupedQueryAttention:
     qkv_bias_if: str | None = None
     partial_rotary: bool = False
     output_gate: bool = False
-    rope_types: ClassVar[tuple[str, ...]] = ("default", "llama3")
+    rope_types: tuple[str, ...] = ("default", "llama3")
 
     @property
     def norms_all_heads(self) -> bool:
@@ -105,6 +105,9 @@ class GroupedQueryAttention:
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         heads = max(1, int(hf["num_key_value_heads"]) // tensor_parallel)  # a head is never split
         return 2 * heads * int(hf["head_dim"])
+
+    def window(self, hf: Hf, layer: int) -> int | None:
+        return None
 
     def flops(self, hf: Hf, length: float) -> float:
         return float(2 * hf["num_attention_heads"] * hf["head_dim"] * length**2)

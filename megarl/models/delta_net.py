@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from megarl.models.family import Hf, Kept, tokens_inside
-from megarl.models.tensors import TensorNames
+from megarl.models.tensors import TensorNames, rows_of
 from megarl.recipe.layout import Layout
 
 CHUNK = 64  # tokens whose contributions to the state are computed together
 
 
+@dataclass(frozen=True)
 class GatedDeltaNet:
-    """Yang et al. 2024, arXiv 2412.06464, as Qwen3-Next has it: several value heads share a key head."""
+    """Yang et al. 2024, arXiv 2412.06464, as Qwen3-Next has it: several value heads share a key head.
+
+    separate: projections of queries, keys and values of all heads are one tensor, and gates, rates and decays one each.
+    """
+
+    separate: bool = False
 
     def problems(self, hf: Hf) -> Iterator[str]:
         if hf["linear_num_value_heads"] % hf["linear_num_key_heads"]:
@@ -44,16 +52,36 @@ class GatedDeltaNet:
         def one(name: str, split: int | None = None) -> TensorNames:
             return TensorNames((f"linear_attn.{name}",), split)
 
-        return {
-            "input_layernorm.weight": TensorNames(("input_layernorm.weight",)),
+        projections = {
             "self_attention.in_proj_qkvz.weight": one("in_proj_qkvz.weight", 0),
             "self_attention.in_proj_ba.weight": one("in_proj_ba.weight", 0),
+        }
+        return {
+            "input_layernorm.weight": TensorNames(("input_layernorm.weight",)),
+            **(self._separate_projections(hf) if self.separate else projections),
             # its rows are queries, keys and values of all heads: no rank's part is one slice, so all have all of it
             "self_attention.conv1d.weight": one("conv1d.weight"),
             "self_attention.A_log": one("A_log", 0),
             "self_attention.dt_bias": one("dt_bias", 0),
             "self_attention.norm.weight": one("norm.weight"),
             "self_attention.out_proj.weight": one("out_proj.weight", 1),
+        }
+
+    def _separate_projections(self, hf: Hf) -> dict[str, TensorNames]:
+        """The same parameters of tensors that have one kind of row for all heads each, or one below another."""
+        width, heads = hf["linear_key_head_dim"], hf["linear_num_key_heads"]
+        shared_by = hf["linear_num_value_heads"] // heads
+        values = shared_by * hf["linear_value_head_dim"]  # of a key head
+        ends = [heads * width, 2 * heads * width, heads * (2 * width + values)]
+        queries, keys, read = (
+            rows_of("linear_attn.in_proj_qkv.weight", first, end, ends[-1]) for first, end in pairwise([0, *ends])
+        )
+        gates, rates, decays = (f"linear_attn.in_proj_{name}.weight" for name in "zba")
+        return {
+            "self_attention.in_proj_qkvz.weight": TensorNames(
+                (queries, keys, read, gates), 0, "groups", (width, width, values, values)
+            ),
+            "self_attention.in_proj_ba.weight": TensorNames((rates, decays), 0, "groups", (shared_by, shared_by)),
         }
 
     def kept(self, hf: Hf, layout: Layout, tokens: int) -> Kept:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from megarl.models.tensors import LM_HEAD, OUTSIDE_LAYERS, TensorNames
+from megarl.models.tensors import LM_HEAD, TensorNames
 from megarl.recipe.layout import Layout
 
 Hf = dict[str, Any]  # the settings of a model, as `megarl.models.hf_config.read_hf_config` returns them
@@ -69,6 +69,9 @@ class Attention(TokenMixer, Protocol):
     def torch_layers_alone(self) -> bool:
         """Whether Transformer Engine's layers lack this attention, or have never been compared with it."""
 
+    def window(self, hf: Hf, layer: int) -> int | None:
+        """To how many tokens one attends in layer ``layer``, from 0; None: to all before it."""
+
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         """What the KV cache of one GPU holds of a token and layer."""
 
@@ -85,6 +88,10 @@ class LinearAttention(TokenMixer, Protocol):
 
 class FeedForward(Half, Protocol):
     """Beside that of every `Half`: the sizes of a feed-forward part."""
+
+    @property
+    def undivided(self) -> bool:
+        """Whether no routed expert may be divided between ranks."""
 
     def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float) -> Kept:
         """``imbalance``: tokens of the fullest expert rank over the mean."""
@@ -104,6 +111,9 @@ class Family:
     only: settings that must have this value where they are there: another would be computed as this one.
     zero_centred_norms: norms multiply by one more than their weight.
     copied: prefixes of tensors that are copied into every export as they are.
+    prefix: of all tensors but `LM_HEAD`.
+    nested: the setting of config.json that holds those of the language model, in a family that has others too.
+    quantised: the ``quant_method`` of weights that are converted to bfloat16 when a run copies its model.
     """
 
     attention: Attention
@@ -115,6 +125,22 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
     zero_centred_norms: bool = False
     copied: tuple[str, ...] = ()
+    prefix: str = "model."
+    nested: str | None = None
+    quantised: tuple[str, ...] = ()
+
+    @property
+    def embedding(self) -> str:
+        """The tensor of the input embedding."""
+        return f"{self.prefix}embed_tokens.weight"
+
+    def outside_layers(self) -> dict[str, TensorNames]:
+        """The tensors that are in no layer, by Megatron's names."""
+        return {
+            "embedding.word_embeddings.weight": TensorNames((self.embedding,), 0),
+            "decoder.final_layernorm.weight": TensorNames((f"{self.prefix}norm.weight",)),
+            "output_layer.weight": TensorNames((LM_HEAD,), 0),
+        }
 
     def uniform(self, hf: Hf) -> Hf:
         """The settings of config.json with the family's defaults, also under megarl's names."""
@@ -140,6 +166,10 @@ class Family:
     def linear_layers(self, hf: Hf) -> int:
         """How many layers have a state in the place of keys and values."""
         return sum(self.is_linear(hf, layer) for layer in range(hf["num_hidden_layers"]))
+
+    def window(self, hf: Hf, layer: int) -> int | None:
+        """To how many tokens one attends in layer ``layer``, from 0; None: to all before it, or there is a state."""
+        return None if self.is_linear(hf, layer) else self.attention.window(hf, layer)
 
     def context_divided(self, hf: Hf) -> dict[str, int]:
         """{setting: its value} of those that ``tensor_parallel * context_parallel`` must divide."""
@@ -193,20 +223,20 @@ class Family:
 
     def tensor_names(self, hf: Hf) -> set[str]:
         """Every tensor of the whole model, with one for each expert; a tied model has no `LM_HEAD`."""
-        names = {name for tensors in OUTSIDE_LAYERS.values() for name in tensors.names}
+        names = {name for tensors in self.outside_layers().values() for name in tensors.names}
         if hf.get("tie_word_embeddings"):
             names.remove(LM_HEAD)
         for layer in range(hf["num_hidden_layers"]):
             of_layer = [name for tensors in self.layer_tensors(hf, layer).values() for name in tensors.names]
             each = [name.format(e) for name in of_layer for e in (range(hf["num_experts"]) if "{}" in name else [0])]
-            names |= {f"model.layers.{layer}.{name}" for name in each}
+            names |= {f"{self.prefix}layers.{layer}.{name}" for name in each}
         return names
 
     def carried(self, hf: Hf, name: str) -> bool:
         """Whether a tensor is copied into every export as it is: layers that predict more tokens than the next one."""
         first = hf["num_hidden_layers"]
         extra = range(first, first + (hf.get("num_nextn_predict_layers") or 0))
-        return name.startswith((*self.copied, *(f"model.layers.{layer}." for layer in extra)))
+        return name.startswith((*self.copied, *(f"{self.prefix}layers.{layer}." for layer in extra)))
 
     def kept(
         self, hf: Hf, layout: Layout, tokens: int, imbalance: float = 1.0, dense: bool = False, linear: bool = False
@@ -227,17 +257,30 @@ class Family:
 
     def mixing_flops(self, hf: Hf, length: float) -> float:
         """Of one sequence in all layers, projections left out."""
-        layers = range(hf["num_hidden_layers"])
-        return sum(self._mixer(self.is_linear(hf, layer)).flops(hf, length) for layer in layers)
+        total = 0.0
+        for layer in range(hf["num_hidden_layers"]):
+            mixer, window = self._mixer(self.is_linear(hf, layer)), self.window(hf, layer)
+            total += mixer.flops(hf, length)
+            if window is not None and window < length:
+                total -= mixer.flops(hf, length - window)  # of each token with those that have left its window
+        return total
+
+    def _windows(self, hf: Hf) -> list[int]:
+        """Of all layers that have one."""
+        windows = (self.window(hf, layer) for layer in range(hf["num_hidden_layers"]))
+        return [window for window in windows if window is not None]
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
-        """What the cache of one GPU holds of a token, in all layers."""
-        layers: int = hf["num_hidden_layers"] - self.linear_layers(hf)
+        """What the cache of one GPU holds of a token, in all layers that keep each of them."""
+        layers: int = hf["num_hidden_layers"] - self.linear_layers(hf) - len(self._windows(hf))
         return layers * self.attention.cached_elements(hf, tensor_parallel)
 
     def state_elements(self, hf: Hf, tensor_parallel: int) -> float:
-        """What the cache of one GPU holds of a response beside its tokens, in all layers."""
-        return 0.0 if self.linear is None else self.linear_layers(hf) * self.linear.state_elements(hf, tensor_parallel)
+        """What the cache of one GPU holds of a response beside that, in all layers: states, and windows when full."""
+        states = 0.0
+        if self.linear is not None:
+            states = self.linear_layers(hf) * self.linear.state_elements(hf, tensor_parallel)
+        return states + sum(self._windows(hf)) * self.attention.cached_elements(hf, tensor_parallel)
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from megarl.models.family import Hf, Kept, tokens_between, tokens_inside
 from megarl.models.tensors import TensorNames, down, gate_up
 from megarl.recipe.layout import Layout
 
-_NORM = {"pre_mlp_layernorm.weight": TensorNames(("post_attention_layernorm.weight",))}
+NORM = {"pre_mlp_layernorm.weight": TensorNames(("post_attention_layernorm.weight",))}
 # settings under which Megatron's model and the engine's would differ without an error
 _ONLY = {"hidden_act": "silu", "mlp_bias": False}
 
@@ -24,6 +24,8 @@ def _problems(hf: Hf) -> Iterator[str]:
 class GatedMlp:
     """SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
 
+    undivided: ClassVar[bool] = False
+
     def problems(self, hf: Hf) -> Iterator[str]:
         return _problems(hf)
 
@@ -34,7 +36,7 @@ class GatedMlp:
         return dict(ffn_hidden_size=hf["intermediate_size"], gated_linear_unit=True)
 
     def tensors(self, hf: Hf) -> dict[str, TensorNames]:
-        return _NORM | {"mlp.linear_fc1.weight": gate_up("mlp"), "mlp.linear_fc2.weight": down("mlp")}
+        return NORM | {"mlp.linear_fc1.weight": gate_up("mlp"), "mlp.linear_fc2.weight": down("mlp")}
 
     def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float) -> Kept:
         return Kept(tokens_inside(layout, tokens) * 5 * hf["intermediate_size"] / layout.tensor_parallel, 0.0)
@@ -51,6 +53,7 @@ class MixtureOfExperts:
         alone (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2). It is not trained, and exported as it was read.
     module, matrices: Hugging Face names of the experts' module and of an expert's gate, up and down projection.
     shared, shared_gate: the module of an expert for every token, and the weight of its gate, if it has one.
+    undivided: no expert is divided between ranks.
     """
 
     sigmoid: bool = False
@@ -58,6 +61,7 @@ class MixtureOfExperts:
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str | None = None
     shared_gate: str | None = None
+    undivided: bool = False
 
     def shared_width(self, hf: Hf) -> int:
         """Of the shared experts, which are one; 0 where there is none."""
@@ -132,7 +136,7 @@ class MixtureOfExperts:
             found["mlp.shared_experts.linear_fc2.weight"] = down(self.shared)
             if self.shared_gate is not None:
                 found["mlp.shared_experts.gate_weight"] = TensorNames((self.shared_gate,))
-        return _NORM | found
+        return NORM | found
 
     def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float) -> Kept:
         between = tokens_between(layout, tokens)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.models import FAMILIES, REFUSALS, Family
+from megarl.models import FAMILIES, Family
 
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -18,7 +18,8 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     Beside what the file has: ``rope_theta``, ``rope_scaling_factor`` (of Llama 3, or None), ``rope_yarn`` (its
     settings, or None), ``rotary_fraction`` of a head, ``num_experts`` (None in a dense model), ``head_dim``,
     ``dense_layers``, the number of layers without experts, ``divided``: {setting: its value} of those that tensor
-    parallelism must divide, and ``context_divided``: of those that tensor times context parallelism must divide.
+    parallelism must divide, ``context_divided``: of those that tensor times context parallelism must divide, and
+    ``undivided_experts``, whether no expert may be divided between ranks.
     `UserError` for an unreadable file, an unknown family, what a family refuses and a setting that is missing, also one
     that only the model itself needs.
     """
@@ -34,24 +35,27 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     if not isinstance(hf, dict):
         raise UserError(f"{path} holds no object, but {type(hf).__name__}")
     if (kind := hf.get("model_type")) not in FAMILIES:
-        why = f": {REFUSALS[kind]}" if kind in REFUSALS else ""
-        raise UserError(f"{path}: model_type {kind!r} is not supported{why}; known are {', '.join(FAMILIES)}")
-    if hf.get("quantization_config"):
+        raise UserError(f"{path}: model_type {kind!r} is not supported; known are {', '.join(FAMILIES)}")
+    family = FAMILIES[hf["model_type"]]
+    if family.nested is not None:
+        _check_nested(hf, family.nested, path)
+    hf = language_settings(hf)
+    if (method := quantisation(hf)) is not None and method not in family.quantised:
         raise UserError(
             f"{path} has a quantization_config, but megarl trains weights that are not quantised: convert them to "
             "bfloat16 first, and remove it"
         )
-    family = FAMILIES[hf["model_type"]]
     hf = family.uniform(hf)
     try:
         hf["num_experts"] = hf.get("num_experts") or hf.get("num_local_experts")
         hf["num_key_value_heads"] = hf.get("num_key_value_heads") or hf["num_attention_heads"]
         hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+        hf |= _rope(hf, family, path)
         for problem in family.problems(hf):
             raise UserError(f"{path}: {problem}")
-        hf |= _rope(hf, family, path)
         hf["divided"] = family.divided(hf)
         hf["context_divided"] = family.context_divided(hf)
+        hf["undivided_experts"] = family.feed_forward.undivided
         hf["dense_layers"] = hf["num_hidden_layers"] - family.sparse_layers(hf)
         family.megatron_settings(hf)  # reads what only the model itself needs, here and not first in a process
         for name in ("vocab_size", "max_position_embeddings"):
@@ -63,6 +67,28 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
         null = ", ".join(name for name, value in hf.items() if value is None)
         raise UserError(f"{path}: a setting has the wrong type: {error}; null are {null or 'none'}") from error
     return hf
+
+
+def language_settings(hf: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a config.json with those of the language model, where its family nests them beside others."""
+    family = FAMILIES.get(str(hf.get("model_type")))
+    inside = hf.get(family.nested) if family is not None and family.nested is not None else None
+    return hf | inside | {"model_type": hf["model_type"]} if isinstance(inside, dict) else hf
+
+
+def _check_nested(hf: dict[str, Any], nested: str, path: Path) -> None:
+    inside = hf.get(nested)
+    if not isinstance(inside, dict):
+        raise UserError(f"{path} lacks {nested!r}, which a {hf['model_type']} has")
+    tied = [settings.get("tie_word_embeddings", False) for settings in (hf, inside)]
+    if tied[0] != tied[1]:  # transformers takes one for the language model alone and the other for the whole
+        raise UserError(f"{path}: tie_word_embeddings = {tied[0]}, but {tied[1]} in {nested}")
+
+
+def quantisation(hf: dict[str, Any]) -> str | None:
+    """The ``quant_method`` of the settings of a config.json; None where weights are not quantised."""
+    config = hf.get("quantization_config")
+    return str(config.get("quant_method") if isinstance(config, dict) else config) if config else None
 
 
 def _rope(hf: dict[str, Any], family: Family, path: Path) -> dict[str, Any]:
@@ -90,9 +116,8 @@ def _rope(hf: dict[str, Any], family: Family, path: Path) -> dict[str, Any]:
 
 def _check_yarn(rope: dict[str, Any], path: Path) -> None:
     """`UserError` for settings of YaRN (Peng et al. 2023, arXiv 2309.00071) that Megatron-Core does not have."""
-    for name in ("factor", "original_max_position_embeddings", "mscale", "mscale_all_dim"):
+    for name in ("factor", "original_max_position_embeddings"):
         if not rope.get(name):
             raise UserError(f"{path}: rope_type 'yarn' needs {name}")
-    for name, only in (("attention_factor", None), ("truncate", True)):
-        if rope.get(name, only) != only:
-            raise UserError(f"{path}: rope {name} = {rope[name]!r} is not supported, only {only!r}")
+    if rope.get("attention_factor") is not None:
+        raise UserError(f"{path}: rope attention_factor = {rope['attention_factor']!r} is not supported, only None")

@@ -29,6 +29,12 @@ class MultiHeadLatentAttention:
                 yield f"{name} = {hf[name]!r} is not supported for {hf['model_type']}, only {only!r}"
         if hf["v_head_dim"] > self.query_dim(hf):
             yield f"v_head_dim = {hf['v_head_dim']} is more than qk_nope_head_dim + qk_rope_head_dim"
+        if (yarn := hf["rope_yarn"]) is not None:
+            for name in ("mscale", "mscale_all_dim"):
+                if not yarn.get(name):
+                    yield f"rope_type 'yarn' needs {name}"
+            if yarn.get("truncate", True) is not True:  # Megatron-Core's latent attention has no such setting
+                yield f"rope truncate = {yarn['truncate']!r} is not supported for {hf['model_type']}, only True"
 
     @staticmethod
     def query_dim(hf: Hf) -> int:
@@ -97,6 +103,9 @@ class MultiHeadLatentAttention:
         if layout.context_parallel > 1:
             elements += 2 * tokens * heads * width  # keys and values of all ranks
         return Kept(elements, inside * heads)  # log-sum-exp
+
+    def window(self, hf: Hf, layer: int) -> int | None:
+        return None
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         return int(hf["kv_lora_rank"] + hf["qk_rope_head_dim"])  # on every rank

@@ -119,6 +119,11 @@ class Layout:
         width, name = (hf["moe_intermediate_size"], "moe_intermediate_size") if experts else (0, "")
         if width % self.expert_tensor_parallel:
             yield f"expert_tensor_parallel = {self.expert_tensor_parallel} does not divide the model's {name} = {width}"
+        if self.expert_tensor_parallel > 1 and hf.get("undivided_experts"):
+            yield (
+                f"expert_tensor_parallel = {self.expert_tensor_parallel}: experts with biases are not divided, so it "
+                "must be 1"
+            )
         if experts and self.expert_parallel == 1 and self.expert_tensor_parallel != self.tensor_parallel:
             yield (
                 f"expert_parallel = 1 with expert_tensor_parallel = {self.expert_tensor_parallel} and "

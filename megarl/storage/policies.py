@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megarl.data.tokenizer import TOKENIZER_FILES
 from megarl.errors import UserError
+from megarl.models.hf_config import quantisation
 from megarl.storage.checked_json import decode, encode
 from megarl.storage.files import atomic_directory, file_sha256
 from megarl.storage.reference_logprobs import REFERENCE_FILE
 from megarl.storage.weights import INDEX_FILE, combine_hashes, weight_files
 
-INFO_FILE = "megarl.json"
+CONFIG_FILE, INFO_FILE = "config.json", "megarl.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -78,21 +80,43 @@ def copy_auxiliary(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
+def _copy_weights(model_dir: Path, target: Path) -> dict[str, str]:
+    """{name of a file: its sha256}."""
+    hashes = {}
+    for file in weight_files(model_dir):
+        shutil.copyfile(file, target / file.name)
+        hashes[file.name] = file_sha256(target / file.name)
+    index = model_dir / INDEX_FILE
+    if index.exists():
+        shutil.copyfile(index, target / index.name)
+    return hashes
+
+
+def _copy_quantised(model_dir: Path, target: Path) -> dict[str, str]:
+    """As `_copy_weights`, of a model whose weights are quantised; nothing is copied of another."""
+    config = target / CONFIG_FILE
+    settings = json.loads(config.read_text()) if config.exists() else {}
+    if quantisation(settings) is None:
+        return {}
+    from megarl.storage.mxfp4 import write_bfloat16  # imports torch
+
+    del settings["quantization_config"]
+    config.write_text(json.dumps(settings, indent=2) + "\n")
+    return write_bfloat16(model_dir, target)
+
+
 def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int = 0) -> PolicyInfo:
-    """Copy the base model to ``target``, the policy of a first stage, so that a run does not change with its source."""
+    """Copy the base model to ``target``, the policy of a first stage, so that a run does not change with its source.
+
+    Weights quantised as MXFP4 become bfloat16, and config.json loses what it says of their quantisation.
+    """
     with atomic_directory(target) as temporary:
         copy_auxiliary(model_dir, temporary)
         if tokenizer_dir != model_dir:
             for file in sorted(Path(tokenizer_dir).iterdir()):
                 if file.is_file() and file.name.startswith(TOKENIZER_FILES):
                     shutil.copyfile(file, temporary / file.name)
-        hashes = {}
-        for file in weight_files(model_dir):
-            shutil.copyfile(file, temporary / file.name)
-            hashes[file.name] = file_sha256(temporary / file.name)
-        index = model_dir / INDEX_FILE
-        if index.exists():
-            shutil.copyfile(index, temporary / index.name)
+        hashes = _copy_quantised(model_dir, temporary) or _copy_weights(model_dir, temporary)
         info = PolicyInfo(version, combine_hashes(hashes))
         write_info(temporary, info)
     return info

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -24,6 +25,8 @@ from megarl.errors import UserError
 from megarl.storage.weights import weight_files
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_QUANTISED = {"U8": torch.uint8}  # of tensors that `megarl.storage.mxfp4` makes others of
+_ROWS = re.compile(r"(?P<name>.+)\[(?P<first>\d+):(?P<end>\d+):(?P<rows>\d+)\]")
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20  # the library's own limit
 
@@ -48,6 +51,12 @@ class Region:
     def part(self, index: int, shape: tuple[int, ...]) -> Region:
         """The ``index``-th of the consecutive tensors of ``shape`` that make up this one."""
         return replace(self, offset=self.offset + index * math.prod(shape) * self.dtype.itemsize, shape=shape)
+
+    def rows(self, first: int, end: int, rows: int) -> Region:
+        """Rows ``first`` to ``end``, or all where they are not ``rows``."""
+        if self.shape[0] != rows:
+            return self
+        return replace(self, offset=self.offset + first * self.row_bytes, shape=(end - first, *self.shape[1:]))
 
     def read(self, first: int, rows: int) -> torch.Tensor:
         """Rows ``first`` to ``first + rows`` in memory."""
@@ -78,7 +87,10 @@ class TensorFiles:
     """Every tensor of some safetensors files by name, with the experts of fused tensors as tensors of their own.
 
     A tensor ``P.gate_up_proj`` [E, 2 I, H] holds ``P.e.gate_proj.weight`` and ``P.e.up_proj.weight`` [I, H],
-    a tensor ``P.down_proj`` [E, H, I] holds ``P.e.down_proj.weight``, for P = ``model.layers.n.mlp.experts``.
+    a tensor ``P.down_proj`` [E, H, I] holds ``P.e.down_proj.weight``, for P = ``model.layers.n.mlp.experts``. Asked for
+    without ".weight" or with another ending, as ``P.e.down_proj_bias``, it is the part of expert e as it is, where gate
+    and up projection take turns in the last dimension of one, which then counts as two: [..., I, 2]. ``N[a:b:n]`` is
+    rows a to b of a tensor ``N`` that has n of them.
     """
 
     def __init__(self) -> None:
@@ -111,6 +123,8 @@ class TensorFiles:
         """The name under which the files hold tensor ``name``: its own, or that of a fused tensor; None: not at all."""
         if name in self.regions:
             return name
+        if part := _ROWS.fullmatch(name):
+            return part["name"] if part["name"] in self.regions else None
         fused = _fused_name(name)
         return fused if fused in self.regions else None
 
@@ -119,8 +133,17 @@ class TensorFiles:
         stored = self.stored_name(name)
         if stored is None or stored == name:
             return self.regions.get(name)
-        whole, expert, kind = self.regions[stored], int(name.split(".")[-3]), name.split(".")[-2]
-        if len(whole.shape) != 3 or expert >= whole.shape[0]:
+        if part := _ROWS.fullmatch(name):
+            return self.regions[stored].rows(int(part["first"]), int(part["end"]), int(part["rows"]))
+        whole, (_, _, inside) = self.regions[stored], name.partition(".mlp.experts.")
+        number, kind, *weight = inside.split(".")
+        expert = int(number)
+        if expert >= whole.shape[0]:
+            return None
+        if not weight:
+            shape = whole.shape[1:]
+            return whole.part(expert, (*shape[:-1], shape[-1] // 2, 2) if kind.startswith("gate_up") else shape)
+        if len(whole.shape) != 3:
             return None
         _, rows, columns = whole.shape
         if kind == "down_proj":
@@ -131,6 +154,8 @@ class TensorFiles:
 def _fused_name(name: str) -> str:
     """model.layers.3.mlp.experts.7.up_proj.weight -> model.layers.3.mlp.experts.gate_up_proj"""
     prefix, experts, rest = name.partition(".mlp.experts.")
+    if experts and not rest.endswith(".weight"):
+        return f"{prefix}{experts}{rest.partition('.')[2]}"
     return f"{prefix}{experts}{'down_proj' if rest.endswith('.down_proj.weight') else 'gate_up_proj'}"
 
 
@@ -152,11 +177,11 @@ def _read_header(path: Path, file: FileIO) -> dict[str, Region]:
 
 
 def _region(file: FileIO, name: str, entry: dict[str, Any], data: int) -> Region:
-    if entry["dtype"] not in _DTYPES:
-        known = ", ".join(_DTYPES)
-        raise UserError(f"{file.name}: tensor {name!r} has dtype {entry['dtype']}; megarl reads {known}")
+    known = _DTYPES | (_QUANTISED if name.endswith(("_blocks", "_scales")) else {})
+    if entry["dtype"] not in known:
+        raise UserError(f"{file.name}: tensor {name!r} has dtype {entry['dtype']}; megarl reads {', '.join(_DTYPES)}")
     begin, end = (int(position) for position in entry["data_offsets"])
-    region = Region(file, data + begin, _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])) or (1,))
+    region = Region(file, data + begin, known[entry["dtype"]], tuple(map(int, entry["shape"])) or (1,))
     if begin < 0 or min(region.shape) < 0 or region.nbytes != end - begin:
         raise ValueError(f"shape and offsets of tensor {name!r} do not agree")
     return region

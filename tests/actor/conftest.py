@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megarl.recipe.load import parse_recipe
 
@@ -80,6 +80,22 @@ NEXT = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=12,
 )
+GPT_OSS = dict(
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    intermediate_size=24,
+    sliding_window=6,
+    swiglu_limit=1.0,  # which many activations of so small a model reach
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=150000.0,
+        factor=4.0,
+        beta_fast=8.0,
+        beta_slow=1.0,
+        truncate=False,
+        original_max_position_embeddings=2048,  # so that a dimension lies between those of both ends
+    ),
+)
 FAMILIES = {
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
     "qwen3_moe_unnormalised": dict(
@@ -104,7 +120,11 @@ FAMILIES = {
     "glm4_moe": GLM,
     "glm4_moe_qk_norm": GLM | dict(use_qk_norm=True, attention_bias=False, n_shared_experts=2),
     "deepseek_v3": DEEPSEEK,
+    "gpt_oss": GPT_OSS,
+    "gpt_oss_all_windows": GPT_OSS
+    | dict(layer_types=["sliding_attention"] * 2, rope_parameters=dict(rope_type="default", rope_theta=150000.0)),
     "qwen3_next": NEXT,
+    "qwen3_5_moe": NEXT,
     "qwen3_next_dense": NEXT | dict(mlp_only_layers=[1], layer_types=["full_attention", "linear_attention"]),
     "deepseek_v3_moonlight": DEEPSEEK
     | dict(q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=None, rms_norm_eps=1e-5),
@@ -116,16 +136,37 @@ MODEL_TYPES = {  # of those that are not called as it
     "olmoe_normalised": "olmoe",
     "glm4_moe_qk_norm": "glm4_moe",
     "deepseek_v3_moonlight": "deepseek_v3",
+    "gpt_oss_all_windows": "gpt_oss",
     "qwen3_next_dense": "qwen3_next",
 }
 
 
+VISION = dict(
+    depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=4, num_position_embeddings=16,
+    out_hidden_size=32,
+)  # fmt: skip
+
+
+def config_settings(family: str, **changes):
+    """Settings of a tiny model as its config.json states them."""
+    settings = SHAPE | {"model_type": MODEL_TYPES.get(family, family)} | FAMILIES[family] | changes
+    if family != "qwen3_5_moe":
+        return settings
+    outside = {key: settings.pop(key) for key in ("model_type", "quantization_config") if key in settings}
+    tied = {"tie_word_embeddings": settings.get("tie_word_embeddings", False)}
+    return outside | tied | {"text_config": settings | tied, "vision_config": VISION}
+
+
+def auto_model(family: str):
+    """The class of transformers that has all tensors of a family."""
+    return AutoModelForImageTextToText if family == "qwen3_5_moe" else AutoModelForCausalLM
+
+
 def make_hf_model(family: str, **changes):
     """A random float32 model whose norms and biases are not at their trivial initial values."""
-    model_type = MODEL_TYPES.get(family, family)
-    settings = SHAPE | FAMILIES[family] | changes
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).float().eval()
+    config = AutoConfig.for_model(**config_settings(family, **changes))
+    model = auto_model(family).from_config(config).float().eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
             usual = float(parameter[0])  # 1, or 0 where the norm multiplies by one more
@@ -134,6 +175,8 @@ def make_hf_model(family: str, **changes):
             torch.nn.init.normal_(parameter)
         elif "conv1d" in name:
             torch.nn.init.normal_(parameter, std=0.5)
+        elif name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.3)
@@ -144,8 +187,7 @@ def read_settings(folder, family, **changes):
     """Settings of a tiny model as megarl reads them from a config.json in ``folder``."""
     from megarl.models.hf_config import read_hf_config
 
-    settings = SHAPE | {"model_type": MODEL_TYPES.get(family, family)} | FAMILIES[family] | changes
-    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps(config_settings(family, **changes)))
     return read_hf_config(folder)
 
 

@@ -17,13 +17,15 @@ FAMILIES = {  # of `tests.actor.conftest`, with the layouts of which a family's 
     "deepseek_v3": EVERY,
     "deepseek_v3_moonlight": ("one", "TP2 EP2"),
     "qwen3_next": EVERY,
+    "gpt_oss": EVERY,
+    "qwen3_5_moe": ("one", "TP2 EP2", "PP2"),
 }
 # from a checkpoint, which each layout of two ranks makes
-CONTINUED = ("olmoe", "glm4_moe", "deepseek_v3", "qwen3_next")
+CONTINUED = ("olmoe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
 
 
 def train(name: str, layout: str, models: Path, rollouts: Path, folder: Path) -> dict[str, Any]:
-    """The first gradient and the losses of two updates, with the experts of the first policy replayed."""
+    """The first gradient, the losses and norms of two updates, with the experts of the first policy replayed."""
     from megarl.actor import frozen, packing, step
 
     # recomputation must give what one rank without it gives
@@ -32,14 +34,16 @@ def train(name: str, layout: str, models: Path, rollouts: Path, folder: Path) ->
     actor = step.Actor.build(recipe, models / name, torch.device("cpu"))
     actor.frozen.append(frozen.FrozenPolicy.build(("routed_experts",), recipe, models / name))
     objective = build_objective("reinforce", {})
-    gradient, losses = {}, []
+    gradient, losses, norms = {}, [], []
     for update in range(2):
         batches = packing.micro_batches(update_samples(rollouts, update), 128, actor.device)
         if update == 0:
             step.compute_gradients(actor, batches, objective)
             gradient = whole_gradient(actor, models / name, folder / f"gradient {layout}")
-        losses.append(step.train_step(actor, batches, objective, lr=1e-2).get("loss"))  # of the last stage
-    return {"gradient": gradient, "losses": losses}
+        metrics = step.train_step(actor, batches, objective, lr=1e-2)
+        losses.append(metrics.get("loss"))  # of the last stage
+        norms.append(metrics["grad_norm"])
+    return {"gradient": gradient, "losses": losses, "norms": norms}
 
 
 def continued(name: str, layout: str, models: Path, rollouts: Path, folder: Path) -> list[dict[str, torch.Tensor]]:

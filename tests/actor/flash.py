@@ -5,36 +5,43 @@ import contextlib
 import torch
 
 
-def _sequences(query, key, value, cu_q, cu_k, scale):
+def _sequences(query, key, value, cu_q, cu_k, scale, left):
     """For each sequence: where its queries and keys are, they in float32, keys and values for each query head, scores.
 
-    The causal mask is aligned to the lower right corner.
+    The causal mask, and the window of ``left`` keys before a query's own, are aligned to the lower right corner.
     """
     query, key, value = (x.float().transpose(0, 1) for x in (query, key, value))
     key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
     for a, b, c, d in zip(*(x for cu in (cu_q, cu_k) for x in (cu.tolist()[:-1], cu.tolist()[1:])), strict=True):
         q, k, v = query[:, a:b], key[:, c:d], value[:, c:d]
         hidden = torch.ones(b - a, d - c, dtype=torch.bool, device=q.device).tril(d - c - b + a).logical_not()
+        if left >= 0:
+            hidden |= torch.ones_like(hidden).tril(d - c - b + a - left - 1)
         yield slice(a, b), slice(c, d), q, k, v, (q @ k.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
 
 
-def _forward(query, key, value, cu_q, cu_k, max_q, max_k, dropout, is_causal, debug, *, scale=None, **_):
-    assert is_causal and dropout == 0 and query.dtype in (torch.bfloat16, torch.float16)
+def _forward(
+    query, key, value, cu_q, cu_k, max_q, max_k, dropout, is_causal, return_debug_mask, *, scale=None,
+    window_size_left=-1, window_size_right=-1, **_,
+):  # fmt: skip
+    assert window_size_right == 0 and is_causal == (window_size_left == -1)
+    assert dropout == 0 and query.dtype in (torch.bfloat16, torch.float16)
     assert all(cu.dtype == torch.int32 for cu in (cu_q, cu_k))
     assert (int(cu_q.diff().max()), int(cu_k.diff().max())) == (max_q, max_k)
     out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query), dtype=torch.float32)
-    for mine, _, _, _, v, scores in _sequences(query, key, value, cu_q, cu_k, scale):
+    for mine, _, _, _, v, scores in _sequences(query, key, value, cu_q, cu_k, scale, window_size_left):
         out[mine] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
         lse[:, mine] = scores.logsumexp(-1)
     return out, lse, *(query.new_empty(0) for _ in range(3))
 
 
 def _backward(
-    grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, dropout, is_causal, rng, unused, *, scale=None, **_
-):
+    grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, dropout, is_causal, rng, unused, *, scale=None,
+    window_size_left=-1, **_,
+):  # fmt: skip
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (query, key, value))
     groups = query.shape[1] // key.shape[1]
-    for mine, keys, q, k, v, scores in _sequences(query, key, value, cu_q, cu_k, scale):
+    for mine, keys, q, k, v, scores in _sequences(query, key, value, cu_q, cu_k, scale, window_size_left):
         g, o = (x[mine].float().transpose(0, 1) for x in (grad, out))
         weights = (scores - lse[:, mine, None]).exp()
         d_scores = weights * (g @ v.transpose(1, 2) - (g * o).sum(-1, keepdim=True)) * scale

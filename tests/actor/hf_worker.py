@@ -11,7 +11,7 @@ from pathlib import Path
 WORLD = 4  # processes
 MOE = ("qwen3_moe_fused", "qwen3_moe_single", "qwen3_moe_large_fused")
 # families whose names and cuts differ, in the layouts that cut most of them
-OTHERS = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3", "qwen3_next")
+OTHERS = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "qwen3_5_moe")
 OTHER_LAYOUTS = ("tp2_ep2", "pp2_vpp2")
 DENSE = ("qwen3", "qwen3_tied", "qwen2", "qwen2_tied", "llama", "llama_tied")
 LAYOUTS = {  # name: ranks, settings of [actor]

@@ -15,7 +15,7 @@ HF = SHAPE | dict(
     max_position_embeddings=1024,
 )  # fmt: skip
 TOKENS = 1000
-WITH_EXPERTS = ("deepseek_v3", "qwen3_next")
+WITH_EXPERTS = ("deepseek_v3", "qwen3_next", "gpt_oss")
 
 
 def saved_bytes(family, layers, recompute, **settings):
@@ -59,6 +59,7 @@ OTHERS = {
         shared_expert_intermediate_size=200, rotary_fraction=0.25, full_attention_interval=1, linear_num_key_heads=4,
         linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=24, linear_conv_kernel_dim=4,
     ),
+    "gpt_oss": dict(sliding_window=40, swiglu_limit=7.0),
 }  # fmt: skip
 
 
@@ -77,6 +78,9 @@ def test_one_layer(family):
     measured = saved_bytes(family, 2, "none") - saved_bytes(family, 1, "none")
     # on the CPU an RMSNorm is not fused and keeps its normalised input too
     of_attention = dict.fromkeys(("qwen3", "qwen3_moe", "glm4_moe", "qwen3_next"), 128 + 32) | {"deepseek_v3": 96 + 80}
+    # with sinks it keeps queries, keys, values and outputs of one dimension more, a copy of the output and a mask, in
+    # the place of the projection, queries, keys and twice the output of 8 heads and 2 key-value heads of 16
+    of_attention["gpt_oss"] = (2 * 8 + 2 * 2) * 17 + 128 + 62 - (12 + 10 + 2 * 8) * 16
     norms = 2 * 128 + of_attention.get(family, 0)
     expected = sizes.layer_activation_bytes(hf, Layout(1), TOKENS, width=4) + 4 * norms * TOKENS
     assert expected == pytest.approx(measured, rel=0.02)

@@ -1,5 +1,7 @@
 """One call of flash attention for a whole micro-batch against the batched calls, one a length, of other devices."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -9,16 +11,31 @@ from tests.actor.flash import flash_attention_on
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 HF = SHAPE | dict(model_type="qwen3", num_experts=None, rope_theta=1e4, rope_scaling_factor=None, rotary_fraction=1.0)
+GPT_OSS = dict(
+    model_type="gpt_oss", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, sliding_window=6,
+    swiglu_limit=7.0, norm_topk_prob=True,
+)  # fmt: skip
 LENGTHS = np.array([4, 4, 12, 20])
 
 
-def attention_and_inputs(tokens):
+KINDS = {  # layer number, from 1, of a model; a sink's gradient adds up the roundings of all tokens
+    "all keys": (HF, 1, torch.bfloat16),
+    "a window and sinks": (HF | GPT_OSS, 1, torch.float16),
+    "sinks": (HF | GPT_OSS, 2, torch.float16),
+}
+
+
+def attention_and_inputs(tokens, kind="all keys"):
     from megarl.actor.attention import PackedAttention
     from megarl.actor.model import transformer_config
 
     torch.manual_seed(0)
     shapes = ((tokens, 4, 16), (tokens, 2, 16), (tokens, 2, 16))
-    return PackedAttention(transformer_config(HF, make_recipe())), [torch.randn(s).bfloat16() for s in shapes]
+    hf, layer, dtype = KINDS[kind]
+    attention = PackedAttention(transformer_config(hf, make_recipe()), layer)
+    if attention.softmax_offset is not None:
+        torch.nn.init.normal_(attention.softmax_offset)
+    return attention, [torch.randn(s).to(dtype) for s in shapes]
 
 
 def packed(lengths, shard=None, **fields):
@@ -41,30 +58,58 @@ def packed(lengths, shard=None, **fields):
 
 def run(attention, inputs, sequences, fused):
     inputs = [x.clone().requires_grad_() for x in (inputs if fused else [x.float() for x in inputs])]
+    wanted = [*inputs, *attention.parameters()]
     if fused:
         with flash_attention_on("CPU"):
             out = attention._fused(*inputs, sequences)
-            return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+            return [out, *torch.autograd.grad(out, wanted, torch.ones_like(out))]
     out = attention(*inputs, packed_seq_params=sequences)
-    return [out, *torch.autograd.grad(out, inputs, torch.ones_like(out))]
+    return [out, *torch.autograd.grad(out, wanted, torch.ones_like(out))]
 
 
-def test_one_call_for_all_lengths():
-    attention, inputs = attention_and_inputs(int(LENGTHS.sum()))
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_call_for_all_lengths(kind):
+    attention, inputs = attention_and_inputs(int(LENGTHS.sum()), kind)
     for a, b in zip(
         run(attention, inputs, packed(LENGTHS), True), run(attention, inputs, packed(LENGTHS), False), strict=True
     ):
         torch.testing.assert_close(a.float(), b, rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_sinks_and_windows_by_hand(kind):
+    """Each query's softmax, over the keys of its window and a logit without a value."""
+    attention, inputs = attention_and_inputs(int(LENGTHS.sum()), kind)
+    query, key, value = (x.double().requires_grad_() for x in inputs)
+    hf, *_ = KINDS[kind]
+    window = hf["sliding_window"] if "window" in kind else 99
+    sinks = torch.full((4,), -torch.inf).double()
+    if attention.softmax_offset is not None:
+        sinks = attention.softmax_offset.detach().double().requires_grad_()
+    rows = []
+    for begin, end in pairwise([0, *np.cumsum(LENGTHS).tolist()]):
+        for token in range(begin, end):
+            seen = slice(max(begin, token + 1 - window), token + 1)
+            for head in range(4):
+                logits = key[seen, head // 2] @ query[token, head] / 4
+                weights = torch.cat([logits, sinks[head : head + 1]]).softmax(0)[:-1]
+                rows.append(weights @ value[seen, head // 2])
+    out = torch.stack(rows).view(-1, 4 * 16)
+    wanted = [query, key, value, *([sinks] if sinks.requires_grad else [])]
+    expected = [out, *torch.autograd.grad(out, wanted, torch.ones_like(out))]
+    for a, b in zip(run(attention, inputs, packed(LENGTHS), False), expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_call_for_both_chunks_of_a_context_parallel_rank(rank, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_call_for_both_chunks_of_a_context_parallel_rank(kind, rank, monkeypatch):
     """What a rank computes for its queries, against attention over whole sequences."""
     from megarl.actor import attention as module
     from megarl.actor.packing import _attended_keys
     from megarl.batch import ContextShard
 
-    attention, whole = attention_and_inputs(int(LENGTHS.sum()))
+    attention, whole = attention_and_inputs(int(LENGTHS.sum()), kind)
     shards = [ContextShard(None, r, 2) for r in (0, 1)]
     held = [torch.from_numpy(s.held_tokens(LENGTHS)) for s in shards]
     everyone = {id(x): torch.cat([x[index] for index in held]) for x in whole[1:]}

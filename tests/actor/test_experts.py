@@ -12,9 +12,11 @@ HF = SHAPE | dict(
     rope_scaling_factor=None, rotary_fraction=1.0,
 )  # fmt: skip
 
+KINDS = {"plain": HF, "biases": HF | dict(model_type="gpt_oss", swiglu_limit=0.1, sliding_window=None)}
 
-def build_experts(count):
-    """`GroupedExperts` and a SequentialMLP with the same weights."""
+
+def build_experts(count, kind="plain"):
+    """`GroupedExperts` and a SequentialMLP with the same weights, and biases if they have some."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
@@ -23,7 +25,7 @@ def build_experts(count):
     from megarl.actor.experts import GroupedExperts
     from megarl.actor.model import transformer_config
 
-    config = transformer_config(HF | {"num_experts": count}, make_recipe())
+    config = transformer_config(KINDS[kind] | {"num_experts": count}, make_recipe())
     groups = get_default_pg_collection()
     grouped = GroupedExperts(count, config, groups)
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -32,7 +34,19 @@ def build_experts(count):
         for i, expert in enumerate(sequential.local_experts):
             grouped.weight1[i].copy_(expert.linear_fc1.weight)
             grouped.weight2[i].copy_(expert.linear_fc2.weight)
+            # its MLP adds a bias in place, which autograd forbids of a view
+            expert.linear_fc2.register_forward_hook(lambda module, inputs, output: (output[0].clone(), output[1]))
+            for ours, linear in biases(grouped, expert):
+                ours[i].copy_(torch.nn.init.normal_(linear.bias, std=0.1))
     return grouped, sequential
+
+
+def biases(grouped, expert):
+    """[experts, outputs] of both projections, and the linear layers of one expert of a SequentialMLP."""
+    if not grouped.config.add_bias_linear:
+        return []
+    both = (p.view(len(grouped.weight1), -1) for p in (grouped.bias1, grouped.bias2))
+    return zip(both, (expert.linear_fc1, expert.linear_fc2), strict=True)
 
 
 class Kernels(TorchDispatchMode):
@@ -60,9 +74,10 @@ def run(experts, counts, seed=0):
     return output, tokens.grad, probs.grad, kernels.count
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", [[3, 0, 7, 2], [0, 0, 0, 5], [0, 0, 0, 0]])
-def test_values_and_gradients(counts):
-    grouped, sequential = build_experts(4)
+def test_values_and_gradients(counts, kind):
+    grouped, sequential = build_experts(4, kind)
     *ours, _ = run(grouped, counts)
     *theirs, _ = run(sequential, counts)
     for a, b in zip(ours, theirs, strict=True):
@@ -70,10 +85,16 @@ def test_values_and_gradients(counts):
     for i, expert in enumerate(sequential.local_experts):
         for ours_w, linear in ((grouped.weight1, expert.linear_fc1), (grouped.weight2, expert.linear_fc2)):
             torch.testing.assert_close(ours_w.grad[i], linear.weight.grad, rtol=1e-5, atol=1e-7)
+    if kind == "biases":
+        for ours_b, name in ((grouped.bias1, "linear_fc1"), (grouped.bias2, "linear_fc2")):
+            theirs_b = torch.stack([getattr(expert, name).bias.grad for expert in sequential.local_experts])
+            torch.testing.assert_close(ours_b.grad.view_as(theirs_b), theirs_b, rtol=1e-5, atol=1e-6)
+        assert float(theirs_b.abs().max()) > 0 or not sum(counts)
 
 
-def test_launches_do_not_grow_with_the_experts():
-    few, many = build_experts(4)[0], build_experts(16)
+@pytest.mark.parametrize("kind", KINDS)
+def test_launches_do_not_grow_with_the_experts(kind):
+    few, many = build_experts(4, kind)[0], build_experts(16, kind)
     *_, launches = run(many[0], [5] * 16)
     *_, one_by_one = run(many[1], [5] * 16)
     print(f"\n16 experts: {launches} operators, one expert after another {one_by_one}")
@@ -81,8 +102,9 @@ def test_launches_do_not_grow_with_the_experts():
     assert 3 * launches <= one_by_one
 
 
-def test_checkpoints_have_the_names_of_one_tensor_an_expert():
-    grouped, sequential = build_experts(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_have_the_names_of_one_tensor_an_expert(kind):
+    grouped, sequential = build_experts(4, kind)
     metadata = {"singleton_local_shards": True, "dp_cp_group": torch.distributed.group.WORLD}
 
     def shards(experts):

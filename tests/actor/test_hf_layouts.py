@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from megarl.storage.weights import weight_files
 from tests.actor import hf_worker
-from tests.actor.conftest import FAMILIES, LLAMA3_ROPE, SHAPE
+from tests.actor.conftest import FAMILIES, LLAMA3_ROPE, SHAPE, auto_model, config_settings
 from tests.actor.ranks import once, run_ranks
 
 SHAPES = SHAPE | {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 24}
@@ -35,18 +35,21 @@ CASES = [(layout, name) for layout in hf_worker.LAYOUTS for name in hf_worker.fa
 
 def make_model(directory, name):
     """A random model as one of the two expert layouts stores it, in one file or several with an index."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     model_type, settings, dtype, file_bytes = MODELS[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPES | settings), dtype=dtype)
+    config = {"model_type": model_type} | SHAPES | settings
+    if model_type == "qwen3_5_moe":
+        config = config_settings(model_type, **SHAPES | settings)
+    model = auto_model(model_type).from_config(AutoConfig.for_model(**config), dtype=dtype)
     model.config.save_pretrained(directory)
     tensors = {key: torch.randn(value.shape).to(dtype) for key, value in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
+    if config.get("tie_word_embeddings"):
         del tensors["lm_head.weight"]
     fused = any(key.endswith("experts.gate_up_proj") for key in tensors)
     assert fused == (model_type in ("qwen3_moe", *hf_worker.OTHERS))
-    if not name.endswith("fused"):
+    if not name.endswith("fused") and name != "gpt_oss":  # whose experts have no other layout
         tensors = dict(pair for item in tensors.items() for pair in one_tensor_an_expert(*item))
     if name == "qwen3_moe_single":
         tensors |= {k: v.float() for k, v in tensors.items() if k.endswith("mlp.gate.weight")}  # two dtypes in a file
@@ -55,7 +58,7 @@ def make_model(directory, name):
         tensors = {reduce(lambda key, pair: key.replace(*pair), names.items(), k): v for k, v in tensors.items()}
     if name == "glm4_moe":  # a layer that predicts the token after the next one
         tensors |= {f"model.layers.4.{key}": torch.randn(5, 3).to(dtype) for key in ("enorm.weight", "mlp.gate.weight")}
-    if name == "qwen3_next":
+    if name in ("qwen3_next", "qwen3_5_moe"):
         tensors |= {f"mtp.{key}": torch.randn(5, 3).to(dtype) for key in ("fc.weight", "layers.0.mlp.gate.weight")}
     (directory / "tokenizer.json").write_text('{"any": "bytes"}')
     (directory / "generation_config.json").write_text("{}")

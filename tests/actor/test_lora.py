@@ -113,7 +113,7 @@ def test_an_adapter_of_full_rank_trains_what_training_the_matrix_does(target, na
         assert float((got[key] - value).abs().max()) < 2e-6, key
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_qk_norm"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_qk_norm", "gpt_oss"])
 def test_a_merged_export_is_the_base_with_its_adapters(family, tmp_path):
     make_hf_model(family).save_pretrained(tmp_path / "in")
     actor = build(tmp_path / "in", {})
@@ -125,7 +125,7 @@ def test_a_merged_export_is_the_base_with_its_adapters(family, tmp_path):
     for name, adapter in actor.models[0].adapters.items():
         add_delta(expected, name, adapter)
     for key, value in expected.items():
-        assert torch.equal(value, before[key]) == ("proj" not in key), key
+        assert torch.equal(value, before[key]) == ("proj" not in key or key.endswith("bias")), key
         rounding = torch.finfo(torch.float32).eps * float(value.abs().max())
         assert float((merged[key] - value).abs().max()) <= 2 * rounding, key
 
@@ -145,6 +145,9 @@ def add_delta(tensors, name, adapter):
             add(f"self_attn.{key}_proj.weight", rows.reshape(-1, delta.shape[-1]))
     elif "linear_proj" in name:
         add("self_attn.o_proj.weight", delta[0])
+    elif f"{prefix}mlp.experts.gate_up_proj_bias" in tensors:  # a row for each input, gate and up by turns
+        turned = delta.permute(0, 3, 2, 1).flatten(2)
+        add("mlp.experts.gate_up_proj" if delta.shape[1] == 2 else "mlp.experts.down_proj", turned)
     else:
         module = "mlp.shared_experts" if "shared" in name else "mlp"
         experts = list(enumerate(delta)) if ".experts." in name else [(None, delta)]
@@ -229,7 +232,7 @@ def test_every_matrix_has_an_adapter_of_its_size(family, tmp_path):
     names = {
         name for name, _ in models[0].named_parameters() if re.search(r"linear_\w+\.weight$|experts\.weight[12]$", name)
     }
-    if family.startswith(("deepseek", "qwen3_next")):
+    if family.startswith(("deepseek", "qwen3_next", "qwen3_5")):
         names = {name for name in names if "self_attention" not in name}
     lora.attach(models, recipe)
     assert set(models[0].adapters) == names

@@ -24,7 +24,8 @@ SMALL = ("kernels cuda", "transformer_engine", "EP2")
 TORCH = {"kernels": "torch", "layers": "torch"}
 # beside Qwen3-MoE, of which the other cases are
 FAMILIES = {"qwen3": {"kernels": "torch"}, "glm4_moe": {"kernels": "torch"}}
-FAMILIES |= dict.fromkeys(("olmoe", "deepseek_v3", "qwen3_next"), TORCH)  # which have torch-native layers alone
+# which have torch-native layers alone
+FAMILIES |= dict.fromkeys(("olmoe", "deepseek_v3", "qwen3_next", "gpt_oss"), TORCH)
 
 
 def cases(gpus: int) -> dict[str, Case]:

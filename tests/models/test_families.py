@@ -1,23 +1,25 @@
 """What a model family refuses, and the names it gives to the tensors of a model."""
 
 import json
+import re
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from megarl.data.tokenizer import end_of_sequence
 from megarl.errors import UserError
 from megarl.models import FAMILIES, families, families_of
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.layout import Layout
 from tests.actor.conftest import FAMILIES as MODELS
-from tests.actor.conftest import MODEL_TYPES, SHAPE, read_settings
+from tests.actor.conftest import auto_model, config_settings, read_settings
 from tests.helpers import ROOT
 
 
 def settings_of(name):
     """Settings of a tiny model of `tests.actor.conftest`, as config.json states them."""
-    return SHAPE | {"model_type": MODEL_TYPES.get(name, name)} | MODELS[name]
+    return config_settings(name)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -36,7 +38,7 @@ def test_a_new_file_is_a_new_family(tmp_path, monkeypatch):
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
     text = Path(import_module("megarl.models.families.qwen2_moe").__file__).read_text()
     (tmp_path / "new_moe.py").write_text(text)
-    found, _ = families_of(families)
+    found = families_of(families)
     assert set(found) == {*FAMILIES, "new_moe"}
     for name, family in found.items():
         monkeypatch.setitem(FAMILIES, name, family)
@@ -64,7 +66,7 @@ def test_what_would_be_computed_otherwise_is_refused(tmp_path, model_type, setti
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
-YARN = MODELS["deepseek_v3"]["rope_parameters"]
+YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "gpt_oss"))
 
 
 @pytest.mark.parametrize(
@@ -97,19 +99,41 @@ YARN = MODELS["deepseek_v3"]["rope_parameters"]
             {"rope_parameters": YARN | {"attention_factor": 1.5}},
             "attention_factor = 1.5 is not supported",
         ),
-        ("llama", {"model_type": "qwen3_5_moe"}, "'qwen3_5_moe' is not supported: its config.json keeps the language"),
-        (
-            "llama",
-            {"model_type": "gpt_oss"},
-            "'gpt_oss' is not supported: in Megatron-Core 0.16.1 and 0.19.2 attention sinks",
-        ),
-        ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, llama, mixtral"),
+        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob = False is not supported for qwen3_5_moe"),
+        ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "truncate = False is not supported"),
+        ("gpt_oss", {"rope_parameters": OSS_YARN | {"attention_factor": 1.5}}, "attention_factor = 1.5 is not"),
+        ("gpt_oss", {"rope_parameters": OSS_YARN | {"factor": None}}, "'yarn' needs factor"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias = False is not supported for gpt_oss, only True"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 is not supported for gpt_oss, only 1.702"),
+        ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit = None must be more than 0"),
+        ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "must name one of sliding_attention"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "for each of the layers"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "convert them to bfloat16 first"),
+        ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, gpt_oss, llama"),
     ],
 )
 def test_what_a_family_would_compute_otherwise_is_refused(tmp_path, name, settings, words):
     read_settings(tmp_path, name)
     with pytest.raises(UserError, match=words):
         read_settings(tmp_path, name, **settings)
+
+
+def test_settings_of_a_language_model_inside_another(tmp_path):
+    """They are read as those of one that stands alone, and generation stops at its end of sequence."""
+    hf = read_settings(tmp_path, "qwen3_5_moe")
+    alone = read_settings(tmp_path, "qwen3_next")
+    names = set(hf) & set(alone) - {"model_type", "intermediate_size", "divided"}
+    assert {name: hf[name] for name in names} == {name: alone[name] for name in names} and len(names) > 30
+    outside = config_settings("qwen3_5_moe")
+    (tmp_path / "config.json").write_text(json.dumps(outside))
+    assert end_of_sequence(tmp_path) == {1}
+    for change, words in (
+        ({"text_config": None}, "lacks 'text_config', which a qwen3_5_moe has"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings = True, but False in text_config"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(outside | change))
+        with pytest.raises(UserError, match=words):
+            read_hf_config(tmp_path)
 
 
 def test_attention_biases_are_for_families_that_have_them(tmp_path):
@@ -145,6 +169,7 @@ def test_defaults_are_those_of_transformers(model_type):
     from transformers import AutoConfig
 
     theirs = AutoConfig.for_model(model_type).to_dict()
+    theirs |= theirs.get("text_config", {})
     theirs |= theirs["rope_parameters"]
     ours = FAMILIES[model_type].defaults
     names = {"num_nextn_predict_layers": "num_mtp_layers"}
@@ -155,20 +180,23 @@ def test_defaults_are_those_of_transformers(model_type):
 @pytest.mark.parametrize("name", MODELS)
 def test_tensor_names_are_those_of_transformers(tmp_path, name, tied):
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     hf = read_settings(tmp_path, name, tie_word_embeddings=tied)
-    config = AutoConfig.for_model(**settings_of(name) | {"tie_word_embeddings": tied})
+    config = AutoConfig.for_model(**config_settings(name, tie_word_embeddings=tied))
     with torch.device("meta"):
-        theirs = set(AutoModelForCausalLM.from_config(config).state_dict())
+        theirs = set(auto_model(name).from_config(config).state_dict())
     if hf["model_type"] == "mixtral":  # published, and saved by transformers, under an older name
         theirs = {key.replace(".mlp.", ".block_sparse_moe.") for key in theirs}
     fused = {key for key in theirs if ".experts." in key}  # transformers has all experts of a layer in one tensor
-    ours = FAMILIES[hf["model_type"]].tensor_names(hf)
+    family = FAMILIES[hf["model_type"]]
+    theirs = {key for key in theirs if not family.carried(hf, key)}
+    ours = {re.sub(r"\[.*\]", "", key) for key in family.tensor_names(hf)}  # of which parts count
     experts = {key for key in ours if ".experts." in key}
     assert ours - experts == theirs - fused - ({"lm_head.weight"} if tied else set())
     sparse = hf["num_hidden_layers"] - hf["dense_layers"]
-    assert len(experts) == sparse * (hf["num_experts"] or 0) * 3 and len(fused) == 2 * sparse
+    each, all_of_a_layer = (4, 4) if hf["model_type"] == "gpt_oss" else (3, 2)  # biases too, gate and up in one
+    assert len(experts) == sparse * (hf["num_experts"] or 0) * each and len(fused) == all_of_a_layer * sparse
 
 
 def test_layers_with_and_without_experts(tmp_path):
@@ -182,7 +210,28 @@ def test_layers_with_and_without_experts(tmp_path):
     assert pattern("glm4_moe", first_k_dense_replace=3) == [0, 0, 0, 1]
 
 
+def test_layers_with_windows(tmp_path):
+    """Every second one, beginning with the first, unless config.json names them."""
+
+    def windows(**settings):
+        hf = read_settings(tmp_path, "gpt_oss", num_hidden_layers=4, **settings)
+        family = FAMILIES["gpt_oss"]
+        megatron = family.megatron_settings(hf)
+        return [family.window(hf, layer) for layer in range(4)], megatron.get("window_attn_skip_freq")
+
+    assert windows() == ([6, None, 6, None], [1, 0, 1, 0])
+    named = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    assert windows(layer_types=named) == ([None, 6, 6, None], [0, 1, 1, 0])
+    assert windows(sliding_window=None) == ([None] * 4, None)
+    assert windows(layer_types=["full_attention"] * 4) == ([None] * 4, None)
+
+
 def test_tensor_parallelism_must_divide_every_width(tmp_path):
+    oss = read_settings(tmp_path, "gpt_oss")
+    layout = Layout(4, 2, expert_tensor_parallel=2, expert_parallel=2)
+    (problem,) = layout.problems(oss)
+    assert problem == "expert_tensor_parallel = 2: experts with biases are not divided, so it must be 1"
+    assert layout.nearest(oss) == Layout(4, 2, expert_tensor_parallel=1, expert_parallel=2)
     glm = read_settings(tmp_path, "glm4_moe", n_shared_experts=1, moe_intermediate_size=25)
     (problem,) = Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(glm)
     assert problem == "tensor_parallel = 2 does not divide the model's width of its shared experts = 25"

@@ -89,49 +89,52 @@ def _sequences(query: torch.Tensor, key: torch.Tensor, cu_q: Any, cu_k: Any) -> 
     return [(slice(*q), slice(*k)) for q, k in zip(itertools.pairwise(ends_q), itertools.pairwise(ends_k), strict=True)]
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None) -> torch.Tensor:
-    """[..., Q, K] float32; the causal mask is aligned to the lower right corner, as FlashAttention's."""
+def _scores(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, left: int = -1) -> torch.Tensor:
+    """[..., Q, K] float32; mask and window are aligned to the lower right corner, as FlashAttention's."""
     scores = q @ k.transpose(-1, -2) * (scale or 1 / math.sqrt(q.shape[-1]))
     if causal:
-        lower = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
-        scores = scores.masked_fill(~lower, -torch.inf)
+        corner = scores.shape[-1] - scores.shape[-2]
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(corner)
+        scores = scores.masked_fill(~(seen if left < 0 else seen.triu(corner - left)), -torch.inf)
     return scores
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None):
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None, left: int = -1):
     """[heads, Q, D], [kv heads, K, D] -> [heads, Q, D] float32 and the log of the sums [heads, Q]."""
     group = q.shape[-3] // k.shape[-3]
     k, v = (x.float().repeat_interleave(group, -3) for x in (k, v))
-    scores = _scores(q.float(), k, causal, scale)
+    scores = _scores(q.float(), k, causal, scale, left)
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp() @ v, lse
 
 
-def _attend_backward(grad, q, k, v, out, lse, causal: bool, scale: float | None) -> tuple[torch.Tensor, ...]:
+def _attend_backward(grad, q, k, v, out, lse, causal: bool, scale: float | None, left: int = -1):
     kv_heads, group = k.shape[-3], q.shape[-3] // k.shape[-3]
     q, grad, out = q.float(), grad.float(), out.float()
     k, v = (x.float().repeat_interleave(group, -3) for x in (k, v))
-    p = (_scores(q, k, causal, scale) - lse[..., None]).exp()
+    p = (_scores(q, k, causal, scale, left) - lse[..., None]).exp()
     by_score = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True))
     by_score = by_score * (scale or 1 / math.sqrt(q.shape[-1]))
     of_k, of_v = by_score.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
     return by_score @ k, *(x.unflatten(-3, (kv_heads, group)).sum(-3) for x in (of_k, of_v))
 
 
-def _check_flash(query: torch.Tensor, dropout: float, window: tuple[Any, Any] = (-1, -1)) -> None:
+def _check_flash(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> tuple[bool, int]:
+    """Whether a query sees no key after its own, and how many before it; -1: all."""
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    if dropout or window[0] not in (None, -1) or window[1] not in (None, -1, 0):
-        raise NotImplementedError("dropout and windows of FlashAttention: tests/rehearsal/cuda_only.py")
+    left, right = options.get("window_size_left"), options.get("window_size_right")
+    if dropout or right not in (None, -1, 0) or (left not in (None, -1) and right != 0):
+        raise NotImplementedError("dropout and other windows of FlashAttention: tests/rehearsal/cuda_only.py")
+    return right == 0, -1 if left is None else left
 
 
 def _varlen(query, key, value, cu_q, cu_k, max_q, max_k, dropout, causal, return_debug_mask, **options):
-    right = options.get("window_size_right")
-    _check_flash(query, dropout, (options.get("window_size_left"), right))
+    up_to_own, left = _check_flash(query, dropout, options)
     out, lse = torch.empty_like(query), torch.empty(query.shape[1], len(query))
     for q, k in _sequences(query, key, cu_q, cu_k):
         heads = (x.transpose(0, 1) for x in (query[q], key[k], value[k]))
-        attended, sums = _attend(*heads, causal or right == 0, options.get("scale"))
+        attended, sums = _attend(*heads, causal or up_to_own, options.get("scale"), left)
         out[q], lse[:, q] = attended.transpose(0, 1).to(out.dtype), sums
     empty = torch.empty(0)
     return out, lse, torch.zeros(2, dtype=torch.int64), empty, empty
@@ -140,19 +143,18 @@ def _varlen(query, key, value, cu_q, cu_k, max_q, max_k, dropout, causal, return
 def _varlen_backward(
     grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, **options
 ):
-    right = options.get("window_size_right")
-    _check_flash(query, dropout, (options.get("window_size_left"), right))
+    up_to_own, left = _check_flash(query, dropout, options)
     grads = [torch.empty_like(x) for x in (query, key, value)]
     for q, k in _sequences(query, key, cu_q, cu_k):
         heads = (x.transpose(0, 1) for x in (grad[q], query[q], key[k], value[k], out[q]))
-        parts = _attend_backward(*heads, lse[:, q], causal or right == 0, options.get("scale"))
+        parts = _attend_backward(*heads, lse[:, q], causal or up_to_own, options.get("scale"), left)
         for whole, rows, part in zip(grads, (q, k, k), parts, strict=True):
             whole[rows] = part.transpose(0, 1).to(whole.dtype)
     return tuple(grads)
 
 
 def _flash(query, key, value, dropout=0.0, causal=False, return_debug_mask=False, scale=None):
-    _check_flash(query, dropout)
+    _check_flash(query, dropout, {})
     out, lse = _attend(query, key, value, causal, scale)
     none = torch.empty(0)
     # as FlashAttention's: [batch, sequence, heads, head_dim] in memory

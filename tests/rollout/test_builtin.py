@@ -21,9 +21,9 @@ STOP = (1, 6, 17)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("family", ["mistral_sliding_window", "qwen3_next"])
+@pytest.mark.parametrize("family", ["mistral_sliding_window", "qwen3_next", "qwen3_5_moe", "gpt_oss"])
 def test_windows_and_states_are_kept(tmp_path, family, temperature):
-    path = save(tmp_path, family)
+    path = save(tmp_path, family, spread=0.1)
     table = generate(BuiltinEngine(path, 3), PROMPTS, sampling(PROMPTS, temperature=temperature, stop=STOP))
     assert sorted(table) == [(i, k) for i in range(len(PROMPTS)) for k in range(3)]
     for (i, _), c in table.items():

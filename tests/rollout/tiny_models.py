@@ -2,8 +2,12 @@
 
 import torch
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -23,6 +27,16 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
+STATES = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 64,
+    "rms_norm_eps": 1e-2,  # what a query reads may be nearly nothing, of which the norm would magnify the rounding
+}
+
 
 def save(path, kind="qwen3_moe", vocabulary=39, seed=0, spread=0.2, **changes):
     torch.manual_seed(seed)
@@ -30,10 +44,19 @@ def save(path, kind="qwen3_moe", vocabulary=39, seed=0, spread=0.2, **changes):
     if kind == "qwen3_moe":
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **EXPERTS))
     elif kind == "qwen3_next":
-        hybrid = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 2}
-        widths = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "shared_expert_intermediate_size": 64}
-        model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **EXPERTS, **hybrid, **widths))
+        model = Qwen3NextForCausalLM(Qwen3NextConfig(**sizes, **EXPERTS, **STATES))
         torch.nn.init.normal_(model.model.layers[0].linear_attn.conv1d.weight, std=0.5)
+    elif kind == "qwen3_5_moe":
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+        config = Qwen3_5MoeConfig(text_config=sizes | EXPERTS | STATES, vision_config=vision)
+        model = Qwen3_5MoeForConditionalGeneration(config)
+        torch.nn.init.normal_(model.model.language_model.layers[0].linear_attn.conv1d.weight, std=0.5)
+    elif kind == "gpt_oss":
+        experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 6}
+        model = GptOssForCausalLM(GptOssConfig(**sizes, **experts))
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "sinks")):
+                torch.nn.init.normal_(parameter)
     elif kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     else:

@@ -1,5 +1,6 @@
 """Sizes by hand for Qwen3-30B-A3B, and activations against what a real model keeps for its backward pass."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,9 @@ from megarl.models.hf_config import read_hf_config
 from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.views import sizes
-from megarl.views.census import StageCensus
+from megarl.views.census import Census, StageCensus
 from megarl.views.sizes import GIB, Assumptions
-from tests.actor.conftest import read_settings
+from tests.actor.conftest import make_recipe, read_settings
 from tests.views.moe import MOE, staged
 
 HF = read_hf_config(MOE.parent)
@@ -64,6 +65,65 @@ def test_layers_with_a_state(tmp_path):
     plain, state = (sizes.layer_activation_bytes(hf, Layout(1), 64, linear=linear) for linear in (False, True))
     census = StageCensus(4, 0, 0, linear_layers=3)
     assert sizes.stage_activation_bytes(hf, Layout(1), 64, census, 1.0) == (plain + 3 * state, max(plain, state))
+
+
+def test_layers_with_windows(tmp_path):
+    """gpt-oss of four layers, every second one with a window of 6 tokens: 4 heads and 2 key-value heads of 16."""
+    hf = read_settings(tmp_path, "gpt_oss", num_hidden_layers=4)
+    cached = 2 * 2 * 16  # of a token and layer, keys and values
+    assert sizes.kv_bytes_per_token(hf, 1) == 2 * 2 * cached
+    assert sizes.state_bytes(hf, 1) == 2 * 2 * 6 * cached and sizes.state_bytes(hf, 2) == 2 * 2 * 6 * cached / 2
+    pairs = sum(min(token + 1, 6) for token in range(100))  # of a token and one that it attends to
+    everything = sizes.forward_flops(hf, 1000, 100) - 2 * 1000 * 100
+    whole = 2 * (2 * 4 * 16 * 100**2)
+    assert everything - whole == pytest.approx(2 * (4 * 4 * 16 * pairs), rel=0.01)
+    assert sizes.forward_flops(hf, 1000, 5) == 2 * 1000 * 5 + 4 * (2 * 4 * 16 * 5**2)  # inside the window
+
+
+# the published config.json, without what megarl does not read
+GPT_OSS = dict(
+    model_type="gpt_oss", hidden_size=2880, intermediate_size=2880, head_dim=64, num_attention_heads=64,
+    num_key_value_heads=8, num_experts_per_tok=4, vocab_size=201_088, max_position_embeddings=131_072,
+    rms_norm_eps=1e-5, sliding_window=128, swiglu_limit=7.0, attention_bias=True, hidden_act="silu", rope_theta=150_000,
+    tie_word_embeddings=False,
+    rope_scaling=dict(
+        rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+        original_max_position_embeddings=4096,
+    ),
+    quantization_config=dict(quant_method="mxfp4"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "total", "active"), [(24, 32, 20.91e9, 3.61e9), (36, 128, 116.83e9, 5.13e9)]
+)
+def test_gpt_oss_as_published(tmp_path, layers, experts, total, active):
+    """Parameters, and those of a token without the embedding: table 1 of its model card (arXiv 2508.10925)."""
+    settings = GPT_OSS | dict(
+        num_hidden_layers=layers,
+        num_local_experts=experts,
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+    )
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    hf, recipe = read_hf_config(tmp_path), make_recipe()
+    with Census() as census:
+        whole = census.whole(hf, recipe)
+        cut = ["actor.tensor_parallel=4", "actor.expert_parallel=8", "actor.expert_tensor_parallel=1"]
+        (rank,) = census.count(hf, override_recipe(recipe, cut), 8)
+    parameters = whole.dense + whole.expert
+    assert parameters == pytest.approx(total, rel=1e-3)
+    of_expert = 3 * 2880 * 2880 + 3 * 2880
+    assert whole.expert == layers * experts * of_expert
+    assert sizes.active_parameters(hf, parameters) == pytest.approx(active, rel=5e-3)
+    attention = 2880 * (2 * 64 + 2 * 8) * 64 + (64 + 2 * 8) * 64 + 2880 + 64
+    outside = 2 * 201_088 * 2880 + 2880 + layers * (attention + 2880 * experts + experts + 2 * 2880)
+    assert whole.dense == outside
+    assert rank.expert == whole.expert / 8
+    # a quarter of embedding, head, projections and sinks
+    whole_on_each = layers * (2880 + 2880 * experts + experts + 2 * 2880) + 2880
+    assert rank.dense == (outside - whole_on_each) / 4 + whole_on_each
+    assert sizes.kv_bytes_per_token(hf, 1) == 2 * layers // 2 * 2 * 8 * 64
+    assert sizes.state_bytes(hf, 1) == 2 * 128 * layers // 2 * 2 * 8 * 64
 
 
 def test_candidates_are_generated_and_kept():

@@ -23,6 +23,9 @@ DEEPSEEK = {
     "v_head_dim": 32,
 }
 
+# what vLLM 0.32 takes for every gpt-oss, and a width that its kernel for CPUs has
+GPT_OSS = {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "intermediate_size": 64}
+
 
 @pytest.mark.parametrize(
     ("family", "settings"),
@@ -32,6 +35,7 @@ DEEPSEEK = {
         ("qwen2_moe", {}),
         ("glm4_moe", {}),
         ("deepseek_v3", DEEPSEEK),
+        ("gpt_oss", GPT_OSS),
     ],
 )
 def test_vllm_loads_an_export(tmp_path, family, settings):

@@ -22,7 +22,15 @@ def test_torch_itself_needs_tritons_compiler_for_the_builtin_engine(monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("family", "refused"), [("deepseek_v3", True), ("olmoe", True), ("qwen3_next", True), ("glm4_moe", False)]
+    ("family", "refused"),
+    [
+        ("deepseek_v3", True),
+        ("olmoe", True),
+        ("qwen3_next", True),
+        ("qwen3_5_moe", True),
+        ("gpt_oss", True),
+        ("glm4_moe", False),
+    ],
 )
 def test_attention_that_transformer_engine_was_never_compared_with_is_refused(tmp_path, family, refused):
     recipe = make_recipe(actor={"backend": "cuda", "layers": "transformer_engine"})

@@ -1,7 +1,27 @@
-"""gpt-oss: not supported yet. Attention has sinks and windows, experts have biases and a clamped activation."""
+"""gpt-oss: attention with sinks, windows in every second layer, experts with biases and a clamped activation."""
 
-REFUSAL = (
-    "in Megatron-Core 0.16.1 and 0.19.2 attention sinks (softmax_type) and windows (window_size) over packed "
-    "sequences, and grouped experts with biases, are in Transformer Engine's layers alone; megarl's own have none of "
-    "them, and MXFP4 weights are not read"
+from megarl.models.clamped_experts import ClampedExperts
+from megarl.models.family import Family
+from megarl.models.sink_attention import SinkAttention
+
+FAMILY = Family(
+    SinkAttention(),
+    ClampedExperts(),
+    aliases={"moe_intermediate_size": "intermediate_size"},
+    defaults={
+        "norm_topk_prob": True,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+    },
+    only={"attention_bias": True, "swiglu_alpha": 1.702},
+    quantised=("mxfp4",),
 )

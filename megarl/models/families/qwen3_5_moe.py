@@ -1,7 +1,28 @@
-"""Qwen3.5 MoE: not supported yet. It is Qwen3-Next's kind of model inside one that also sees images."""
+"""Qwen3.5 MoE: Qwen3-Next's layers in a model that also sees images; what sees them is copied into every export."""
 
-REFUSAL = (
-    "its config.json keeps the language model's settings in text_config, its weights stand beside those of a vision "
-    "model, and its gated delta nets have one projection of all heads' queries, keys and values, of which tensor "
-    "parallelism would need three slices; qwen3_next is supported"
+from megarl.models.attention import GroupedQueryAttention
+from megarl.models.delta_net import GatedDeltaNet
+from megarl.models.family import Family
+from megarl.models.feed_forward import MixtureOfExperts
+
+FAMILY = Family(
+    GroupedQueryAttention(qk_norm="head", partial_rotary=True, output_gate=True),
+    MixtureOfExperts(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate.weight"),
+    linear=GatedDeltaNet(separate=True),
+    aliases={"intermediate_size": "moe_intermediate_size"},  # which Megatron asks for, though no layer has it
+    defaults={
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.25,
+    },
+    only={"norm_topk_prob": True},
+    zero_centred_norms=True,
+    copied=("mtp.", "model.visual."),
+    prefix="model.language_model.",
+    nested="text_config",
 )

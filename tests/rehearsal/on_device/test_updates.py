@@ -33,7 +33,7 @@ CASES = {
     "cuda": Case(actor={"kernels": "cuda"}),
     "triton": Case(actor={"kernels": "triton"}, updates=0),  # its interpreter is slow
 }
-FAMILIES = ("glm4_moe", "olmoe", "deepseek_v3", "qwen3_next")  # of which a layer is of another kind
+FAMILIES = ("glm4_moe", "olmoe", "deepseek_v3", "qwen3_next", "gpt_oss")  # of which a layer is of another kind
 # these do not compute what the others do, so that the CPU computes them too
 OTHER_CASES = {
     "replay actor": Case(LAYOUTS["DP2"], actor=TORCH | {"routing_replay": "actor"}),

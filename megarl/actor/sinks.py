@@ -1,0 +1,92 @@
+"""Attention with a sink for each head, one more logit in its softmax, which has no value (arXiv 2508.10925).
+
+With a log-sum-exp L over the keys and a sink s, everything that a head attends to without the sink is multiplied by
+sigmoid(L - s). Gradients are those of attention with the output and the log-sum-exp, log(exp(L) + exp(s)), that include
+the sink, so flash attention's backward pass makes them of these two as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Lengths = tuple[torch.Tensor, torch.Tensor, int, int]  # cu_seqlens of queries and keys, longest of both
+
+
+def causal_window(queries: int, keys: int, before: int | None, device: torch.device) -> torch.Tensor:
+    """[queries, keys] bool, aligned to the lower right corner: no key after a query, nor ``before`` more before it."""
+    last = torch.arange(keys - queries, keys, device=device)[:, None]
+    key = torch.arange(keys, device=device)
+    seen = key <= last
+    return seen if before is None else seen & (key >= last - before)
+
+
+def with_sink(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of one dimension more, with a first key whose product with a query is its head's sink.
+
+    query [n, heads, Q, d], key and value [n, kv_heads, K, d], sinks [heads].
+    """
+    of_queries = sinks.to(query.dtype)[:, None, None].expand(*query.shape[:-1], 1)
+    is_sink = (torch.arange(key.shape[2] + 1, device=key.device) == 0).to(key.dtype)
+    of_keys = is_sink[:, None].expand(*key.shape[:2], -1, 1)
+    query, key = torch.cat([query, of_queries], -1), torch.cat([F.pad(key, (0, 0, 1, 0)), of_keys], -1)
+    return query, key, F.pad(value, (0, 1, 1, 0))
+
+
+class _Flash(torch.autograd.Function):
+    """Flash attention of packed sequences; the calls are those of `torch.nn.attention.varlen` in torch 2.13."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor,
+        lengths: Lengths,
+        window: tuple[int, int],
+        scale: float,
+    ) -> torch.Tensor:
+        options = dict(scale=scale, window_size_left=window[0], window_size_right=window[1])
+        causal = window == (-1, 0)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *lengths, 0.0, causal, return_debug_mask=False, **options
+        )
+        whole = torch.logaddexp(lse, sinks.float()[:, None])  # [heads, T]
+        out = (out * (lse - whole).exp().t()[..., None]).to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, whole, sinks, *lengths[:2])
+        ctx.longest, ctx.causal, ctx.options = lengths[2:], causal, options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, whole, sinks, *offsets = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+        gradients = torch.ops.aten._flash_attention_backward(
+            gradient, query, key, value, out, whole, *offsets, *ctx.longest, 0.0, ctx.causal, random,
+            torch.empty(0, device=query.device), **ctx.options,
+        )  # fmt: skip
+        share = (sinks.float()[:, None] - whole).exp()
+        of_sinks = -(share * (gradient.float() * out.float()).sum(-1).t()).sum(1)
+        return *gradients, of_sinks.to(sinks.dtype), None, None, None
+
+
+def flash_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor,
+    lengths: Lengths,
+    window: tuple[int, int],
+    scale: float,
+) -> torch.Tensor:
+    """[T, heads, d], [K, kv_heads, d] twice, sinks [heads] -> [T, heads, d], on a GPU in half precision.
+
+    window: how many tokens before and after its own, in the lower right corner, a query attends to; -1: all.
+    """
+    return _Flash.apply(query, key, value, sinks, lengths, window, scale)

@@ -1,0 +1,62 @@
+"""Experts of gpt-oss: biases, a clamped activation, and all experts of a layer in transposed tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.models.family import Hf, Kept, tokens_between
+from megarl.models.feed_forward import NORM, MixtureOfExperts
+from megarl.models.tensors import TensorNames
+from megarl.recipe.layout import Layout
+
+
+@dataclass(frozen=True)
+class ClampedExperts(MixtureOfExperts):
+    """(clamp(up) + 1) times clamp(gate) sigmoid(1.702 clamp(gate)); router and projections have biases.
+
+    OpenAI 2025, arXiv 2508.10925. Probabilities are a softmax over the logits of the chosen experts. A row of the
+    tensors belongs to an input, and gate and up projection take turns in their columns.
+    """
+
+    undivided: bool = True
+
+    def problems(self, hf: Hf) -> Iterator[str]:
+        yield from super().problems(hf)
+        if not hf["swiglu_limit"]:
+            yield f"swiglu_limit = {hf['swiglu_limit']!r} must be more than 0"
+
+    def megatron_settings(self, hf: Hf) -> dict[str, Any]:
+        return super().megatron_settings(hf) | dict(
+            add_bias_linear=True,
+            activation_func="quick_gelu",
+            activation_func_clamp_value=float(hf["swiglu_limit"]),
+            glu_linear_offset=1.0,
+        )
+
+    def tensors(self, hf: Hf) -> dict[str, TensorNames]:
+        def of_experts(name: str, split: int | None, packing: Any) -> TensorNames:
+            return TensorNames((f"mlp.experts.{{}}.{name}",), split, packing)
+
+        return NORM | {
+            "mlp.router.weight": TensorNames(("mlp.router.weight",)),
+            "mlp.router.bias": TensorNames(("mlp.router.bias",)),
+            "mlp.experts.linear_fc1.weight": of_experts("gate_up_proj", 1, "alternate_columns"),
+            "mlp.experts.linear_fc1.bias": of_experts("gate_up_proj_bias", 0, "alternate_columns"),
+            "mlp.experts.linear_fc2.weight": of_experts("down_proj", 0, "columns"),
+            "mlp.experts.linear_fc2.bias": of_experts("down_proj_bias", None, "columns"),
+        }
+
+    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float) -> Kept:
+        elements, float32 = super().kept(hf, layout, tokens, imbalance)
+        between = tokens_between(layout, tokens)
+        routed = between * hf["num_experts_per_tok"] * imbalance
+        # beside what a SwiGLU keeps both its inputs, clamped, and one of them with its offset; twice whose expert a
+        # row is, of which the second is weighted
+        elements += routed * (3 * hf["moe_intermediate_size"] + 2 * hf["num_experts"] / layout.expert_parallel)
+        return Kept(elements, float32)
+
+    def expert_parameters(self, hf: Hf) -> int:
+        biases = 2 * hf["moe_intermediate_size"] + hf["hidden_size"]
+        return super().expert_parameters(hf) + int(biases)
