@@ -23,6 +23,7 @@ from megarl.storage.files import make_directory
 from megarl.storage.ledger import sealed_external
 from megarl.storage.origin import RESCORED, SCORED_BEFORE, link_start, start_of
 from megarl.storage.policies import check_policy, copy_policy
+from megarl.storage.retention import check_kept, require_policy
 from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.trackers import NONE as NO_TRACKERS
@@ -45,7 +46,7 @@ def rehearse_recipe(nodes: Nodes, recipe_path: Path, overrides: list[str], scrat
     try:
         run = RunDir.create(scratch, recipe)
         nodes.starter.prepare(run.root)
-        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.stage(0).policy)
+        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.base)
         with Progress(run.root, recipe):
             rehearse(nodes, run)
     finally:
@@ -61,10 +62,10 @@ def rollout_stage(nodes: Nodes, stage: Stage) -> None:
     check_run(run)
     if stage.number == 0 and not stage.policy.exists():
         copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, stage.policy)
-    _require_policy(stage)
     if stage.is_sealed():
         print(f"{stage.rollouts} is sealed already")
         return
+    require_policy(stage)
     with Progress(run.root, run.recipe):
         run_phase(nodes, stage, "rollout", stage.rollout.workers)
     settle_evaluations(stage)
@@ -77,10 +78,10 @@ def optimize_stage(nodes: Nodes, stage: Stage) -> None:
     _require_staged(run)
     check(nodes.starter, run.recipe, nodes.count)
     check_run(run)
-    _require_policy(stage)
     if stage.is_trained():
-        print(f"{stage.next.policy} exists already")
+        print(f"stage {stage.number} is optimized already")
         return
+    require_policy(stage)
     with Progress(run.root, run.recipe):
         run_phase(nodes, stage, "optimize", run.recipe.actor.processes_per_node)
     print(f"wrote {stage.next.policy}")
@@ -114,6 +115,7 @@ def branch_recipe(source: Stage, overrides: Overrides) -> Recipe:
             f"--set actor.lora: stage {source.number} begins with the optimizer of updates before, which is of other "
             "adapters or of all weights; stage 0 of a run without --continue-from begins with a new one"
         )
+    check_kept(source)
     for path in _origins(source):
         if not path.exists():
             raise UserError(
@@ -172,7 +174,7 @@ def _origins(source: Stage) -> list[Path]:
     """The policies, rollouts and checkpoint from which a stage is optimized."""
     if source.number == 0:
         return [source.policy, source.rollouts]
-    return [source.run.stage(0).policy, source.policy, source.rollouts, source.previous.checkpoints]
+    return [source.run.base, source.policy, source.rollouts, source.previous.checkpoints]
 
 
 def branch(source: Stage, target: Path, recipe: Recipe) -> Stage:
@@ -347,11 +349,6 @@ def _require_staged(run: RunDir) -> None:
             f"{run.root} is a live run: `megarl train` makes its rollouts and updates together, and several policies "
             "generate a stage, so that no phase of it stands alone"
         )
-
-
-def _require_policy(stage: Stage) -> None:
-    if not stage.policy.exists():
-        raise UserError(f"{stage.policy} does not exist: optimize stage {stage.number - 1} first")
 
 
 def summarise_run(run: RunDir) -> str:

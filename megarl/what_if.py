@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.errors import UserError
 from megarl.scratch import ask, check_updates, open_stage, policies_of
+from megarl.storage.retention import require_policy
 
 
 def what_if(run_dir: Path, number: int, updates: Sequence[int], batches: int) -> list[dict[str, Any]]:
@@ -24,6 +25,8 @@ def what_if(run_dir: Path, number: int, updates: Sequence[int], batches: int) ->
     if not stage.is_sealed():
         raise UserError(f"{stage.rollouts} is not sealed: megarl rollout {stage.run.root} --stage {number}")
     check_updates(stage, list(updates))
+    if stage.run.recipe.actor.routing_replay == "actor":  # of the policy that began the stage
+        require_policy(stage)
     total = stage.run.recipe.schedule.updates_per_pass
     if not 2 <= batches <= total:
         raise UserError(f"--batches {batches}: intervals need 2 at least, and the stage has {total}")

@@ -10,7 +10,6 @@ from megarl.actor.optimizer import gather_parameters
 from megarl.actor.step import Actor
 from megarl.beats import beat
 from megarl.errors import UserError
-from megarl.phases.updates import weights_of
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.policies import check_policy
 from megarl.storage.requests import read_request, write_answer
@@ -21,7 +20,7 @@ def export(stage: Stage) -> None:
     """Make ``output`` of the request the policy after ``update`` updates of the stage."""
     request = read_request(stage.run.root)
     device = parallel.initialize(stage.run.recipe)
-    actor = Actor.build(stage.run.recipe, weights_of(stage), device, load=False)
+    actor = Actor.build(stage.run.recipe, stage.run.base, device, load=False)
     load_policy(actor, stage, request["update"])
     write_policy(actor, stage, request["update"], Path(request["output"]))
     write_answer(stage.run.root, [])
@@ -46,4 +45,4 @@ def write_policy(actor: Actor, stage: Stage, updates: int, target: Path) -> None
     """Export the actor's policy, which is that after so many updates of the stage."""
     beat("export", target.name)
     shutil.rmtree(target, ignore_errors=True)
-    hf.export_hf(actor.models, target, stage.run.stage(0).policy, stage.first_update + updates)
+    hf.export_hf(actor.models, target, stage.run.base, stage.first_update + updates)

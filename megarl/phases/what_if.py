@@ -36,7 +36,7 @@ def what_if(stage: Stage) -> None:
     request = read_request(stage.run.root)
     recipe = stage.run.recipe
     device = parallel.initialize(recipe)
-    actor = Actor.build(recipe, stage.policy, device)
+    actor = Actor.build(recipe, stage.run.base, device, load=False)
     actor.frozen = frozen_policies(build_objective(recipe.objective.name, {}), stage)
     comparison = Comparison(stage, actor, RolloutStore(stage.rollouts), objectives_of(stage))
     found = [record for updates in request["updates"] for record in comparison.measure(updates, request["batches"])]
