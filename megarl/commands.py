@@ -18,6 +18,7 @@ from megarl.recipe.load import Overrides, load_recipe, override_recipe, parse_ov
 from megarl.recipe.tables import Recipe
 from megarl.scratch import ask, check_updates, open_stage
 from megarl.storage.best import settle_evaluations
+from megarl.storage.checkpoints import checkpoints
 from megarl.storage.evaluations import Answered
 from megarl.storage.files import make_directory
 from megarl.storage.ledger import sealed_external
@@ -210,15 +211,32 @@ def _link_evaluation(source: Stage, stage: Stage, suite: str) -> None:
             link.symlink_to(place)
 
 
-def export_policy(run_dir: Path, number: int, updates: int, output: Path) -> str:
-    """Write the policy after so many updates of stage ``number`` as a Hugging Face directory: the text to print."""
+def export_policy(run_dir: Path, number: int, updates: int, output: Path, adapters: bool = False) -> str:
+    """Write the policy after so many updates of stage ``number`` as a Hugging Face directory: the text to print.
+
+    adapters: of a run with ``[actor.lora]`` the adapters alone, as PEFT has them.
+    """
     stage = open_stage(run_dir, number)
     check_updates(stage, [updates])
+    if adapters:
+        _check_has_adapters(stage, updates)
     if output.exists():
         raise UserError(f"{output} exists already: name a directory that does not")
     make_directory(output.resolve().parent)
-    ask(stage, "export", update=updates, output=str(output.resolve()))
+    ask(stage, "export", update=updates, output=str(output.resolve()), adapters=adapters)
     return f"wrote {output}"
+
+
+def _check_has_adapters(stage: Stage, updates: int) -> None:
+    """`UserError` unless a checkpoint has them: an exported policy has them in its weights."""
+    if stage.run.recipe.actor.lora is None:
+        raise UserError(f"--adapters: {stage.run.root} trains all weights, it has no [actor.lora]")
+    saved = [update for update, _ in checkpoints(stage.checkpoints)]
+    if updates not in saved:
+        raise UserError(
+            f"--adapters: after update {updates} of stage {stage.number} there is a policy with merged weights alone; "
+            f"checkpoints, which have adapters, are there after updates {', '.join(map(str, saved)) or 'none'}"
+        )
 
 
 def evaluate_checkpoint(

@@ -1,11 +1,14 @@
-"""The export phase: the policy that a checkpoint holds, as a Hugging Face directory. One process, no update."""
+"""The export phase: the policy, or the adapters, that a checkpoint holds, in files of Hugging Face. No update.
+
+One process, which has all of the model.
+"""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
-from megarl.actor import checkpoint, hf, parallel
+from megarl.actor import checkpoint, hf, parallel, peft
 from megarl.actor.optimizer import gather_parameters
 from megarl.actor.step import Actor
 from megarl.beats import beat
@@ -22,7 +25,8 @@ def export(stage: Stage) -> None:
     device = parallel.initialize(stage.run.recipe)
     actor = Actor.build(stage.run.recipe, stage.run.base, device, load=False)
     load_policy(actor, stage, request["update"])
-    write_policy(actor, stage, request["update"], Path(request["output"]))
+    write = write_adapters if request["adapters"] else write_policy
+    write(actor, stage, request["update"], Path(request["output"]))
     write_answer(stage.run.root, [])
 
 
@@ -46,3 +50,11 @@ def write_policy(actor: Actor, stage: Stage, updates: int, target: Path) -> None
     beat("export", target.name)
     shutil.rmtree(target, ignore_errors=True)
     hf.export_hf(actor.models, target, stage.run.base, stage.first_update + updates)
+
+
+def write_adapters(actor: Actor, stage: Stage, updates: int, target: Path) -> None:
+    """Export the actor's adapters, which are those after so many updates of the stage."""
+    beat("export", target.name)
+    table, version = actor.recipe.actor.lora, stage.first_update + updates
+    assert table is not None
+    peft.export_adapters(actor.models, target, table, actor.recipe.model.path, actor.base, version)
