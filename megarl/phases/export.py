@@ -14,7 +14,7 @@ from megarl.actor.step import Actor
 from megarl.beats import beat
 from megarl.errors import UserError
 from megarl.storage.checkpoints import checkpoints
-from megarl.storage.policies import check_policy
+from megarl.storage.policies import PolicyInfo, check_policy
 from megarl.storage.requests import read_request, write_answer
 from megarl.storage.run_dir import Stage
 
@@ -25,8 +25,11 @@ def export(stage: Stage) -> None:
     device = parallel.initialize(stage.run.recipe)
     actor = Actor.build(stage.run.recipe, stage.run.base, device, load=False)
     load_policy(actor, stage, request["update"])
-    write = write_adapters if request["adapters"] else write_policy
-    write(actor, stage, request["update"], Path(request["output"]))
+    place = stage, request["update"], Path(request["output"])
+    if request["adapters"]:
+        write_adapters(actor, *place)
+    else:
+        write_policy(actor, *place)
     write_answer(stage.run.root, [])
 
 
@@ -45,11 +48,11 @@ def load_policy(actor: Actor, stage: Stage, updates: int) -> None:
     gather_parameters(actor.replicas)
 
 
-def write_policy(actor: Actor, stage: Stage, updates: int, target: Path) -> None:
+def write_policy(actor: Actor, stage: Stage, updates: int, target: Path) -> PolicyInfo:
     """Export the actor's policy, which is that after so many updates of the stage."""
     beat("export", target.name)
     shutil.rmtree(target, ignore_errors=True)
-    hf.export_hf(actor.models, target, stage.run.base, stage.first_update + updates)
+    return hf.export_hf(actor.models, target, stage.run.base, stage.first_update + updates)
 
 
 def write_adapters(actor: Actor, stage: Stage, updates: int, target: Path) -> None:
