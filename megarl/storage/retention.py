@@ -14,7 +14,7 @@ from megarl.errors import UserError
 from megarl.storage.checked_json import read_checked, write_checked
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import remove_directory, remove_leftover
-from megarl.storage.policies import PolicyInfo, read_info
+from megarl.storage.policies import INFO_FILE, PolicyInfo, read_info
 from megarl.storage.run_dir import RunDir, Stage
 
 
@@ -25,12 +25,18 @@ def remove_policies(stage: Stage) -> None:
     belongs to the run that this one branched from. To be repeated after a kill.
     """
     for old in reversed(list(_removable(stage))):  # the oldest first: whatever a kill leaves follows on what is gone
-        try:
-            info = read_info(old.policy)
-        except UserError:
-            continue  # nobody could say later what it was; `megarl audit` says what is wrong with it
-        write_checked(old.removed_policy, asdict(info))
-        remove_directory(old.policy)
+        if (info := _named(old)) is not None:
+            write_checked(old.removed_policy, asdict(info))
+            remove_directory(old.policy)
+
+
+def _named(stage: Stage) -> PolicyInfo | None:
+    """What the stage's policy says of itself. None: nobody could tell later what it was, so it stays for the audit."""
+    try:
+        info = read_info(stage.policy) if (stage.policy / INFO_FILE).exists() else None
+    except UserError:
+        return None
+    return info if info is not None and info.version == stage.first_update else None
 
 
 def _removable(stage: Stage) -> Iterator[Stage]:
