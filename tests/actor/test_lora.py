@@ -172,6 +172,35 @@ def test_an_export_of_adapters_alone_is_what_a_merged_one_has_beyond_the_base(fa
     assert all(torch.equal(after[name], value) for name, value in untouched.items())
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_qk_norm"])
+def test_vllm_takes_the_names_and_the_scale_of_exported_adapters(family, tmp_path):
+    """Modules as vLLM expects them of a mixture whose experts it does not have in one tensor."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    from megarl.actor.peft import export_adapters
+
+    make_hf_model(family).save_pretrained(tmp_path / "in")
+    actor = build(tmp_path / "in", {})
+    export_adapters(actor.models, tmp_path / "adapters", actor.recipe.actor.lora, tmp_path / "in", actor.base, 0)
+    modules = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    modules |= {f"experts.{expert}.{name}_proj" for expert in range(8) for name in ("gate", "up", "down")}
+    helper = PEFTHelper.from_local_dir(str(tmp_path / "adapters"), None)
+    assert helper._validate_features() == []
+    found = LoRAModel.from_local_checkpoint(
+        str(tmp_path / "adapters"), modules, helper, device="cpu", lora_model_id=1
+    ).loras
+    tensors = load_file(tmp_path / "adapters/adapter_model.safetensors")
+    assert len(tensors) == 2 * len(found)
+    with TensorFiles.of_directory(tmp_path / "in") as base:
+        assert all(base.stored_name(f"{name}.weight") for name in found)
+    for name, lora in found.items():
+        assert lora.scaling == 6 / 4
+        assert torch.equal(lora.lora_a, tensors[f"base_model.model.{name}.lora_A.weight"])
+        assert torch.equal(lora.lora_b, tensors[f"base_model.model.{name}.lora_B.weight"])
+
+
 def stored_tensors(folder):
     for file in folder.glob("*.safetensors"):
         yield from load_file(file).items()
