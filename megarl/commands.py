@@ -18,11 +18,13 @@ from megarl.recipe.load import Overrides, load_recipe, override_recipe, parse_ov
 from megarl.recipe.tables import Recipe
 from megarl.scratch import ask, check_updates, open_stage
 from megarl.storage.best import settle_evaluations
+from megarl.storage.checkpoints import checkpoints
 from megarl.storage.evaluations import Answered
 from megarl.storage.files import make_directory
 from megarl.storage.ledger import sealed_external
 from megarl.storage.origin import RESCORED, SCORED_BEFORE, link_start, start_of
 from megarl.storage.policies import check_policy, copy_policy
+from megarl.storage.retention import check_kept, require_policy
 from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.trackers import NONE as NO_TRACKERS
@@ -45,7 +47,7 @@ def rehearse_recipe(nodes: Nodes, recipe_path: Path, overrides: list[str], scrat
     try:
         run = RunDir.create(scratch, recipe)
         nodes.starter.prepare(run.root)
-        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.stage(0).policy)
+        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.base)
         with Progress(run.root, recipe):
             rehearse(nodes, run)
     finally:
@@ -61,10 +63,10 @@ def rollout_stage(nodes: Nodes, stage: Stage) -> None:
     check_run(run)
     if stage.number == 0 and not stage.policy.exists():
         copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, stage.policy)
-    _require_policy(stage)
     if stage.is_sealed():
         print(f"{stage.rollouts} is sealed already")
         return
+    require_policy(stage)
     with Progress(run.root, run.recipe):
         run_phase(nodes, stage, "rollout", stage.rollout.workers)
     settle_evaluations(stage)
@@ -77,10 +79,10 @@ def optimize_stage(nodes: Nodes, stage: Stage) -> None:
     _require_staged(run)
     check(nodes.starter, run.recipe, nodes.count)
     check_run(run)
-    _require_policy(stage)
     if stage.is_trained():
-        print(f"{stage.next.policy} exists already")
+        print(f"stage {stage.number} is optimized already")
         return
+    require_policy(stage)
     with Progress(run.root, run.recipe):
         run_phase(nodes, stage, "optimize", run.recipe.actor.processes_per_node)
     print(f"wrote {stage.next.policy}")
@@ -114,6 +116,7 @@ def branch_recipe(source: Stage, overrides: Overrides) -> Recipe:
             f"--set actor.lora: stage {source.number} begins with the optimizer of updates before, which is of other "
             "adapters or of all weights; stage 0 of a run without --continue-from begins with a new one"
         )
+    check_kept(source)
     for path in _origins(source):
         if not path.exists():
             raise UserError(
@@ -172,7 +175,7 @@ def _origins(source: Stage) -> list[Path]:
     """The policies, rollouts and checkpoint from which a stage is optimized."""
     if source.number == 0:
         return [source.policy, source.rollouts]
-    return [source.run.stage(0).policy, source.policy, source.rollouts, source.previous.checkpoints]
+    return [source.run.base, source.policy, source.rollouts, source.previous.checkpoints]
 
 
 def branch(source: Stage, target: Path, recipe: Recipe) -> Stage:
@@ -208,15 +211,32 @@ def _link_evaluation(source: Stage, stage: Stage, suite: str) -> None:
             link.symlink_to(place)
 
 
-def export_policy(run_dir: Path, number: int, updates: int, output: Path) -> str:
-    """Write the policy after so many updates of stage ``number`` as a Hugging Face directory: the text to print."""
+def export_policy(run_dir: Path, number: int, updates: int, output: Path, adapters: bool = False) -> str:
+    """Write the policy after so many updates of stage ``number`` as a Hugging Face directory: the text to print.
+
+    adapters: of a run with ``[actor.lora]`` the adapters alone, as PEFT has them.
+    """
     stage = open_stage(run_dir, number)
     check_updates(stage, [updates])
+    if adapters:
+        _check_has_adapters(stage, updates)
     if output.exists():
         raise UserError(f"{output} exists already: name a directory that does not")
     make_directory(output.resolve().parent)
-    ask(stage, "export", update=updates, output=str(output.resolve()))
+    ask(stage, "export", update=updates, output=str(output.resolve()), adapters=adapters)
     return f"wrote {output}"
+
+
+def _check_has_adapters(stage: Stage, updates: int) -> None:
+    """`UserError` unless a checkpoint has them: an exported policy has them in its weights."""
+    if stage.run.recipe.actor.lora is None:
+        raise UserError(f"--adapters: {stage.run.root} trains all weights, it has no [actor.lora]")
+    saved = [update for update, _ in checkpoints(stage.checkpoints)]
+    if updates not in saved:
+        raise UserError(
+            f"--adapters: after update {updates} of stage {stage.number} there is a policy with merged weights alone; "
+            f"checkpoints, which have adapters, are there after updates {', '.join(map(str, saved)) or 'none'}"
+        )
 
 
 def evaluate_checkpoint(
@@ -347,11 +367,6 @@ def _require_staged(run: RunDir) -> None:
             f"{run.root} is a live run: `megarl train` makes its rollouts and updates together, and several policies "
             "generate a stage, so that no phase of it stands alone"
         )
-
-
-def _require_policy(stage: Stage) -> None:
-    if not stage.policy.exists():
-        raise UserError(f"{stage.policy} does not exist: optimize stage {stage.number - 1} first")
 
 
 def summarise_run(run: RunDir) -> str:

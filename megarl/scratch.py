@@ -42,7 +42,8 @@ def check_updates(stage: Stage, updates: list[int]) -> None:
     if missing := [update for update in updates if update not in there]:
         raise UserError(
             f"--update {missing[0]}: of stage {stage.number} there are the policies after updates "
-            f"{', '.join(map(str, there)) or 'none'}; [actor] checkpoint_every and keep_checkpoints say which are kept"
+            f"{', '.join(map(str, there)) or 'none'}; [actor] checkpoint_every, keep_checkpoints and keep_policies say "
+            "which are kept"
         )
 
 
@@ -58,7 +59,7 @@ def ask(stage: Stage, phase: str, **request: Any) -> list[dict[str, Any]]:
 
 def _linked(stage: Stage, root: Path) -> Stage:
     scratch = RunDir.create(root, _on_one_process(stage.run.recipe)).stage(stage.number)
-    for path in (stage.run.stage(0).policy, stage.policy, stage.rollouts, stage.checkpoints, stage.next.policy):
+    for path in (stage.run.base, stage.policy, stage.rollouts, stage.checkpoints, stage.next.policy):
         link = scratch.run.root / path.relative_to(stage.run.root)
         make_directory(link.parent)
         if path.exists() and not link.exists():

@@ -26,8 +26,8 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
     trainers = recipe.actor.processes_per_node
 
     check_run(run)
-    if not run.stage(0).policy.exists():
-        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.stage(0).policy)
+    if not run.base.exists():
+        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.base)
     with Progress(run.root, recipe):
         if rehearsal_is_due(run, until):
             rehearse(nodes, run)

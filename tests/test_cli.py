@@ -95,17 +95,3 @@ def test_a_key_is_looked_for_in_all_tables():
         "actor.lr: unknown key; did you mean optimizer.lr?" in cli("data", "show", RECIPE, "--set", "actor.lr=3").stderr
     )
     assert "did you mean optimizer.betas?" in cli("data", "show", RECIPE, "--set", "beta=3").stderr
-
-
-@pytest.mark.parametrize(
-    ("typed", "completed"),
-    [("tr", ["train", "trace"]), ("stage pa", ["pack"]), ("stage pack --l", ["--license"]), ("serve --po", ["--port"])],
-)
-def test_bash_completes_commands_and_options(typed, completed, tmp_path):
-    script, words = tmp_path / "completion.sh", ["megarl", *typed.split()]
-    script.write_text(cli("completion", "bash").stdout)
-    asked = (
-        f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _megarl; echo ${{COMPREPLY[@]}}"
-    )
-    result = subprocess.run(["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert result.stdout.split() == completed

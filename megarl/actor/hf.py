@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megarl.actor.hf_names import HfTensor, expert_number, hf_tensors, missing_names
+from megarl.actor.hf_names import HfTensor, expert_number, hf_tensors, missing_names, name_on_this_rank
 from megarl.actor.lora import round_stochastically
 from megarl.actor.model import PolicyModel
 from megarl.errors import UserError
@@ -45,7 +45,7 @@ def load_hf(models: list[PolicyModel], model_dir: Path) -> None:
     with TensorFiles.of_directory(Path(model_dir)) as source:
         _refuse_unknown(source, models, Path(model_dir))
         for tensor in hf_tensors(models):
-            name = embedding if tied and tensor.name == LM_HEAD else _name_on_this_rank(tensor, models[0])
+            name = embedding if tied and tensor.name == LM_HEAD else name_on_this_rank(tensor, models[0])
             region = source.region(name)
             if region is None:
                 raise UserError(f"{model_dir} has no tensor {name!r}: its config.json does not fit its weights")
@@ -69,13 +69,6 @@ def _sharing_group(tensor: HfTensor) -> dist.ProcessGroup:
     if tensor.local_expert is not None:
         return mpu.get_expert_tensor_parallel_group()
     return mpu.get_tensor_model_parallel_group()
-
-
-def _name_on_this_rank(tensor: HfTensor, model: PolicyModel) -> str:
-    if tensor.local_expert is None:
-        return tensor.name
-    rank = mpu.get_expert_model_parallel_rank()
-    return tensor.name.format(expert_number(tensor.local_expert, rank, model.config))
 
 
 def _refuse_unknown(source: TensorFiles, models: list[PolicyModel], model_dir: Path) -> None:
@@ -153,7 +146,7 @@ def _jobs(models: list[PolicyModel], source: TensorFiles) -> Iterator[_Job]:
     """
     slices: dict[str, list[HfTensor]] = {}
     for tensor in hf_tensors(models):
-        name = source.stored_name(_name_on_this_rank(tensor, models[0]))
+        name = source.stored_name(name_on_this_rank(tensor, models[0]))
         if name is not None:  # None: the lm_head of tied embeddings, where the source leaves it out
             slices.setdefault(name, []).append(tensor)
     for turn, (name, tensors) in enumerate(slices.items()):

@@ -175,6 +175,14 @@ def _local_experts(config: TransformerConfig) -> int:
     return int(config.num_moe_experts // mpu.get_expert_model_parallel_world_size())
 
 
+def name_on_this_rank(tensor: HfTensor, model: PolicyModel) -> str:
+    """With the number of the expert, of an expert's tensor."""
+    if tensor.local_expert is None:
+        return tensor.name
+    rank = mpu.get_expert_model_parallel_rank()
+    return tensor.name.format(expert_number(tensor.local_expert, rank, model.config))
+
+
 def missing_names(models: list[PolicyModel]) -> set[str]:
     """Tensors of this rank's layers for which Megatron has no parameter, because ``[megatron]`` changed the model."""
     built = {tensor.name for tensor in hf_tensors(models)}

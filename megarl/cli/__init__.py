@@ -210,7 +210,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     from megarl.commands import export_policy
 
-    print(export_policy(options.run_dir, options.stage, options.update, options.output))
+    print(export_policy(options.run_dir, options.stage, options.update, options.output, options.adapters))
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -320,6 +320,7 @@ def _add_phases(commands: Commands) -> None:
     sub.add_argument("--stage", type=int, required=True)
     sub.add_argument("--update", type=int, required=True, help="updates of the stage before it")
     sub.add_argument("--output", type=Path, required=True, help="the directory to make")
+    sub.add_argument("--adapters", action="store_true", help="of [actor.lora] the adapters alone, as PEFT stores them")
 
 
 def _add_evaluation(commands: Commands) -> None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from megarl.cli.arguments import Commands, command, positive
+from megarl.errors import UserError
 
 
 def add_beside(commands: Commands) -> None:
@@ -29,6 +30,14 @@ def add_beside(commands: Commands) -> None:
         help="a policy, by its updates in the stage; may be repeated; default: all that are there",
     )
     sub.add_argument("--batches", type=positive, default=8, help="of the stage, the last ones; default: 8")
+    sub.add_argument(
+        "--fresh-stage",
+        type=int,
+        metavar="K",
+        help="a sealed stage that the policy of --update generated, as the fresh responses; default: new ones, by the "
+        "built-in engine",
+    )
+    sub.add_argument("--fresh", type=Path, metavar="RUN", help="the run directory of --fresh-stage; default: the same")
     sub.add_argument("--figure", type=Path, help="write a page with charts along staleness")
     sub.add_argument("--json", action="store_true", help="one JSON list")
 
@@ -53,8 +62,11 @@ def _what_if(options: argparse.Namespace) -> None:
     from megarl.views.what_if import estimates, table, write_figure
     from megarl.what_if import what_if
 
-    rows = estimates(what_if(options.run_dir, options.stage, options.update, options.batches))
-    print(json.dumps(rows) if options.json else table(rows))
+    if options.fresh and options.fresh_stage is None:
+        raise UserError("--fresh RUN: say with --fresh-stage which of its stages")
+    fresh = None if options.fresh_stage is None else (options.fresh or options.run_dir, options.fresh_stage)
+    rows = estimates(what_if(options.run_dir, options.stage, options.update, options.batches, fresh))
+    print(json.dumps(rows) if options.json else table(rows, given=fresh is not None))
     if options.figure:
         write_figure(rows, f"{options.run_dir.name}, stage {options.stage}", options.figure)
 

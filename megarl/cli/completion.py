@@ -9,7 +9,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 _BASH = """_megarl() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}" path="" part
-    for part in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+    for part in "${{COMP_WORDS[@]:1:$((COMP_CWORD - 1))}}"; do
         case " {paths} " in *" ${{path:+$path/}}$part "*) path="${{path:+$path/}}$part" ;; esac
     done
     case "$path" in
@@ -19,6 +19,17 @@ _BASH = """_megarl() {{
 complete -o filenames -F _megarl megarl
 """
 _CASE = """        "{path}") COMPREPLY=($(compgen -W "{words}" {files}-- "$word")) ;;"""
+_FISH = """function __megarl_at --description 'whether these are the commands so far'
+    set -l path ""
+    set -l words (commandline -opc)
+    set -e words[1]
+    for part in $words
+        set -l next (string trim --left --chars=/ "$path/$part")
+        contains -- $next {paths}
+        and set path $next
+    end
+    test "$path" = "$argv[1]"
+end"""
 
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
@@ -52,11 +63,10 @@ def _has_commands(words: list[str]) -> bool:
 
 
 def _fish(table: dict[str, list[str]]) -> Iterator[str]:
+    yield _FISH.format(paths=" ".join(path for path in table if path))
     for path, words in table.items():
-        seen = "".join(f"; and __fish_seen_subcommand_from {part}" for part in path.split("/")) if path else ""
-        names = [word for word in words if not word.startswith("-")]
-        if names:
-            none = f"; and not __fish_seen_subcommand_from {' '.join(names)}"
-            yield f"complete -c megarl -f -n 'true{seen}{none}' -a '{' '.join(names)}'"
-        for option in (word[2:] for word in words if word.startswith("--")):
-            yield f"complete -c megarl -n 'true{seen}' -l {option}"
+        here = f"complete -c megarl -n '{f'__megarl_at {path}'.rstrip()}'"
+        if _has_commands(words):
+            names = [word for word in words if not word.startswith("-")]
+            yield f"{here} -f -a '{' '.join(names)}'"
+        yield from (f"{here} -l {word[2:]}" for word in words if word.startswith("--"))

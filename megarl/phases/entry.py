@@ -32,8 +32,12 @@ def run_process(phase: str, run_dir: Path, stage: int) -> int:
     return report_errors(lambda: _run(phase, run_dir, stage))
 
 
-def report_errors(function: Callable[[], None]) -> int:
-    """Call it; returns what the process is to end with. An exception is printed and written to the error file."""
+def report_errors(function: Callable[[], None], into_log: bool = True) -> int:
+    """Call it; returns what the process is to end with. An exception is printed and written to the error file.
+
+    into_log: whether this process prints to a log of its own. Where it shares a terminal with the one that reads the
+    error file, that one says what a `UserError` says.
+    """
     try:
         function()
     except SystemExit as end:
@@ -43,7 +47,8 @@ def report_errors(function: Callable[[], None]) -> int:
             return 1
         return end.code or 0
     except UserError as error:
-        print(error, file=sys.stderr)
+        if into_log:
+            print(error, file=sys.stderr)
         _write_error(str(error), mistake=True)
         return 2
     except BaseException as error:

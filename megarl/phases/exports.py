@@ -47,7 +47,7 @@ class Exporter:
         if not text:
             return
         scores = self._score(text)
-        precision = hf.precision(self.actor.models[0], self.stage.run.stage(0).policy)
+        precision = hf.precision(self.actor.models[0], self.stage.run.base)
         self._begun = Reference(text, scores, precision)
         if self._done == 0:  # later the weights are none that were ever exported
             stored = _stored(text, chosen, self.stage.first_update) if table.temperature == 1 else None
@@ -64,7 +64,7 @@ class Exporter:
         if self._begun is not None:
             scores = self._score(self._begun.sequences)
             judged = replace(self._before(version, self._begun), logprobs=scores)
-        hf.export_hf(self.actor.models, target, run.stage(0).policy, version, judged)
+        hf.export_hf(self.actor.models, target, run.base, version, judged)
         if parallel.reports_metrics():
             policy, seconds = str(target.relative_to(run.root)), round(time.perf_counter() - start, 3)
             run.log_event("export", policy=policy, version=version, seconds=seconds)

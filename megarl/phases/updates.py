@@ -52,14 +52,9 @@ def build_actor(stage: Stage, device: torch.device, start: Start) -> Actor:
     Weights that `resume` is going to replace are not read.
     """
     beat("loading of the model", stage.policy.name)
-    actor = Actor.build(stage.run.recipe, weights_of(stage), device, load=start.checkpoint is None)
+    actor = Actor.build(stage.run.recipe, stage.run.base, device, load=start.checkpoint is None)
     actor.frozen = frozen_policies(_objective(stage.run), stage)
     return actor
-
-
-def weights_of(stage: Stage) -> Path:
-    """The policy whose weights an actor of the stage has before a checkpoint: with adapters what they stand beside."""
-    return stage.policy if stage.run.recipe.actor.lora is None else stage.run.stage(0).policy
 
 
 def frozen_policies(objective: Objective | WithOptions, stage: Stage) -> list[FrozenPolicy]:
@@ -73,7 +68,7 @@ def frozen_policies(objective: Objective | WithOptions, stage: Stage) -> list[Fr
     wanted = {name for option in options for name in option.requires}
     frozen = []
     if "ref_logprobs" in wanted:
-        frozen.append(FrozenPolicy.build(("ref_logprobs",), recipe, stage.run.stage(0).policy))
+        frozen.append(FrozenPolicy.build(("ref_logprobs",), recipe, stage.run.base))
     behaviour: list[Field] = ["old_logprobs"] if "old_logprobs" in wanted else []
     if recipe.actor.routing_replay == "actor":
         behaviour.append("routed_experts")

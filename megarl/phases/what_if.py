@@ -1,13 +1,15 @@
 """The what-if phase: gradients of every objective on stored batches, beside those of fresh responses.
 
-One process holds an actor and the built-in engine, takes the policies of a stage one after another, and makes no
-update. `megarl.what_if` starts it in a scratch run directory, and reads what it writes there.
+One process holds an actor and, unless fresh responses are given, the built-in engine. It takes the policies of a stage
+one after another, and makes no update. `megarl.what_if` starts it in a scratch run directory, and reads what it writes
+there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch
 from megarl.actor import packing, parallel
 from megarl.actor.step import Actor, compute_gradients
 from megarl.beats import beat
+from megarl.errors import UserError
 from megarl.objectives import OBJECTIVES, Objective, build_objective
 from megarl.phases.export import load_policy, write_policy
 from megarl.phases.generation import generate
@@ -22,6 +25,7 @@ from megarl.phases.rollout_worker import Draws, RolloutWorker
 from megarl.phases.samples import to_samples
 from megarl.phases.scoring import SeededPrompt
 from megarl.phases.updates import frozen_policies
+from megarl.storage.policies import read_info
 from megarl.storage.requests import read_request, write_answer
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
@@ -36,9 +40,10 @@ def what_if(stage: Stage) -> None:
     request = read_request(stage.run.root)
     recipe = stage.run.recipe
     device = parallel.initialize(recipe)
-    actor = Actor.build(recipe, stage.policy, device)
+    actor = Actor.build(recipe, stage.run.base, device, load=False)
     actor.frozen = frozen_policies(build_objective(recipe.objective.name, {}), stage)
-    comparison = Comparison(stage, actor, RolloutStore(stage.rollouts), objectives_of(stage))
+    given = request["fresh"] and RolloutStore(Path(request["fresh"]))
+    comparison = Comparison(stage, actor, RolloutStore(stage.rollouts), objectives_of(stage), given)
     found = [record for updates in request["updates"] for record in comparison.measure(updates, request["batches"])]
     comparison.close()
     write_answer(stage.run.root, found)
@@ -69,18 +74,20 @@ class Comparison:
     actor: Actor
     store: RolloutStore
     objectives: dict[str, Objective]
+    given: RolloutStore | None = None  # responses of the one policy that is measured
     _worker: RolloutWorker | None = None
 
     def measure(self, updates: int, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
         """The policy after so many ``updates`` of the stage, on the stored batches of those numbers.
 
-        Fresh is GRPO's gradient on new responses of the policy to the same prompts, those of all batches together: of
-        one batch it would be mostly noise. The fresh gradient of a batch is compared with that of the others.
+        Fresh is GRPO's gradient on new responses of the policy to the same prompts, or on the given ones, those of all
+        batches together: of one batch it would be mostly noise. The fresh gradient of a batch is compared with that of
+        the others.
         """
-        worker = self._load(updates)
+        load_policy(self.actor, self.stage, updates)
         grpo = replace(OBJECTIVES["grpo"](), aggregation=next(iter(self.objectives.values())).aggregation)
         stored = [self.store.read(self.stage.groups_of_update(self.store.chosen, batch)) for batch in batches]
-        fresh = [self._answer(worker, groups) for groups in stored]
+        fresh = self._generate(updates, stored) if self.given is None else self._read(self.given, updates, len(stored))
         on_policy = sum(self.gradient(groups, grpo)[0] for groups in fresh)
         assert isinstance(on_policy, torch.Tensor)
         for batch, groups, new in zip(batches, stored, fresh, strict=True):
@@ -119,18 +126,37 @@ class Comparison:
         if self._worker is not None:
             self._worker.close()
 
-    def _load(self, updates: int) -> RolloutWorker:
-        """The policy after so many updates of the stage, into actor and engine."""
-        stage, policy = self.stage, self.stage.policy
-        load_policy(self.actor, stage, updates)
-        if updates:
-            policy = stage.run.root / f"policies/{updates:06d}"
-            write_policy(self.actor, stage, updates, policy)
+    def _export(self, updates: int) -> Path:
+        """The actor's policy, which is that after so many updates of the stage, where the stage has none such."""
+        kept = {0: self.stage.policy, self.stage.run.recipe.schedule.updates_per_stage: self.stage.next.policy}
+        if updates in kept and kept[updates].exists():
+            return kept[updates]
+        policy = self.stage.run.root / f"policies/{updates:06d}"
+        write_policy(self.actor, self.stage, updates, policy)
+        return policy
+
+    def _read(self, store: RolloutStore, updates: int, batches: int) -> list[list[Group]]:
+        """The first groups of a store of the policy's responses, in batches as the stage's."""
+        expected = read_info(self._export(updates)).weights_hash
+        if other := {entry.weights_hash for entry in store.entries} - {expected}:
+            raise UserError(
+                f"{store.directory} was generated by weights {min(other)[:12]}, but the policy after {updates} updates "
+                f"of stage {self.stage.number} is {expected[:12]}: its responses are not fresh"
+            )
+        size = self.stage.run.recipe.schedule.prompts_per_update
+        if len(store.chosen) < batches * size:
+            raise UserError(f"{store.directory} has {len(store.chosen)} groups; {batches} batches of {size} want more")
+        return [store.read(store.chosen[batch * size : (batch + 1) * size]) for batch in range(batches)]
+
+    def _generate(self, updates: int, stored: list[list[Group]]) -> list[list[Group]]:
+        """New responses of the policy to the prompts of each batch."""
+        policy = self._export(updates)
         if self._worker is None:
-            self._worker = RolloutWorker.build(stage.run.recipe, stage.number, policy)
+            self._worker = RolloutWorker.build(self.stage.run.recipe, self.stage.number, policy)
         else:
             self._worker.load(policy)
-        return self._worker
+        worker = self._worker
+        return [self._answer(worker, groups) for groups in stored]
 
     def _answer(self, worker: RolloutWorker, groups: list[Group]) -> list[Group]:
         """New responses of the policy to the prompts of ``groups``, scored."""

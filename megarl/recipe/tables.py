@@ -138,6 +138,7 @@ class ActorTable(Table):
     max_skipped_updates: int = Field(0, ge=0)  # of the whole run; more non-finite updates than this stop it
     keep_checkpoints: int = Field(2, ge=1)  # of a stage; older ones are removed
     keep_stages: int | None = Field(None, ge=1)  # finished stages whose checkpoints are kept; default: all
+    keep_policies: int | None = Field(None, ge=1)  # those whose policy is kept, beside the first; default: all
     lora: LoraTable | None = None  # train low-rank adapters instead of the model's weights (docs/scale.md)
 
     @property

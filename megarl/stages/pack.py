@@ -37,6 +37,7 @@ from megarl.storage.files import disk_errors, file_sha256, make_directory
 from megarl.storage.ledger import LEDGER, SEALED
 from megarl.storage.origin import start_of
 from megarl.storage.policies import check_policy, read_info, write_info
+from megarl.storage.retention import require_policy
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 
@@ -57,6 +58,7 @@ def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool, 
     if not stage.is_sealed():
         raise UserError(f"{stage.rollouts} is not sealed: a stage travels once it is complete")
     _check_travels(stage)
+    require_policy(stage)
     stage.run.check_prompts()
     output = output.resolve()
     make_directory(output.parent)
@@ -90,7 +92,7 @@ def _pack(stage: Stage, folder: Path, licence: str, weights: bool, prompts: bool
         store.verify(entry)
     _copy_policy(stage.policy, folder / POLICY, weights or stage.number > 0)
     if stage.number:
-        _copy_policy(run.stage(0).policy, folder / FIRST_POLICY, True)
+        _copy_policy(run.base, folder / FIRST_POLICY, True)
         _copy_checkpoint(stage, folder)
     _link_all(
         [stage.rollouts / name for name in (SEALED, LEDGER, *(e.shard for e in store.entries))], folder / ROLLOUTS

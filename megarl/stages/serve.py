@@ -10,6 +10,7 @@ from megarl.recipe.tables import Recipe
 from megarl.storage.files import write_atomic
 from megarl.storage.policies import copy_policy
 from megarl.storage.requests import write_request
+from megarl.storage.retention import require_policy
 from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.views.progress import Progress
@@ -28,11 +29,10 @@ def serve_stage(nodes: Nodes, stage: Stage, port: int) -> None:
     check_run(run)
     if stage.number == 0 and not stage.policy.exists():
         copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, stage.policy)
-    if not stage.policy.exists():
-        raise UserError(f"{stage.policy} does not exist: optimize stage {stage.number - 1} first")
     if stage.is_sealed():
         print(f"{stage.rollouts} is sealed already")
         return
+    require_policy(stage)
     write_key(run)
     write_request(run.root, port=port)
     where = f"http://127.0.0.1:{port}" if port else "the address that events.jsonl names"

@@ -205,7 +205,7 @@ def _link_stage(stage: Stage, manifest: Manifest) -> None:
     run = stage.run
     places = {stage.policy: POLICY, stage.rollouts: ROLLOUTS}
     if stage.number:
-        places |= {run.stage(0).policy: FIRST_POLICY, stage.previous.checkpoints: CHECKPOINTS}
+        places |= {run.base: FIRST_POLICY, stage.previous.checkpoints: CHECKPOINTS}
     for place, name in places.items():
         make_directory(place.parent)
         os.symlink(os.path.relpath(run.root / PACKED / name, place.parent), place)
@@ -213,7 +213,7 @@ def _link_stage(stage: Stage, manifest: Manifest) -> None:
 
 def _check(stage: Stage, manifest: Manifest) -> None:
     """What the phases count on and do not look at again."""
-    folders = [stage.policy] + ([stage.run.stage(0).policy] if stage.number else [])
+    folders = [stage.policy] + ([stage.run.base] if stage.number else [])
     for folder in folders:
         info = read_info(folder)
         packed = manifest.below(POLICY if folder == stage.policy else FIRST_POLICY)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from megarl.storage.files import atomic_directory
 from megarl.storage.policies import read_info
+from megarl.storage.retention import remove_policies
 from megarl.storage.run_dir import RunDir, Stage
 
 
 def settle_evaluations(stage: Stage) -> None:
-    """After the evaluations that are due when ``stage`` begins: keep the best policy, let go of those between stages.
+    """After the evaluations that are due when ``stage`` begins: keep the best policy, let go of those between stages
+    and of the stages' own that `megarl.storage.retention` need not keep.
 
     To be repeated after a kill: a policy is removed only when ``best`` is there.
     """
@@ -23,6 +25,7 @@ def settle_evaluations(stage: Stage) -> None:
     for version in run.versions(run.stage(number) for number in range(oldest, stage.number)):
         if version < stage.oldest_needed and not run.lacks_evaluation(version):
             run.remove_version(version)
+    remove_policies(stage)
 
 
 def best_version(run: RunDir) -> int | None:

@@ -67,6 +67,23 @@ def atomic_directory(path: Path) -> Iterator[Path]:
         fsync_path(path.parent)
 
 
+def remove_directory(path: Path) -> None:
+    """A kill leaves no half of it under its name, but perhaps what `remove_leftover` removes."""
+    remove_leftover(path)
+    path.rename(_leftover(path))
+    fsync_path(path.parent)
+    shutil.rmtree(_leftover(path))
+
+
+def remove_leftover(path: Path) -> None:
+    """What a killed `remove_directory` has left of ``path``."""
+    shutil.rmtree(_leftover(path), ignore_errors=True)
+
+
+def _leftover(path: Path) -> Path:
+    return path.with_name(f".{path.name}.removed.tmp")
+
+
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Turn a full disk or exceeded quota into a message that says where and that nothing sealed is lost.

@@ -18,12 +18,12 @@ from megarl.errors import Busy, UserError
 from megarl.recipe.layout import TRAINING_TABLES, is_layout_setting
 from megarl.recipe.load import recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
-from megarl.storage.checked_json import read_checked, write_checked
 from megarl.storage.eras import eras, from_next_stage, remember
-from megarl.storage.files import file_sha256, make_directory, write_atomic
+from megarl.storage.files import make_directory, remove_directory, write_atomic
 from megarl.storage.json_lines import StrictTail, append_json
 from megarl.storage.ledger import is_sealed
 from megarl.storage.longer import adds_stages, free_result
+from megarl.storage.pinned import check_pinned, pin
 from megarl.storage.run_recipe import dump, load
 
 # what a run makes once it has a recipe
@@ -83,8 +83,7 @@ class RunDir:
                 )
             write_atomic(path, dump(recipe))
         run = cls(root, recipe)
-        if not run.prompts.exists() and all(map(os.path.isfile, run._pinned_files())):
-            write_checked(run.prompts, {"files": run._prompt_sums()})
+        pin(run.prompts, recipe)
         return run
 
     @classmethod
@@ -100,35 +99,8 @@ class RunDir:
         return self.root / "prompts.json"
 
     def check_prompts(self) -> None:
-        """`UserError` where a prompt file is not the one with which the run began: the split into training and held-out
-        prompts, and with it every accuracy, depends on all of its rows."""
-        if not self.prompts.exists():
-            return
-        remedy = "Delete it and start again: the prompt files are then taken as they are now"
-        began = read_checked(self.prompts, remedy).get("files", {})
-        others = dict.fromkeys(self.recipe.reward_files(), "reward function in")
-        others |= dict.fromkeys(self.recipe.template_files(), "chat template")
-        for name, found in self._prompt_sums().items():
-            if began.get(name, found) != found and name in others:
-                raise UserError(
-                    f"the {others[name]} {name} has changed since {self.root} began: put the old file back, or use "
-                    "another --run-dir for the new one"
-                )
-            if began.get(name, found) != found:
-                raise UserError(
-                    f"the prompt file {name} has changed since {self.root} began, and with it which prompts are held "
-                    "out: put the old file back, or use another --run-dir for the new one"
-                )
-
-    def _pinned_files(self) -> list[str]:
-        recipe = self.recipe
-        return [*recipe.prompt_files(), *recipe.template_files(), *recipe.reward_files()]
-
-    def _prompt_sums(self) -> dict[str, str]:
-        try:
-            return {name: file_sha256(Path(name)) for name in self._pinned_files()}
-        except OSError as error:
-            raise UserError(f"cannot read the prompt file {error.filename}: {error.strerror}") from error
+        """`UserError` where a prompt file is not the one with which the run began."""
+        check_pinned(self.prompts, self.recipe)
 
     @property
     def metrics(self) -> Path:
@@ -146,6 +118,14 @@ class RunDir:
     def non_finite(self) -> Path:
         """One object for each sequence that made an update not finite."""
         return self.root / "non_finite.jsonl"
+
+    @property
+    def base(self) -> Path:
+        """The policy with which the run began: it has the configuration and tokenizer of all, and is never removed.
+
+        An actor is built like it; with adapters it is what these stand beside.
+        """
+        return self.stage(0).policy
 
     @property
     def final(self) -> Path:
@@ -204,11 +184,8 @@ class RunDir:
         return sorted(int(path.name) for place in places for path in place.glob("policies/[0-9]*"))
 
     def remove_version(self, version: int) -> None:
-        """Of those between stages; a kill leaves no half of it under its name."""
-        policy = self.version(version)
-        hidden = policy.with_name(f".{policy.name}.tmp")
-        policy.rename(hidden)
-        shutil.rmtree(hidden)
+        """Of those between stages."""
+        remove_directory(self.version(version))
 
     def remove_versions_after(self, saved: int) -> list[int]:
         """Forget what an earlier attempt exported after later updates than it saved; returns the versions that stay.
@@ -242,7 +219,8 @@ class RunDir:
             if path.is_symlink() and not path.exists():
                 raise UserError(
                     f"{path} is a link to {os.readlink(path)}, which is not there: the run that this one branched from "
-                    f"was moved or removed. Put it back, or point the link to where it is now: ln -sfn NEW {path}"
+                    "was moved or removed, or has let go of it ([actor] keep_stages, keep_policies). Put it back, or "
+                    f"point the link to where it is now: ln -sfn NEW {path}"
                 )
 
     def has_trained(self) -> bool:
@@ -318,6 +296,11 @@ class Stage:
         return self.run.final if self.number == self.run.recipe.schedule.stages else self.directory / "policy"
 
     @property
+    def removed_policy(self) -> Path:
+        """What is remembered of the policy once `megarl.storage.retention` has removed it."""
+        return self.directory / "removed_policy.json"
+
+    @property
     def rollouts(self) -> Path:
         return self.directory / "rollouts"
 
@@ -369,7 +352,7 @@ class Stage:
 
     def is_trained(self) -> bool:
         """Whether all updates of the stage are made and exported."""
-        return self.next.policy.exists()
+        return self.next.policy.exists() or self.next.removed_policy.exists()
 
     def evaluation(self) -> dict[str, Any] | None:
         """The recorded evaluation of the stage's policy on the first suite, if there is one."""

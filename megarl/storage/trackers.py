@@ -7,6 +7,7 @@ own. An update that is made again after a kill stands there twice, with equal nu
 from __future__ import annotations
 
 import contextlib
+import glob
 import importlib.util
 import json
 import os
@@ -117,7 +118,7 @@ class _Wandb:
     def __init__(self, root: Path) -> None:
         import wandb
 
-        identity = _runs(root).get("wandb") or _remember(root, "wandb", secrets.token_hex(8))
+        identity = _runs(root).get("wandb") or _remember(root, "wandb", _begun_by_name(root) or secrets.token_hex(8))
         project = os.environ.get("WANDB_PROJECT") or PROJECT
         self._run = wandb.init(project=project, dir=str(root), name=root.name, id=identity, resume="allow")
         # W&B's own steps only rise, but evaluations of earlier policies come after later updates
@@ -136,6 +137,12 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _begun_by_name(root: Path) -> str | None:
+    """What W&B keeps here says of a run directory without `RUNS` that its run is called as the directory is."""
+    known = (root / RUNS).exists() or not any((root / "wandb").glob(f"*run-*-{glob.escape(root.name)}"))
+    return None if known else root.name
 
 
 class _Mlflow:

@@ -15,6 +15,7 @@ from megarl.recipe.tables import Recipe
 from megarl.views import sizes
 from megarl.views.assumptions import GIB, Assumptions
 from megarl.views.census import Census, StageCensus
+from megarl.views.disk import disk_bytes
 from megarl.views.sizes import GPUS, Gpu
 
 
@@ -270,7 +271,7 @@ class Plan:
     @cached_property
     def disk(self) -> dict[str, float]:
         """Bytes of what a run keeps."""
-        return sizes.disk_bytes(self.hf, self.recipe, self.parameters, self.assume, self.whole.trained)
+        return disk_bytes(self.hf, self.recipe, self.parameters, self.assume, self.whole.trained)
 
     @cached_property
     def seconds(self) -> dict[str, float]:

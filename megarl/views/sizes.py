@@ -14,7 +14,6 @@ from megarl.models import family_of
 from megarl.recipe.layout import Layout
 from megarl.recipe.optimizer import OptimizerBytes
 from megarl.recipe.tables import Recipe
-from megarl.rollout.engine import expert_type
 from megarl.views.assumptions import GIB as GIB
 from megarl.views.assumptions import Assumptions as Assumptions
 from megarl.views.census import StageCensus
@@ -349,35 +348,3 @@ def touched_parameters(hf: dict[str, Any], parameters: int, tokens: float) -> fl
         return parameters
     idle: float = (1 - hf["num_experts_per_tok"] / hf["num_experts"]) ** tokens
     return parameters - _expert_parameters(hf) * hf["num_experts"] * idle
-
-
-def disk_bytes(
-    hf: dict[str, Any], recipe: Recipe, parameters: int, assume: Assumptions, trained: int | None = None
-) -> dict[str, float]:
-    """What a run keeps, by kind. A response is stored as int32 tokens, float32 log-probs and, for replay, experts.
-
-    trained: parameters that checkpoints have; default: all.
-    """
-    schedule, rollout = recipe.schedule, recipe.rollout
-    responses = recipe.candidates_per_stage * rollout.responses_per_prompt
-    mean = mean_sequence(recipe, assume) * 4 + assume.mean_response * rollout.max_response_tokens * 4
-    if recipe.actor.routing_replay == "engine":
-        width = expert_type(hf["num_experts"]).itemsize
-        mean += mean_sequence(recipe, assume) * hf["num_hidden_layers"] * hf["num_experts_per_tok"] * width
-    checkpoint = (2.0 + OptimizerBytes.of(recipe).checkpoint) * (parameters if trained is None else trained)
-    stages = min(schedule.stages, (recipe.actor.keep_stages or schedule.stages) + 1)  # finished ones and the current
-    published = {}
-    if schedule.kind == "live":  # versions that engines may still need
-        versions = schedule.lag_rule.max_lag // schedule.lag_rule.sync_every + 1
-        published["versions published at a time, at most"] = 2.0 * parameters * versions
-    rollouts, policies = responses * mean * schedule.stages, 2.0 * parameters * (schedule.stages + 1)
-    checkpoints = checkpoint * (recipe.actor.keep_checkpoints * stages + 1)
-    return published | {
-        "rollout store of a stage": responses * mean,
-        "rollout store of all stages": rollouts,
-        "one checkpoint": checkpoint,
-        "checkpoints at most": checkpoints,
-        "one export": 2.0 * parameters,
-        "policies of all stages": policies,
-        "the run directory, at most": sum(published.values()) + rollouts + checkpoints + policies,
-    }

@@ -41,11 +41,12 @@ def estimates(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """For a terminal."""
+def table(rows: Sequence[dict[str, Any]], given: bool = False) -> str:
+    """For a terminal. given: whether the fresh responses are a stage's, and not new ones to the same prompts."""
+    whose = "the given responses of the policy" if given else "new responses of the policy to the same prompts"
     lines = [
         f"means over {rows[0]['batches']} batches, ± 95 %: shares of tokens, norm of the gradient,",
-        "and its cosine to GRPO's on new responses of the policy to the same prompts (to",
+        f"and its cosine to GRPO's on {whose} (to",
         "fresh) and on the same batch; row fresh: such a gradient, what sampling leaves",
     ]
     for update in dict.fromkeys(row["update"] for row in rows):
@@ -73,8 +74,8 @@ def write_figure(rows: Sequence[dict[str, Any]], name: str, output: Path) -> Non
         (
             "cosine",
             "Cosine to a fresh on-policy gradient",
-            "Of each objective's gradient on stored batches to GRPO's on new responses to the same prompts; bars are "
-            "95 % intervals over batches. Fresh is new responses of one batch beside the others': what sampling "
+            "Of each objective's gradient on stored batches to GRPO's on fresh responses of the policy; bars are "
+            "95 % intervals over batches. Fresh is the responses of one such batch beside the others': what sampling "
             "alone leaves of it.",
         ),
         ("cosine_to_grpo", "Cosine to GRPO on the same batch", "How far an objective turns GRPO's gradient."),

@@ -166,7 +166,7 @@ def run_check(check: str, nodes: int, optimizes: bool, environment: dict[str, st
     os.environ |= environment
     recipe = parse(check)
     hide_gpus_from_cpu_runs(recipe.actor.backend)
-    return report_errors(lambda: check_recipe(recipe, nodes, optimizes))
+    return report_errors(lambda: check_recipe(recipe, nodes, optimizes), into_log=False)
 
 
 def parse(recipe: str) -> Recipe:

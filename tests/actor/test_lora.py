@@ -1,6 +1,8 @@
 """Low-rank adapters: what they train, what they export, and what a checkpoint of them holds and gives back."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from megarl.errors import UserError
 from megarl.objectives import build_objective
+from megarl.storage.checked_json import read_checked
+from megarl.storage.policies import read_info
+from megarl.storage.tensor_files import TensorFiles
 from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe, read_settings
 from tests.actor.test_step import CPU, make_samples
 
@@ -128,6 +133,77 @@ def test_a_merged_export_is_the_base_with_its_adapters(family, tmp_path):
         assert torch.equal(value, before[key]) == ("proj" not in key or key.endswith("bias")), key
         rounding = torch.finfo(torch.float32).eps * float(value.abs().max())
         assert float((merged[key] - value).abs().max()) <= 2 * rounding, key
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_qk_norm", "mixtral", "qwen3_next", "deepseek_v3"])
+def test_an_export_of_adapters_alone_is_what_a_merged_one_has_beyond_the_base(family, tmp_path):
+    """By PEFT's rule: NAME.weight + lora_alpha / r * lora_B @ lora_A of the module NAME, and nothing else."""
+    from megarl.actor.hf import export_hf
+    from megarl.actor.peft import export_adapters
+
+    make_hf_model(family).save_pretrained(tmp_path / "in")
+    actor = build(tmp_path / "in", {})
+    for adapter in actor.models[0].adapters.values():
+        torch.nn.init.normal_(adapter.b, std=0.1)
+    export_hf(actor.models, tmp_path / "out", tmp_path / "in", 7)
+    table = actor.recipe.actor.lora
+    export_adapters(actor.models, tmp_path / "adapters", table, Path("models/base"), actor.base, 7)
+    tensors = load_file(tmp_path / "adapters/adapter_model.safetensors")
+    config = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 6.0, "models/base")
+    info = read_checked(tmp_path / "adapters/megarl.json", "")
+    assert info == {"version": 7, "base_weights_hash": read_info(tmp_path / "in").weights_hash}
+    modules = {name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")}
+    assert {module.rpartition(".")[2] for module in modules} == set(config["target_modules"])
+    assert len(tensors) == 2 * len(modules)
+    untouched = dict(stored_tensors(tmp_path / "in"))
+    with TensorFiles.of_directory(tmp_path / "in") as base, TensorFiles.of_directory(tmp_path / "out") as merged:
+        for module in sorted(modules):
+            name = module.removeprefix("base_model.model.") + ".weight"
+            a, b = (tensors[f"{module}.lora_{x}.weight"].double() for x in "AB")
+            assert a.shape[0] == b.shape[1] == 4
+            before, after = (files.region(name).read(0, b.shape[0]) for files in (base, merged))
+            value = before.double() + 6 / 4 * b @ a
+            assert not torch.equal(before, after), name
+            rounding = torch.finfo(torch.float32).eps * float(value.abs().max())
+            assert float((after.double() - value).abs().max()) <= 2 * rounding, name
+            untouched.pop(base.stored_name(name), None)
+    after = dict(stored_tensors(tmp_path / "out"))
+    assert all(torch.equal(after[name], value) for name, value in untouched.items())
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_qk_norm"])
+def test_vllm_takes_the_names_and_the_scale_of_exported_adapters(family, tmp_path):
+    """Modules as vLLM expects them of a mixture whose experts it does not have in one tensor."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    from megarl.actor.peft import export_adapters
+
+    make_hf_model(family).save_pretrained(tmp_path / "in")
+    actor = build(tmp_path / "in", {})
+    export_adapters(actor.models, tmp_path / "adapters", actor.recipe.actor.lora, tmp_path / "in", actor.base, 0)
+    modules = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    modules |= {f"experts.{expert}.{name}_proj" for expert in range(8) for name in ("gate", "up", "down")}
+    helper = PEFTHelper.from_local_dir(str(tmp_path / "adapters"), None)
+    assert helper._validate_features() == []
+    found = LoRAModel.from_local_checkpoint(
+        str(tmp_path / "adapters"), modules, helper, device="cpu", lora_model_id=1
+    ).loras
+    tensors = load_file(tmp_path / "adapters/adapter_model.safetensors")
+    assert len(tensors) == 2 * len(found)
+    with TensorFiles.of_directory(tmp_path / "in") as base:
+        assert all(base.stored_name(f"{name}.weight") for name in found)
+    for name, lora in found.items():
+        assert lora.scaling == 6 / 4
+        assert torch.equal(lora.lora_a, tensors[f"base_model.model.{name}.lora_A.weight"])
+        assert torch.equal(lora.lora_b, tensors[f"base_model.model.{name}.lora_B.weight"])
+
+
+def stored_tensors(folder):
+    for file in folder.glob("*.safetensors"):
+        yield from load_file(file).items()
 
 
 def add_delta(tensors, name, adapter):

@@ -142,6 +142,15 @@ def test_a_mistake_ends_the_process_with_code_2_before_anything_starts(recipe, t
     assert result.stderr.startswith("megarl: ")
 
 
+def test_a_mistake_that_is_found_in_another_process_is_said_once(recipe, tmp_path, capfd):
+    """The check of a recipe shares the terminal of the command that waits for it."""
+    result = megarl("train", recipe, "--run-dir", tmp_path / "run", "--set", "actor.kernels=cuda")
+    message = "[actor] kernels = 'cuda' do not run on backend = 'cpu'"
+    assert result.returncode == 2
+    everything = result.stdout + result.stderr + "".join(capfd.readouterr())
+    assert everything.count(message) == 1, everything
+
+
 def test_settings_that_megatron_would_get_wrong_are_refused(fails, recipe, tmp_path):
     command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", "actor.processes_per_node=3"]
     fails(*command, "--set", "actor.expert_parallel=3", words=["expert_parallel = 3", "8"])

@@ -1,7 +1,11 @@
 """A whole run of adapters: killed and continued, exported from its checkpoints, and what it cannot do."""
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from megarl.storage.checked_json import read_checked
+from megarl.storage.policies import read_info
 from tests.helpers import megarl, read_lines
 from tests.phases.test_kill import assert_same_run, kill_at, moments
 
@@ -50,9 +54,33 @@ def test_the_policy_of_a_checkpoint_is_exported(undisturbed, tmp_path, updates):
     assert exported != (undisturbed / "stages/001/policy" / WEIGHTS).read_bytes()
 
 
+def test_the_adapters_of_a_checkpoint_are_exported_alone(undisturbed, tmp_path):
+    command = ("export", undisturbed, "--stage", 1, "--update", 6, "--adapters", "--output", tmp_path / "adapters")
+    result = megarl(*command)
+    assert result.returncode == 0, result.stderr
+    tensors = load_file(tmp_path / "adapters/adapter_model.safetensors")
+    info = read_checked(tmp_path / "adapters/megarl.json", "")
+    assert info == {"version": 12, "base_weights_hash": read_info(undisturbed / "stages/000/policy").weights_hash}
+    before, after = (load_file(undisturbed / place / WEIGHTS) for place in ("stages/000/policy", "final"))
+    a_of = {name.removesuffix(".lora_A.weight"): a.double() for name, a in tensors.items() if "lora_A" in name}
+    moved = [module for module in a_of if tensors[f"{module}.lora_B.weight"].abs().max() > 0]
+    assert len(moved) > len(a_of) / 2
+    for module, a in a_of.items():
+        name = module.removeprefix("base_model.model.") + ".weight"
+        value = before.pop(name).double() + 32 / 4 * tensors[f"{module}.lora_B.weight"].double() @ a
+        rounding = torch.finfo(torch.float32).eps * float(value.abs().max())
+        assert float((after[name].double() - value).abs().max()) <= 2 * rounding, name
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
+        (
+            ("export", "{run}", "--stage", 1, "--update", 0, "--adapters", "--output", "{new}"),
+            "after update 0 of stage 1 there is a policy with merged weights alone; checkpoints, which have adapters, "
+            "are there after updates 4, 6",
+        ),
         (("what-if", "{run}", "--stage", 0), "what-if compares gradients of all weights"),
         (
             ("optimize", "{run}", "--stage", 1, "--output", "{new}", "--set", "actor.lora.rank=2"),

@@ -16,8 +16,9 @@ from megarl.storage.ledger import SEALED, sealed_groups
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
-from megarl.views.progress import RunState, describe_event
+from megarl.views.progress import describe_event
 from megarl.views.responses.select import Filter, select
+from megarl.views.run_state import RunState
 from megarl.views.sql import query
 from megarl.workers.preflight import check_recipe
 from tests.helpers import events, megarl, metrics

@@ -1,6 +1,7 @@
 """`megarl what-if`: gradients of all objectives on stored batches, beside each other and beside fresh ones."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from megarl.commands import export_policy
 from megarl.errors import UserError
 from megarl.estimates import mean_of_replicates
 from megarl.objectives import OBJECTIVES
+from megarl.recipe.load import override_recipe
+from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.run_dir import RunDir
 from megarl.views.what_if import table
 from megarl.what_if import what_if
@@ -90,6 +93,67 @@ def test_intervals_are_over_batches(rows):
     assert row["norm"] == pytest.approx([mean, low, high])
 
 
+@pytest.fixture(scope="module")
+def copied(run, tmp_path_factory):
+    """The same run elsewhere, whose stage 0 is the policy's own responses."""
+    return shutil.copytree(run.root, tmp_path_factory.mktemp("copied") / "run", symlinks=True)
+
+
+def test_a_given_stage_is_the_fresh_data(run, copied):
+    """Here the very batches that are stored, so that both gradients of a batch are known to be one."""
+    found = what_if(run.root, 0, [0], 6, (copied, 0))
+    fresh, grpo, m2po = ({r["batch"]: r for r in found if r["objective"] == name} for name in ("fresh", "grpo", "m2po"))
+    assert sorted(fresh) == list(range(6))
+    for batch in range(6):
+        assert fresh[batch]["norm"] == pytest.approx(grpo[batch]["norm"], rel=1e-6)
+        # with the sum of the others alone a batch has less in common than with all of them
+        assert fresh[batch]["cosine"] < grpo[batch]["cosine"]
+        assert m2po[batch]["cosine"] == pytest.approx(grpo[batch]["cosine"], abs=1e-5)
+
+
+def test_the_stage_that_a_policy_generated_is_fresh_for_it_alone(run, recipe, tmp_path):
+    """The run's result begins another run, whose rollouts are on policy for it."""
+    command = ["train", recipe, "--run-dir", tmp_path / "next", "--until", "rollout:0", "--set", "eval.every=0"]
+    result = megarl(*command, "--set", f"model.path='{run.final}'", "--set", "schedule.stages=1")
+    assert result.returncode == 0, result.stderr
+    options = ("--batches", 4, "--fresh", tmp_path / "next", "--fresh-stage", 0)
+    result = megarl("what-if", run.root, "--stage", 0, "--update", 6, *options)
+    assert result.returncode == 0, result.stderr
+    assert "and its cosine to GRPO's on the given responses of the policy (to" in result.stdout
+    assert "policy after 6 updates" in result.stdout
+    result = megarl("what-if", run.root, "--stage", 0, "--update", 5, *options)
+    assert result.returncode == 2
+    assert "but the policy after 5 updates of stage 0 is" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, [0, 5], 3, "copied"), "rollouts of one policy: name it with --update, once"),
+        ((0, [], 3, "copied"), "rollouts of one policy: name it with --update, once"),
+        ((0, [0], 3, "run"), "the same responses as the stored ones"),
+        ((0, [0], 3, "unsealed"), "is not sealed"),
+        ((0, [0], 3, "rewarded"), "has another reward than"),
+        ((0, [0], 3, "cold"), "has another rollout.temperature than"),
+        ((0, [0], 3, "few"), "has 4 groups; 3 batches of 4 want more"),
+    ],
+)
+def test_fresh_data_that_does_not_fit_is_refused(run, copied, tmp_path, arguments, message):
+    *others, which = arguments
+    place = {"run": run.root}.get(which, copied)
+    changes = {"unsealed": [], "rewarded": ["reward.require_stop=false"], "cold": ["rollout.temperature=0.5"]}
+    if which in changes:
+        place = RunDir.create(tmp_path / "other", override_recipe(run.recipe, changes[which])).root
+        if changes[which]:
+            shutil.copytree(copied / "stages", place / "stages")
+    if which == "few":
+        place = shutil.copytree(copied, tmp_path / "few", symlinks=True)
+        seal = place / "stages/000/rollouts/SEALED"
+        write_checked(seal, decode(seal.read_bytes()) | {"chosen": [0, 1, 2, 3]})
+    with pytest.raises(UserError, match=message):
+        what_if(run.root, *others, (place, 0))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -115,6 +179,8 @@ def test_the_end_of_a_stage_is_exported_as_the_run_exported_it(run, tmp_path):
     result = megarl("export", run.root, "--stage", 0, "--update", 6, "--output", tmp_path / "end")
     assert result.returncode == 0, result.stderr
     assert same(weights(tmp_path / "end"), weights(run.final))
+    with pytest.raises(UserError, match="--adapters: .* trains all weights"):
+        export_policy(run.root, 0, 6, tmp_path / "adapters", adapters=True)
     with pytest.raises(UserError, match="exists already"):
         export_policy(run.root, 0, 6, tmp_path / "end")
 

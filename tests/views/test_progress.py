@@ -17,7 +17,8 @@ import pytest
 
 from megarl.recipe.load import override_recipe
 from megarl.views import progress
-from megarl.views.progress import Progress, RunState, describe_state
+from megarl.views.progress import Progress, describe_state
+from megarl.views.run_state import RunState
 from tests.views.synthetic_run import make_events, make_recipe, make_run, update_record, write_lines
 
 
@@ -102,6 +103,54 @@ def test_loading_and_an_evaluation_before_generation_are_shown_and_are_no_measur
     append(tmp_path / "events.jsonl", loaded | {"phase": "rollout"})
     state.poll()
     assert describe_state(state).startswith("stage 2/3 rollout, 1/")
+
+
+SUITES = ("eval.every_updates=48", 'eval.suites=[{name="one", prompts=20}, {name="two", prompts=8}]')
+
+
+def test_prompts_are_counted_while_suites_are_evaluated(tmp_path):
+    """Before a stage two policies on two suites each; what an earlier attempt has sealed is over."""
+    state = RunState(tmp_path, override_recipe(make_recipe(), list(SUITES)))
+    (tmp_path / "stages/000/policies/000048").mkdir(parents=True)
+    (tmp_path / "stages/000/policies/.000072.removed.tmp").mkdir()
+    places = {(u, name): tmp_path / f"evaluations/{name}/update_{u:06d}" for u in (48, 96) for name in ("one", "two")}
+    for place in places.values():
+        place.mkdir(parents=True)
+    (places[48, "one"] / "SEALED").touch()
+    append(places[48, "two"] / "ledger.jsonl", {"shard": "a", "groups": [0, 1, 2]})
+    drift = {"event": "weight_drift", "stage": 1, "time": time.time(), "rank": 0, "phase": "evaluate"}
+    append(tmp_path / "events.jsonl", start("rollout", 1), drift)
+    state.poll()
+    assert state.done == (3, 8, "prompts")
+    assert describe_state(state).startswith("stage 2/3 rollout: evaluating two, 3/8 prompts")
+    append(places[48, "two"] / "ledger.00001.jsonl", {"shard": "b", "groups": [3, 4]}, {"shard": "c", "groups": [5]})
+    state.poll()
+    assert state.done == (6, 8, "prompts")
+    made = {"event": "evaluation", "stage": 1, "accuracy": 0.5, "time": time.time()}
+    append(tmp_path / "events.jsonl", made | {"update": 48, "suite": "two"})
+    state.poll()
+    assert state.done == (0, 20, "prompts") and state.doing == "evaluating"
+    append(places[96, "one"] / "ledger.jsonl", {"shard": "a", "groups": [7]})
+    state.poll()
+    assert describe_state(state).startswith("stage 2/3 rollout: evaluating one, 1/20 prompts")
+    append(tmp_path / "events.jsonl", made | {"update": 96, "suite": "one"})
+    state.poll()
+    assert describe_state(state).startswith("stage 2/3 rollout: evaluating two, 0/8 prompts")
+    append(tmp_path / "events.jsonl", made | {"update": 96, "suite": "two"})
+    state.poll()
+    assert describe_state(state).startswith("stage 2/3 rollout, 0/1536 groups")
+
+
+def test_prompts_are_counted_in_a_phase_of_evaluations_alone(tmp_path):
+    state = RunState(tmp_path, override_recipe(make_recipe(), ["eval.prompts=20"]))
+    assert state.done == (0, 0, "")
+    append(tmp_path / "events.jsonl", start("evaluate", 3))
+    append(tmp_path / "events.jsonl", {"event": "weight_drift", "stage": 3, "rank": 0, "phase": "evaluate"})
+    place = tmp_path / "evaluations/heldout/update_000288"
+    place.mkdir(parents=True)
+    append(place / "ledger.jsonl", {"shard": "a", "groups": [0, 1, 2]})
+    state.poll()
+    assert describe_state(state).startswith("final evaluation, 3/20 prompts")
 
 
 def test_state_of_an_optimize_phase_that_is_restarted(tmp_path):

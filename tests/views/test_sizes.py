@@ -10,6 +10,7 @@ from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.views import sizes
 from megarl.views.census import Census, StageCensus
+from megarl.views.disk import disk_bytes
 from megarl.views.sizes import GIB, Assumptions
 from tests.actor.conftest import make_recipe, read_settings
 from tests.views.moe import MOE, staged
@@ -129,7 +130,7 @@ def test_gpt_oss_as_published(tmp_path, layers, experts, total, active):
 def test_candidates_are_generated_and_kept():
     twice = override_recipe(RECIPE, ["rollout.oversample=2"])
     seconds = [sizes.rollout_seconds(HF, r, 30_500_000_000, 4, H200, Assumptions()) for r in (RECIPE, twice)]
-    disks = [sizes.disk_bytes(HF, r, 30_500_000_000, Assumptions()) for r in (RECIPE, twice)]
+    disks = [disk_bytes(HF, r, 30_500_000_000, Assumptions()) for r in (RECIPE, twice)]
     stored = [disk["rollout store of a stage"] for disk in disks]
     assert seconds[1] == pytest.approx(2 * seconds[0]) and stored[1] == 2 * stored[0] > 0
 
@@ -138,7 +139,7 @@ def test_with_a_token_budget_a_stage_generates_as_much_as_it_trains():
     partial = override_recipe(RECIPE, ["rollout.oversample=2", "rollout.token_budget=1024"])
     twice = override_recipe(RECIPE, ["rollout.oversample=2"])
     seconds = [sizes.rollout_seconds(HF, r, 30_500_000_000, 4, H200, Assumptions()) for r in (RECIPE, partial)]
-    disks = [sizes.disk_bytes(HF, r, 30_500_000_000, Assumptions()) for r in (twice, partial)]
+    disks = [disk_bytes(HF, r, 30_500_000_000, Assumptions()) for r in (twice, partial)]
     assert seconds[0] == pytest.approx(seconds[1]) and disks[0] == disks[1]
 
 
@@ -215,34 +216,9 @@ def test_a_live_run_generates_what_its_schedule_allows():
     free = override_recipe(live, ["schedule.delay=0", "schedule.max_lag=63"])
     assert sizes.groups_of_version(free) == 64 * 32
     assert sizes.groups_of_version(override_recipe(free, ["schedule.max_lag=1000"])) == 160 * 32  # all of the stage
-    published = "versions published at a time, at most"
-    disks = [sizes.disk_bytes(HF, recipe, 30_532_122_624, Assumptions()) for recipe in (live, free, RECIPE)]
-    assert [disk.get(published) for disk in disks] == [3 * 2 * 30_532_122_624, 4 * 2 * 30_532_122_624, None]
     few = override_recipe(live, ["rollout.max_response_tokens=64", "rollout.memory_fraction=0.9"])
     running = sizes.running_responses(HF, few, 30_532_122_624, 4, H200, Assumptions())
     assert running == 16 * 32 * 8 / 16  # 16 replicas
-
-
-def test_disk():
-    assume = Assumptions(mean_prompt=1.0, mean_response=1.0)
-    parts = sizes.disk_bytes(HF, RECIPE, 30_532_122_624, assume)
-    assert parts["rollout store of a stage"] == 48 * 32 * 8 * ((2048 + 20480) * 4 + 20480 * 4)
-    assert parts["one checkpoint"] == 30_532_122_624 * (2 + 4 + 4 + 4)
-    assert parts["one export"] == 30_532_122_624 * 2
-    kinds = ("rollout store of all stages", "checkpoints at most", "policies of all stages")
-    assert parts["the run directory, at most"] == sum(parts[kind] for kind in kinds)
-    live = sizes.disk_bytes(HF, load_recipe(MOE), 30_532_122_624, assume)
-    versions = live["versions published at a time, at most"]
-    assert live["the run directory, at most"] == versions + sum(live[kind] for kind in kinds) > versions > 0
-    for keep, stages in (("1", 2), ("3", 4), ("99", RECIPE.schedule.stages)):  # with the current one
-        kept = sizes.disk_bytes(HF, override_recipe(RECIPE, [f"actor.keep_stages={keep}"]), 30_532_122_624, assume)
-        checkpoints = RECIPE.actor.keep_checkpoints * stages + 1
-        assert kept["checkpoints at most"] == parts["one checkpoint"] * checkpoints
-    replayed = override_recipe(RECIPE, ["actor.routing_replay=engine"])
-    experts = 48 * 32 * 8 * (2048 + 20480) * 48 * 8  # a byte for each of 128 experts
-    for hf, width in ((HF, 1), (HF | {"num_experts": 129}, 2)):
-        with_experts = sizes.disk_bytes(hf, replayed, 30_532_122_624, assume)
-        assert with_experts["rollout store of a stage"] == parts["rollout store of a stage"] + experts * width
 
 
 def test_operations():

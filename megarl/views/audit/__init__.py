@@ -64,7 +64,7 @@ def audit(root: Path, samples: int) -> Audit:
         return found
     found.stages = [StageTotals(stage.number) for stage in run.stages()]
     checks: list[Callable[[], Iterator[str]]] = [
-        lambda: check_policies(run, found.stages),
+        lambda: check_policies(run, found.stages, found.notes),
         lambda: check_rollouts(run, found.stages),
         lambda: check_carried(run, found.stages),
         lambda: check_updates(run, found.stages),

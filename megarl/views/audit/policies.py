@@ -1,34 +1,51 @@
-"""Policies: whole, of the version that their place says, and the ones that generated their stage's rollouts."""
+"""Policies: whole, of the version that their place says, and the ones that generated their stage's rollouts.
+
+Of one that `megarl.storage.retention` removed, version and hash are those that it left.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megarl.errors import UserError
-from megarl.storage.policies import check_policy, read_info
+from megarl.storage.policies import PolicyInfo, check_policy, read_info
+from megarl.storage.retention import removed
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.views.audit.totals import StageTotals
 
 
-def check_policies(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
+def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> Iterator[str]:
     reached = max((stage.number for stage in [*run.stages(), run.end] if _has_begun(stage)), default=-1)
+    gone: list[int] = []
     for stage in [*run.stages(), run.end]:
-        if not stage.policy.exists():
-            if stage.number <= reached and _is_own(stage):
-                yield f"{stage.policy} is gone, but stage {reached} has begun"
-            continue
         try:
-            check_policy(stage.policy, "Restore it from a copy")
-            info = read_info(stage.policy)
+            info = removed(stage) or _whole(stage)
         except UserError as error:
             yield str(error)
             continue
+        if info is None:
+            if stage.number <= reached and _is_own(stage):
+                yield f"{stage.policy} is gone, but stage {reached} has begun"
+            continue
+        if not stage.policy.exists():
+            gone.append(stage.number)
         if info.version != stage.first_update:
             yield f"{stage.policy} has had {info.version} updates, but the stages before it make {stage.first_update}"
         if stage != run.end:
             totals[stage.number].weights = info.weights_hash[:12]
             yield from _check_origin(stage, info.weights_hash)
+    if gone:
+        which = f"stage {gone[0]}" if len(gone) == 1 else f"stages {gone[0]} to {gone[-1]}"
+        notes.append(f"removed by retention ([actor] keep_policies), with its hash kept: the policy of {which}")
+
+
+def _whole(stage: Stage) -> PolicyInfo | None:
+    """None where the stage has no policy; `UserError` where it is damaged."""
+    if not stage.policy.exists():
+        return None
+    check_policy(stage.policy, "Restore it from a copy")
+    return read_info(stage.policy)
 
 
 def _has_begun(stage: Stage) -> bool:

@@ -25,11 +25,12 @@ TOKENS = 1024  # of a stage's responses whose log-probs are computed
 
 def check_samples(run: RunDir, count: int, notes: list[str]) -> Iterator[str]:
     """``count`` groups a stage, another choice in each stage. ``notes`` gets what could not be computed, and why."""
-    stages = [stage for stage in run.stages() if count and stage.rollouts.exists() and stage.policy.exists()]
+    stages = [stage for stage in run.stages() if count and stage.rollouts.exists() and _had_policy(stage)]
     if not stages:
         return
     try:
-        tokenizer, prompts = open_prompts(run.recipe, stages[0].policy)
+        whole = next((stage.policy for stage in stages if stage.policy.exists()), run.base)
+        tokenizer, prompts = open_prompts(run.recipe, whole)
     except UserError as error:
         notes.append(f"no prompt and no reward was computed again: {error}")
         return
@@ -54,6 +55,10 @@ def check_samples(run: RunDir, count: int, notes: list[str]) -> Iterator[str]:
     finally:
         for pool in pools.values():
             pool.close()
+
+
+def _had_policy(stage: Stage) -> bool:
+    return stage.policy.exists() or stage.removed_policy.exists()
 
 
 def sample(stage: Stage, count: int) -> list[Group]:
@@ -136,6 +141,8 @@ def _check_logprobs(stage: Stage, groups: Sequence[Group], notes: list[str]) -> 
 def _cannot_score(stage: Stage) -> str | None:
     if stage.run.recipe.schedule.kind == "live":
         return "several policies generated it, which are removed"
+    if not stage.policy.exists():
+        return "its policy was removed by retention"
     size = sum(path.stat().st_size for path in weight_files(stage.policy))
     if size > LARGEST_MODEL:
         return f"the policy has {size / 2**30:.1f} GiB, more than {LARGEST_MODEL / 2**30:.0f} GiB"

@@ -21,6 +21,7 @@ from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.recipe.load import override_recipe, recipe_diff
 from megarl.recipe.tables import ObjectiveTable, Recipe
 from megarl.rollout.drift import load_model, score_with_entropy
+from megarl.storage.retention import check_kept, require_policy
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.update_summary import rewards_of
@@ -70,10 +71,13 @@ def find_policy(run: RunDir, name: str | None, stage: Stage) -> Path:
     None: the one that the updates on ``stage`` ended with, or where there is none yet the one that generated it.
     """
     if name is None:
-        return stage.next.policy if stage.next.policy.exists() else stage.policy
+        return require_policy(stage.next if stage.is_trained() else stage)
     place = {"final": run.final, "best": run.best}.get(name)
     if place is None and name.isdecimal() and int(name) <= run.recipe.schedule.total_updates:
         place = run.version(int(name))
+        owner = run.stage(int(name) // run.recipe.schedule.updates_per_stage)
+        if place == owner.policy:
+            check_kept(owner)
     place = place or Path(name)
     if not (place / "config.json").is_file():
         own = [other.first_update for other in [*run.stages(), run.end] if other.policy.exists()]
@@ -118,9 +122,9 @@ class _Scorer:
         self._temperature = stage.rollout.temperature
         self._models = {"logprobs": load_model(policy)}
         if "ref_logprobs" in objective.requires:
-            self._models["ref_logprobs"] = load_model(stage.run.stage(0).policy)
+            self._models["ref_logprobs"] = load_model(stage.run.base)
         if isinstance(objective, WithOptions) and any("old_logprobs" in o.requires for o in objective.options):
-            self._models["old_logprobs"] = load_model(stage.policy)
+            self._models["old_logprobs"] = load_model(require_policy(stage))
 
     def score(self, pairs: list[tuple[Group, int]]) -> dict[str, Scores]:
         sequences = [[*g.prompt_tokens.tolist(), *g.responses[sample].tokens.tolist()] for g, sample in pairs]

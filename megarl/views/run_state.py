@@ -1,0 +1,237 @@
+"""How far a run is, as its files tell: what the display of `megarl.views.progress` shows."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megarl.recipe.eval_table import HELDOUT
+from megarl.recipe.tables import Recipe, ScheduleTable
+from megarl.storage.evaluations import Answered
+from megarl.storage.json_lines import JsonTail
+from megarl.storage.ledger import is_sealed
+from megarl.views.run_reader import half_width
+
+METRICS_BYTES = 1 << 20  # of the metrics of earlier updates, more than those of the last RATE_UPDATES
+RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
+GENERATES = ("rollout", "evaluate")  # the phases that begin with the load of an engine
+TRAINS = ("optimize", "live")  # the phases that make updates
+ANNOUNCED = (
+    "phase_start",
+    "phase_end",
+    "phase_failed",
+    "phase_stopped",
+    "restart",
+    "no_progress",
+    "learns_nothing",
+    "resume",
+    "evaluation",
+    "dynamic_sampling",
+    "partial_rollouts",
+    "damaged_checkpoint",
+    "restored_metrics",
+)
+
+
+class Evaluating:
+    """How far the evaluations at the beginning of a stage are: of policy after policy, suite after suite."""
+
+    def __init__(self, run_dir: Path, recipe: Recipe, stage: int) -> None:
+        policies = (run_dir / f"stages/{stage - 1:03d}/policies").glob("[0-9]*")
+        versions = [*sorted(int(path.name) for path in policies), stage * recipe.schedule.updates_per_stage]
+        self._left = deque(
+            (version, suite.name, suite.prompts, Answered.of(run_dir, suite.name).responses(version))
+            for version in filter(recipe.is_evaluated, versions)
+            for suite in recipe.suites
+        )
+        self._ledgers: dict[Path, JsonTail] = {}
+        self._shards: dict[tuple[Path, str], int] = {}  # prompts of each
+
+    def poll(self) -> tuple[int, int, str]:
+        """(prompts answered, all of them, name) of the first suite that is not sealed; without any: zeros."""
+        while self._left:
+            _, suite, prompts, place = self._left[0]
+            if not is_sealed(place):
+                return self._answered(place), prompts, suite
+            self._left.popleft()
+        return 0, 0, ""
+
+    def over(self, version: int, suite: str) -> bool:
+        """That evaluation is made; whether it was the last."""
+        self._left = deque(one for one in self._left if one[:2] != (version, suite))
+        return not self._left
+
+    def _answered(self, place: Path) -> int:
+        for path in place.glob("ledger*.jsonl"):
+            for entry in self._ledgers.setdefault(path, JsonTail(path)).read()[1]:
+                self._shards[place, str(entry.get("shard"))] = len(entry.get("groups", ()))
+        return sum(count for (where, _), count in self._shards.items() if where == place)
+
+
+class RunState:
+    """How far a run is, as its files tell."""
+
+    def __init__(self, run_dir: Path, recipe: Recipe) -> None:
+        self.run_dir, self.schedule, self.candidates = run_dir, recipe.schedule, recipe.candidates_per_stage
+        self._recipe = recipe
+        self._unit = "groups" if self.candidates == recipe.groups_per_stage else "candidates"
+        self.phase, self.stage, self.phase_since = "", 0, 0.0
+        self.doing = ""  # "loading" or "evaluating", where a phase with engines is not yet at its own work
+        self.work_since = 0.0  # the start of that work, or of the phase
+        self.answered = 0, 0, ""  # prompts of the suite that is evaluated: how many, of how many, its name
+        self._evaluating: Evaluating | None = None
+        self.accuracies: dict[int, tuple[float, float]] = {}  # update -> accuracy on the first suite, half an interval
+        self._suite = next((suite.name for suite in recipe.suites), HELDOUT)
+        self.seconds: dict[str, float] = {}  # phase -> duration of the last one that ended
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RATE_UPDATES)
+        self._replicas: dict[int, dict[str, Any]] = {}  # the last `rollout_progress` of each in the current phase
+        self._events, self._metrics = (
+            JsonTail(run_dir / "events.jsonl"),
+            JsonTail(run_dir / "metrics.jsonl", METRICS_BYTES),
+        )
+        self._ledgers: dict[Path, JsonTail] = {}
+        self._shards: dict[str, tuple[int, int, int, float]] = {}  # shard -> groups, responses, tokens, sum of rewards
+        self._begins = False  # a phase that `poll` has not looked at
+        self._shards_before: set[str] = set()  # of an earlier, killed attempt: no measure of speed
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Read what is new; return the new events that are worth a line."""
+        events = self._events.read()[1]
+        for event in events:
+            self._apply(event)
+        if self._begins:
+            self._begins = False
+            if self.phase == "rollout":
+                self._read_ledgers()
+            self._shards_before = set(self._shards)
+        anew, updates = self._metrics.read()
+        if anew:
+            self.recent.clear()
+        self.recent.extend(update for update in updates if isinstance(update.get("update"), int))
+        if self.phase == "rollout":
+            self._read_ledgers()
+        if self._evaluating is not None:
+            self.answered = self._evaluating.poll()
+        return [event for event in events if event.get("event") in ANNOUNCED]
+
+    def _apply(self, event: dict[str, Any]) -> None:
+        kind, stage = event.get("event"), event.get("stage", 0)
+        if kind == "phase_start":
+            self.phase, self.stage = str(event.get("phase")), stage
+            self.phase_since = self.work_since = event.get("time", time.time())
+            self.doing = "loading" if self.phase in GENERATES else ""
+            self._evaluating, self.answered = None, (0, 0, "")
+            self._ledgers, self._shards, self._replicas, self._begins = {}, {}, {}, True
+        elif kind == "restart" and self.phase in GENERATES:
+            self.doing = "loading"
+        elif kind == "weight_drift" and self.doing == "loading":  # the first engine is there
+            self.doing = "" if event.get("phase") == self.phase else "evaluating"
+            if event.get("phase") == "evaluate":
+                self._evaluating = Evaluating(self.run_dir, self._recipe, self.stage)
+            self.work_since = event.get("time", self.work_since)
+        elif kind in ("phase_end", "phase_failed", "phase_stopped"):
+            self.phase = ""
+            if kind == "phase_end" and event.get("phase") != "rehearse":  # which is no part of a stage
+                self.seconds[str(event.get("phase"))] = float(event.get("seconds", 0.0))
+        elif kind == "rollout_progress":
+            self._replicas[event.get("rank", 0)] = event
+        elif kind == "evaluation" and "accuracy" in event:
+            self.work_since = event.get("time", self.work_since)
+            version, suite = version_of(event, self.schedule), event.get("suite", self._suite)
+            if self._evaluating is None or self._evaluating.over(version, suite):
+                self.doing = ""
+            if suite == self._suite:
+                self.accuracies[version] = event["accuracy"], half_width(event)
+
+    def _read_ledgers(self) -> None:
+        for path in (self.run_dir / f"stages/{self.stage:03d}/rollouts").rglob("ledger*.jsonl"):
+            rewarded = path.parent.name == "rollouts"  # unfinished ones have no reward yet
+            for entry in self._ledgers.setdefault(path, JsonTail(path)).read()[1]:
+                counts = len(entry.get("groups", ())), entry.get("responses", 0) * rewarded, entry.get("tokens", 0)
+                self._shards[f"{path.parent.name}/{entry.get('shard')}"] = (*counts, entry.get("reward_sum", 0.0))
+
+    @property
+    def updates(self) -> int:
+        """Updates made so far in the whole run."""
+        return self.recent[-1]["update"] if self.recent else 0
+
+    @property
+    def done(self) -> tuple[int, int, str]:
+        """(amount done, total, unit) of the current phase."""
+        if self.phase == "evaluate" or self.doing == "evaluating":
+            return (*self.answered[:2], "prompts")
+        if self.phase == "rollout":
+            done = sum(shard[0] for shard in self._shards.values())
+            return min(done, self.candidates), self.candidates, self._unit
+        if self.phase in TRAINS:
+            size = self.schedule.updates_per_stage
+            return min(size, max(0, self.updates - self.stage * size)), size, "updates"
+        return 0, 0, ""
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward: of the stage while it is generated, else of the last updates."""
+        if self.phase == "rollout":
+            responses = sum(shard[1] for shard in self._shards.values())
+            return sum(shard[3] for shard in self._shards.values()) / responses if responses else None
+        return _mean("reward/mean", self._recent_of_stage)
+
+    @property
+    def _recent_of_stage(self) -> list[dict[str, Any]]:
+        """Without updates of another stage: these trained on responses of another policy, with other lengths."""
+        return [update for update in self.recent if update.get("stage", self.stage) == self.stage]
+
+    def of_replicas(self, name: str) -> float:
+        """Sum over the replicas of what each last reported in the current phase, restarts included."""
+        return sum(replica.get(name, 0) for replica in self._replicas.values())
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the current phase: response tokens generated since it began, or trained in the last updates."""
+        if self.phase == "rollout":
+            tokens = sum(shard[2] for name, shard in self._shards.items() if name not in self._shards_before)
+            return tokens / max(1e-3, time.time() - self.work_since) if tokens else None
+        seconds = sum(update.get("seconds", 0.0) for update in self._recent_of_stage)
+        return sum(update.get("tokens", 0) for update in self._recent_of_stage) / seconds if seconds else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimate for the current phase; None where there is nothing to estimate from."""
+        done, total, _ = self.done
+        if self.phase in TRAINS:
+            pace = _mean("seconds", self.recent)
+            return None if pace is None else (total - done) * pace
+        if self.phase == "rollout":
+            mine = sum(shard[0] for name, shard in self._shards.items() if name not in self._shards_before)
+            return (total - done) * (time.time() - self.work_since) / mine if mine else None
+        known = self.seconds.get(self.phase)
+        return None if known is None else max(0.0, self.phase_since + known - time.time())
+
+    @property
+    def run_seconds_left(self) -> float | None:
+        """Estimate for the whole run; None until each kind of phase has shown how long it takes."""
+        left = self.seconds_left if self.phase else 0.0
+        if self.stage == self.schedule.stages:
+            return left  # the final evaluation
+        parts = ("live",) if self.schedule.kind == "live" else ("rollout", "optimize")
+        if left is None or not set(parts) <= self.seconds.keys():
+            return None
+        after = (
+            parts if self.phase == "evaluate" else parts[parts.index(self.phase) + 1 :] if self.phase in parts else ()
+        )
+        whole = sum(self.seconds.values()) * (self.schedule.stages - 1 - self.stage)
+        last = self.seconds.get("evaluate", 0.0) if self.accuracies else 0.0
+        return left + sum(self.seconds[phase] for phase in after) + whole + last
+
+
+def version_of(event: dict[str, Any], schedule: ScheduleTable) -> int:
+    """Updates of the policy that an evaluation is of."""
+    return int(event.get("update", event.get("stage", 0) * schedule.updates_per_stage))
+
+
+def _mean(name: str, updates: Iterable[dict[str, Any]]) -> float | None:
+    values = [update[name] for update in updates if isinstance(update.get(name), (int, float))]
+    return sum(values) / len(values) if values else None

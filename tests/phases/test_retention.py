@@ -1,0 +1,168 @@
+"""Whole runs with ``actor.keep_policies``: killed while policies go, audited, and asked for what is gone."""
+
+import shutil
+
+import pytest
+
+from megarl.models.hf_config import read_hf_config
+from megarl.storage.checkpoints import checkpoints
+from megarl.storage.policies import read_info
+from megarl.storage.retention import removed
+from megarl.storage.run_dir import RunDir
+from megarl.views.assumptions import Assumptions
+from megarl.views.audit import audit
+from megarl.views.disk import disk_bytes
+from tests.helpers import megarl
+from tests.phases.test_kill import assert_same_weights, kill_at, metrics_of
+
+pytestmark = pytest.mark.crash
+
+SMALL = ("schedule.stages=5", "schedule.updates_per_stage=2", "actor.checkpoint_every=1", "eval.prompts=4")
+KEEP = ("actor.keep_policies=1", "actor.keep_stages=3")
+WEIGHTS = "model.safetensors"
+
+
+def settings(*values):
+    return [part for value in values for part in ("--set", value)]
+
+
+@pytest.fixture(scope="module")
+def everything(recipe, tmp_path_factory):
+    """The run that keeps all."""
+    root = tmp_path_factory.mktemp("everything") / "run"
+    result = megarl("train", recipe, "--run-dir", root, *settings(*SMALL))
+    assert result.returncode == 0, result.stderr
+    return RunDir.open(root)
+
+
+@pytest.fixture(scope="module")
+def kept(recipe, tmp_path_factory):
+    """The same run, that keeps one, killed before and after each step of a removal; what it held at its largest."""
+    root, most = tmp_path_factory.mktemp("kept") / "run", []
+    command = [*settings(*SMALL, *KEEP)]
+    for stage, moment in ((1, "record"), (1, "rename"), (1, "delete"), (2, "rename"), (2, "delete")):
+        folder = rf"stages/{stage:03d}"
+        pattern = {
+            "record": rf"replace .*{folder}/removed_policy\.json",
+            "rename": rf"replace .*{folder}/policy .*{folder}/\.policy\.removed\.tmp",
+            "delete": rf"open .*{folder}/\.policy\.removed\.tmp",
+        }[moment]
+        kill_at(pattern, 1, recipe, root, *command)
+        assert RunDir.open(root).stage(stage - 1).is_trained()
+    moments = (r"open .*stages/004/checkpoints/\.update_000002\..*\.tmp/.metadata", r"replace .*\.tmp .*/final")
+    for number, moment in enumerate(moments):  # a checkpoint is under way, then a policy
+        kill_at(moment, 1, recipe, root, *command)
+        most.append(count(RunDir.open(root), int(number == 0), int(number == 1)))
+    result = megarl("train", recipe, "--run-dir", root, *command)
+    assert result.returncode == 0, result.stderr
+    return RunDir.open(root), most
+
+
+def count(run, checkpoints_under_way=0, policies_under_way=0):
+    """(checkpoints, policies), with best/ where it is the only name of its policy."""
+    saved = sum(len(checkpoints(stage.checkpoints)) for stage in run.stages())
+    policies = {stage.policy for stage in [*run.stages(), run.end] if stage.policy.exists()}
+    only = (run.best / WEIGHTS).stat().st_nlink == 1
+    return saved + checkpoints_under_way, len(policies) + only + policies_under_way
+
+
+def test_a_run_that_lets_go_of_policies_ends_with_the_same_bytes(everything, kept):
+    run, _ = kept
+    assert metrics_of(run.root) == metrics_of(everything.root)
+    assert_same_weights(run.final, everything.final)
+    assert_same_weights(run.best, everything.best)
+    assert [stage.number for stage in run.stages() if stage.policy.exists()] == [0, 4]
+    for number in (1, 2, 3):
+        assert removed(run.stage(number)) == read_info(everything.stage(number).policy)
+    assert not [path for path in run.root.rglob(".*.tmp") if "logs" not in path.parts]
+
+
+def test_the_plan_says_what_a_run_directory_holds(everything, kept):
+    """In checkpoints and policies, of which the first are counted at 14 bytes a parameter and the others at 2."""
+    hf = read_hf_config(everything.base)
+    for run, most in ((everything, None), kept):
+        plan = disk_bytes(hf, run.recipe, 1000, Assumptions())
+        responses = plan["rollout store of all stages"] + plan["responses to evaluations"]
+        saved, policies = count(run)
+        best_is_no_other = int(run.recipe.actor.keep_policies is not None and (run.best / WEIGHTS).stat().st_nlink > 1)
+        held = 14_000 * saved + 2_000 * (policies + best_is_no_other)
+        assert plan["the run directory, at its end"] - responses == pytest.approx(held)
+        if most:
+            assert plan["checkpoints at most"] == 14_000 * max(saved for saved, _ in most)
+            largest = max(14_000 * saved + 2_000 * (policies + best_is_no_other) for saved, policies in most)
+            assert plan["the run directory, at its largest"] - responses == pytest.approx(largest)
+
+
+def test_the_audit_follows_the_hashes_of_removed_policies(everything, kept, tmp_path):
+    run, whole = kept[0], audit(everything.root, 1000)
+    found = audit(run.root, 1000)
+    assert found.problems == []
+    assert any("removed by retention" in note and "stages 1 to 3" in note for note in found.notes)
+    assert [row.weights for row in found.stages] == [row.weights for row in whole.stages]
+    shutil.copytree(run.root, tmp_path / "run")
+    path = tmp_path / "run/stages/002/removed_policy.json"
+    shutil.copy(run.stage(1).removed_policy, path)
+    problems = audit(tmp_path / "run", 0).problems
+    assert any("was generated by weights" in problem for problem in problems), problems
+    assert any("has had 2 updates, but the stages before it make 4" in problem for problem in problems), problems
+    path.unlink()
+    assert any("stages/002/policy is gone" in problem for problem in audit(tmp_path / "run", 0).problems)
+
+
+def test_a_removed_policy_is_made_again_from_the_checkpoint_that_ended_the_stage_before(everything, kept, tmp_path):
+    run = kept[0]
+    refused = megarl("samples", run.root, "--tokens", "ratio", "--stage", 2)
+    assert refused.returncode == 2
+    command = f"megarl export {run.root} --stage 2 --update 2 --output DIR"
+    assert "stages/003/policy was removed, as [actor] keep_policies says; a checkpoint is left of" in refused.stderr
+    assert f"of which `{command}` makes it again" in refused.stderr
+    result = megarl(*command.replace("DIR", str(tmp_path / "again")).split()[1:])
+    assert result.returncode == 0, result.stderr
+    assert read_info(tmp_path / "again").weights_hash == read_info(everything.stage(3).policy).weights_hash
+    for policy in (tmp_path / "again", "8"):
+        seen = megarl("samples", run.root, "--tokens", "ratio", "--stage", 2, "--policy", policy)
+        assert seen.returncode == 0, seen.stderr
+    refused = megarl("samples", run.root, "--tokens", "ratio", "--policy", 4, "--stage", 2)
+    assert refused.returncode == 2
+    assert "the nearest that is left is" in refused.stderr
+    assert "stages/002/checkpoints/update_000001, after update 5 instead of 4" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("stage", "pack", "{run}", 2, "{new}", "--license", "mit"), "keep_policies says; the nearest"),
+        (("optimize", "{run}", "--stage", 2, "--output", "{new}"), "keep_policies says; the nearest"),
+        (("export", "{run}", "--stage", 2, "--update", 0, "--output", "{new}"), "the policies after updates 1, 2;"),
+        (("eval", "{run}", "--stage", 2, "--update", 0), "the policies after updates 1, 2;"),
+        (("what-if", "{run}", "--stage", 2, "--update", 0), "keep_policies say which are kept"),
+    ],
+)
+def test_a_command_says_that_a_policy_is_gone_before_anything_starts(kept, tmp_path, command, words):
+    places = {"run": kept[0].root, "new": tmp_path / "new"}
+    result = megarl(*(str(part).format(**places) for part in command))
+    assert result.returncode == 2 and words in result.stderr, result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_if_goes_on_without_the_policy_that_began_the_stage(everything, kept):
+    results = [
+        megarl("what-if", run.root, "--stage", 3, "--update", 1, "--batches", 2, "--json")
+        for run in (everything, kept[0])
+    ]
+    assert [result.returncode for result in results] == [0, 0], results[1].stderr
+    assert results[0].stdout == results[1].stdout
+
+
+def test_a_finished_run_lets_go_when_it_is_told_to(everything, recipe, tmp_path):
+    """The setting may change at any time, and the last stage is trained again without the policies before it."""
+    root = tmp_path / "run"
+    shutil.copytree(everything.root, root)
+    result = megarl("train", recipe, "--run-dir", root, *settings("actor.keep_policies=1"))
+    assert result.returncode == 0, result.stderr
+    run = RunDir.open(root)
+    assert [stage.number for stage in run.stages() if stage.policy.exists()] == [0, 4]
+    shutil.rmtree(run.final)
+    result = megarl("train", recipe, "--run-dir", root)
+    assert result.returncode == 0, result.stderr
+    assert_same_weights(run.final, everything.final)

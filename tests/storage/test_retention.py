@@ -1,0 +1,167 @@
+"""``actor.keep_policies``: which policies go, what is remembered of them, and that no kill in between loses any."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import UserError
+from megarl.recipe.load import load_recipe
+from megarl.storage import files, retention
+from megarl.storage.checkpoints import checkpoint_path
+from megarl.storage.policies import PolicyInfo, read_info, write_info
+from megarl.storage.retention import check_kept, remove_policies, removed, require_policy
+from megarl.storage.run_dir import RunDir
+
+STAGES = 6
+LIVE = ("schedule.kind=live", "schedule.sync_every=2", "schedule.delay=5")
+
+
+def make_run(recipe, root, *settings):
+    """With the policies of all stages but the last, which is going on."""
+    run = RunDir.create(root, load_recipe(recipe, [f"schedule.stages={STAGES}", "eval.every=0", *settings]))
+    for stage in run.stages():
+        write_policy(stage)
+    return run
+
+
+def write_policy(stage):
+    stage.policy.mkdir(parents=True)
+    (stage.policy / "config.json").write_text("{}")
+    (stage.policy / "model.safetensors").write_bytes(b"%d" % stage.number)
+    write_info(stage.policy, PolicyInfo(stage.first_update, f"hash of {stage.number}"))
+
+
+def there(run):
+    return [stage.number for stage in run.stages() if stage.policy.exists()]
+
+
+@pytest.mark.parametrize(("keep", "stay"), [(1, [0, 4, 5]), (3, [0, 2, 3, 4, 5]), (4, None), (9, None), (None, None)])
+def test_the_first_the_current_and_those_of_the_last_finished_stages_stay(recipe, tmp_path, keep, stay):
+    run = make_run(recipe, tmp_path / "run", *([] if keep is None else [f"actor.keep_policies={keep}"]))
+    every = list(range(STAGES))
+    remove_policies(run.stage(STAGES - 1))
+    assert there(run) == (stay or every)
+    for stage in run.stages():
+        gone = stage.number not in (stay or every)
+        assert stage.removed_policy.exists() == gone
+        assert (removed(stage) is not None) == gone
+        if gone:
+            found = removed(stage)
+            assert (found.version, found.weights_hash) == (stage.first_update, f"hash of {stage.number}")
+            assert found.files.keys() == {"config.json"}
+        assert stage.is_trained() == (stage.number < STAGES - 1)
+
+
+def test_one_stage_after_another(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=2")
+    left = []
+    for stage in [*run.stages(), run.end]:
+        remove_policies(stage)
+        left.append(there(run))
+    every = list(range(STAGES))
+    assert left == [every] * 4 + [[0, 2, 3, 4, 5], [0, 3, 4, 5], [0, 4, 5]]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("count", range(1, 14))
+def test_a_kill_at_any_step_leaves_a_run_that_continues(recipe, tmp_path, monkeypatch, count):
+    """Of two policies that are removed at once; a step is a file that appears, moves or goes."""
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=2")
+    steps = [0]
+
+    def step(function):
+        def killed(*arguments, **options):
+            steps[0] += 1
+            if steps[0] == count:
+                raise Killed
+            return function(*arguments, **options)
+
+        return killed
+
+    def delete(path, ignore_errors=False):
+        for file in sorted(Path(path).iterdir()) if Path(path).exists() else []:
+            step(file.unlink)()
+        if Path(path).exists():
+            step(Path(path).rmdir)()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retention, "write_checked", step(retention.write_checked))
+        patch.setattr(Path, "rename", step(Path.rename))
+        patch.setattr(files.shutil, "rmtree", delete)
+        try:
+            remove_policies(run.stage(STAGES - 1))
+            killed = False
+        except Killed:
+            killed = True
+    assert killed == (count <= 2 * (1 + 1 + 4))
+    for stage in run.stages():
+        assert stage.policy.exists() or removed(stage).weights_hash == f"hash of {stage.number}"
+        assert stage.is_trained() == (stage.number < STAGES - 1)
+        if stage.policy.exists():
+            assert read_info(stage.policy).files.keys() == {"config.json"} and len(list(stage.policy.iterdir())) == 3
+    remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 3, 4, 5]
+    assert not list(run.root.rglob(".*.tmp"))
+
+
+def test_what_waits_for_its_evaluation_stays_until_then(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1", "eval.every=1")
+    for version in (run.stage(number).first_update for number in (0, 1, 2, 4, 5)):
+        run.log_event("evaluation", stage=0, update=version, suite="heldout", accuracy=0.5)
+    remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 3, 4, 5]
+    run.log_event("evaluation", stage=3, update=run.stage(3).first_update, suite="heldout", accuracy=0.5)
+    remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 4, 5]
+
+
+def test_what_engines_of_a_live_run_may_load_stays(recipe, tmp_path):
+    """The last stage begins with update 30; its first batches have a policy of ten updates before."""
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1", *LIVE)
+    assert run.stage(STAGES - 1).oldest_needed == 20
+    remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 4, 5]
+    shutil.rmtree(tmp_path / "run")
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1", *LIVE[:-1], "schedule.delay=9")
+    assert run.stage(STAGES - 1).oldest_needed == 12
+    remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 2, 3, 4, 5]
+
+
+def test_a_branch_removes_nothing_of_its_origin_and_nobody_what_cannot_be_named(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    run.stage(2).policy.rename(tmp_path / "origin")
+    run.stage(2).policy.symlink_to(tmp_path / "origin")
+    (run.stage(3).policy / "megarl.json").write_text("{")
+    (run.stage(1).policy / "megarl.json").unlink()
+    remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 1, 2, 3, 4, 5]
+    assert (tmp_path / "origin/model.safetensors").exists()
+
+
+def test_who_needs_a_removed_policy_hears_what_there_is_instead(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    remove_policies(run.stage(STAGES - 1))
+    assert require_policy(run.stage(4)) == run.stage(4).policy
+    check_kept(run.end)
+    with pytest.raises(UserError, match="final does not exist: optimize stage 5 first"):
+        require_policy(run.end)
+    checkpoint_path(run.stage(0).checkpoints, 6).mkdir(parents=True)
+    checkpoint_path(run.stage(1).checkpoints, 4).mkdir(parents=True)
+    again = f"`megarl export {run.root} --stage 0 --update 6 --output DIR` makes it again"
+    with pytest.raises(UserError, match=again):
+        check_kept(run.stage(1))
+    nearest = "the nearest that is left is .*stages/001/checkpoints/update_000004, after update 10 instead of 12"
+    with pytest.raises(UserError, match=nearest):
+        require_policy(run.stage(2))
+    with pytest.raises(UserError, match="stages/004/policy, after update 24 instead of 18"):
+        require_policy(run.stage(3))
+    record = run.stage(3).removed_policy
+    record.write_text(json.dumps({"version": 18}))
+    with pytest.raises(UserError, match="removed_policy.json is damaged"):
+        removed(run.stage(3))

@@ -1,0 +1,91 @@
+"""``megarl completion`` in bash, zsh and fish themselves: what they make of a line when Tab is pressed."""
+
+import contextlib
+import io
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+
+import pytest
+
+from megarl.cli import main
+
+CASES = [
+    ("tr", ["trace", "train"]),
+    ("stage pa", ["pack"]),
+    ("stage pack --l", ["--license"]),
+    ("serve --po", ["--port"]),
+    ("samples data --to", ["--tokens"]),  # a run directory that is called as a command is
+    ("plan words.", ["words.toml"]),
+]
+# of the words so far, to be typed: commands and options of one match, which a shell puts in at once
+ONE = [(typed, completed[0]) for typed, completed in CASES if len(completed) == 1]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "words.toml").touch()
+    for shell in ("bash", "zsh", "fish"):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            main(["completion", shell])
+        (tmp_path / shell).write_text(printed.getvalue())
+    return tmp_path
+
+
+def required(shell):
+    if shutil.which(shell) is None:
+        why = f"{shell} is not installed"
+        pytest.fail(why) if os.environ.get("MEGARL_REQUIRE_SHELLS") == "1" else pytest.skip(why)
+
+
+def run(folder, *command):
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.split()
+
+
+@pytest.mark.parametrize(("typed", "completed"), CASES)
+def test_bash(folder, typed, completed):
+    words = ["megarl", *typed.split()]
+    asked = (
+        f"source ./bash; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _megarl; echo ${{COMPREPLY[@]}}"
+    )
+    assert sorted(run(folder, "bash", "-c", asked)) == completed
+
+
+@pytest.mark.parametrize(("typed", "completed"), CASES)
+def test_fish(folder, typed, completed):
+    required("fish")
+    asked = f"source ./fish; complete -C 'megarl {typed}'"
+    assert run(folder, "fish", "--no-config", "-c", asked) == completed
+
+
+def test_zsh(folder):
+    """On a terminal: Tab completes, and the command that Enter then runs prints the line."""
+    required("zsh")
+    process, terminal = pty.fork()
+    if process == 0:
+        os.chdir(folder)
+        os.environ["TERM"] = "dumb"
+        os.execvp("zsh", ["zsh", "-f", "-i"])
+    try:
+        begin = 'autoload -Uz compinit; compinit -u -D; eval "$(<zsh)"; megarl() { print "<$*>" }; print "<"begun">"\n'
+        os.write(terminal, begin.encode())
+        assert answer(terminal) == "begun"
+        for typed, word in ONE:
+            os.write(terminal, f"megarl {typed}\t\r".encode())
+            assert answer(terminal).split() == [*typed.split()[:-1], word]
+    finally:
+        os.close(terminal)
+        os.waitpid(process, 0)
+
+
+def answer(terminal):
+    """What is printed in angle brackets next; fails when there is nothing new for half a minute."""
+    seen = ""
+    while not (found := re.search(r"\n<(.*)>", seen)):
+        ready, _, _ = select.select([terminal], [], [], 30)
+        assert ready, f"nothing follows {seen!r}"
+        seen += os.read(terminal, 4096).decode()
+    return found[1]

@@ -1,0 +1,105 @@
+"""What a run directory holds, counted by hand; `tests/phases/test_retention.py` counts it in real ones."""
+
+import itertools
+
+import pytest
+
+from megarl.models.hf_config import read_hf_config
+from megarl.recipe.load import load_recipe, override_recipe
+from megarl.views.assumptions import Assumptions
+from megarl.views.disk import disk_bytes
+from tests.views.moe import MOE, staged
+
+HF = read_hf_config(MOE.parent)
+RECIPE = staged()
+PARAMETERS = 30_532_122_624
+CHECKPOINT, POLICY = PARAMETERS * (2 + 4 + 4 + 4), PARAMETERS * 2
+FULL = Assumptions(mean_prompt=1.0, mean_response=1.0)
+RESPONSE = (2048 + 20480) * 4 + 20480 * 4
+ANSWERS = (30 + 30 + 40) * 128 + (500 + 674 + 272 + 1319) * 2  # to the suites of an evaluation
+
+
+def disk(*settings, recipe=RECIPE):
+    return disk_bytes(HF, override_recipe(recipe, list(settings)), PARAMETERS, FULL)
+
+
+def held(parts, moment):
+    """Without what all moments have."""
+    both = parts["rollout store of all stages"] + parts.get("responses to evaluations", 0)
+    return parts[f"the run directory, at its {moment}"] - both
+
+
+def test_responses():
+    parts = disk()
+    assert parts["rollout store of a stage"] == 48 * 32 * 8 * RESPONSE
+    assert parts["rollout store of all stages"] == 40 * parts["rollout store of a stage"]
+    assert parts["responses to evaluations"] == 41 * ANSWERS * RESPONSE
+    assert "responses to evaluations" not in disk("eval.every=0")
+    experts = 48 * 32 * 8 * (2048 + 20480) * 48 * 8  # a byte for each of 128 experts
+    replayed = override_recipe(RECIPE, ["actor.routing_replay=engine"])
+    for hf, width in ((HF, 1), (HF | {"num_experts": 129}, 2)):
+        with_experts = disk_bytes(hf, replayed, PARAMETERS, FULL)
+        assert with_experts["rollout store of a stage"] == parts["rollout store of a stage"] + experts * width
+
+
+@pytest.mark.parametrize(
+    ("settings", "largest", "end"),
+    [
+        # 40 stages of one checkpoint each; one of the stage before stays, and all policies, the last one final/
+        ([], [(2, 41)], (1, 41)),
+        (["actor.keep_stages=3"], [(4, 41)], (3, 41)),
+        (["actor.keep_stages=99"], [(40, 41)], (40, 41)),
+        # three checkpoints a stage: beside two of each stage that is kept one is being written
+        (["actor.checkpoint_every=16", "actor.keep_checkpoints=2"], [(5, 40), (4, 41)], (2, 41)),
+        (["actor.checkpoint_every=16", "actor.keep_checkpoints=9"], [(6, 41)], (3, 41)),
+        # the first policy, one of a finished stage, the current one, the next, and best/
+        (["actor.keep_policies=1"], [(2, 5)], (1, 4)),
+        (["actor.keep_policies=3"], [(2, 7)], (1, 6)),
+        (["actor.keep_policies=3", "eval.every=0"], [(2, 6)], (1, 5)),
+        (["actor.keep_policies=39"], [(2, 41)], (1, 41)),
+        (["actor.keep_policies=1", "schedule.stages=1"], [(1, 2)], (1, 2)),
+        # with three more policies that wait for their evaluation, of which one may be the best
+        (["eval.every_updates=12"], [(2, 45)], (1, 42)),
+    ],
+)
+def test_checkpoints_and_policies(settings, largest, end):
+    parts = disk(*settings)
+    assert parts["one checkpoint"] == CHECKPOINT and parts["one export"] == POLICY
+    assert held(parts, "largest") == max(c * CHECKPOINT + p * POLICY for c, p in largest)
+    assert held(parts, "end") == end[0] * CHECKPOINT + end[1] * POLICY
+    assert parts["checkpoints at most"] == max(c for c, _ in largest) * CHECKPOINT
+    assert parts["policies at most"] == max(p for _, p in largest) * POLICY
+
+
+def test_a_live_run_publishes_versions_between_stages():
+    """MinPRO: 16 updates a version, three versions at a time; of 160 updates a stage the 64th and 128th evaluated."""
+    live, name = load_recipe(MOE), "policies between stages, at most"
+    assert disk(recipe=live)[name] == 3 * POLICY
+    assert disk("schedule.delay=0", "schedule.max_lag=63", recipe=live)[name] == 4 * POLICY
+    assert disk("eval.every_updates=64", recipe=live)[name] == 5 * POLICY
+    assert name not in disk()
+    without = disk("schedule.delay=0", "schedule.lockstep=true", recipe=live)
+    assert held(disk(recipe=live), "largest") - held(without, "largest") == 2 * POLICY
+
+
+def test_adapters_have_small_checkpoints():
+    parts = disk_bytes(HF, RECIPE, PARAMETERS, FULL, trained=1000)
+    assert (parts["one checkpoint"], parts["one export"]) == (14_000, POLICY)
+
+
+@pytest.mark.parametrize(
+    ("stages", "updates", "every", "every_updates"),
+    list(itertools.product((1, 3, 4), (4, 5, 6), (0, 1, 2, 5), (0, 1, 3, 4, 100))),
+)
+def test_evaluations_of_every_schedule(stages, updates, every, every_updates):
+    settings = [f"schedule.stages={stages}", f"schedule.updates_per_stage={updates}"]
+    settings += [f"eval.every={every}", f"eval.every_updates={every_updates}"]
+    recipe, parts = override_recipe(RECIPE, settings), disk(*settings)
+    versions = [v for v in range(stages * updates + 1) if recipe.is_evaluated(v)]
+    assert parts.get("responses to evaluations", 0) == len(versions) * ANSWERS * RESPONSE
+    waiting = parts.get("policies between stages, at most", 0) / POLICY
+    stages_alike = range(max(1, every_updates))  # after so many a stage begins as far behind a multiple as before
+    assert waiting == max(
+        sum(every_updates > 0 and v % every_updates == 0 for v in range(s * updates + 1, (s + 1) * updates))
+        for s in stages_alike
+    )
