@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import tomllib
 import warnings
@@ -22,6 +23,8 @@ from megarl.actor import cpu_backend, parallel
 from megarl.recipe.load import override_recipe, parse_recipe
 from megarl.recipe.tables import Recipe
 
+_MATRIX = re.compile(r"\.layers\..*\.linear_[a-z0-9_]+\.weight$")  # of a layer, experts left out
+
 
 def census(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, int]]:
     """For each pipeline stage: its layers, those of them that lack the experts which others have, those that lack keys
@@ -29,10 +32,13 @@ def census(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, int
     beside them."""
     settings = (
         "actor.layers=torch",
+        "actor.recompute=none",
         "megatron.init_model_with_meta_device=true",
         "megatron.perform_initialization=false",
     )
-    recipe = override_recipe(recipe, settings)
+    # what needs Transformer Engine changes no parameter
+    megatron = {name: value for name, value in recipe.megatron.items() if "fp8" not in name}
+    recipe = override_recipe(recipe.model_copy(update={"megatron": megatron}), settings)
     per_stage = ranks // recipe.actor.pipeline_parallel
     return [_count(hf, recipe, ranks, stage * per_stage) for stage in range(recipe.actor.pipeline_parallel)]
 
@@ -60,6 +66,7 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
             for of_adapters in (False, True)
             for of_experts in (False, True)
         }
+        matrices = [p.numel() for name, p in named if _MATRIX.search(name) and not lora.is_adapters(name)]
         layers = [layer for model in models for layer in model.decoder.layers]
         mixed = bool(hf["num_experts"])
         return {
@@ -70,6 +77,7 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
             "dense": sizes[False, False],
             "expert_adapters": sizes[True, True],
             "dense_adapters": sizes[True, False],
+            "matrices": sum(matrices),
         }
     finally:
         mpu.destroy_model_parallel()

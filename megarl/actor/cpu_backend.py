@@ -185,7 +185,7 @@ class _CudaTypeNames(torch.overrides.TorchFunctionMode):
             return args[0]
         out = func(*args, **(kwargs or {}))
         if func is torch.Tensor.type and len(args) == 1 and isinstance(out, str):
-            out = out.replace("torch.", "torch.cuda.", 1)
+            out = out.replace("meta.", "").replace("torch.", "torch.cuda.", 1)
         return out
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -25,11 +28,16 @@ from megarl.actor.layers import engine_block_spec, torch_block_spec
 from megarl.errors import UserError
 from megarl.kernels.linear_logprob import linear_logprob
 from megarl.models import family_of
+from megarl.recipe.recompute import Recompute
 from megarl.recipe.tables import Recipe
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron-Core 0.16.1 imports the name with Transformer Engine alone, but its routers ask whether it is None
     moe_utils.te_general_gemm = None
+if not hasattr(megatron_random, "FP8GlobalStateManager"):
+    # likewise, but its recomputation of norms asks all of these, whether anything is in 8 bits or not
+    megatron_random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    megatron_random.activation_recompute_forward = megatron_random.fp8_autocast = lambda **_: nullcontext()
 
 _ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 # what the torch-native layers compute differently where the family says so: of another model's export no engine knows
@@ -87,8 +95,7 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
             moe_router_load_balancing_type="none",
             moe_aux_loss_coeff=0.0,
         )
-    if actor.recompute == "full":
-        settings |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    settings |= Recompute.of(actor.recompute, recipe.megatron).megatron_settings()
     kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     return kind(**settings | recipe.megatron)
 

@@ -25,6 +25,9 @@ def wrap(models: list[PolicyModel], recipe: Recipe) -> tuple[list[DistributedDat
         replicas,
         use_gloo_process_groups=recipe.actor.backend == "cpu",
     )
+    for group in optimizer.param_groups:
+        # of torch's Adam, which on GPUs would take the square roots of all second moments at once, 4 bytes a parameter
+        group["foreach"] = False
     config.finalize_model_grads_func = _finalize
     config.grad_scale_func = optimizer.scale_loss
     if ddp.overlap_grad_reduce:  # gradients leave during the backward pass of the last micro-batch

@@ -217,11 +217,12 @@ def context_shard() -> ContextShard | None:
     return ContextShard(mpu.get_context_parallel_group(), mpu.get_context_parallel_rank(), size)
 
 
-def micro_batches(samples: Sequence[Sample], budget: int, device: torch.device) -> list[MicroBatch]:
+def micro_batches(samples: Sequence[Sample], budget: int, device: torch.device, align: int = 1) -> list[MicroBatch]:
     """This data-parallel rank's micro-batches of an update; every rank gets equally many.
 
-    Sequence parallelism needs T to be a multiple of its ranks. Virtual pipeline stages need all micro-batches equally
-    long, and their number to be a multiple of the pipeline ranks.
+    align: of which the tokens between two matrices are a multiple on every rank, as products in 8 bits need
+    (`megarl.recipe.fp8.token_alignment`). Sequence parallelism needs T to be a multiple of its ranks. Virtual pipeline
+    stages need all micro-batches equally long, and their number to be a multiple of the pipeline ranks.
     """
     replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     virtual = mpu.get_virtual_pipeline_model_parallel_world_size() is not None
@@ -229,7 +230,7 @@ def micro_batches(samples: Sequence[Sample], budget: int, device: torch.device) 
     bins = assign([len(s) for s in samples], replicas, budget, rounds)[replica]
     filler = replace(min(samples, key=len), trained=False)  # an empty bin still takes part in every collective
     parts = [[samples[i] for i in bin] or [filler] for bin in bins]
-    shard, multiple = context_shard(), mpu.get_tensor_model_parallel_world_size()
+    shard, multiple = context_shard(), align * mpu.get_tensor_model_parallel_world_size()
     tokens = [packed_length(part, multiple, shard) for part in parts]
     if virtual:
         tokens = [max(tokens)] * len(parts)

@@ -68,6 +68,11 @@ DAYS = (  # options of `megarl.views.simulate.Days`
     ("preemptions", float, "of the job in a day; default: 0"),
     ("away", float, "seconds until a preempted job has its nodes again, in the mean; default: 3600"),
     ("handover", float, "seconds to give engines new weights; default: through shared storage"),
+    (
+        "passes",
+        float,
+        "forward passes that lock-step makes beside the plan's: 1 where old log-probs are computed anew; default: 0",
+    ),
     ("seeds", positive, "simulated runs of each schedule; default: 20"),
 )
 

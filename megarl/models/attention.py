@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.models.family import Hf, Kept, tokens_inside
+from megarl.models.family import Hf, Keeping, Kept, keys_attended_to, normalised, tokens_inside
 from megarl.models.tensors import TensorNames
 from megarl.recipe.layout import Layout
 
@@ -83,24 +83,36 @@ class GroupedQueryAttention:
             found["self_attention.k_layernorm.weight"] = TensorNames(("self_attn.k_norm.weight",), split)
         return found
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int) -> Kept:
+    def kept(self, hf: Hf, layout: Layout, tokens: int, how: Keeping) -> Kept:
         inside = tokens_inside(layout, tokens)
         heads = hf["num_attention_heads"] / layout.tensor_parallel
         query, key = heads * hf["head_dim"], hf["num_key_value_heads"] / layout.tensor_parallel * hf["head_dim"]
-        # the fused projection; query and key with RoPE; the output of attention, twice
-        elements = inside * ((query + 2 * key) + (query + key) + 2 * query)
-        float32 = inside * heads  # log-sum-exp
+        # queries of several groups lie apart in the fused projection: what wants them in one piece copies them
+        copied = query if hf["num_key_value_heads"] > layout.tensor_parallel else 0.0
+        elements, float32 = inside * (query + 2 * key), 0.0  # the fused projection
+        if "core_attn" in how.again:
+            # its output; and its inputs: queries, and keys where a norm made them
+            elements += inside * (query + (query + key if self.norms(hf) else copied))
+        else:
+            elements += inside * 2 * query + keys_attended_to(layout, tokens) * key  # with RoPE, and the output
+            float32 += inside * heads  # log-sum-exp
+            if layout.context_parallel > 1:
+                elements += keys_attended_to(layout, tokens) * key  # values
         if self.output_gate:
-            elements += inside * 2 * query  # the gate, and what it multiplies
+            elements += inside * 2 * query  # the gate, and what it has multiplied
             float32 += inside * query  # its sigmoid
         if self.norms_all_heads:
             elements += inside * (query + key)  # normalised, before the weight
             float32 += inside * (query + key)
         elif self.norms(hf):
-            elements += inside * query  # the norm of the queries wants them contiguous
-        if layout.context_parallel > 1:
-            elements += 2 * tokens * key  # keys and values of all ranks
-        return Kept(elements, float32)
+            float32 += inside * ((query + key) * how.widened + (query + key) / hf["head_dim"])
+            elements += inside * copied * (not how.widened)
+        # the projection takes the output of attention as it is, but where that is scaled late
+        output = inside * query if how.fp8 == "delayed" else 0.0
+        return Kept(elements, float32, normalised(hf, layout, tokens, how) + output)
+
+    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
+        return self.flops(hf, length) if "core_attn" in again else 0.0
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         heads = max(1, int(hf["num_key_value_heads"]) // tensor_parallel)  # a head is never split

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.models.family import Hf, Kept, tokens_between
+from megarl.models.family import Hf, Keeping, Kept, tokens_between
 from megarl.models.feed_forward import NORM, MixtureOfExperts
 from megarl.models.tensors import TensorNames
 from megarl.recipe.layout import Layout
@@ -48,14 +48,16 @@ class ClampedExperts(MixtureOfExperts):
             "mlp.experts.linear_fc2.bias": of_experts("down_proj_bias", None, "columns"),
         }
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float) -> Kept:
-        elements, float32 = super().kept(hf, layout, tokens, imbalance)
+    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float, how: Keeping) -> Kept:
+        elements, float32, inputs = super().kept(hf, layout, tokens, imbalance, how)
+        if "moe" in how.again:
+            return Kept(elements, float32, inputs)
         between = tokens_between(layout, tokens)
         routed = between * hf["num_experts_per_tok"] * imbalance
         # beside what a SwiGLU keeps both its inputs, clamped, and one of them with its offset; twice whose expert a
         # row is, of which the second is weighted
         elements += routed * (3 * hf["moe_intermediate_size"] + 2 * hf["num_experts"] / layout.expert_parallel)
-        return Kept(elements, float32)
+        return Kept(elements, float32, inputs)
 
     def expert_parameters(self, hf: Hf) -> int:
         biases = 2 * hf["moe_intermediate_size"] + hf["hidden_size"]

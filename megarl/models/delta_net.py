@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from megarl.models.family import Hf, Kept, tokens_inside
+from megarl.models.family import Hf, Keeping, Kept, normalised, tokens_inside
 from megarl.models.tensors import TensorNames, rows_of
 from megarl.recipe.layout import Layout
 
@@ -84,7 +84,7 @@ class GatedDeltaNet:
             "self_attention.in_proj_ba.weight": TensorNames((rates, decays), 0, "groups", (shared_by, shared_by)),
         }
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int) -> Kept:
+    def kept(self, hf: Hf, layout: Layout, tokens: int, how: Keeping) -> Kept:
         inside = tokens_inside(layout, tokens)
         heads = hf["linear_num_value_heads"] / layout.tensor_parallel
         width = hf["linear_key_head_dim"]
@@ -92,14 +92,18 @@ class GatedDeltaNet:
         values = heads * hf["linear_value_head_dim"]
         # what goes into and comes out of the convolution; what is read, normalised, and gated; rates
         elements = inside * (2 * (2 * keys + values) + 3 * values + heads)
-        if layout.tensor_parallel > 1:
-            elements += inside * hf["hidden_size"]  # the projections' input, gathered
+        # the projections' input; gathered it is another tensor than what the norm made
+        gathered = layout.tensor_parallel > 1
+        elements += inside * hf["hidden_size"] if gathered else normalised(hf, layout, tokens, how)
         # queries and keys before they are normalised; gates and their activation
         float32 = 2 * keys + 2 * values
         # of `megarl.actor.delta_rule`: six tensors as large as the keys of value heads, three as the values, five of a
         # chunk's tokens among each other, the states between chunks, and a few numbers of each head
         float32 += heads * (6 * width + 5 * CHUNK + width * hf["linear_value_head_dim"] / CHUNK + 8) + 3 * values
         return Kept(elements, inside * float32)
+
+    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
+        return 0.0  # ``core_attn`` is of attention alone
 
     def state_elements(self, hf: Hf, tensor_parallel: int) -> float:
         heads, width = hf["linear_num_value_heads"], hf["linear_key_head_dim"]

@@ -8,7 +8,7 @@ with the methods below.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from megarl.models.tensors import LM_HEAD, TensorNames
@@ -21,7 +21,18 @@ class Kept(NamedTuple):
     """What one layer keeps for the backward pass, on one rank."""
 
     elements: float  # of the type of the activations
-    float32: float  # elements that are float32 whatever that type is
+    float32: float  # elements of four bytes whatever that type is
+    inputs: float = 0.0  # further elements, kept as inputs of matrices alone: these may be in 8 bits
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How layers keep it."""
+
+    again: frozenset[str] = frozenset()  # `megarl.recipe.recompute`: parts that keep their input alone
+    fused: bool = False  # Transformer Engine's layers instead of the torch-native ones
+    fp8: str | None = None  # how their matrices are scaled, `megarl.recipe.fp8`
+    widened: bool = False  # norms compute in float32, and so keep what goes into them
 
 
 class Half(Protocol):
@@ -43,11 +54,14 @@ class Half(Protocol):
 class TokenMixer(Half, Protocol):
     """Beside that of every `Half`: the sizes of what lets a token see those before it."""
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int) -> Kept:
-        """For a micro-batch of ``tokens``, without recompute."""
+    def kept(self, hf: Hf, layout: Layout, tokens: int, how: Keeping) -> Kept:
+        """For a micro-batch of ``tokens``, its normalised input among it."""
 
     def flops(self, hf: Hf, length: float) -> float:
         """Of one sequence in one layer, projections left out."""
+
+    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
+        """Of `flops`, those of parts whose forward pass is repeated."""
 
 
 class Attention(TokenMixer, Protocol):
@@ -93,11 +107,14 @@ class FeedForward(Half, Protocol):
     def undivided(self) -> bool:
         """Whether no routed expert may be divided between ranks."""
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float) -> Kept:
-        """``imbalance``: tokens of the fullest expert rank over the mean."""
+    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float, how: Keeping) -> Kept:
+        """Likewise. ``imbalance``: tokens of the fullest expert rank over the mean."""
 
     def expert_parameters(self, hf: Hf) -> int:
         """Of one routed expert of one layer; 0 in a dense model."""
+
+    def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
+        """Parameters that a token uses in parts whose forward pass is repeated."""
 
 
 @dataclass(frozen=True)
@@ -238,22 +255,33 @@ class Family:
         extra = range(first, first + (hf.get("num_nextn_predict_layers") or 0))
         return name.startswith((*self.copied, *(f"{self.prefix}layers.{layer}." for layer in extra)))
 
+    def _half(self, hf: Hf, dense: bool) -> FeedForward:
+        return self.dense if self.dense is not None and (dense or not hf["num_experts"]) else self.feed_forward
+
     def kept(
-        self, hf: Hf, layout: Layout, tokens: int, imbalance: float = 1.0, dense: bool = False, linear: bool = False
+        self,
+        hf: Hf,
+        layout: Layout,
+        tokens: int,
+        imbalance: float = 1.0,
+        dense: bool = False,
+        linear: bool = False,
+        how: Keeping | None = None,
     ) -> Kept:
-        """Of one layer, for a micro-batch of ``tokens``, without recompute.
+        """Of one layer, for a micro-batch of ``tokens``; by default of torch-native modules without recompute.
 
         dense, linear: whether of one without experts, or without keys and values, in a model that has both kinds.
         """
-        norms = 4 * tokens_between(layout, tokens) * hf["hidden_size"]  # input and output of both
-        attention = self._mixer(linear).kept(hf, layout, tokens)
-        half = self.dense if self.dense is not None and (dense or not hf["num_experts"]) else self.feed_forward
-        feed_forward = half.kept(hf, layout, tokens, imbalance)
-        elements = norms + attention.elements + feed_forward.elements
-        float32 = attention.float32 + feed_forward.float32
-        if self.zero_centred_norms:  # their inputs are widened
-            elements, float32 = elements - norms / 2, float32 + norms / 2
-        return Kept(elements, float32)
+        how = replace(how or Keeping(), widened=self.zero_centred_norms)
+        both = 2 * tokens_between(layout, tokens)
+        norms = both * hf["hidden_size"]  # their inputs; halves count what comes out
+        if "layernorm" in how.again:
+            before = Kept(norms, 0.0)
+        else:
+            before = Kept(0.0, norms + both) if how.widened else Kept(norms, both)  # with a number of each token
+        mixer = self._mixer(linear).kept(hf, layout, tokens, how)
+        half = self._half(hf, dense).kept(hf, layout, tokens, imbalance, how)
+        return Kept(*map(sum, zip(before, mixer, half, strict=True)))
 
     def mixing_flops(self, hf: Hf, length: float) -> float:
         """Of one sequence in all layers, projections left out."""
@@ -269,6 +297,15 @@ class Family:
         """Of all layers that have one."""
         windows = (self.window(hf, layer) for layer in range(hf["num_hidden_layers"]))
         return [window for window in windows if window is not None]
+
+    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
+        """Of one sequence in all layers, in parts whose forward pass is repeated."""
+        total = 0.0
+        for layer in range(hf["num_hidden_layers"]):
+            half = self._half(hf, not self.has_experts(hf, layer))
+            total += self._mixer(self.is_linear(hf, layer)).repeated_flops(hf, length, again)
+            total += 2 * length * half.repeated_parameters(hf, again)
+        return total
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         """What the cache of one GPU holds of a token, in all layers that keep each of them."""
@@ -305,6 +342,25 @@ def tokens_inside(layout: Layout, tokens: int) -> float:
     return tokens / layout.context_parallel
 
 
+def keys_attended_to(layout: Layout, tokens: int) -> float:
+    """Tokens whose keys and values a rank has beside its queries.
+
+    Under context parallelism those of all ranks, each chunk as often as a chunk of the rank attends to it.
+    """
+    if layout.context_parallel == 1:
+        return tokens
+    return tokens * (1 + 1 / (2 * layout.context_parallel))
+
+
 def tokens_between(layout: Layout, tokens: int) -> float:
     """Tokens that a rank has between attention and MLP, under sequence parallelism."""
     return tokens_inside(layout, tokens) / layout.tensor_parallel
+
+
+def normalised(hf: Hf, layout: Layout, tokens: int, how: Keeping) -> float:
+    """Elements that come out of the norm before a half, where something in the half keeps them.
+
+    Transformer Engine has the norm in the matrix after it, which ``layernorm`` does not reach.
+    """
+    dropped = "layernorm" in how.again and not how.fused
+    return 0.0 if dropped else tokens_between(layout, tokens) * hf["hidden_size"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megarl.models.family import Hf, Kept, tokens_between, tokens_inside
+from megarl.models.family import Hf, Keeping, Kept, normalised, tokens_between, tokens_inside
 from megarl.models.tensors import TensorNames, down, gate_up
 from megarl.recipe.layout import Layout
 
@@ -19,6 +19,11 @@ def _problems(hf: Hf) -> Iterator[str]:
     for name, only in _ONLY.items():
         if hf.get(name, only) != only:
             yield f"{name} = {hf[name]!r} is not supported, only {only!r}"
+
+
+def _of_activation(how: Keeping) -> int:
+    """What SwiGLU keeps for each of its outputs: gate and up; torch keeps two intermediate results as well."""
+    return 2 if how.fused else 4
 
 
 class GatedMlp:
@@ -38,8 +43,15 @@ class GatedMlp:
     def tensors(self, hf: Hf) -> dict[str, TensorNames]:
         return NORM | {"mlp.linear_fc1.weight": gate_up("mlp"), "mlp.linear_fc2.weight": down("mlp")}
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float) -> Kept:
-        return Kept(tokens_inside(layout, tokens) * 5 * hf["intermediate_size"] / layout.tensor_parallel, 0.0)
+    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float, how: Keeping) -> Kept:
+        outside = normalised(hf, layout, tokens, how)
+        if "mlp" in how.again:
+            return Kept(0.0 if how.fused else outside, 0.0)  # the norm of Transformer Engine's is inside
+        inside = tokens_inside(layout, tokens) * hf["intermediate_size"] / layout.tensor_parallel
+        return Kept(_of_activation(how) * inside, 0.0, outside + inside)
+
+    def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
+        return 3 * int(hf["hidden_size"]) * int(hf["intermediate_size"]) if "mlp" in again else 0
 
     def expert_parameters(self, hf: Hf) -> int:
         return 0
@@ -138,15 +150,38 @@ class MixtureOfExperts:
                 found["mlp.shared_experts.gate_weight"] = TensorNames((self.shared_gate,))
         return NORM | found
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float) -> Kept:
+    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float, how: Keeping) -> Kept:
         between = tokens_between(layout, tokens)
+        # what the norm before it makes goes to the router too, so that Transformer Engine has it in no matrix either
+        elements = 0.0 if "layernorm" in how.again else between * hf["hidden_size"]
+        if "moe" in how.again:
+            return Kept(elements, 0.0)
         routed = between * hf["num_experts_per_tok"] * layout.expert_tensor_parallel * imbalance
         width = hf["moe_intermediate_size"] / layout.expert_tensor_parallel
-        elements = routed * (hf["hidden_size"] + 5 * width)
-        elements += tokens_inside(layout, tokens) * 5 * self.shared_width(hf) / layout.tensor_parallel
-        if self.shared_gate is not None:
-            elements += between * (hf["hidden_size"] + 1)  # what the gate multiplies
-        return Kept(elements, between * hf["num_experts"] * (3 if self.sigmoid else 1))
+        elements += routed * _of_activation(how) * width
+        inputs = routed * (hf["hidden_size"] + (0 if "moe_act" in how.again else width))
+        float32 = between * hf["num_experts"] * (3 if self.sigmoid else 1)
+        if not how.fused:
+            # where each row comes from and goes to, in numbers of eight bytes, and its weight; where ranks exchange
+            # rows, this once more
+            float32 += 10 * between * hf["num_experts_per_tok"]
+            float32 += 4 * routed * (layout.expert_parallel * layout.expert_tensor_parallel > 1)
+        else:
+            float32 += between * (2 * hf["num_experts"] + 1)  # where the fused permutation puts each row
+        if "shared_experts" not in how.again:
+            shared = tokens_inside(layout, tokens) * self.shared_width(hf) / layout.tensor_parallel
+            elements, inputs = elements + _of_activation(how) * shared, inputs + shared
+            if self.shared_gate is not None:
+                elements += between * (hf["hidden_size"] + 1)  # what the gate multiplies
+        return Kept(elements, float32, inputs)
+
+    def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
+        hidden, shared = int(hf["hidden_size"]), 3 * int(hf["hidden_size"]) * self.shared_width(hf)
+        if "moe" in again:
+            return (
+                shared + int(hf["num_experts_per_tok"]) * self.expert_parameters(hf) + int(hf["num_experts"]) * hidden
+            )
+        return shared if "shared_experts" in again else 0
 
     def expert_parameters(self, hf: Hf) -> int:
         return 3 * int(hf["hidden_size"]) * int(hf["moe_intermediate_size"])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megarl.models.family import Hf, Kept, tokens_between, tokens_inside
+from megarl.models.family import Hf, Keeping, Kept, keys_attended_to, normalised, tokens_between, tokens_inside
 from megarl.models.tensors import TensorNames
 from megarl.recipe.layout import Layout
 
@@ -93,19 +93,23 @@ class MultiHeadLatentAttention:
             "self_attention.linear_q_up_proj.weight": one("q_b_proj", 0),
         }
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int) -> Kept:
+    def kept(self, hf: Hf, layout: Layout, tokens: int, how: Keeping) -> Kept:
         inside, between = tokens_inside(layout, tokens), tokens_between(layout, tokens)
         heads = hf["num_attention_heads"] / layout.tensor_parallel
         width, latent = self.query_dim(hf), hf["kv_lora_rank"]
         # both projections down; the latents, normalised; queries, keys and values of one width, and what they attend to
         elements = between * (2 * latent + hf["qk_rope_head_dim"] + 2 * (hf["q_lora_rank"] or 0))
-        elements += inside * heads * (4 * width + hf["v_head_dim"])
-        if layout.context_parallel > 1:
-            elements += 2 * tokens * heads * width  # keys and values of all ranks
+        elements += normalised(hf, layout, tokens, how)
+        if "core_attn" in how.again:  # values are widened inside it
+            return Kept(elements + inside * heads * (2 * width + 2 * hf["v_head_dim"]), 0.0)
+        elements += heads * (inside * (2 * width + hf["v_head_dim"]) + 2 * keys_attended_to(layout, tokens) * width)
         return Kept(elements, inside * heads)  # log-sum-exp
 
     def window(self, hf: Hf, layer: int) -> int | None:
         return None
+
+    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
+        return self.flops(hf, length) if "core_attn" in again else 0.0
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         return int(hf["kv_lora_rank"] + hf["qk_rope_head_dim"])  # on every rank

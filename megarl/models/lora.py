@@ -82,11 +82,10 @@ def check_lora(recipe: Recipe, hf: dict[str, Any]) -> None:
                 f"{matrix.inputs}: at most {min(matrix.outputs, matrix.inputs)}"
             )
     layout = Layout.of(recipe, 1)
-    chunk = len(layers) // (layout.pipeline_parallel * layout.virtual_stages)
-    for first in layers[::chunk]:
-        if not any(targeted(hf, layer, table.targets) for layer in layers[first : first + chunk]):
+    for chunk in layout.chunks(len(layers)):
+        if not any(targeted(hf, layer, table.targets) for layer in chunk):
             raise UserError(
-                f"[actor.lora] targets: none is in layers {first} to {first + chunk - 1}, which are a pipeline stage "
+                f"[actor.lora] targets: none is in layers {chunk[0]} to {chunk[-1]}, which are a pipeline stage "
                 "of their own and would have nothing to train: name others too, or use fewer stages"
             )
     of_experts = any(matrix.of_experts for matrix in chosen.values())

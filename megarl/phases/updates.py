@@ -24,6 +24,7 @@ from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.phases.exports import Exporter
 from megarl.phases.samples import describe, lengths_by_sign, throughput, to_samples, token_texts
 from megarl.phases.stop import StopRequest
+from megarl.recipe.fp8 import token_alignment
 from megarl.storage.checkpoints import checkpoints, read_manifest, read_metrics, set_aside
 from megarl.storage.json_lines import append_json
 from megarl.storage.metrics_log import NOTHING, MetricsWriter, Position
@@ -171,7 +172,9 @@ def _read_step(
             return []  # nothing of the step is trained yet
         exporter.see(groups)
         samples = to_samples(groups, run.recipe.objective, run.recipe.actor.routing_replay == "engine")
-        micro_batches = packing.micro_batches(samples, run.recipe.actor.tokens_per_micro_batch, actor.device)
+        micro_batches = packing.micro_batches(
+            samples, run.recipe.actor.tokens_per_micro_batch, actor.device, token_alignment(run.recipe.megatron)
+        )
         if step:
             micro_batches = with_proximal(actor, micro_batches)
         step.append(Prepared(groups, batches.metrics(update, groups), samples, micro_batches))

@@ -25,6 +25,7 @@ from megarl.phases.rollout_worker import Draws, RolloutWorker
 from megarl.phases.samples import to_samples
 from megarl.phases.scoring import SeededPrompt
 from megarl.phases.updates import frozen_policies
+from megarl.recipe.fp8 import token_alignment
 from megarl.storage.policies import read_info
 from megarl.storage.requests import read_request, write_answer
 from megarl.storage.rollouts import Group, RolloutStore
@@ -112,7 +113,9 @@ class Comparison:
         """[parameters] float32, of the whole batch, before clipping; and the metrics of the batch."""
         recipe = self.actor.recipe
         samples = to_samples(groups, recipe.objective, recipe.actor.routing_replay == "engine")
-        micro_batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, self.actor.device)
+        micro_batches = packing.micro_batches(
+            samples, recipe.actor.tokens_per_micro_batch, self.actor.device, token_alignment(recipe.megatron)
+        )
         _, metrics = compute_gradients(self.actor, micro_batches, objective)
         parts = [
             parameter.main_grad.detach().flatten()

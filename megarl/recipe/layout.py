@@ -25,6 +25,20 @@ _OWNED = {
     "expert_tensor_parallel_size": "[actor] expert_tensor_parallel",
     "sequence_parallel": "[actor] tensor_parallel, which implies it",
     "variable_seq_lengths": "neither value, it follows from the pipeline schedule",
+    # other ways to say what the two settings of `_ENDS` say
+    **dict.fromkeys(
+        (
+            "pipeline_model_parallel_layout",
+            "account_for_embedding_in_pipeline_split",
+            "account_for_loss_in_pipeline_split",
+        ),
+        "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
+    ),
+}
+# of ``[megatron]``, by the field of `Layout`: the layers of the first and the last pipeline stage, where these differ
+_ENDS = {
+    "first_layers": "num_layers_in_first_pipeline_stage",
+    "last_layers": "num_layers_in_last_pipeline_stage",
 }
 _REQUIRED = {
     "calculate_per_token_loss": (True, "micro-batches and ranks would be averaged with wrong weights"),
@@ -43,6 +57,7 @@ LAYOUT_SETTINGS = (
     "actor.expert_parallel",
     "actor.expert_tensor_parallel",
     "megatron.virtual_pipeline_model_parallel_size",
+    *(f"megatron.{name}" for name in _ENDS.values()),
     "rollout.workers",
     "rollout.tensor_parallel",
     "rollout.memory_fraction",
@@ -62,8 +77,9 @@ LAYOUT_SETTINGS = (
     "run.mlflow",
 )
 _STAGE_LAYOUT = re.compile(r"stages\.\d+\.(workers|tensor_parallel|memory_fraction)")
-# cost of changing a factor in the search for the nearest layout: these cut every layer, the others only experts
-_WEIGHT = {"tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": 2}
+# cost of changing a factor in the search for the nearest layout: these cut every layer, the last ones nothing, and
+# the others only experts
+_WEIGHT = {"tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": 2} | dict.fromkeys(_ENDS, 0.1)
 
 
 def is_layout_setting(name: str) -> bool:
@@ -82,6 +98,8 @@ class Layout:
     expert_parallel: int = 1
     expert_tensor_parallel: int = 1
     virtual_stages: int = 1  # of each pipeline rank
+    first_layers: int = 0  # of the first pipeline stage; 0: as many as those between
+    last_layers: int = 0  # of the last one
 
     @classmethod
     def of(cls, recipe: Recipe, ranks: int) -> Layout:
@@ -94,7 +112,35 @@ class Layout:
             actor.expert_parallel,
             actor.expert_tensor_parallel or actor.tensor_parallel,
             recipe.virtual_pipeline_stages or 1,
+            *(recipe.megatron.get(name, 0) for name in _ENDS.values()),
         )
+
+    def stage_layers(self, layers: int) -> list[int]:
+        """How many of a model's ``layers`` each pipeline stage has; those between the first and the last have equally
+        many."""
+        ends = self.first_layers, self.last_layers
+        between = self.pipeline_parallel - sum(size > 0 for size in ends)
+        each = (layers - sum(ends)) // between if between > 0 else 0
+        if self.pipeline_parallel == 1:
+            return [layers]
+        return [ends[0] or each, *[each] * (self.pipeline_parallel - 2), ends[1] or each]
+
+    def chunks(self, layers: int) -> list[range]:
+        """The layers, from 0, of each part of the model that is run in one go: a stage, or a virtual one."""
+        sizes = [size // self.virtual_stages for size in self.stage_layers(layers)] * self.virtual_stages
+        ends = list(itertools.accumulate(sizes))
+        return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+    def balanced(self, layers: int) -> Layout:
+        """With stages as equal as they can be where ``pipeline_parallel`` does not divide the layers.
+
+        The first stage has most micro-batches in flight, and the last one the head: these two have fewer.
+        """
+        stages = self.pipeline_parallel
+        if layers % stages == 0 or self.virtual_stages > 1:
+            return replace(self, first_layers=0, last_layers=0)
+        left = layers - (stages - 2) * -(-layers // stages)
+        return replace(self, first_layers=left // 2, last_layers=left - left // 2)
 
     def problems(self, hf: dict[str, Any]) -> Iterator[str]:
         """Every rule that the layout breaks for a model (`megarl.models.hf_config.read_hf_config`)."""
@@ -105,13 +151,7 @@ class Layout:
         for key, size in hf["context_divided"].items():
             if size % heads and not size % self.tensor_parallel:
                 yield f"tensor_parallel * context_parallel = {heads} does not divide the model's {key} = {size}"
-        stages = self.pipeline_parallel * self.virtual_stages
-        if hf["num_hidden_layers"] % stages:
-            times = " * virtual_pipeline_model_parallel_size" if self.virtual_stages > 1 else ""
-            yield (
-                f"pipeline_parallel{times} = {stages} does not divide the model's "
-                f"num_hidden_layers = {hf['num_hidden_layers']}"
-            )
+        yield from self._problems_of_stages(hf["num_hidden_layers"])
         if self.virtual_stages > 1 and self.pipeline_parallel == 1:
             yield f"virtual_pipeline_model_parallel_size = {self.virtual_stages} needs pipeline_parallel > 1"
         experts = hf["num_experts"]
@@ -139,6 +179,32 @@ class Layout:
             if self.ranks % product and (experts or "expert_parallel" not in names):
                 yield f"processes_per_node * nodes = {self.ranks} is no multiple of {' * '.join(names)} = {product}"
 
+    def _problems_of_stages(self, layers: int) -> Iterator[str]:
+        given = {name: getattr(self, field) for field, name in _ENDS.items() if getattr(self, field)}
+        if not given:
+            stages = self.pipeline_parallel * self.virtual_stages
+            if layers % stages:
+                times = " * virtual_pipeline_model_parallel_size" if self.virtual_stages > 1 else ""
+                yield f"pipeline_parallel{times} = {stages} does not divide the model's num_hidden_layers = {layers}"
+            return
+        said = " and ".join(f"{name} = {size}" for name, size in given.items())
+        sizes = self.stage_layers(layers)
+        if self.pipeline_parallel == 1:
+            yield f"{said}: there is one pipeline stage; set pipeline_parallel, or leave it out"
+        elif sum(sizes) != layers or min(sizes) < 1:
+            yield (
+                f"{said}: the other {self.pipeline_parallel - len(given)} pipeline stages cannot share the rest of the "
+                f"model's num_hidden_layers = {layers} evenly"
+            )
+        elif any(size % self.virtual_stages for size in sizes):
+            yield (
+                f"virtual_pipeline_model_parallel_size = {self.virtual_stages} does not divide the layers of every "
+                f"pipeline stage, {', '.join(map(str, sizes))}"
+            )
+        elif self.virtual_stages > 1 and len(given) == self.pipeline_parallel:
+            # Megatron-Core 0.16.1 divides by the number of stages between them
+            yield f"{said}: with virtual stages on two pipeline ranks give num_layers_in_first_pipeline_stage alone"
+
     def nearest(self, hf: dict[str, Any]) -> Layout | None:
         """The valid layout on the same ranks that differs least from this one; None if there is none."""
         sizes = [n for n in range(1, self.ranks + 1) if self.ranks % n == 0]
@@ -148,22 +214,26 @@ class Layout:
                 continue
             for expert, expert_tensor in itertools.product(sizes, repeat=2) if hf["num_experts"] else [(1, tensor)]:
                 for virtual in {1, self.virtual_stages}:
-                    layout = Layout(self.ranks, tensor, pipeline, context, expert, expert_tensor, virtual)
-                    distance = self._distance(layout)
-                    if (best is None or distance < best[0]) and not any(layout.problems(hf)):
-                        best = distance, layout
+                    even = Layout(self.ranks, tensor, pipeline, context, expert, expert_tensor, virtual)
+                    same = replace(even, first_layers=self.first_layers, last_layers=self.last_layers)
+                    for layout in (even.balanced(hf["num_hidden_layers"]), same):
+                        distance = self._distance(layout)
+                        if (best is None or distance < best[0]) and not any(layout.problems(hf)):
+                            best = distance, layout
         return best[1] if best else None
 
     def _distance(self, other: Layout) -> float:
-        mine, theirs = asdict(self), asdict(other)
+        mine, theirs = ({key: size or 1 for key, size in asdict(layout).items()} for layout in (self, other))
         return sum(_WEIGHT.get(key, 1) * abs(math.log2(theirs[key] / size)) for key, size in mine.items())
 
     def changes(self, other: Layout) -> str:
         """The factors in which ``other`` differs, with its values, as a recipe writes them."""
         mine, theirs = asdict(self), asdict(other)
-        names = {"virtual_stages": "[megatron] virtual_pipeline_model_parallel_size"}
+        names = {"virtual_stages": "virtual_pipeline_model_parallel_size"} | _ENDS
+        names = {field: f"[megatron] {name}" for field, name in names.items()}
+        absent = {"virtual_stages": 1} | dict.fromkeys(_ENDS, 0)
         return ", ".join(
-            f"no {names[key]}" if key in names and theirs[key] == 1 else f"{names.get(key, key)} = {theirs[key]}"
+            f"no {names[key]}" if theirs[key] == absent.get(key) else f"{names.get(key, key)} = {theirs[key]}"
             for key, size in mine.items()
             if theirs[key] != size
         )
@@ -180,11 +250,14 @@ def check_layout(recipe: Recipe, hf: dict[str, Any], nodes: int | None = 1) -> N
     for key, (only, reason) in _REQUIRED.items():
         if recipe.megatron.get(key, only) != only:
             raise UserError(f"[megatron] {key} = {recipe.megatron[key]!r}: {reason}")
+    for key in _ENDS.values():
+        if recipe.megatron.get(key, 1) < 1:
+            raise UserError(f"[megatron] {key} = {recipe.megatron[key]}: at least 1")
     _check_routing(recipe, hf)
     layout = Layout.of(recipe, (nodes or 1) * recipe.actor.processes_per_node)
     if nodes is None:
-        factors = {**asdict(layout), "ranks": 1, "virtual_stages": 1}
-        layout = replace(layout, ranks=math.prod(factors.values()))
+        factors = (size for name, size in asdict(layout).items() if name.endswith("_parallel"))
+        layout = replace(layout, ranks=math.prod(factors))
     problem = next(layout.problems(hf), None)
     if problem is None:
         return

@@ -23,6 +23,7 @@ from megarl.recipe.lora_table import LoraTable as LoraTable
 from megarl.recipe.megatron import CONFIGS
 from megarl.recipe.megatron import problems as megatron_problems
 from megarl.recipe.optimizer_table import OptimizerTable as OptimizerTable
+from megarl.recipe.recompute import Setting as RecomputeSetting
 from megarl.recipe.reward_table import RewardPart as RewardPart
 from megarl.recipe.reward_table import RewardTable as RewardTable
 from megarl.recipe.rollout_table import RolloutTable as RolloutTable
@@ -129,7 +130,7 @@ class ActorTable(Table):
     )  # tokens; a longer response gets a micro-batch of its own
     statistics_scope: Literal["exact", "lagged", "micro"] = "exact"
     kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
-    recompute: Literal["none", "full"] = "none"
+    recompute: RecomputeSetting = "none"
     # what the model's modules are made of; auto: Transformer Engine where it is installed, on GPUs
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
     # who chooses a token's experts: the current policy; the policy at the start of the stage; the rollout engine

@@ -27,6 +27,7 @@ class StageCensus:
     linear_layers: int = 0  # of ``layers``, those that have a state in the place of keys and values
     dense_adapters: int = 0  # of ``[actor.lora]``: beside these weights, which are then frozen
     expert_adapters: int = 0
+    matrices: int = 0  # of ``dense``, those in matrices of layers, routers left out
 
     @property
     def adapters(self) -> int:

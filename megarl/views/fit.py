@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.errors import UserError
+from megarl.models import family_of
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_lora
+from megarl.models.settings import check_layers
+from megarl.recipe.fp8 import scaling_of
 from megarl.recipe.layout import Layout, check_layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.optimizer import check_optimizer
@@ -39,7 +44,8 @@ class Fit:
         lines = [f"{self.title}\n\n{self.plan.table()}"]
         if self.misfit is not None:
             lines.append(f"\ndoes not fit: {self.misfit}")
-            lines += [f"  this fits: {' '.join(f'--set {change}' for change in changes)}" for changes in self.layouts]
+            quoted = [" ".join(f"--set {shlex.quote(change)}" for change in changes) for changes in self.layouts]
+            lines += [f"  this fits: {changes}" for changes in quoted]
             if not self.layouts:
                 lines.append("  no layout of these GPUs does: add nodes or shorten responses")
         return "\n".join(lines)
@@ -72,12 +78,22 @@ def make_plan(
         raise UserError(f"neither {recipe.model.path} nor {config} has the config.json of the model")
     hf = read_hf_config(config)
     check_layout(recipe, hf, nodes)
+    check_layers(recipe, hf, here=False)
     check_lora(recipe, hf)
     check_optimizer(recipe, here=False)
+    _check_gpu(recipe, gpu)
     with Census() as census:
         plan = Plan.of(recipe, hf, nodes, gpu, census, assume=assume, hbm=hbm and hbm * GIB)
         layouts = [] if plan.misfit() is None else list(itertools.islice(alternatives(plan, census), 2))
     return Fit(f"{recipe_path}, model of {config / 'config.json'}", plan, layouts)
+
+
+def _check_gpu(recipe: Recipe, gpu: str) -> None:
+    scaling, kind = scaling_of(recipe.megatron), GPUS[gpu]
+    if scaling is not None and not kind.fp8:
+        raise UserError(f"[megatron] fp8 = {recipe.megatron['fp8']!r}: --gpu {gpu} multiplies no 8 bits")
+    if scaling == "mxfp8" and kind.fp8_transposes:
+        raise UserError(f"[megatron] fp8_recipe = 'mxfp8': of GPUs from Blackwell on, not --gpu {gpu}")
 
 
 def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
@@ -129,22 +145,26 @@ def _rollout_that_fits(plan: Plan) -> list[str] | None:
 
 
 def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
-    """Changes of ``[actor]`` to each valid layout, the least divided first.
+    """Changes to each valid layout, the least divided first.
 
-    All layouts with the recipe's other settings come first, then with full recompute, then with smaller micro-batches,
-    then with the optimizer on the host too, and then with gradients in bfloat16.
+    All layouts with the recipe's other settings come first, then with parts of layers recomputed, then with whole ones,
+    then with smaller micro-batches, then with the optimizer on the host too, and then with gradients in bfloat16.
     """
     ranks, table, names = plan.layout.ranks, plan.recipe.actor, ("tensor", "pipeline", "expert", "expert_tensor")
+    layers, asked = plan.hf["num_hidden_layers"], plan.layout.first_layers + plan.layout.last_layers > 0
     found = []
     for tensor, pipeline, expert in itertools.product(_divisors(table.processes_per_node), *[_divisors(ranks)] * 2):
         for expert_tensor in {1, tensor} if plan.hf["num_experts"] else {tensor}:
-            layout = Layout(ranks, tensor, pipeline, table.context_parallel, expert, expert_tensor)
+            layout = Layout(ranks, tensor, pipeline, table.context_parallel, expert, expert_tensor).balanced(layers)
+            if asked:  # what the recipe says of the stages must be said anew
+                stages = layout.stage_layers(layers)
+                layout = replace(layout, first_layers=stages[0], last_layers=stages[-1])
             if not any(layout.problems(plan.hf)):
                 found.append(layout)
     found.sort(key=lambda x: (x.tensor_parallel * x.pipeline_parallel, x.pipeline_parallel, x.expert_tensor_parallel))
     budget, least = table.tokens_per_micro_batch, sizes.longest_sequence(plan.recipe)
     full = [] if table.recompute == "full" else ["actor.recompute=full"]
-    steps = [[], *([full] if full else []), *([[*full, _budget(least)]] if least < budget else [])]
+    steps = [[], *_parts(plan), *([full] if full else []), *([[*full, _budget(least)]] if least < budget else [])]
     for setting, changes in _LESS_MEMORY.items():
         section, _, key = setting.partition(".")
         if plan.recipe.actor.lora is None and key not in getattr(plan.recipe, section):
@@ -152,7 +172,26 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
     for settings in steps:
         for layout in found:
             changes = [f"actor.{name}_parallel={getattr(layout, f'{name}_parallel')}" for name in names]
+            if layout.first_layers:
+                ends = {"first": layout.first_layers, "last": layout.last_layers}
+                changes += [f"megatron.num_layers_in_{end}_pipeline_stage={size}" for end, size in ends.items()]
             yield [*changes, *settings], layout
+
+
+def _parts(plan: Plan) -> Iterator[list[str]]:
+    """Parts of layers that can be recomputed, the cheapest first; of a recipe that recomputes nothing."""
+    if plan.recipe.actor.recompute != "none":
+        return
+    family, length = family_of(plan.hf), sizes.mean_sequence(plan.recipe, plan.assume)
+    known = [
+        name for name in ("shared_experts", "mlp", "moe") if family.repeated_flops(plan.hf, length, frozenset({name}))
+    ]
+    shared = [["layernorm", "shared_experts"]] if "shared_experts" in known else []
+    for names in (["layernorm"], *shared, ["layernorm", *(name for name in known if name != "shared_experts")]):
+        changes = [f"actor.recompute={json.dumps(names)}"]
+        with contextlib.suppress(UserError):
+            check_layers(override_recipe(plan.recipe, changes), plan.hf, here=False)
+            yield changes
 
 
 # settings of Megatron that take less memory, unless the recipe says something of them

@@ -210,12 +210,13 @@ class Plan:
         if self.side_by_side:
             engines = self.recipe.rollout.workers * self.recipe.rollout.tensor_parallel
             ranks += f" of trainers, {self.nodes} x {engines} of engines"
+        again = self.recipe.actor.recompute
         yield f"{self.hf['model_type']}, {self.parameters / 1e9:.2f} B parameters{routed}; {ranks}"
         yield (
             f"layout: tensor {actor.tensor_parallel}, pipeline {actor.pipeline_parallel}, "
             f"context {actor.context_parallel}, expert {actor.expert_parallel} x {actor.expert_tensor_parallel}, "
             f"data {sizes.data_parallel(actor)} (experts {sizes.expert_data_parallel(actor)}); "
-            f"recompute {self.recipe.actor.recompute}"
+            f"recompute {again if isinstance(again, str) else ', '.join(again)}"
         )
         for number, stage in enumerate(self.stages):
             count = f"{(stage.dense + stage.expert) / 1e6:.1f} M parameters a rank"
@@ -265,7 +266,11 @@ class Plan:
 
     @property
     def update_seconds(self) -> float:
-        recipe, passes = self.recipe, self.extra_passes
+        return self.seconds_of_update(0.0)
+
+    def seconds_of_update(self, more: float) -> float:
+        """With so many forward passes beside those that the objective needs."""
+        recipe, passes = self.recipe, self.extra_passes + more
         return sizes.optimize_seconds(self.hf, recipe, self.layout, self.parameters, passes, self.device, self.assume)
 
     @cached_property

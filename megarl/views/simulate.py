@@ -36,6 +36,7 @@ class Days:
     preemptions: float = 0.0  # of the job in a day
     away: float = HOUR  # seconds until a preempted job has its nodes again, in the mean
     handover: float | None = None  # seconds to give engines new weights; default: through shared storage, as megarl
+    passes: float = 0.0  # forward passes of the lock-step run's updates beside the plan's
     seeds: int = 20
 
     @classmethod
@@ -59,7 +60,7 @@ class Days:
             )
         if self.lag < self.sync_every - 1:
             raise UserError(f"--lag {self.lag}: with new weights every {self.sync_every} updates at least one less")
-        for name in ("spread", "failures", "restart", "preemptions", "away", "handover"):
+        for name in ("spread", "failures", "restart", "preemptions", "away", "handover", "passes"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise UserError(f"--{name} {value:g}: at least 0")
@@ -160,7 +161,8 @@ class Simulation:
 
     def staged(self, rng: np.random.Generator) -> Run:
         """Stages of ``days.stage`` updates: engines start, generate and end; then trainers train."""
-        return self._in_turns(rng, self.days.stage, self.step, self.plan.assume.engine_start, None)
+        update = self.plan.update_seconds
+        return self._in_turns(rng, self.days.stage, self.step, self.plan.assume.engine_start, None, update)
 
     def lockstep(self, rng: np.random.Generator) -> Run:
         """Turns of ``days.sync_every`` updates. Engines stay beside the trainers, in the memory that these leave them.
@@ -168,14 +170,23 @@ class Simulation:
         Where that is too little, they start anew each time.
         """
         beside, days = self.beside_trainers, self.days
-        if beside is None:
-            return self._in_turns(rng, days.sync_every, self.step, self.plan.assume.engine_start, days.handover)
-        return self._in_turns(rng, days.sync_every, beside, 0.0, days.handover)
+        step, start = (self.step, self.plan.assume.engine_start) if beside is None else (beside, 0.0)
+        update = self.plan.seconds_of_update(days.passes)
+        return self._in_turns(rng, days.sync_every, step, start, days.handover, update)
 
     def _in_turns(
-        self, rng: np.random.Generator, size: int, step: np.ndarray, start: float, handover: float | None
+        self,
+        rng: np.random.Generator,
+        size: int,
+        step: np.ndarray,
+        start: float,
+        handover: float | None,
+        update: float,
     ) -> Run:
-        """Turns of ``size`` updates. A stage ends in a checkpoint; shorter turns share one each `checkpoint_every`."""
+        """Turns of ``size`` updates of ``update`` seconds.
+
+        A stage ends in a checkpoint; shorter turns share one each `checkpoint_every`.
+        """
         days, every = self.days, self.plan.recipe.actor.checkpoint_every
         exchange = self.export + self.load(self.replicas) if handover is None else handover
         mean_end = float(step[-1]) * self.plan.assume.mean_response * self.plan.recipe.rollout.max_response_tokens
@@ -184,7 +195,7 @@ class Simulation:
         for first in range(0, days.updates, size):
             took = float(decode_seconds(self.batch(rng, size), step).max())
             generating += took
-            train = [min(every, size - done) * self.plan.update_seconds for done in range(0, size, every)]
+            train = [min(every, size - done) * update for done in range(0, size, every)]
             if size >= every:
                 # a failure of the engines loses what is under way, some responses' time
                 parts = max(1, round(took / mean_end))
@@ -197,7 +208,7 @@ class Simulation:
                     saved, pending = saved + 1, 0.0
         turns = days.updates // size
         storage = turns * (start + exchange) + saved * self.checkpoint
-        return self._run(rng, np.array(segments), generating, storage)
+        return self._run(rng, np.array(segments), generating, storage, days.updates * update)
 
     def live(self, rng: np.random.Generator, engines: int) -> Run:
         """Engines on so many GPUs of a node generate while the other GPUs train.
@@ -227,7 +238,7 @@ class Simulation:
         marks = [*range(0, days.updates, plan.recipe.actor.checkpoint_every), days.updates]
         segments = np.diff(ended[marks])
         saved = len(segments) * self.checkpoint + days.updates // k * export
-        run = self._run(rng, segments, 0.0, saved, trained=days.updates * update)
+        run = self._run(rng, segments, 0.0, saved, days.updates * update)
         return replace(run, generating=float(begun), idle=idle / float(ended[-1]))
 
     def _generated(
@@ -256,7 +267,7 @@ class Simulation:
         return begun, ends
 
     def _run(
-        self, rng: np.random.Generator, segments: np.ndarray, generating: float, storage: float, trained: float = 0.0
+        self, rng: np.random.Generator, segments: np.ndarray, generating: float, storage: float, training: float
     ) -> Run:
         days, plan = self.days, self.plan
         rate = days.failures * plan.nodes / DAY
@@ -268,7 +279,6 @@ class Simulation:
         work = float(segments.sum())
         lost, _ = with_failures(rng, segments, rate, days.restart)
         lost += pauses(rng, work + lost, days.preemptions / DAY, days.away, days.restart)
-        training = trained or days.updates * plan.update_seconds
         return Run(generating, training, storage, lost, work + lost)
 
     @cached_property

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.models import family_of
+from megarl.recipe.fp8 import SCALINGS, scaling_of
 from megarl.recipe.layout import Layout
-from megarl.recipe.optimizer import OptimizerBytes
+from megarl.recipe.optimizer import OptimizerBytes, offloaded
 from megarl.recipe.tables import Recipe
+from megarl.views import activations
 from megarl.views.assumptions import GIB as GIB
 from megarl.views.assumptions import Assumptions as Assumptions
 from megarl.views.census import StageCensus
@@ -24,14 +26,16 @@ class Gpu:
     memory: float  # bytes that a process can allocate
     flops: float  # bfloat16 a second, dense, as the vendor states it
     bandwidth: float  # bytes a second of its memory
+    fp8: bool = True  # whether it multiplies 8 bits
+    fp8_transposes: bool = True  # whether it needs a transpose of what it multiplies in the backward pass
 
 
 GPUS = {
-    "a100": Gpu(79.1 * GIB, 312e12, 2.04e12),
+    "a100": Gpu(79.1 * GIB, 312e12, 2.04e12, fp8=False),
     "h100": Gpu(79.1 * GIB, 989e12, 3.35e12),
     "h200": Gpu(139.8 * GIB, 989e12, 4.8e12),
     "h20": Gpu(95.1 * GIB, 148e12, 4.0e12),
-    "b200": Gpu(178.3 * GIB, 2250e12, 8.0e12),
+    "b200": Gpu(178.3 * GIB, 2250e12, 8.0e12, fp8_transposes=False),
 }
 
 
@@ -43,49 +47,6 @@ def data_parallel(layout: Layout) -> int:
 def expert_data_parallel(layout: Layout) -> int:
     """Replicas of the experts' weights."""
     return layout.ranks // (layout.expert_parallel * layout.expert_tensor_parallel * layout.pipeline_parallel)
-
-
-def layer_activation_bytes(
-    hf: dict[str, Any],
-    layout: Layout,
-    tokens: int,
-    imbalance: float = 1.0,
-    width: int = 2,
-    dense: bool = False,
-    linear: bool = False,
-) -> float:
-    """What one layer keeps for the backward pass of a micro-batch of ``tokens``, on one rank, without recompute.
-
-    width: bytes of an activation; dense: whether of a layer that lacks the experts which others have; linear: whether
-    of one that has a state in the place of keys and values.
-    """
-    kept = family_of(hf).kept(hf, layout, tokens, imbalance, dense, linear)
-    return width * kept.elements + 4 * kept.float32
-
-
-def stage_activation_bytes(
-    hf: dict[str, Any], layout: Layout, tokens: int, census: StageCensus, imbalance: float
-) -> tuple[float, float]:
-    """What all layers of a pipeline stage keep of a micro-batch, without recompute, and the largest of them."""
-
-    def of_kind(dense: bool, linear: bool) -> float:
-        return layer_activation_bytes(hf, layout, tokens, imbalance, dense=dense, linear=linear)
-
-    def kinds(count: int) -> list[bool]:
-        return [*([False] if count < census.layers else []), *([True] if count else [])]
-
-    usual = of_kind(False, False)
-    kept = census.layers * usual + census.dense_layers * (of_kind(True, False) - usual)
-    kept += census.linear_layers * (of_kind(False, True) - usual)
-    return kept, max(of_kind(d, n) for d in kinds(census.dense_layers) for n in kinds(census.linear_layers))
-
-
-def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a pipeline stage holds at its peak; a model chunk counts as its share of one."""
-    if layout.virtual_stages == 1:
-        return min(micro_batches, layout.pipeline_parallel - stage)
-    chunks = 2 * (layout.pipeline_parallel - stage - 1) + (layout.virtual_stages - 1) * layout.pipeline_parallel + 1
-    return min(micro_batches * layout.virtual_stages, chunks) / layout.virtual_stages
 
 
 def optimize_memory(
@@ -101,30 +62,47 @@ def optimize_memory(
     """Bytes on one GPU of a pipeline stage at the peak of an update, by what holds them."""
     tokens = micro_batch_tokens(recipe)
     parameters = census.dense + census.expert
-    kept, layer = stage_activation_bytes(hf, layout, tokens, census, assume.expert_imbalance)
-    in_flight = micro_batches_in_flight(layout, stage, micro_batches_per_rank(recipe, layout, assume))
+    in_flight = activations.micro_batches_in_flight(layout, stage, micro_batches_per_rank(recipe, layout, assume))
+    kept = activations.stage_bytes(hf, recipe, layout, stage, census, tokens, in_flight, assume.expert_imbalance)
     last = stage == layout.pipeline_parallel - 1
     head = head_bytes(hf, layout, tokens, gpu, frozen=bool(census.adapters)) if last else 0.0
-    if recompute := recipe.actor.recompute == "full":
-        kept = census.layers * 2 * tokens / (layout.context_parallel * layout.tensor_parallel) * hf["hidden_size"]
     wide = recipe.megatron_ddp.get("grad_reduce_in_fp32", True)
     items = {
         "weights, bf16": 2.0 * (parameters + census.adapters),
         f"gradients, {'fp32' if wide else 'bf16'}": (4.0 if wide else 2.0) * census.trained,
         "optimizer, fp32 master and two moments": OptimizerBytes.of(recipe).gpu * owned_parameters(layout, census),
         "frozen policies, bf16": 2.0 * parameters * frozen,
-        # beside what all layers keep, the one in its backward pass holds the gradients of its activations, and under
-        # recompute these activations again; with adapters too, which keep what frozen matrices do not
-        "activations": in_flight * kept + (2 if recompute else 1) * layer,
+        "weights, fp8 and transposed": fp8_copies(recipe, gpu) * (census.matrices + census.expert) * (1 + frozen),
+        "activations": kept,  # with adapters too, which keep what frozen matrices do not
         "log-probs, chunked, and the head's gradient": head,
+        # when the optimizer steps, these are gone
+        "widened gradients, beyond activations": max(0.0, widened_bytes(recipe, layout, census) - kept - head),
     }
     return {"CUDA, NCCL and workspaces": assume.runtime_bytes} | items
+
+
+def fp8_copies(recipe: Recipe, gpu: Gpu) -> float:
+    """Bytes of the copies in 8 bits of a weight that Transformer Engine multiplies."""
+    name = scaling_of(recipe.megatron)
+    if name is None:
+        return 0.0
+    scaling = SCALINGS[name]
+    return scaling.weight * (2 if scaling.transposes or gpu.fp8_transposes else 1)
 
 
 def owned_parameters(layout: Layout, census: StageCensus) -> float:
     """Whose optimizer a rank has."""
     dense = census.trained_dense / (data_parallel(layout) * layout.context_parallel)
     return dense + census.trained_expert / expert_data_parallel(layout)
+
+
+def widened_bytes(recipe: Recipe, layout: Layout, census: StageCensus) -> float:
+    """Of gradients in bfloat16, which the optimizer takes in float32, but for the precision-aware one on the GPU."""
+    host = offloaded(recipe)
+    aware = recipe.megatron_optimizer.get("use_precision_aware_optimizer", False) and not host
+    if aware or recipe.megatron_ddp.get("grad_reduce_in_fp32", True):
+        return 0.0
+    return 4 * (1 - host) * owned_parameters(layout, census)
 
 
 def head_bytes(hf: dict[str, Any], layout: Layout, tokens: int, gpu: Gpu, frozen: bool = False) -> float:
@@ -181,14 +159,28 @@ def rollout_memory(
     hf: dict[str, Any], recipe: Recipe, parameters: int, gpu: Gpu, assume: Assumptions
 ) -> dict[str, float]:
     """Bytes on one GPU of an engine replica; the KV cache gets what remains of the engine's share, at least 0."""
-    tensor = recipe.rollout.tensor_parallel
+    tensor, kind = recipe.rollout.tensor_parallel, "fp8" if in_8_bits(recipe) else "bf16"
     items = {
-        "weights, bf16": 2.0 * parameters / tensor,
+        f"weights, {kind}": engine_weights(hf, recipe, parameters) / tensor,
         "activations and CUDA graphs": assume.engine_bytes,
         "logits and log-probs of a step": decoding_logit_bytes(hf, recipe),
     }
     items["KV cache"] = max(0.0, engine_share(hf, recipe, gpu, assume) - sum(items.values()))
     return items
+
+
+def in_8_bits(recipe: Recipe) -> bool:
+    """Whether the engine is told to multiply in 8 bits what it reads in bfloat16."""
+    options = getattr(recipe.rollout, recipe.rollout.engine, {})
+    return bool(options) and options.get("quantization") == "fp8"
+
+
+def engine_weights(hf: dict[str, Any], recipe: Recipe, parameters: float) -> float:
+    """Bytes of so many parameters in an engine. In 8 bits, embeddings and head stay bfloat16; routers and norms, which
+    do too, and scales are left out. (vLLM 0.32 converts layer by layer while it loads.)"""
+    if not in_8_bits(recipe):
+        return 2.0 * parameters
+    return parameters + (1 if hf.get("tie_word_embeddings") else 2) * float(hf["vocab_size"] * hf["hidden_size"])
 
 
 def engine_share(hf: dict[str, Any], recipe: Recipe, gpu: Gpu, assume: Assumptions) -> float:
@@ -241,12 +233,17 @@ def optimize_seconds(
 ) -> float:
     """Of one update: forward, backward, recompute and forward-only passes, with the pipeline's bubble.
 
-    Frozen weights have half a backward pass, without their gradients; the arithmetic of adapters is left out.
+    The stage of most layers sets the pace of all. Frozen weights have half a backward pass, without their gradients;
+    the arithmetic of adapters is left out.
     """
-    passes = (3 if recipe.actor.lora is None else 2) + (recipe.actor.recompute == "full") + extra_passes
-    one = forward_flops(hf, active_parameters(hf, parameters), mean_sequence(recipe, assume))
+    length = mean_sequence(recipe, assume)
+    one = forward_flops(hf, active_parameters(hf, parameters), length)
+    again = activations.repeated_share(hf, recipe, layout, one, length)
+    passes = (3 if recipe.actor.lora is None else 2) + again + extra_passes
     micro = micro_batches_per_rank(recipe, layout, assume)
-    bubble = 1 + (layout.pipeline_parallel - 1) / layout.virtual_stages / micro
+    stages = layout.stage_layers(hf["num_hidden_layers"])
+    slowest = max(stages) * len(stages) / sum(stages)
+    bubble = (1 + (layout.pipeline_parallel - 1) / layout.virtual_stages / micro) * slowest
     mfu = assume.mfu_experts if hf["num_experts"] else assume.mfu_dense
     return responses_per_update(recipe) * one * passes * bubble / (layout.ranks * gpu.flops * mfu)
 
@@ -337,7 +334,7 @@ def decode_step_seconds(
     tensor = recipe.rollout.tensor_parallel
     held = cached_tokens(recipe, assume)
     cached = held * kv_bytes_per_token(hf, tensor) + state_bytes(hf, tensor)
-    read = 2 * touched_parameters(hf, parameters, running) / tensor + running * cached
+    read = engine_weights(hf, recipe, touched_parameters(hf, parameters, running)) / tensor + running * cached
     work = 2 * active_parameters(hf, parameters) * running / tensor
     return max(read / gpu.bandwidth, work / gpu.flops) / assume.decode_efficiency
 

@@ -9,13 +9,12 @@ import importlib.util
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from megarl.data.prompts import check_data
 from megarl.errors import PhaseFailed, UserError
-from megarl.models import family_of
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_lora
+from megarl.models.settings import check_layers
 from megarl.objectives import build_objective
 from megarl.phases.entry import ERROR_FILE
 from megarl.recipe.layout import check_layout
@@ -74,18 +73,6 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
     check_trackers(recipe.run)
     check_layout(recipe, hf, nodes if optimizes else None)
     check_lora(recipe, hf)
-
-
-def check_layers(recipe: Recipe, hf: dict[str, Any]) -> None:
-    """`UserError` for layers, or a setting of Megatron's, that this model's attention does not have."""
-    attention = family_of(hf).attention
-    if attention.norms_all_heads and recipe.megatron.get("qk_layernorm"):
-        raise UserError("[megatron] qk_layernorm: this model normalises queries and keys over all heads")
-    if recipe.actor.layer_kind == "transformer_engine" and attention.torch_layers_alone:
-        raise UserError(
-            f"[actor] layers = {recipe.actor.layers!r}: the attention of {hf['model_type']} was never compared with "
-            'Transformer Engine\'s layers; use "torch"'
-        )
 
 
 def _check_steps(recipe: Recipe, updates: int) -> None:

@@ -9,16 +9,24 @@ import torch.distributed as dist
 from megarl.objectives import build_objective
 from tests.actor.layout_ranks import LAYOUTS, join, recipe_of, update_samples, whole_gradient
 
-EVERY = ("one", "TP2 EP2", "PP2", "CP2")
+EVERY = ("one", "TP2 EP2", "PP2 uneven", "CP2")
 FAMILIES = {  # of `tests.actor.conftest`, with the layouts of which a family's layers know something
     "olmoe": ("one", "TP2 EP2"),
     "qwen2_moe": ("one", "TP2 EP2"),
-    "glm4_moe": ("one", "TP2 EP2", "PP2"),
+    "glm4_moe": ("one", "TP2 EP2", "PP2 uneven"),
     "deepseek_v3": EVERY,
     "deepseek_v3_moonlight": ("one", "TP2 EP2"),
     "qwen3_next": EVERY,
     "gpt_oss": EVERY,
     "qwen3_5_moe": ("one", "TP2 EP2", "PP2"),
+}
+PARTS = {  # of layers that are recomputed in layouts without pipeline stages
+    "olmoe": ["core_attn", "layernorm", "moe"],
+    "qwen2_moe": ["layernorm", "mlp", "shared_experts"],
+    "glm4_moe": ["layernorm", "mlp", "moe"],
+    "deepseek_v3": ["core_attn", "layernorm", "mlp", "shared_experts"],
+    "deepseek_v3_moonlight": ["core_attn", "moe"],
+    "qwen3_next": ["core_attn", "layernorm", "moe"],
 }
 # from a checkpoint, which each layout of two ranks makes
 CONTINUED = ("olmoe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
@@ -29,7 +37,8 @@ def train(name: str, layout: str, models: Path, rollouts: Path, folder: Path) ->
     from megarl.actor import frozen, packing, step
 
     # recomputation must give what one rank without it gives
-    table = {"recompute": "none" if layout == "one" else "full", "routing_replay": "actor"}
+    recompute = {"one": "none", "PP2 uneven": "full"}.get(layout, PARTS[name])
+    table = {"recompute": recompute, "routing_replay": "actor"}
     recipe = recipe_of(LAYOUTS[layout], models / name, actor=table)
     actor = step.Actor.build(recipe, models / name, torch.device("cpu"))
     actor.frozen.append(frozen.FrozenPolicy.build(("routed_experts",), recipe, models / name))

@@ -12,7 +12,7 @@ WORLD = 4  # processes
 MOE = ("qwen3_moe_fused", "qwen3_moe_single", "qwen3_moe_large_fused")
 # families whose names and cuts differ, in the layouts that cut most of them
 OTHERS = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "qwen3_5_moe")
-OTHER_LAYOUTS = ("tp2_ep2", "pp2_vpp2")
+OTHER_LAYOUTS = ("tp2_ep2", "pp2_vpp2", "pp2_uneven")
 DENSE = ("qwen3", "qwen3_tied", "qwen2", "qwen2_tied", "llama", "llama_tied")
 LAYOUTS = {  # name: ranks, settings of [actor]
     "one": (1, {}),
@@ -23,11 +23,17 @@ LAYOUTS = {  # name: ranks, settings of [actor]
     "ep2": (2, {"expert_parallel": 2}),
     "dp2": (2, {}),
     "pp2_vpp2": (2, {"pipeline_parallel": 2}),
+    "pp2_uneven": (2, {"pipeline_parallel": 2}),
     "tp2_pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "tp2_ep4": (4, {"tensor_parallel": 2, "expert_parallel": 4, "expert_tensor_parallel": 1}),
     "tp2_ep2_etp2": (4, {"tensor_parallel": 2, "expert_parallel": 2}),
     "cp2_pp2": (4, {"context_parallel": 2, "pipeline_parallel": 2}),
     "dp2_ep2": (4, {"expert_parallel": 2}),
+}
+
+MEGATRON = {
+    "pp2_vpp2": {"virtual_pipeline_model_parallel_size": 2},
+    "pp2_uneven": {"num_layers_in_last_pipeline_stage": 1},
 }
 
 
@@ -93,9 +99,11 @@ def round_trip(source: Path, target: Path, layout: str, table: dict[str, int]) -
     from megarl.models.hf_config import read_hf_config
     from tests.actor.conftest import make_recipe
 
-    megatron = {"virtual_pipeline_model_parallel_size": 2} if layout == "pp2_vpp2" else {}
+    megatron = MEGATRON.get(layout, {})
     models = build_model(read_hf_config(source), make_recipe(source, actor=table, megatron=megatron))
-    assert len(models) == (2 if megatron else 1)
+    assert len(models) == (2 if layout == "pp2_vpp2" else 1)
+    if layout == "pp2_uneven":
+        assert len(models[0].decoder.layers) in (1, 3)
     return {
         "load": peak_memory(lambda: load_hf(models, source)),
         "export": peak_memory(lambda: export_hf(models, target, like=source, version=3)),

@@ -64,6 +64,7 @@ LAYOUTS = {
     "TP2 ETP2": Layout(2, {"tensor_parallel": 2}),
     "TP2 EP2": Layout(2, {"tensor_parallel": 2, "expert_tensor_parallel": 1, "expert_parallel": 2}),
     "PP2": Layout(2, {"pipeline_parallel": 2}),
+    "PP2 uneven": Layout(2, {"pipeline_parallel": 2}, {"num_layers_in_first_pipeline_stage": 1}),
     "CP2": Layout(2, {"context_parallel": 2}),
     "EP2": Layout(2, {"expert_parallel": 2}),
     "DP2": Layout(2),

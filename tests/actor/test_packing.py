@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.recipe.fp8 import token_alignment
+
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
@@ -83,6 +85,18 @@ def test_the_filler_is_no_longer_than_a_sequence():
     batch = pack(samples, [0], torch.device("cpu"), tokens=11)
     assert batch.packed.length_runs == ((3, 3), (1, 2))
     assert batch.token_count == int(batch.batch.loss_mask.sum()) == 2
+
+
+def test_products_in_8_bits_get_lengths_that_they_can_have():
+    """Of every micro-batch, also of one that has too few tokens."""
+    from megarl.actor.packing import Sample, micro_batches
+
+    samples = [Sample(np.array([10]), np.arange(20, 21 + n), np.zeros(n + 1, np.float32), 1.0) for n in (3, 9, 14, 30)]
+    align = token_alignment({"fp8": "hybrid", "fp8_recipe": "mxfp8"})
+    assert (align, token_alignment({"fp8": "e4m3"}), token_alignment({"fp8_recipe": "mxfp8"})) == (32, 16, 1)
+    batches = micro_batches(samples, 40, torch.device("cpu"), align)
+    assert [batch.tokens.size(1) for batch in batches] == [32, 32]
+    assert sum(batch.token_count for batch in batches) == sum(len(sample.response_tokens) for sample in samples)
 
 
 @settings(deadline=None)  # on a busy machine a case may take any time

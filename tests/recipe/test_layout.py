@@ -47,7 +47,11 @@ def test_sensible_layouts_pass(actor):
             {},
             ["no multiple", "= 16", "nearest"],
         ),
-        ({"processes_per_node": 5, "pipeline_parallel": 5}, {}, ["num_hidden_layers = 48", "pipeline_parallel = 1"]),
+        (
+            {"processes_per_node": 5, "pipeline_parallel": 5},
+            {},
+            ["num_hidden_layers = 48", "num_layers_in_first_pipeline_stage = 9"],
+        ),
         ({"processes_per_node": 3, "expert_parallel": 3}, {}, ["128 experts", "expert_parallel = 1"]),
         (
             {"processes_per_node": 4, "pipeline_parallel": 4},
@@ -56,6 +60,29 @@ def test_sensible_layouts_pass(actor):
         ),
         ({"processes_per_node": 2}, {"virtual_pipeline_model_parallel_size": 2}, ["needs pipeline_parallel > 1"]),
         ({}, {"tensor_model_parallel_size": 2}, ["tensor_model_parallel_size", "[actor] tensor_parallel"]),
+        ({}, {"num_layers_in_first_pipeline_stage": 3}, ["= 3: there is one pipeline stage"]),
+        ({}, {"num_layers_in_last_pipeline_stage": 0}, ["num_layers_in_last_pipeline_stage = 0: at least 1"]),
+        (
+            {"processes_per_node": 4, "pipeline_parallel": 4},
+            {"num_layers_in_first_pipeline_stage": 10},
+            ["= 10: the other 3 pipeline stages cannot share", "num_hidden_layers = 48 evenly", "no [megatron] num"],
+        ),
+        (
+            {"processes_per_node": 4, "pipeline_parallel": 4},
+            {"num_layers_in_first_pipeline_stage": 6, "virtual_pipeline_model_parallel_size": 4},
+            ["= 4 does not divide the layers of every pipeline stage, 6, 14, 14, 14"],
+        ),
+        (
+            {"processes_per_node": 2, "pipeline_parallel": 2},
+            {
+                "num_layers_in_first_pipeline_stage": 20,
+                "num_layers_in_last_pipeline_stage": 28,
+                "virtual_pipeline_model_parallel_size": 4,
+            },
+            ["with virtual stages on two pipeline ranks give num_layers_in_first_pipeline_stage alone"],
+        ),
+        ({}, {"pipeline_model_parallel_layout": "Et|tL"}, ["use num_layers_in_first_pipeline_stage and"]),
+        ({}, {"account_for_loss_in_pipeline_split": True}, ["use num_layers_in_first_pipeline_stage and"]),
         ({}, {"calculate_per_token_loss": False}, ["calculate_per_token_loss", "wrong weights"]),
         ({}, {"batch_p2p_comm": True}, ["batch_p2p_comm", "cross"]),
     ],
@@ -71,6 +98,41 @@ def test_a_dense_model_has_no_experts_to_cut():
     check(DENSE, processes_per_node=8, tensor_parallel=4)
     with pytest.raises(UserError, match="no experts"):
         check(DENSE, processes_per_node=2, expert_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("stages", "ends", "expected"),
+    [
+        (1, (0, 0), [61]),
+        (2, (30, 0), [30, 31]),
+        (8, (6, 7), [6, *[8] * 6, 7]),
+        (16, (2, 3), [2, *[4] * 14, 3]),
+        (16, (0, 1), [*[4] * 15, 1]),
+    ],
+)
+def test_layers_of_stages(stages, ends, expected):
+    layout = Layout(stages, pipeline_parallel=stages, first_layers=ends[0], last_layers=ends[1])
+    assert layout.stage_layers(61) == expected
+    assert list(layout.problems(MOE | {"num_hidden_layers": 61})) == []
+    assert [len(chunk) for chunk in layout.chunks(61)] == expected
+    assert [layer for chunk in layout.chunks(61) for layer in chunk] == list(range(61))
+    if stages in (8, 16) and all(ends):
+        assert Layout(stages, pipeline_parallel=stages).balanced(61) == layout
+
+
+def test_chunks_of_virtual_stages():
+    """As Megatron deals them out: one of each pipeline rank, and then the next one of each."""
+    layout = Layout(4, pipeline_parallel=4, virtual_stages=2, first_layers=6)
+    assert list(layout.problems(MOE)) == []
+    assert [len(chunk) for chunk in layout.chunks(48)] == [3, 7, 7, 7] * 2
+
+
+def test_layers_that_the_stages_do_not_divide():
+    with pytest.raises(UserError) as error:
+        check(MOE | {"num_hidden_layers": 61}, processes_per_node=8, pipeline_parallel=8)
+    assert "pipeline_parallel = 8 does not divide the model's num_hidden_layers = 61" in str(error.value)
+    first, last = ("[megatron] num_layers_in_" + end + "_pipeline_stage" for end in ("first", "last"))
+    assert str(error.value).endswith(f"the nearest layout that works has {first} = 6, {last} = 7")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 6, 8, 16])

@@ -157,19 +157,39 @@ DOCUMENT = (EXAMPLES.parent / "docs/scale.md").read_text()
 
 
 def test_mu_grpo_table_1():
-    """Of 8 and 4 GPUs, since the text lost their number; trainers stay in memory, weights change hands in .12 s."""
-    published = np.mean([(r4 / r, t4 / t) for r4, t4, r, t in TABLE_1.values()], axis=0)
-    assert published == pytest.approx((1.82, 1.53), abs=0.01)  # what the paper says of its table
+    """Of 8 and 4 GPUs, since the text lost their number; trainers stay in memory, weights change hands in .12 s.
+
+    verl computes old log-probs in a pass of its own, which the staged runs of the paper do not need.
+    """
+    published = ratios_of([(r4, t4, r, t) for r4, t4, r, t in TABLE_1.values()])
+    assert published[:2] == pytest.approx((1.82, 1.53), abs=0.01)  # what the paper says of its table
+    others = ratios_of([hours for name, hours in TABLE_1.items() if name != "qwen3_8b"])
+    assert f"{published[2]:.2f} times in the mean, and {others[2]:.2f} without Qwen3-8B" in DOCUMENT
     for devices in (8, 4):
-        ratios = []
+        hours = []
         for name in TABLE_1:
-            found = simulation(f"{name}/mu_grpo.toml", devices, handover=0.12, failures=0.0)
+            found = simulation(f"{name}/mu_grpo.toml", devices, handover=0.12, failures=0.0, passes=1.0)
             four, bulk = found.lockstep(np.random.default_rng(0)), found.staged(np.random.default_rng(0))
-            ratios.append((four.generating / bulk.generating, four.total / bulk.total))
-        assert np.min(ratios) > 1
-        rollout, total = np.mean(ratios, axis=0)
-        row = f"| {devices} x H200 | {rollout:.2f} | {published[0]:.2f} | {rollout / published[0]:.2f} "
-        assert f"{row}| {total:.2f} | {published[1]:.2f} | {total / published[1]:.2f} |" in DOCUMENT
+            hours.append((four.generating, four.total, bulk.generating, bulk.total))
+        ratios = ratios_of(hours)
+        cells = [
+            f"{ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} |" for ours, theirs in zip(ratios, published, strict=True)
+        ]
+        assert f"| {devices} x H200 | {' '.join(f'{cell}' for cell in cells)}" in DOCUMENT, cells
+
+
+def ratios_of(hours):
+    """Of rollouts, of all, and of all but rollouts: S = 4 over S = 1024, mean of the models."""
+    return np.mean([(r4 / r, t4 / t, (t4 - r4) / (t - r)) for r4, t4, r, t in hours], axis=0)
+
+
+def test_passes_that_lockstep_makes_beside_the_plans():
+    """Of four passes, one more: a quarter of its training time. Stages have none."""
+    plain, more = (simulation(passes=passes, handover=0.0, **CALM) for passes in (0.0, 1.0))
+    ours, theirs = (found.lockstep(np.random.default_rng(0)) for found in (plain, more))
+    assert theirs.training == pytest.approx(1.25 * ours.training, rel=1e-9)
+    assert theirs.total - ours.total == pytest.approx(0.25 * ours.training, rel=1e-9)
+    assert more.staged(np.random.default_rng(0)) == plain.staged(np.random.default_rng(0))
 
 
 def test_mu_grpo_table_2():

@@ -8,7 +8,7 @@ import pytest
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
-from megarl.views import sizes
+from megarl.views import activations, sizes
 from megarl.views.census import Census, StageCensus
 from megarl.views.disk import disk_bytes
 from megarl.views.sizes import GIB, Assumptions
@@ -38,15 +38,121 @@ def test_weights_gradients_and_optimizer():
 
 def test_activations_by_hand():
     """24576 tokens: 6144 on a rank between attention and MLP, 8 of 32 heads and 1 of 4 key-value heads in attention."""
-    attention = 4 * 6144 * 2048 + 24576 * (1024 + 2 * 128 + 1024 + 128 + 2 * 1024 + 1024)
+    attention = 4 * 6144 * 2048 + 24576 * (1024 + 2 * 128 + 1024 + 128 + 1024)
     experts = 6144 * 8 * (2048 + 5 * 768)
-    layer = 2 * (attention + experts) + 4 * (24576 * 8 + 6144 * 128)
-    assert sizes.layer_activation_bytes(HF, LAYOUT, 24576) == layer
+    # log-sum-exp and norms of 8 + 1 heads; router, norms, and for each choice of an expert its weight, twice, and four
+    # places of eight bytes, and two more since ranks exchange tokens
+    layer = 2 * (attention + experts) + 4 * (24576 * (8 + 9) + 6144 * (128 + 2 + 8 * (2 + 8 + 4)))
+    behind = 6144 * 2048 * 2  # the final norm's input
+    assert activations.layer_bytes(HF, LAYOUT, 24576) == layer
     assume = Assumptions(expert_imbalance=1.0)
     full = sizes.optimize_memory(HF, RECIPE, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"]
-    assert full == 48 * 6144 * 2048 * 2 + 2 * layer
+    assert full == 48 * 6144 * 2048 * 2 + 2 * layer + behind
     recipe = RECIPE.model_copy(update={"actor": RECIPE.actor.model_copy(update={"recompute": "none"})})
-    assert sizes.optimize_memory(HF, recipe, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"] == 49 * layer
+    assert sizes.optimize_memory(HF, recipe, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"] == 49 * layer + behind
+    # experts keep what comes out of the norm alone, and are made again for one layer
+    recipe = override_recipe(recipe, ['actor.recompute=["moe"]'])
+    less = layer - 2 * experts - 4 * 6144 * (128 + 8 * (2 + 8 + 4))
+    selective = sizes.optimize_memory(HF, recipe, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"]
+    assert selective == 48 * less + (layer - less) + layer + behind
+    # every second layer's input, and two layers made again; or the first twelve layers, one after the other
+    for method, layers, expected in (
+        ("uniform", 2, 24 * behind + 3 * layer),
+        ("block", 12, 12 * behind + 36 * layer + 2 * layer),
+    ):
+        finer = [f"megatron.recompute_method={method}", f"megatron.recompute_num_layers={layers}"]
+        finer = override_recipe(RECIPE, finer)
+        found = sizes.optimize_memory(HF, finer, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"]
+        assert found == pytest.approx(expected + behind)
+
+
+def test_what_pipeline_stages_keep():
+    """The first of two has two micro-batches under way and keeps what it has sent; the last has the final norm."""
+    layout = replace(LAYOUT, pipeline_parallel=2, expert_parallel=4)
+    census, hidden = StageCensus(24, 0, 0), 6144 * 2048 * 2
+    kept, beside = activations.kept_bytes(HF, RECIPE, layout, census, 24576, 1.0)
+    first, last = (activations.stage_bytes(HF, RECIPE, layout, i, census, 24576, 2 - i, 1.0) for i in (0, 1))
+    assert kept == 24 * hidden and first == 2 * (kept + hidden) + beside and last == kept + beside + hidden
+    virtual = replace(layout, virtual_stages=2)
+    assert (
+        activations.stage_bytes(HF, RECIPE, virtual, 1, census, 24576, 2, 1.0) == 2 * (kept + hidden) + beside + hidden
+    )
+
+
+def test_parts_that_are_recomputed_cost_a_part_of_a_pass():
+    """Of a token: two operations for each weight of eight experts and the router; of core_attn those of attention."""
+
+    def seconds(*changes):
+        return sizes.optimize_seconds(
+            HF, override_recipe(RECIPE, changes), LAYOUT, 30_532_122_624, 0, H200, Assumptions()
+        )
+
+    length = sizes.mean_sequence(RECIPE, Assumptions())
+    one = sizes.forward_flops(HF, sizes.active_parameters(HF, 30_532_122_624), length)
+    plain, full = seconds("actor.recompute=none"), seconds()
+    assert full == pytest.approx(4 / 3 * plain)
+    experts = 48 * 2 * length * (8 * 3 * 2048 * 768 + 128 * 2048)
+    for parts, operations in ((["layernorm"], 0), (["moe"], experts), (["core_attn"], 48 * 2 * 4096 * length**2)):
+        found = seconds(f"actor.recompute={parts}".replace("'", '"'))
+        assert found == pytest.approx(plain * (3 + operations / one) / 3)
+    block = seconds("megatron.recompute_method=block", "megatron.recompute_num_layers=12")
+    assert block == pytest.approx(plain * (3 + 12 / 48) / 3)
+
+
+def test_the_largest_stage_sets_the_pace():
+    """61 layers in stages of 6, six times 8, and 7."""
+    even, uneven = (
+        replace(LAYOUT, ranks=256, pipeline_parallel=8, first_layers=a, last_layers=b) for a, b in ((0, 0), (6, 7))
+    )
+    args = 30_532_122_624, 0, H200, Assumptions()
+    length, models = sizes.mean_sequence(RECIPE, Assumptions()), [HF | {"num_hidden_layers": n} for n in (64, 61)]
+    seconds = [sizes.optimize_seconds(hf, RECIPE, x, *args) for hf, x in zip(models, (even, uneven), strict=True)]
+    one = [sizes.forward_flops(hf, sizes.active_parameters(hf, 30_532_122_624), length) for hf in models]
+    assert seconds[1] / seconds[0] == pytest.approx(one[1] / one[0] * 8 * 8 / 61)
+
+
+FP8 = ["megatron.fp8=hybrid", "megatron.fp8_recipe=tensorwise"]
+
+
+def test_fp8_by_hand():
+    """Read from Transformer Engine 2.6: a copy in 8 bits of every weight and its transpose, and inputs of matrices in 8
+    bits; what activations, attention and the router keep stays bfloat16."""
+    census = StageCensus(48, DENSE, EXPERT, matrices=48 * (1280 * 2048 + 1024 * 2048))
+    recipe = override_recipe(RECIPE, ["actor.recompute=none", *FP8])
+    copies = "weights, fp8 and transposed"
+
+    def items(*changes, gpu=H200):
+        changed = override_recipe(recipe, changes)
+        return sizes.optimize_memory(HF, changed, LAYOUT, 0, census, 0, gpu, Assumptions(expert_imbalance=1.0))
+
+    weights = census.matrices + EXPERT
+    assert items()[copies] == 2 * weights
+    assert items(gpu=sizes.GPUS["b200"])[copies] == weights  # which multiplies without a transpose
+    mxfp8 = items("megatron.fp8_recipe=mxfp8", gpu=sizes.GPUS["b200"])
+    assert mxfp8[copies] == 2 * (1 + 1 / 32) * weights
+    assert items("megatron.fp8_recipe=blockwise")[copies] == pytest.approx(2 * weights, rel=1e-3)
+    assert items()["weights, bf16"] == 2 * (DENSE + EXPERT)
+    # inputs of both norms and what the router sees; projection, queries and keys with RoPE, output of attention; gate
+    # and up of the experts
+    wide = 3 * 6144 * 2048 + 24576 * (1024 + 2 * 128 + 1024 + 128 + 1024) + 6144 * 8 * 2 * 768
+    narrow = 6144 * 2048 + 6144 * 8 * (2048 + 768)
+    float32 = 24576 * (8 + 9) + 6144 * (128 + 2 + 2 * 128 + 1)
+    layer = 2 * wide + narrow + 4 * float32
+    behind = 6144 * 2048 * 2
+    assert items()["activations"] == 49 * layer + behind
+    assert items("megatron.fp8_recipe=mxfp8")["activations"] == 49 * (layer + narrow / 32) + behind
+    # with late scaling the output of attention is kept in 8 bits too, beside it
+    assert items("megatron.fp8_recipe=delayed")["activations"] == 49 * (layer + 24576 * 1024) + behind
+
+
+def test_engines_in_8_bits():
+    """All but embeddings and head in one byte; a decoding step reads less."""
+    recipe = override_recipe(RECIPE, ["rollout.engine=vllm"])
+    narrow = override_recipe(recipe, ['rollout.vllm.quantization="fp8"'])
+    items = sizes.rollout_memory(HF, narrow, 30_532_122_624, H200, Assumptions())
+    assert items["weights, fp8"] == (30_532_122_624 + 2 * 151_936 * 2048) / 2
+    steps = [sizes.decode_step_seconds(HF, r, 30_532_122_624, 1, H200, Assumptions()) for r in (recipe, narrow)]
+    assert 0.5 < steps[1] / steps[0] < 0.7
 
 
 def test_layers_with_a_state(tmp_path):
@@ -63,9 +169,9 @@ def test_layers_with_a_state(tmp_path):
     fit = sizes.responses_that_fit(hf, RECIPE, 10**9, H200, Assumptions(), 50)
     tensor = RECIPE.rollout.tensor_parallel
     assert fit == room / (50 * sizes.kv_bytes_per_token(hf, tensor) + sizes.state_bytes(hf, tensor))
-    plain, state = (sizes.layer_activation_bytes(hf, Layout(1), 64, linear=linear) for linear in (False, True))
+    plain, state = (activations.layer_bytes(hf, Layout(1), 64, linear=linear) for linear in (False, True))
     census = StageCensus(4, 0, 0, linear_layers=3)
-    assert sizes.stage_activation_bytes(hf, Layout(1), 64, census, 1.0) == (plain + 3 * state, max(plain, state))
+    assert activations.all_layers_bytes(hf, Layout(1), 64, census, 1.0) == (plain + 3 * state, max(plain, state))
 
 
 def test_layers_with_windows(tmp_path):
@@ -146,10 +252,10 @@ def test_with_a_token_budget_a_stage_generates_as_much_as_it_trains():
 def test_micro_batches_in_flight():
     two = replace(LAYOUT, pipeline_parallel=2)
     four = replace(LAYOUT, pipeline_parallel=4)
-    assert [sizes.micro_batches_in_flight(four, stage, 100) for stage in range(4)] == [4, 3, 2, 1]
-    assert [sizes.micro_batches_in_flight(four, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    assert [activations.micro_batches_in_flight(four, stage, 100) for stage in range(4)] == [4, 3, 2, 1]
+    assert [activations.micro_batches_in_flight(four, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
     # two chunks a rank: Megatron warms up 2 (p - stage - 1) + (v - 1) p chunks and starts one more
-    assert sizes.micro_batches_in_flight(replace(two, virtual_stages=2), 0, 100) == 5 / 2
+    assert activations.micro_batches_in_flight(replace(two, virtual_stages=2), 0, 100) == 5 / 2
 
 
 def test_head_buffer():

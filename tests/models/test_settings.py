@@ -1,0 +1,125 @@
+"""What preflight and the plan refuse of a recipe because the model's layers do not have it."""
+
+import tomllib
+from contextlib import nullcontext
+
+import pytest
+
+from megarl.errors import UserError
+from megarl.models.settings import check_layers
+from megarl.recipe.load import dump_recipe
+from tests.actor.conftest import make_recipe, read_settings
+
+
+@pytest.mark.parametrize(
+    ("family", "refused"),
+    [
+        ("deepseek_v3", True),
+        ("olmoe", True),
+        ("qwen3_next", True),
+        ("qwen3_5_moe", True),
+        ("gpt_oss", True),
+        ("glm4_moe", False),
+    ],
+)
+def test_attention_that_transformer_engine_was_never_compared_with_is_refused(tmp_path, family, refused):
+    recipe = make_recipe(actor={"backend": "cuda", "layers": "transformer_engine"})
+    hf = read_settings(tmp_path, family)
+    check_layers(make_recipe(), hf)
+    with pytest.raises(UserError, match=f'attention of {family}.*use "torch"') if refused else nullcontext():
+        check_layers(recipe, hf)
+
+
+def test_norms_of_heads_are_refused_where_the_norm_is_over_all_of_them(tmp_path):
+    recipe = make_recipe(megatron={"qk_layernorm": True})
+    check_layers(recipe, read_settings(tmp_path, "qwen3"))
+    with pytest.raises(UserError, match="qk_layernorm: this model normalises queries and keys over all heads"):
+        check_layers(recipe, read_settings(tmp_path, "olmoe"))
+
+
+GPU = {"backend": "cuda"}
+
+
+@pytest.mark.parametrize(
+    ("family", "recompute", "refused"),
+    [
+        ("qwen3", ["mlp", "core_attn", "layernorm"], None),
+        ("qwen3", ["moe"], "'moe': no layer of this qwen3 has it"),
+        ("qwen3_moe", ["layernorm", "moe"], None),
+        ("qwen3_moe", ["mlp"], "'mlp': no layer of this qwen3_moe has it"),
+        ("qwen3_moe", ["shared_experts"], "'shared_experts': no layer of this qwen3_moe has it"),
+        ("qwen3_moe", ["moe_act"], "'moe_act': Transformer Engine's experts alone have it"),
+        ("glm4_moe", ["mlp", "shared_experts"], None),
+        ("glm4_moe", ["moe", "shared_experts"], "leave out the parts of it"),
+        ("deepseek_v3", ["mla_up_proj"], "'mla_up_proj': latent attention is megarl's own"),
+        ("qwen3_next", ["core_attn", "moe"], None),
+    ],
+)
+def test_parts_that_a_model_cannot_recompute_are_refused(tmp_path, family, recompute, refused):
+    hf = read_settings(tmp_path, family)
+    with pytest.raises(UserError, match=refused) if refused else nullcontext():
+        check_layers(make_recipe(actor={"recompute": recompute}), hf)
+
+
+def test_recomputation_is_said_in_one_place(tmp_path):
+    hf = read_settings(tmp_path, "glm4_moe")
+    for megatron, actor, said in (
+        ({"recompute_granularity": "selective"}, {}, r"recompute_granularity: use \[actor\] recompute"),
+        ({"recompute_modules": ["mlp"]}, {"recompute": "full"}, r"recompute_modules: use \[actor\] recompute"),
+        ({"recompute_num_layers": 2}, {"recompute": ["mlp"]}, "recompute_num_layers: it is of"),
+        ({"recompute_num_layers": 0}, {"recompute": "full"}, "recompute_num_layers = 0: at least 1"),
+        ({"moe_shared_expert_overlap": True}, {"recompute": ["shared_experts"]}, "moe_shared_expert_overlap = true"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check_layers(make_recipe(actor=actor, megatron=megatron), hf)
+    check_layers(make_recipe(actor={"recompute": "full"}, megatron={"recompute_num_layers": 2}), hf)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("some", "neither 'none' nor 'full' nor a list of core_attn"),
+        (["moee"], "'moee' is no part of a layer; did you mean 'moe'"),
+        ([], "each part of a layer once"),
+        (["mlp", "mlp"], "each part of a layer once"),
+    ],
+)
+def test_mistakes_in_what_is_recomputed(value, said):
+    with pytest.raises(UserError, match=said):
+        make_recipe(actor={"recompute": value})
+
+
+def test_a_recipe_keeps_what_is_recomputed():
+    recipe = make_recipe(actor={"recompute": ["moe", "layernorm"]})
+    assert tomllib.loads(dump_recipe(recipe))["actor"]["recompute"] == ["moe", "layernorm"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"actor": GPU | {"layers": "torch"}, "megatron": {"fp8": "hybrid"}}, "Transformer Engine's layers alone"),
+        ({"megatron": {"fp8": "hybrid"}}, "on GPUs"),
+        ({"actor": GPU, "megatron": {"fp8": "e4m3"}}, "needs Transformer Engine: pip install"),
+        ({"actor": GPU, "megatron": {"fp8": "e4m3", "fp8_recipe": "custom"}}, "known are delayed, tensorwise"),
+        ({"actor": GPU, "megatron": {"fp8": "e4m3", "fp8_param": True}}, "fp8_param = true: megarl reads and exports"),
+        ({"actor": GPU, "megatron_ddp": {"fp8_param_gather": True}}, r"\[megatron_ddp\] fp8_param_gather = true"),
+        ({"actor": GPU, "megatron": {"fp4": "e2m1"}}, "fp4"),
+        (
+            {"actor": GPU | {"recompute": ["layernorm"]}, "megatron": {"fp8": "e4m3"}},
+            'another .megatron. fp8_recipe than "delayed"',
+        ),
+    ],
+)
+def test_fp8_that_cannot_work_is_refused(tmp_path, tables, said):
+    with pytest.raises(UserError, match=said):
+        check_layers(make_recipe(**tables), read_settings(tmp_path, "qwen3_moe"))
+
+
+def test_fp8_of_another_machine(tmp_path):
+    """A plan asks nothing of this one; it is refused for models whose layers are torch's alone."""
+    recipe = make_recipe(actor=GPU, megatron={"fp8": "hybrid", "fp8_recipe": "blockwise"})
+    check_layers(recipe, read_settings(tmp_path, "qwen3_moe"), here=False)
+    with pytest.raises(UserError, match="never compared with Transformer Engine's layers"):
+        check_layers(recipe, read_settings(tmp_path, "deepseek_v3"), here=False)
+    acts = make_recipe(actor=GPU | {"recompute": ["moe_act"]}, megatron={"fp8": "hybrid", "fp8_recipe": "tensorwise"})
+    check_layers(acts, read_settings(tmp_path, "qwen3_moe"), here=False)

@@ -1,0 +1,134 @@
+"""What `megarl plan` says of activations, in bfloat16 and with a GPU's operators, against what autograd keeps there.
+
+Of the layers' sum, so that ranks with more and with fewer tokens for their experts make up for each other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.recipe.layout import Layout
+from megarl.views import activations, sizes
+from megarl.views.assumptions import Assumptions
+from megarl.views.census import StageCensus
+from tests.actor.conftest import make_recipe
+from tests.actor.test_activation_sizes import HF, OTHERS, WITH_EXPERTS
+from tests.rehearsal.forks import in_ranks
+from tests.rehearsal.updates import device_of, join
+from tests.views.allocated import Live
+
+TOKENS, LAYERS = 1000, 4
+TP2_EP2 = {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}
+LORA = {"lora": {"rank": 8}}
+CASES: list[tuple[str, Any, dict[str, Any]]] = [
+    *((family, "none", {}) for family in ("llama", "qwen3", "qwen3_moe", *OTHERS)),
+    ("qwen3", ["mlp", "core_attn"], {}),
+    ("qwen3_moe", "full", {}),
+    ("qwen3_moe", ["moe"], {}),
+    ("glm4_moe", ["shared_experts"], {}),
+    ("deepseek_v3", ["core_attn"], {}),
+    ("qwen3_next", ["moe"], {}),
+    ("qwen3_moe", "none", TP2_EP2),
+    ("deepseek_v3", "none", TP2_EP2),
+    ("qwen3_next", ["moe"], TP2_EP2),
+    ("qwen3_moe", "none", {"expert_parallel": 2}),
+    ("qwen3_moe", "none", {"context_parallel": 2}),
+    ("deepseek_v3", "none", {"context_parallel": 2}),
+    ("qwen3", "none", {"tensor_parallel": 2}),
+    ("qwen3", "none", LORA),
+    ("qwen3_moe", "none", LORA),
+    ("qwen3_moe", ["moe"], LORA),
+]
+
+
+def settings_of(family: str) -> dict[str, Any]:
+    hf = HF | OTHERS.get(family, {}) | {"model_type": family, "num_hidden_layers": LAYERS}
+    return hf | {"num_experts": 8 if "moe" in family or family in WITH_EXPERTS else None}
+
+
+def one_rank(rank: int, ranks: int, family: str, recompute: Any, table: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Bytes that autograd keeps after a forward pass, and the most that there are in an update, parameters left out."""
+    join(rank, ranks, "cuda", folder / "meeting")
+    from megarl.actor import lora, parallel
+    from megarl.actor.delta_net import GatedDeltaNet
+    from megarl.actor.model import build_model
+    from megarl.actor.optimizer import wrap
+    from megarl.actor.packing import Sample, micro_batches
+
+    actor = {"backend": "cuda", "layers": "torch", "kernels": "torch", "recompute": recompute, **table}
+    recipe = make_recipe(actor=actor | {"tokens_per_micro_batch": TOKENS}, rollout={"max_response_tokens": 8})
+    parallel.build_groups(recipe, gloo=False)
+    models = build_model(settings_of(family), recipe)
+    lora.attach(models, recipe)
+    for parameter in models[0].parameters():
+        parameter.data.normal_(std=0.05)
+    replicas, _ = wrap(models, recipe)
+    for replica in replicas:
+        replica.zero_grad_buffer()
+    rng, length = np.random.default_rng(rank if "expert_parallel" in table else 0), TOKENS // 4
+    samples = [
+        Sample(np.zeros(1, np.int32), rng.integers(2, 67, length), np.zeros(length), 1.0)
+        for _ in range(4 * (ranks if table == {"expert_parallel": 2} else 1))
+    ]
+    (batch,) = micro_batches(samples, TOKENS, device_of("cuda"))
+    buffers = [b.grad_data for b in replicas[0].buffers + replicas[0].expert_parallel_buffers]
+    known = [*(p.data for p in models[0].parameters()), *buffers, batch.tokens, batch.labels, batch.positions]
+    ids, saved = {x.untyped_storage()._cdata for x in known}, {}
+
+    def forward() -> torch.Tensor:
+        return models[0](batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed)[0]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in ids:
+            saved[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = forward()
+    kept = sum(storage.nbytes() for storage in saved.values())
+    del output
+    saved.clear()
+    with Live(known) as live:
+        forward().sum().backward()
+    named = list(models[0].named_parameters())
+    return {
+        "kept": kept,
+        "peak": live.peak,
+        "expert": sum(p.numel() for name, p in named if ".experts." in name),
+        "dense": sum(p.numel() for name, p in named if ".experts." not in name),
+        "linear_layers": sum(isinstance(layer.self_attention, GatedDeltaNet) for layer in models[0].decoder.layers),
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "recompute", "table"), CASES, ids=lambda x: " ".join(map(str, x)) if x and not isinstance(x, str) else x
+)
+def test_activations(tmp_path: Path, family: str, recompute: Any, table: dict[str, Any]) -> None:
+    ranks = 2 if table and "lora" not in table else 1
+    found = in_ranks(lambda rank: one_rank(rank, ranks, family, recompute, table, tmp_path), ranks)
+    names = ("tensor", "pipeline", "context", "expert", "expert_tensor")
+    layout = Layout(ranks, *(table.get(f"{name}_parallel", 1) for name in names))
+    if "expert_tensor_parallel" not in table:
+        layout = Layout(ranks, *(getattr(layout, f"{name}_parallel") for name in names[:4]), layout.tensor_parallel)
+    hf, first = settings_of(family), found[0]
+    census = StageCensus(LAYERS, first["dense"], first["expert"], linear_layers=first["linear_layers"])
+    actor = {"backend": "cuda", "layers": "torch", "recompute": recompute, "tokens_per_micro_batch": TOKENS}
+    recipe = make_recipe(actor=actor | table, rollout={"max_response_tokens": 8}, data={"max_prompt_tokens": 8})
+    kept, _ = activations.kept_bytes(hf, recipe, layout, census, TOKENS, 1.0)
+    # behind the layers: the final norm's input, and what the head takes of its output
+    behind = activations.hidden_bytes(hf, layout, TOKENS) + 2 * TOKENS / layout.context_parallel * hf["hidden_size"]
+    measured = sum(rank["kept"] for rank in found) / ranks
+    items = sizes.optimize_memory(
+        hf, recipe, layout, 0, census, 0, sizes.GPUS["h100"], Assumptions(expert_imbalance=1.0)
+    )
+    planned = items["activations"] + items["log-probs, chunked, and the head's gradient"]
+    peak = max(rank["peak"] for rank in found)
+    print(f"\n{family} {recompute} {table}: kept {(kept + behind) / measured:.3f}, at most {planned / peak:.3f}")
+    assert kept + behind == pytest.approx(measured, rel=0.03)
+    assert planned > peak

@@ -1,0 +1,127 @@
+"""What Megatron-Core allocates on a rank of a layout, in bytes: the real model, buffers and optimizer on torch's meta
+device, in a process group of one process that says it has all ranks.
+
+A program, for it changes what Megatron sees of torch: each line on stdin is a question, ``{"folder": of config.json,
+"recipe": TOML, "ranks": n, "rank": n}``, each line on stdout its answer.
+"""
+
+import contextlib
+import json
+import sys
+import tomllib
+import warnings
+import weakref
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megarl.actor import cpu_backend, parallel
+from megarl.models.hf_config import read_hf_config
+from megarl.recipe.load import override_recipe, parse_recipe
+
+ON_META = (
+    "actor.layers=torch",
+    "megatron.init_model_with_meta_device=true",
+    "megatron.perform_initialization=false",
+)
+
+
+class Live(TorchDispatchMode):
+    """Bytes of the tensors that operators make beside ``known`` ones: now, and at most."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return out
+
+    def _add(self, storage):
+        if storage._cdata not in self.known:
+            self.known.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._drop, storage._cdata, storage.nbytes())
+
+    def _drop(self, key, size):
+        self.known.discard(key)
+        self.now -= size
+
+
+def distinct(tensors):
+    """Bytes of the storages behind tensors."""
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def allocated(folder, recipe, ranks, rank):
+    from megatron.core import parallel_state as mpu
+
+    from megarl.actor import lora
+    from megarl.actor.model import build_model
+    from megarl.actor.optimizer import wrap
+    from megarl.actor.optimizer_state import distributed_optimizers
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        parallel.build_groups(recipe, gloo=False)
+        with torch.device("meta"):
+            models = build_model(read_hf_config(folder), recipe)
+            lora.attach(models, recipe)
+        replicas, optimizer = wrap(models, recipe)
+        buffers = [b for replica in replicas for b in replica.buffers + replica.expert_parallel_buffers]
+        weights = [p.data for model in models for p in model.parameters()]
+        found = {
+            "weights": distinct([*weights, *(b.param_data for b in buffers if b.param_data is not None)]),
+            "gradients": distinct([b.grad_data for b in buffers]),
+            "optimizer": 0,
+            "widened gradients": 0,
+        }
+        largest = max(parameter.numel() for model in models for parameter in model.parameters())
+        for part in distributed_optimizers(optimizer):
+            groups = part.optimizer.param_groups
+            owned = [p for group in groups for p in group["params"]]
+            assert not any(group["foreach"] for group in groups)  # which torch chooses on GPUs where it is None
+            for parameter in owned:
+                parameter.grad = torch.empty_like(parameter)
+            part.optimizer.step()
+            state = [*owned, *_tensors(part.optimizer.state)]
+            found["optimizer"] += distinct(state)
+            with Live([*state, *(p.grad for p in owned)]) as live:
+                part.optimizer.step()
+            assert live.peak <= 3 * 4 * largest  # one parameter after the other
+            with Live([b.grad_data for b in buffers]) as live:
+                part._copy_model_grads_to_main_grads()
+            found["widened gradients"] += live.now
+        return found
+    finally:
+        mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _tensors(state):
+    return [t for values in state.values() for t in values.values() if isinstance(t, torch.Tensor) and t.dim()]
+
+
+def main():
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    cpu_backend.install(torch.device("meta"))
+    for line in sys.stdin:
+        question = json.loads(line)
+        recipe = override_recipe(parse_recipe(tomllib.loads(question["recipe"])), ON_META)
+        with contextlib.redirect_stdout(sys.stderr):
+            answer = allocated(Path(question["folder"]), recipe, question["ranks"], question["rank"])
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What `megarl plan` says of weights, gradients and optimizer, against what Megatron-Core allocates for them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megarl.models.hf_config import read_hf_config
+from megarl.recipe.load import dump_recipe, load_recipe
+from megarl.views import sizes
+from megarl.views.census import Census
+from megarl.views.plan import Plan
+from tests.views.moe import EXAMPLES
+
+MOE = "qwen3_30b_a3b/mu_grpo.toml"
+CASES = {  # recipe, nodes of 8, changes
+    "experts and data parallel": (MOE, 4, ["actor.tensor_parallel=4", "actor.expert_parallel=8"]),
+    "pipeline, bf16 gradients": (
+        MOE,
+        4,
+        [
+            "actor.tensor_parallel=2",
+            "actor.pipeline_parallel=2",
+            "actor.expert_parallel=4",
+            "megatron_ddp.grad_reduce_in_fp32=false",
+        ],
+    ),
+    "adapters": ("qwen3_30b_a3b/mu_grpo-lora.toml", 1, []),
+    "a dense model": ("qwen3_8b/mu_grpo.toml", 1, ["actor.tensor_parallel=2"]),
+    "tied embeddings": ("qwen3_1_7b/mu_grpo.toml", 1, ["actor.pipeline_parallel=2"]),
+    "layers with a state": ("qwen3_next_80b_a3b/mu_grpo.toml", 4, []),
+    "shared experts, dense layers": ("glm_4_5_air/mu_grpo.toml", 4, []),
+    "latent attention, unequal stages": ("deepseek_v3/mu_grpo.toml", 32, []),
+}
+
+
+@pytest.fixture(scope="module")
+def ask():
+    """A question to `tests.views.allocated`."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.views.allocated"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def answer(**question):
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        yield answer
+        process.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def census():
+    with Census() as census:
+        yield census
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_gradients_and_optimizer(ask, census, name):
+    """Of the first and the last pipeline stage, but for what pads Megatron's buffers. (Activations:
+    `tests.actor.test_activation_sizes`.)"""
+    path, nodes, changes = CASES[name]
+    recipe = load_recipe(EXAMPLES / path, ["actor.expert_tensor_parallel=1", *changes])
+    folder, ranks = (EXAMPLES / path).parent, nodes * recipe.actor.processes_per_node
+    plan = Plan.of(recipe, read_hf_config(folder), nodes, "h100", census)
+    for stage in sorted({0, len(plan.stages) - 1}):
+        rank = ranks // len(plan.stages) * stage
+        found = ask(folder=str(folder), recipe=dump_recipe(recipe), ranks=ranks, rank=rank)
+        items = plan.optimize_stage(stage)
+        (gradients,) = (size for name, size in items.items() if name.startswith("gradients, "))
+        said = {
+            "weights": items["weights, bf16"],
+            "gradients": gradients,
+            "optimizer": items["optimizer, fp32 master and two moments"],
+            "widened gradients": sizes.widened_bytes(recipe, plan.layout, plan.stages[stage]),
+        }
+        print(f"\n{name}, stage {stage}:", {key: f"{said[key] / max(1, found[key]):.4f}" for key in said})
+        assert said == pytest.approx(found, rel=0.001)
+        assert min(found[key] for key in ("weights", "gradients", "optimizer")) > 2**20
+        assert (found["widened gradients"] > 0) is ("bf16" in name)
