@@ -103,7 +103,8 @@ def test_update_equals_plain_torch(family, name, fields, budget, tmp_path):
 
     metrics = train_step(actor, batches, objective, lr=1e-3)
     loss, norm = reference_update(model, samples, objective, actor.recipe, lr=1e-3)
-    assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
+    # terms of size 1 nearly cancel in the loss: their float32 rounding is not small beside it
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-4, abs=torch.finfo(torch.float32).eps)
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
     export_hf(actor.models, tmp_path / "out", tmp_path / "in", 1)
     model.save_pretrained(tmp_path / "expected")
