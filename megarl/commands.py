@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.errors import UserError
+from megarl.models.hf_config import read_hf_config
+from megarl.models.lora import check_exported_alone
 from megarl.recipe.data_table import FILES
 from megarl.recipe.eval_table import SuiteTable, default_name
 from megarl.recipe.layout import TRAINING_TABLES
@@ -231,6 +233,7 @@ def _check_has_adapters(stage: Stage, updates: int) -> None:
     """`UserError` unless a checkpoint has them: an exported policy has them in its weights."""
     if stage.run.recipe.actor.lora is None:
         raise UserError(f"--adapters: {stage.run.root} trains all weights, it has no [actor.lora]")
+    check_exported_alone(stage.run.recipe, read_hf_config(stage.run.stage(0).policy))
     saved = [update for update, _ in checkpoints(stage.checkpoints)]
     if updates not in saved:
         raise UserError(

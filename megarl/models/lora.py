@@ -9,6 +9,7 @@ from megarl.errors import UserError
 from megarl.models import family_of
 from megarl.models.attention import GroupedQueryAttention
 from megarl.models.feed_forward import MixtureOfExperts
+from megarl.models.tensors import TRANSPOSED
 from megarl.recipe.layout import Layout
 from megarl.recipe.tables import Recipe
 
@@ -109,3 +110,16 @@ def check_lora(recipe: Recipe, hf: dict[str, Any]) -> None:
     for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
         if recipe.megatron_optimizer.get(name):
             raise UserError(f"[megatron_optimizer] {name} = true: [actor.lora] was never checked with it; leave it out")
+
+
+def check_exported_alone(recipe: Recipe, hf: dict[str, Any]) -> None:
+    """`UserError` for adapters that PEFT's format has no module for: of experts in transposed tensors."""
+    assert recipe.actor.lora is not None
+    for layer in range(hf["num_hidden_layers"]):
+        names = family_of(hf).layer_tensors(hf, layer)
+        for matrix in targeted(hf, layer, recipe.actor.lora.targets):
+            if names[f"{matrix.name}.weight"].packing in TRANSPOSED:
+                raise UserError(
+                    f"--adapters: in {hf['model_type']} the experts of a layer are one transposed tensor, and adapters "
+                    f"of {matrix.name} have no names that PEFT and vLLM agree on: take the merged export"
+                )

@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl.errors import UserError
+from megarl.models.hf_config import read_hf_config
+from megarl.models.lora import check_exported_alone
 from megarl.objectives import build_objective
 from megarl.storage.checked_json import read_checked
 from megarl.storage.policies import read_info
@@ -135,7 +137,9 @@ def test_a_merged_export_is_the_base_with_its_adapters(family, tmp_path):
         assert float((merged[key] - value).abs().max()) <= 2 * rounding, key
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_qk_norm", "mixtral", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "glm4_moe_qk_norm", "mixtral", "qwen3_next", "deepseek_v3", "qwen3_5_moe"]
+)
 def test_an_export_of_adapters_alone_is_what_a_merged_one_has_beyond_the_base(family, tmp_path):
     """By PEFT's rule: NAME.weight + lora_alpha / r * lora_B @ lora_A of the module NAME, and nothing else."""
     from megarl.actor.hf import export_hf
@@ -170,6 +174,16 @@ def test_an_export_of_adapters_alone_is_what_a_merged_one_has_beyond_the_base(fa
             untouched.pop(base.stored_name(name), None)
     after = dict(stored_tensors(tmp_path / "out"))
     assert all(torch.equal(after[name], value) for name, value in untouched.items())
+
+
+@pytest.mark.parametrize(("targets", "named"), [(["linear_fc1"], "linear_fc1"), (["linear_qkv", "linear_fc2"], "fc2")])
+def test_adapters_of_transposed_experts_are_not_exported_alone(tmp_path, targets, named):
+    make_hf_model("gpt_oss").save_pretrained(tmp_path)
+    hf = read_hf_config(tmp_path)
+    with pytest.raises(UserError, match=f"one transposed tensor, and adapters of mlp.experts.*{named} have no names"):
+        check_exported_alone(make_recipe(tmp_path, actor={"lora": {"targets": targets}}), hf)
+    attention = {"lora": {"targets": ["linear_qkv", "linear_proj"]}}
+    check_exported_alone(make_recipe(tmp_path, actor=attention), hf)
 
 
 @pytest.mark.vllm
