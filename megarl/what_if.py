@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.errors import UserError
 from megarl.scratch import ask, check_updates, open_stage, policies_of
+from megarl.storage.ledger import sealed_external
 from megarl.storage.retention import require_policy
 from megarl.storage.run_dir import Stage
 
@@ -51,9 +52,12 @@ def _given(stage: Stage, updates: Sequence[int], fresh: Stage) -> Stage:
         raise UserError(f"{fresh.rollouts} is not sealed: megarl rollout {fresh.run.root} --stage {fresh.number}")
     if fresh.run.recipe.rollout.token_budget is not None:
         raise UserError(f"{fresh.rollouts}: with rollout.token_budget several policies generate a stage")
+    if sealed_external(fresh.rollouts):
+        raise UserError(f"{fresh.rollouts} came from elsewhere, and says of its policy what nobody here can check")
+    drawn = ("temperature", "max_response_tokens", "responses_per_prompt")
     for name, one, other in (
         ("reward", stage.run.recipe.reward, fresh.run.recipe.reward),
-        ("rollout.temperature", stage.rollout.temperature, fresh.rollout.temperature),
+        *((f"rollout.{key}", getattr(stage.rollout, key), getattr(fresh.rollout, key)) for key in drawn),
     ):
         if one != other:
             raise UserError(

@@ -7,7 +7,6 @@ own. An update that is made again after a kill stands there twice, with equal nu
 from __future__ import annotations
 
 import contextlib
-import glob
 import importlib.util
 import json
 import os
@@ -141,8 +140,10 @@ class _Wandb:
 
 def _begun_by_name(root: Path) -> str | None:
     """What W&B keeps here says of a run directory without `RUNS` that its run is called as the directory is."""
-    known = (root / RUNS).exists() or not any((root / "wandb").glob(f"*run-*-{glob.escape(root.name)}"))
-    return None if known else root.name
+    if (root / RUNS).exists():
+        return None
+    begun = re.compile(r"(offline-)?run-\d{8}_\d{6}-" + re.escape(root.name))
+    return root.name if any(begun.fullmatch(path.name) for path in (root / "wandb").glob("*")) else None
 
 
 class _Mlflow:

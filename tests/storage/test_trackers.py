@@ -153,6 +153,7 @@ def test_wandb_without_a_key_is_found_before_anything_starts(recipe, environment
 def test_a_run_that_wandb_knows_by_the_name_of_its_directory_goes_on_as_that(tmp_path, mode):
     root = tmp_path / "seed-[1]"
     (root / f"wandb/{mode}-20260101_120000-0123456789abcdef").mkdir(parents=True)
+    (root / f"wandb/{mode}-20260101_120000-another-{root.name}").mkdir()
     assert trackers._begun_by_name(root) is None
     (root / f"wandb/{mode}-20260101_120000-{root.name}").mkdir()
     assert trackers._begun_by_name(root) == root.name

@@ -135,21 +135,28 @@ def test_the_stage_that_a_policy_generated_is_fresh_for_it_alone(run, recipe, tm
         ((0, [0], 3, "unsealed"), "is not sealed"),
         ((0, [0], 3, "rewarded"), "has another reward than"),
         ((0, [0], 3, "cold"), "has another rollout.temperature than"),
+        ((0, [0], 3, "short"), "has another rollout.max_response_tokens than"),
+        ((0, [0], 3, "ingested"), "says of its policy what nobody here can check"),
         ((0, [0], 3, "few"), "has 4 groups; 3 batches of 4 want more"),
     ],
 )
 def test_fresh_data_that_does_not_fit_is_refused(run, copied, tmp_path, arguments, message):
     *others, which = arguments
     place = {"run": run.root}.get(which, copied)
-    changes = {"unsealed": [], "rewarded": ["reward.require_stop=false"], "cold": ["rollout.temperature=0.5"]}
+    changes = {
+        "unsealed": [],
+        "rewarded": ["reward.require_stop=false"],
+        "cold": ["rollout.temperature=0.5"],
+        "short": ["rollout.max_response_tokens=3"],
+    }
     if which in changes:
         place = RunDir.create(tmp_path / "other", override_recipe(run.recipe, changes[which])).root
         if changes[which]:
             shutil.copytree(copied / "stages", place / "stages")
-    if which == "few":
-        place = shutil.copytree(copied, tmp_path / "few", symlinks=True)
+    if sealed := {"few": {"chosen": [0, 1, 2, 3]}, "ingested": {"external": True}}.get(which):
+        place = shutil.copytree(copied, tmp_path / which, symlinks=True)
         seal = place / "stages/000/rollouts/SEALED"
-        write_checked(seal, decode(seal.read_bytes()) | {"chosen": [0, 1, 2, 3]})
+        write_checked(seal, decode(seal.read_bytes()) | sealed)
     with pytest.raises(UserError, match=message):
         what_if(run.root, *others, (place, 0))
 
