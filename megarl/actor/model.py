@@ -53,7 +53,7 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     cpu, transformer_engine = actor.backend == "cpu", actor.layer_kind == "transformer_engine"
     dtype = torch.float32 if cpu else torch.bfloat16
     for name in () if transformer_engine else _OF_THE_FAMILY:
-        if recipe.megatron.get(name):
+        if name in recipe.megatron:  # 0 and [] too would make another model
             raise UserError(f'[megatron] {name}: with layers = "torch" it follows from config.json')
     settings = family_of(hf).megatron_settings(hf)
     settings |= dict(

@@ -33,6 +33,9 @@ class SinkAttention(GroupedQueryAttention):
         if types is not None and (len(types) != hf["num_hidden_layers"] or set(types) - set(_TYPES)):
             yield f"layer_types = {types!r} must name one of {', '.join(_TYPES)} for each of the layers"
 
+        if hf["sliding_window"] is not None and hf["sliding_window"] < 1:
+            yield f"sliding_window = {hf['sliding_window']} must be 1 or more"
+
     def window(self, hf: Hf, layer: int) -> int | None:
         types = hf.get("layer_types")
         kind = types[layer] if types is not None else _TYPES[layer % 2]

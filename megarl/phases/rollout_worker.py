@@ -31,7 +31,6 @@ from megarl.storage.shards import UNFINISHED, any_unfinished
 PROMPTS, PROMPT_TOKENS = 16, 128  # that a base model scores, on a CPU
 CONTINUED = -1  # the chunk of a group that an earlier call began
 _Place = tuple[PendingGroup, int]  # a response: its group and its number there
-_Ended = tuple[PendingGroup, int, list[Completion]]  # with it, span by span of the policies that made it
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,6 @@ class RolloutWorker:
         """
         pending, self.unfinished = self.unfinished, []
         asked: list[tuple[int, list[_Place]]] = []  # of each request: responses a prompt, and whose they are
-        ended: list[_Ended] = []  # that nobody has looked at yet
         self.scoring.seen, samples = seen, draws.samples
 
         def ask(groups: Sequence[PendingGroup], continues: bool) -> Request:
@@ -161,11 +159,9 @@ class RolloutWorker:
             group.parts.setdefault(k, []).append(completion)
             if completion.finish_reason == "interrupted":
                 continue
-            ended.append((group, k, group.parts.pop(k)))
-            if self.scoring.is_due():  # many at once: what comes between an engine's steps runs with cold caches
-                self._have_scored(ended, draws)
+            self._have_scored(group, k, group.parts.pop(k), draws)
+            if self.scoring.is_due():
                 yield from self.scoring.take()
-        self._have_scored(ended, draws)
         self.scoring.settle()
         yield from self.scoring.take()
         self.unfinished = [group for group in pending if not group.done]
@@ -199,13 +195,11 @@ class RolloutWorker:
     def _seed(self, seeded: SeededPrompt, sample: int) -> int:
         return response_seed(self.recipe.run.seed, seeded.number, sample)
 
-    def _have_scored(self, ended: list[_Ended], draws: Draws) -> None:
-        """Empties the list. Where responses may be unfinished, those of a group are scored once all have ended."""
-        for group, sample, parts in ended:
-            self._have_one_scored(group, sample, parts, draws)
-        ended.clear()
+    def _have_scored(self, group: PendingGroup, sample: int, parts: Sequence[Completion], draws: Draws) -> None:
+        """``parts``: a response, span by span of the policies that made it.
 
-    def _have_one_scored(self, group: PendingGroup, sample: int, parts: Sequence[Completion], draws: Draws) -> None:
+        Where responses may be unfinished, those of a group are scored once all have ended.
+        """
         response = _joined(parts, draws.max_tokens)
         if draws.budget == math.inf and not group.seeded.begun:
             self.scoring.add(group, sample, response, self._text(response))

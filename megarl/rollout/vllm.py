@@ -19,6 +19,7 @@ import torch
 from megarl.beats import beat
 from megarl.errors import UserError
 from megarl.models import family_of
+from megarl.models.clamped_experts import ClampedExperts
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
 from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, checked_experts, out_of_memory
@@ -75,8 +76,28 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
             f"{where} engine = 'vllm' on a CPU serves heads of {', '.join(map(str, CPU_HEAD_DIMS))}, "
             f"but {recipe.model.path} has head_dim = {hf['head_dim']}; use 'builtin'"
         )
+    if isinstance(family_of(hf).feed_forward, ClampedExperts):
+        _check_clamped_experts(hf, where, cpu)
     if cpu and family_of(hf).linear_layers(hf):  # in its `cpu_gdn_attention_core`, first when it answers
         raise UserError(f"{where} engine = 'vllm' on a CPU has gated delta nets in bfloat16 alone; use 'builtin'")
+
+
+def _check_clamped_experts(hf: dict[str, Any], where: str, cpu: bool) -> None:
+    """`UserError` for what vLLM 0.32 takes from the published models of this family and not from config.json."""
+    kinds = hf.get("layer_types")
+    alternate = kinds is None or all((kind == "sliding_attention") == (i % 2 == 0) for i, kind in enumerate(kinds))
+    for name, value, wanted in (
+        ("rms_norm_eps", hf["rms_norm_eps"], 1e-5),
+        ("swiglu_limit", hf["swiglu_limit"], 7.0),
+        ("layer_types: windows in every second layer, the first among them", alternate, True),
+    ):
+        if value != wanted:
+            raise UserError(
+                f"{where} engine = 'vllm' computes {hf['model_type']} with {name} = {wanted} whatever config.json "
+                f"says, which is {value}; use 'builtin'"
+            )
+    if cpu and hf["moe_intermediate_size"] % 32:
+        raise UserError(f"{where} engine = 'vllm' on a CPU wants clamped experts as wide as a multiple of 32")
 
 
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:

@@ -33,7 +33,8 @@ def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def write_bfloat16(source_dir: Path, target_dir: Path) -> dict[str, str]:
     """Write the weight files of a quantised model to ``target_dir``, and its index; {name of a file: its sha256}.
 
-    The files keep their names and all other tensors their bytes. Beside one matrix of an expert nothing is in memory.
+    The files keep their names and all other tensors their bytes. One matrix of an expert is in memory at a time, and
+    in float32.
     `UserError` for blocks without scales and the other way round, and for shapes that do not fit.
     """
     with TensorFiles.of_directory(source_dir) as source, TensorFiles() as target:
@@ -69,6 +70,10 @@ def _matching(source: TensorFiles, name: str) -> tuple[Region, Region]:
     blocks, scales = (source.regions.get(f"{name}_{kind}") for kind in ("blocks", "scales"))
     if blocks is None or scales is None:
         raise UserError(f"tensor {name!r} of MXFP4 weights has no {'blocks' if blocks is None else 'scales'}")
+    if name in source.regions:
+        raise UserError(f"tensor {name!r} is there twice: as it is, and as MXFP4 blocks")
+    if {blocks.dtype, scales.dtype} != {torch.uint8}:
+        raise UserError(f"tensor {name!r} of MXFP4 weights is of {blocks.dtype} and {scales.dtype}, not of bytes")
     if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, 16):
         raise UserError(f"tensor {name!r} of MXFP4 weights has blocks {blocks.shape} and scales {scales.shape}")
     return blocks, scales

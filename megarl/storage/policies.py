@@ -96,7 +96,7 @@ def _copy_quantised(model_dir: Path, target: Path) -> dict[str, str]:
     """As `_copy_weights`, of a model whose weights are quantised; nothing is copied of another."""
     config = target / CONFIG_FILE
     settings = json.loads(config.read_text()) if config.exists() else {}
-    if quantisation(settings) is None:
+    if quantisation(settings) != "mxfp4":  # what else there is, a family refuses
         return {}
     from megarl.storage.mxfp4 import write_bfloat16  # imports torch
 

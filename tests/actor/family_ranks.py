@@ -27,6 +27,8 @@ PARTS = {  # of layers that are recomputed in layouts without pipeline stages
     "deepseek_v3": ["core_attn", "layernorm", "mlp", "shared_experts"],
     "deepseek_v3_moonlight": ["core_attn", "moe"],
     "qwen3_next": ["core_attn", "layernorm", "moe"],
+    "qwen3_5_moe": ["layernorm", "moe", "shared_experts"],
+    "gpt_oss": ["core_attn", "layernorm", "moe"],
 }
 # from a checkpoint, which each layout of two ranks makes
 CONTINUED = ("olmoe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss")

@@ -207,3 +207,10 @@ def test_weights_for_which_megatron_is_told_to_build_nothing_are_refused(tmp_pat
     make_hf_model("qwen3").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"4 tensors that its config.json does not explain.*self_attn\.k_norm"):
         load_models(tmp_path, megatron={"qk_layernorm": False})
+
+
+@pytest.mark.parametrize("override", [{"glu_linear_offset": 0.0}, {"window_size": []}, {"window_attn_skip_freq": 0}])
+def test_what_makes_another_model_of_the_same_weights_is_refused(tmp_path, override):
+    make_hf_model("gpt_oss").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="follows from config.json"):
+        load_models(tmp_path, megatron=override)

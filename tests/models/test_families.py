@@ -106,6 +106,7 @@ YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "g
         ("gpt_oss", {"attention_bias": False}, "attention_bias = False is not supported for gpt_oss, only True"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 is not supported for gpt_oss, only 1.702"),
         ("gpt_oss", {"swiglu_limit": None}, "swiglu_limit = None must be more than 0"),
+        ("gpt_oss", {"sliding_window": 0}, "sliding_window = 0 must be 1 or more"),
         ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "must name one of sliding_attention"),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "for each of the layers"),
         ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "convert them to bfloat16 first"),

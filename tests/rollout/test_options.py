@@ -98,3 +98,21 @@ def test_layers_with_a_state_are_refused_on_a_cpu(tmp_path):
         UserError, match="engine = 'vllm' on a CPU has gated delta nets in bfloat16 alone; use 'builtin'"
     ):
         check_engine(recipe, 0, hf)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps = 1e-05 whatever config.json says, which is 1e-06"),
+        ({"swiglu_limit": 10.0}, "swiglu_limit = 7.0 whatever config.json says, which is 10.0"),
+        ({"layer_types": ["full_attention"] * 2}, "windows in every second layer"),
+        ({"intermediate_size": 48}, "as wide as a multiple of 32"),
+    ],
+)
+def test_a_gpt_oss_that_vllm_would_compute_as_another_is_refused(tmp_path, changes, words):
+    published = {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "intermediate_size": 64, "head_dim": 32}
+    recipe = stage_recipe("vllm", model={"path": str(tmp_path)})
+    check_engine(recipe, 0, read_settings(tmp_path, "gpt_oss", **published))
+    with pytest.raises(UserError, match=words):
+        check_engine(recipe, 0, read_settings(tmp_path, "gpt_oss", **published | changes))

@@ -80,6 +80,14 @@ def test_transformers_computes_the_same_with_both(tmp_path):
             lambda tensors, name: tensors.update({f"{name}_scales": tensors[f"{name}_scales"][:2].clone()}),
             r"has blocks \(4, 192, 2, 16\) and scales \(2, 192, 2\)",
         ),
+        (
+            lambda tensors, name: tensors.update({f"{name}_blocks": tensors[f"{name}_blocks"].bfloat16()}),
+            "is of torch.bfloat16 and torch.uint8, not of bytes",
+        ),
+        (
+            lambda tensors, name: tensors.update({name: torch.zeros(4, 64, 192, dtype=torch.bfloat16)}),
+            "'{name}' is there twice",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path, change, words):
