@@ -228,7 +228,7 @@ def test_sigterm_to_one_agent_saves_between_checkpoints_and_the_run_continues(re
 def test_dead_process_of_one_node_restarts_the_phase_on_both(recipe, two_nodes, tmp_path):
     run = tmp_path / "run"
     with TwoNodes(recipe, run, "--until", "rollout:0") as two:
-        two.wait_for(lambda run: list(run.glob("stages/000/rollouts/*.arrow")))
+        two.wait_for(lambda run: two.children(1, "rollout"))
         (worker,) = two.children(1, "rollout")
         worker.send_signal(signal.SIGKILL)
         for code, output in two.wait():

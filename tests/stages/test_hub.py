@@ -29,6 +29,7 @@ def hub(tmp_path):
         proxies = {name: "" for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy")}
         found.environment = os.environ | proxies | {"HF_ENDPOINT": address, "HF_TOKEN": TOKEN}
         found.environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
+        found.environment.pop("HF_HUB_OFFLINE", None)  # set in this process by whoever started a phase from it
         yield found
 
 
