@@ -153,8 +153,12 @@ class RunDir:
 
     def _era(self, number: int) -> RunDir:
         """With the recipe under which a stage is made."""
-        newest = self._newest or self
-        return next((run for end, run in newest._eras if number < end), newest)
+        return next((run for end, run in self.newest._eras if number < end), self.newest)
+
+    @property
+    def newest(self) -> RunDir:
+        """With the recipe that is in force now; `stage` gives stages with the one under which they were made."""
+        return self._newest or self
 
     @functools.cached_property
     def _eras(self) -> list[tuple[int, RunDir]]:
