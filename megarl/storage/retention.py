@@ -54,7 +54,7 @@ def _removable(stage: Stage) -> Iterator[Stage]:
 
 def removed(stage: Stage) -> PolicyInfo | None:
     """Which policy the stage had, where it was removed; `UserError` where the record of that is damaged."""
-    if stage.policy.exists() or not stage.removed_policy.exists():
+    if not stage.lost_policy():
         return None
     remedy = "Restore it from a copy"
     record = read_checked(stage.removed_policy, remedy)
@@ -74,7 +74,7 @@ def require_policy(stage: Stage) -> Path:
 
 def check_kept(stage: Stage) -> None:
     """`UserError` with what there is instead, where the stage's policy was removed."""
-    if not stage.policy.exists() and stage.removed_policy.exists():
+    if stage.lost_policy():
         raise UserError(f"{stage.policy} was removed, as [actor] keep_policies says; {_instead(stage)}")
 
 

@@ -356,7 +356,16 @@ class Stage:
 
     def is_trained(self) -> bool:
         """Whether all updates of the stage are made and exported."""
-        return self.next.policy.exists() or self.next.removed_policy.exists()
+        return self.next.policy.exists() or self.next.lost_policy()
+
+    def lost_policy(self) -> bool:
+        """Whether `megarl.storage.retention` has removed the stage's policy, by the record that it left.
+
+        A record counts only where a policy may go: of a stage that has its rollouts, neither the first nor the end. So
+        it says nothing any more in a run from which somebody took the stage's files.
+        """
+        between = 0 < self.number < self.run.recipe.schedule.stages
+        return between and self.is_sealed() and self.removed_policy.exists() and not self.policy.exists()
 
     def evaluation(self) -> dict[str, Any] | None:
         """The recorded evaluation of the stage's policy on the first suite, if there is one."""

@@ -3,9 +3,11 @@
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from megarl import train as train_module
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.storage import files, retention
@@ -23,7 +25,13 @@ def make_run(recipe, root, *settings):
     run = RunDir.create(root, load_recipe(recipe, [f"schedule.stages={STAGES}", "eval.every=0", *settings]))
     for stage in run.stages():
         write_policy(stage)
+        seal(stage)
     return run
+
+
+def seal(stage):
+    stage.rollouts.mkdir(parents=True, exist_ok=True)
+    (stage.rollouts / "SEALED").touch()
 
 
 def write_policy(stage):
@@ -165,3 +173,43 @@ def test_who_needs_a_removed_policy_hears_what_there_is_instead(recipe, tmp_path
     record.write_text(json.dumps({"version": 18}))
     with pytest.raises(UserError, match="removed_policy.json is damaged"):
         removed(run.stage(3))
+
+
+def test_a_record_that_a_rewind_by_hand_left_makes_no_stage_trained(recipe, tmp_path):
+    """Somebody takes the files of stages 2 to 5, so that the run goes on from stage 1, but not their records."""
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    remove_policies(run.stage(STAGES - 1))
+    for stage in run.stages()[2:]:
+        shutil.rmtree(stage.policy, ignore_errors=True)
+        shutil.rmtree(stage.rollouts)
+    assert run.stage(2).removed_policy.exists() and run.stage(3).removed_policy.exists()
+    assert [stage.is_trained() for stage in run.stages()] == [True] + [False] * (STAGES - 1)
+    assert [removed(stage) is not None for stage in run.stages()] == [False, True] + [False] * (STAGES - 2)
+    with pytest.raises(UserError, match="stages/002/policy does not exist: optimize stage 1 first"):
+        require_policy(run.stage(2))
+    with pytest.raises(UserError, match="stages/001/policy was removed, as"):
+        require_policy(run.stage(1))
+
+
+def test_a_record_of_the_first_stage_or_the_end_counts_for_nothing(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    remove_policies(run.stage(STAGES - 1))
+    seal(run.end)
+    for stage in (run.stage(0), run.end):
+        shutil.copy(run.stage(1).removed_policy, stage.removed_policy)
+    shutil.rmtree(run.base)
+    assert not run.stage(STAGES - 1).is_trained()
+    assert removed(run.stage(0)) is removed(run.end) is None
+
+
+def test_train_starts_no_phase_for_a_stage_whose_policy_is_gone(recipe, tmp_path, monkeypatch):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    remove_policies(run.stage(STAGES - 1))
+    for stage in run.stages()[2:]:
+        shutil.rmtree(stage.directory)
+    started = []
+    monkeypatch.setattr(train_module, "check_run", lambda _: None)
+    monkeypatch.setattr(train_module, "run_phase", lambda _, stage, name, count: started.append((stage.number, name)))
+    with pytest.raises(UserError, match="stages/001/policy was removed, as"):
+        train_module.train(Mock(), run)
+    assert started == []
