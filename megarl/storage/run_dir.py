@@ -372,10 +372,14 @@ class Stage:
         return self.run.evaluation(self.first_update)
 
     def due_evaluations(self) -> list[int]:
-        """The versions to be evaluated when this stage begins: its policy and those exported during the one before."""
+        """The versions to be evaluated when this stage begins: its policy and those exported during the one before.
+
+        Without a policy that was removed after its evaluation, also where the record of that is lost.
+        """
         run = self.run
         published = run.versions([run.stage(self.number - 1)] if self.number else [])
-        return [v for v in [*published, self.first_update] if run.lacks_evaluation(v)]
+        own = [] if self.lost_policy() else [self.first_update]
+        return [v for v in [*published, *own] if run.lacks_evaluation(v)]
 
     @property
     def oldest_needed(self) -> int:

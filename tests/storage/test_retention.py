@@ -213,3 +213,19 @@ def test_train_starts_no_phase_for_a_stage_whose_policy_is_gone(recipe, tmp_path
     with pytest.raises(UserError, match="stages/001/policy was removed, as"):
         train_module.train(Mock(), run)
     assert started == []
+
+
+def test_a_run_whose_evaluations_are_lost_goes_on_without_those_of_removed_policies(recipe, tmp_path, monkeypatch):
+    """Of six stages two policies are left to remove; the events come from an older copy, or are gone."""
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=2", "eval.every=1")
+    for stage in run.stages():
+        run.log_event("evaluation", stage=stage.number, suite="heldout", accuracy=0.5)
+    remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 3, 4, 5]
+    run.events.unlink()
+    run = RunDir.open(run.root)
+    started = []
+    monkeypatch.setattr(train_module, "check_run", lambda _: None)
+    monkeypatch.setattr(train_module, "run_phase", lambda _, stage, name, count: started.append((stage.number, name)))
+    train_module.train(Mock(), run, until=("rollout", STAGES - 1))
+    assert started == [(number, "evaluate") for number in (0, 3, 4, 5)]
