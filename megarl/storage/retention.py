@@ -41,8 +41,7 @@ def _named(stage: Stage) -> PolicyInfo | None:
 
 def _removable(stage: Stage) -> Iterator[Stage]:
     """The newest first."""
-    keep = stage.run.recipe.actor.keep_policies
-    for number in range(0 if keep is None else stage.number - keep - 1, 0, -1):
+    for number in may_be_removed(stage.run, stage.number):
         old = stage.run.stage(number)
         if not old.policy.exists():
             remove_leftover(old.policy)
@@ -57,11 +56,21 @@ def removed(stage: Stage) -> PolicyInfo | None:
     if not stage.lost_policy():
         return None
     remedy = "Restore it from a copy"
-    record = read_checked(stage.removed_policy, remedy)
+    record = read_checked(stage.removed_policy, remedy, needs_checksum=True)
     try:
-        return PolicyInfo(**record)
+        info = PolicyInfo(**record)
     except TypeError as error:
         raise UserError(f"{stage.removed_policy} is damaged: {error}. {remedy}") from error
+    hashes = [info.weights_hash, *info.files.values()] if isinstance(info.files, dict) else [None]
+    if type(info.version) is not int or not all(isinstance(one, str) for one in hashes):
+        raise UserError(f"{stage.removed_policy} is damaged: it names no version with its checksums. {remedy}")
+    return info
+
+
+def may_be_removed(run: RunDir, begun: int) -> range:
+    """The stages whose policies ``actor.keep_policies`` lets go of once stage ``begun`` has begun; newest first."""
+    keep = run.recipe.actor.keep_policies
+    return range(0 if keep is None else begun - keep - 1, 0, -1)
 
 
 def require_policy(stage: Stage) -> Path:

@@ -11,10 +11,13 @@ from megarl import train as train_module
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.storage import files, retention
+from megarl.storage.checked_json import write_checked
 from megarl.storage.checkpoints import checkpoint_path
 from megarl.storage.policies import PolicyInfo, read_info, write_info
 from megarl.storage.retention import check_kept, remove_policies, removed, require_policy
 from megarl.storage.run_dir import RunDir
+from megarl.views.audit.policies import check_policies
+from megarl.views.audit.totals import StageTotals
 
 STAGES = 6
 LIVE = ("schedule.kind=live", "schedule.sync_every=2", "schedule.delay=5")
@@ -229,3 +232,54 @@ def test_a_run_whose_evaluations_are_lost_goes_on_without_those_of_removed_polic
     monkeypatch.setattr(train_module, "run_phase", lambda _, stage, name, count: started.append((stage.number, name)))
     train_module.train(Mock(), run, until=("rollout", STAGES - 1))
     assert started == [(number, "evaluate") for number in (0, 3, 4, 5)]
+
+
+def audit_policies(run):
+    """(problems, notes). The policies here are of a few bytes, whose hashes are made up."""
+    notes = []
+    found = check_policies(run, [StageTotals(stage.number) for stage in run.stages()], notes)
+    return [problem for problem in found if "do not match their checksum" not in problem], notes
+
+
+def test_the_audit_reports_what_retention_would_have_kept(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=2")
+    (run.stage(1).policy / "megarl.json").unlink()  # stays, so that those that went have a gap
+    remove_policies(run.stage(STAGES - 1))
+    shutil.rmtree(run.stage(1).policy)
+    problems, notes = audit_policies(run)
+    assert len(problems) == 1 and "stages/001/policy is gone, but stage 5 has begun" in problems[0]
+    assert any(note.endswith("the policy of stage 2") for note in notes)
+    for stage in (run.stage(0), run.stage(1), run.stage(4)):
+        write_checked(stage.removed_policy, vars(PolicyInfo(stage.first_update, f"hash of {stage.number}")))
+        shutil.rmtree(stage.policy, ignore_errors=True)
+    problems, notes = audit_policies(run)
+    assert len(problems) == 2
+    assert "stages/000/policy is gone, but stage 5 has begun" in problems[0]
+    assert "stages/004/policy was removed, more than retention would have: [actor] keep_policies = 2" in problems[1]
+    assert any(note.endswith("the policy of stages 1, 2, 4") for note in notes)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"weights_hash": 5},
+        {"version": "6"},
+        {"version": True},
+        {"files": []},
+        {"files": {"config.json": 5}},
+    ],
+)
+def test_a_record_with_other_types_is_damaged(recipe, tmp_path, record):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    remove_policies(run.stage(STAGES - 1))
+    assert audit_policies(run)[0] == []
+    write_checked(run.stage(1).removed_policy, {**vars(removed(run.stage(1))), **record})
+    assert len([one for one in audit_policies(run)[0] if "stages/001/removed_policy.json is damaged" in one]) == 1
+
+
+def test_a_record_without_a_checksum_is_damaged(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    remove_policies(run.stage(STAGES - 1))
+    run.stage(1).removed_policy.write_text(json.dumps(vars(removed(run.stage(1)))))
+    with pytest.raises(UserError, match="it has no checksum"):
+        removed(run.stage(1))
