@@ -31,8 +31,8 @@ def settle_evaluations(stage: Stage) -> None:
 def best_version(run: RunDir) -> int | None:
     """Updates of the policy with the highest avg@k on the first suite, or with ``eval.best = "mean"`` over all of them.
 
-    Each suite counts the same, whatever its size. Of equal policies the earliest, trained least. Where ``eval.best`` has
-    changed on the way, its newest value counts for all stages.
+    Each suite counts the same, whatever its size. Of equal policies the earliest, trained least. Where ``eval.best``
+    has changed on the way, its newest value counts for all stages.
     """
     scores = _scores(run)
     return max(scores, key=scores.__getitem__, default=None)

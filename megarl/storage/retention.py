@@ -13,7 +13,7 @@ from pathlib import Path
 from megarl.errors import UserError
 from megarl.storage.checked_json import read_checked, write_checked
 from megarl.storage.checkpoints import checkpoints
-from megarl.storage.files import remove_directory, remove_leftover
+from megarl.storage.files import discard, leftover_name, remove_directory
 from megarl.storage.policies import INFO_FILE, PolicyInfo, read_info
 from megarl.storage.run_dir import RunDir, Stage
 
@@ -24,10 +24,15 @@ def remove_policies(stage: Stage) -> None:
     The run's first stays, and so does what waits for an evaluation, what engines of a live run may still load, and what
     belongs to the run that this one branched from. To be repeated after a kill.
     """
+    for directory in stage.run.root.glob("stages/*"):
+        discard(directory / leftover_name("policy"))
     for old in reversed(list(_removable(stage))):  # the oldest first: whatever a kill leaves follows on what is gone
         if (info := _named(old)) is not None:
             write_checked(old.removed_policy, asdict(info))
-            remove_directory(old.policy)
+            try:
+                remove_directory(old.policy)
+            except OSError as error:  # the disk is fuller, but the run goes on
+                print(f"{old.policy} stays, though [actor] keep_policies lets go of it: {error.strerror}", flush=True)
 
 
 def _named(stage: Stage) -> PolicyInfo | None:
@@ -44,8 +49,7 @@ def _removable(stage: Stage) -> Iterator[Stage]:
     for number in may_be_removed(stage.run, stage.number):
         old = stage.run.stage(number)
         if not old.policy.exists():
-            remove_leftover(old.policy)
-            return  # those before it were removed with it
+            continue
         waits = old.run.lacks_evaluation(old.first_update) or old.first_update >= stage.oldest_needed
         if not waits and not old.policy.is_symlink():
             yield old

@@ -1,5 +1,6 @@
 """``actor.keep_policies``: which policies go, what is remembered of them, and that no kill in between loses any."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -283,3 +284,59 @@ def test_a_record_without_a_checksum_is_damaged(recipe, tmp_path):
     run.stage(1).removed_policy.write_text(json.dumps(vars(removed(run.stage(1)))))
     with pytest.raises(UserError, match="it has no checksum"):
         removed(run.stage(1))
+
+
+def left(run, number):
+    return run.stage(number).directory / ".policy.removed.tmp"
+
+
+def test_a_file_that_cannot_be_deleted_yet_stops_no_run(recipe, tmp_path, monkeypatch):
+    """As on NFS, where a file that a process has open stays under another name; it goes later."""
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    real = shutil.rmtree
+
+    def busy(path, ignore_errors=False):
+        if Path(path).exists() and not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.shutil, "rmtree", busy)
+        remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 4, 5] and left(run, 3).exists()
+    assert files.shutil.rmtree is real
+    remove_policies(run.stage(STAGES - 1))
+    assert not list(run.root.rglob(".policy.*"))
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling"])
+def test_a_leftover_that_is_no_directory_goes_too(recipe, tmp_path, kind):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/file").touch()
+    for number in (2, 4):  # whose policy goes, and one whose policy stays
+        if kind == "file":
+            left(run, number).touch()
+        else:
+            left(run, number).symlink_to(tmp_path / ("other" if kind == "link" else "nothing"))
+    remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 4, 5] and (tmp_path / "other/file").exists()
+    assert not [path for path in run.root.glob("stages/*/.policy.*")]
+
+
+def test_a_policy_that_cannot_be_renamed_stays(recipe, tmp_path, monkeypatch, capsys):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    rename = Path.rename
+
+    def refused(path, target):
+        if path == run.stage(2).policy:
+            raise OSError(errno.EACCES, "Permission denied")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refused)
+        remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 2, 4, 5]
+    assert "stages/002/policy stays, though [actor] keep_policies lets go of it: Perm" in capsys.readouterr().out
+    assert removed(run.stage(2)) is None
+    remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 4, 5]
