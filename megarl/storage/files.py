@@ -80,7 +80,7 @@ def remove_directory(path: Path) -> None:
 
 
 def discard(leftover: Path) -> None:
-    """Remove what nobody needs, a directory or not, as far as that goes: NFS keeps a file that some process has open."""
+    """Remove what nobody needs, a directory or not, as far as that goes: NFS keeps a file that a process has open."""
     if leftover.is_dir() and not leftover.is_symlink():
         shutil.rmtree(leftover, ignore_errors=True)
     else:

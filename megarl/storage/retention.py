@@ -22,7 +22,7 @@ def remove_policies(stage: Stage) -> None:
     """When ``stage`` has begun, those of the stages before it, without the last ``actor.keep_policies`` of them.
 
     The run's first stays, and so does what waits for an evaluation, what engines of a live run may still load, and what
-    belongs to the run that this one branched from. To be repeated after a kill.
+    belongs to the run that this one branched from, or lies behind another link. To be repeated after a kill.
     """
     for directory in stage.run.root.glob("stages/*"):
         discard(directory / leftover_name("policy"))
@@ -51,8 +51,13 @@ def _removable(stage: Stage) -> Iterator[Stage]:
         if not old.policy.exists():
             continue
         waits = old.run.lacks_evaluation(old.first_update) or old.first_update >= stage.oldest_needed
-        if not waits and not old.policy.is_symlink():
+        if not waits and _is_own(old):
             yield old
+
+
+def _is_own(stage: Stage) -> bool:
+    """Whether no link leads to the policy, which may be another run's."""
+    return stage.policy.resolve() == stage.run.root.resolve() / stage.policy.relative_to(stage.run.root)
 
 
 def removed(stage: Stage) -> PolicyInfo | None:

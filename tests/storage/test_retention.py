@@ -320,7 +320,7 @@ def test_a_leftover_that_is_no_directory_goes_too(recipe, tmp_path, kind):
             left(run, number).symlink_to(tmp_path / ("other" if kind == "link" else "nothing"))
     remove_policies(run.stage(STAGES - 1))
     assert there(run) == [0, 4, 5] and (tmp_path / "other/file").exists()
-    assert not [path for path in run.root.glob("stages/*/.policy.*")]
+    assert not list(run.root.glob("stages/*/.policy.*"))
 
 
 def test_a_policy_that_cannot_be_renamed_stays(recipe, tmp_path, monkeypatch, capsys):
@@ -340,3 +340,14 @@ def test_a_policy_that_cannot_be_renamed_stays(recipe, tmp_path, monkeypatch, ca
     assert removed(run.stage(2)) is None
     remove_policies(run.stage(STAGES - 1))
     assert there(run) == [0, 4, 5]
+
+
+def test_a_policy_behind_a_link_to_its_stage_stays_and_one_in_a_linked_run_goes(recipe, tmp_path):
+    other = make_run(recipe, tmp_path / "other")
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    shutil.rmtree(run.stage(2).directory)
+    run.stage(2).directory.symlink_to(other.stage(2).directory)
+    (tmp_path / "link").symlink_to(run.root)
+    remove_policies(RunDir(tmp_path / "link", run.recipe).stage(STAGES - 1))
+    assert there(run) == [0, 2, 4, 5] and there(other) == list(range(STAGES))
+    assert not other.stage(2).removed_policy.exists()
