@@ -24,8 +24,9 @@ def remove_policies(stage: Stage) -> None:
     The run's first stays, and so does what waits for an evaluation, what engines of a live run may still load, and what
     belongs to the run that this one branched from, or lies behind another link. To be repeated after a kill.
     """
-    for directory in stage.run.root.glob("stages/*"):
-        discard(directory / leftover_name("policy"))
+    if stage.number == 0:  # with which every start begins
+        for directory in stage.run.root.glob("stages/*"):
+            discard(directory / leftover_name("policy"))
     for old in reversed(list(_removable(stage))):  # the oldest first: whatever a kill leaves follows on what is gone
         if (info := _named(old)) is not None:
             write_checked(old.removed_policy, asdict(info))
@@ -49,6 +50,7 @@ def _removable(stage: Stage) -> Iterator[Stage]:
     for number in may_be_removed(stage.run, stage.number):
         old = stage.run.stage(number)
         if not old.policy.exists():
+            discard(old.directory / leftover_name("policy"))
             continue
         waits = old.run.lacks_evaluation(old.first_update) or old.first_update >= stage.oldest_needed
         if not waits and _is_own(old):

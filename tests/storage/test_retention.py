@@ -319,6 +319,7 @@ def test_a_leftover_that_is_no_directory_goes_too(recipe, tmp_path, kind):
         else:
             left(run, number).symlink_to(tmp_path / ("other" if kind == "link" else "nothing"))
     remove_policies(run.stage(STAGES - 1))
+    remove_policies(run.stage(0))
     assert there(run) == [0, 4, 5] and (tmp_path / "other/file").exists()
     assert not list(run.root.glob("stages/*/.policy.*"))
 
