@@ -7,6 +7,7 @@ import shutil
 from megarl.errors import PhaseFailed, UserError
 from megarl.storage.best import settle_evaluations
 from megarl.storage.policies import copy_policy
+from megarl.storage.retention import require_policy
 from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir
 from megarl.views.progress import Progress
@@ -39,14 +40,17 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
             if recipe.schedule.kind == "live":
                 settle_evaluations(stage)
                 if not (stage.is_sealed() and stage.is_trained()):
+                    require_policy(stage)
                     run_phase(nodes, stage, "live", trainers + replicas)  # both at the same time
             else:
                 if not stage.is_sealed():
+                    require_policy(stage)
                     run_phase(nodes, stage, "rollout", replicas)  # pi_stage answers; engines get all memory
                 settle_evaluations(stage)
                 if until == ("rollout", stage.number):
                     return
                 if not stage.is_trained():
+                    require_policy(stage)
                     run_phase(nodes, stage, "optimize", trainers)  # S updates: pi_stage -> pi_stage+1
             if until is not None and until[1] == stage.number:
                 return

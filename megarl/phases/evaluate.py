@@ -32,7 +32,8 @@ def evaluate(stage: Stage) -> None:
     """The phase of evaluations with engines of its own: of a run's end, of a stage that is generated already."""
     replicas = ReplicaGroup.join()
     due = set(stage.due_evaluations())
-    if stage.run.unevaluated(stage.first_update):  # the phase is asked for it, whether the recipe wants it or not
+    # the phase is asked for it, whether the recipe wants it or not
+    if stage.run.unevaluated(stage.first_update) and not stage.lost_policy():
         due.add(stage.first_update)
     due = set(replicas.from_first("due", sorted(due)))
     if not due:

@@ -31,30 +31,55 @@ def settle_evaluations(stage: Stage) -> None:
 def best_version(run: RunDir) -> int | None:
     """Updates of the policy with the highest avg@k on the first suite, or with ``eval.best = "mean"`` over all of them.
 
-    Each suite counts the same, whatever its size. Of equal policies the earliest, trained least.
+    Each suite counts the same, whatever its size. Of equal policies the earliest, trained least. Where ``eval.best``
+    has changed on the way, its newest value counts for all stages.
     """
-    names = [suite.name for suite in run.recipe.suites][: 1 if run.recipe.eval.best == "first" else None]
-    scores = {key: event["accuracy"] for key, event in run.evaluations().items()}
-    whole = sorted({version for version, _ in scores if names and all((version, name) in scores for name in names)})
-    return max(whole, key=lambda version: sum(scores[version, name] for name in names), default=None)
+    scores = _scores(run)
+    return max(scores, key=scores.__getitem__, default=None)
+
+
+def _scores(run: RunDir) -> dict[int, float]:
+    """By updates, earliest first: what `best_version` compares, of each policy with all the evaluations for it."""
+    recipe = run.newest.recipe
+    names = [suite.name for suite in recipe.suites][: 1 if recipe.eval.best == "first" else None]
+    found = {key: event["accuracy"] for key, event in run.evaluations().items()}
+    whole = sorted({version for version, _ in found if names and all((version, name) in found for name in names)})
+    return {version: sum(found[version, name] for name in names) for version in whole}
 
 
 def keep_best(run: RunDir) -> None:
-    """Make ``best`` the policy that `best_version` names, while that policy is there."""
+    """Make ``best`` the policy that `best_version` names, while that policy is there.
+
+    What ``best`` holds may have no other copy: it gives way only to a higher score.
+    """
+    # a name that `atomic_directory(run.best)` does not clear
+    old = run.best.with_name(".best_old.tmp")
+    if run.best.exists():
+        shutil.rmtree(old, ignore_errors=True)
+    elif old.exists() and not os.path.lexists(run.best):
+        old.rename(run.best)  # of a killed attempt
     version = best_version(run)
     if version is None or not (policy := run.version(version)).exists():
         return
+    if run.best.is_symlink():  # somebody's, perhaps to a policy that is to be removed
+        run.best.unlink()
     if run.best.exists():
-        if read_info(run.best).version == version:
+        if not _gives_way(run, read_info(run.best).version, version):
             return
-        old = run.best.with_name(".best.old.tmp")
-        shutil.rmtree(old, ignore_errors=True)
         run.best.rename(old)
     with atomic_directory(run.best) as temporary:
         for file in sorted(policy.iterdir()):
             if file.is_file():
                 _link(file.resolve(), temporary / file.name)
-    shutil.rmtree(run.best.with_name(".best.old.tmp"), ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _gives_way(run: RunDir, held: int, better: int) -> bool:
+    """Whether ``best`` with version ``held`` is to become version ``better``, which has the highest score."""
+    scores = _scores(run)
+    if held in scores:
+        return scores[held] < scores[better]
+    return run.version(held).exists()  # its evaluations are lost: nothing says that it is worse
 
 
 def _link(file: Path, target: Path) -> None:

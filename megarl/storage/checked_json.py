@@ -47,9 +47,9 @@ def write_checked(path: Path, record: Record) -> None:
     write_atomic(path, encode(record, indent=1))
 
 
-def read_checked(path: Path, remedy: str) -> Record:
+def read_checked(path: Path, remedy: str, needs_checksum: bool = False) -> Record:
     """What `write_checked` wrote; `UserError` with the ``remedy`` where it is damaged, missing or cannot be read."""
     try:
-        return decode(path.read_bytes())
+        return decode(path.read_bytes(), needs_checksum)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}. {remedy}") from error

@@ -68,20 +68,29 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def remove_directory(path: Path) -> None:
-    """A kill leaves no half of it under its name, but perhaps what `remove_leftover` removes."""
-    remove_leftover(path)
-    path.rename(_leftover(path))
+    """A kill leaves no half of it under its name, but perhaps under `leftover_name`; so do files that cannot go yet.
+
+    OSError where it cannot be renamed: then all of it stays.
+    """
+    leftover = path.with_name(leftover_name(path.name))
+    discard(leftover)
+    path.rename(leftover)
     fsync_path(path.parent)
-    shutil.rmtree(_leftover(path))
+    discard(leftover)
 
 
-def remove_leftover(path: Path) -> None:
-    """What a killed `remove_directory` has left of ``path``."""
-    shutil.rmtree(_leftover(path), ignore_errors=True)
+def discard(leftover: Path) -> None:
+    """Remove what nobody needs, a directory or not, as far as that goes: NFS keeps a file that a process has open."""
+    if leftover.is_dir() and not leftover.is_symlink():
+        shutil.rmtree(leftover, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            leftover.unlink()
 
 
-def _leftover(path: Path) -> Path:
-    return path.with_name(f".{path.name}.removed.tmp")
+def leftover_name(name: str) -> str:
+    """What `remove_directory` renames a directory to before it deletes it."""
+    return f".{name}.removed.tmp"
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from megarl.errors import UserError
 from megarl.storage.checked_json import read_checked, write_checked
 from megarl.storage.checkpoints import checkpoints
-from megarl.storage.files import remove_directory, remove_leftover
+from megarl.storage.files import discard, leftover_name, remove_directory
 from megarl.storage.policies import INFO_FILE, PolicyInfo, read_info
 from megarl.storage.run_dir import RunDir, Stage
 
@@ -22,12 +22,18 @@ def remove_policies(stage: Stage) -> None:
     """When ``stage`` has begun, those of the stages before it, without the last ``actor.keep_policies`` of them.
 
     The run's first stays, and so does what waits for an evaluation, what engines of a live run may still load, and what
-    belongs to the run that this one branched from. To be repeated after a kill.
+    belongs to the run that this one branched from, or lies behind another link. To be repeated after a kill.
     """
+    if stage.number == 0:  # with which every start begins
+        for directory in stage.run.root.glob("stages/*"):
+            discard(directory / leftover_name("policy"))
     for old in reversed(list(_removable(stage))):  # the oldest first: whatever a kill leaves follows on what is gone
         if (info := _named(old)) is not None:
             write_checked(old.removed_policy, asdict(info))
-            remove_directory(old.policy)
+            try:
+                remove_directory(old.policy)
+            except OSError as error:  # the disk is fuller, but the run goes on
+                print(f"{old.policy} stays, though [actor] keep_policies lets go of it: {error.strerror}", flush=True)
 
 
 def _named(stage: Stage) -> PolicyInfo | None:
@@ -41,27 +47,41 @@ def _named(stage: Stage) -> PolicyInfo | None:
 
 def _removable(stage: Stage) -> Iterator[Stage]:
     """The newest first."""
-    keep = stage.run.recipe.actor.keep_policies
-    for number in range(0 if keep is None else stage.number - keep - 1, 0, -1):
+    for number in may_be_removed(stage.run, stage.number):
         old = stage.run.stage(number)
         if not old.policy.exists():
-            remove_leftover(old.policy)
-            return  # those before it were removed with it
+            discard(old.directory / leftover_name("policy"))
+            continue
         waits = old.run.lacks_evaluation(old.first_update) or old.first_update >= stage.oldest_needed
-        if not waits and not old.policy.is_symlink():
+        if not waits and _is_own(old):
             yield old
+
+
+def _is_own(stage: Stage) -> bool:
+    """Whether no link leads to the policy, which may be another run's."""
+    return stage.policy.resolve() == stage.run.root.resolve() / stage.policy.relative_to(stage.run.root)
 
 
 def removed(stage: Stage) -> PolicyInfo | None:
     """Which policy the stage had, where it was removed; `UserError` where the record of that is damaged."""
-    if stage.policy.exists() or not stage.removed_policy.exists():
+    if not stage.lost_policy():
         return None
     remedy = "Restore it from a copy"
-    record = read_checked(stage.removed_policy, remedy)
+    record = read_checked(stage.removed_policy, remedy, needs_checksum=True)
     try:
-        return PolicyInfo(**record)
+        info = PolicyInfo(**record)
     except TypeError as error:
         raise UserError(f"{stage.removed_policy} is damaged: {error}. {remedy}") from error
+    hashes = [info.weights_hash, *info.files.values()] if isinstance(info.files, dict) else [None]
+    if type(info.version) is not int or not all(isinstance(one, str) for one in hashes):
+        raise UserError(f"{stage.removed_policy} is damaged: it names no version with its checksums. {remedy}")
+    return info
+
+
+def may_be_removed(run: RunDir, begun: int) -> range:
+    """The stages whose policies ``actor.keep_policies`` lets go of once stage ``begun`` has begun; newest first."""
+    keep = run.recipe.actor.keep_policies
+    return range(0 if keep is None else begun - keep - 1, 0, -1)
 
 
 def require_policy(stage: Stage) -> Path:
@@ -74,7 +94,7 @@ def require_policy(stage: Stage) -> Path:
 
 def check_kept(stage: Stage) -> None:
     """`UserError` with what there is instead, where the stage's policy was removed."""
-    if not stage.policy.exists() and stage.removed_policy.exists():
+    if stage.lost_policy():
         raise UserError(f"{stage.policy} was removed, as [actor] keep_policies says; {_instead(stage)}")
 
 

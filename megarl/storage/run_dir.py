@@ -153,8 +153,12 @@ class RunDir:
 
     def _era(self, number: int) -> RunDir:
         """With the recipe under which a stage is made."""
-        newest = self._newest or self
-        return next((run for end, run in newest._eras if number < end), newest)
+        return next((run for end, run in self.newest._eras if number < end), self.newest)
+
+    @property
+    def newest(self) -> RunDir:
+        """With the recipe that is in force now; `stage` gives stages with the one under which they were made."""
+        return self._newest or self
 
     @functools.cached_property
     def _eras(self) -> list[tuple[int, RunDir]]:
@@ -352,17 +356,30 @@ class Stage:
 
     def is_trained(self) -> bool:
         """Whether all updates of the stage are made and exported."""
-        return self.next.policy.exists() or self.next.removed_policy.exists()
+        return self.next.policy.exists() or self.next.lost_policy()
+
+    def lost_policy(self) -> bool:
+        """Whether `megarl.storage.retention` has removed the stage's policy, by the record that it left.
+
+        A record counts only where a policy may go: of a stage that has its rollouts, neither the first nor the end. So
+        it says nothing any more in a run from which somebody took the stage's files.
+        """
+        between = 0 < self.number < self.run.recipe.schedule.stages
+        return between and self.is_sealed() and self.removed_policy.exists() and not self.policy.exists()
 
     def evaluation(self) -> dict[str, Any] | None:
         """The recorded evaluation of the stage's policy on the first suite, if there is one."""
         return self.run.evaluation(self.first_update)
 
     def due_evaluations(self) -> list[int]:
-        """The versions to be evaluated when this stage begins: its policy and those exported during the one before."""
+        """The versions to be evaluated when this stage begins: its policy and those exported during the one before.
+
+        Without a policy that was removed after its evaluation, also where the record of that is lost.
+        """
         run = self.run
         published = run.versions([run.stage(self.number - 1)] if self.number else [])
-        return [v for v in [*published, self.first_update] if run.lacks_evaluation(v)]
+        own = [] if self.lost_policy() else [self.first_update]
+        return [v for v in [*published, *own] if run.lacks_evaluation(v)]
 
     @property
     def oldest_needed(self) -> int:

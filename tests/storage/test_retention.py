@@ -1,18 +1,24 @@
 """``actor.keep_policies``: which policies go, what is remembered of them, and that no kill in between loses any."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from megarl import train as train_module
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.storage import files, retention
+from megarl.storage.checked_json import write_checked
 from megarl.storage.checkpoints import checkpoint_path
 from megarl.storage.policies import PolicyInfo, read_info, write_info
 from megarl.storage.retention import check_kept, remove_policies, removed, require_policy
 from megarl.storage.run_dir import RunDir
+from megarl.views.audit.policies import check_policies
+from megarl.views.audit.totals import StageTotals
 
 STAGES = 6
 LIVE = ("schedule.kind=live", "schedule.sync_every=2", "schedule.delay=5")
@@ -23,7 +29,13 @@ def make_run(recipe, root, *settings):
     run = RunDir.create(root, load_recipe(recipe, [f"schedule.stages={STAGES}", "eval.every=0", *settings]))
     for stage in run.stages():
         write_policy(stage)
+        seal(stage)
     return run
+
+
+def seal(stage):
+    stage.rollouts.mkdir(parents=True, exist_ok=True)
+    (stage.rollouts / "SEALED").touch()
 
 
 def write_policy(stage):
@@ -165,3 +177,178 @@ def test_who_needs_a_removed_policy_hears_what_there_is_instead(recipe, tmp_path
     record.write_text(json.dumps({"version": 18}))
     with pytest.raises(UserError, match="removed_policy.json is damaged"):
         removed(run.stage(3))
+
+
+def test_a_record_that_a_rewind_by_hand_left_makes_no_stage_trained(recipe, tmp_path):
+    """Somebody takes the files of stages 2 to 5, so that the run goes on from stage 1, but not their records."""
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    remove_policies(run.stage(STAGES - 1))
+    for stage in run.stages()[2:]:
+        shutil.rmtree(stage.policy, ignore_errors=True)
+        shutil.rmtree(stage.rollouts)
+    assert run.stage(2).removed_policy.exists() and run.stage(3).removed_policy.exists()
+    assert [stage.is_trained() for stage in run.stages()] == [True] + [False] * (STAGES - 1)
+    assert [removed(stage) is not None for stage in run.stages()] == [False, True] + [False] * (STAGES - 2)
+    with pytest.raises(UserError, match="stages/002/policy does not exist: optimize stage 1 first"):
+        require_policy(run.stage(2))
+    with pytest.raises(UserError, match="stages/001/policy was removed, as"):
+        require_policy(run.stage(1))
+
+
+def test_a_record_of_the_first_stage_or_the_end_counts_for_nothing(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    remove_policies(run.stage(STAGES - 1))
+    seal(run.end)
+    for stage in (run.stage(0), run.end):
+        shutil.copy(run.stage(1).removed_policy, stage.removed_policy)
+    shutil.rmtree(run.base)
+    assert not run.stage(STAGES - 1).is_trained()
+    assert removed(run.stage(0)) is removed(run.end) is None
+
+
+def test_train_starts_no_phase_for_a_stage_whose_policy_is_gone(recipe, tmp_path, monkeypatch):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    remove_policies(run.stage(STAGES - 1))
+    for stage in run.stages()[2:]:
+        shutil.rmtree(stage.directory)
+    started = []
+    monkeypatch.setattr(train_module, "check_run", lambda _: None)
+    monkeypatch.setattr(train_module, "run_phase", lambda _, stage, name, count: started.append((stage.number, name)))
+    with pytest.raises(UserError, match="stages/001/policy was removed, as"):
+        train_module.train(Mock(), run)
+    assert started == []
+
+
+def test_a_run_whose_evaluations_are_lost_goes_on_without_those_of_removed_policies(recipe, tmp_path, monkeypatch):
+    """Of six stages two policies are left to remove; the events come from an older copy, or are gone."""
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=2", "eval.every=1")
+    for stage in run.stages():
+        run.log_event("evaluation", stage=stage.number, suite="heldout", accuracy=0.5)
+    remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 3, 4, 5]
+    run.events.unlink()
+    run = RunDir.open(run.root)
+    started = []
+    monkeypatch.setattr(train_module, "check_run", lambda _: None)
+    monkeypatch.setattr(train_module, "run_phase", lambda _, stage, name, count: started.append((stage.number, name)))
+    train_module.train(Mock(), run, until=("rollout", STAGES - 1))
+    assert started == [(number, "evaluate") for number in (0, 3, 4, 5)]
+
+
+def audit_policies(run):
+    """(problems, notes). The policies here are of a few bytes, whose hashes are made up."""
+    notes = []
+    found = check_policies(run, [StageTotals(stage.number) for stage in run.stages()], notes)
+    return [problem for problem in found if "do not match their checksum" not in problem], notes
+
+
+def test_the_audit_reports_what_retention_would_have_kept(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=2")
+    (run.stage(1).policy / "megarl.json").unlink()  # stays, so that those that went have a gap
+    remove_policies(run.stage(STAGES - 1))
+    shutil.rmtree(run.stage(1).policy)
+    problems, notes = audit_policies(run)
+    assert len(problems) == 1 and "stages/001/policy is gone, but stage 5 has begun" in problems[0]
+    assert any(note.endswith("the policy of stage 2") for note in notes)
+    for stage in (run.stage(0), run.stage(1), run.stage(4)):
+        write_checked(stage.removed_policy, vars(PolicyInfo(stage.first_update, f"hash of {stage.number}")))
+        shutil.rmtree(stage.policy, ignore_errors=True)
+    problems, notes = audit_policies(run)
+    assert len(problems) == 2
+    assert "stages/000/policy is gone, but stage 5 has begun" in problems[0]
+    assert "stages/004/policy was removed, more than retention would have: [actor] keep_policies = 2" in problems[1]
+    assert any(note.endswith("the policy of stages 1, 2, 4") for note in notes)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"weights_hash": 5},
+        {"version": "6"},
+        {"version": True},
+        {"files": []},
+        {"files": {"config.json": 5}},
+    ],
+)
+def test_a_record_with_other_types_is_damaged(recipe, tmp_path, record):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    remove_policies(run.stage(STAGES - 1))
+    assert audit_policies(run)[0] == []
+    write_checked(run.stage(1).removed_policy, {**vars(removed(run.stage(1))), **record})
+    assert len([one for one in audit_policies(run)[0] if "stages/001/removed_policy.json is damaged" in one]) == 1
+
+
+def test_a_record_without_a_checksum_is_damaged(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    remove_policies(run.stage(STAGES - 1))
+    run.stage(1).removed_policy.write_text(json.dumps(vars(removed(run.stage(1)))))
+    with pytest.raises(UserError, match="it has no checksum"):
+        removed(run.stage(1))
+
+
+def left(run, number):
+    return run.stage(number).directory / ".policy.removed.tmp"
+
+
+def test_a_file_that_cannot_be_deleted_yet_stops_no_run(recipe, tmp_path, monkeypatch):
+    """As on NFS, where a file that a process has open stays under another name; it goes later."""
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    real = shutil.rmtree
+
+    def busy(path, ignore_errors=False):
+        if Path(path).exists() and not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.shutil, "rmtree", busy)
+        remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 4, 5] and left(run, 3).exists()
+    assert files.shutil.rmtree is real
+    remove_policies(run.stage(STAGES - 1))
+    assert not list(run.root.rglob(".policy.*"))
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling"])
+def test_a_leftover_that_is_no_directory_goes_too(recipe, tmp_path, kind):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/file").touch()
+    for number in (2, 4):  # whose policy goes, and one whose policy stays
+        if kind == "file":
+            left(run, number).touch()
+        else:
+            left(run, number).symlink_to(tmp_path / ("other" if kind == "link" else "nothing"))
+    remove_policies(run.stage(STAGES - 1))
+    remove_policies(run.stage(0))
+    assert there(run) == [0, 4, 5] and (tmp_path / "other/file").exists()
+    assert not list(run.root.glob("stages/*/.policy.*"))
+
+
+def test_a_policy_that_cannot_be_renamed_stays(recipe, tmp_path, monkeypatch, capsys):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    rename = Path.rename
+
+    def refused(path, target):
+        if path == run.stage(2).policy:
+            raise OSError(errno.EACCES, "Permission denied")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refused)
+        remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 2, 4, 5]
+    assert "stages/002/policy stays, though [actor] keep_policies lets go of it: Perm" in capsys.readouterr().out
+    assert removed(run.stage(2)) is None
+    remove_policies(run.stage(STAGES - 1))
+    assert there(run) == [0, 4, 5]
+
+
+def test_a_policy_behind_a_link_to_its_stage_stays_and_one_in_a_linked_run_goes(recipe, tmp_path):
+    other = make_run(recipe, tmp_path / "other")
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    shutil.rmtree(run.stage(2).directory)
+    run.stage(2).directory.symlink_to(other.stage(2).directory)
+    (tmp_path / "link").symlink_to(run.root)
+    remove_policies(RunDir(tmp_path / "link", run.recipe).stage(STAGES - 1))
+    assert there(run) == [0, 2, 4, 5] and there(other) == list(range(STAGES))
+    assert not other.stage(2).removed_policy.exists()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from megarl.errors import UserError
 from megarl.storage.policies import PolicyInfo, check_policy, read_info
-from megarl.storage.retention import removed
+from megarl.storage.retention import may_be_removed, removed
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.views.audit.totals import StageTotals
@@ -30,14 +30,24 @@ def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> 
             continue
         if not stage.policy.exists():
             gone.append(stage.number)
+            if stage.number not in may_be_removed(run, reached):
+                yield (
+                    f"{stage.policy} was removed, more than retention would have: [actor] keep_policies "
+                    f"{_setting(run)}, and stage {reached} has begun. Only a setting that was lower before explains it"
+                )
         if info.version != stage.first_update:
             yield f"{stage.policy} has had {info.version} updates, but the stages before it make {stage.first_update}"
         if stage != run.end:
             totals[stage.number].weights = info.weights_hash[:12]
             yield from _check_origin(stage, info.weights_hash)
     if gone:
-        which = f"stage {gone[0]}" if len(gone) == 1 else f"stages {gone[0]} to {gone[-1]}"
+        which = f"stage{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
         notes.append(f"removed by retention ([actor] keep_policies), with its hash kept: the policy of {which}")
+
+
+def _setting(run: RunDir) -> str:
+    keep = run.recipe.actor.keep_policies
+    return "keeps all" if keep is None else f"= {keep}"
 
 
 def _whole(stage: Stage) -> PolicyInfo | None:

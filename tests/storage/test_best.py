@@ -1,0 +1,130 @@
+"""``best/`` while the rule changes, its copy is the only one, and attempts are killed."""
+
+import shutil
+
+import pytest
+
+from megarl.recipe.load import load_recipe
+from megarl.storage import best
+from megarl.storage.best import best_version, keep_best, settle_evaluations
+from megarl.storage.policies import PolicyInfo, read_info, write_info
+from megarl.storage.run_dir import RunDir
+
+SUITES = 'every = 1\n[[eval.suites]]\nname = "heldout"\n[[eval.suites]]\nname = "other"\ngreedy = true\n'
+SCORES = {0: (0.9, 0.0), 1: (0.2, 0.5), 2: (0.5, 0.6), 3: (0.3, 0.1)}  # of each stage's policy on the two suites
+
+
+@pytest.fixture
+def settings(recipe, tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipe.read_text().replace("[run]", SUITES + "[run]"))
+    return lambda *changes: load_recipe(path, ["schedule.stages=4", "actor.keep_policies=1", *changes])
+
+
+def write_policy(stage):
+    stage.policy.mkdir(parents=True)
+    (stage.policy / "model.safetensors").write_bytes(b"%d" % stage.number)
+    write_info(stage.policy, PolicyInfo(stage.first_update, f"hash of {stage.number}"))
+    stage.rollouts.mkdir()
+    (stage.rollouts / "SEALED").touch()
+
+
+def evaluate(run, number, scores):
+    for suite, accuracy in zip(("heldout", "other"), scores, strict=True):
+        update = run.stage(number).first_update
+        run.log_event("evaluation", stage=number, update=update, suite=suite, accuracy=accuracy)
+
+
+def held(run):
+    """The number in ``best`` of the stage whose policy it is."""
+    assert read_info(run.best).weights_hash == f"hash of {int((run.best / 'model.safetensors').read_text())}"
+    return int((run.best / "model.safetensors").read_text())
+
+
+def test_a_resume_keeps_the_only_copy_of_the_best_policy_after_a_change_of_the_rule(settings, tmp_path):
+    """By the first suite alone the best is stage 0's, which is never removed; by the mean it is stage 2's."""
+    run = RunDir.create(tmp_path / "run", settings("eval.best=first"))
+    for number in range(2):
+        write_policy(run.stage(number))
+        evaluate(run, number, SCORES[number])
+        settle_evaluations(run.stage(number))
+    assert held(run) == 0
+    run = RunDir.create(run.root, settings("eval.best=mean"))
+    for number in (2, 3):
+        write_policy(run.stage(number))
+        evaluate(run, number, SCORES[number])
+        settle_evaluations(run.stage(number))
+    run.end.policy.mkdir()
+    settle_evaluations(run.end)
+    assert held(run) == 2 and not run.stage(2).policy.exists()
+    resumed = RunDir.open(run.root)
+    assert resumed.stage(0).run.recipe.eval.best == "first"
+    for stage in [*resumed.stages(), resumed.end]:
+        settle_evaluations(stage)
+        assert held(run) == 2
+        assert best_version(stage.run) == run.stage(2).first_update
+
+
+def test_best_gives_way_only_to_a_higher_score(settings, tmp_path):
+    run = RunDir.create(tmp_path / "run", settings())
+    for number in (1, 2):
+        write_policy(run.stage(number))
+    evaluate(run, 2, (0.5, 0.5))
+    keep_best(run)
+    shutil.rmtree(run.stage(2).policy)
+    evaluate(run, 1, (0.5, 0.5))  # of equals the earlier is the best, but the other is in no other place
+    keep_best(run)
+    assert best_version(run) == run.stage(1).first_update and held(run) == 2
+    run.events.unlink()
+    run = RunDir.open(run.root)
+    evaluate(run, 1, (0.4, 0.5))  # nobody knows any more what the other had
+    keep_best(run)
+    assert held(run) == 2
+    evaluate(run, 2, (0.3, 0.5))
+    keep_best(run)
+    assert held(run) == 1
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_kill_while_best_is_replaced_loses_neither(settings, tmp_path, monkeypatch, moment):
+    """Before and after the new one has its name; what the old one held is in no other place."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill(path, *_, **__):
+        if path.exists():
+            raise Killed
+
+    run = RunDir.create(tmp_path / "run", settings())
+    for number in (1, 2):
+        write_policy(run.stage(number))
+    evaluate(run, 1, (0.2, 0.2))
+    keep_best(run)
+    shutil.rmtree(run.stage(1).policy)
+    evaluate(run, 2, (0.5, 0.5))
+    with monkeypatch.context() as patch:
+        if moment == "before":
+            patch.setattr(best, "_link", kill)
+        else:
+            patch.setattr(best.shutil, "rmtree", kill)
+        with pytest.raises(Killed):
+            keep_best(run)
+    shutil.rmtree(run.stage(2).policy)
+    keep_best(RunDir.open(run.root))
+    assert held(run) == (1 if moment == "before" else 2)
+    assert not list(run.root.glob(".best_old.tmp"))
+
+
+def test_a_link_in_the_place_of_best_becomes_a_copy_before_its_target_is_removed(settings, tmp_path):
+    run = RunDir.create(tmp_path / "run", settings())
+    for number in (1, 2, 3):
+        write_policy(run.stage(number))
+        evaluate(run, number, SCORES[number])
+    evaluate(run, 0, (0.0, 0.0))
+    run.best.symlink_to(run.stage(2).policy)
+    settle_evaluations(run.stage(3))
+    run.end.policy.mkdir()
+    settle_evaluations(run.end)
+    assert not run.stage(2).policy.exists()
+    assert held(run) == 2 and not run.best.is_symlink()
