@@ -338,7 +338,10 @@ def engine_arguments(policy_dir: Path, settings: Settings) -> dict[str, Any]:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(CPU_STEP, settings.context, settings.responses),
         }
-        return arguments | {"enforce_eager": True, **cache, **whole_prompts}
+        # of latent attention it would take the one that AMX units compute, which is for bfloat16 alone
+        latent = "kv_lora_rank" in json.loads((policy_dir / "config.json").read_text())
+        backend = {"attention_backend": "CPU_MLA"} if latent else {}
+        return arguments | {"enforce_eager": True, **cache, **whole_prompts, **backend}
     if settings.memory_fraction is not None:
         arguments["gpu_memory_utilization"] = settings.memory_fraction
     return arguments
