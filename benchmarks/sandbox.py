@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megarl.data.prompts import Prompt
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import cpp
 from megarl.rewards.code import Code
+from megarl.rewards.cpp_headers import make_headers
 from megarl.rewards.sandbox import Program, check_sandbox, run
 
 PAIR = {"tests": [{"input": "1 2\n", "output": "3\n"}]}
@@ -65,7 +65,7 @@ def main() -> None:
     if arguments.plain:
         os.environ["MEGARL_CACHE"] = "/nowhere"
     else:
-        cpp.make_headers()
+        make_headers()
     few = max(1, arguments.programs // 10)
     cores = len(os.sched_getaffinity(0))
     kinds = {

@@ -19,7 +19,7 @@ from pathlib import Path
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import Score, Verifier, check_rows, cpp, inside
+from megarl.rewards import Score, Verifier, check_rows, cpp, cpp_headers, inside
 from megarl.rewards.code_tests import Assertions, InputOutput, Tests, read_tests
 from megarl.rewards.sandbox import (
     POLL_SECONDS,
@@ -45,16 +45,16 @@ def check(recipe: Recipe) -> None:
     check_rows(recipe, lambda prompt: languages.add(read_tests(prompt, recipe.reward.language).language))
     check_sandbox()
     if "cpp" in languages:
-        if not cpp.COMPILER.exists() or not cpp.compiled(b"int main() {}").succeeded:
+        if not cpp_headers.COMPILER.exists() or not cpp.compiled(b"int main() {}").succeeded:
             raise UserError("C++ programs need g++ in /usr/bin, and it does not work in the sandbox: apt install g++")
-        cpp.make_headers()
+        cpp_headers.make_headers()
 
 
 def build(table: RewardTable, prompts: PromptSource) -> Verifier:
     """See `VerifierModule`."""
     check_sandbox()
     if table.language == "cpp":
-        cpp.make_headers()  # on a node where `check` was not called
+        cpp_headers.make_headers()  # on a node where `check` was not called
     return Code(table)
 
 

@@ -119,16 +119,17 @@ class Running:
     done: int  # tokens of the prefix
     limit: int  # tokens that may still follow
     timeout: float  # seconds
-    deadline: float | None = None  # monotonic seconds; None while it has not begun
+    deadline: float = math.inf  # monotonic seconds; not counted before it begins and once it has been told to end
     cut_off: str | None = None  # the finish reason, once it has been told to end before its time
 
     def begin(self) -> None:
         """Its time starts to count."""
-        self.deadline = time.monotonic() + self.timeout
+        if self.cut_off is None:
+            self.deadline = time.monotonic() + self.timeout
 
-    @property
-    def late(self) -> bool:
-        return self.deadline is not None and not self.cut_off and time.monotonic() > self.deadline
+    def end(self, why: str) -> None:
+        """It has been told to end before its time, for this reason if it had not been before."""
+        self.cut_off, self.deadline = self.cut_off or why, math.inf
 
 
 class ContinuousEngine(ABC):
@@ -174,7 +175,8 @@ class ContinuousEngine(ABC):
                     return
                 if running:
                     yield from self._step(running)
-                    late = [name for name, response in running.items() if response.late]
+                    now = time.monotonic()
+                    late = [name for name, response in running.items() if response.deadline < now]
                     yield from self._cut_off(late, running, "timeout")
         finally:
             if running:  # an error, or the caller takes no more

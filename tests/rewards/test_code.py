@@ -7,7 +7,6 @@ import pytest
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import cpp
 from megarl.rewards.code import Code, is_right, program_of
 from megarl.rewards.code_tests import InputOutput, read_tests
 from megarl.rewards.parts import check_reward
@@ -36,43 +35,6 @@ def score(prompt, response, **settings):
 )
 def test_the_last_block_is_the_program(response, program):
     assert program_of(response) == program
-
-
-@pytest.mark.parametrize(
-    ("beginning", "header"),
-    [
-        ("#include <iostream>\n", "iostream"),
-        ("// why\n\n# include  <vector> // of numbers\r\n#include<iostream>\n", "iostream"),
-        ("#include <iostream>\n#include <bits/stdc++.h>\nusing namespace std;\n", "bits/stdc++.h"),
-        ("#include <vector>\n", None),
-        ("using namespace std;\n#include <iostream>\n", None),
-        ("#define private public\n#include <iostream>\n", None),
-        ('#pragma GCC target("avx2")\n#include <bits/stdc++.h>\n', None),
-        ('#include "mine.h"\n#include <iostream>\n', None),
-        ("/* */ #include <iostream>\n", None),
-        ("// the next line is a comment, too \\\n#include <iostream>\n", None),
-        ("", None),
-    ],
-)
-def test_the_compiled_header_that_a_program_may_begin_with(beginning, header):
-    assert cpp.header_of(f"{beginning}int main() {{}}\n".encode()) == header
-
-
-def test_programs_are_compiled_with_the_compiled_headers_and_without(tmp_path, monkeypatch):
-    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path))
-    adds = "int main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
-    there = b"#include <vector>\n#include <iostream>\n" + adds.replace("a + b", "a + b + precompiled").encode()
-    assert not cpp.compiled(there).succeeded
-    cpp.precompile("iostream", b"#include <iostream>\nconstexpr int precompiled = 0;")
-    (cpp.headers_folder() / "iostream").write_text("#include <iostream>\n")
-    assert cpp.compiled(there).succeeded, "it is used"
-    cpp_row = row(tests=[{"input": "1 2", "output": "3"}], language="cpp")
-    assert score(cpp_row, f"#include <iostream>\n{adds}") == 1
-    assert score(cpp_row, f"#define unused\n#include <iostream>\n{adds}") == 1
-    assert score(cpp_row, f"#include <iostream>\nstd::map<int, int> m;\n{adds}") == 0, "a header that it lacks"
-    path = cpp.headers_folder() / "iostream.gch"
-    path.write_bytes(b"?" + path.read_bytes()[1:])
-    assert score(cpp_row, f"#include <iostream>\n{adds}") == 1, "a damaged one is not used"
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch, host):
 
 def test_a_sandbox_that_is_killed_from_outside_is_tried_again(host):
     """Once: what is killed twice is an error."""
-    slow = program("import time\ntime.sleep(0.4)\nwon()", host)  # it has not ended when it is killed
+    slow = program("import time\ntime.sleep(2)\nwon()", host)  # it has not ended when it is killed
     judge = verifier()
     judge._limits = replace(judge._limits, asleep=60.0)
     kill = subprocess.Popen.__init__

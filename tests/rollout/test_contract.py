@@ -4,6 +4,7 @@ What is particular to an engine is in its own file. One engine of a model serves
 """
 
 import itertools
+import math
 import threading
 
 import numpy as np
@@ -240,7 +241,7 @@ def test_the_time_of_a_queued_response_counts_from_its_first_token(engine, monke
 
     def watched(running):
         ended = list(step(running))
-        begun.append([response.deadline is not None for response in running.values()])
+        begun.append([math.isfinite(response.deadline) for response in running.values()])
         yield from ended
 
     monkeypatch.setattr(engine, "_step", watched)

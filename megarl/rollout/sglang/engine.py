@@ -216,7 +216,7 @@ class SglangEngine(ContinuousEngine):
     def _cut_off(self, names: list[str], running: dict[str, Running], why: str) -> Iterator[tuple[int, Completion]]:
         """The server reports what there is of an aborted response as the response's end."""
         for name in names:
-            running[name].cut_off = running[name].cut_off or why
+            running[name].end(why)
         if why == "timeout":
             for name in names:
                 self._server.post("/abort_request", {"rid": name})

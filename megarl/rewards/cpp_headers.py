@@ -1,0 +1,155 @@
+"""Standard headers of C++ compiled beforehand, once a machine and compiler, and which of them a program is given.
+
+A header that is compiled already stands for the header alone: GCC uses it only where that is the first thing of a
+program, under the same settings and compiler, and otherwise reads the header as ever. So no program compiles with it
+that would not without.
+
+``<bits/stdc++.h>`` costs more than the programs that begin with it, so there is a second one of the headers that most
+of them need. It stands for the whole one where nobody could tell the difference: in a program that contains no name
+which only the whole one declares, neither as a use nor as a name of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import sys
+from pathlib import Path
+
+from megarl.rewards.sandbox import Limits, Program, run
+from megarl.storage.files import make_directory, write_atomic
+
+COMPILER = Path("/usr/bin/g++")
+FLAGS = "-std=gnu++17 -O2"
+WHOLE = "bits/stdc++.h"
+HEADERS = (WHOLE, "iostream")  # of several in a program the first one is taken, which has the others
+COMMON = "common/bits/stdc++.h"
+COMMON_HEADERS = (
+    *("algorithm", "array", "bitset", "cassert", "cctype", "cfloat", "climits", "cmath", "complex", "cstdint"),
+    *("cstdio", "cstdlib", "cstring", "ctime", "deque", "functional", "initializer_list", "iomanip", "iostream"),
+    *("iterator", "limits", "list", "map", "numeric", "queue", "set", "sstream", "stack", "stdexcept", "string"),
+    *("tuple", "type_traits", "unordered_map", "unordered_set", "utility", "vector"),
+)
+TEXTS = {header: f"#include <{header}>\n" for header in HEADERS} | {
+    # without the special functions of <cmath> (`beta`, `legendre`), which would be a fifth of it
+    COMMON: "#ifndef MEGARL_COMMON\n#define MEGARL_COMMON\n#include <bits/c++config.h>\n"
+    "#undef _GLIBCXX_USE_STD_SPEC_FUNCS\n" + "".join(f"#include <{header}>\n" for header in COMMON_HEADERS) + "#endif\n"
+}
+REST = "rest.txt"  # the names that `WHOLE` declares and `COMMON` does not
+INSIDE = "/headers"  # where a compiler in the sandbox finds what `precompile` made
+PRECOMPILING = Limits(seconds=120, memory=4 << 30, output=1 << 30, file_size=1 << 30, disk=1 << 30, forks=True)
+# standard headers can be read in any order, and twice; whatever else stands before one may change what it means
+# (and a comment that ends with \\ takes the next line, too)
+BEGINNING = re.compile(rb"(?:\s+|//[^\n\\]*\n|#[ \t]*include[ \t]*<[a-z_/+.0-9]+>[ \t\r]*(?://[^\n\\]*)?\n)*")
+INCLUDE = re.compile(rb"^[ \t]*#[ \t]*include[ \t]*<([a-z_/+.0-9]+)>", re.MULTILINE)
+WORD = re.compile(rb"[A-Za-z_][A-Za-z_0-9]*")
+# what makes one word of two, and the suffixes of <chrono>, which are names as well
+UNSURE = re.compile(rb"##|%:%:|\\\r?\n|\b[0-9][0-9.']*(?:h|min|s|ms|us|ns)\b")
+# of a preprocessed header: the name of a macro, a word that is not the member of something, a brace or a semicolon
+TOKEN = re.compile(
+    rb"""^\#define[ ](\w+).*
+    | (?:u8|[uUL])?"(?:[^"\\\n]|\\.)*"\w* | (?:u8|[uUL])?'(?:[^'\\\n]|\\.)*' | \.?[0-9](?:[eEpP][+-]|[0-9A-Za-z_.'])*
+    | (?:::|\.|->)\s*\w+ | ([A-Za-z_]\w*) | ([{};])""",
+    re.MULTILINE | re.VERBOSE,
+)
+CASTS = {b"const_cast", b"reinterpret_cast", b"static_cast"}
+
+
+def options(source: bytes) -> tuple[str, dict[str, str]]:
+    """What the compiler is told of precompiled headers for a program, and the folders that it then has to see."""
+    header, folder = header_of(source), headers_folder()
+    if header is None or not (folder / f"{header}.gch").is_file():
+        return "", {}
+    use = f"-include {INSIDE}/{header}"
+    if header == WHOLE and (folder / f"{COMMON}.gch").is_file() and needs_common_alone(source, folder):
+        use = f"-I {INSIDE}/common -include {INSIDE}/{COMMON}"  # where <bits/stdc++.h> is this one
+    return use, {str(folder): INSIDE}
+
+
+def header_of(source: bytes) -> str | None:
+    """Which of `HEADERS` the program may begin with: one of the standard headers that it includes before all else."""
+    beginning = BEGINNING.match(source)
+    names = INCLUDE.findall(beginning.group() if beginning else b"")
+    return next((header for header in HEADERS if header.encode() in names), None)
+
+
+def needs_common_alone(source: bytes, folder: Path) -> bool:
+    """Whether `COMMON` instead of `WHOLE` changes nothing for the program."""
+    includes = [name.decode() for name in INCLUDE.findall(source)]
+    if len(includes) < source.count(b"include") or not {WHOLE, *COMMON_HEADERS}.issuperset(includes):
+        return False
+    words = WORD.findall(INCLUDE.sub(b"", source))
+    return UNSURE.search(source) is None and _rest(folder / REST).isdisjoint(words)
+
+
+@functools.cache
+def _rest(path: Path) -> frozenset[bytes]:
+    return frozenset(path.read_bytes().split())
+
+
+def headers_folder() -> Path:
+    """Of this compiler and these settings, in the user's cache."""
+    cache = Path(os.environ.get("MEGARL_CACHE") or "~/.cache/megarl").expanduser()
+    state = COMPILER.resolve().stat()
+    name = hashlib.sha256(f"{state.st_size} {state.st_mtime_ns} {FLAGS} {TEXTS}".encode()).hexdigest()[:16]
+    return cache / f"headers-{name}"
+
+
+def make_headers() -> None:
+    """Compile `TEXTS` once on this machine. Without them programs are compiled as well, only not as fast."""
+    for header, text in TEXTS.items():
+        if not (headers_folder() / f"{header}.gch").is_file():
+            try:
+                if header == COMMON:
+                    rest = declared(TEXTS[WHOLE].encode()) - declared(text.encode()) - CASTS
+                    _write(REST, b"\n".join(sorted(rest)))
+                precompile(header, text.encode())
+            except OSError as error:
+                print(f"C++ programs are compiled without a precompiled {header}: {error}", file=sys.stderr)
+
+
+def declared(text: bytes) -> set[bytes]:
+    """The names that a header with this text declares, and some more: its macros, and all words outside of bodies.
+
+    What stands in the body of a class is reached by the class alone, and what stands in a function's by nobody.
+    Namespaces and plain enumerations hide nothing.
+    """
+    names: set[bytes] = set()
+    head: set[bytes] = set()  # words since the last brace or semicolon
+    hides: list[bool] = []  # of each brace that is open
+    for macro, word, mark in TOKEN.findall(_ran(f"g++ {FLAGS} -E -P -dD -x c++ /box/header.hpp", text)):
+        if macro or (word and not any(hides)):
+            names.add(macro or word)
+        if mark == b"{":
+            transparent = {b"namespace", b"extern"} & head or (b"enum" in head and not {b"class", b"struct"} & head)
+            hides.append(not transparent)
+        elif mark == b"}":
+            hides.pop()
+        if mark:
+            head = set()
+        else:
+            head.add(word)
+    return names
+
+
+def precompile(header: str, text: bytes) -> None:
+    """Add a header of this name and text to `headers_folder`, and beside it what the compiler reads instead."""
+    made = _ran(f"g++ {FLAGS} -x c++-header -o /tmp/made /box/header.hpp && cat /tmp/made", text)
+    _write(header, text)
+    _write(f"{header}.gch", made)
+
+
+def _ran(command: str, text: bytes) -> bytes:
+    """What a command in the sandbox says of a header with this text; OSError if it fails."""
+    outcome = run(Program(("/bin/sh", "-c", command), {"/box/header.hpp": text}), limits=PRECOMPILING)
+    if not outcome.succeeded:
+        raise OSError("g++ refuses it")
+    return outcome.output
+
+
+def _write(name: str, content: bytes) -> None:
+    path = headers_folder() / name
+    make_directory(path.parent)
+    write_atomic(path, content)

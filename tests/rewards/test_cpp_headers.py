@@ -1,0 +1,112 @@
+"""Precompiled headers make no program right or wrong that would not be without them."""
+
+import pytest
+
+from megarl.data.prompts import Prompt
+from megarl.recipe.tables import RewardTable
+from megarl.rewards import cpp_headers
+from megarl.rewards.code import Code
+from megarl.rewards.cpp import compiled
+
+ADDS = "int main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
+ALL = "#include <bits/stdc++.h>\n"
+
+
+@pytest.fixture(scope="module")
+def headers(tmp_path_factory):
+    """The folder of all headers, compiled anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGARL_CACHE", str(tmp_path_factory.mktemp("headers")))
+        cpp_headers.make_headers()
+        yield cpp_headers.headers_folder()
+
+
+def score(program):
+    prompt = Prompt(0, "?", (1,), "", {"metadata": {"tests": [{"input": "1 2", "output": "3"}]}})
+    return Code(RewardTable(kind="code", language="cpp")).score(prompt, program).value
+
+
+@pytest.mark.parametrize(
+    ("beginning", "header"),
+    [
+        ("#include <iostream>\n", "iostream"),
+        ("// why\n\n# include  <vector> // of numbers\r\n#include<iostream>\n", "iostream"),
+        ("#include <iostream>\n#include <bits/stdc++.h>\nusing namespace std;\n", "bits/stdc++.h"),
+        ("#include <vector>\n", None),
+        ("using namespace std;\n#include <iostream>\n", None),
+        ("#define private public\n#include <iostream>\n", None),
+        ('#pragma GCC target("avx2")\n#include <bits/stdc++.h>\n', None),
+        ('#include "mine.h"\n#include <iostream>\n', None),
+        ("/* */ #include <iostream>\n", None),
+        ("// the next line is a comment, too \\\n#include <iostream>\n", None),
+        ("", None),
+    ],
+)
+def test_the_compiled_header_that_a_program_may_begin_with(beginning, header):
+    assert cpp_headers.header_of(f"{beginning}int main() {{}}\n".encode()) == header
+
+
+def test_programs_are_compiled_with_the_compiled_headers_and_without(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path))
+    there = b"#include <vector>\n#include <iostream>\n" + ADDS.replace("a + b", "a + b + precompiled").encode()
+    assert not compiled(there).succeeded
+    cpp_headers.precompile("iostream", b"#include <iostream>\nconstexpr int precompiled = 0;")
+    (cpp_headers.headers_folder() / "iostream").write_text("#include <iostream>\n")
+    assert compiled(there).succeeded, "it is used"
+    assert score(f"#include <iostream>\n{ADDS}") == 1
+    assert score(f"#define unused\n#include <iostream>\n{ADDS}") == 1
+    assert score(f"#include <iostream>\nstd::map<int, int> m;\n{ADDS}") == 0, "a header that it lacks"
+    path = cpp_headers.headers_folder() / "iostream.gch"
+    path.write_bytes(b"?" + path.read_bytes()[1:])
+    assert score(f"#include <iostream>\n{ADDS}") == 1, "a damaged one is not used"
+
+
+@pytest.mark.parametrize(
+    ("program", "common"),
+    [
+        (ADDS, True),
+        ("#include <vector>\nstd::vector<int> sum, start, k, N, v; std::map<int, int> num;" + ADDS, True),
+        ("long long h = static_cast<long long>(1), stride, digits;" + ADDS, True),
+        ("std::shared_ptr<int> p;" + ADDS, False),
+        ("auto now = std::chrono::steady_clock::now(); std::mt19937_64 any(7);" + ADDS, False),
+        ("double x = std::beta(1., 2.), y = PRIX64[0];" + ADDS, False),
+        ("#include <ext/pb_ds/assoc_container.hpp>\n" + ADDS, False),
+        ("#if __has_include(<regex>)\n#endif\n" + ADDS, False),
+        ("#define JOIN(x, y) x##y\nstd::JOIN(shared_, ptr)<int> p;" + ADDS, False),
+        ("std::shared_\\\nptr<int> p;" + ADDS, False),
+        ("using namespace std; auto x = 10s;" + ADDS, False),
+        ("#include \\\n<vector>\n" + ADDS, False),
+    ],
+)
+def test_programs_that_need_the_common_headers_alone(headers, program, common):
+    assert (cpp_headers.COMMON in cpp_headers.options(f"{ALL}{program}".encode())[0]) == common
+    assert score(f"{ALL}{program}") == 1
+
+
+@pytest.mark.parametrize("own", ["int beta", "int regex", "struct thread {}", "int optarg", "int lock", "void kill()"])
+def test_a_name_of_the_rest_is_no_name_for_a_program(headers, own):
+    """Each clashes with a declaration of the whole header, at the latest where it is used, and so it does with ours."""
+    used = f"{ALL}using namespace std;\n{own};\nauto used = sizeof({own.split()[1].rstrip('()')});\n{ADDS}"
+    assert cpp_headers.COMMON not in cpp_headers.options(used.encode())[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEGARL_CACHE", "/nowhere")
+        expected = score(used)
+    assert score(used) == expected
+
+
+def test_what_a_header_declares(headers):
+    text = b"""#define MACRO(parameter) body
+    namespace outer { struct Class { int member; void method(int) { int local; } }; enum Plain { PLAIN }; }
+    enum class Scoped { SCOPED };
+    extern "C" { int function(int parameter); }
+    inline void outer::Class::elsewhere() { "text"; 1.e5; 'c'; }
+    """
+    found = cpp_headers.declared(text.replace(b"inline void outer::Class::elsewhere", b"inline void elsewhere"))
+    assert {b"MACRO", b"outer", b"Class", b"Plain", b"PLAIN", b"Scoped", b"function", b"elsewhere"} <= found
+    assert not {b"body", b"member", b"method", b"local", b"SCOPED", b"text", b"e5", b"c"} & found
+
+
+def test_without_the_compiled_headers_programs_are_compiled_as_well(monkeypatch, tmp_path):
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "none"))
+    assert cpp_headers.options(f"{ALL}{ADDS}".encode()) == ("", {})
+    assert score(f"{ALL}{ADDS}") == 1
