@@ -28,7 +28,18 @@ HEADERS = (WHOLE, "iostream")  # of several in a program the first one is taken,
 COMMON = "common/bits/stdc++.h"
 COMMON_HEADERS = (
     *("algorithm", "array", "bitset", "cassert", "cctype", "cfloat", "climits", "cmath", "complex", "cstdint"),
-    *("cstdio", "cstdlib", "cstring", "ctime", "deque", "functional", "initializer_list", "iomanip", "iostream"),
+    *(
+        "cstdio",
+        "cstdlib",
+        "cstring",
+        "ctime",
+        "deque",
+        "fstream",
+        "functional",
+        "initializer_list",
+        "iomanip",
+        "iostream",
+    ),
     *("iterator", "limits", "list", "map", "numeric", "queue", "set", "sstream", "stack", "stdexcept", "string"),
     *("tuple", "type_traits", "unordered_map", "unordered_set", "utility", "vector"),
 )
@@ -47,14 +58,16 @@ INCLUDE = re.compile(rb"^[ \t]*#[ \t]*include[ \t]*<([a-z_/+.0-9]+)>", re.MULTIL
 WORD = re.compile(rb"[A-Za-z_][A-Za-z_0-9]*")
 # what makes one word of two, and the suffixes of <chrono>, which are names as well
 UNSURE = re.compile(rb"##|%:%:|\\\r?\n|\b[0-9][0-9.']*(?:h|min|s|ms|us|ns)\b")
-# of a preprocessed header: the name of a macro, a word that is not the member of something, a brace or a semicolon
+# of a preprocessed header: the name of a macro, one that a using-declaration brings into a namespace, a word that is
+# not the member of something, a brace or a semicolon
 TOKEN = re.compile(
     rb"""^\#define[ ](\w+).*
     | (?:u8|[uUL])?"(?:[^"\\\n]|\\.)*"\w* | (?:u8|[uUL])?'(?:[^'\\\n]|\\.)*' | \.?[0-9](?:[eEpP][+-]|[0-9A-Za-z_.'])*
-    | (?:::|\.|->)\s*\w+ | ([A-Za-z_]\w*) | ([{};])""",
+    | \busing\s+\w*(?:\s*::\s*\w+)*\s*::\s*(\w+) | \w*(?:\s*(?:::|\.|->)\s*\w+)+ | ([A-Za-z_]\w*) | ([{};])""",
     re.MULTILINE | re.VERBOSE,
 )
-CASTS = {b"const_cast", b"reinterpret_cast", b"static_cast"}
+CLASSES = {b"class", b"struct", b"union"}
+KEYWORDS = {b"const_cast", b"reinterpret_cast", b"static_cast", b"typename", b"void"}
 
 
 def options(source: bytes) -> tuple[str, dict[str, str]]:
@@ -103,34 +116,40 @@ def make_headers() -> None:
         if not (headers_folder() / f"{header}.gch").is_file():
             try:
                 if header == COMMON:
-                    rest = declared(TEXTS[WHOLE].encode()) - declared(text.encode()) - CASTS
+                    rest = {name for _, name in declared(TEXTS[WHOLE].encode()) - declared(text.encode())} - KEYWORDS
                     _write(REST, b"\n".join(sorted(rest)))
                 precompile(header, text.encode())
             except OSError as error:
                 print(f"C++ programs are compiled without a precompiled {header}: {error}", file=sys.stderr)
 
 
-def declared(text: bytes) -> set[bytes]:
-    """The names that a header with this text declares, and some more: its macros, and all words outside of bodies.
+def declared(text: bytes) -> set[tuple[str, bytes]]:
+    """(kind, name) of what a header with this text declares, and some more: all words outside of bodies.
 
-    What stands in the body of a class is reached by the class alone, and what stands in a function's by nobody.
-    Namespaces and plain enumerations hide nothing.
+    Kinds: "macro", "using", "body" (a class is more than announced), "word". What stands in the body of a class is
+    reached by the class alone, and what stands in a function's by nobody. Namespaces and plain enumerations hide
+    nothing.
     """
-    names: set[bytes] = set()
-    head: set[bytes] = set()  # words since the last brace or semicolon
+    names: set[tuple[str, bytes]] = set()
+    head: list[bytes] = []  # words since the last brace or semicolon
     hides: list[bool] = []  # of each brace that is open
-    for macro, word, mark in TOKEN.findall(_ran(f"g++ {FLAGS} -E -P -dD -x c++ /box/header.hpp", text)):
-        if macro or (word and not any(hides)):
-            names.add(macro or word)
+    for macro, using, word, mark in TOKEN.findall(_ran(f"g++ {FLAGS} -E -P -dD -x c++ /box/header.hpp", text)):
+        if macro:
+            names.add(("macro", macro))
+        elif (using or word) and not any(hides):
+            names.add(("using", using) if using else ("word", word))
         if mark == b"{":
-            transparent = {b"namespace", b"extern"} & head or (b"enum" in head and not {b"class", b"struct"} & head)
+            keys = [index for index, before in enumerate(head) if before in CLASSES]
+            transparent = b"namespace" in head or b"extern" in head or (b"enum" in head and not keys)
+            if keys and keys[-1] + 1 < len(head) and not transparent and not any(hides):
+                names.add(("body", head[keys[-1] + 1]))
             hides.append(not transparent)
         elif mark == b"}":
             hides.pop()
         if mark:
-            head = set()
-        else:
-            head.add(word)
+            head = []
+        elif word:
+            head.append(word)
     return names
 
 

@@ -1,5 +1,8 @@
 """Precompiled headers make no program right or wrong that would not be without them."""
 
+import re
+import subprocess
+
 import pytest
 
 from megarl.data.prompts import Prompt
@@ -66,7 +69,7 @@ def test_programs_are_compiled_with_the_compiled_headers_and_without(tmp_path, m
     [
         (ADDS, True),
         ("#include <vector>\nstd::vector<int> sum, start, k, N, v; std::map<int, int> num;" + ADDS, True),
-        ("long long h = static_cast<long long>(1), stride, digits;" + ADDS, True),
+        ("void solve() { long long h = static_cast<long long>(1), stride, digits; }" + ADDS, True),
         ("std::shared_ptr<int> p;" + ADDS, False),
         ("auto now = std::chrono::steady_clock::now(); std::mt19937_64 any(7);" + ADDS, False),
         ("double x = std::beta(1., 2.), y = PRIX64[0];" + ADDS, False),
@@ -98,12 +101,36 @@ def test_what_a_header_declares(headers):
     text = b"""#define MACRO(parameter) body
     namespace outer { struct Class { int member; void method(int) { int local; } }; enum Plain { PLAIN }; }
     enum class Scoped { SCOPED };
+    template <class Parameter> struct Announced;
     extern "C" { int function(int parameter); }
-    inline void outer::Class::elsewhere() { "text"; 1.e5; 'c'; }
+    namespace other { using outer::Plain; }
+    inline void elsewhere() { "text"; 1.e5; 'c'; }
     """
-    found = cpp_headers.declared(text.replace(b"inline void outer::Class::elsewhere", b"inline void elsewhere"))
-    assert {b"MACRO", b"outer", b"Class", b"Plain", b"PLAIN", b"Scoped", b"function", b"elsewhere"} <= found
-    assert not {b"body", b"member", b"method", b"local", b"SCOPED", b"text", b"e5", b"c"} & found
+    found = cpp_headers.declared(text)
+    words = {name for kind, name in found if kind == "word"}
+    assert {b"outer", b"Class", b"Plain", b"PLAIN", b"Scoped", b"Announced", b"function", b"elsewhere"} <= words
+    assert not {b"MACRO", b"body", b"member", b"method", b"local", b"SCOPED", b"text", b"e5", b"c"} & words
+    assert {("macro", b"MACRO"), ("using", b"Plain"), ("body", b"Class")} <= found
+    assert ("body", b"Announced") not in found
+
+
+@pytest.mark.parametrize(
+    "own", ["auto use_{} = sizeof(std::{}) + sizeof({});", "template <class T> int {}(T, T, T, T, T);"]
+)
+def test_no_word_tells_the_common_headers_from_the_whole(headers, tmp_path, own):
+    """All words that the whole header declares and a program may contain: the same of them are errors with either."""
+    (tmp_path / "bits").mkdir()
+    (tmp_path / "bits/stdc++.h").write_text(cpp_headers.TEXTS[cpp_headers.COMMON])
+    command = ["g++", "-std=gnu++17", "-fsyntax-only", "-fmax-errors=0", "-w", "-x", "c++", "-"]
+    rest = set((headers / cpp_headers.REST).read_bytes().split())
+    words = {name.decode() for _, name in cpp_headers.declared(ALL.encode()) if name not in rest and name[:1] != b"_"}
+    source = f"{ALL}using namespace std;\n" + "\n".join(own.replace("{}", word) for word in sorted(words))
+    errors = []
+    for options in ((), ("-I", tmp_path)):
+        run = subprocess.run([*command, *options], input=source, capture_output=True, text=True)
+        errors.append({int(line) for line in re.findall(r"^<stdin>:(\d+):\d+: error", run.stderr, re.MULTILINE)})
+    assert len(words) > 1500
+    assert errors[0] == errors[1]
 
 
 def test_without_the_compiled_headers_programs_are_compiled_as_well(monkeypatch, tmp_path):
