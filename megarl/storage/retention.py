@@ -47,7 +47,7 @@ def _named(stage: Stage) -> PolicyInfo | None:
 
 def _removable(stage: Stage) -> Iterator[Stage]:
     """The newest first."""
-    for number in may_be_removed(stage.run, stage.number):
+    for number in may_be_removed(stage.run.recipe.actor.keep_policies, stage.number):
         old = stage.run.stage(number)
         if not old.policy.exists():
             discard(old.directory / leftover_name("policy"))
@@ -78,9 +78,8 @@ def removed(stage: Stage) -> PolicyInfo | None:
     return info
 
 
-def may_be_removed(run: RunDir, begun: int) -> range:
+def may_be_removed(keep: int | None, begun: int) -> range:
     """The stages whose policies ``actor.keep_policies`` lets go of once stage ``begun`` has begun; newest first."""
-    keep = run.recipe.actor.keep_policies
     return range(0 if keep is None else begun - keep - 1, 0, -1)
 
 

@@ -24,9 +24,14 @@ STAGES = 6
 LIVE = ("schedule.kind=live", "schedule.sync_every=2", "schedule.delay=5")
 
 
+def make_recipe(recipe, root, *settings):
+    """A run that begins, or one that goes on with these settings."""
+    return RunDir.create(root, load_recipe(recipe, [f"schedule.stages={STAGES}", "eval.every=0", *settings]))
+
+
 def make_run(recipe, root, *settings):
     """With the policies of all stages but the last, which is going on."""
-    run = RunDir.create(root, load_recipe(recipe, [f"schedule.stages={STAGES}", "eval.every=0", *settings]))
+    run = make_recipe(recipe, root, *settings)
     for stage in run.stages():
         write_policy(stage)
         seal(stage)
@@ -258,6 +263,21 @@ def test_the_audit_reports_what_retention_would_have_kept(recipe, tmp_path):
     assert "stages/000/policy is gone, but stage 5 has begun" in problems[0]
     assert "stages/004/policy was removed, more than retention would have: [actor] keep_policies = 2" in problems[1]
     assert any(note.endswith("the policy of stages 1, 2, 4") for note in notes)
+
+
+@pytest.mark.parametrize("later", [("actor.keep_policies=4",), ()])
+def test_a_setting_that_was_raised_explains_what_had_gone_before(recipe, tmp_path, later):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
+    remove_policies(run.stage(STAGES - 1))
+    run = make_recipe(recipe, run.root, *later)
+    problems, notes = audit_policies(run)
+    assert problems == []
+    assert any(note.endswith("the policy of stages 1, 2, 3") for note in notes)
+    write_checked(run.stage(4).removed_policy, vars(PolicyInfo(run.stage(4).first_update, "hash of 4")))
+    shutil.rmtree(run.stage(4).policy)
+    problems, _ = audit_policies(run)
+    assert len(problems) == 1 and "stages/004/policy was removed, more than" in problems[0]
+    assert "keep_policies = 1, and" in problems[0]
 
 
 @pytest.mark.parametrize(

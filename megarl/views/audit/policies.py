@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.errors import UserError
+from megarl.storage.json_lines import read_intact_lines
 from megarl.storage.policies import PolicyInfo, check_policy, read_info
 from megarl.storage.retention import may_be_removed, removed
 from megarl.storage.rollouts import RolloutStore
@@ -18,6 +19,7 @@ from megarl.views.audit.totals import StageTotals
 def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> Iterator[str]:
     reached = max((stage.number for stage in [*run.stages(), run.end] if _has_begun(stage)), default=-1)
     gone: list[int] = []
+    keep = _fewest_kept(run)
     for stage in [*run.stages(), run.end]:
         try:
             info = removed(stage) or _whole(stage)
@@ -30,10 +32,11 @@ def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> 
             continue
         if not stage.policy.exists():
             gone.append(stage.number)
-            if stage.number not in may_be_removed(run, reached):
+            if stage.number not in may_be_removed(keep, reached):
+                says = "keeps all" if keep is None else f"= {keep}"
                 yield (
-                    f"{stage.policy} was removed, more than retention would have: [actor] keep_policies "
-                    f"{_setting(run)}, and stage {reached} has begun. Only a setting that was lower before explains it"
+                    f"{stage.policy} was removed, more than retention would have: [actor] keep_policies {says}, and "
+                    f"stage {reached} has begun"
                 )
         if info.version != stage.first_update:
             yield f"{stage.policy} has had {info.version} updates, but the stages before it make {stage.first_update}"
@@ -45,9 +48,14 @@ def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> 
         notes.append(f"removed by retention ([actor] keep_policies), with its hash kept: the policy of {which}")
 
 
-def _setting(run: RunDir) -> str:
-    keep = run.recipe.actor.keep_policies
-    return "keeps all" if keep is None else f"= {keep}"
+def _fewest_kept(run: RunDir) -> int | None:
+    """The lowest setting that the run has had, by its recipe and what its events say of changes; None: it kept all."""
+    settings = [repr(run.recipe.actor.keep_policies)]
+    for event in read_intact_lines(run.events)[0] if run.events.is_file() else []:
+        if event.get("event") == "recipe_changed":
+            changes = (str(line).partition(": ") for line in event.get("settings", ()))
+            settings += [values.partition(" -> ")[0] for key, _, values in changes if key == "actor.keep_policies"]
+    return min((int(setting) for setting in settings if setting.isdecimal()), default=None)
 
 
 def _whole(stage: Stage) -> PolicyInfo | None:
