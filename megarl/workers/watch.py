@@ -24,7 +24,8 @@ SLOWER = 5  # times the longest step so far
 MOST = 30  # times `stall_seconds`, whatever the longest step was
 LOST_SECONDS = 1.0  # between two looks; more means that the watch itself did not run
 TREE_SECONDS = 1.0  # at least, between two looks at all processes that the phase's own have started
-DUMP_SECONDS = 3.0  # for Python to write stacks
+DUMP_SECONDS = 10.0  # for Python to write stacks
+QUIET_SECONDS = 1.0  # in which a process that is writing its stacks writes some of them
 NCCL_SECONDS = 10.0  # for NCCL's monitor, which looks into its pipe every second or so
 START = Beat(0, "start", "")
 
@@ -161,7 +162,20 @@ class Watch:
                 os.kill(one, signal.SIGCONT)
         expected = [index for index, pid in enumerate(pids) if pid in asked]
         _wait(DUMP_SECONDS, lambda: all(_size(self._watched[i].log) > sizes[i] for i in expected))
+        self._wait_for_whole_stacks()
         return self._dump_nccl()
+
+    def _wait_for_whole_stacks(self) -> None:
+        """Nothing marks the end of a stack: until the logs have not grown for a moment."""
+        sizes, grown = [_size(watched.log) for watched in self._watched], time.monotonic()
+
+        def quiet() -> bool:
+            nonlocal sizes, grown
+            if (now := [_size(watched.log) for watched in self._watched]) != sizes:
+                sizes, grown = now, time.monotonic()
+            return time.monotonic() - grown > QUIET_SECONDS
+
+        _wait(DUMP_SECONDS, quiet)
 
     def _dump_nccl(self) -> list[str]:
         """Through the pipes of torch's flight recorder (ProcessGroupNCCL.hpp of torch 2.11 to 2.13)."""
