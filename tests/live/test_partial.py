@@ -102,8 +102,8 @@ def test_spans_in_a_live_run_belong_to_their_policies(phases, new_run, tiny_mode
     rewards = tmp_path / "rewards.py"
     rewards.write_text("def score(prompt, response, row):\n    return float(len(response) % 2)\n")
     run = new_run(
-        "run", kind="live", stages=1, updates_per_stage=8, sync_every=1, max_lag=4, partial=True, prompts_per_update=2,
-        rollout__max_response_tokens=96, rollout__groups_per_chunk=2, actor__checkpoint_every=8,
+        "run", kind="live", stages=1, updates_per_stage=6, sync_every=1, max_lag=4, partial=True, prompts_per_update=2,
+        rollout__max_response_tokens=64, rollout__groups_per_chunk=2, actor__checkpoint_every=6,
         model__path=str(tiny_model), reward__kind="python", reward__path=f"{rewards}:score", reward__require_stop=False,
         optimizer__lr=1e-2,
     )  # fmt: skip
