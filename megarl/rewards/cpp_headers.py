@@ -11,14 +11,19 @@ which only the whole one declares, neither as a use nor as a name of its own.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.errors import PhaseFailed, UserError
 from megarl.rewards.sandbox import Limits, Program, run
+from megarl.storage.checked_json import read_checked, write_checked
 from megarl.storage.files import make_directory, write_atomic
 
 COMPILER = Path("/usr/bin/g++")
@@ -48,7 +53,11 @@ TEXTS = {header: f"#include <{header}>\n" for header in HEADERS} | {
     COMMON: "#ifndef MEGARL_COMMON\n#define MEGARL_COMMON\n#include <bits/c++config.h>\n"
     "#undef _GLIBCXX_USE_STD_SPEC_FUNCS\n" + "".join(f"#include <{header}>\n" for header in COMMON_HEADERS) + "#endif\n"
 }
-REST = "rest.txt"  # the names that `WHOLE` declares and `COMMON` does not
+REST = "rest.json"  # the names that a program must not contain for `COMMON` to stand for `WHOLE`
+# declared by both, but with less behind them in `COMMON`: aliases of classes that only `WHOLE` defines, overloads for
+# streams, and internals of the library
+LESS = {b"pmr", b"uniform_int_distribution", b"__detail"}
+MODULE = Path(__file__).read_bytes()  # another one may make other headers, or find other names
 INSIDE = "/headers"  # where a compiler in the sandbox finds what `precompile` made
 PRECOMPILING = Limits(seconds=120, memory=4 << 30, output=1 << 30, file_size=1 << 30, disk=1 << 30, forks=True)
 # standard headers can be read in any order, and twice; whatever else stands before one may change what it means
@@ -56,8 +65,14 @@ PRECOMPILING = Limits(seconds=120, memory=4 << 30, output=1 << 30, file_size=1 <
 BEGINNING = re.compile(rb"(?:\s+|//[^\n\\]*\n|#[ \t]*include[ \t]*<[a-z_/+.0-9]+>[ \t\r]*(?://[^\n\\]*)?\n)*")
 INCLUDE = re.compile(rb"^[ \t]*#[ \t]*include[ \t]*<([a-z_/+.0-9]+)>", re.MULTILINE)
 WORD = re.compile(rb"[A-Za-z_][A-Za-z_0-9]*")
-# what makes one word of two, and the suffixes of <chrono>, which are names as well
-UNSURE = re.compile(rb"##|%:%:|\\\r?\n|\b[0-9][0-9.']*(?:h|min|s|ms|us|ns)\b")
+NUMBER = re.compile(rb"(?<!\w)\.?[0-9](?:[eEpP][+-]|[\w.'])*")
+SUFFIXES = (b"h", b"min", b"s")  # with which those of <chrono> end, which are names as well
+# what makes one word of two; other ways to include, and to name a suffix; a function of <cmath> as a template, whose
+# overloads for <valarray> make it ambiguous
+UNSURE = re.compile(
+    rb"##|%:%:|\\[^\S\n]*\n|\bimport\b|\boperator\s*\""
+    rb"|\b(?:abs|a?(?:cos|sin|tan)h?|atan2|exp|log|log10|pow|sqrt)\s*<\s*\w"
+)
 # of a preprocessed header: the name of a macro, one that a using-declaration brings into a namespace, a word that is
 # not the member of something, a brace or a semicolon
 TOKEN = re.compile(
@@ -90,37 +105,65 @@ def header_of(source: bytes) -> str | None:
 
 def needs_common_alone(source: bytes, folder: Path) -> bool:
     """Whether `COMMON` instead of `WHOLE` changes nothing for the program."""
-    includes = [name.decode() for name in INCLUDE.findall(source)]
+    includes, rest = [name.decode() for name in INCLUDE.findall(source)], _rest(folder)
     if len(includes) < source.count(b"include") or not {WHOLE, *COMMON_HEADERS}.issuperset(includes):
         return False
-    words = WORD.findall(INCLUDE.sub(b"", source))
-    return UNSURE.search(source) is None and _rest(folder / REST).isdisjoint(words)
+    if UNSURE.search(source) or any(number.endswith(SUFFIXES) for number in NUMBER.findall(source)):
+        return False
+    return rest is not None and rest.isdisjoint(WORD.findall(INCLUDE.sub(b"", source)))
+
+
+def _rest(folder: Path) -> frozenset[bytes] | None:
+    """None where it is missing or damaged."""
+    with contextlib.suppress(UserError):
+        return _read_rest(folder / REST)
+    return None
 
 
 @functools.cache
-def _rest(path: Path) -> frozenset[bytes]:
-    return frozenset(path.read_bytes().split())
+def _read_rest(path: Path) -> frozenset[bytes]:
+    return frozenset(name.encode() for name in read_checked(path, "", needs_checksum=True)["names"])
 
 
 def headers_folder() -> Path:
-    """Of this compiler and these settings, in the user's cache."""
+    """Of this compiler and this module, in the user's cache."""
     cache = Path(os.environ.get("MEGARL_CACHE") or "~/.cache/megarl").expanduser()
     state = COMPILER.resolve().stat()
-    name = hashlib.sha256(f"{state.st_size} {state.st_mtime_ns} {FLAGS} {TEXTS}".encode()).hexdigest()[:16]
-    return cache / f"headers-{name}"
+    made_by = f"{state.st_size} {state.st_mtime_ns} ".encode() + MODULE
+    return cache / f"headers-{hashlib.sha256(made_by).hexdigest()[:16]}"
 
 
 def make_headers() -> None:
     """Compile `TEXTS` once on this machine. Without them programs are compiled as well, only not as fast."""
+    folder = headers_folder()
     for header, text in TEXTS.items():
-        if not (headers_folder() / f"{header}.gch").is_file():
+        if not _is_made(header, folder):
             try:
-                if header == COMMON:
-                    rest = {name for _, name in declared(TEXTS[WHOLE].encode()) - declared(text.encode())} - KEYWORDS
-                    _write(REST, b"\n".join(sorted(rest)))
-                precompile(header, text.encode())
-            except OSError as error:
+                with _alone(folder):
+                    if not _is_made(header, folder):
+                        _make(header, text.encode())
+            except (OSError, UserError, PhaseFailed) as error:
                 print(f"C++ programs are compiled without a precompiled {header}: {error}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process adds headers at the same time: two that write one file may leave half of it."""
+    make_directory(folder)
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _is_made(header: str, folder: Path) -> bool:
+    return (folder / f"{header}.gch").is_file() and (header != COMMON or _rest(folder) is not None)
+
+
+def _make(header: str, text: bytes) -> None:
+    if header == COMMON:
+        names = {name for _, name in declared(TEXTS[WHOLE].encode()) ^ declared(text)} - KEYWORDS | LESS
+        write_checked(headers_folder() / REST, {"names": sorted(name.decode() for name in names)})
+    precompile(header, text)
 
 
 def declared(text: bytes) -> set[tuple[str, bytes]]:

@@ -162,7 +162,8 @@ class Watch:
                 os.kill(one, signal.SIGCONT)
         expected = [index for index, pid in enumerate(pids) if pid in asked]
         _wait(DUMP_SECONDS, lambda: all(_size(self._watched[i].log) > sizes[i] for i in expected))
-        self._wait_for_whole_stacks()
+        if asked:
+            self._wait_for_whole_stacks()
         return self._dump_nccl()
 
     def _wait_for_whole_stacks(self) -> None:

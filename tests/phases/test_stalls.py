@@ -2,8 +2,11 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -199,6 +202,43 @@ def test_when_everybody_waits_nobody_makes_progress(alone, monkeypatch, tmp_path
             clock.sign(rank, number, "wait", "a wait for others")
         found = found or clock.after(0.5)
     assert bool(found) == alone  # of several nodes the others may be at work
+
+
+STACKS = """
+import signal, time
+def write(*_):
+    for line in ("File", "File", "end"):
+        print(line, flush=True)
+        time.sleep(0.3)
+signal.signal(signal.SIGUSR1, write)
+print("begins", flush=True)
+while True:
+    time.sleep(100)
+"""
+
+
+def test_stacks_are_waited_for_to_their_end(tmp_path):
+    log = tmp_path / "log"
+    with open(log, "w") as file, subprocess.Popen([sys.executable, "-c", STACKS], stdout=file) as process:
+        try:
+            while log.read_text() != "begins\n":
+                assert process.poll() is None
+            Watch([Watched(0, tmp_path / "beats", log)], 1.0, True, print).dump([process.pid])
+            written = log.read_text()
+        finally:
+            process.kill()
+    assert written.endswith("end\n")
+
+
+def test_where_nobody_can_write_stacks_nobody_is_waited_for(tmp_path, monkeypatch):
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        watch = Watch([Watched(0, tmp_path / "beats", tmp_path / "log")], 1.0, True, print)
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr("megarl.workers.watch.time.sleep", Mock(side_effect=AssertionError))
+                assert watch.dump([process.pid]) == []
+        finally:
+            process.kill()
 
 
 def test_nccl_is_asked_through_its_pipes(tmp_path):

@@ -1,7 +1,11 @@
 """Precompiled headers make no program right or wrong that would not be without them."""
 
+import fcntl
+import json
 import re
 import subprocess
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -75,13 +79,33 @@ def test_programs_are_compiled_with_the_compiled_headers_and_without(tmp_path, m
         ("#if __has_include(<regex>)\n#endif\n" + ADDS, False),
         ("#define JOIN(x, y) x##y\nstd::JOIN(shared_, ptr)<int> p;" + ADDS, False),
         ("std::shared_\\\nptr<int> p;" + ADDS, False),
+        ("int v1s, x = 0x10 + 1'000; bool y = std::abs(1.5e-3) < 2;" + ADDS, True),
         ("using namespace std; auto x = 10s;" + ADDS, False),
+        ("using namespace std; auto x = 0x10s;" + ADDS, False),
+        ("using namespace std; auto x = 1.5e3ms;" + ADDS, False),
+        ('using namespace std; auto x = operator""s(10ull);' + ADDS, False),
+        ("std::shared_\\ \nptr<int> p;" + ADDS, False),
+        ("#import <ext/pb_ds/assoc_container.hpp>\n" + ADDS, False),
+        ("std::pmr::vector<int> v;" + ADDS, False),
+        ("void show(std::uniform_int_distribution<int> it) { std::cout << it; }" + ADDS, False),
+        ("int MEGARL_COMMON;" + ADDS, False),
         ("#include \\\n<vector>\n" + ADDS, False),
     ],
 )
 def test_programs_that_need_the_common_headers_alone(headers, program, common):
     assert (cpp_headers.COMMON in cpp_headers.options(f"{ALL}{program}".encode())[0]) == common
     assert score(f"{ALL}{program}") == 1
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "std::complex<double> one[1]; double o[1]; auto f = std::transform(one, one + 1, o, std::abs<double>);",
+        'long double operator""h(long double x) { return x; } auto x = operator""h(1.0L);',
+    ],
+)
+def test_a_program_that_the_whole_header_refuses_is_refused(headers, program):
+    assert score(f"{ALL}using namespace std;\n{program}\n{ADDS}") == 0
 
 
 @pytest.mark.parametrize("own", ["int beta", "int regex", "struct thread {}", "int optarg", "int lock", "void kill()"])
@@ -120,8 +144,9 @@ def test_no_word_tells_the_common_headers_from_the_whole(headers, tmp_path, own)
     (tmp_path / "bits").mkdir()
     (tmp_path / "bits/stdc++.h").write_text(cpp_headers.TEXTS[cpp_headers.COMMON])
     command = ["g++", "-std=gnu++17", "-fsyntax-only", "-fmax-errors=0", "-w", "-x", "c++", "-"]
-    rest = set((headers / cpp_headers.REST).read_bytes().split())
-    words = {name.decode() for _, name in cpp_headers.declared(ALL.encode()) if name not in rest and name[:1] != b"_"}
+    rest = set(json.loads((headers / cpp_headers.REST).read_bytes())["names"])
+    found = {name.decode() for _, name in cpp_headers.declared(ALL.encode())}
+    words = {name for name in found if name not in rest and name[0] != "_"}
     source = f"{ALL}using namespace std;\n" + "\n".join(own.replace("{}", word) for word in sorted(words))
     errors = []
     for options in ((), ("-I", tmp_path)):
@@ -135,3 +160,61 @@ def test_without_the_compiled_headers_programs_are_compiled_as_well(monkeypatch,
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "none"))
     assert cpp_headers.options(f"{ALL}{ADDS}".encode()) == ("", {})
     assert score(f"{ALL}{ADDS}") == 1
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """The folder of other headers, which are made in no time."""
+    texts = {cpp_headers.WHOLE: "int both, whole;\n", cpp_headers.COMMON: "#define COMMON\nint both;\n"}
+    monkeypatch.setattr(cpp_headers, "TEXTS", texts)
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path))
+    return cpp_headers.headers_folder()
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"names": []}', None])
+def test_without_the_names_of_the_rest_the_common_headers_are_not_used(small, damage):
+    cpp_headers.make_headers()
+    program = f"{ALL}int main() {{}}".encode()
+    assert cpp_headers.COMMON in cpp_headers.options(program)[0]
+    names = small / cpp_headers.REST
+    made = names.read_bytes()
+    assert set(json.loads(made)["names"]) == {"whole", "COMMON", *(name.decode() for name in cpp_headers.LESS)}
+    cpp_headers._read_rest.cache_clear()
+    names.unlink()
+    if damage is not None:
+        names.write_bytes(damage)
+    assert cpp_headers.options(program)[0] == f"-include {cpp_headers.INSIDE}/{cpp_headers.WHOLE}"
+    cpp_headers.make_headers()
+    assert names.read_bytes() == made
+
+
+def test_headers_that_another_process_is_making_are_waited_for(small):
+    small.mkdir()
+    theirs = [small / f"{header}.gch" for header in cpp_headers.TEXTS]
+    with open(small / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        thread = threading.Thread(target=cpp_headers.make_headers)
+        thread.start()
+        waits = f"-> FLOCK .*:{(small / '.lock').stat().st_ino} "
+        while not re.search(waits, Path("/proc/locks").read_text()):
+            assert thread.is_alive()
+        cpp_headers.write_checked(small / cpp_headers.REST, {"names": []})
+        for path in theirs:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("theirs")
+    thread.join()
+    assert {path.read_text() for path in theirs} == {"theirs"}
+
+
+def test_headers_that_cannot_be_written_are_done_without(small, capsys):
+    for header in cpp_headers.TEXTS:
+        (small / header).mkdir(parents=True)
+    cpp_headers.make_headers()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all("is a directory" in line for line in lines)
+
+
+def test_a_long_program_is_looked_through_once(small):
+    """Not once for each digit, which would take an hour."""
+    cpp_headers.make_headers()
+    assert cpp_headers.options(f"{ALL}int main() {{}} // {'1.' * 1_000_000}".encode())[0]

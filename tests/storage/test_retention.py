@@ -14,6 +14,7 @@ from megarl.recipe.load import load_recipe
 from megarl.storage import files, retention
 from megarl.storage.checked_json import write_checked
 from megarl.storage.checkpoints import checkpoint_path
+from megarl.storage.json_lines import append_json
 from megarl.storage.policies import PolicyInfo, read_info, write_info
 from megarl.storage.retention import check_kept, remove_policies, removed, require_policy
 from megarl.storage.run_dir import RunDir
@@ -240,6 +241,12 @@ def test_a_run_whose_evaluations_are_lost_goes_on_without_those_of_removed_polic
     assert started == [(number, "evaluate") for number in (0, 3, 4, 5)]
 
 
+def remove(stage):
+    """As retention does it."""
+    write_checked(stage.removed_policy, vars(PolicyInfo(stage.first_update, f"hash of {stage.number}")))
+    shutil.rmtree(stage.policy, ignore_errors=True)
+
+
 def audit_policies(run):
     """(problems, notes). The policies here are of a few bytes, whose hashes are made up."""
     notes = []
@@ -256,8 +263,7 @@ def test_the_audit_reports_what_retention_would_have_kept(recipe, tmp_path):
     assert len(problems) == 1 and "stages/001/policy is gone, but stage 5 has begun" in problems[0]
     assert any(note.endswith("the policy of stage 2") for note in notes)
     for stage in (run.stage(0), run.stage(1), run.stage(4)):
-        write_checked(stage.removed_policy, vars(PolicyInfo(stage.first_update, f"hash of {stage.number}")))
-        shutil.rmtree(stage.policy, ignore_errors=True)
+        remove(stage)
     problems, notes = audit_policies(run)
     assert len(problems) == 2
     assert "stages/000/policy is gone, but stage 5 has begun" in problems[0]
@@ -268,16 +274,30 @@ def test_the_audit_reports_what_retention_would_have_kept(recipe, tmp_path):
 @pytest.mark.parametrize("later", [("actor.keep_policies=4",), ()])
 def test_a_setting_that_was_raised_explains_what_had_gone_before(recipe, tmp_path, later):
     run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
-    remove_policies(run.stage(STAGES - 1))
+    run.stage(2).log_event("phase_start", phase="optimize")
+    remove_policies(run.stage(3))  # which begins
     run = make_recipe(recipe, run.root, *later)
+    append_json(run.events, {"event": "recipe_changed", "settings": None})  # of no program of ours
+    append_json(run.events, {"event": "recipe_changed", "settings": [f"actor.keep_policies: {'1' * 5000} -> 2"]})
     problems, notes = audit_policies(run)
     assert problems == []
-    assert any(note.endswith("the policy of stages 1, 2, 3") for note in notes)
-    write_checked(run.stage(4).removed_policy, vars(PolicyInfo(run.stage(4).first_update, "hash of 4")))
-    shutil.rmtree(run.stage(4).policy)
+    assert any(note.endswith("the policy of stage 1") for note in notes)
+    run.stage(4).log_event("phase_start", phase="rollout")
+    remove(run.stage(2))  # not under the lower setting
     problems, _ = audit_policies(run)
-    assert len(problems) == 1 and "stages/004/policy was removed, more than" in problems[0]
-    assert "keep_policies = 1, and" in problems[0]
+    assert len(problems) == 1 and "stages/002/policy was removed, more than" in problems[0]
+    assert f"keep_policies {'= 4' if later else 'keeps all'}, stage 5 has begun" in problems[0]
+
+
+def test_a_setting_that_was_lower_later_explains_nothing_of_stages_after_it(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", "actor.keep_policies=4")
+    for settings, stage in (("actor.keep_policies=1", 1), ("actor.keep_policies=4", 4)):
+        run.stage(stage - 1).log_event("phase_start", phase="rollout")
+        run = make_recipe(recipe, run.root, settings)
+        run.stage(stage).log_event("phase_start", phase="rollout")
+    remove(run.stage(3))
+    problems, _ = audit_policies(run)
+    assert len(problems) == 1 and "stages/003/policy was removed, more than" in problems[0]
 
 
 @pytest.mark.parametrize(

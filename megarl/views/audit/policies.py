@@ -5,6 +5,7 @@ Of one that `megarl.storage.retention` removed, version and hash are those that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from megarl.errors import UserError
@@ -15,11 +16,13 @@ from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.views.audit.totals import StageTotals
 
+_KEPT = re.compile(r"actor\.keep_policies: ([0-9]{1,9}) -> ")  # of a line of `recipe_diff`
+
 
 def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> Iterator[str]:
     reached = max((stage.number for stage in [*run.stages(), run.end] if _has_begun(stage)), default=-1)
     gone: list[int] = []
-    keep = _fewest_kept(run)
+    let_go = _let_go(run, reached)
     for stage in [*run.stages(), run.end]:
         try:
             info = removed(stage) or _whole(stage)
@@ -32,11 +35,11 @@ def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> 
             continue
         if not stage.policy.exists():
             gone.append(stage.number)
-            if stage.number not in may_be_removed(keep, reached):
-                says = "keeps all" if keep is None else f"= {keep}"
+            if stage.number not in let_go:
                 yield (
-                    f"{stage.policy} was removed, more than retention would have: [actor] keep_policies {says}, and "
-                    f"stage {reached} has begun"
+                    f"{stage.policy} was removed, more than retention would have: [actor] keep_policies "
+                    f"{_setting(run)}, stage {reached} has begun, and events.jsonl tells of no lower setting that "
+                    "explains it"
                 )
         if info.version != stage.first_update:
             yield f"{stage.policy} has had {info.version} updates, but the stages before it make {stage.first_update}"
@@ -48,14 +51,25 @@ def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> 
         notes.append(f"removed by retention ([actor] keep_policies), with its hash kept: the policy of {which}")
 
 
-def _fewest_kept(run: RunDir) -> int | None:
-    """The lowest setting that the run has had, by its recipe and what its events say of changes; None: it kept all."""
-    settings = [repr(run.recipe.actor.keep_policies)]
+def _setting(run: RunDir) -> str:
+    keep = run.recipe.actor.keep_policies
+    return "keeps all" if keep is None else f"= {keep}"
+
+
+def _let_go(run: RunDir, reached: int) -> set[int]:
+    """The stages whose policies retention may have removed, under the recipe's setting and those of before.
+
+    An earlier one counts up to the change of which an event tells: for the stages that had begun then, and the next,
+    which may begin with removals before its first event.
+    """
+    stages, begun = set(may_be_removed(run.recipe.actor.keep_policies, reached)), 0
     for event in read_intact_lines(run.events)[0] if run.events.is_file() else []:
-        if event.get("event") == "recipe_changed":
-            changes = (str(line).partition(": ") for line in event.get("settings", ()))
-            settings += [values.partition(" -> ")[0] for key, _, values in changes if key == "actor.keep_policies"]
-    return min((int(setting) for setting in settings if setting.isdecimal()), default=None)
+        if event.get("event") == "phase_start" and isinstance(event.get("stage"), int):
+            begun = max(begun, event["stage"])
+        elif event.get("event") == "recipe_changed" and isinstance(event.get("settings"), list):
+            for setting in filter(None, (_KEPT.match(str(line)) for line in event["settings"])):
+                stages.update(may_be_removed(int(setting[1]), min(begun + 1, reached)))
+    return stages
 
 
 def _whole(stage: Stage) -> PolicyInfo | None:
