@@ -62,6 +62,7 @@ def _evaluate_all(
     for version in versions:
         phase = "evaluate" if version in due else "rollout"
         worker = _load(stage, replicas, worker, version, phase, for_training)
+        worker.stopped = interrupted
         if version in due:
             evaluate_policy(stage, version, worker, replicas, interrupted)
         if interrupted():

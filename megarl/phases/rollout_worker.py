@@ -55,6 +55,7 @@ class RolloutWorker:
     engine: RolloutEngine
     stop_token_ids: tuple[int, ...]
     weights_hash: str
+    stopped: Callable[[], bool] = never  # then what has no reward yet is left to the next attempt
     unfinished: list[PendingGroup] = field(default_factory=list)
     decoding: int = 0  # responses that the engine has taken and not handed out
     checksum: str | None = None  # of the engine's weights when they were checked last, where it offers one
@@ -162,8 +163,8 @@ class RolloutWorker:
             self._have_scored(group, k, group.parts.pop(k), draws)
             if self.scoring.is_due():
                 yield from self.scoring.take()
-        self.scoring.settle()
-        yield from self.scoring.take()
+        for _ in self.scoring.settling(unless=self.stopped):
+            yield from self.scoring.take()
         self.unfinished = [group for group in pending if not group.done]
         for group in self.unfinished:
             group.chunk = CONTINUED

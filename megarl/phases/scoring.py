@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from megarl.beats import beat
@@ -94,10 +94,10 @@ class Scoring:
         group.responses, group.ended, group.cut = group.ended, {}, True
         self._generated.append(group)
 
-    def look(self, wait: bool = False) -> None:
-        """Take what verdicts there are. ``wait``: for one at least."""
+    def look(self, wait: bool = False, unless: Callable[[], bool] = lambda: False) -> None:
+        """Take what verdicts there are. ``wait``: for one at least, unless that becomes true."""
         self._looked = time.monotonic()
-        for number, verdict in self._verifiers.verdicts(wait):
+        for number, verdict in self._verifiers.verdicts(wait, unless):
             group, sample = self._asked.pop(number)
             group.scores[sample] = verdict.found
             if verdict.over:
@@ -128,10 +128,17 @@ class Scoring:
 
     def settle(self) -> None:
         """Wait for all rewards that are asked for."""
+        for _ in self.settling():
+            pass
+
+    def settling(self, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """As `settle`, from one look to the next; ends early when ``unless`` becomes true."""
         self.look()
-        while self._asked:
+        yield
+        while self._asked and not unless():
             beat("scoring")
-            self.look(wait=True)
+            self.look(wait=True, unless=unless)
+            yield
 
     def is_due(self) -> bool:
         """Whether the last look was so long ago that another one costs next to nothing."""

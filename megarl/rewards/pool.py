@@ -133,16 +133,17 @@ class VerifierPool:
             self._keeper.send(len(self._unsent), b"".join(self._unsent))
             self._unsent = []
 
-    def verdicts(self, wait: bool = False) -> list[tuple[int, Verdict]]:
+    def verdicts(self, wait: bool = False, unless: Callable[[], bool] = lambda: False) -> list[tuple[int, Verdict]]:
         """(number of the question, verdict) of what has been scored since the last call, in any order.
 
-        wait: until there is one, if there are questions without an answer.
+        wait: until there is one, if there are questions without an answer, or until ``unless`` becomes true.
         """
         if self._asked == self._answered:
             return []
         self._send()
-        while not (answers := self._receive()) and wait:
-            select.select([self._keeper.socket], [self._keeper.socket] if self._keeper.unsent else [], [])
+        while not (answers := self._receive()) and wait and not unless():
+            unsent = [self._keeper.socket] if self._keeper.unsent else []
+            select.select([self._keeper.socket], unsent, [], POLL_SECONDS)
         self._answered += len(answers)
         return answers
 
