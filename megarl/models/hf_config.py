@@ -33,8 +33,8 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     hf = language_settings(hf)
     if (method := quantisation(hf)) is not None and method not in family.quantised:
         raise UserError(
-            f"{path} has a quantization_config, but megarl trains weights that are not quantised: convert them to "
-            "bfloat16 first, and remove it"
+            f"{path} has a quantization_config ({method}), but megarl trains weights that are not quantised: convert "
+            "them to bfloat16 first, and remove it"
         )
     hf = family.uniform(hf)
     try:

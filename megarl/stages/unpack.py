@@ -38,7 +38,7 @@ from megarl.storage.checked_json import write_checked
 from megarl.storage.eras import EVALUATION
 from megarl.storage.files import file_sha256, make_directory
 from megarl.storage.ledger import check_seal
-from megarl.storage.policies import check_policy, copy_weights, read_info
+from megarl.storage.policies import check_policy, check_weights, copy_weights, is_mxfp4, read_info
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.trackers import NONE as NO_TRACKERS
@@ -103,6 +103,7 @@ def _add_prompts(manifest: Manifest, folder: Path, given: Sequence[Path]) -> Non
 def _add_weights(manifest: Manifest, folder: Path, model: Path | None) -> None:
     if manifest.has_weights or model is None:
         return
+    check_weights(model)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".weights-") as scratch:
         found = copy_weights(model, Path(scratch))
         if found != manifest.weights_hash:
@@ -223,6 +224,8 @@ def _check(stage: Stage, manifest: Manifest) -> None:
             raise UserError(f"the packed policy names {min(absent)[:200]!a}, which is not part of the packed stage")
         if folder != stage.policy or list(folder.glob("*.safetensors")):
             check_policy(folder, "It was packed wrongly")
+        if is_mxfp4(folder):
+            raise UserError("the packed policy is quantised, but policies of runs are not")
         if folder == stage.policy and info.weights_hash != manifest.weights_hash:
             raise UserError("the policy of the packed stage is not the one that its manifest names")
         if info.version != (stage.first_update if folder == stage.policy else 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import asdict, dataclass, field, replace
@@ -85,7 +86,7 @@ def copy_weights(model_dir: Path, target: Path) -> str:
 
     Weights quantised as MXFP4 become bfloat16.
     """
-    if _is_mxfp4(model_dir):
+    if is_mxfp4(model_dir):
         from megarl.storage.mxfp4 import write_bfloat16  # imports torch
 
         return combine_hashes(write_bfloat16(model_dir, target))
@@ -99,8 +100,24 @@ def copy_weights(model_dir: Path, target: Path) -> str:
     return combine_hashes(hashes)
 
 
-def _is_mxfp4(model_dir: Path) -> bool:
-    """What else there is, a family refuses."""
+def check_weights(model_dir: Path) -> None:
+    """`UserError` unless all weight files are whole, and of types that megarl reads or converts; reads their headers.
+
+    Only these tell quantised weights of which config.json says nothing.
+    """
+    from megarl.storage.tensor_files import TensorFiles  # imports torch
+
+    with TensorFiles.of_directory(model_dir) as files:
+        packed = [name for name, region in files.regions.items() if not region.dtype.is_floating_point]
+    if packed and not is_mxfp4(model_dir):
+        raise UserError(
+            f"{model_dir}: tensor {packed[0]!r} is quantised, but config.json has no quantization_config (mxfp4): take "
+            "it from the published model"
+        )
+
+
+def is_mxfp4(model_dir: Path) -> bool:
+    """Whether the weights of a model are to be converted; `read_hf_config` refuses what else is quantised."""
     config = model_dir / CONFIG_FILE
     return config.exists() and quantisation(read_settings(config)) == "mxfp4"
 
@@ -116,10 +133,20 @@ def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int
             for file in sorted(Path(tokenizer_dir).iterdir()):
                 if file.is_file() and file.name.startswith(TOKENIZER_FILES):
                     shutil.copyfile(file, temporary / file.name)
-        if _is_mxfp4(model_dir):
+        if is_mxfp4(model_dir):
             settings = read_settings(model_dir / CONFIG_FILE)
             del settings["quantization_config"]
             (temporary / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
         info = PolicyInfo(version, copy_weights(model_dir, temporary))
         write_info(temporary, info)
     return info
+
+
+def unquantised(model_dir: Path, folder: Path) -> Path:
+    """The model, or in ``folder`` what a run makes of it, if it is MXFP4; once for each ``model_dir``."""
+    if not is_mxfp4(model_dir):
+        return model_dir
+    converted = folder / hashlib.sha256(bytes(model_dir.resolve())).hexdigest()[:12]
+    if not converted.exists():
+        copy_policy(model_dir, model_dir, converted)
+    return converted

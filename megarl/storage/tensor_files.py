@@ -179,7 +179,10 @@ def _read_header(path: Path, file: FileIO) -> dict[str, Region]:
 def _region(file: FileIO, name: str, entry: dict[str, Any], data: int) -> Region:
     known = _DTYPES | (_QUANTISED if name.endswith(("_blocks", "_scales")) else {})
     if entry["dtype"] not in known:
-        raise UserError(f"{file.name}: tensor {name!r} has dtype {entry['dtype']}; megarl reads {', '.join(_DTYPES)}")
+        raise UserError(
+            f"{file.name}: tensor {name!r} has dtype {entry['dtype']}; megarl reads {', '.join(_DTYPES)}, weights that "
+            "are not quantised"
+        )
     begin, end = (int(position) for position in entry["data_offsets"])
     region = Region(file, data + begin, known[entry["dtype"]], tuple(map(int, entry["shape"])) or (1,))
     if begin < 0 or min(region.shape) < 0 or region.nbytes != end - begin:

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import tomllib
-from pathlib import Path
 
 import pytest
 import tomli_w
