@@ -8,7 +8,7 @@ from tests.actor.conftest import make_hf_model
 from tests.rollout.engines import OWN_OPTION, reference_of, stage_recipe
 
 pytestmark = pytest.mark.sglang
-SIZES = {"hidden_size": 64, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.1}
+SIZES = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 128, "initializer_range": 0.1}
 
 
 @pytest.mark.parametrize("family", ["mixtral"])
