@@ -25,7 +25,7 @@ from megarl.storage.evaluations import Answered
 from megarl.storage.files import make_directory
 from megarl.storage.ledger import sealed_external
 from megarl.storage.origin import RESCORED, SCORED_BEFORE, link_start, start_of
-from megarl.storage.policies import check_policy, copy_policy
+from megarl.storage.policies import check_policy, copy_policy, unquantised
 from megarl.storage.retention import check_kept, require_policy
 from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir, Stage
@@ -287,8 +287,10 @@ def evaluate_model(
     if run is not None and not all(suite.own for suite in recipe.suites):
         run.check_prompts()
     with tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch, Nodes(NodeRank()) as nodes:
-        check(nodes.starter, recipe)
-        results = _evaluate_in(RunDir((output or Path(scratch) / "run").resolve(), recipe), policy, nodes)
+        model = recipe.model.model_copy(update={"path": policy, "tokenizer": None})
+        check(nodes.starter, recipe.model_copy(update={"model": model}), optimizes=False)
+        root = (output or Path(scratch) / "run").resolve()
+        results = _evaluate_in(RunDir(root, recipe), unquantised(policy, root / "policies"), nodes)
     return [{**result, "policy": str(policy)} for result in results]
 
 

@@ -167,11 +167,12 @@ def _rollout(options: argparse.Namespace, nodes: Nodes) -> None:
 
 def _serve(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.recipe.load import load_recipe
-    from megarl.stages.serve import serve_stage
+    from megarl.stages.serve import check_serving, serve_stage
     from megarl.storage.run_dir import RunDir
 
     if options.recipe is not None:
         recipe = load_recipe(options.recipe, options.set)
+        check_serving(nodes, recipe)  # a mistake leaves no run directory
         with RunDir(options.run_dir.resolve(), recipe).lock():
             RunDir.create(options.run_dir, recipe)
     elif options.set:

@@ -24,16 +24,7 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     that only the model itself needs.
     """
     path = Path(model_dir) / "config.json"
-    try:
-        hf = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror}; [model] path must be a Hugging Face model directory"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(hf, dict):
-        raise UserError(f"{path} holds no object, but {type(hf).__name__}")
+    hf = read_settings(path)
     if (kind := hf.get("model_type")) not in FAMILIES:
         raise UserError(f"{path}: model_type {kind!r} is not supported; known are {', '.join(FAMILIES)}")
     family = FAMILIES[hf["model_type"]]
@@ -42,8 +33,8 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     hf = language_settings(hf)
     if (method := quantisation(hf)) is not None and method not in family.quantised:
         raise UserError(
-            f"{path} has a quantization_config, but megarl trains weights that are not quantised: convert them to "
-            "bfloat16 first, and remove it"
+            f"{path} has a quantization_config ({method}), but megarl trains weights that are not quantised: convert "
+            "them to bfloat16 first, and remove it"
         )
     hf = family.uniform(hf)
     try:
@@ -66,6 +57,21 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     except TypeError as error:
         null = ", ".join(name for name, value in hf.items() if value is None)
         raise UserError(f"{path}: a setting has the wrong type: {error}; null are {null or 'none'}") from error
+    return hf
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """What a config.json says, as it stands there; `UserError` where it cannot be read."""
+    try:
+        hf = json.loads(path.read_text())
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror}; [model] path must be a Hugging Face model directory"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(hf, dict):
+        raise UserError(f"{path} holds no object, but {type(hf).__name__}")
     return hf
 
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megarl.errors import UserError
+from megarl.models.hf_config import read_hf_config
 from megarl.recipe.load import Overrides, load_recipe
 from megarl.recipe.tables import Recipe
 from megarl.stages.foreign import vocabulary_size
 from megarl.stages.rows import Limits, Row, prompt_of, read_rows, response_of
 from megarl.stages.target import new_directory
-from megarl.storage.policies import copy_policy
+from megarl.storage.policies import check_weights, copy_policy
 from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir
 
@@ -67,6 +68,8 @@ def ingest(recipe_path: Path, overrides: Overrides, files: Sequence[Path], targe
 def _check_recipe(recipe: Recipe) -> None:
     if not recipe.model.path.is_dir():
         raise UserError(f"[model] path: {recipe.model.path} is not a directory")
+    read_hf_config(recipe.model.path)  # before the weights are copied
+    check_weights(recipe.model.path)
     if recipe.schedule.kind == "live":
         raise UserError('[schedule] kind = "live" generates its own rollouts: a stage is ingested into a staged run')
     if recipe.rollout.oversample > 1:

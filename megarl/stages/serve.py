@@ -22,10 +22,7 @@ from megarl.workers.preflight import check
 def serve_stage(nodes: Nodes, stage: Stage, port: int) -> None:
     """Until agents have filled ``stage``, which is then sealed. Start it again after a stop: stored groups stay."""
     run = stage.run
-    check_servable(run.recipe)
-    if nodes.count > 1:
-        raise UserError(f"agents are served by one replica on one node: start megarl serve on one of the {nodes.count}")
-    check(nodes.starter, run.recipe, nodes.count, optimizes=False)
+    check_serving(nodes, run.recipe)
     check_run(run)
     if stage.number == 0 and not stage.policy.exists():
         copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, stage.policy)
@@ -40,6 +37,14 @@ def serve_stage(nodes: Nodes, stage: Stage, port: int) -> None:
     with Progress(run.root, run.recipe):
         run_phase(nodes, stage, "serve", 1)
     print(f"sealed {stage.rollouts}")
+
+
+def check_serving(nodes: Nodes, recipe: Recipe) -> None:
+    """`UserError` for whatever would keep agents from being served, here or with this recipe at all."""
+    check_servable(recipe)
+    if nodes.count > 1:
+        raise UserError(f"agents are served by one replica on one node: start megarl serve on one of the {nodes.count}")
+    check(nodes.starter, recipe, nodes.count, optimizes=False)
 
 
 def check_servable(recipe: Recipe) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import string
+import tempfile
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,11 @@ from megarl.storage.checked_json import write_checked
 from megarl.storage.eras import EVALUATION
 from megarl.storage.files import file_sha256, make_directory
 from megarl.storage.ledger import check_seal
-from megarl.storage.policies import check_policy, read_info
+from megarl.storage.policies import check_policy, check_weights, copy_weights, is_mxfp4, read_info
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.trackers import NONE as NO_TRACKERS
-from megarl.storage.weights import combine_hashes, weight_files
+from megarl.storage.weights import weight_files
 from megarl.views.audit.rollouts import check_shard
 
 PACKED = "packed"  # of the run directory: what was packed
@@ -61,9 +62,9 @@ def unpack(
 ) -> Manifest:
     """Make the run directory ``target``; it is there whole, or not at all.
 
-    model: the base model, for a stage that was packed without weights; they must be the same to the byte. prompts: of
-    one that was packed without prompt files, found by their checksums. `UserError` in one line for whatever does not
-    agree with the manifest, the recipe or the rules of a run directory.
+    model: the base model, for a stage that was packed without weights; what a run makes of its own, bfloat16 of MXFP4,
+    must be the same to the byte. prompts: of one that was packed without prompt files, found by their checksums.
+    `UserError` in one line for whatever does not agree with the manifest, the recipe or the rules of a run directory.
     """
     target, opened = target.resolve(), Source(source)
     with new_directory(target) as temporary:
@@ -102,15 +103,17 @@ def _add_prompts(manifest: Manifest, folder: Path, given: Sequence[Path]) -> Non
 def _add_weights(manifest: Manifest, folder: Path, model: Path | None) -> None:
     if manifest.has_weights or model is None:
         return
-    files = weight_files(model)
-    found = combine_hashes({file.name: file_sha256(file) for file in files})
-    if found != manifest.weights_hash:
-        raise UserError(
-            f"--model {model} has other weights ({found[:12]}) than the policy of the stage, {manifest.model[:200]!a} "
-            f"({manifest.weights_hash[:12]!a}); its files must have the same names and bytes"
-        )
-    for file in files:
-        shutil.copyfile(file, folder / POLICY / file.name)
+    check_weights(model)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".weights-") as scratch:
+        found = copy_weights(model, Path(scratch))
+        if found != manifest.weights_hash:
+            raise UserError(
+                f"--model {model} has other weights ({found[:12]}) than the policy of the stage, "
+                f"{manifest.model[:200]!a} ({manifest.weights_hash[:12]!a}); its files must have the same names and "
+                "bytes, those of MXFP4 weights once they are bfloat16"
+            )
+        for file in weight_files(Path(scratch)):
+            os.rename(file, folder / POLICY / file.name)  # but not the index, which was packed
 
 
 def _recipe(manifest: Manifest, folder: Path, final: Path, overrides: Overrides) -> Recipe:
@@ -221,6 +224,8 @@ def _check(stage: Stage, manifest: Manifest) -> None:
             raise UserError(f"the packed policy names {min(absent)[:200]!a}, which is not part of the packed stage")
         if folder != stage.policy or list(folder.glob("*.safetensors")):
             check_policy(folder, "It was packed wrongly")
+        if is_mxfp4(folder):
+            raise UserError("the packed policy is quantised, but policies of runs are not")
         if folder == stage.policy and info.weights_hash != manifest.weights_hash:
             raise UserError("the policy of the packed stage is not the one that its manifest names")
         if info.version != (stage.first_update if folder == stage.policy else 0):

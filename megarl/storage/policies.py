@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import asdict, dataclass, field, replace
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from megarl.data.tokenizer import TOKENIZER_FILES
 from megarl.errors import UserError
-from megarl.models.hf_config import quantisation
+from megarl.models.hf_config import quantisation, read_settings
 from megarl.storage.checked_json import decode, encode
 from megarl.storage.files import atomic_directory, file_sha256
 from megarl.storage.reference_logprobs import REFERENCE_FILE
@@ -80,8 +81,15 @@ def copy_auxiliary(source: Path, target: Path) -> None:
             shutil.copyfile(file, target / file.name)
 
 
-def _copy_weights(model_dir: Path, target: Path) -> dict[str, str]:
-    """{name of a file: its sha256}."""
+def copy_weights(model_dir: Path, target: Path) -> str:
+    """Copy the weight files and their index as the policy of a first stage has them: the hash of these weights.
+
+    Weights quantised as MXFP4 become bfloat16.
+    """
+    if is_mxfp4(model_dir):
+        from megarl.storage.mxfp4 import write_bfloat16  # imports torch
+
+        return combine_hashes(write_bfloat16(model_dir, target))
     hashes = {}
     for file in weight_files(model_dir):
         shutil.copyfile(file, target / file.name)
@@ -89,20 +97,29 @@ def _copy_weights(model_dir: Path, target: Path) -> dict[str, str]:
     index = model_dir / INDEX_FILE
     if index.exists():
         shutil.copyfile(index, target / index.name)
-    return hashes
+    return combine_hashes(hashes)
 
 
-def _copy_quantised(model_dir: Path, target: Path) -> dict[str, str]:
-    """As `_copy_weights`, of a model whose weights are quantised; nothing is copied of another."""
-    config = target / CONFIG_FILE
-    settings = json.loads(config.read_text()) if config.exists() else {}
-    if quantisation(settings) != "mxfp4":  # what else there is, a family refuses
-        return {}
-    from megarl.storage.mxfp4 import write_bfloat16  # imports torch
+def check_weights(model_dir: Path) -> None:
+    """`UserError` unless all weight files are whole, and of types that megarl reads or converts; reads their headers.
 
-    del settings["quantization_config"]
-    config.write_text(json.dumps(settings, indent=2) + "\n")
-    return write_bfloat16(model_dir, target)
+    Only these tell quantised weights of which config.json says nothing.
+    """
+    from megarl.storage.tensor_files import TensorFiles  # imports torch
+
+    with TensorFiles.of_directory(model_dir) as files:
+        packed = [name for name, region in files.regions.items() if not region.dtype.is_floating_point]
+    if packed and not is_mxfp4(model_dir):
+        raise UserError(
+            f"{model_dir}: tensor {packed[0]!r} is quantised, but config.json has no quantization_config (mxfp4): take "
+            "it from the published model"
+        )
+
+
+def is_mxfp4(model_dir: Path) -> bool:
+    """Whether the weights of a model are to be converted; `read_hf_config` refuses what else is quantised."""
+    config = model_dir / CONFIG_FILE
+    return config.exists() and quantisation(read_settings(config)) == "mxfp4"
 
 
 def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int = 0) -> PolicyInfo:
@@ -116,7 +133,20 @@ def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int
             for file in sorted(Path(tokenizer_dir).iterdir()):
                 if file.is_file() and file.name.startswith(TOKENIZER_FILES):
                     shutil.copyfile(file, temporary / file.name)
-        hashes = _copy_quantised(model_dir, temporary) or _copy_weights(model_dir, temporary)
-        info = PolicyInfo(version, combine_hashes(hashes))
+        if is_mxfp4(model_dir):
+            settings = read_settings(model_dir / CONFIG_FILE)
+            del settings["quantization_config"]
+            (temporary / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
+        info = PolicyInfo(version, copy_weights(model_dir, temporary))
         write_info(temporary, info)
     return info
+
+
+def unquantised(model_dir: Path, folder: Path) -> Path:
+    """The model, or in ``folder`` what a run makes of it, if it is MXFP4; once for each ``model_dir``."""
+    if not is_mxfp4(model_dir):
+        return model_dir
+    converted = folder / hashlib.sha256(bytes(model_dir.resolve())).hexdigest()[:12]
+    if not converted.exists():
+        copy_policy(model_dir, model_dir, converted)
+    return converted

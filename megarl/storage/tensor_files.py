@@ -135,20 +135,25 @@ class TensorFiles:
             return self.regions.get(name)
         if part := _ROWS.fullmatch(name):
             return self.regions[stored].rows(int(part["first"]), int(part["end"]), int(part["rows"]))
-        whole, (_, _, inside) = self.regions[stored], name.partition(".mlp.experts.")
+        return self._of_expert(stored, name.partition(".mlp.experts.")[2])
+
+    def _of_expert(self, stored: str, inside: str) -> Region | None:
+        """The part ``inside``, as ``7.up_proj.weight``, of a fused tensor.
+
+        `UserError` for an odd number of gate and up projections: half of them would not begin where an expert does.
+        """
+        whole = self.regions[stored]
         number, kind, *weight = inside.split(".")
-        expert = int(number)
-        if expert >= whole.shape[0]:
+        expert, shape = int(number), whole.shape[1:]
+        if expert >= whole.shape[0] or not shape or (weight and len(shape) != 2):
             return None
-        if not weight:
-            shape = whole.shape[1:]
-            return whole.part(expert, (*shape[:-1], shape[-1] // 2, 2) if kind.startswith("gate_up") else shape)
-        if len(whole.shape) != 3:
-            return None
-        _, rows, columns = whole.shape
-        if kind == "down_proj":
-            return whole.part(expert, (rows, columns))
-        return whole.part(2 * expert + (kind == "up_proj"), (rows // 2, columns))
+        if kind.startswith("down_proj"):
+            return whole.part(expert, shape)
+        if (both := shape[0] if weight else shape[-1]) % 2:
+            raise UserError(f"{whole.file.name}: {stored} has {both} gate and up projections, an odd number")
+        if weight:
+            return whole.part(2 * expert + (kind == "up_proj"), (both // 2, shape[1]))
+        return whole.part(expert, (*shape[:-1], both // 2, 2))
 
 
 def _fused_name(name: str) -> str:
@@ -179,7 +184,10 @@ def _read_header(path: Path, file: FileIO) -> dict[str, Region]:
 def _region(file: FileIO, name: str, entry: dict[str, Any], data: int) -> Region:
     known = _DTYPES | (_QUANTISED if name.endswith(("_blocks", "_scales")) else {})
     if entry["dtype"] not in known:
-        raise UserError(f"{file.name}: tensor {name!r} has dtype {entry['dtype']}; megarl reads {', '.join(_DTYPES)}")
+        raise UserError(
+            f"{file.name}: tensor {name!r} has dtype {entry['dtype']}; megarl reads {', '.join(_DTYPES)}, weights that "
+            "are not quantised"
+        )
     begin, end = (int(position) for position in entry["data_offsets"])
     region = Region(file, data + begin, known[entry["dtype"]], tuple(map(int, entry["shape"])) or (1,))
     if begin < 0 or min(region.shape) < 0 or region.nbytes != end - begin:

@@ -23,8 +23,8 @@ from megarl.recipe.optimizer import check_optimizer
 from megarl.recipe.tables import ActorTable, Recipe
 from megarl.rewards.parts import check_reward
 from megarl.rollout import check_engine
+from megarl.storage.policies import check_weights
 from megarl.storage.trackers import check_trackers
-from megarl.storage.weights import weight_files
 from megarl.workers.processes import Starter
 
 
@@ -53,8 +53,8 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
             f"[model] path: {recipe.model.path} is not a local directory, and nothing is downloaded. For a model "
             f"of the Hugging Face Hub: hf download OWNER/NAME --local-dir {recipe.model.path}"
         )
-    weight_files(recipe.model.path)
     hf = read_hf_config(recipe.model.path)
+    check_weights(recipe.model.path)
     check_data(recipe, hf)
     check_reward(recipe)
     for stage in recipe.distinct_rollouts:

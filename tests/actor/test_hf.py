@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megarl.errors import UserError
 from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe
@@ -84,7 +84,6 @@ def test_weights_hash_follows_the_weights(tmp_path):
 
 
 def test_wrong_models_are_named(tmp_path):
-    from safetensors.torch import save_file
 
     with pytest.raises(UserError, match="config.json"):
         load_models(tmp_path)
@@ -99,6 +98,33 @@ def test_wrong_models_are_named(tmp_path):
         load_models(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(UserError, match="gpt2"):
+        load_models(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "shape", "words"),
+    [
+        ("gpt_oss", "gate_up_proj_bias", (4, 49), r"gate_up_proj_bias has 49 gate and up projections, an odd number"),
+        ("gpt_oss", "gate_up_proj", (4, 32, 49), r"gate_up_proj has 49 gate and up projections, an odd number"),
+        ("gpt_oss", "gate_up_proj_bias", (4,), r"no tensor .*gate_up_proj_bias"),
+        ("gpt_oss", "down_proj_bias", (4, 33), r"down_proj_bias has shape \(33,\)"),
+        ("qwen3_moe", "gate_up_proj", (4, 49, 32), r"gate_up_proj has 49 gate and up projections, an odd number"),
+        ("qwen3_moe", "down_proj", (4, 32), r"no tensor .*down_proj"),
+    ],
+)
+def test_fused_experts_of_another_shape_are_named(family, tensor, shape, words, tmp_path):
+    """A part of half an odd number would have the shape that is asked for, and lie elsewhere for each expert."""
+    make_hf_model(family).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for number in range(4):  # as one tensor, where the library has written one for each
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            tensors.pop(f"model.layers.1.mlp.experts.{number}.{name}.weight", None)
+    tensors[f"model.layers.1.mlp.experts.{tensor}"] = torch.zeros(shape)
+    if family == "qwen3_moe":
+        other, its = ("down_proj", (4, 32, 24)) if tensor == "gate_up_proj" else ("gate_up_proj", (4, 48, 32))
+        tensors[f"model.layers.1.mlp.experts.{other}"] = torch.zeros(its)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=words):
         load_models(tmp_path)
 
 
@@ -160,7 +186,6 @@ def test_transformer_engine_names(family, tmp_path):
 
 
 def test_damaged_and_foreign_weights_are_named(tmp_path):
-    from safetensors.torch import save_file
 
     make_hf_model("qwen3").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -190,7 +215,6 @@ def test_damaged_and_foreign_weights_are_named(tmp_path):
 
 def test_tied_models_that_store_their_lm_head(tmp_path):
     """The embedding counts, as in transformers; the export has both names again."""
-    from safetensors.torch import save_file
 
     from megarl.actor.hf import export_hf
 

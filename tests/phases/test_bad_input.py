@@ -11,6 +11,8 @@ import sys
 from collections import deque
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from megarl import cli
 from megarl.workers import processes
@@ -169,6 +171,65 @@ def test_a_model_that_would_be_computed_wrongly(fails, recipe, tiny_model, tmp_p
     for text, words in {"[]": ["no object"], "[" * 100_000: ["JSON", "recursion"]}.items():
         (model / "config.json").write_text(text)
         fails(*command, words=["config.json", *words])
+
+
+def fp8(tensors, name):
+    tensors[f"{name}.weight_scale_inv"] = torch.ones(1, 1)
+    tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
+
+
+def gptq(tensors, name):
+    outputs, inputs = tensors.pop(f"{name}.weight").shape
+    tensors[f"{name}.qweight"] = torch.zeros(inputs // 8, outputs, dtype=torch.int32)
+    tensors[f"{name}.scales"] = torch.ones(1, outputs, dtype=torch.float16)
+
+
+def bitsandbytes(tensors, name):
+    count = tensors[f"{name}.weight"].numel()
+    tensors[f"{name}.weight"] = torch.zeros(count // 2, 1, dtype=torch.uint8)
+    tensors[f"{name}.weight.absmax"] = torch.ones(count // 64)
+
+
+def mxfp4(tensors, name):
+    outputs, inputs = tensors.pop(f"{name}.weight").shape
+    tensors[f"{name}_blocks"] = torch.zeros(1, outputs, inputs // 32, 16, dtype=torch.uint8)
+    tensors[f"{name}_scales"] = torch.zeros(1, outputs, inputs // 32, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("declared", "quantise", "words"),
+    [
+        ("fp8", fp8, ["config.json", "quantization_config (fp8)", "convert them to bfloat16"]),
+        ("what comes next", None, ["config.json", "quantization_config (what comes next)"]),
+        ("mxfp4", mxfp4, ["config.json", "quantization_config (mxfp4)"]),  # which gpt-oss alone has
+        (None, fp8, ["model.safetensors", "q_proj.weight' has dtype F8_E4M3", "not quantised"]),
+        (None, gptq, ["model.safetensors", "q_proj.qweight' has dtype I32", "not quantised"]),
+        (None, bitsandbytes, ["model.safetensors", "q_proj.weight' has dtype U8", "not quantised"]),
+        (None, mxfp4, ["q_proj_blocks' is quantised", "config.json has no quantization_config (mxfp4)"]),
+    ],
+)
+def test_quantised_weights_are_refused_before_anything_is_made(
+    declared, quantise, words, fails, recipe, tiny_model, tmp_path
+):
+    """By every command that takes a model, whether its config.json says so or its weights alone."""
+    model, rows = shutil.copytree(tiny_model, tmp_path / "model"), tmp_path / "rows.jsonl"
+    rows.write_text("")
+    config, weights = model / "config.json", model / "model.safetensors"
+    if declared:
+        table = {"quantization_config": {"quant_method": declared}}
+        config.write_text(json.dumps(json.loads(config.read_text()) | table))
+    if quantise:
+        tensors = load_file(weights)
+        quantise(tensors, "model.layers.0.self_attn.q_proj")
+        save_file(tensors, weights)
+    run, setting = ["--run-dir", tmp_path / "run"], ["--set", f"model.path={model}"]
+    chat = ["--recipe", recipe, "--set", "data.template=chat"]
+    fails("train", recipe, *run, *setting, words=words)
+    fails("eval", model, "--recipe", recipe, "--output", tmp_path / "run", words=words)
+    fails("serve", tmp_path / "run", "--stage", 0, *chat, *setting, words=words)
+    fails("doctor", "--recipe", recipe, "--scratch", tmp_path / "run", *setting, words=words)
+    fails("stage", "ingest", recipe, rows, *run, *setting, words=words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rows.jsonl"]
 
 
 def test_another_objective_leaves_the_fields_of_the_first(recipe):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.storage.policies import read_info
 from tests.actor.conftest import make_hf_model
 from tests.helpers import five_letters, megarl, read_lines, write_guessing_model, write_recipe
 from tests.storage.quantised import quantise
@@ -34,6 +35,21 @@ def test_engine_and_actor_agree_on_the_converted_weights(run):
     assert first["ratio/q100"] == pytest.approx(1, abs=1e-4)
     assert second["stage"] == 1 and second["ratio/q100"] == pytest.approx(1, abs=0.05)
     assert len(updates) == 12 and any(update["grad_norm"] > 0 for update in updates)
+
+
+def test_the_published_model_is_evaluated_as_a_run_would(run, tmp_path):
+    """The same answers as by the run's first policy; they are found when asked for again, and so is that."""
+    answers = []
+    for model, output in ((run.parent / "model", "a"), (run.parent / "model", "a"), (run / "stages/000/policy", "b")):
+        more = ("--recipe", run.parent / "recipe.toml", "--output", tmp_path / output, "--json")
+        told = megarl("eval", model, *more, "--set", "model.path=/not/looked/at")
+        assert told.returncode == 0, told.stderr
+        assert json.loads(told.stdout)[0]["policy"] == str(model)
+        shards = sorted((tmp_path / output / "evaluations").rglob("*.arrow"))
+        answers.append([path.read_bytes() for path in shards])
+    assert answers[0] == answers[1] == answers[2] and answers[0]
+    (converted,) = (tmp_path / "a/policies").iterdir()
+    assert read_info(converted).weights_hash == read_info(run / "stages/000/policy").weights_hash
 
 
 def test_policies_are_bfloat16_in_the_layout_of_the_base(run):

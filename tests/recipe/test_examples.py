@@ -304,7 +304,7 @@ def test_every_recipe_has_a_row_or_a_line():
     text = (EXAMPLES / "README.md").read_text()
     for path in sorted(EXAMPLES.glob("*_*/*.toml")):
         planned = (
-            path.parent.name in ("deepseek_v3", "glm_4_5_air", "qwen3_next_80b_a3b")
+            path.parent.name in ("deepseek_v3", "glm_4_5_air", "gpt_oss_20b", "gpt_oss_120b", "qwen3_next_80b_a3b")
             and f"`{path.relative_to(EXAMPLES)}`" in text
         )
         named = path.parent.name == "qwen3_30b_a3b" and f"`{path.name}`" in text

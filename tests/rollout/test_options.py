@@ -100,6 +100,24 @@ def test_layers_with_a_state_are_refused_on_a_cpu(tmp_path):
         check_engine(recipe, 0, hf)
 
 
+@pytest.mark.sglang
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gpt_oss", "attention with sinks"),
+        ("qwen2_moe", "shared expert with a gate"),
+        ("qwen3_next", "shared expert with a gate"),
+        ("qwen3_5_moe", "shared expert with a gate"),
+    ],
+)
+def test_layers_that_sglang_has_on_gpus_alone_are_refused_on_a_cpu(tmp_path, family, words):
+    hf = read_settings(tmp_path, family)
+    tables = {"model": {"path": str(tmp_path)}}
+    check_engine(stage_recipe("sglang", **tables, actor={"backend": "cuda", "kernels": "torch"}), 0, hf)
+    with pytest.raises(UserError, match=f"engine = 'sglang' on a CPU has no {words}; use 'builtin'"):
+        check_engine(stage_recipe("sglang", **tables), 0, hf)
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("changes", "words"),

@@ -180,13 +180,16 @@ def policy_that_names(files):
     return attack
 
 
-def no_vocabulary(copy, tmp_path):
-    path = copy / "policy/config.json"
-    config = json.loads(path.read_text()) | {"vocab_size": "many"}
-    path.unlink()
-    path.write_text(json.dumps(config))
-    agree(copy)
-    return copy
+def policy_with(**settings):
+    def attack(copy, tmp_path):
+        path = copy / "policy/config.json"
+        config = json.loads(path.read_text()) | settings
+        path.unlink()
+        path.write_text(json.dumps(config))
+        agree(copy)
+        return copy
+
+    return attack
 
 
 def outside(entry, folder):
@@ -315,7 +318,8 @@ ATTACKS = {
     "a device of the policy": (policy_that_names({"/dev/zero": "0" * 64}), "does not name the files beside it"),
     "a file of the policy that is not packed": (policy_that_names({"a.txt": "0" * 64}), "not part of the packed stage"),
     "files of the policy as a list": (policy_that_names(["a.txt"]), "does not name the files beside it"),
-    "no vocabulary": (no_vocabulary, "vocab_size is 'many'"),
+    "no vocabulary": (policy_with(vocab_size="many"), "vocab_size is 'many'"),
+    "a quantised policy": (policy_with(quantization_config={"quant_method": "mxfp4"}), "policies of runs are not"),
     "parts of a reward": (recipe_with("reward", parts=[1]), "is no recipe"),
     "a function of Python": (recipe_with("megatron", fp8_quantizer_factory="os.system"), "could name code"),
     "a directory": (recipe_with("megatron_optimizer", config_logger_dir="x"), "could name code"),

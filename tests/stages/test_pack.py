@@ -7,9 +7,10 @@ import tomllib
 
 import pytest
 import tomli_w
+from safetensors.torch import load_file, save_file
 
 from megarl.errors import UserError
-from megarl.recipe.load import read_tables
+from megarl.recipe.load import load_recipe, read_tables
 from megarl.stages.pack import pack
 from megarl.stages.packed import Source
 from megarl.stages.unpack import unpack
@@ -18,9 +19,11 @@ from megarl.storage.policies import check_policy
 from megarl.storage.run_dir import RunDir
 from megarl.storage.weights import INDEX_FILE, weight_files
 from megarl.views.audit import audit
+from tests.actor.conftest import make_hf_model
 from tests.helpers import megarl, read_lines
 from tests.stages.hostile import ATTACKS, recipe_with
 from tests.stages.made_up import agree, fill, make_run, sha, sums
+from tests.storage.quantised import quantise
 
 LICENCE = "cc-by-4.0"
 
@@ -107,6 +110,48 @@ def test_other_weights_are_refused(packed, tiny_model, tmp_path):
     with pytest.raises(UserError, match="other weights"):
         unpack(packed, tmp_path / "b", tiny_model, [])
     assert not (tmp_path / "b").exists()
+
+
+@pytest.fixture(scope="module")
+def quantised(recipe, tmp_path_factory):
+    """A run of a gpt-oss as it is published, its experts MXFP4, and its first stage packed without weights."""
+    folder = tmp_path_factory.mktemp("quantised")
+    shutil.copytree(load_recipe(recipe).model.path, folder / "model")
+    make_hf_model("gpt_oss", vocab_size=29, hidden_size=64, intermediate_size=64).save_pretrained(folder / "model")
+    quantise(folder / "model", files=2)
+    run = make_run(recipe, folder / "run", f"model.path={folder / 'model'}")
+    pack(run.root, 0, folder / "packed", LICENCE, weights=False, prompts=True)
+    return folder
+
+
+def test_published_weights_are_those_that_a_run_makes_of_them(quantised, tmp_path):
+    """Converted weights fit too, and whoever wrote their index has no say in the packed one."""
+    converted = shutil.copytree(quantised / "run/stages/000/policy", tmp_path / "converted")
+    (converted / INDEX_FILE).write_text(json.dumps(json.loads((converted / INDEX_FILE).read_text())))
+    for model in (quantised / "model", converted):
+        run = tmp_path / f"of {model.name}"
+        unpack(quantised / "packed", run, model, [])
+        policy = run / "stages/000/policy"
+        check_policy(policy, "")
+        assert {file.name: sha(file) for file in weight_files(policy)} == {
+            file.name: sha(file) for file in weight_files(converted)
+        }
+        assert not list((run / "packed").glob(".*"))
+
+
+def test_other_published_weights_are_refused(quantised, tmp_path):
+    """Of the same names, sizes and types: one block differs."""
+    other = shutil.copytree(quantised / "model", tmp_path / "other")
+    for file in weight_files(other):
+        tensors = load_file(file)
+        for tensor in (
+            tensor for name, tensor in tensors.items() if name.endswith("layers.1.mlp.experts.down_proj_blocks")
+        ):
+            tensor.view(-1)[-1] ^= 1
+        save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="other weights"):
+        unpack(quantised / "packed", tmp_path / "b", other, [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
 
 
 def test_without_weights_it_can_be_read(packed, tmp_path):

@@ -31,6 +31,7 @@ CASES = {  # recipe, nodes of 8, changes
     "tied embeddings": ("qwen3_1_7b/mu_grpo.toml", 1, ["actor.pipeline_parallel=2"]),
     "layers with a state": ("qwen3_next_80b_a3b/mu_grpo.toml", 4, []),
     "shared experts, dense layers": ("glm_4_5_air/mu_grpo.toml", 4, []),
+    "biases and sinks": ("gpt_oss_20b/mu_grpo.toml", 1, []),
     "latent attention, unequal stages": ("deepseek_v3/mu_grpo.toml", 32, []),
 }
 

@@ -18,6 +18,8 @@ from megarl.views.plan import Plan
 from tests.views.moe import EXAMPLES, MOE, staged
 
 RECIPES = sorted(EXAMPLES.glob("*_*/*.toml"))
+GPT_OSS_ATTENTION = 2 * 2880 * 4096 + 2 * 2880 * 512 + 4096 + 2 * 512 + 2880 + 64
+GPT_OSS_EXPERT = 2880 * 5760 + 5760 + 2880 * 2880 + 2880 + 2880 + 1  # and its row of the router
 PUBLISHED = {  # parameters of the models' safetensors files
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_1_7b": 1_720_574_976,
@@ -52,6 +54,9 @@ PUBLISHED = {  # parameters of the models' safetensors files
     + 3 * 3 * 7168 * 18_432
     + 58 * (257 * 3 * 7168 * 2048 + 256 * 7168)
     + 7168,
+    # likewise: attention with biases and sinks, 32 or 128 experts and their router with biases, two norms in each layer
+    "gpt_oss_20b": 2 * 201_088 * 2880 + 24 * (GPT_OSS_ATTENTION + 32 * GPT_OSS_EXPERT + 2 * 2880) + 2880,
+    "gpt_oss_120b": 2 * 201_088 * 2880 + 36 * (GPT_OSS_ATTENTION + 128 * GPT_OSS_EXPERT + 2 * 2880) + 2880,
 }
 
 

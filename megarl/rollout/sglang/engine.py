@@ -22,7 +22,10 @@ import numpy as np
 from megarl.beats import beat
 from megarl.data.tokenizer import end_of_sequence
 from megarl.errors import UserError
+from megarl.models import family_of
+from megarl.models.feed_forward import MixtureOfExperts
 from megarl.models.hf_config import read_hf_config
+from megarl.models.sink_attention import SinkAttention
 from megarl.recipe.tables import Recipe
 from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, checked_experts, out_of_memory
 from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, check_request, response_seed, section
@@ -57,7 +60,10 @@ class SglangSettings(Settings):
 
 
 def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
-    """`UserError` if the interpreter for SGLang has none, or for temperatures or GPUs that SGLang does not serve."""
+    """`UserError` if the interpreter for SGLang has none, or for what SGLang does not serve.
+
+    That are temperatures, GPUs, and on a CPU some kinds of layers.
+    """
     python = recipe.rollout.sglang_python or Path(sys.executable)
     try:
         found = installed_version(python) is not None
@@ -71,7 +77,22 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
     check_table(recipe, stage, TEMPERATURES)
     settings = SglangSettings.of(recipe, stage, python=python)
     own = server_arguments(recipe.model.path, 0, settings) + as_arguments(dict.fromkeys(OWN, 0))
+    if recipe.actor.backend == "cpu" and (layers := _absent_on_cpus(hf)):
+        raise UserError(f"{section(recipe, stage)} engine = 'sglang' on a CPU has no {layers}; use 'builtin'")
     check_options("sglang", settings.options, own, python, _PARSER, server_environment(python, {}))
+
+
+def _absent_on_cpus(hf: dict[str, Any]) -> str | None:
+    """The layers of the model that SGLang 0.5.23 has in kernels for GPUs alone, or for CPUs with AMX units."""
+    family = family_of(hf)
+    if isinstance(family.attention, SinkAttention):  # refused by its `model_hook.py`
+        return "attention with sinks"
+    feed_forward = family.feed_forward
+    if (
+        isinstance(feed_forward, MixtureOfExperts) and feed_forward.shared_gate is not None
+    ):  # Triton's, in its `qwen2_moe.py`, of the later families too
+        return "shared expert with a gate"
+    return None
 
 
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:

@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 
 # before SGLang reads it: importing the two hundred other models takes longer than all else
-MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+MODELS = ("deepseek_v2", "glm4_moe", "llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 everything = [
     module.name for module in pkgutil.iter_modules([f"{find_spec('sglang').submodule_search_locations[0]}/srt/models"])
 ]
