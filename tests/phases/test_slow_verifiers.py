@@ -1,42 +1,65 @@
 """Rewards that take longer than the responses: what is scored is stored meanwhile, and a stop waits for no verifier."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
-from tests.helpers import megarl, read_lines, start_megarl, wait_for
+from megarl.beats import read_beat
+from megarl.data.prompts import open_prompts
+from megarl.recipe.load import load_recipe
+from tests.helpers import megarl, processes_of, read_lines, start_megarl, wait_for
 
 pytestmark = pytest.mark.crash
 
-SLOW = """
-import os, time
+GROUPS = 16
+SCORE = """
+import time
+from pathlib import Path
+HERE = Path({here!r})
+WAITS = {waits!r}  # of each prompt: a file without which its responses are not scored
 def score(prompt, response, row):
-    with open({log!r}, "a") as log:
-        log.write(f"{{prompt}} {{response!r}}\\n")
-    while not os.path.exists({go!r}) and sum(1 for _ in open({log!r})) > {quick}:
+    time.sleep(0.02)  # so that a score is sent as soon as it is known
+    while not (HERE / WAITS[prompt]).exists():
         time.sleep(0.02)
     return float(len(response) % 2)
 """
 
 
-@pytest.mark.parametrize("phase", ["rollout", "evaluate"])
-def test_what_is_scored_is_stored_and_a_stop_waits_for_nothing(recipe, tmp_path, phase):
-    run, score, go = tmp_path / "run", tmp_path / "score.py", tmp_path / "go"
-    score.write_text(SLOW.format(log=str(tmp_path / "scored"), go=str(go), quick=18))
+def test_what_is_scored_is_stored_and_a_stop_waits_for_nothing(recipe, tmp_path):
+    run, score = tmp_path / "run", tmp_path / "score.py"
     settings = [
-        *("rollout.groups_per_chunk=1", "schedule.stages=1", "schedule.updates_per_stage=4"),
+        *("rollout.groups_per_chunk=1", "schedule.stages=1", "schedule.updates_per_stage=4", "eval.every=0"),
         *("reward.kind=python", f"reward.path={score}:score", "reward.require_stop=false"),
-        *(("eval.every=0",) if phase == "rollout" else ("eval.every=1", "eval.prompts=24", "eval.samples=2")),
     ]
+    score.write_text("def score(prompt, response, row): ...")
+    plain = load_recipe(recipe, settings)
+    assert plain.groups_per_stage == GROUPS
+    prompts = open_prompts(plain, plain.model.path)[1]
+    texts = [prompts.train(group).text for group in range(GROUPS)]
+    names = ["first"] * 4 + ["second"] * 4 + ["rest"] * (GROUPS - 8)
+    score.write_text(SCORE.format(here=str(tmp_path), waits=dict(zip(texts, names, strict=True))))
+
+    def stored():
+        return len(list((run / "stages/000/rollouts").glob("*.arrow")))
+
+    def scores():
+        open_files = [file.path for process in processes_of(command.pid, "rollout") for file in process.open_files()]
+        signs = [read_beat(Path(path)) for path in open_files if path.endswith(".beats")]
+        return any(sign is not None and sign.kind == "scoring" for sign in signs)
+
     arguments = ["train", recipe, "--run-dir", run, *(part for one in settings for part in ("--set", one))]
     command = start_megarl(*arguments)
-    store = run / ("stages/000/rollouts" if phase == "rollout" else "evaluations/000000/heldout")
-    wait_for(command, lambda: list(store.glob("*.arrow")))
+    wait_for(command, scores)  # nothing is left to generate
+    assert stored() == 0
+    (tmp_path / "first").touch()
+    wait_for(command, lambda: stored() == 4)
+    (tmp_path / "second").touch()
+    wait_for(command, lambda: stored() == 8)
     command.send_signal(signal.SIGTERM)
-    assert command.wait(25) == 130, command.stderr  # the limit of those that do not end by themselves is 30
-    assert list(store.glob("*.arrow"))
-    go.touch()
+    assert command.wait(25) == 130, command.stderr  # those that do not end by themselves are ended after 30 seconds
+    (tmp_path / "rest").touch()
     result = megarl(*arguments)
     assert result.returncode == 0, result.stderr
-    (resumed,) = [one for one in read_lines(run / "events.jsonl") if one["event"] == "resume" and one["phase"] == phase]
-    assert 0 < resumed["skipped"] < resumed["total"]
+    (resumed,) = [one for one in read_lines(run / "events.jsonl") if one["event"] == "resume"]
+    assert (resumed["skipped"], resumed["total"]) == (8, GROUPS)
