@@ -3,14 +3,17 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 KERNELS := CMakeLists.txt $(shell find csrc -type f)
-.PHONY: quickstart test test-crashes test-rehearsal test-engines test-cluster test-megatron-next test-trackers test-triton faults kills gpu lint bench launch sglang
+.PHONY: quickstart test test-layouts test-crashes test-rehearsal test-engines test-cluster test-megatron-next test-trackers test-triton faults kills gpu lint bench launch sglang
 
 quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
 
 test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path
 	$(RUN) -m pytest -q -n 4 --dist worksteal --durations=15 --ignore=tests/slurm --ignore=tests/rehearsal \
-	    --ignore=tests/gpu -m "not vllm and not sglang and not crash"
+	    --ignore=tests/gpu -m "not vllm and not sglang and not crash and not layouts"
+
+test-layouts: .venv/.stamp
+	$(RUN) -m pytest -q -n 2 --dist worksteal --durations=10 -m layouts
 
 test-crashes: .venv/.stamp  # most of the time is waiting
 	$(RUN) -m pytest -q -n 4 --dist worksteal --durations=10 -m crash

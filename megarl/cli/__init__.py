@@ -102,8 +102,9 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
 
         node = find_node_rank(os.environ)
         if node.rank == 0:  # before the imports of torch and Megatron, which take seconds
-            new = not (options.run_dir / "recipe.toml").exists()
-            print(f"megarl {__version__}: {'starting' if new else 'continuing'} {options.run_dir}", flush=True)
+            run_dir = vars(options).get("output") or options.run_dir  # a branch is written there alone
+            new = not (run_dir / "recipe.toml").exists()
+            print(f"megarl {__version__}: {'starting' if new else 'continuing'} {run_dir}", flush=True)
         with contextlib.closing(Starter()) as starter:
             starter.warm_up()  # it imports while this process reads the recipe; it dies with it
             if "continue_from" in options:
@@ -325,7 +326,7 @@ def _add_phases(commands: Commands) -> None:
 
 
 def _add_evaluation(commands: Commands) -> None:
-    sub = _command(commands, "eval", _evaluate, "avg@k, pass@k and maj@k with 95%% intervals")
+    sub = _command(commands, "eval", _evaluate, "avg@k, pass@k and maj@k with their intervals")
     sub.add_argument("model_or_run", type=Path)
     sub.add_argument("--recipe", type=Path, help="data and reward settings, when the model is not part of a run")
     sub.add_argument(

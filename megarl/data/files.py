@@ -140,7 +140,8 @@ def _at(row: dict[str, Any], path: str, where: str) -> Any:
 def _item_of_row(row: Any, where: str) -> Item:
     if "prompt" not in row or not {"answer", "tests"} & row.keys():
         missing = "answer" if "prompt" in row else "prompt"
-        raise UserError(f"{where}: no column {missing!r}; it has {', '.join(row) or 'none'}")
+        programs = " (or 'tests', where programs are judged)" if missing == "answer" else ""
+        raise UserError(f"{where}: no column {missing!r}{programs}; it has {', '.join(row) or 'none'}")
     prompt, answer = row["prompt"], row.get("answer")
     chat = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
     if not prompt or not (chat or isinstance(prompt, str)):
@@ -150,6 +151,8 @@ def _item_of_row(row: Any, where: str) -> Item:
     number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
     given = number or (isinstance(answer, str) and answer.strip())
     if not given and (answer is not None or not row.get("tests")):  # which are all that a program is judged by
+        if answer is None and "tests" in row:
+            raise UserError(f"{where}: tests must not be empty where there is no answer, got {row['tests']!r:.60}")
         raise UserError(f"{where}: answer must be a text or a finite number, got {answer!r:.60}")
     try:
         json.dumps(row, ensure_ascii=False, default=str).encode()

@@ -119,5 +119,8 @@ def check_rows(recipe: Recipe, read: Callable[[Prompt], object]) -> None:
 def right_answer(prompt: Prompt) -> str:
     """The answer to compare with; `UserError` where a generator names none, because only its own scorer can judge."""
     if not prompt.answer:
-        raise UserError(f'prompt {prompt.text[:60]!r} names no answer; use reward.kind = "reasoning_gym"')
+        raise UserError(
+            f'prompt {prompt.text[:60]!r} names no answer; use reward.kind = "reasoning_gym" for a generator\'s, and '
+            '"code" or "python" for a file of other rows'
+        )
     return prompt.answer

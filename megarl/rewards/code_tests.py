@@ -62,7 +62,10 @@ def read_tests(prompt: Prompt, language: str) -> Tests:
             f"with assert statements; got {found!r:.60}"
         )
     if language != "python":
-        raise UserError(f"assert statements test Python, but this row's language is {language!r}")
+        raise UserError(
+            f"this row's language is {language!r}, which pairs of input and output test; assert statements and fn_name "
+            f"are for Python; got {found!r:.60}"
+        )
     return Tests(language, assertions=_assertions(found, row))
 
 

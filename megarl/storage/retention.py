@@ -102,7 +102,7 @@ def _instead(stage: Stage) -> str:
     updates = before.run.recipe.schedule.updates_per_stage
     if updates in dict(checkpoints(before.checkpoints)):
         command = f"megarl export {run.root} --stage {before.number} --update {updates} --output DIR"
-        return f"a checkpoint is left of which `{command}` makes it again"
+        return f"a checkpoint is left of which `{command}` makes it again; DIR = {stage.policy} puts it back"
     nearest = min(_left(run), key=lambda one: abs(one[0] - stage.first_update))
     return f"the nearest that is left is {nearest[1]}, after update {nearest[0]} instead of {stage.first_update}"
 

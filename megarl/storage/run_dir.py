@@ -69,10 +69,10 @@ class RunDir:
                 free_result(cls(root, before).final, cls(root, recipe).stage(before.schedule.stages).policy)
             if changed and (kept := remember(root, before, next_stage.number)):
                 write_atomic(*kept)
-            if everything:
-                write_atomic(path, dump(recipe))
+            if everything:  # the event first: after a kill in between it is told twice, and not never
                 since = {"stage": next_stage.number} if changed else {}
                 cls(root, recipe).log_event("recipe_changed", settings=everything, **since)
+                write_atomic(path, dump(recipe))
             cls(root, recipe).check_links()
         else:
             _make_root(root)

@@ -10,6 +10,8 @@ from tests.actor.family_ranks import CONTINUED, EVERY, FAMILIES, worker
 from tests.actor.layout_ranks import seal_rollouts
 from tests.actor.ranks import once, run_ranks
 
+pytestmark = pytest.mark.layouts
+
 BIAS = "e_score_correction_bias"
 
 

@@ -13,6 +13,8 @@ from tests.actor import hf_worker
 from tests.actor.conftest import FAMILIES, LLAMA3_ROPE, SHAPE, auto_model, config_settings
 from tests.actor.ranks import once, run_ranks
 
+pytestmark = pytest.mark.layouts
+
 SHAPES = SHAPE | {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 24}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
 LARGE = {"vocab_size": 20_001, "hidden_size": 512, "num_experts": 8, "moe_intermediate_size": 512, "head_dim": 64}

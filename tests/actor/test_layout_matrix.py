@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM
 from tests.actor.layout_ranks import CASES, LAYOUTS, resume_worker, updates_of, worker
 from tests.actor.ranks import once, run_ranks
 
+pytestmark = pytest.mark.layouts
+
 
 @pytest.fixture(scope="module")
 def results(model_and_rollouts, tmp_path_factory):

@@ -8,6 +8,8 @@ from tests.actor.layout_ranks import seal_rollouts
 from tests.actor.lora_ranks import CASES, CHANGES, EVERY, FAMILY, worker
 from tests.actor.ranks import once, run_ranks
 
+pytestmark = pytest.mark.layouts
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):

@@ -84,7 +84,8 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
     ("name", "content", "message"),
     [
         ("p.jsonl", b"", "holds no prompts"),
-        ("p.jsonl", GOOD + b'{"prompt": "3"}\n', r"p.jsonl, line 2: no column 'answer'; it has prompt"),
+        ("p.jsonl", GOOD + b'{"prompt": "3"}\n', r"line 2: no column 'answer' \(or 'tests', .*\); it has prompt"),
+        ("p.jsonl", GOOD + b'{"prompt": "3", "tests": []}\n', r"line 2: tests must not be empty .*, got \[\]"),
         ("p.jsonl", GOOD + b"\n" + b'{"prompt": "3", "ans', r"p.jsonl, line 3 is not JSON"),
         ("p.jsonl", GOOD + b"\xff\xfe\n", r"p.jsonl, line 2 is not JSON"),
         ("p.jsonl", b"[1, 2]\n", "line 1: expected an object with prompt and answer, got list"),

@@ -18,6 +18,8 @@ from megarl.batch import ContextShard, TokenBatch
 from megarl.objectives import OBJECTIVES, Objective, build_objective, denominator, token_weights
 from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
 
+pytestmark = pytest.mark.layouts
+
 FEATURES, VOCABULARY, LONGEST = 6, 9, 40
 LAYOUTS = {1: [(1, 1)], 2: [(2, 1), (1, 2)], 4: [(4, 1), (2, 2), (1, 4)]}  # (data parallel, context parallel)
 REFERENCE = "reference"

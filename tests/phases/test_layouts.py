@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from tests.helpers import megarl
 
+pytestmark = pytest.mark.layouts
+
 
 @pytest.fixture(scope="module")
 def sealed(recipe, tmp_path_factory):

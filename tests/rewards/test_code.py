@@ -116,7 +116,7 @@ def test_tests_that_no_program_can_pass_are_a_mistake():
         ({"tests": "assert f( == 1"}, "no Python"),
         ({"tests": "f(1)"}, "no assert statement"),
         ({"tests": "import numpy\nassert f(1) == 1"}, "import 'numpy', but"),
-        ({"tests": "assert f(1) == 1", "language": "cpp"}, "assert statements test Python"),
+        ({"tests": "assert f(1) == 1", "language": "cpp"}, "assert statements and fn_name are for Python"),
         ({"tests": "assert f(1) == 1", "language": "cobol"}, "'cobol' is not supported; known are python"),
     ],
 )
