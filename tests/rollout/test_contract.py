@@ -246,7 +246,8 @@ def test_the_time_of_a_queued_response_counts_from_its_first_token(engine, monke
 
     monkeypatch.setattr(engine, "_step", watched)
     prompts = PROMPTS[:4]
-    assert len(generate(engine, prompts, sampling(prompts, tokens=12))) == 12
+    asked = sampling(prompts, tokens=12, timeout=100.0)
+    assert len(generate(engine, prompts, asked)) == 12
     assert sum(begun[0]) <= TOGETHER < len(begun[0]) == 12
     assert any(running and all(running) for running in begun)
 
