@@ -13,7 +13,7 @@ test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm, on the CPU'
 	    --ignore=tests/gpu -m "not vllm and not sglang and not crash and not layouts"
 
 test-layouts: .venv/.stamp
-	$(RUN) -m pytest -q -n 2 --dist worksteal --durations=10 -m layouts
+	$(RUN) -m pytest -q -n 2 --dist worksteal --durations=10 -m layouts tests/actor tests/distributed tests/phases
 
 test-crashes: .venv/.stamp  # most of the time is waiting
 	$(RUN) -m pytest -q -n 4 --dist worksteal --durations=10 -m crash
