@@ -6,7 +6,8 @@ tests/distributed."""
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from megarl.kernels.token_pass.compiled import token_pass_compiled
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES, build_objective
 from megarl.objectives.parts.fused import constants
+from tests.helpers import ROOT
 
 
 def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
@@ -54,7 +56,7 @@ def test_tiles_and_blocks_have_no_borders(name: str) -> None:
 
 
 def digest(threads: int) -> str:
-    """Of everything that every objective computes, with so many threads of OpenMP. For a process of its own."""
+    """Of everything that every objective computes, with so many threads of OpenMP."""
     openmp = library.load_library("cpu")
     openmp.omp_set_num_threads(threads)
     assert openmp.omp_get_max_threads() == threads
@@ -73,8 +75,12 @@ def digest(threads: int) -> str:
 
 
 def test_every_number_of_threads_gives_the_same_bytes() -> None:
-    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
-        assert len(set(pool.map(digest, (1, 2, 3, 7), chunksize=1))) == 1
+    """In a new process: no fork survives threads of OpenMP, neither theirs in it nor its own in a later fork."""
+    code = "from tests.kernels.test_token_pass import digest; print(*map(digest, (1, 2, 3, 7)))"
+    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    digests = fresh.stdout.split()
+    assert len(digests) == 4
+    assert len(set(digests)) == 1
 
 
 def as_tokens(batch: TokenBatch) -> Tokens:
