@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
 from megarl.storage.requests import read_answer, write_request
 from megarl.storage.run_dir import RunDir, Stage
+from megarl.views.progress import Progress
 from megarl.workers.launcher import run_phase
 from megarl.workers.node_rank import NodeRank
 from megarl.workers.nodes import Nodes
@@ -53,7 +55,8 @@ def ask(stage: Stage, phase: str, **request: Any) -> list[dict[str, Any]]:
         scratch = _linked(stage, Path(folder) / "run")
         check(nodes.starter, scratch.run.recipe)
         write_request(scratch.run.root, **request)
-        run_phase(nodes, scratch, phase, 1)
+        with Progress(scratch.run.root, scratch.run.recipe, sys.stderr):
+            run_phase(nodes, scratch, phase, 1)
         return read_answer(scratch.run.root)
 
 

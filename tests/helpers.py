@@ -97,9 +97,11 @@ def children():
 
 def processes_of(pid, phase):
     """Processes of a phase that a `megarl` started, warm or cold."""
-    found = []
-    for process in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # it has ended
+    found, below = [], []
+    with contextlib.suppress(psutil.Error):  # it has ended
+        below = psutil.Process(pid).children(recursive=True)
+    for process in below:
+        with contextlib.suppress(psutil.Error):
             cold = {"megarl.phases", phase} <= set(process.cmdline()) and process.name() != "verifier"
             if process.name().startswith(f"{phase}:") or cold:
                 found.append(process)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megarl.storage.run_dir import Stage
 
 PHASES = ("rehearse", "rollout", "optimize", "live", "evaluate", "what_if", "export", "serve", "rescore")
+NOTHING_TO_SAVE = ("evaluate", "what_if", "export")  # phases that a signal may end at once
 ERROR_FILE = "MEGARL_ERROR_FILE"  # environment variable: where a process writes what went wrong
 
 
@@ -27,7 +28,7 @@ def run_process(phase: str, run_dir: Path, stage: int) -> int:
     """Run a phase in this process; returns its exit code."""
     beat("imports", "")
     faulthandler.register(signal.SIGUSR1, file=2)  # the log: where this process stands, without a wait for Python
-    if phase != "evaluate":  # which has nothing to save
+    if phase not in NOTHING_TO_SAVE:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until `StopRequest`, through the imports
     return report_errors(lambda: _run(phase, run_dir, stage))
 

@@ -45,7 +45,13 @@ def what_if(stage: Stage) -> None:
     actor.frozen = frozen_policies(build_objective(recipe.objective.name, {}), stage)
     given = request["fresh"] and RolloutStore(Path(request["fresh"]))
     comparison = Comparison(stage, actor, RolloutStore(stage.rollouts), objectives_of(stage), given)
-    found = [record for updates in request["updates"] for record in comparison.measure(updates, request["batches"])]
+    total = len(request["updates"]) * len(request["batches"])
+    found: list[dict[str, Any]] = []
+    for updates in request["updates"]:
+        for records in comparison.measure(updates, request["batches"]):
+            found += records
+            done = len({(record["update"], record["batch"]) for record in found})
+            stage.log_event("what_if_progress", done=done, total=total)
     comparison.close()
     write_answer(stage.run.root, found)
 
@@ -78,8 +84,9 @@ class Comparison:
     given: RolloutStore | None = None  # responses of the one policy that is measured
     _worker: RolloutWorker | None = None
 
-    def measure(self, updates: int, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """The policy after so many ``updates`` of the stage, on the stored batches of those numbers.
+    def measure(self, updates: int, batches: Sequence[int]) -> Iterator[list[dict[str, Any]]]:
+        """The records of each batch: the policy after so many ``updates`` of the stage, on the stored batches of those
+        numbers.
 
         Fresh is GRPO's gradient on new responses of the policy to the same prompts, or on the given ones, those of all
         batches together: of one batch it would be mostly noise. The fresh gradient of a batch is compared with that of
@@ -95,11 +102,12 @@ class Comparison:
             beat("what if", f"the policy after update {updates}, batch {batch}")
             place = {"update": updates, "batch": batch}
             own, _ = self.gradient(new, grpo)
-            yield place | {"objective": FRESH, "norm": float(own.norm()), "cosine": cosine(own, on_policy - own)}
+            of_fresh = {"objective": FRESH, "norm": float(own.norm()), "cosine": cosine(own, on_policy - own)}
+            records = [place | of_fresh]
             of_grpo, _ = self.gradient(groups, grpo)
             for name, objective in self.objectives.items():
                 gradient, metrics = self.gradient(groups, objective)
-                yield place | {
+                of_stored = {
                     "objective": name,
                     "kept": metrics["kept_fraction"],
                     **{column: metrics[metric] for column, metric in MUTED.items() if metric in metrics},
@@ -108,6 +116,8 @@ class Comparison:
                     "cosine": cosine(gradient, on_policy),
                     "cosine_to_grpo": cosine(gradient, of_grpo),
                 }
+                records.append(place | of_stored)
+            yield records
 
     def gradient(self, groups: list[Group], objective: Objective) -> tuple[torch.Tensor, dict[str, Any]]:
         """[parameters] float32, of the whole batch, before clipping; and the metrics of the batch."""

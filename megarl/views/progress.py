@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from megarl.recipe.eval_table import HELDOUT
 from megarl.recipe.tables import Recipe
 from megarl.views.run_reader import half_width
-from megarl.views.run_state import TRAINS, RunState, version_of
+from megarl.views.run_state import BESIDE, TRAINS, RunState, version_of
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -118,8 +118,9 @@ def _panel(state: RunState) -> RenderableType:
         bar = ProgressBar(total or None, done, width=32, pulse=False) if total else ""
         amount = f"{done}/{total} {unit}  " if total else ""
         table.add_row(_current_place(state), bar, amount + _left(state.seconds_left))
-    amount = f"{updates}/{all_updates} updates  {_left(state.run_seconds_left)}"
-    table.add_row("run", ProgressBar(all_updates, updates, width=32), amount)
+    if state.phase not in BESIDE:
+        amount = f"{updates}/{all_updates} updates  {_left(state.run_seconds_left)}"
+        table.add_row("run", ProgressBar(all_updates, updates, width=32), amount)
     grid = Table.grid()
     grid.add_row(table)
     grid.add_row("  ".join(_facts(state)), style="dim")
@@ -164,7 +165,7 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
 
 
 def _place(stage: int, phase: str, state: RunState) -> str:
-    stages = state.schedule.stages
+    stages, phase = state.schedule.stages, phase.replace("_", "-")
     if phase == "rehearse":
         return "rehearsal of an update"
     return "final evaluation" if stage == stages else f"stage {stage + 1}/{stages} {phase}"

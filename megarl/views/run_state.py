@@ -19,6 +19,7 @@ METRICS_BYTES = 1 << 20  # of the metrics of earlier updates, more than those of
 RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
 GENERATES = ("rollout", "evaluate")  # the phases that begin with the load of an engine
 TRAINS = ("optimize", "live")  # the phases that make updates
+BESIDE = ("what_if", "export")  # the phases that are asked something of a stage, and are no part of the run
 ANNOUNCED = (
     "phase_start",
     "phase_end",
@@ -87,6 +88,7 @@ class RunState:
         self._suite = next((suite.name for suite in recipe.suites), HELDOUT)
         self.seconds: dict[str, float] = {}  # phase -> duration of the last one that ended
         self.recent: deque[dict[str, Any]] = deque(maxlen=RATE_UPDATES)
+        self._compared = 0, 0  # batches of a what-if: how many, of how many
         self._replicas: dict[int, dict[str, Any]] = {}  # the last `rollout_progress` of each in the current phase
         self._events, self._metrics = (
             JsonTail(run_dir / "events.jsonl"),
@@ -138,6 +140,8 @@ class RunState:
                 self.seconds[str(event.get("phase"))] = float(event.get("seconds", 0.0))
         elif kind == "rollout_progress":
             self._replicas[event.get("rank", 0)] = event
+        elif kind == "what_if_progress":
+            self._compared = event["done"], event["total"]
         elif kind == "evaluation" and "accuracy" in event:
             self.work_since = event.get("time", self.work_since)
             version, suite = version_of(event, self.schedule), event.get("suite", self._suite)
@@ -169,6 +173,8 @@ class RunState:
         if self.phase in TRAINS:
             size = self.schedule.updates_per_stage
             return min(size, max(0, self.updates - self.stage * size)), size, "updates"
+        if self.phase == "what_if":
+            return (*self._compared, "batches")
         return 0, 0, ""
 
     @property
@@ -207,6 +213,8 @@ class RunState:
         if self.phase == "rollout":
             mine = sum(shard[0] for name, shard in self._shards.items() if name not in self._shards_before)
             return (total - done) * (time.time() - self.work_since) / mine if mine else None
+        if self.phase == "what_if":
+            return (total - done) * (time.time() - self.phase_since) / done if done else None
         known = self.seconds.get(self.phase)
         return None if known is None else max(0.0, self.phase_since + known - time.time())
 

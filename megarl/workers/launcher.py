@@ -18,7 +18,7 @@ from megarl.beats import FILE
 from megarl.distributed import PATIENCE, PHASE_ID
 from megarl.errors import STOPPED, PhaseFailed, UserError
 from megarl.keystore import SECRET
-from megarl.phases.entry import ERROR_FILE
+from megarl.phases.entry import ERROR_FILE, NOTHING_TO_SAVE
 from megarl.rollout import engine_module
 from megarl.storage.files import INTACT
 from megarl.storage.run_dir import RunDir, Stage
@@ -116,7 +116,7 @@ def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path
             if nodes.starter.gave_up:
                 stage.log_event("no_progress", phase=phase, cause=nodes.starter.gave_up)
             with nodes.killable(lambda stalled: _kill(started, watch if stalled else None)):
-                ended = supervise(started, signals, watch)
+                ended = supervise(started, signals, watch, saves=phase not in NOTHING_TO_SAVE)
         failures = {rank: _failure(rank, logs, Path(folder)) for rank in _ranks(nodes, processes)}
         report = _report(ended, nodes, stage, phase, failures)
         return replace(report, seen="\n".join(watch.describe(started.pids)))

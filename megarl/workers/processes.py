@@ -140,11 +140,12 @@ class WarmProcess:
         return pids
 
     def ended(self, pids: Sequence[int], seconds: float) -> dict[int, int]:
-        """{pid: exit code} of those that have ended, each reported once; waits so long for more.
+        """{pid: exit code} of those that have ended, each reported once; waits so long for the first.
 
         OSError when the warm process itself has ended.
         """
-        self._receive(seconds)
+        if self._codes.keys().isdisjoint(pids):
+            self._receive(seconds)
         return {pid: self._codes.pop(pid) for pid in pids if pid in self._codes}
 
     def _receive(self, seconds: float | None) -> None:
@@ -283,13 +284,17 @@ class Ended:
 
 
 def supervise(
-    processes: Processes, stop_signals: Sequence[tuple[int, float]] = (), watch: Watch | None = None
+    processes: Processes,
+    stop_signals: Sequence[tuple[int, float]] = (),
+    watch: Watch | None = None,
+    saves: bool = True,
 ) -> Ended:
-    """Wait until all have ended. When one fails, or this agent gets a stop signal, the rest is asked to stop.
+    """Wait until all processes have ended. When one fails, or this agent gets a stop signal, the rest is asked to stop.
 
-    When ``watch`` says that one stands still, all are killed, as they could not save what they have. stop_signals:
-    (number, time) as `stop_signals_noted` notes them. A second Ctrl-C kills at once. A second SIGTERM
-    does not: Slurm sends one when it wants a job to end, and another at the end of its time.
+    When ``watch`` finds one that stands still, all are killed, since they could not save anything. stop_signals:
+    (number, time) as noted by `stop_signals_noted`. saves: whether the phase saves its work before it stops, which may
+    take a while. A second Ctrl-C kills at once. A second SIGTERM does not: Slurm sends one when it wants a job to end,
+    and another at the end of its time.
     """
     everybody = range(len(processes.pids))
     codes = processes.poll(0)
@@ -300,7 +305,7 @@ def supervise(
     if _failed(codes):
         codes = processes.poll(POLL_SECONDS)  # others that ended for the same reason
     elif stop_signals:
-        print("stopping, saving", file=sys.stderr, flush=True)  # which may take a while
+        print("stopping, saving" if saves else "stopping", file=sys.stderr, flush=True)
     first = frozenset(_failed(codes))
     deadline = time.monotonic() + float(os.environ.get("MEGARL_SHUTDOWN_SECONDS", SHUTDOWN_SECONDS))
     if len(codes) < len(everybody):

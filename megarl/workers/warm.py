@@ -62,13 +62,22 @@ class WarmProcess:
         self.recipe: Recipe | None = None  # whose imports these are
         self.started = False  # the first phase of a run usually generates: training can be imported meanwhile
         signal.signal(signal.SIGCHLD, self._reap)  # also in the middle of an import
+        # Python runs that handler between two of its instructions: a signal that comes after the last one before
+        # `select` would wait for the agent's next order, so it also makes this socket ready
+        self.signalled, writer = socket.socketpair()
+        for end in (self.signalled, writer):
+            end.setblocking(False)
+        self._signal_writer = writer
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> None:
         """Until the agent closes its end of the socket."""
         busy = True
         while True:
-            ready, _, _ = select.select([self.agent], [], [], 0 if busy else None)
-            if ready and not self._receive():
+            ready, _, _ = select.select([self.agent, self.signalled], [], [], 0 if busy else None)
+            if self.signalled in ready:
+                self.signalled.recv(1 << 16)
+            if self.agent in ready and not self._receive():
                 return
             busy = advance(self.generation) or (self.started and advance(self.training))
 
@@ -120,9 +129,11 @@ class WarmProcess:
             return pid
         code = 1
         try:
+            signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-            self.agent.close()
+            for end in (self.agent, self.signalled, self._signal_writer):
+                end.close()
             code = self.run_child(process)
         except BaseException:
             traceback.print_exc()

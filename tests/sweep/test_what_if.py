@@ -1,7 +1,9 @@
 """`megarl what-if`: gradients of all objectives on stored batches, beside each other and beside fresh ones."""
 
 import json
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.run_dir import RunDir
 from megarl.views.what_if import table
 from megarl.what_if import what_if
-from tests.helpers import events, megarl, metrics
+from tests.helpers import events, megarl, metrics, processes_of, start_megarl, wait_for
 
 BATCHES = 3
 
@@ -44,6 +46,7 @@ def rows(run, tmp_path_factory):
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert {path: path.lstat().st_mtime_ns for path in run.root.rglob("*")} == before
+    assert "stage 1/1 what-if done in" in result.stderr
     assert "Cosine to a fresh on-policy gradient" in figure.read_text()
     return {(row["update"], row["objective"]): row for row in json.loads(result.stdout)}
 
@@ -202,3 +205,13 @@ def test_a_checkpoint_is_evaluated_as_the_run_evaluated_its_policy(run, tmp_path
     (listed,) = json.loads(again.stdout.splitlines()[-1])
     assert (listed["accuracy"], listed["ci95"]) == (event["accuracy"], event["ci95"])
     assert not same(weights(tmp_path / "kept/policies/stage_000_update_000004"), weights(run.final))
+
+
+def test_a_stop_ends_it_at_once(run):
+    patient = {**os.environ, "MEGARL_SHUTDOWN_SECONDS": "3600"}
+    parent = start_megarl("what-if", run.root, "--stage", 0, "--batches", 6, env=patient)
+    wait_for(parent, lambda: processes_of(parent.pid, "what_if"))
+    parent.send_signal(signal.SIGINT)
+    assert parent.wait(300) == 130
+    assert "stopping\n" in parent.stderr
+    assert "Traceback" not in parent.stderr

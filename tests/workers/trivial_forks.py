@@ -1,10 +1,14 @@
 """A warm process whose forks end at once with the code they are told."""
 
+import ctypes
+import functools
 import os
 import socket
 import sys
 
 from megarl.workers.warm import WarmProcess
+
+WAIT_MILLISECONDS = 300
 
 
 class TrivialForks(WarmProcess):
@@ -12,8 +16,23 @@ class TrivialForks(WarmProcess):
         return int(process["code"])
 
 
+class WaitsFirst:
+    """A socket whose number `select` gets after a while, or when a signal comes: so late that no handler runs before
+    `select` waits. All of it is in C, without an instruction of Python."""
+
+    def __init__(self, end):
+        self.end = end
+        poll = ctypes.CDLL(None).poll
+        poll.restype = functools.partial(max, end.fileno())
+        self.fileno = functools.partial(poll, None, 0, WAIT_MILLISECONDS)
+
+    def __getattr__(self, name):
+        return getattr(self.end, name)
+
+
 if __name__ == "__main__":
     os.dup2(os.open(os.environ["FORKS_LOG"], os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    server = TrivialForks(socket.socket(fileno=int(sys.argv[1])))
+    agent = socket.socket(fileno=int(sys.argv[1]))
+    server = TrivialForks(WaitsFirst(agent) if "WAITS_FIRST" in os.environ else agent)
     server.generation = iter(())
     server.serve()
