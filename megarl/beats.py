@@ -1,7 +1,7 @@
-"""Signs of progress of the processes of a phase, by which their node agent sees that one stands still.
+"""Heartbeats by which the processes of a phase show progress, so that their node agent notices when one stalls.
 
-A process says again and again what it does, in a small file of its own (`megarl.workers.watch` reads it). Each sign
-begins a step of some ``kind``; how long a step may take before the next sign is the agent's business.
+Each process overwrites its latest heartbeat in a small file of its own, which `megarl.workers.watch` polls. A heartbeat
+marks the beginning of a step of some ``kind``; the agent decides how long a step of that kind may take.
 """
 
 from __future__ import annotations
@@ -14,52 +14,55 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-FILE = "MEGARL_BEATS"  # environment variable: the file of this process; without it nobody watches
-WAITS = "wait"  # the kind of step in which a process does nothing but wait for others, and says so again and again
-REPEAT_SECONDS = 0.02  # the same sign is not written more often
-BYTES = 256
+FILE = "MEGARL_BEATS"  # environment variable: path of this process's heartbeat file; unset: heartbeats are not written
+WAITS = "wait"  # the kind of the heartbeats that a process repeats while it does nothing but wait for other processes
+REPEAT_SECONDS = 0.02  # an unchanged heartbeat is written at most this often
+BYTES = 256  # size of the file
 
 
 @dataclass(frozen=True)
 class Beat:
-    """The last sign of a process. ``number`` counts them."""
+    """The latest heartbeat of a process."""
 
-    number: int
-    kind: str
-    where: str
+    number: int  # how many heartbeats the process has written, this one included
+    kind: str  # of the step that began
+    where: str  # the step in words, such as "update 412"
 
     def __str__(self) -> str:
         return f"{self.where} ({self.kind})" if self.where else self.kind
 
 
 def beat(kind: str, where: str | None = None) -> None:
-    """A step of this ``kind`` begins. ``where``: for a person; None: still what the last sign said. Microseconds."""
+    """Record that a step of this ``kind`` begins; costs microseconds.
+
+    where: the step in words, for messages; None keeps those of the previous heartbeat.
+    """
     if path := os.environ.get(FILE):
-        _beats(path).beat(kind, where)
+        _beat_file(path).beat(kind, where)
 
 
 @functools.cache
-def _beats(path: str) -> _Beats:
-    return _Beats(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+def _beat_file(path: str) -> _BeatFile:
+    return _BeatFile(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
 
 
 @dataclass
-class _Beats:
-    file: int
+class _BeatFile:
+    descriptor: int
     last: Beat = field(default_factory=lambda: Beat(0, "", ""))
-    at: float = 0.0
+    written: float = 0.0  # when ``last`` was written, by `time.monotonic`
 
     def beat(self, kind: str, where: str | None) -> None:
         where, now = self.last.where if where is None else where[:120], time.monotonic()
-        if (kind, where) == (self.last.kind, self.last.where) and now - self.at < REPEAT_SECONDS:
+        if (kind, where) == (self.last.kind, self.last.where) and now - self.written < REPEAT_SECONDS:
             return
-        self.last, self.at = Beat(self.last.number + 1, kind, where), now
+        self.last, self.written = Beat(self.last.number + 1, kind, where), now
         with contextlib.suppress(OSError):
-            os.pwrite(self.file, json.dumps(vars(self.last)).encode()[:BYTES].ljust(BYTES), 0)
+            os.pwrite(self.descriptor, json.dumps(vars(self.last)).encode()[:BYTES].ljust(BYTES), 0)
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The last sign in a file; None where there is none yet, or only a part of it at this moment."""
+    """The heartbeat in a file; None if there is none yet, or if it is being written at this moment."""
     try:
         return Beat(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""How the processes of a phase find each other."""
+"""How the processes of a phase find each other: their process group, or the key-value store that they share."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ import torch.distributed as dist
 from megarl.beats import WAITS, beat
 from megarl.keystore import SECRET, StoreClient
 
-PHASE_ID = "MEGARL_PHASE_ID"  # environment variable: what one attempt at a phase calls its keys in the agents' store
-PATIENCE = "MEGARL_PATIENCE"  # environment variable: seconds after which a collective fails by itself
+PHASE_ID = "MEGARL_PHASE_ID"  # environment variable: prefix of the keys of one attempt at a phase in the agents' store
+PATIENCE = "MEGARL_PATIENCE"  # environment variable: timeout of a collective, in seconds
 POLL_SECONDS = 0.02
 CONNECT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Role:
-    """A process's place among those of its kind, where a phase has several kinds."""
+    """The rank of a process among the processes of its kind, in a phase with several kinds (trainers and workers)."""
 
     name: str
     rank: int
     size: int
 
 
-def patience() -> timedelta:
-    """How long a collective may take: longer than the node agent lets it, which knows more (`megarl.workers.watch`)."""
+def collective_timeout() -> timedelta:
+    """Timeout of a collective: longer than the limit of the node agent's watch (`megarl.workers.watch`), which should
+    act first because it can tell which process is stuck."""
     return timedelta(seconds=float(os.environ.get(PATIENCE, "86400")))
 
 
 def join_process_group(backend: str, role: Role | None = None) -> dist.Store:
-    """init_process_group from the launcher's environment; returns a store that all processes of the phase share.
+    """Call init_process_group with the launcher's environment; returns a store that all processes of the phase share.
 
-    role: the processes of each kind get a group of their own, which then is what torch calls the world.
+    role: where given, the processes of each role form a process group of their own, which is torch's world for them.
     """
     phase, name = _phase_store(), "torch"
     if role is None:
@@ -48,44 +49,44 @@ def join_process_group(backend: str, role: Role | None = None) -> dist.Store:
         name, rank, size = f"torch/{role.name}", role.rank, role.size
     beat("meeting of the ranks", "")
     dist.init_process_group(
-        backend, store=dist.PrefixStore(name, phase), rank=rank, world_size=size, timeout=patience()
+        backend, store=dist.PrefixStore(name, phase), rank=rank, world_size=size, timeout=collective_timeout()
     )
     return dist.PrefixStore("megarl", phase)
 
 
 @dataclass(frozen=True)
 class ReplicaGroup:
-    """Processes that share a counter and a few values, but no tensors: engine replicas.
+    """Engine replicas: processes that exchange counters and JSON values through a store, but no tensors.
 
-    Without a process group, since an engine makes one of its own, in which the replicas must not meet. ``name``: the
-    key in the store, another one for each exchange of a phase.
+    They have no torch process group, because each engine creates one of its own, which other replicas must not join.
+    The ``name`` of an exchange is its key in the store, so it must be unique within a phase.
     """
 
     store: dist.Store
     rank: int
     world: int
-    leave: Callable[[], None] = lambda: None  # called again and again while one waits for the others; may exit
+    while_waiting: Callable[[], None] = lambda: None  # called at each poll for another replica; may exit the process
 
     @classmethod
-    def join(cls, role: Role | None = None, leave: Callable[[], None] = lambda: None) -> ReplicaGroup:
+    def join(cls, role: Role | None = None, while_waiting: Callable[[], None] = lambda: None) -> ReplicaGroup:
         store = dist.PrefixStore("megarl", _phase_store())
         if role is not None:
-            return cls(store, role.rank, role.size, leave)
-        return cls(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), leave)
+            return cls(store, role.rank, role.size, while_waiting)
+        return cls(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), while_waiting)
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """Everybody's value, rank by rank, to everybody. JSON."""
+        """All-gather: the values of all replicas, in rank order. Each is serialised as JSON."""
         self.store.set(f"{name}/{self.rank}", json.dumps(value))
         return [self._wait_for(f"{name}/{rank}") for rank in range(self.world)]
 
     def from_first(self, name: str, value: Any) -> Any:
-        """Rank 0's value, to everybody. JSON."""
+        """Broadcast: rank 0's value, on every replica; other ranks' ``value`` is ignored. Serialised as JSON."""
         if self.rank == 0:
             self.store.set(name, json.dumps(value))
         return self._wait_for(name)
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
-        """The result of whoever comes first, to everybody who asks. JSON."""
+        """The result of ``compute``, which only the first replica to call this runs. Serialised as JSON."""
         if self.store.add(f"{name}/asked", 1) == 1:
             self.store.set(name, json.dumps(compute()))
         return self._wait_for(name)
@@ -96,13 +97,13 @@ class ReplicaGroup:
     def _wait_for(self, key: str) -> Any:
         while not self.store.check([key]):
             beat(WAITS, f"a wait for others ({key})")
-            self.leave()
-            time.sleep(POLL_SECONDS)  # in Python, so that a signal is handled meanwhile
+            self.while_waiting()
+            time.sleep(POLL_SECONDS)  # not a blocking `get`, during which Python would handle no signal
         return json.loads(self.store.get(key))
 
 
 def _phase_store() -> dist.Store:
-    """The launcher's agent hosts it; a process that is a whole phase by itself shares it with nobody."""
+    """The part of the agents' store that belongs to this attempt at a phase; a private one for a single process."""
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -117,13 +118,13 @@ def _agents_store(address: str, port: int, secret: str) -> dist.Store:
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
-            return StoreClient(address, port, bytes.fromhex(secret), patience())
-        except OSError:  # the agent is there, since this process ends with it, but its machine may be busy
+            return StoreClient(address, port, bytes.fromhex(secret), collective_timeout())
+        except OSError:  # the agent is alive, or this process would have been killed; but its machine may be busy
             if time.monotonic() > deadline:
                 raise
         time.sleep(POLL_SECONDS)
 
 
 def become_single_process() -> None:
-    """Prepare the environment of a process that is a whole phase by itself: scripts and benchmarks."""
+    """Set the environment variables of a phase with a single process, for scripts and benchmarks."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")

@@ -1,23 +1,27 @@
-"""The exceptions whose messages are written for the person who runs megarl, and how a run is told to stop."""
+"""Exceptions whose messages are written for the user of megarl, and the signals and exit code of an orderly stop."""
 
 import difflib
 import signal
 from collections.abc import Iterable
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # of a scheduler, Ctrl-C, a lost terminal
-STOPPED = 143  # exit code of a phase process that saved its work and stopped because it was told to, as after SIGTERM
+# sent by a scheduler, by Ctrl-C, when a terminal is lost, by Ctrl-\
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+STOPPED = 143  # exit code of a phase process that was told to stop and saved its work first: 128 + SIGTERM
 
 
 class UserError(Exception):
-    """A wrong recipe, missing file, unfit run directory: the command line prints the message alone and exits with 2."""
+    """A mistake that the user can correct, such as a wrong recipe, a missing file or an unsuitable run directory.
+
+    The command line prints the message alone, without a traceback, and exits with 2.
+    """
 
 
 class Busy(UserError):
-    """Another megarl process works on the run directory."""
+    """Another megarl process holds the lock of the run directory."""
 
 
 class PhaseFailed(Exception):
-    """A phase process failed; the message names the process, the cause and the log file. Exit code 1."""
+    """A process of a phase failed; the message names the process, the cause and the log file. Exit code 1."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

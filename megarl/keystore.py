@@ -1,13 +1,15 @@
-"""The store in which the processes of a run meet: keys and values at the leader, for nobody without the run's secret.
+"""The key-value store that the processes of a run share; the leader hosts it.
 
-torch's own TCPStore takes orders from whoever reaches its port. Here both ends prove that they know the secret before
-anything else is read, and every message carries an HMAC with the connection's key, over direction, number and content:
-what is forged, repeated, left out or reordered ends the connection that it came by, and changes nothing.
+torch's own TCPStore obeys whoever reaches its port. Here both ends prove that they know the run's secret before
+anything else is read, and every message carries an HMAC with the connection's key over direction, sequence number and
+content: a forged, repeated, omitted or reordered message ends its connection and changes nothing.
 
     client -> server    16 random bytes c
     server -> client    16 random bytes s, HMAC(secret, "server" c s)
     client -> server    HMAC(secret, "client" c s)
-    then both ways      length (4 bytes), HMAC(key, direction number body), body;  key = HMAC(secret, "session" c s)
+    then both ways      length (4 bytes), HMAC(key, sender number body), body;  key = HMAC(secret, "session" c s)
+
+``sender`` is "client" or "server", ``number`` counts the sender's messages from 0 (8 bytes), ``body`` is JSON.
 
 Values are not encrypted.
 """
@@ -32,9 +34,9 @@ import torch.distributed as dist
 
 NONCE, DIGEST = 16, 32  # bytes
 LENGTH = struct.Struct(">I")
-SECRET = "MEGARL_STORE_SECRET"  # environment variable of the processes that an agent starts, hexadecimal
+SECRET = "MEGARL_STORE_SECRET"  # environment variable by which an agent gives its processes the secret, hexadecimal
 HANDSHAKE_SECONDS = 10.0
-STRANGERS = 64  # connections that have proved nothing yet; more are closed, the oldest first
+MAX_UNAUTHENTICATED = 64  # connections whose handshake is not complete; beyond that the oldest ones are closed
 
 
 def new_secret() -> bytes:
@@ -46,7 +48,10 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 
 class _Session:
-    """One end of a connection whose other end has proved itself."""
+    """One end of an authenticated connection.
+
+    ours, theirs: b"server" or b"client", the name of this end and of the other one.
+    """
 
     def __init__(self, secret: bytes, nonces: bytes, ours: bytes, theirs: bytes) -> None:
         self._key, self._ours, self._theirs = _mac(secret, b"session", nonces), ours, theirs
@@ -59,7 +64,7 @@ class _Session:
         return LENGTH.pack(len(body)) + _mac(self._key, self._ours, number.to_bytes(8), body) + body
 
     def unpack(self, data: bytes) -> list[Any]:
-        """The messages that ``data`` completes. ConnectionError for one that is not the other end's next."""
+        """The messages that ``data`` completes. ConnectionError if one is not the next message of the other end."""
         self._data += data
         messages, start = [], LENGTH.size + DIGEST
         while len(self._data) >= start:
@@ -68,7 +73,7 @@ class _Session:
                 break
             mac, body = self._data[LENGTH.size : start], bytes(self._data[start:end])
             if not hmac.compare_digest(mac, _mac(self._key, self._theirs, self._received.to_bytes(8), body)):
-                raise ConnectionError("a message that the other end did not send")
+                raise ConnectionError("received a message with a wrong HMAC: the other end did not send it, or not now")
             self._received += 1
             del self._data[:end]
             messages.append(json.loads(body))
@@ -77,21 +82,21 @@ class _Session:
 
 @dataclass(eq=False)
 class _Peer:
-    """A connection of the server."""
+    """The server's end of a connection."""
 
     socket: socket.socket
     since: float = field(default_factory=time.monotonic)
-    nonces: bytes = b""  # c s, once it has sent c
-    received: bytes = b""  # of the handshake
-    session: _Session | None = None  # once it has proved itself
+    nonces: bytes = b""  # c s, once the client has sent c
+    received: bytes = b""  # what has arrived of the handshake
+    session: _Session | None = None  # once the client is authenticated
     unsent: bytearray = field(default_factory=bytearray)
-    awaits: list[str] = field(default_factory=list)  # the keys of its last request, if these are not all there
+    awaits: list[str] = field(default_factory=list)  # keys of a "wait" that is unanswered because some are not set
 
 
 class StoreServer:
-    """Answers clients from a thread, until `close`.
+    """Serves clients from a thread of its own until `close`.
 
-    host: an address to listen on, "" for all of this machine; port: 0 for a free one.
+    host: the address to listen on, "" for all addresses of this machine. port: 0 picks a free one.
     """
 
     def __init__(self, secret: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -127,22 +132,23 @@ class StoreServer:
                 if key.fileobj is self._listener:
                     self._accept()
                 elif (peer := self._peers.get(key.fileobj)) is not None:
-                    self._hear(peer)
-            self._send_away_strangers()
+                    self._receive(peer)
+            self._drop_unauthenticated()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone, or there are too many open files
+        with contextlib.suppress(OSError):  # the client has gone, or too many files are open
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._peers[connection] = _Peer(connection)
             self._selector.register(connection, selectors.EVENT_READ)
 
-    def _send_away_strangers(self) -> None:
-        strangers = [peer for peer in self._peers.values() if not peer.session]
-        late = time.monotonic() - HANDSHAKE_SECONDS
-        for number, peer in enumerate(strangers):
-            if peer.since < late or number < len(strangers) - STRANGERS:
+    def _drop_unauthenticated(self) -> None:
+        """Close connections whose handshake takes too long, and the oldest of too many."""
+        waiting = [peer for peer in self._peers.values() if not peer.session]
+        expired = time.monotonic() - HANDSHAKE_SECONDS
+        for number, peer in enumerate(waiting):
+            if peer.since < expired or number < len(waiting) - MAX_UNAUTHENTICATED:
                 self._drop(peer)
 
     def _drop(self, peer: _Peer) -> None:
@@ -150,14 +156,14 @@ class StoreServer:
         self._selector.unregister(peer.socket)
         peer.socket.close()
 
-    def _hear(self, peer: _Peer) -> None:
+    def _receive(self, peer: _Peer) -> None:
         try:
             self._flush(peer)
             data = peer.socket.recv(1 << 20)
             if not data:
                 raise ConnectionError
             if peer.session is None:
-                data = self._shake_hands(peer, data)
+                data = self._handshake(peer, data)
             for request in peer.session.unpack(data) if peer.session else ():
                 self._answer(peer, request)
         except BlockingIOError:
@@ -166,8 +172,8 @@ class StoreServer:
             if peer.socket in self._peers:
                 self._drop(peer)
 
-    def _shake_hands(self, peer: _Peer, data: bytes) -> bytes:
-        """Returns what follows the handshake."""
+    def _handshake(self, peer: _Peer, data: bytes) -> bytes:
+        """Continue the handshake with ``data``; returns the bytes that follow it, b"" while it is not complete."""
         peer.received += data
         if not peer.nonces and len(peer.received) >= NONCE:
             peer.nonces = peer.received[:NONCE] + secrets.token_bytes(NONCE)
@@ -177,7 +183,7 @@ class StoreServer:
             return b""
         proof, rest = peer.received[NONCE : NONCE + DIGEST], peer.received[NONCE + DIGEST :]
         if not hmac.compare_digest(proof, _mac(self._secret, b"client", peer.nonces)):
-            raise ConnectionError("it does not know the secret")
+            raise ConnectionError("the client does not know the secret")
         peer.session, peer.received = _Session(self._secret, peer.nonces, b"server", b"client"), b""
         return rest
 
@@ -185,14 +191,15 @@ class StoreServer:
         name, *arguments = request
         if name == "wait":
             peer.awaits = arguments[0]
-            self._answer_if_there(peer)
+            self._answer_wait(peer)
             return
         self._reply(peer, getattr(self, f"_do_{name}")(*arguments))
         if name in ("set", "add", "compare_set"):
             for other in [other for other in self._peers.values() if other.awaits]:
-                self._answer_if_there(other)
+                self._answer_wait(other)
 
-    def _answer_if_there(self, peer: _Peer) -> None:
+    def _answer_wait(self, peer: _Peer) -> None:
+        """Answer the peer's "wait" if all of its keys are set by now."""
         if all(key in self._values for key in peer.awaits):
             keys, peer.awaits = peer.awaits, []
             self._reply(peer, [self._values[key] for key in keys])
@@ -202,7 +209,7 @@ class StoreServer:
         peer.unsent += peer.session.pack(answer)
         try:
             self._flush(peer)
-        except OSError:  # another peer's request has answered this one, which has gone: its own turn drops it
+        except OSError:  # a waiting peer that has gone: dropped when its own socket is read, not in another's request
             peer.unsent.clear()
 
     def _flush(self, peer: _Peer) -> None:
@@ -224,7 +231,7 @@ class StoreServer:
         return int(self._values[key])
 
     def _do_compare_set(self, key: str, expected: str, desired: str) -> str:
-        """As TCPStore: a key that is not there is set where nothing is expected."""
+        """Returns the value after the call, ``expected`` if there is none. As in TCPStore, a missing key equals ""."""
         if self._values.get(key, "") == expected:
             self._values[key] = desired
         return self._values.get(key, expected)
@@ -237,17 +244,17 @@ class StoreServer:
 
 
 class StoreClient(dist.Store):
-    """A connection to a `StoreServer`, with the methods of torch's stores; one request at a time, from any thread.
+    """A connection to a `StoreServer` with the methods of torch's stores. Thread-safe; one request is sent at a time.
 
-    ConnectionError where the server cannot be reached, is another's, or has gone. It must not be garbage collected as
-    long as torch uses it.
+    Raises ConnectionError if the server cannot be reached, belongs to another run, or has gone. Keep a reference to it
+    as long as torch uses it: torch keeps only the C++ half alive.
     """
 
     def __init__(
         self, address: str, port: int, secret: bytes, timeout: timedelta, connect_seconds: float = HANDSHAKE_SECONDS
     ) -> None:
         super().__init__()
-        self._made_with = (address, port, secret, timeout)
+        self._arguments = (address, port, secret, timeout)
         self._timeout, self._lock = timeout, threading.Lock()
         self._clones: list[StoreClient] = []
         self._socket = socket.create_connection((address, port), timeout=connect_seconds)
@@ -265,7 +272,9 @@ class StoreClient(dist.Store):
 
     def _receive(self) -> bytes:
         if not (data := self._socket.recv(1 << 20)):
-            raise ConnectionError("the run's store has gone, or does not know this run's secret")
+            raise ConnectionError(
+                "the run's store closed the connection: the agent of node 0 has ended, or its run has another secret"
+            )
         return data
 
     def _ask(self, *request: Any, timeout: timedelta | None = None) -> Any:
@@ -276,7 +285,7 @@ class StoreClient(dist.Store):
                 while not (answers := self._session.unpack(self._receive())):
                     pass
             except TimeoutError as error:
-                self._socket.close()  # whose answer may still come
+                self._socket.close()  # the late answer must not be taken for that of the next request
                 raise dist.DistStoreError(f"timed out: {request}") from error
             return answers[0]
 
@@ -319,14 +328,14 @@ class StoreClient(dist.Store):
     def has_extended_api(self) -> bool:
         return False
 
-    def give_up(self) -> None:
-        """From any thread: a request that waits for its answer fails now, and so does every later one."""
+    def abort(self) -> None:
+        """Make a pending request fail at once, and every later one; may be called from any thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def clone(self) -> StoreClient:
-        """A connection of its own, for a thread that must not wait for this one's."""
-        self._clones.append(StoreClient(*self._made_with))  # torch itself keeps only the C++ half alive
+        """A second connection, for a thread that must not wait for a pending request of this one."""
+        self._clones.append(StoreClient(*self._arguments))  # torch itself keeps only the C++ half alive
         return self._clones[-1]
 
 

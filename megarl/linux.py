@@ -1,4 +1,4 @@
-"""What Linux can do for a process that Python's ``os`` has no function for."""
+"""Linux system calls (prctl) for which Python's ``os`` has no function."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ PR_SET_NAME = 15
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies, however it dies: no orphan ever writes.
+    """Have the kernel kill this process when its parent dies, however it dies, so that no orphan goes on writing.
 
-    parent: its process id, where this process knows it; else init is taken for the sign that it died before.
+    If the parent is dead already, this process kills itself. parent: the parent's process id, if known; without it,
+    being a child of init (process 1) is taken to mean that the parent has died.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent if parent else os.getppid() == 1:
@@ -22,5 +23,5 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def name_process(name: str) -> None:
-    """As ``ps`` and ``top`` show it, at most 15 bytes. A fork has the command line of its parent."""
+    """Set the name that ``ps`` and ``top`` show, cut to 15 bytes; a fork's command line is that of its parent."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])

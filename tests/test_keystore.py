@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.keystore import DIGEST, NONCE, STRANGERS, StoreClient, StoreServer, _Session, new_secret
+from megarl.keystore import DIGEST, MAX_UNAUTHENTICATED, NONCE, StoreClient, StoreServer, _Session, new_secret
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -69,9 +69,9 @@ def test_who_waits_is_told_when_the_last_key_is_there(client):
 def test_large_values_and_many_clients(client):
     value = b"\xff" * 3_000_000
     client.set("large", value)
-    clients = [client.clone() for _ in range(2 * STRANGERS)]
+    clients = [client.clone() for _ in range(2 * MAX_UNAUTHENTICATED)]
     numbers = [other.add("next", 1) for other in clients for _ in range(3)]
-    assert numbers == list(range(1, 6 * STRANGERS + 1))
+    assert numbers == list(range(1, 6 * MAX_UNAUTHENTICATED + 1))
     assert clients[-1].get("large") == value
 
 
@@ -173,7 +173,7 @@ def test_what_is_changed_on_its_way_ends_the_connection(server, client, secret, 
 
 
 def test_silent_strangers_cannot_use_up_connections(server, client):
-    strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(STRANGERS + 10)]
+    strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MAX_UNAUTHENTICATED + 10)]
     for stranger in strangers[:10]:
         assert closed(stranger) == b""
     client.clone().set("a", "1")

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megarl.distributed import Role, join_process_group, patience
+from megarl.distributed import Role, collective_timeout, join_process_group
 from megarl.recipe.tables import Recipe
 
 
@@ -63,7 +63,7 @@ def build_groups(recipe: Recipe, gloo: bool = True) -> None:
         expert_model_parallel_size=actor.expert_parallel,
         expert_tensor_parallel_size=actor.expert_tensor_parallel or actor.tensor_parallel,
         create_gloo_process_groups=gloo,
-        distributed_timeout_minutes=max(1, patience() // timedelta(minutes=1)),
+        distributed_timeout_minutes=max(1, collective_timeout() // timedelta(minutes=1)),
     )
     torch.manual_seed(recipe.run.seed)
     model_parallel_cuda_manual_seed(recipe.run.seed)

@@ -29,7 +29,7 @@ def rollout(stage: Stage) -> None:
     stop = StopRequest()
     if stage.is_sealed():
         return  # a restart after a process that died between sealing and its end
-    replicas = ReplicaGroup.join(leave=stop.exit_if_asked)
+    replicas = ReplicaGroup.join(while_waiting=stop.exit_if_asked)
     make_directory(stage.rollouts)
     worker = start_evaluated(stage, replicas, lambda: stop.asked)
     if stop.asked:  # also because responses of an evaluation may be unfinished, which are not for the store

@@ -1,1 +1,1 @@
-"""What starts processes and watches them."""
+"""Starts the processes of phases on every node and watches them."""

@@ -1,6 +1,7 @@
-"""Whether an agent does anything: its main thread may stand in a call to a file system that does not answer.
+"""Notices that a node agent itself hangs, most often in a call to a file system that does not respond.
 
-It is the thread that reads the signs of all others (`megarl.workers.watch`), so nobody else would notice.
+The agent's main thread polls the heartbeats of all phase processes (`megarl.workers.watch`), so nobody else would
+notice that it hangs; another thread of the agent therefore checks its CPU time.
 """
 
 from __future__ import annotations
@@ -10,34 +11,37 @@ import os
 import threading
 import time
 
-IDLE_SECONDS = 600.0  # in which the thread did not run at all; it polls, and computes or reads otherwise
-LOST_SECONDS = 1.0  # between two looks; more means that nothing of this process ran
+IDLE_SECONDS = 600.0  # without CPU time the thread counts as hanging; a healthy one polls all the time
+LOST_SECONDS = 1.0  # at most this much counts between two checks; beyond it the whole process was suspended
 
 
 class Activity:
-    """Of the thread that makes it, looked at by another one."""
+    """Tracks the CPU time of the thread that constructs it; another thread calls `check`."""
 
     def __init__(self) -> None:
         self._clock = time.pthread_getcpuclockid(threading.get_ident())
-        self._spent, self._looked = 0.0, time.monotonic()
-        self._said = False
-        self.idle = 0.0  # seconds without a moment of the CPU, of those in which this process ran
-        self.time = 0.0  # seconds in which this process ran
+        self._spent, self._last_check = 0.0, time.monotonic()
+        self._reported = False
+        self.idle = 0.0  # seconds since the thread last used the CPU, without those in which the process was suspended
+        self.time = 0.0  # seconds in which this process was not suspended
 
-    def look(self) -> bool:
-        """Whether it has run within `IDLE_SECONDS`; to be called often. Where not, says once where it stands."""
+    def check(self) -> bool:
+        """Whether the thread used the CPU within the last `IDLE_SECONDS`; call it often.
+
+        If not, a message and the stacks of all threads go to stderr, once.
+        """
         now, spent = time.monotonic(), time.clock_gettime(self._clock)
-        elapsed, self._looked = min(now - self._looked, LOST_SECONDS), now
+        elapsed, self._last_check = min(now - self._last_check, LOST_SECONDS), now
         self.time += elapsed
         self.idle, self._spent = (self.idle + elapsed if spent == self._spent else 0.0), spent
         if self.idle < IDLE_SECONDS:
-            self._said = False
-        elif not self._said:
-            self._said = True
+            self._reported = False
+        elif not self._reported:
+            self._reported = True
             text = (
-                f"megarl: no progress for {self.idle:.0f} s: this agent stands still, most often because a file system "
-                "does not answer. It goes on when that does. Where it stands:\n"
+                f"megarl: no progress for {self.idle:.0f} s: this node agent hangs, most often because a file system "
+                "does not respond. It continues as soon as the file system does. Its stack:\n"
             )
-            os.write(2, text.encode())  # not through a display, which may be what it stands in
+            os.write(2, text.encode())  # bypasses the progress display, in which the thread may hang
             faulthandler.dump_traceback(2)
         return self.idle < IDLE_SECONDS

@@ -1,4 +1,4 @@
-"""Runs phases: a fresh set of processes on every node, restarted together when one fails."""
+"""Runs phases: each with a fresh set of processes on every node, which are all restarted together when one fails."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from megarl.workers.nodes import Nodes, Report
 from megarl.workers.processes import Ended, Process, Processes, kill, stop_signals_noted, supervise
 from megarl.workers.watch import FIRST, MOST, Watch, Watched
 
-NEARLY_FULL = 1 << 20  # bytes
-NEVER_SECONDARY = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)  # no process dies of these because another one did
+NEARLY_FULL = 1 << 20  # bytes; with less free space a failure is blamed on the full disk
+PRIMARY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)  # no process dies of these because another one died
 
 
 def run_phase(nodes: Nodes, stage: Stage, phase: str, processes: int) -> None:
@@ -51,7 +51,7 @@ def run_phase(nodes: Nodes, stage: Stage, phase: str, processes: int) -> None:
         if failure is None:
             break
         for rank, report in reports.items():
-            if report.stalled and rank:  # this node has said it already
+            if report.stalled and rank:  # this node's own stall is logged already
                 stage.log_event("no_progress", phase=phase, cause=report.cause.splitlines()[0])
         if failure.outcome == "stopped":
             stage.log_event("phase_stopped", phase=phase, seconds=seconds)
@@ -69,7 +69,7 @@ def _logs(stage: Stage, phase: str) -> Path:
 
 
 def follow(nodes: Nodes, run_dir: Path) -> None:
-    """What the agents of all nodes but the first do: the leader's orders for the run, until it has no more."""
+    """Carry out the leader's orders until it ends the run; for the agents of all nodes but the first."""
     while True:
         try:
             order = nodes.next_order()
@@ -93,38 +93,40 @@ def follow(nodes: Nodes, run_dir: Path) -> None:
 
 
 def _first_failure(reports: Mapping[int, Report]) -> Report | None:
-    """What a person should know of: the first cause, before the failures that follow from it. {node: report}.
+    """The failure that most likely caused all others, to be shown to the user; None if all nodes are done.
 
-    Where something stood still, it also says where the processes of the other nodes were.
+    reports: {node: report}. After a stall the message also has the last heartbeats of the other nodes' processes.
     """
     severity = {"failed": 0, "stopped": 1, "aborted": 2}
     bad = [report for report in reports.values() if report.outcome != "done"]
     if not bad:
         return None
     first = min(bad, key=lambda r: (severity[r.outcome], not r.primary, r.time))
-    others = [report.seen for report in reports.values() if first.stalled and report is not first and report.seen]
+    if not first.stalled:
+        return first
+    others = [report.last_seen for report in reports.values() if report is not first and report.last_seen]
     return replace(first, cause="\n".join([first.cause, *others]))
 
 
 def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path) -> Report:
-    """One attempt at a phase on this node."""
-    # in a folder of its own: beside the logs there may be no space left to say so
+    """Make one attempt at a phase on this node."""
+    # error files go to a folder of their own, because the disk with the logs may be full
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
-        with stop_signals_noted() as signals:  # from here on: one during the start is for the processes too
+        with stop_signals_noted() as signals:  # before the start, so that a signal during it stops the processes too
             watch = _watch(nodes, stage, phase, processes, logs, Path(folder))
             started = start_here(nodes, stage, phase, processes, logs, Path(folder))
-            if nodes.starter.gave_up:
-                stage.log_event("no_progress", phase=phase, cause=nodes.starter.gave_up)
+            if cause := nodes.starter.warm_timeout:
+                stage.log_event("no_progress", phase=phase, cause=cause)
             with nodes.killable(lambda stalled: _kill(started, watch if stalled else None)):
                 ended = supervise(started, signals, watch, saves=phase not in NOTHING_TO_SAVE)
         failures = {rank: _failure(rank, logs, Path(folder)) for rank in _ranks(nodes, processes)}
         report = _report(ended, nodes, stage, phase, failures)
-        return replace(report, seen="\n".join(watch.describe(started.pids)))
+        return replace(report, last_seen="\n".join(watch.describe(started.pids)))
 
 
 def _watch(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path, folder: Path) -> Watch:
     def warn(message: str) -> None:
-        if nodes.rank == 0:  # the leader alone writes events; others report
+        if nodes.rank == 0:  # only the leader writes events; it logs the other nodes' stalls from their reports
             stage.log_event("no_progress", phase=phase, cause=message)
 
     watched = [Watched(rank, _beats_file(folder, rank), _log(logs, rank)) for rank in _ranks(nodes, processes)]
@@ -134,14 +136,14 @@ def _watch(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path, f
 
 
 def _kill(started: Processes, watch: Watch | None) -> None:
-    """Because of another node. ``watch``: something stands still there, so these are to say where they are."""
+    """Kill the processes because another node failed; with ``watch``, after having them write their stacks."""
     if watch:
         watch.dump(started.pids)
     kill(started)
 
 
 def start_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path, errors: Path) -> Processes:
-    """Start this node's processes of a phase; what they print goes to ``logs``, how they failed to ``errors``."""
+    """Start this node's processes of a phase: output goes to files in ``logs``, errors and heartbeats to ``errors``."""
     seconds = stage.run.recipe.run.stall_seconds
     nodes.starter.patience = FIRST * seconds
     specs = [
@@ -163,12 +165,12 @@ def start_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Pat
 
 
 def _ranks(nodes: Nodes, processes: int) -> range:
-    """Node by node."""
+    """The ranks of this node's processes; ranks are assigned node by node."""
     return range(nodes.rank * processes, (nodes.rank + 1) * processes)
 
 
 def _environment(nodes: Nodes, rank: int, processes: int) -> dict[str, str]:
-    """A process's place, in the variables that torch and the engines know."""
+    """The environment variables of torch and the engines that tell a process its rank and where the store is."""
     values = {
         "RANK": rank,
         "WORLD_SIZE": nodes.count * processes,
@@ -185,7 +187,7 @@ def _environment(nodes: Nodes, rank: int, processes: int) -> dict[str, str]:
 
 
 def _log(logs: Path, rank: int) -> Path:
-    """For all that a rank prints."""
+    """The file for stdout and stderr of a rank."""
     return logs / f"rank_{rank:04d}.log"
 
 
@@ -198,12 +200,12 @@ def _beats_file(folder: Path, rank: int) -> Path:
 
 
 def _nccl_pipe(folder: Path) -> Path:
-    """To which torch adds the rank, and ".pipe"."""
+    """Prefix of the flight recorder's pipes, to which torch adds the rank and ".pipe"."""
     return folder / "nccl_"
 
 
 def _nccl_dump(logs: Path) -> Path:
-    """To which torch adds the rank."""
+    """Prefix of the flight recorder's dumps, to which torch adds the rank."""
     return logs / "nccl_rank_"
 
 
@@ -214,9 +216,10 @@ def _trains_on_gpus(stage: Stage, phase: str, local_rank: int) -> bool:
 
 
 def _flight_recorder(logs: Path, folder: Path) -> dict[str, str]:
-    """Have torch note the last collectives of NCCL, and write them out on demand and when one fails.
+    """Variables of torch's flight recorder, which records NCCL's last collectives and dumps them on demand or failure.
 
-    The names of torch 2.11 to 2.13: of two for one thing the first is the newer one. Those of the environment prevail.
+    Names are those of torch 2.11 to 2.13; where two mean the same, the first is the newer one. Variables that the user
+    has set are left out, so that they keep their values.
     """
     values = {
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -231,12 +234,12 @@ def _flight_recorder(logs: Path, folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a process that failed left behind. ``message`` is None where it could not say."""
+    """What a failed process left behind in its error file."""
 
     rank: int
     log: Path
-    message: str | None = None
-    mistake: bool = False
+    message: str | None = None  # None if it was killed or could not write the file
+    mistake: bool = False  # the error is a `UserError`
     time: float = field(default_factory=time.time)
 
 
@@ -248,7 +251,7 @@ def _failure(rank: int, logs: Path, errors: Path) -> Failure:
 
 
 def _report(ended: Ended, nodes: Nodes, stage: Stage, phase: str, failures: dict[int, Failure]) -> Report:
-    if ended.stopped:  # also when the phase was just done: the run is to stop here
+    if ended.stopped:  # even if all processes are done: the run must not go on to the next phase
         return Report("stopped", time=time.time())
     if ended.stall is not None:
         cause = f"{phase} of stage {stage.number}{_on(nodes)}: {ended.stall.text}"
@@ -258,10 +261,10 @@ def _report(ended: Ended, nodes: Nodes, stage: Stage, phase: str, failures: dict
     codes = {rank: code for rank, code in codes.items() if code not in (STOPPED, -signal.SIGTERM)}
     if not any(ended.codes.values()):
         return Report("done")
-    if not codes:  # a signal reached the processes alone
+    if not codes:  # a stop signal reached the processes, but not this agent
         return Report("stopped", time=time.time())
     if nodes.aborted() and all(code == -signal.SIGKILL for code in codes.values()):
-        return Report("aborted", "ended because of another node", time=time.time())
+        return Report("aborted", "killed because another node failed", time=time.time())
     rank = min(codes, key=lambda rank: (not _primary(codes[rank]), failures[rank].time))
     failure, code = failures[rank], codes[rank]
     cause, mistake = _explain(failure, code, stage.run)
@@ -275,27 +278,33 @@ def _on(nodes: Nodes) -> str:
 
 
 def _primary(code: int) -> bool:
-    return -code in NEVER_SECONDARY
+    return -code in PRIMARY_SIGNALS
 
 
 def _explain(failure: Failure, code: int, run: RunDir) -> tuple[str, bool]:
-    """What a person needs of a failure, and whether it is a `UserError` in its own words; else cause, tail and log."""
+    """(message for the user, whether the failure is a `UserError`).
+
+    The message of a `UserError` is its own text; of any other failure it is the cause, the end of the log and its path.
+    """
     if failure.mistake and failure.message is not None:
         return failure.message, True
     text = failure.log.read_text(errors="replace") if failure.log.exists() else ""
-    # libraries wrap the error of a full disk, some until nothing of it is left (torch: "unexpected pos 704 vs 598")
+    # some libraries hide the error of a full disk behind one of their own (torch: "unexpected pos 704 vs 598")
     full = shutil.disk_usage(run.root).free < NEARLY_FULL
     if os.strerror(errno.ENOSPC) in (failure.message or "") + text or full:
         return _no_space_left(run, failure.log), True
-    cause = f"killed by signal {-code}" if code < 0 else failure.message or "died"
+    cause = f"killed by signal {-code}" if code < 0 else failure.message or f"ended with exit code {code}"
     if code == -signal.SIGKILL:
-        cause += ", most often because the machine or the job ran out of memory (`dmesg`, or Slurm's accounting, says)"
+        cause += ", most often because the machine or the job ran out of memory (see `dmesg` or Slurm's accounting)"
     tail = "\n".join(text.splitlines()[-15:])
     return f"{cause}\n{tail}\nfull log: {failure.log}", False
 
 
 def _no_space_left(run: RunDir, log: Path) -> str:
-    """The error does not say where; what failed may have given its space back by now."""
+    """Message with the free space of every place that may be full: the error does not name the place.
+
+    The failed process may have freed its space by now.
+    """
     places = filter(os.path.isdir, dict.fromkeys([str(run.root), tempfile.gettempdir(), "/dev/shm"]))
     free = ", ".join(f"{shutil.disk_usage(place).free / 1e6:.1f} MB in {place}" for place in places)
     return f"no space left on a device; free now: {free}. {INTACT}\nfull log: {log}"

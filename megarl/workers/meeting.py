@@ -1,7 +1,7 @@
-"""What the agents of several nodes know of each other before they meet: two files in the run directory.
+"""How the agents of several nodes find the leader's store: through two files in the run directory.
 
-``secret``: 32 random bytes, made once a run, which only its owner can read. ``leader.json``: where the leader of the
-current start listens; an older one leads nowhere, or to a store that does not know the secret.
+``secret``: 32 random bytes, created once per run, which only their owner can read. ``leader.json``: address and port of
+the leader's store; one of an earlier start is harmless: nothing listens there, or a store with another secret.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POLL_SECONDS = 0.1
 
 
 def make_secret(run_dir: Path) -> bytes:
-    """The leader: the run's secret, made by its first start."""
+    """The run's secret, which is created if there is none yet. Called by the leader."""
     make_directory(run_dir)
     path = run_dir / "secret"
     if not path.exists():
@@ -29,28 +29,34 @@ def make_secret(run_dir: Path) -> bytes:
 
 
 def read_secret(run_dir: Path) -> bytes:
-    """FileNotFoundError where the leader has not made it yet; `UserError` where others may know or have written it."""
+    """The run's secret.
+
+    FileNotFoundError if the leader has not created it yet; `UserError` if the file is damaged, is another user's, or
+    can be read or written by other users.
+    """
     path = run_dir / "secret"
     about = path.stat()
     if about.st_mode & 0o077 or about.st_uid != os.geteuid():
         raise UserError(
-            f"{path} is to be read by its owner alone, who starts the run: chmod 600, or remove it when nothing runs"
+            f"{path} must belong to the user who starts the run and be readable by nobody else: chmod 600 it, or "
+            "delete it while the run is stopped"
         )
     secret = path.read_bytes()
     if len(secret) != DIGEST:
-        raise UserError(f"{path} is damaged: remove it when nothing runs, and start the run again")
+        raise UserError(f"{path} is damaged: delete it while the run is stopped, and start the run again")
     return secret
 
 
 def publish(run_dir: Path, address: str, port: int) -> None:
-    """The leader: where it listens."""
+    """Write the address of the leader's store to ``leader.json``. Called by the leader."""
     write_atomic(run_dir / "leader.json", json.dumps({"address": address, "port": port}))
 
 
 def join(run_dir: Path, address: str, port: int, timeout: timedelta) -> tuple[StoreClient, str, int, bytes]:
-    """A follower: wait for the leader. Its store, address, port, and the run's secret.
+    """Connect to the leader's store, waiting until it listens. Called by the agents of all other nodes.
 
-    ``port`` 0: where the leader has published that it listens. `PhaseFailed` if it is not there in time.
+    ``port`` 0: use address and port from ``leader.json``. Returns (store, address, port, the run's secret);
+    `PhaseFailed` if the leader cannot be reached within ``timeout``.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
@@ -58,12 +64,12 @@ def join(run_dir: Path, address: str, port: int, timeout: timedelta) -> tuple[St
             secret = read_secret(run_dir)
             place = (address, port) if port else _published(run_dir)
             return StoreClient(*place, secret, timeout), *place, secret
-        except (OSError, ValueError, KeyError) as error:  # not there yet, or still those of an earlier start
+        except (OSError, ValueError, KeyError) as error:  # the files do not exist yet, or are those of an earlier start
             if time.monotonic() > deadline:
-                where = f"{address}:{port}" if port else f"what {run_dir / 'leader.json'} names"
+                where = f"{address}:{port}" if port else f"the address in {run_dir / 'leader.json'}"
                 raise PhaseFailed(
                     f"cannot reach node 0 at {where}: {error}; the run directory must lie on a file system that all "
-                    "nodes share, and MASTER_ADDR, if it is set, must name the first of them"
+                    "nodes share, and MASTER_ADDR, if set, must name the first node"
                 ) from error
         time.sleep(POLL_SECONDS)
 

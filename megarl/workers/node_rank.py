@@ -1,4 +1,4 @@
-"""Which node of a run this is, from the environment of a Slurm step or of torchrun's variables."""
+"""Finds out which node of a run this is, from the environment variables of a Slurm step or of torchrun."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megarl.errors import UserError
 
 @dataclass(frozen=True)
 class NodeRank:
-    """Where this agent stands: ``rank`` of ``count`` nodes; ``address``, ``port`` of the store on the first one.
+    """The rank of this agent's node among ``count`` nodes, and the address and port of the store on the first node.
 
-    Port 0: a free one, which the first node publishes in the run directory.
+    ``port`` 0: the first node picks a free port and publishes it in the run directory.
     """
 
     rank: int = 0
@@ -23,9 +23,10 @@ class NodeRank:
 
 
 def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
-    """From a Slurm step, or from ``NNODES NODE_RANK MASTER_ADDR``; one node where neither is set.
+    """The rank from ``NNODES NODE_RANK MASTER_ADDR``, else from the Slurm step; a single node where neither is set.
 
-    ``MASTER_PORT`` is for networks that let only certain ports through.
+    ``MASTER_PORT`` is optional, for networks that let only certain ports through. `UserError` if variables are missing
+    or contradict each other.
     """
     port = int(environ.get("MASTER_PORT") or 0)
     if "NNODES" in environ:
@@ -37,12 +38,12 @@ def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
             )
         rank, count = int(environ["NODE_RANK"]), int(environ["NNODES"])
         if not 0 <= rank < count:
-            raise UserError(f"NODE_RANK = {rank}, but NNODES = {count}")
+            raise UserError(f"NODE_RANK = {rank}, but NNODES = {count}: ranks go from 0 to NNODES - 1")
         node = NodeRank(rank, count, environ["MASTER_ADDR"], port)
     elif "SLURM_STEP_NODELIST" in environ:
         count, tasks = int(environ["SLURM_STEP_NUM_NODES"]), int(environ["SLURM_STEP_NUM_TASKS"])
         if tasks != count:
-            raise UserError(f"{tasks} tasks on {count} nodes: start one a node (srun --ntasks-per-node=1)")
+            raise UserError(f"{tasks} tasks on {count} nodes: start one task per node (srun --ntasks-per-node=1)")
         address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
         node = NodeRank(int(environ["SLURM_NODEID"]), count, address, port)
     else:

@@ -1,7 +1,8 @@
-"""The node agents of a run: one a node, of which the first leads and alone writes; they meet in the leader's store.
+"""The node agents of a run: one process per node, which communicate through a key-value store on the first node.
 
-The leader orders phases one after another; every agent starts its own processes of a phase and reports how they ended.
-An agent that dies is noticed by its missing heartbeat, a failed phase by its report, and the others end theirs at once.
+The agent of the first node, the leader, publishes an order for each phase; it alone writes events. Every agent starts
+the processes of the phase on its own node and reports how they ended. When an agent reports a failure, or its
+heartbeats stop, all others kill their processes of the phase at once.
 """
 
 from __future__ import annotations
@@ -27,53 +28,56 @@ from megarl.workers.node_rank import NodeRank
 from megarl.workers.processes import Starter
 
 HEARTBEAT_SECONDS = 0.5
-DEAD_AFTER_SECONDS = 15.0  # below Slurm's KillWait: the cause is known before the job is killed
-LEADER_LOST_SECONDS = 60.0  # without an answer of its store: more than a busy machine or file system takes
-JOIN_TIMEOUT = timedelta(minutes=10)  # nodes of one job start seconds apart, but may first pull a container
+DEAD_AFTER_SECONDS = 15.0  # without a heartbeat; less than Slurm's KillWait, so the cause is logged before a job dies
+LEADER_LOST_SECONDS = 60.0  # timeout of a request to the leader's store: more than a busy machine or file system needs
+JOIN_TIMEOUT = timedelta(minutes=10)  # nodes of one job start seconds apart, but may have to pull a container first
 POLL_SECONDS = 0.05
-STALLED = "stalled"  # why the others end an order
+STALLED = "stalled"  # value of an order's "abort" key if a process stalled; "1" for any other failure
 LOOPBACK = "127.0.0.1"
-LOST = (RuntimeError, OSError)  # what a store raises once its server is gone
+LOST = (RuntimeError, OSError)  # what a request raises once the store's server is gone
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a phase ended on one node. ``aborted``: its processes were ended because of another node."""
+    """How a phase ended on one node. ``aborted``: its processes were killed because another node failed."""
 
     outcome: Literal["done", "failed", "stopped", "aborted"]
-    cause: str = ""  # for a person, log included
-    mistake: bool = False  # the cause is a `UserError`: trying again would not help
-    primary: bool = False  # killed by a signal that is never the consequence of another process's failure
+    cause: str = ""  # message for the user, with the end of the log
+    mistake: bool = False  # the cause is a `UserError`: a restart would not help
+    primary: bool = False  # the cause cannot be a consequence of another process's failure, such as SIGSEGV
     time: float = 0.0  # of the first failure, seconds since the epoch
-    stalled: bool = False  # something stood still
-    seen: str = ""  # where the processes of the node were last seen, a line each
+    stalled: bool = False  # a process stalled
+    last_seen: str = ""  # the last heartbeat of each process of the node, one line each
 
 
 class Nodes:
-    """All agents of a run. On rank 0 `order` and `reports`, on the others `next_order`, on all of them `report`."""
+    """This agent's connection to all agents of a run.
+
+    The leader (rank 0) calls `order` and `reports`, the others `next_order`, and all of them `report`.
+    """
 
     def __init__(self, node: NodeRank, starter: Starter | None = None, run_dir: Path | None = None) -> None:
-        """``run_dir``: shared by all nodes, where there are several; it need not exist yet."""
+        """Join the other agents. ``run_dir``: needed with several nodes, which must share it; it may not exist yet."""
         self.starter = starter or Starter()
         self.rank, self.count, self.address, self.port = node.rank, node.count, node.address, node.port
         self._server: StoreServer | None = None
         self._store = self._join(run_dir) if self.rank else self._open(run_dir)
         self._names: list[str] = []
         self._orders = 0
-        self._kill: Callable[[bool], None] | None = None
-        self._lock = threading.Lock()  # between the end of a phase and an order to end it
-        self._last_sign: dict[int, tuple[bytes, float]] = {}  # rank -> heartbeat, when it changed (`Activity.time`)
-        self.dead: dict[int, str] = {}  # rank -> what is known
+        self._kill: Callable[[bool], None] | None = None  # see `killable`
+        self._lock = threading.Lock()  # guards `_kill`, so that it is not called once its phase has ended
+        self._last_heartbeat: dict[int, tuple[bytes, float]] = {}  # rank -> (value, `Activity.time` when it changed)
+        self.dead: dict[int, str] = {}  # rank -> message about the agent's death
         self.leader_lost = False
-        self._activity = Activity()  # of this thread
+        self._activity = Activity()  # of this thread, the main one
         self._closing = threading.Event()
         if self.count > 1:
             self._meet()
-        self._watch = threading.Thread(target=self._beat if self.count > 1 else self._look, daemon=True)
-        self._watch.start()
+        loop = self._exchange_heartbeats if self.count > 1 else self._check_activity
+        threading.Thread(target=loop, daemon=True).start()
 
     def _open(self, run_dir: Path | None) -> StoreClient:
-        """The leader hosts the store: on loopback where nobody else is to come."""
+        """Leader: start the store's server, on loopback if there is only one node, and connect to it."""
         if self.count == 1:
             self.secret = new_secret()
         else:
@@ -84,7 +88,7 @@ class Nodes:
         except OSError as error:
             raise PhaseFailed(
                 f"cannot listen on port {self.port} of {self.address} for the other nodes: {error}; set MASTER_PORT to "
-                "a free one, or leave it out"
+                "a free port, or unset it to have one chosen"
             ) from error
         self.port = self._server.port
         if self.count > 1:
@@ -98,37 +102,37 @@ class Nodes:
         return store
 
     def _meet(self) -> None:
-        """Everybody has come, or a `PhaseFailed` that says who has not."""
+        """Wait until all agents have joined; `PhaseFailed` names one that has not within `JOIN_TIMEOUT`."""
         self._store.set(f"host/{self.rank}", socket.gethostname())
         deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
         for rank in range(self.count):
             while not self._store.check([f"host/{rank}"]):
                 if time.monotonic() > deadline:
                     raise PhaseFailed(
-                        f"node {rank} of {self.count} did not join within {JOIN_TIMEOUT}: see its own log"
+                        f"node {rank} of {self.count} did not join within {JOIN_TIMEOUT}: see that node's output"
                     )
                 time.sleep(POLL_SECONDS)
             self._names.append(f"node {rank} ({self._store.get(f'host/{rank}').decode()})")
 
     def name(self, rank: int | None = None) -> str:
-        """A node, by default this one, as messages call it."""
+        """The name of a node, by default this one, for messages: rank and host name."""
         return self._names[self.rank if rank is None else rank]
 
     @property
     def phase_id(self) -> str:
-        """What the processes of the current phase prefix their keys in the store with."""
+        """Prefix of the store's keys that the processes of the current phase use."""
         return f"phase{self._orders}"
 
     # --- the leader ---
 
     def order(self, **fields: Any) -> int:
-        """Publish the next order; returns its number."""
+        """Publish the next order to all agents; returns its number, which `reports` takes."""
         self._orders += 1
         self._store.set(f"order/{self._orders}", json.dumps(fields))
         return self._orders
 
     def reports(self, number: int) -> dict[int, Report]:
-        """The report of every node on an order; of a dead one a failure that says so."""
+        """Wait for the reports of all nodes on an order, {rank: report}; an agent that died or left has failed."""
         found: dict[int, Report] = {}
         while True:
             for rank in range(self.count):
@@ -139,7 +143,7 @@ class Nodes:
                 elif rank in self.dead:
                     found[rank] = Report("failed", self.dead[rank], primary=True)
                 elif self._left(rank) and not self._store.check([f"report/{number}/{rank}"]):
-                    cause = f"the agent of {self.name(rank)} left: see its output"
+                    cause = f"the agent of {self.name(rank)} left the run without a report: see that node's output"
                     found[rank] = Report("failed", cause, time=time.time())
             if len(found) == self.count:
                 return found
@@ -153,21 +157,22 @@ class Nodes:
         key = f"order/{self._orders}"
         try:
             while not self._store.check([key]):
-                time.sleep(POLL_SECONDS)  # in Python, so that a signal is handled meanwhile
+                time.sleep(POLL_SECONDS)  # not a blocking `get`, during which Python would handle no signal
             return {"number": self._orders, **json.loads(self._store.get(key))}
         except LOST as error:
             raise self.lost_leader() from error
 
     def lost_leader(self) -> PhaseFailed:
+        """The exception to raise when the leader is gone."""
         return PhaseFailed(
             f"{self.name()} lost the agent of node 0 ({self.address}:{self.port}): "
-            "it died, was stopped or stands still, its output has the cause"
+            "it died, was stopped or hangs; see that node's output for the cause"
         )
 
     # --- all ---
 
     def report(self, report: Report) -> None:
-        """Tell the leader how the current order ended here, and have everybody end it unless it is done."""
+        """Tell the leader how the current order ended here; unless it is done, all nodes abort it."""
         try:
             self._store.set(f"report/{self._orders}/{self.rank}", json.dumps(asdict(report)))
             if report.outcome != "done":
@@ -177,9 +182,9 @@ class Nodes:
 
     @contextlib.contextmanager
     def killable(self, kill: Callable[[bool], None]) -> Iterator[None]:
-        """Within, ``kill`` is called (from a thread, perhaps repeatedly) once the phase ended badly on another node.
+        """Inside the context, ``kill`` is called once another node aborts the current order or is lost.
 
-        It is told whether something stood still there.
+        Its argument says whether the cause is a stalled process. It is called from a thread, perhaps repeatedly.
         """
         self._kill = kill
         try:
@@ -189,28 +194,31 @@ class Nodes:
                 self._kill = None
 
     def aborted(self) -> bool:
-        """Whether another node ended the current order, or is gone."""
+        """Whether a node has aborted the current order, or is lost."""
         try:
             return self.leader_lost or bool(self.dead) or self._store.check([f"abort/{self._orders}"])
         except LOST:
             self.leader_lost = True
             return True
 
-    def _look(self) -> None:
-        """Of a node that is alone."""
+    def _check_activity(self) -> None:
+        """Thread of an agent without others: reports on stderr when the main thread hangs."""
         while not self._closing.wait(HEARTBEAT_SECONDS):
-            self._activity.look()
+            self._activity.check()
 
-    def _beat(self) -> None:
-        """An agent whose main thread does nothing for too long counts as dead."""
-        store = self._store.clone()  # a connection of its own: the other may be waiting
+    def _exchange_heartbeats(self) -> None:
+        """Thread: sends this agent's heartbeats, checks those of others, and calls `_kill` when an order is aborted.
+
+        The heartbeat does not change while the main thread hangs, so that the other agents count this one as dead.
+        """
+        store = self._store.clone()  # the main thread may have a request pending on the other connection
         store.set_timeout(timedelta(seconds=LEADER_LOST_SECONDS))
         beats = 0
         while not self._closing.wait(HEARTBEAT_SECONDS):
-            beats += self._activity.look()
+            beats += self._activity.check()
             try:
                 store.set(f"alive/{self.rank}", str(beats))
-                self._look_for_dead(store)
+                self._find_dead(store)
                 key, gone = f"abort/{self._orders}", self.dead or self.leader_lost
                 reason = store.get(key).decode() if store.check([key]) else "1" if gone else ""
             except LOST:
@@ -219,33 +227,37 @@ class Nodes:
                 if reason and self._kill:
                     self._kill(reason == STALLED)
             if self.leader_lost:
-                self._store.give_up()  # with a leader that stands still the other would wait on
+                self._store.abort()  # with a hanging leader the main thread's request would go on waiting
                 return
 
-    def _look_for_dead(self, store: dist.Store) -> None:
-        """The leader looks for the others, they for the leader, whose store may answer when it does nothing itself."""
+    def _find_dead(self, store: dist.Store) -> None:
+        """The leader checks the heartbeats of all other agents, these that of the leader.
+
+        The latter is needed because the thread of the leader's store may answer while its main thread hangs.
+        """
         now = self._activity.time
         for rank in range(1, self.count) if self.rank == 0 else (0,):
             key = f"alive/{rank}"
-            sign = store.get(key) if store.check([key]) else b""
-            last, since = self._last_sign.get(rank, (None, now))
-            if sign != last:
-                self._last_sign[rank] = sign, now
+            heartbeat = store.get(key) if store.check([key]) else b""
+            last, since = self._last_heartbeat.get(rank, (None, now))
+            if heartbeat != last:
+                self._last_heartbeat[rank] = heartbeat, now
             elif now - since <= DEAD_AFTER_SECONDS:
                 continue
             elif rank == 0:
                 self.leader_lost = True
             elif rank not in self.dead and not store.check([f"left/{rank}"]):
-                self.dead[rank] = (
-                    f"the agent of {self.name(rank)} died or stands still: no sign of life for {now - since:.0f} s"
-                )
+                self.dead[rank] = f"the agent of {self.name(rank)} died or hangs: no heartbeat for {now - since:.0f} s"
                 store.set(f"abort/{self._orders}", "1")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """The leader dismisses the others and waits for them, since the store ends with it; they say why they left."""
+        """Leave the run; with an ``error``, report it first.
+
+        The leader tells the others to end and waits until they have left, since the store ends with the leader.
+        """
         with contextlib.suppress(*LOST, PhaseFailed):
             if error is not None and self.count > 1:
                 stopped = isinstance(error, KeyboardInterrupt)

@@ -1,6 +1,6 @@
-"""Everything about a recipe that can be known before a process starts, checked before one does.
+"""Checks everything about a recipe that can be checked before the processes of a phase start.
 
-What belongs to an engine, the data, a verifier or a layout is checked by its own module; here it is called.
+The checks of engines, data, verifiers and layouts are in their own modules and are called here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megarl.workers.processes import Starter
 
 
 def check(starter: Starter, recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
-    """`check_recipe` in a fork of the warm process, which imports anyway what this takes seconds to import."""
+    """Run `check_recipe` in a fork of the warm process, which needs the same imports, of several seconds, anyway."""
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         error = Path(folder) / "error.json"
         order = {"check": dump_recipe(recipe), "nodes": nodes, "optimizes": optimizes}
@@ -44,9 +44,9 @@ def check(starter: Starter, recipe: Recipe, nodes: int = 1, optimizes: bool = Tr
 
 
 def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
-    """`UserError` for whatever would keep the run from starting: model, data, reward, engines, objective, devices.
+    """`UserError` if the run could not start: checks model, data, reward, engines, devices, objective and layout.
 
-    ``optimizes`` is False where only engines will run: then ``nodes`` need not suit the actor.
+    optimizes: False if only engines will run; then the actor's layout need not fit the number of ``nodes``.
     """
     if not recipe.model.path.is_dir():
         raise UserError(
@@ -66,9 +66,9 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
     _check_steps(recipe, objective.updates_a_step)
     if recipe.mixes_policies and recipe.actor.routing_replay == "actor":
         raise UserError(
-            '[actor] routing_replay = "actor" replays the policy that generated the stage, but in a live run, and with '
-            'rollout.token_budget, several do: use "engine" or "none", or [schedule] kind = "staged" without a '
-            "token_budget"
+            '[actor] routing_replay = "actor" replays the routing of the one policy that generated a stage, but in a '
+            'live run, and with rollout.token_budget, several policies generate it: use "engine" or "none", or '
+            '[schedule] kind = "staged" without a token_budget'
         )
     check_trackers(recipe.run)
     check_layout(recipe, hf, nodes if optimizes else None)
@@ -76,19 +76,22 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
 
 
 def _check_steps(recipe: Recipe, updates: int) -> None:
-    """`UserError` unless everything that happens between updates happens between steps of so many ``updates``."""
-    cut = {"schedule.updates_per_stage": recipe.schedule.updates_per_stage}
-    cut["actor.checkpoint_every"] = recipe.actor.checkpoint_every
+    """`UserError` unless stages, checkpoints and exports end with a whole step of ``updates`` updates.
+
+    updates: `Objective.updates_a_step`, the updates that share one proximal policy.
+    """
+    periods = {"schedule.updates_per_stage": recipe.schedule.updates_per_stage}
+    periods["actor.checkpoint_every"] = recipe.actor.checkpoint_every
     if recipe.schedule.kind == "live":
-        # or trainers would wait for groups that only a version after these updates may generate
-        cut["schedule.sync_every"] = recipe.schedule.sync_every or 1
-    for name, value in cut.items():
+        # else trainers would wait for groups that only a version after updates of the same step may generate
+        periods["schedule.sync_every"] = recipe.schedule.sync_every or 1
+    for name, value in periods.items():
         if value % updates:
             nearest = max(updates, round(value / updates) * updates)
             raise UserError(
-                f"objective.proximal_updates = {updates}: one forward pass before a step of so many updates gives the "
-                f"log-probs of its proximal policy, but {name} = {value} would cut a step. Set it to a multiple, for "
-                f"example {nearest}"
+                f"objective.proximal_updates = {updates}: {updates} updates form a step, before which the log-probs of "
+                f"its proximal policy are computed, but {name} = {value} would cut a step. Set {name} to a multiple of "
+                f"{updates}, for example {nearest}"
             )
 
 
@@ -97,7 +100,7 @@ def check_devices(recipe: Recipe) -> None:
     actor = recipe.actor
     if actor.layers == "transformer_engine":
         if actor.backend == "cpu":
-            raise UserError('[actor] layers = "transformer_engine" runs on GPUs alone; use "torch" on backend = "cpu"')
+            raise UserError('[actor] layers = "transformer_engine" runs on GPUs only; use "torch" on backend = "cpu"')
         if importlib.util.find_spec("transformer_engine") is None:
             raise UserError(
                 '[actor] layers = "transformer_engine", but it is not installed: '
@@ -112,12 +115,12 @@ def check_devices(recipe: Recipe) -> None:
 
         builtin = any(table.engine == "builtin" for table in recipe.distinct_rollouts.values())
         if builtin and torch_needs_triton() and (lacks := triton_lacks()):
-            raise UserError(f'[rollout] engine = "builtin": torch runs a kernel of Triton for it on GPUs: {lacks}')
+            raise UserError(f'[rollout] engine = "builtin": on GPUs torch runs a Triton kernel for it, but {lacks}')
         needed = recipe.devices_per_node
         if torch.cuda.device_count() < needed:
             raise UserError(
                 f'[actor] backend = "cuda" needs {needed} GPUs, but torch sees {torch.cuda.device_count()} here; '
-                'backend = "cpu" runs without'
+                'backend = "cpu" needs none'
             )
 
 

@@ -1,8 +1,8 @@
-"""The processes of a phase on one node: started warm or cold, watched until all have ended.
+"""Starts the processes of a phase on one node, warm or cold, and supervises them until all have ended.
 
-Warm: forks of a process that has imported everything (`megarl.workers.warm`), one a node and run. Cold: new
-interpreters, for engines that want to be imported in a process of their own. Each process leads a session of its own,
-and none outlives the node agent that started it.
+Warm: forks of the warm process (`megarl.workers.warm`), of which each node has one per run and which has imported
+everything. Cold: new interpreters, for engines that must be imported in a process of their own. Each process leads a
+session of its own, and none outlives the node agent that started it.
 """
 
 from __future__ import annotations
@@ -28,38 +28,41 @@ from megarl.workers.sessions import end_sessions
 from megarl.workers.watch import Stall, Watch
 
 POLL_SECONDS = 0.05
-INSISTS_SECONDS = 1.0  # a person who presses Ctrl-C again takes longer than a terminal that sends a signal twice
-SHUTDOWN_SECONDS = 30.0  # from the request to stop to SIGKILL; MEGARL_SHUTDOWN_SECONDS overrides
-PATIENCE_SECONDS = 3600.0  # with a warm process that does not answer, until the recipe is known
+SECOND_CTRL_C_SECONDS = 1.0  # SIGINTs at least so far apart are two presses of Ctrl-C; terminals may repeat a signal
+ABANDON_SECONDS = 1.0  # from SIGKILL until the warm process, which may hang and so not report ends, is killed too
+SHUTDOWN_SECONDS = 30.0  # from the request to stop to SIGKILL; overridden by MEGARL_SHUTDOWN_SECONDS
+PATIENCE_SECONDS = 3600.0  # timeout for answers of the warm process as long as no recipe sets another one
 CANNOT_FORK = 3  # exit code of a warm process in which an import has initialised CUDA
 
 
 @dataclass(frozen=True)
 class Process:
-    """What one process of a phase is started with."""
+    """How to start one process of a phase."""
 
     phase: str
-    run: str  # directory
+    run: str  # run directory
     stage: int
-    log: str  # file for all that it prints
-    environment: dict[str, str]  # beside the agent's own
+    log: str  # file for its stdout and stderr
+    environment: dict[str, str]  # variables to add to the agent's own
 
 
 class Processes(Protocol):
+    """The started processes of a phase on this node; ``index`` is an index into ``pids``."""
+
     pids: list[int]
 
     def poll(self, seconds: float) -> dict[int, int]:
-        """{index: exit code} of those that have ended; waits so long for one more."""
+        """{index: exit code} of all processes that have ended; waits up to ``seconds`` for another one to end."""
 
     def signal(self, index: int, number: int, group: bool) -> None:
-        """To a process that has not ended, or to its whole session."""
+        """Send a signal to a process, or with ``group`` to its process group; nothing if the process has ended."""
 
     def abandon(self) -> None:
-        """Rely no longer on what has started them: it may stand still too."""
+        """Kill the process that forked them, if any: it may hang too and never report that they have ended."""
 
 
 class ColdProcesses:
-    """New interpreters: ``python -m megarl.phases``."""
+    """Processes started as new interpreters: ``python -m megarl.phases``."""
 
     def __init__(self, processes: Sequence[Process]) -> None:
         self._started: list[subprocess.Popen[bytes]] = []
@@ -92,9 +95,10 @@ def _start_cold(process: Process) -> subprocess.Popen[bytes]:
 
 
 class WarmProcess:
-    """The agent's end of `megarl.workers.warm`."""
+    """The agent's handle of the warm process, `megarl.workers.warm`, to which it talks through a socket."""
 
     def __init__(self, module: str = "megarl.workers.warm", patience: float = PATIENCE_SECONDS) -> None:
+        """``patience``: seconds to wait for the process ids of forks."""
         self.patience = patience
         self._socket, theirs = socket.socketpair()
         self.process = self._start(theirs, module)
@@ -102,7 +106,7 @@ class WarmProcess:
         self._received = b""
         self._started: list[int] | None = None
         self._codes: dict[int, int] = {}
-        self.prepared: str | None = None
+        self.prepared: str | None = None  # the run directory that it was told to prepare for
 
     def _start(self, theirs: socket.socket, module: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-u", "-m", module, str(theirs.fileno())]
@@ -112,37 +116,40 @@ class WarmProcess:
         )
 
     def prepare(self, run_dir: Path) -> None:
-        """Import what the run needs, while there is nothing else to do."""
+        """Have it import what the run needs while it has no other orders; returns at once."""
         if self.prepared != str(run_dir):
             self.prepared = str(run_dir)
-            with contextlib.suppress(OSError):  # it ended: `start` will notice
+            with contextlib.suppress(OSError):  # it has ended: `start` will notice
                 self._send({"prepare": str(run_dir)})
 
-    def generating_elsewhere(self) -> None:
-        """A phase was started cold: import what training needs meanwhile."""
+    def phase_started_cold(self) -> None:
+        """Tell it that a phase runs in cold processes, so that meanwhile it imports what training needs."""
         with contextlib.suppress(OSError):
             self._send({"started": True})
 
     def start(self, processes: Sequence[Process]) -> ForkedProcesses:
-        """Raises OSError when the warm process has ended."""
+        """Fork the processes of a phase. Raises OSError if the warm process has ended or does not answer."""
         return ForkedProcesses(self, self.fork([vars(process) for process in processes]))
 
     def fork(self, orders: list[dict[str, Any]]) -> list[int]:
-        """The process ids of one fork an order. OSError, and an end to it, when it does not answer for too long."""
+        """One fork for each order; returns their process ids.
+
+        Raises OSError if the warm process has ended; if it does not answer within ``patience`` seconds, it is killed.
+        """
         self._send({"start": orders})
         waited = 0.0
         while self._started is None:
             self._receive(POLL_SECONDS)
-            if (waited := waited + POLL_SECONDS) > self.patience:  # when this process is suspended, no time passes
+            if (waited := waited + POLL_SECONDS) > self.patience:  # leaves out time in which this process is suspended
                 self.process.kill()
                 raise TimeoutError(f"the warm process did not answer for {self.patience:g} s")
         pids, self._started = self._started, None
         return pids
 
     def ended(self, pids: Sequence[int], seconds: float) -> dict[int, int]:
-        """{pid: exit code} of those that have ended, each reported once; waits so long for the first.
+        """{pid: exit code} of those that have ended and were not returned before; waits up to ``seconds`` for one.
 
-        OSError when the warm process itself has ended.
+        Raises OSError if the warm process itself has ended.
         """
         if self._codes.keys().isdisjoint(pids):
             self._receive(seconds)
@@ -172,6 +179,8 @@ class WarmProcess:
 
 
 class ForkedProcesses:
+    """Processes forked by the warm process, which reports their ends."""
+
     def __init__(self, warm: WarmProcess, pids: list[int]) -> None:
         self._warm, self.pids = warm, pids
         self._codes: dict[int, int] = {}
@@ -180,11 +189,11 @@ class ForkedProcesses:
         try:
             ended = self._warm.ended(self.pids, seconds)
             self._codes |= {self.pids.index(pid): code for pid, code in ended.items()}
-        except OSError:  # the kernel kills them with the warm process
+        except OSError:  # the warm process has ended, and the kernel kills its forks with it
             left = {i: pid for i, pid in enumerate(self.pids) if i not in self._codes}
             for pid in left.values():
                 _signal(pid, signal.SIGKILL, group=True)
-            while any(map(_runs, left.values())):  # the phase may be started again: nobody else must be writing then
+            while any(map(_runs, left.values())):  # none of them may still be writing when the phase is restarted
                 time.sleep(POLL_SECONDS)
             self._codes |= dict.fromkeys(left, -signal.SIGKILL)
         return self._codes
@@ -200,7 +209,7 @@ class ForkedProcesses:
 def _signal(pid: int, number: int, group: bool) -> None:
     with contextlib.suppress(ProcessLookupError):
         if group:
-            with contextlib.suppress(ProcessLookupError):  # it leads no session yet
+            with contextlib.suppress(ProcessLookupError):  # it does not lead a process group yet
                 os.killpg(pid, number)
         os.kill(pid, number)
 
@@ -213,18 +222,18 @@ def _runs(pid: int) -> bool:
 
 
 class Starter:
-    """Starts the processes of phases, one phase after another; holds the node's warm process."""
+    """Starts the processes of one phase after another on this node, and owns the node's warm process."""
 
     def __init__(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._warm: WarmProcess | None = None
-        self._always_cold = False
-        self.patience = PATIENCE_SECONDS
-        self.gave_up: str | None = None  # on a warm process, in the last `start`, and why
+        self._always_cold = False  # a warm process could not fork, since an import initialises CUDA
+        self.patience = PATIENCE_SECONDS  # timeout for the warm process's answers
+        self.warm_timeout: str | None = None  # message, if the warm process did not answer in the last `start`
 
     def warm_up(self) -> WarmProcess:
-        """Start the warm process, if it does not run; returns at once."""
+        """Start the warm process if it is not running; returns without waiting for its imports."""
         if self._warm is not None and self._warm.process.poll() is not None:
             self._warm.close()
             self._warm = None
@@ -234,21 +243,22 @@ class Starter:
         return self._warm
 
     def start(self, processes: Sequence[Process], cold: bool) -> Processes:
-        self.gave_up = None
+        """Start the processes of a phase: cold if asked for or if the warm process fails, else as forks of it."""
+        self.warm_timeout = None
         if cold and self._warm is not None:
-            self._warm.generating_elsewhere()
+            self._warm.phase_started_cold()
         if not cold and not self._always_cold:
             warm = self.warm_up()
             try:
                 warm.prepare(Path(processes[0].run))
                 return warm.start(processes)
-            except OSError as error:  # it cannot import or was killed: a cold start shows why, or works
+            except OSError as error:  # an import failed or it was killed: a cold start works, or shows the error
                 self._always_cold = warm.process.wait() == CANNOT_FORK
-                self.gave_up = str(error) if isinstance(error, TimeoutError) else None
+                self.warm_timeout = str(error) if isinstance(error, TimeoutError) else None
         return ColdProcesses(processes)
 
     def run(self, order: dict[str, Any]) -> int | None:
-        """Have one fork of the warm process carry out ``order``. Returns its exit code; None where nothing can fork."""
+        """Carry out ``order`` in a fork of the warm process; returns its exit code, None if the warm process failed."""
         if self._always_cold:
             return None
         warm = self.warm_up()
@@ -275,12 +285,12 @@ class Starter:
 
 @dataclass(frozen=True)
 class Ended:
-    """How the processes of a phase ended on this node, by index."""
+    """How the processes of a phase ended on this node; processes are given by their index."""
 
-    codes: dict[int, int]  # of all; those that had to be killed have -SIGKILL
-    first: frozenset[int]  # those that had failed before the others were asked to stop
-    stopped: bool  # this agent was told to stop
-    stall: Stall | None = None  # for which all were killed
+    codes: dict[int, int]  # exit codes of all processes; -SIGKILL of those that had to be killed
+    first: frozenset[int]  # processes that had failed before the others were asked to stop
+    stopped: bool  # this agent received a stop signal
+    stall: Stall | None = None  # the stall because of which all were killed
 
 
 def supervise(
@@ -289,21 +299,24 @@ def supervise(
     watch: Watch | None = None,
     saves: bool = True,
 ) -> Ended:
-    """Wait until all processes have ended. When one fails, or this agent gets a stop signal, the rest is asked to stop.
+    """Wait until all processes have ended. If one fails, or this agent gets a stop signal, the others get SIGTERM.
 
-    When ``watch`` finds one that stands still, all are killed, since they could not save anything. stop_signals:
-    (number, time) as noted by `stop_signals_noted`. saves: whether the phase saves its work before it stops, which may
-    take a while. A second Ctrl-C kills at once. A second SIGTERM does not: Slurm sends one when it wants a job to end,
-    and another at the end of its time.
+    If ``watch`` finds a stalled process, all are killed, since they could not save anything.
+
+    stop_signals: the list of (number, time) that `stop_signals_noted` fills.
+    saves: whether the phase saves its work before it stops; affects only the message on stderr.
+
+    A second Ctrl-C kills at once. A second SIGTERM does not, because Slurm sends one when a job should end and another
+    when its time limit is reached.
     """
     everybody = range(len(processes.pids))
     codes = processes.poll(0)
     while len(codes) < len(everybody) and not _failed(codes) and not stop_signals:
         codes = processes.poll(POLL_SECONDS)
-        if watch and (stall := watch.look(processes.pids, codes)):
+        if watch and (stall := watch.check(processes.pids, codes)):
             return _end_stall(processes, watch, stall, stop_signals)
     if _failed(codes):
-        codes = processes.poll(POLL_SECONDS)  # others that ended for the same reason
+        codes = processes.poll(POLL_SECONDS)  # others may have ended for the same reason
     elif stop_signals:
         print("stopping, saving" if saves else "stopping", file=sys.stderr, flush=True)
     first = frozenset(_failed(codes))
@@ -312,9 +325,9 @@ def supervise(
         for index in everybody:
             processes.signal(index, signal.SIGTERM, group=False)
     while len(codes) < len(everybody):
-        if time.monotonic() > deadline or _insists(stop_signals):
+        if time.monotonic() > deadline or _second_ctrl_c(stop_signals):
             kill(processes)
-        if time.monotonic() > deadline + INSISTS_SECONDS:
+        if time.monotonic() > deadline + ABANDON_SECONDS:
             processes.abandon()
         codes = processes.poll(POLL_SECONDS)
     end_sessions(processes.pids)
@@ -331,13 +344,13 @@ def _end_stall(processes: Processes, watch: Watch, stall: Stall, stop_signals: S
     return Ended(dict(codes), frozenset(), bool(stop_signals), replace(stall, text=text))
 
 
-def _insists(stop_signals: Sequence[tuple[int, float]]) -> bool:
+def _second_ctrl_c(stop_signals: Sequence[tuple[int, float]]) -> bool:
     times = [at for number, at in stop_signals if number == signal.SIGINT]
-    return bool(times) and times[-1] - times[0] > INSISTS_SECONDS
+    return bool(times) and times[-1] - times[0] > SECOND_CTRL_C_SECONDS
 
 
 def kill(processes: Processes) -> None:
-    """End all at once, with everything in their sessions."""
+    """Send SIGKILL to all processes and their process groups."""
     for index in range(len(processes.pids)):
         processes.signal(index, signal.SIGKILL, group=True)
 
@@ -348,13 +361,16 @@ def _failed(codes: dict[int, int]) -> list[int]:
 
 @contextlib.contextmanager
 def stop_signals_noted() -> Iterator[list[tuple[int, float]]]:
-    """Within, `STOP_SIGNALS` interrupt nothing: number and time (`time.monotonic`) of each are added to the list."""
-    seen: list[tuple[int, float]] = []
+    """Inside the context, `STOP_SIGNALS` interrupt nothing; (number, `time.monotonic`) of each is appended to the list.
+
+    Afterwards the previous handlers are back in force.
+    """
+    received: list[tuple[int, float]] = []
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, _: seen.append((number, time.monotonic())))
+        signal.signal(number, lambda number, _: received.append((number, time.monotonic())))
     try:
-        yield seen
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

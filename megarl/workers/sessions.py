@@ -1,4 +1,4 @@
-"""What the processes of a phase leave behind when they are killed: nothing of it may live when the next ones start."""
+"""Ends what a phase's processes leave behind, such as an engine's workers, before the next processes are started."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ import psutil
 from megarl.errors import PhaseFailed
 
 POLL_SECONDS = 0.02
-PATIENCE = 120.0  # seconds; a process that frees much memory of a GPU takes some
+PATIENCE = 120.0  # seconds until a killed process must have ended; freeing a lot of GPU memory takes a while
 
 
 def end_sessions(leaders: Collection[int]) -> None:
-    """Return when no process is left in the sessions of these processes, which have ended.
+    """Kill what is left in the sessions of ended processes, ``leaders``, and wait until it is gone.
 
-    Workers of an engine are killed here; its server's guard, in a process group of its own, ends the server by itself.
-    `PhaseFailed` if some cannot be killed, since they still hold their GPUs.
+    An engine's workers are killed here. The guard of an engine's server, which has a process group of its own, is not:
+    it ends the server by itself. `PhaseFailed` if processes are left after `PATIENCE`: they still hold their GPUs.
     """
     deadline = time.monotonic() + PATIENCE
     while left := [pid for pid in psutil.pids() if _lives_in(pid, leaders)]:
         if time.monotonic() > deadline:
-            raise PhaseFailed(f"processes {left} of an ended phase still run {PATIENCE:.0f} s after they were killed")
+            raise PhaseFailed(
+                f"processes {left} of an ended phase still run {PATIENCE:.0f} s after they were killed, and may hold "
+                "GPU memory: end them, then start the run again"
+            )
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
-                if os.getpgid(pid) in leaders:
+                if os.getpgid(pid) in leaders:  # not the guard of a server
                     os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
 

@@ -1,12 +1,15 @@
-"""``python -m megarl.workers.warm FD``: a process that has imported what phases need and forks their processes.
+"""``python -m megarl.workers.warm FD``: the warm process, which imports what phases need and forks their processes.
 
-Importing takes seconds, a fork milliseconds. The node agent (`megarl.workers.processes`) sends JSON lines through the
-socket FD: ``{"prepare": RUN_DIR}`` says what will be needed, ``{"start": [process, ...]}`` asks for forks, of which one
-may be ``{"check": RECIPE, ...}``. The answers are ``{"started": [pid, ...]}`` and, as processes end, ``{"ended": pid,
-"code": code}``. Imports go on between orders.
+Importing takes seconds, a fork milliseconds. The node agent (`megarl.workers.processes`) sends orders as JSON lines
+through the socket FD:
 
-It never initialises CUDA, since a fork could not use it then. Its imports start no thread but that of Arrow's jemalloc,
-which survives a fork. It dies with the agent and its forks die with it.
+- ``{"prepare": RUN_DIR}``: import what the run will need, between other orders.
+- ``{"start": [process, ...]}``: fork the processes; ``{"check": RECIPE, ...}`` as the only one checks a recipe. The
+  answers are ``{"started": [pid, ...]}`` and, as each process ends, ``{"ended": pid, "code": exit code}``.
+- ``{"started": true}``: a phase was started without this process; import what training needs, too.
+
+It never initialises CUDA, since forks could not use CUDA then. Its imports start no thread except that of Arrow's
+jemalloc, which survives a fork. It dies with the agent, and its forks die with it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from megarl.workers.processes import CANNOT_FORK
 if TYPE_CHECKING:
     from megarl.recipe.tables import Recipe
 
-# an order waits for the import under way, so that of Megatron, 1.5 s, is made in parts; another torch may lack some
+# an order waits for the import in progress, so Megatron's, of 1.5 s, is done in parts; some torch versions lack one
 SLOW_PARTS_OF_MEGATRON = (
     "torch.distributed.checkpoint",
     "torch._functorch.aot_autograd",
@@ -51,19 +54,24 @@ TRAINS = ("rehearse", "optimize", "live", "what_if", "export")  # phases with an
 
 
 class WarmProcess:
+    """Carries out the agent's orders, and imports while there are none.
+
+    warning_filters: `warnings.filters` of the forked processes; this process itself ignores all warnings.
+    """
+
     def __init__(self, agent: socket.socket, warning_filters: Sequence[Any] = ()) -> None:
-        self.warnings = list(warning_filters)  # of the processes that are forked
+        self.warnings = list(warning_filters)
         self.agent = agent
         self.agent.setblocking(False)
         self.received = b""
         self.children: set[int] = set()
-        self.generation: Iterator[None] = import_generation()  # what remains to be imported for rollouts, evaluations
-        self.training: Iterator[None] = iter(())  # and for updates
-        self.recipe: Recipe | None = None  # whose imports these are
-        self.started = False  # the first phase of a run usually generates: training can be imported meanwhile
-        signal.signal(signal.SIGCHLD, self._reap)  # also in the middle of an import
-        # Python runs that handler between two of its instructions: a signal that comes after the last one before
-        # `select` would wait for the agent's next order, so it also makes this socket ready
+        self.generation: Iterator[None] = import_generation()  # remaining imports for rollouts and evaluations
+        self.training: Iterator[None] = iter(())  # remaining imports for updates
+        self.recipe: Recipe | None = None  # the recipe that decided on these imports
+        self.started = False  # a phase runs: usually the first one generates, so training is imported during it
+        signal.signal(signal.SIGCHLD, self._reap)  # also interrupts an import
+        # Python runs that handler between two bytecode instructions: a signal that arrives just before `select` blocks
+        # would not be handled until the agent's next order. So each signal also makes this socket readable
         self.signalled, writer = socket.socketpair()
         for end in (self.signalled, writer):
             end.setblocking(False)
@@ -71,7 +79,7 @@ class WarmProcess:
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        """Until the agent closes its end of the socket."""
+        """Run until the agent closes its end of the socket."""
         busy = True
         while True:
             ready, _, _ = select.select([self.agent, self.signalled], [], [], 0 if busy else None)
@@ -107,22 +115,21 @@ class WarmProcess:
         if "check" in processes[0]:
             recipe = parse(processes[0]["check"])
             deque(import_prompts(recipe), maxlen=0)
-            self._prepare(recipe)  # beside the check: most recipes pass it
+            self._prepare(recipe)  # already during the check, which most recipes pass
             return [self._fork(process) for process in processes]
-        if processes[0].get("phase") in TRAINS:  # better once here than once in each process
+        if processes[0].get("phase") in TRAINS:  # import once here instead of once in each process
             deque(self.training, maxlen=0)
         import torch
 
         if torch.cuda.is_initialized():
             sys.exit(CANNOT_FORK)
-        gc.freeze()  # what is imported stays: no collection in a fork needs to look at it, or copies its pages
+        gc.freeze()  # imported objects stay: collections in forks need not traverse them, which would copy their pages
         self.started = True
         return [self._fork(process) for process in processes]
 
     def _fork(self, process: dict[str, Any]) -> int:
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, [signal.SIGCHLD]
-        )  # until the child's id is in `children`, else its end would be missed
+        # blocked until the child's id is in `children`: `_reap` would miss a child that ends before
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         if pid := os.fork():
             self.children.add(pid)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
@@ -141,10 +148,10 @@ class WarmProcess:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            os._exit(code)  # what this process inherited is not its to clean up
+            os._exit(code)  # without the cleanup handlers that were inherited from the warm process
 
     def run_child(self, process: dict[str, Any]) -> int:
-        """In the fork: a session, a log and an environment of its own, then the phase. Returns the exit code."""
+        """Run in the fork: set up session, log and environment, then run the phase. Returns the exit code."""
         gc.enable()
         warnings.filters[:] = self.warnings  # type: ignore[index]
         if "check" in process:
@@ -154,7 +161,8 @@ class WarmProcess:
         return run_process(process["phase"], Path(process["run"]), process["stage"])
 
     def _reap(self, *_: object) -> None:
-        with no_child_ends():  # one handler at a time
+        """Handler of SIGCHLD: report the children that have ended to the agent."""
+        with sigchld_blocked():  # a second SIGCHLD must not interrupt this handler
             for pid in list(self.children):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
@@ -162,7 +170,7 @@ class WarmProcess:
                     self._send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _send(self, answer: dict[str, Any]) -> None:
-        with no_child_ends():  # whose answer would go into the middle of this one
+        with sigchld_blocked():  # `_reap` would write its answer into the middle of this one
             self.agent.setblocking(True)
             try:
                 self.agent.sendall(json.dumps(answer).encode() + b"\n")
@@ -171,7 +179,7 @@ class WarmProcess:
 
 
 def run_check(check: str, nodes: int, optimizes: bool, environment: dict[str, str]) -> int:
-    """In a fork: `megarl.workers.preflight.check_recipe`. What it prints goes where the agent's output goes."""
+    """Run `megarl.workers.preflight.check_recipe` in a fork, whose output goes where the agent's goes."""
     from megarl.workers.preflight import check_recipe
 
     os.environ |= environment
@@ -187,8 +195,8 @@ def parse(recipe: str) -> Recipe:
 
 
 @contextlib.contextmanager
-def no_child_ends() -> Iterator[None]:
-    """Within, the handler of SIGCHLD does not run; what ended meanwhile is seen after it."""
+def sigchld_blocked() -> Iterator[None]:
+    """Inside the context the handler of SIGCHLD does not run; it runs afterwards if a child has ended."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     try:
         yield
@@ -197,7 +205,7 @@ def no_child_ends() -> Iterator[None]:
 
 
 def become(log: str, environment: dict[str, str]) -> None:
-    """Give a fork what a new process would have: a session, its output, its environment, default signals."""
+    """Give a fork what a new process would have: a session, output to ``log``, environment, default signal handlers."""
     os.setsid()
     output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
     os.dup2(output, 1)
@@ -209,16 +217,16 @@ def become(log: str, environment: dict[str, str]) -> None:
 
 
 def advance(imports: Iterator[None]) -> bool:
-    """Import one thing more; False when all is there."""
+    """Do the next import; False when all are done."""
     return next(imports, True) is None
 
 
 def import_generation() -> Iterator[None]:
-    """What engines and verifiers need, whatever the recipe says; a step at a time."""
+    """Import, step by step, what engines and verifiers need with any recipe."""
     yield from import_modules("torch", "torch.distributed", "transformers")
     import transformers
 
-    for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):  # which are imported when asked for
+    for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):  # transformers imports them on first access
         getattr(transformers, name)
         yield
     yield from import_modules("megarl.phases.evaluate", "megarl.phases.rollout")
@@ -231,7 +239,7 @@ def recipe_of_run(run_dir: Path) -> Recipe:
 
 
 def imports_of(recipe: Recipe) -> tuple[Iterator[None], Iterator[None]]:
-    """What the recipe asks for beyond that: for generation, and for training."""
+    """The further imports that the recipe needs, step by step: (for generation, for training)."""
     hide_gpus_from_cpu_runs(recipe.actor.backend)
     training = ["megarl.actor", "megarl.phases.optimize", "megarl.phases.live.trainer"]
     if recipe.actor.backend == "cpu":
@@ -244,7 +252,7 @@ def imports_of(recipe: Recipe) -> tuple[Iterator[None], Iterator[None]]:
 
 
 def import_prompts(recipe: Recipe) -> Iterator[None]:
-    """Where the prompts come from."""
+    """Import the packages that generate the recipe's prompts."""
     if any(table.source == "reasoning_gym" for table in recipe.data.mixture):
         from megarl.data.sources import import_reasoning_gym
 
@@ -253,22 +261,22 @@ def import_prompts(recipe: Recipe) -> Iterator[None]:
 
 
 def open_prompts(recipe: Recipe) -> Iterator[None]:
-    """The prompts themselves, so that no phase needs to read or draw them again."""
+    """Open the prompts, so that phases inherit them and need not read or generate them again."""
     from megarl.data.prompts import open_prompts
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it has threads, which do not survive a fork
-    with contextlib.suppress(Exception):  # which the check of the recipe meets too, and reports
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would not survive a fork
+    with contextlib.suppress(Exception):  # the check of the recipe meets the same error and reports it
         open_prompts(recipe, recipe.model.tokenizer_path)
     yield
 
 
 def import_builtin_engine(model: Path) -> Iterator[None]:
-    """The engine, transformers' class of the model, and the table of weight names that `from_pretrained` compiles."""
+    """Import the engine and transformers' class of the model; compile the weight names that `from_pretrained` uses."""
     yield from import_modules("megarl.rollout.builtin")
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    with contextlib.suppress(Exception):  # which the check of the recipe meets too, and reports
+    with contextlib.suppress(Exception):  # the check of the recipe meets the same error and reports it
         config = AutoConfig.from_pretrained(model, local_files_only=True)
         AutoModelForCausalLM._model_mapping[type(config)]
         yield
@@ -290,16 +298,16 @@ def import_megatron() -> Iterator[None]:
 
 
 def serve(agent: socket.socket) -> None:
-    """Orders of the node agent at the other end, until it closes or dies."""
-    for number in STOP_SIGNALS:  # the agent decides; a scheduler signals every process of a job
+    """Set up the warm process and carry out the orders of the node agent, until that closes the socket or dies."""
+    for number in STOP_SIGNALS:  # a scheduler signals every process of a job, but the agent decides what ends
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(int(os.environ["MEGARL_AGENT_PID"]))
     name_process("warm:")
-    gc.disable()  # imports make no garbage worth looking for
-    shown = warnings.filters[:]
-    warnings.simplefilter("ignore")  # what packages say while they are imported would go into the agent's display
+    gc.disable()  # imports make no garbage worth collecting
+    filters = warnings.filters[:]
+    warnings.simplefilter("ignore")  # warnings during imports would be printed into the agent's progress display
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    WarmProcess(agent, shown).serve()
+    WarmProcess(agent, filters).serve()
 
 
 if __name__ == "__main__":

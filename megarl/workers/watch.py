@@ -1,8 +1,8 @@
-"""Notices that a process of a phase stands still, by the signs that it gives (`megarl.beats`), and says where.
+"""Notices a stalled process of a phase by its missing heartbeats (`megarl.beats`), and reports where it is stuck.
 
-A step may take ``[run] stall_seconds``, or several times as long as the longest step of its kind so far; the first one
-of a kind, which loads or compiles, has more time. The watch counts only seconds in which it runs itself: a job that is
-suspended as a whole does not stand still.
+A step may take ``[run] stall_seconds``, or several times as long as the longest step of its kind so far; the first step
+of a kind, which may load or compile, has more time. Only time in which the watch itself runs is counted, so a job that
+is suspended as a whole does not count as stalled.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import psutil
 
 from megarl.beats import WAITS, Beat, read_beat
 
-FIRST = 6  # times `stall_seconds` for the first step of a kind
-SLOWER = 5  # times the longest step so far
-MOST = 30  # times `stall_seconds`, whatever the longest step was
-LOST_SECONDS = 1.0  # between two looks; more means that the watch itself did not run
-TREE_SECONDS = 1.0  # at least, between two looks at all processes that the phase's own have started
-DUMP_SECONDS = 10.0  # for Python to write stacks
-QUIET_SECONDS = 1.0  # in which a process that is writing its stacks writes some of them
-NCCL_SECONDS = 10.0  # for NCCL's monitor, which looks into its pipe every second or so
+FIRST = 6  # limit of the first step of a kind, in units of `stall_seconds`
+SLOWER = 5  # limit of a later step, in units of the longest step of its kind so far
+MOST = 30  # largest limit, in units of `stall_seconds`
+LOST_SECONDS = 1.0  # at most this much counts between two checks; beyond it the watch itself was suspended
+TREE_SECONDS = 1.0  # least time between two checks of all descendants of the phase's processes
+DUMP_SECONDS = 10.0  # timeout for processes to write their Python stacks
+QUIET_SECONDS = 1.0  # stacks count as complete once no log has grown for so long
+NCCL_SECONDS = 10.0  # timeout for NCCL's monitor thread, which polls its pipe about every second
 START = Beat(0, "start", "")
 
 
 @dataclass(frozen=True)
 class Stall:
-    """What stands still, for a person, the first line by itself. ``certain``: a process here is known to be stopped."""
+    """A stall that the watch has found."""
 
-    text: str
-    certain: bool
+    text: str  # message for the user; its first line can stand alone
+    certain: bool  # a process of this node is known to be stopped, so the cause is not on another node
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A process: its rank in the phase, the file with its signs, and the log to which its stacks go."""
+    """A process to watch: its rank in the phase, its heartbeat file, and the log to which it writes its stacks."""
 
     rank: int
     beats: Path
@@ -48,10 +48,12 @@ class Watched:
 
 
 class Watch:
-    """Of the processes of one attempt at a phase on this node.
+    """Watches the processes of one attempt at a phase on this node.
 
-    seconds: ``[run] stall_seconds``. alone: there is no other node for which all of them could wait. warn: is told in
-    one line, before anything is done about it. nccl: the beginnings of the paths of NCCL's pipes and of its dumps.
+    seconds: ``[run] stall_seconds``.
+    alone: there is no other node, so if all processes here wait for others for long, that is a stall too.
+    warn: callback that gets a one-line message when a stall is found, before anything is killed.
+    nccl: path prefixes of the pipes and of the dumps of torch's NCCL flight recorder; None without NCCL.
     """
 
     def __init__(
@@ -65,23 +67,24 @@ class Watch:
         self._watched, self._seconds, self._alone, self._nccl = watched, seconds, alone, nccl
         self._warn = warn
         self._beats = [START for _ in watched]
-        self._idle = [0.0 for _ in watched]  # since the last sign
-        self._waiting = [0.0 for _ in watched]  # for others, without a break
-        self._stopped: dict[int, float] = {}  # process id -> for how long it has been seen to be stopped
+        self._idle = [0.0 for _ in watched]  # seconds since the last heartbeat
+        self._waiting = [0.0 for _ in watched]  # seconds for which it has only waited for others
+        self._stopped: dict[int, float] = {}  # process id -> seconds for which it has been in state T (stopped)
         self._longest: dict[str, float] = {}  # kind -> seconds of its longest step
-        self._looked, self._time, self._looked_at_tree = time.monotonic(), 0.0, 0.0
+        self._last_check, self._time = time.monotonic(), 0.0  # `_time`: seconds in which the watch ran
+        self._tree_checked = 0.0  # `_time` at the last check of descendants
 
-    def look(self, pids: Sequence[int], ended: Collection[int]) -> Stall | None:
-        """What stands still; None as long as nothing does. To be called often.
+    def check(self, pids: Sequence[int], ended: Collection[int]) -> Stall | None:
+        """The stall, if a process has exceeded its limit, else None. Call it several times a second.
 
-        pids: of the processes, of which those with the indices ``ended`` have ended.
+        pids: ids of the watched processes, in the same order. ended: indices of those that have ended.
         """
         now = time.monotonic()
-        elapsed, self._looked = min(now - self._looked, LOST_SECONDS), now
+        elapsed, self._last_check = min(now - self._last_check, LOST_SECONDS), now
         self._time += elapsed
         running = [index for index in range(len(pids)) if index not in ended]
         for index in running:
-            self._listen(index, elapsed)
+            self._read_heartbeat(index, elapsed)
         late = [index for index in running if self._idle[index] > self._limit(self._beats[index].kind)]
         stopped = self._long_stopped([pids[index] for index in running])
         everybody_waits = self._alone and all(self._waiting[index] > FIRST * self._seconds for index in running)
@@ -96,7 +99,8 @@ class Watch:
         self._warn(message)
         return Stall("\n".join([message, *self.describe(pids), self._remedy()]), certain=bool(not_running))
 
-    def _listen(self, index: int, elapsed: float) -> None:
+    def _read_heartbeat(self, index: int, elapsed: float) -> None:
+        """Poll the heartbeat of a process, ``elapsed`` seconds after the previous poll."""
         self._idle[index] += elapsed
         before, now = self._beats[index], read_beat(self._watched[index].beats)
         self._waiting[index] = self._waiting[index] + elapsed if now and now.kind == before.kind == WAITS else 0.0
@@ -107,23 +111,24 @@ class Watch:
         self._beats[index], self._idle[index] = now, 0.0
 
     def _limit(self, kind: str) -> float:
+        """Seconds that a step of this kind may take."""
         longest = self._longest.get(kind)
         if longest is None and kind != WAITS:
             return FIRST * self._seconds
         return min(max(self._seconds, SLOWER * (longest or 0.0)), MOST * self._seconds)
 
     def _long_stopped(self, pids: Sequence[int]) -> dict[int, float]:
-        """Processes below the phase's own that have been stopped for too long, such as an engine's; {id: seconds}."""
-        elapsed = self._time - self._looked_at_tree
+        """Descendants of the phase's processes, such as an engine's, that are stopped for too long: {id: seconds}."""
+        elapsed = self._time - self._tree_checked
         if elapsed < max(TREE_SECONDS, self._seconds / 4):
             return {}
-        self._looked_at_tree = self._time
+        self._tree_checked = self._time
         stopped = [process.pid for pid in pids for process in _descendants(pid) if _state(process.pid) == "T"]
         self._stopped = {pid: self._stopped[pid] + elapsed if pid in self._stopped else 0.0 for pid in stopped}
         return {pid: seconds for pid, seconds in self._stopped.items() if seconds > self._seconds}
 
     def _not_running(self, pids: Sequence[int]) -> Iterator[str]:
-        """Processes that do not run at all; their parents too, since the one that starts all may be stopped."""
+        """Messages about stopped processes (state T): the watched ones, their descendants, and the warm process."""
         for watched, pid in zip(self._watched, pids, strict=True):
             for one in (pid, *(process.pid for process in _descendants(pid))):
                 if _state(one) == "T":
@@ -133,7 +138,7 @@ class Watch:
                 yield f"process {parent} ({_name(parent)}), which started the others, is stopped"
 
     def describe(self, pids: Sequence[int]) -> list[str]:
-        """One line a rank: where it was last seen, and how long ago."""
+        """One line per rank with its last heartbeat and how long ago that was."""
         lines = zip(self._watched, self._beats, self._idle, pids, strict=True)
         return [
             f"  rank {one.rank} (process {pid}): {beat}, {idle:.0f} s ago, stack in {one.log}"
@@ -142,14 +147,15 @@ class Watch:
 
     def _remedy(self) -> str:
         return (
-            f"  [run] stall_seconds = {self._seconds:g} is how long a step may take, where none of its kind has taken "
-            f"long; raise it if this one only was slow"
+            f"  A step may take [run] stall_seconds = {self._seconds:g}, or longer if earlier steps of its kind did; "
+            f"raise it if this step was only slow"
         )
 
     def dump(self, pids: Sequence[int]) -> list[str]:
-        """Have all processes write their Python stacks to their logs, and NCCL what it was in; returns what to read.
+        """Have all processes write their Python stacks to their logs, and NCCL its last collectives to files.
 
-        Stopped ones go on for this, as nothing else would make them write: they are to be killed next.
+        Returns messages that name the files of NCCL. Stopped processes are continued, since they could not write
+        otherwise: the caller must kill all of them next.
         """
         everyone = [one for pid in pids for one in (pid, *(process.pid for process in _descendants(pid)))]
         sizes = [_size(watched.log) for watched in self._watched]
@@ -167,7 +173,7 @@ class Watch:
         return self._dump_nccl()
 
     def _wait_for_whole_stacks(self) -> None:
-        """Nothing marks the end of a stack: until the logs have not grown for a moment."""
+        """Wait until the logs have stopped growing, since nothing marks the end of a stack."""
         sizes, grown = [_size(watched.log) for watched in self._watched], time.monotonic()
 
         def quiet() -> bool:
@@ -179,12 +185,12 @@ class Watch:
         _wait(DUMP_SECONDS, quiet)
 
     def _dump_nccl(self) -> list[str]:
-        """Through the pipes of torch's flight recorder (ProcessGroupNCCL.hpp of torch 2.11 to 2.13)."""
+        """Ask for dumps through the pipes of torch's flight recorder (ProcessGroupNCCL.hpp of torch 2.11 to 2.13)."""
         if self._nccl is None:
             return []
         (pipes, dumps), asked = self._nccl, []
         for path in sorted(pipes.parent.glob(f"{pipes.name}*.pipe")):
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
                 os.write(pipe, b"dump\n")
                 os.close(pipe)
@@ -223,14 +229,14 @@ def _name(pid: int) -> str:
 
 
 def _state(pid: int) -> str:
-    """R, S, D, T, Z, ... of proc(5); "" for a process that has ended."""
+    """The state of a process, a letter as in proc(5) such as R, S, D, T or Z; "" if it has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0]
     return ""
 
 
 def _handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, which would end it otherwise."""
+    """Whether a process has a handler for a signal; without one, SIGUSR1 would kill it."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         caught = next(line for line in file if line.startswith("SigCgt:"))
         return bool(int(caught.split()[1], 16) >> (number - 1) & 1)

@@ -160,7 +160,7 @@ class Clock:
         """What is found when so much time has passed, looking often."""
         for _ in range(round(seconds / 0.5)):
             self.now += 0.5
-            if found := self.watch.look(self.pids, ended):
+            if found := self.watch.check(self.pids, ended):
                 return found
         return None
 

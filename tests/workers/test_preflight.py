@@ -13,7 +13,7 @@ def test_torch_itself_needs_tritons_compiler_for_the_builtin_engine(monkeypatch)
 
     monkeypatch.setattr(library, "triton_lacks", lambda: "triton needs a C compiler when it runs")
     actor = {"backend": "cuda", "kernels": "torch"}
-    with pytest.raises(UserError, match="torch runs a kernel of Triton for it on GPUs: triton needs a C compiler"):
+    with pytest.raises(UserError, match="on GPUs torch runs a Triton kernel for it, but triton needs a C compiler"):
         check_devices(make_recipe(actor=actor))
     with pytest.raises(UserError, match="needs 1 GPUs, but torch sees 0 here"):
         check_devices(make_recipe(actor=actor, rollout={"engine": "vllm"}))

@@ -83,7 +83,7 @@ def test_what_an_ended_phase_has_left_is_waited_for(script, code):
     scripts = Scripts(script)
     left = int(scripts.started[0].stdout.readline())
     assert psutil.pid_exists(left)
-    watch = SimpleNamespace(look=lambda *_: Stall("stands still", certain=True), dump=lambda _: [])
+    watch = SimpleNamespace(check=lambda *_: Stall("stalled", certain=True), dump=lambda _: [])
     assert supervise(scripts, watch=watch if script == "stands" else None).codes == {0: code}
     assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
 

@@ -98,7 +98,7 @@ def serve(stage: Stage) -> None:
     stop = StopRequest()
     if stage.is_sealed():
         return
-    replicas = ReplicaGroup.join(leave=stop.exit_if_asked)
+    replicas = ReplicaGroup.join(while_waiting=stop.exit_if_asked)
     make_directory(stage.rollouts)
     worker = start_evaluated(stage, replicas, lambda: stop.asked)
     if stop.asked:
