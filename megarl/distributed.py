@@ -96,7 +96,7 @@ class ReplicaGroup:
 
     def _wait_for(self, key: str) -> Any:
         while not self.store.check([key]):
-            beat(WAITS, f"a wait for others ({key})")
+            beat(WAITS, f"wait for other replicas ({key})")
             self.while_waiting()
             time.sleep(POLL_SECONDS)  # not a blocking `get`, during which Python would handle no signal
         return json.loads(self.store.get(key))

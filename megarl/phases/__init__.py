@@ -1,1 +1,1 @@
-"""What the processes of a phase run: one module a phase, each with a function of its name."""
+"""The code that the processes of a phase run: a module per phase, with a function of the phase's name."""

@@ -1,4 +1,4 @@
-"""``python -m megarl.phases PHASE RUN_DIR STAGE``: one process of a phase with imports of its own (a cold start)."""
+"""``python -m megarl.phases PHASE RUN_DIR STAGE``: one process of a phase in a new interpreter (a cold start)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.dup2(2, 1)  # one log
-    die_with_parent(int(os.environ["MEGARL_AGENT_PID"]))  # before the seconds that imports take
-    # the request is not inherited: also what a library forks, such as the writers of a checkpoint
+    os.dup2(2, 1)  # stdout and stderr go to the same log
+    die_with_parent(int(os.environ["MEGARL_AGENT_PID"]))  # first, because imports take seconds
+    # forks do not inherit this, so repeat it in each of them, such as the writers of a checkpoint
     os.register_at_fork(after_in_child=die_with_parent)
     main()

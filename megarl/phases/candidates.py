@@ -1,6 +1,7 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): a stage trains candidates whose responses differ in reward.
+"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): a stage trains groups whose rewards have variance.
 
-A group whose responses all have the same reward has advantages of 0 and teaches nothing.
+If all responses of a group have the same reward, its advantages are 0 and nothing is learnt from it. So a stage has
+more candidates, groups that may be generated, than it trains.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from megarl.distributed import ReplicaGroup
 from megarl.phases.scoring import ScoredGroup
 from megarl.storage.rollouts import Response, RolloutStore
 
-LOOK_SECONDS = 0.2  # between two looks at what other replicas tell while responses are being decoded
+POLL_SECONDS = 0.2  # between two reads of other replicas' messages while responses are being decoded
 
 
 class Choice:
-    """The first ``wanted`` candidates with variance, in id order. If there are too few, the first groups
-    without variance complete the choice.
+    """The first ``wanted`` candidates with variance in their rewards, in id order.
 
-    So it depends on the candidates alone: not on which of several replicas was faster or which was killed, and groups
-    with long responses are chosen as often as those with short ones.
+    If there are too few, the first groups without variance fill the choice up. So the choice depends only on the
+    candidates: not on which replica was faster or was killed, and long responses are as likely to be chosen as short
+    ones. A candidate is known once `add` was called for it.
     """
 
     def __init__(self, candidates: range, wanted: int) -> None:
         self.candidates, self.wanted = candidates, wanted
-        self.varies: dict[int, bool] = {}  # of the candidates that are known
-        self._first: list[int] = []  # heap of minus the ids of the first ``wanted`` with variance
-        self._unknown = candidates.start  # the first that is not known
+        self.varies: dict[int, bool] = {}  # id of each known candidate -> whether its rewards have variance
+        self._first: list[int] = []  # heap with the negated ids of the first ``wanted`` candidates with variance
+        self._unknown = candidates.start  # the first candidate that is not known
 
     def add(self, group: int, varies: bool) -> None:
-        """Record whether a candidate has variance; recording it twice changes nothing."""
+        """Record whether a candidate's rewards have variance; a second call for the same candidate changes nothing."""
         if group in self.varies:
             return
         self.varies[group] = varies
@@ -48,77 +49,77 @@ class Choice:
 
     @property
     def end(self) -> int:
-        """No candidate from this id on will be chosen, whatever those that are not known turn out to be."""
+        """No candidate with this id or a larger one will be chosen, whatever the unknown candidates turn out to be."""
         return 1 - self._first[0] if len(self._first) == self.wanted else self.candidates.stop
 
     @property
     def is_final(self) -> bool:
-        """Nothing that is not known can change the choice."""
+        """Whether no unknown candidate can change the choice."""
         return self._unknown >= self.end
 
     def chosen(self) -> list[int]:
-        """The choice, in id order."""
+        """The ids of the chosen groups, sorted."""
         with_variance = [-minus for minus in self._first]
         others = sorted(group for group, varies in self.varies.items() if not varies)
         return sorted(with_variance + others[: self.wanted - len(with_variance)])
 
 
 class Candidates:
-    """The choice of a stage, as replicas tell each other of the groups that they have generated.
+    """The `Choice` of a stage, shared by its replicas: each publishes in the store which groups it has generated.
 
-    With as many candidates as groups are wanted there is nothing to choose, and nothing is published.
+    If there are only as many candidates as ``wanted`` groups, there is nothing to choose, and nothing is published.
     """
 
     def __init__(self, replicas: ReplicaGroup, candidates: range, wanted: int) -> None:
         self._store = replicas.store
         self._choice = Choice(candidates, wanted)
         self.chooses = wanted < len(candidates)
-        self._read = 0  # messages
-        self._next_look = 0.0
+        self._read = 0  # number of messages read
+        self._next_poll = 0.0
 
-    def recall(self, store: RolloutStore) -> None:
-        """Publish the groups that an earlier attempt stored."""
+    def publish_stored(self, store: RolloutStore) -> None:
+        """Publish the groups that an earlier attempt at the phase stored."""
         if self.chooses:
-            for number in store.group_ids:  # one at a time: the store keeps few shards open
+            for number in store.group_ids:  # read one by one, because the store keeps few shards open
                 (group,) = store.read([number])
-                self._choice.add(number, _varies(group.responses))
-            self._tell(self._choice.varies)
+                self._choice.add(number, _has_variance(group.responses))
+            self._publish(self._choice.varies)
 
     def add(self, group: ScoredGroup) -> None:
-        """Publish a group before it is stored. If storing fails, the phase does too, and starts again from the disk."""
+        """Publish a group. It need not be stored yet: if storing fails, so does the phase, which restarts from disk."""
         if self.chooses:
-            self._tell({group.seeded.number: _varies(group.responses)})
+            self._publish({group.seeded.number: _has_variance(group.responses)})
 
-    def _tell(self, varies: dict[int, bool]) -> None:
+    def _publish(self, varies: dict[int, bool]) -> None:
         number = self._store.add("candidates", 1) - 1
         self._store.set(f"candidates/{number}", json.dumps(list(varies.items())))
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while self.chooses and self._store.check([f"candidates/{self._read}"]):
             for group, varies in json.loads(self._store.get(f"candidates/{self._read}")):
                 self._choice.add(group, varies)
             self._read += 1
 
     def may_be_chosen(self, chunk: Sequence[int]) -> bool:
-        """Whether any group of a chunk can still be part of the choice; if not, none of a later chunk can."""
-        self._look()
+        """Whether a group of this chunk can still be chosen; if not, no group of a later chunk can be either."""
+        self._poll()
         return chunk[0] < self._choice.end
 
     def are_enough(self) -> bool:
-        """Whether the choice is made before all candidates are known. Cheap enough for every decoding step."""
-        if not self.chooses or time.monotonic() < self._next_look:
+        """Whether the choice is final, so that generation can end early. Cheap enough for every decoding step."""
+        if not self.chooses or time.monotonic() < self._next_poll:
             return False
-        self._next_look = time.monotonic() + LOOK_SECONDS
-        self._look()
+        self._next_poll = time.monotonic() + POLL_SECONDS
+        self._poll()
         return self._choice.is_final
 
     def chosen(self) -> list[int] | None:
-        """Once everybody is done: the groups to train; None: all of them."""
-        self._look()
+        """The ids of the groups to train, None for all of them. Call it when all replicas have finished."""
+        self._poll()
         return self._choice.chosen() if self.chooses else None
 
     def summary(self) -> dict[str, int]:
-        """For events.jsonl, once everybody is done."""
+        """The counts for events.jsonl. Call it when all replicas have finished."""
         known, wanted = self._choice.varies, self._choice.wanted
         with_variance = sum(known.values())
         return {
@@ -130,5 +131,5 @@ class Candidates:
         }
 
 
-def _varies(responses: Sequence[Response]) -> bool:
+def _has_variance(responses: Sequence[Response]) -> bool:
     return not bool(zero_variance(np.array([[response.reward for response in responses]])))

@@ -1,4 +1,4 @@
-"""What a process of a phase does first and last, however it was started: see `megarl.workers`."""
+"""The entry point of every process of a phase, warm or cold (see `megarl.workers`), with its error handling."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from megarl.storage.run_dir import Stage
 
 PHASES = ("rehearse", "rollout", "optimize", "live", "evaluate", "what_if", "export", "serve", "rescore")
-NOTHING_TO_SAVE = ("evaluate", "what_if", "export")  # phases that a signal may end at once
-ERROR_FILE = "MEGARL_ERROR_FILE"  # environment variable: where a process writes what went wrong
+NOTHING_TO_SAVE = ("evaluate", "what_if", "export")  # phases that a stop signal ends at once
+ERROR_FILE = "MEGARL_ERROR_FILE"  # environment variable: path of the JSON file to which a process writes its error
 
 
 def run_process(phase: str, run_dir: Path, stage: int) -> int:
     """Run a phase in this process; returns its exit code."""
     beat("imports", "")
-    faulthandler.register(signal.SIGUSR1, file=2)  # the log: where this process stands, without a wait for Python
+    faulthandler.register(signal.SIGUSR1, file=2)  # writes the stacks to the log even if Python itself is blocked
     if phase not in NOTHING_TO_SAVE:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until `StopRequest`, through the imports
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # during the imports, until `StopRequest` handles them
     return report_errors(lambda: _run(phase, run_dir, stage))
 
 
 def report_errors(function: Callable[[], None], into_log: bool = True) -> int:
-    """Call it; returns what the process is to end with. An exception is printed and written to the error file.
+    """Call ``function``; returns the exit code. An exception is printed and written to the error file.
 
-    into_log: whether this process prints to a log of its own. Where it shares a terminal with the one that reads the
-    error file, that one says what a `UserError` says.
+    into_log: whether the output goes to a log of its own. If not, it goes to the terminal of the parent, which reads
+    the error file and prints a `UserError` itself, so that this process does not.
     """
     try:
         function()
@@ -60,7 +60,7 @@ def report_errors(function: Callable[[], None], into_log: bool = True) -> int:
 
 
 def _run(phase: str, run_dir: Path, stage: int) -> None:
-    # looking for GPUs must not initialise CUDA: engines choose theirs through CUDA_VISIBLE_DEVICES
+    # torch.cuda.is_available() must not initialise CUDA: engines still have to set CUDA_VISIBLE_DEVICES
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     from megarl.storage.run_dir import RunDir
 
@@ -77,13 +77,13 @@ def _run(phase: str, run_dir: Path, stage: int) -> None:
 
 
 def hide_gpus_from_cpu_runs(backend: str) -> None:
-    """Megarl and Megatron then see a machine without GPUs; before anything asks CUDA."""
+    """With backend "cpu", make megarl and Megatron see no GPUs; call it before anything initialises CUDA."""
     if backend == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def find_phase(name: str) -> Callable[[Stage], None]:
-    """Imports no more than the phase needs: rollouts do without Megatron."""
+    """The function of a phase. Imports only what that phase needs: rollouts, for example, do without Megatron."""
     if name == "rollout":
         from megarl.phases.rollout import rollout
 
@@ -122,7 +122,7 @@ def find_phase(name: str) -> Callable[[Stage], None]:
 
 
 def _write_error(message: str, mistake: bool) -> None:
-    """For the launcher. On a full disk there may be no file, or half of one."""
+    """Write the error file, which the launcher reads. On a full disk it may be missing or incomplete."""
     if path := os.environ.get(ERROR_FILE):
         try:
             Path(path).write_text(json.dumps({"message": message, "mistake": mistake, "time": time.time()}))

@@ -1,4 +1,8 @@
-"""The evaluate phase: suites answered by the policies that are due, and what the run directory keeps of that."""
+"""The evaluate phase: engines answer the evaluation suites with each policy that is due, and store the results.
+
+The rollout phase uses the same code where an evaluation is due before it. A policy is given by its ``version``, the
+number of updates of the run that made it.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +28,27 @@ from megarl.storage.evaluations import Answered
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 
-SHOWN = 4  # prompts of an evaluation that TensorBoard and trackers show, each with a response
-_EVALUATION_SEED = 1 << 40  # apart from the seeds of training responses, which are group ids
+SHOWN = 4  # prompts of an evaluation that are shown in TensorBoard and trackers, each with one response
+_EVALUATION_SEED = 1 << 40  # added to prompt numbers, so that seeds differ from those of training groups
 
 
 def evaluate(stage: Stage) -> None:
-    """The phase of evaluations with engines of its own: of a run's end, of a stage that is generated already."""
+    """Run a phase of evaluations only: at a run's end, or for a stage whose rollouts exist already."""
     replicas = ReplicaGroup.join()
     due = set(stage.due_evaluations())
-    # the phase is asked for it, whether the recipe wants it or not
+    # who starts this phase wants the stage's own policy evaluated, even if the recipe's schedule does not
     if stage.run.unevaluated(stage.first_update) and not stage.lost_policy():
         due.add(stage.first_update)
     due = set(replicas.from_first("due", sorted(due)))
     if not due:
-        return  # a restart after a process that died between the result and its end
+        return  # restarted after a process died between its last result and its exit
     worker = _evaluate_all(stage, replicas, due, sorted(due), never)
     worker.close()
     replicas.barrier("evaluated")
 
 
 def start_evaluated(stage: Stage, replicas: ReplicaGroup, interrupted: Callable[[], bool]) -> RolloutWorker:
-    """An engine with the stage's policy, after the evaluations that are due have been made, or were interrupted."""
+    """Evaluate the policies that are due; returns the engine, which has the stage's policy unless interrupted."""
     due = set(replicas.from_first("due", stage.due_evaluations()))
     return _evaluate_all(stage, replicas, due, sorted({*due, stage.first_update}), interrupted, for_training=True)
 
@@ -57,7 +61,7 @@ def _evaluate_all(
     interrupted: Callable[[], bool],
     for_training: bool = False,
 ) -> RolloutWorker:
-    """One engine that loads ``versions`` one after another and evaluates those that are ``due``."""
+    """Load ``versions`` one after another into one engine and evaluate those that are ``due``; returns the engine."""
     worker: RolloutWorker | None = None
     for version in versions:
         phase = "evaluate" if version in due else "rollout"
@@ -74,7 +78,10 @@ def _evaluate_all(
 def _load(
     stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker | None, version: int, phase: str, for_training: bool
 ) -> RolloutWorker:
-    """An engine that has been found to compute the policy ``version``. ``phase``: what it is to do first."""
+    """Load policy ``version`` into ``worker``, or a new one, and check its weights; returns the worker.
+
+    phase: what the policy is loaded for, "evaluate" or "rollout", for events.jsonl.
+    """
     start, run = time.monotonic(), stage.run
     run.check_prompts()
     policy = run.version(version)
@@ -96,9 +103,9 @@ def evaluate_policy(
     replicas: ReplicaGroup,
     interrupted: Callable[[], bool] = never,
 ) -> None:
-    """Append an ``evaluation`` event for each suite that lacks one, and none for what was interrupted.
+    """Evaluate the policy on each suite that has no ``evaluation`` event for it yet, and append these events.
 
-    What an earlier attempt has stored is not generated again.
+    Responses that an earlier attempt stored are not generated again. An interrupted suite gets no event.
     """
     names = replicas.from_first(f"suites/{version}", stage.run.unevaluated(version))
     for suite in (suite for suite in stage.run.recipe.suites if suite.name in names):
@@ -111,17 +118,17 @@ def evaluate_policy(
 
 
 class _Evaluation:
-    """Of one policy on one suite."""
+    """The evaluation of one policy on one suite."""
 
     def __init__(self, stage: Stage, version: int, suite: Suite, worker: RolloutWorker, replicas: ReplicaGroup) -> None:
         self.stage, self.version, self.suite, self.worker, self.replicas = stage, version, suite, worker, replicas
         self.prompts: list[Prompt] = worker.prompts.heldout(suite.name)
         self.place = Answered.of(stage.run.root, suite.name)
         self.directory = self.place.responses(version)
-        self.key = f"{version}/{suite.name}"  # in the replicas' store
+        self.key = f"{version}/{suite.name}"  # part of its keys in the replicas' store
 
     def answer(self, interrupted: Callable[[], bool]) -> None:
-        """Store the responses that are missing."""
+        """Generate and store the responses that are missing; all replicas share the work."""
         found = None
         if self.replicas.rank == 0:
             self.place.write_prompts(self.prompts)
@@ -136,17 +143,17 @@ class _Evaluation:
         suite, worker = self.suite, self.worker
         draws = Draws(suite.samples, suite.temperature, suite.max_response_tokens, suite.top_p)
         whole = draws.temperature > 0 and draws.top_p == 1
-        mode = "processed" if whole else "engine"  # of log-probs of what is cut off an engine says what it likes
+        mode = "processed" if whole else "engine"  # with top_p < 1 or temperature 0 log-probs depend on the engine
         with RolloutWriter(
             self.directory, weights_hash=worker.weights_hash, logprob_mode=mode, writer=self.replicas.rank
         ) as writer:
-            stops = never if worker.engine.repeats_chunks else interrupted  # a chunk that is begun is finished
+            stops = never if worker.engine.repeats_chunks else interrupted  # such engines finish a chunk once begun
             for groups in generate(worker, self._take(missing, interrupted), self._prompt, draws, stops):
                 kept = (self._with_answers(group) for group in groups)
                 writer.append([group for group in kept if group.group_id in missing])
 
     def _settings(self) -> dict[str, Any]:
-        """All that responses and their rewards depend on beside policy and prompts."""
+        """The settings, beside policy and prompts, on which the responses and their rewards depend."""
         names = ("samples", "temperature", "top_p", "max_response_tokens")
         sampling = {name: getattr(self.suite, name) for name in names}
         return sampling | {"reward": self.worker.recipe.reward.model_dump(mode="json")}
@@ -161,7 +168,7 @@ class _Evaluation:
         return SeededPrompt(_EVALUATION_SEED + number, self.prompts[number])
 
     def _with_answers(self, group: Group) -> Group:
-        """Under the prompt's number, with what the responses say, and without routed experts, which nobody replays."""
+        """The group as it is stored: with the prompt's number as id, extracted answers, and no routed experts."""
         kind, decode = self.worker.recipe.reward.kind, self.worker.tokenizer.decode
         responses = tuple(replace(response, routed_experts=None) for response in group.responses)
         if kind in COMPARED and self.suite.samples > 1:
@@ -171,11 +178,11 @@ class _Evaluation:
         return Group(group.group_id - _EVALUATION_SEED, group.prompt_tokens, responses)
 
     def finish(self, start: float) -> None:
-        """Seal the responses and log what they amount to; ``start``: when the first of them was asked for."""
+        """Seal the responses and log the results. start: `time.monotonic` at the beginning of the evaluation."""
         stage, suite = self.stage, self.suite
         generated = round(time.monotonic() - start, 3)
         over = self.replicas.gather(f"answered/{self.key}", self.worker.scoring.over_limit)
-        self.worker.scoring.over_limit = 0  # of what follows
+        self.worker.scoring.over_limit = 0  # the next suite, or the rollouts, count from 0
         if self.replicas.rank:
             return
         seal(self.directory, range(len(self.prompts)))
@@ -192,20 +199,23 @@ class _Evaluation:
             generate_seconds=generated,
             seconds=round(time.monotonic() - start, 3),
         )
-        table, of = stage.run.recipe.run, (suite.name, self.version, result)
+        table, logged = stage.run.recipe.run, (suite.name, self.version, result)
         if table.tensorboard:
-            tensorboard_events.log_evaluation(stage.run.root, *of, self._samples())
-        trackers.log_evaluation(stage.run.root, table, *of, self._samples())
+            tensorboard_events.log_evaluation(stage.run.root, *logged, self._samples())
+        trackers.log_evaluation(stage.run.root, table, *logged, self._samples())
 
     def _samples(self) -> Iterator[tuple[str, str]]:
-        """Of the first prompts, each with its first response."""
+        """(prompt, first response) as text, for the first prompts."""
         decode = self.worker.tokenizer.decode
         for group in itertools.islice(self.place.read(self.version), SHOWN):
             yield decode(group.prompt_tokens), decode(group.responses[0].tokens)
 
 
 def _summary(groups: Sequence[Group], compares: bool) -> dict[str, object]:
-    """`summarise` of stored responses, so that a continued evaluation ends with the numbers of one in a single go."""
+    """`summarise` on the stored responses, so that a resumed evaluation gives the same numbers as an unbroken one.
+
+    compares: whether the stored answers can be compared, as maj@k needs.
+    """
     correct = np.array([[response.correctness for response in group.responses] for group in groups])
     answers = [[response.answer for response in group.responses] for group in groups]
     return summarise(correct, answers if compares else None)

@@ -1,6 +1,6 @@
-"""The export phase: the policy, or the adapters, that a checkpoint holds, in files of Hugging Face. No update.
+"""The export phase: writes the policy, or the adapters, of a checkpoint as Hugging Face files; makes no update.
 
-One process, which has all of the model.
+It has a single process, which holds the whole model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.storage.run_dir import Stage
 
 
 def export(stage: Stage) -> None:
-    """Make ``output`` of the request the policy after ``update`` updates of the stage."""
+    """Write the policy after the request's ``update`` updates of the stage to its ``output`` directory."""
     request = read_request(stage.run.root)
     device = parallel.initialize(stage.run.recipe)
     actor = Actor.build(stage.run.recipe, stage.run.base, device, load=False)
@@ -34,14 +34,14 @@ def export(stage: Stage) -> None:
 
 
 def load_policy(actor: Actor, stage: Stage, updates: int) -> None:
-    """Give the actor the policy after so many updates of the stage; `UserError` where its files are damaged."""
+    """Load the policy after ``updates`` updates of the stage into the actor; `UserError` if its files are damaged."""
     path = dict(checkpoints(stage.checkpoints)).get(updates)
     if updates and path is not None:
         beat("load", path.name)
         if damage := checkpoint.verify(path):
             raise UserError(f"{path} is damaged: {damage}")
         checkpoint.load(actor, path)
-    else:  # the beginning of the stage, or its end, whose checkpoints are gone; new adapters add nothing to it
+    else:  # the stage's first policy, or its last one if its checkpoints are gone; new adapters do not change either
         policy = stage.next.policy if updates else stage.policy
         check_policy(policy, "Restore it from a copy")
         hf.load_hf(actor.models, policy)
@@ -49,14 +49,14 @@ def load_policy(actor: Actor, stage: Stage, updates: int) -> None:
 
 
 def write_policy(actor: Actor, stage: Stage, updates: int, target: Path) -> PolicyInfo:
-    """Export the actor's policy, which is that after so many updates of the stage."""
+    """Export the actor's policy, that after ``updates`` updates of the stage, to the directory ``target``."""
     beat("export", target.name)
     shutil.rmtree(target, ignore_errors=True)
     return hf.export_hf(actor.models, target, stage.run.base, stage.first_update + updates)
 
 
 def write_adapters(actor: Actor, stage: Stage, updates: int, target: Path) -> None:
-    """Export the actor's adapters, which are those after so many updates of the stage."""
+    """Export the actor's adapters, those after ``updates`` updates of the stage, to the directory ``target``."""
     beat("export", target.name)
     table, version = actor.recipe.actor.lora, stage.first_update + updates
     assert table is not None

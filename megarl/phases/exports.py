@@ -1,4 +1,8 @@
-"""The policies of a stage as Hugging Face directories, each with text of the run by which engines are judged."""
+"""Exports the policies of a stage as Hugging Face directories, each with a reference against which engines are checked.
+
+The reference is text of the run with the log-probs that the exporting actor gives it: an engine that has loaded the
+export must score the text alike (`megarl.rollout.drift`).
+"""
 
 from __future__ import annotations
 
@@ -21,24 +25,25 @@ from megarl.storage.run_dir import Stage
 
 
 class Exporter:
-    """Exports the policies of ``stage`` from an actor that has made its first ``done`` updates.
+    """Exports the policies of ``stage`` from an actor that has already made the first ``done`` updates of it.
 
-    The text is that of the stage's first update: prompts with their responses. The stage's own policy scores it before
-    that update, so that each export says what the policy before it made of the same text.
+    The reference text is from the stage's first update: prompts with their responses. The stage's own policy scores it
+    before that update, so that each export can also give the log-probs of the policy before it, on the same text.
     """
 
     def __init__(self, actor: Actor, stage: Stage, done: int) -> None:
         self.actor, self.stage, self._done = actor, stage, done
         found: list[Any] = [None]
-        if dist.get_rank() == 0:  # for everybody: others may see a shared file system as it was a moment ago
+        if dist.get_rank() == 0:  # only rank 0 reads: other nodes may see an older state of a shared file system
             found = [read_reference(stage.directory)]
         dist.broadcast_object_list(found, src=0)
-        self._begun: Reference | None = found[0]
-        self._unknown = self._begun is None and done > 0  # what the stage's own policy makes of the text
+        self._reference: Reference | None = found[0]
+        # without a stored reference the stage's own policy, which is gone after updates, can no longer score the text
+        self._lacks_own_scores = self._reference is None and done > 0
 
-    def see(self, groups: list[Group]) -> None:
-        """Groups that are about to be trained; the first ones become the text. Collective."""
-        if self._begun is not None:
+    def observe(self, groups: list[Group]) -> None:
+        """Take the reference text from ``groups``, which are about to be trained, unless there is one. Collective."""
+        if self._reference is not None:
             return
         table, data = self.stage.run.recipe.rollout, self.stage.run.recipe.data
         chosen = [(g, g.responses[k]) for k in range(table.responses_per_prompt) for g in groups]
@@ -48,22 +53,22 @@ class Exporter:
             return
         scores = self._score(text)
         precision = hf.precision(self.actor.models[0], self.stage.run.base)
-        self._begun = Reference(text, scores, precision)
-        if self._done == 0:  # later the weights are none that were ever exported
+        self._reference = Reference(text, scores, precision)
+        if self._done == 0:  # else these are the weights of a policy in the middle of the stage, not of an exported one
             stored = _stored(text, chosen, self.stage.first_update) if table.temperature == 1 else None
-            self._begun = replace(self._begun, stored=stored)
+            self._reference = replace(self._reference, stored=stored)
             if dist.get_rank() == 0:
                 make_directory(self.stage.directory)
-                write_reference(self.stage.directory, self._begun)
+                write_reference(self.stage.directory, self._reference)
 
     def export(self, version: int, target: Path) -> None:
         """Write the policy after ``version`` updates of the run. Collective."""
         run, start, judged = self.stage.run, time.perf_counter(), None
         beat("export", f"the export after update {version}")
         gather_parameters(self.actor.replicas)
-        if self._begun is not None:
-            scores = self._score(self._begun.sequences)
-            judged = replace(self._before(version, self._begun), logprobs=scores)
+        if self._reference is not None:
+            scores = self._score(self._reference.sequences)
+            judged = replace(self._before(version, self._reference), logprobs=scores)
         hf.export_hf(self.actor.models, target, run.base, version, judged)
         if parallel.reports_metrics():
             policy, seconds = str(target.relative_to(run.root)), round(time.perf_counter() - start, 3)
@@ -74,18 +79,24 @@ class Exporter:
         gather_parameters(self.actor.replicas)
         return reference.score(self.actor.models, text, budget, self.actor.device)
 
-    def _before(self, version: int, begun: Reference) -> Reference:
-        """With the policy that an engine may still have, the last one exported before ``version``, as the previous."""
+    def _before(self, version: int, current: Reference) -> Reference:
+        """``current`` with the log-probs of the last policy that was exported before ``version`` as `previous`.
+
+        An engine that failed to load ``version`` may still have that policy.
+        """
         run = self.stage.run
         for earlier in reversed([v for v in run.versions() if self.stage.first_update < v < version]):
             found = read_reference(run.version(earlier))
-            if found is not None and found.sequences == begun.sequences:
-                return replace(begun, previous=found.logprobs, stored=None)
-        return replace(begun, previous=None if self._unknown else begun.logprobs)
+            if found is not None and found.sequences == current.sequences:
+                return replace(current, previous=found.logprobs, stored=None)
+        return replace(current, previous=None if self._lacks_own_scores else current.logprobs)
 
 
 def _stored(text: list[list[int]], chosen: list[tuple[Group, Response]], version: int) -> list[np.ndarray]:
-    """What the engine stored of the responses in the text; nothing of one that not ``version`` alone sampled."""
+    """The log-probs that the engine stored for the responses in the text, [tokens of the response] float32 each.
+
+    Empty for a response of which not all tokens were sampled by policy ``version``.
+    """
     logprobs = []
     for tokens, (group, response) in zip(text, chosen, strict=False):
         cut = max(0, len(tokens) - len(group.prompt_tokens))

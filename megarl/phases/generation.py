@@ -1,4 +1,4 @@
-"""Groups of scored responses, in portions that are stored: what rollouts, live runs and evaluations generate."""
+"""Generates groups of scored responses, in portions to be stored, for rollouts, live runs and evaluations."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from megarl.recipe.schedule import cut_chunks
 from megarl.rollout.engine import never
 from megarl.storage.rollouts import Group, Response
 
-STORE_SECONDS = 1.0  # between two shards: a kill loses at most the groups completed in this time
+STORE_SECONDS = 1.0  # between two shards; a kill loses only the groups completed since the last one
 
 
 def missing_chunks(
     groups: Sequence[int], missing: Collection[int], whole: bool, size: int, interval: int | None = None
 ) -> list[Sequence[int]]:
-    """What is still to be generated, as the chunks that engines take: ``missing`` of ``groups``.
+    """The chunks, lists of group ids, in which engines take the ``missing`` ones of ``groups``.
 
-    whole: the composition of a batch changes the last bits of its log-probs, so chunks of ``size`` groups are always
-    cut at the same places, and at every ``interval``; a resumed phase repeats all of a chunk: then it repeats it
-    exactly. Else single groups, so that an engine takes as many as it has room for.
+    whole: for engines with `repeats_chunks`, whose log-probs depend in the last bits on the composition of a batch.
+        Chunks are cut every ``size`` groups and at every ``interval``, always at the same places, and a chunk with a
+        missing group is repeated as a whole, so that a resumed phase repeats it exactly. Otherwise a chunk is a single
+        group, so that an engine takes as many as it has room for.
+    interval: groups that one policy version generates; None: all of them.
     """
     if not whole:
         return [[group] for group in groups if group in missing]
@@ -37,21 +39,22 @@ def generate_rollouts(
     chunks: Iterator[Sequence[int]],
     interrupted: Callable[[], bool] = never,
     store_seconds: float = STORE_SECONDS,
-    seen: Callable[[ScoredGroup], None] = lambda group: None,
-    begun: Callable[[int], tuple[Response, ...]] = lambda group: (),
+    on_scored: Callable[[ScoredGroup], None] = lambda group: None,
+    earlier: Callable[[int], tuple[Response, ...]] = lambda group: (),
     budget: float = math.inf,
 ) -> Iterator[list[Group]]:
-    """`generate` groups of training prompts as ``[rollout]`` says.
+    """`generate` groups of training prompts with the settings of ``[rollout]``.
 
-    begun: what there is of a group, to be continued. budget: tokens that are added to a response at most.
+    earlier: the responses of a group that an earlier stage left unfinished, which are continued; () for a new group.
+    budget: largest number of tokens to add to each response.
     """
     table = worker.recipe.rollout
     draws = Draws(table.responses_per_prompt, table.temperature, table.max_response_tokens, budget=budget)
 
     def prompt(group: int) -> SeededPrompt:
-        return SeededPrompt(group, worker.prompts.train(group), begun(group))
+        return SeededPrompt(group, worker.prompts.train(group), earlier(group))
 
-    return generate(worker, chunks, prompt, draws, interrupted, store_seconds, seen)
+    return generate(worker, chunks, prompt, draws, interrupted, store_seconds, on_scored)
 
 
 def generate(
@@ -61,11 +64,16 @@ def generate(
     draws: Draws,
     interrupted: Callable[[], bool] = never,
     store_seconds: float = STORE_SECONDS,
-    seen: Callable[[ScoredGroup], None] = lambda group: None,
+    on_scored: Callable[[ScoredGroup], None] = lambda group: None,
 ) -> Iterator[list[Group]]:
-    """The groups of ``chunks``, in portions to be stored: what became whole meanwhile, or a chunk to be repeated.
+    """Generate the groups of ``chunks``; yields portions of complete groups, which the caller stores.
 
-    A group has the number that seeds it. ``seen`` is called with each as soon as it is scored, before it is stored.
+    A portion is a whole chunk if the engine has `repeats_chunks` and nothing interrupts it; otherwise it is all groups
+    that were completed within ``store_seconds``.
+
+    prompt: gives the prompt of a group and the number that seeds its responses, which becomes the group's id.
+    interrupted: once it returns True, no more chunks are taken, and unfinished responses are kept in the worker.
+    on_scored: called with each group as soon as it is scored, before it is stored.
     """
     sizes: list[int] = []
     whole = worker.engine.repeats_chunks and interrupted is never
@@ -77,10 +85,10 @@ def generate(
 
     portion: list[Group] = []
     stored = time.monotonic()
-    for scored in worker.generate(seeded_prompts(), draws, interrupted, seen):
+    for scored in worker.generate(seeded_prompts(), draws, interrupted, on_scored):
         seeded = scored.seeded
         portion.append(Group(seeded.number, np.asarray(seeded.prompt.tokens, np.int32), scored.responses))
-        # those of a chunk that is to be repeated come one after another
+        # in the first case scoring is in order, so the groups of a chunk come one after another
         if len(portion) == sizes[scored.chunk] if whole else time.monotonic() - stored >= store_seconds:
             yield portion
             portion, stored = [], time.monotonic()

@@ -1,4 +1,4 @@
-"""The optimize phase: all updates of a stage on its sealed rollouts; Megatron only."""
+"""The optimize phase: makes all updates of a stage on its sealed rollouts, with Megatron; no engine runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def optimize(stage: Stage) -> None:
     """Turn ``stage.policy`` into ``stage.next.policy``, continuing from the newest undamaged checkpoint."""
     stop = StopRequest()
     if stage.is_trained():
-        return  # a restart after a process that died between export and its end
+        return  # restarted after a process died between the export and its exit
     if not stage.is_sealed():
         command = f"megarl rollout {stage.run.root} --stage {stage.number}"
         raise UserError(f"{stage.rollouts} is not sealed: run `{command}` first")
@@ -43,7 +43,7 @@ def optimize(stage: Stage) -> None:
 
 @dataclass(frozen=True)
 class SealedBatches:
-    """The frozen rollouts of a staged run, as `megarl.phases.updates.Batches`."""
+    """The groups of a stage from its sealed rollouts; implements `megarl.phases.updates.Batches`."""
 
     stage: Stage
     store: RolloutStore
@@ -53,7 +53,7 @@ class SealedBatches:
         return self.store.read(self.stage.groups_of_update(self.store.chosen, update))
 
     def trained(self, updates: int) -> None:
-        """Export what is to be evaluated when all updates are made: engines and trainer share the devices."""
+        """Export the policy if it will be evaluated: not now, since engines need the same devices, but afterwards."""
         run, version = self.stage.run, self.stage.first_update + updates
         if updates < run.recipe.schedule.updates_per_stage and run.recipe.is_evaluated(version):
             self.exporter.export(version, run.version(version))

@@ -1,4 +1,8 @@
-"""The rollouts of a stage whose responses stop at a token budget (BAPO, section 5.3): see `megarl.storage.carried`."""
+"""Partial rollouts (BAPO, section 5.3): the rollout phase of a stage whose responses stop at a token budget.
+
+Groups with unfinished responses are carried on to later stages; `megarl.storage.carried` describes the rules. The
+candidates of a stage are the groups that it begins and those carried into it.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,10 @@ from megarl.storage.shards import any_unfinished
 
 
 class PartialRollouts:
-    """One replica's part in generating the candidates of ``stage``, and in sealing both of its stores.
+    """One replica's part in generating the candidates of ``stage`` and in sealing its two stores.
 
-    Every candidate is generated up to the token budget. If fewer are complete then than the stage trains, the first of
-    the others are generated to their end. What is stored is not generated again.
+    Every candidate is generated up to the token budget. If fewer are complete then than the stage trains, the first
+    unfinished ones are generated to their end. Stored groups are not generated again after a restart.
     """
 
     def __init__(self, stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker, stop: StopRequest) -> None:
@@ -34,7 +38,7 @@ class PartialRollouts:
         self.candidates, self.stats = candidates(stage), RolloutStats()
 
     def work(self, budget: int) -> None:
-        """Ends the process when asked to stop."""
+        """Generate and seal; ends the process when asked to stop. budget: tokens that each response gets in a stage."""
         plan = self.replicas.from_first("partial", self._prepare() if self.replicas.rank == 0 else None)
         chunks = [*self._chunks(plan["continued"], plan), *self._chunks(self.stage.groups, plan)]
         before = self.stage.previous.unfinished if plan["continued"] else None
@@ -47,10 +51,14 @@ class PartialRollouts:
             self._seal()
 
     def _prepare(self) -> dict[str, list[int]]:
-        """Rank 0: the stores as an earlier attempt left them, with what is complete already, and what is left to do."""
+        """Rank 0: tidy the stores of an earlier attempt and copy carried groups that are complete into this stage's.
+
+        Returns the groups to generate as {"continued": unfinished groups carried into the stage, "missing": all groups
+        that are not stored yet}.
+        """
         stage = self.stage
         make_directory(stage.unfinished)
-        (stage.unfinished / SEALED).unlink(missing_ok=True)  # a kill came between the two seals
+        (stage.unfinished / SEALED).unlink(missing_ok=True)  # if a kill came between the two seals
         continued: list[int] = []
         complete: list[int] = []
         if carried := carried_into(stage):
@@ -65,14 +73,14 @@ class PartialRollouts:
         return {"continued": continued, "missing": missing}
 
     def _copy(self, before: RolloutStore, complete: Sequence[int]) -> None:
-        """Groups that are complete, but that no stage has trained, so that all that this one trains is in its store."""
+        """Copy carried groups that are ``complete``, so that all groups that this stage trains are in its store."""
         with self._writer(self.stage.rollouts) as writer:
             left, size = RolloutStore(self.stage.rollouts).missing(complete), self.stage.rollout.groups_per_chunk
             for first in range(0, len(left), size):
                 writer.append(before.read(left[first : first + size]))
 
     def _cut(self) -> set[int]:
-        """The groups that have reached the budget in this stage."""
+        """The groups with a response that reached the budget in this stage, unfinished."""
         return set(RolloutStore(self.stage.unfinished).group_ids)
 
     def _chunks(self, groups: Sequence[int], plan: dict[str, list[int]]) -> list[Sequence[int]]:
@@ -86,7 +94,11 @@ class PartialRollouts:
     def _generate(
         self, name: str, chunks: Sequence[Sequence[int]], missing: set[int], before: Path | None, budget: float
     ) -> None:
-        """The ``missing`` groups of ``chunks``, which are continued where ``before`` has them; all replicas."""
+        """Generate the ``missing`` groups of ``chunks``, together with all replicas.
+
+        name: key of this pass in the shared store. before: the store with unfinished groups, which are continued; None
+        if there are none. budget: largest number of tokens to add to each response.
+        """
         store = RolloutStore(before) if before else None
 
         def take() -> Iterator[Sequence[int]]:
@@ -94,14 +106,14 @@ class PartialRollouts:
             while not self.stop.asked and (number := counter.add(f"next_chunk/{name}", 1) - 1) < len(chunks):
                 yield chunks[number]
 
-        def begun(group: int) -> tuple[Response, ...]:
+        def earlier(group: int) -> tuple[Response, ...]:
             return store.read([group])[0].responses if store and not store.missing([group]) else ()
 
-        # an engine that repeats whole chunks finishes the one it has begun
+        # an engine with `repeats_chunks` finishes the chunk it has begun
         interrupted = never if self.worker.engine.repeats_chunks else lambda: self.stop.asked
         with self._writer(self.stage.rollouts) as complete, self._writer(self.stage.unfinished) as cut:
             for groups in generate_rollouts(
-                self.worker, take(), interrupted, seen=self.stats.add, begun=begun, budget=budget
+                self.worker, take(), interrupted, on_scored=self.stats.add, earlier=earlier, budget=budget
             ):
                 wanted = [group for group in groups if group.group_id in missing]
                 complete.append([group for group in wanted if not any_unfinished(group.responses)])
@@ -111,7 +123,7 @@ class PartialRollouts:
         self._log_progress()
         if self.stop.asked:
             self.worker.close()
-            sys.exit(STOPPED)  # the other replicas get the same signal
+            sys.exit(STOPPED)  # without a barrier: the other replicas get the same signal
         self.replicas.barrier(f"generated/{name}")
 
     def _log_progress(self) -> None:
@@ -119,7 +131,7 @@ class PartialRollouts:
         self.stage.log_event("rollout_progress", rank=self.replicas.rank, **event)
 
     def _needed(self) -> dict[str, list[int]]:
-        """Rank 0: the groups that are to be generated beyond the budget, and those of them that are not yet."""
+        """Rank 0: the groups to generate beyond the budget, and which of them are ``missing``, not complete yet."""
         cut = self._cut()
         lack = self.stage.run.recipe.groups_per_stage - (len(self.candidates) - len(cut))
         groups = sorted(cut)[: max(0, lack)]

@@ -1,7 +1,7 @@
-"""The rehearsal: one update on synthetic responses, its export and a checkpoint, before a run generates anything.
+"""The rehearse phase: one update on synthetic responses, its export and a checkpoint, before a run generates anything.
 
-A mistake of the actor (a layer that this machine cannot run, a layout that does not fit its memory, a disk that cannot
-hold a checkpoint) otherwise shows after the hours of the first rollouts.
+Otherwise a problem of the actor (a layer that this machine cannot run, a layout that does not fit into memory, a disk
+that is too small for a checkpoint) would show only after the first rollouts, which may take hours.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megarl.storage.rollouts import Group, Response
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.trackers import NONE as NO_TRACKERS
 
-MICRO_BATCHES = 2  # of a data-parallel rank: gradients add up, and a pipeline has more than one under way
+MICRO_BATCHES = 2  # per data-parallel rank, so that gradients accumulate and a pipeline has several in flight
 
 
 def rehearse(stage: Stage) -> None:
-    """In ``stage.run.rehearsal``, on the layout of the recipe; raises whatever goes wrong. Collective."""
+    """Rehearse in the directory ``stage.run.rehearsal`` with the recipe's layout; errors propagate. Collective."""
     stop = StopRequest()
     device = parallel.initialize(stage.run.recipe)
     trial = _trial(stage)
@@ -45,7 +45,7 @@ def rehearse(stage: Stage) -> None:
 
 
 def _trial(stage: Stage) -> Stage:
-    """A stage of one update in a run directory of its own, which begins with the policy of ``stage``. Collective."""
+    """A stage of one update in a run directory of its own, which starts from the policy of ``stage``. Collective."""
     root, before = stage.run.rehearsal, stage.run.recipe
     schedule = ScheduleTable(stages=1, updates_per_stage=1, prompts_per_update=before.schedule.prompts_per_update)
     table = before.run.model_copy(update={"tensorboard": False, **NO_TRACKERS})
@@ -59,10 +59,11 @@ def _trial(stage: Stage) -> Stage:
 
 
 class SyntheticBatches:
-    """Groups of random tokens with the log-probs of the actor itself, as `megarl.phases.updates.Batches`.
+    """Groups of random tokens with the actor's own log-probs; implements `megarl.phases.updates.Batches`.
 
-    As many tokens as `MICRO_BATCHES` micro-batches of each data-parallel rank hold, where an update has as many, and
-    one response as long as responses may be. Half of a group's responses are right.
+    Response lengths are uniform between 1 and the length with which all responses together would fill `MICRO_BATCHES`
+    micro-batches on each data-parallel rank, but one response has the maximum length. Half of a group's responses have
+    reward 1, the others 0.
     """
 
     def __init__(self, actor: Actor) -> None:
@@ -107,18 +108,18 @@ def _groups(recipe: Recipe, hf: dict[str, Any], rng: np.random.Generator, ranks:
 
 
 def _experts(hf: dict[str, Any], rng: np.random.Generator, tokens: int) -> np.ndarray:
-    """[tokens, layers, top_k] int16, distinct for a token."""
+    """Random expert ids, [tokens, layers, top_k] int16, distinct for each token and layer."""
     chosen = rng.random((tokens, hf["num_hidden_layers"], hf["num_experts"])).argsort(axis=2)
     return chosen[:, :, : hf["num_experts_per_tok"]].astype(np.int16)
 
 
 def read_back(actor: Actor, path: Path) -> None:
-    """Load the checkpoint into an actor of zeros; `RuntimeError` unless weights and optimizer are as before.
+    """Set the actor to zeros and load the checkpoint; `RuntimeError` unless weights and optimizer are as before.
 
     Collective.
     """
     if damage := checkpoint.verify(path):
-        raise RuntimeError(f"the checkpoint is damaged as soon as it is written: {damage}")
+        raise RuntimeError(f"the checkpoint {path} is damaged right after it was written: {damage}")
     state = dict(_state(actor))
     before = {name: _fingerprint(tensor) for name, tensor in state.items()}
     with torch.no_grad():
@@ -130,13 +131,15 @@ def read_back(actor: Actor, path: Path) -> None:
     dist.all_gather_object(everyone, lost)
     for rank, names in enumerate(everyone):
         if names:
-            raise RuntimeError(f"a checkpoint does not give back {names[0]} of rank {rank}, and {len(names) - 1} more")
+            raise RuntimeError(
+                f"a checkpoint does not restore {names[0]} of rank {rank}, nor {len(names) - 1} other tensors"
+            )
 
 
 def _state(actor: Actor) -> Iterator[tuple[str, torch.Tensor]]:
     for index, model in enumerate(actor.models):
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:  # what is frozen beside adapters is in no checkpoint
+            if parameter.requires_grad:  # weights that are frozen because of adapters are in no checkpoint
                 yield f"{name} of chunk {index}", parameter
     for index, part in enumerate(distributed_optimizers(actor.optimizer)):
         for parameter, tensors in enumerate(part.optimizer.state.values()):

@@ -1,4 +1,4 @@
-"""The rescore phase: frozen rollouts with the rewards of another verifier. Verifiers alone; no engine, no model."""
+"""The rescore phase: gives frozen rollouts new rewards, by another ``[reward]``. Runs verifiers, but no engine."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from megarl.storage.origin import RESCORED, SCORED_BEFORE
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 
-IN_HAND = 64  # groups that are being scored at a time
+GROUPS_AT_ONCE = 64  # groups that are being scored at a time
 
 
 def rescore(stage: Stage) -> None:
-    """Fill and seal the stage's store with what the linked one has, scored anew. Stored groups stay after a kill.
+    """Score the groups of the original store again and write them to the stage's own store, which is then sealed.
 
-    Of several nodes the first one does it.
+    After a kill, groups that are stored already are not scored again. Only rank 0 does anything.
     """
     if os.environ["RANK"] != "0":
         return
@@ -41,11 +41,11 @@ def rescore(stage: Stage) -> None:
         missing = RolloutStore(target).missing(source.group_ids)
         stored = time.monotonic()
         portion: list[Group] = []
-        for begin in range(0, len(missing), IN_HAND):
+        for begin in range(0, len(missing), GROUPS_AT_ONCE):
             if stop.asked:
                 break
             beat("scoring", f"group {missing[begin]}")
-            groups = source.read(missing[begin : begin + IN_HAND])
+            groups = source.read(missing[begin : begin + GROUPS_AT_ONCE])
             for group in groups:
                 pending = PendingGroup(
                     0, SeededPrompt(group.group_id, prompts.train(group.group_id)), len(group.responses)
@@ -53,7 +53,7 @@ def rescore(stage: Stage) -> None:
                 for sample, response in enumerate(group.responses):
                     text = str(tokenizer.decode(response.tokens.tolist(), skip_special_tokens=True))
                     scoring.add(pending, sample, replace(response, correct=None), text)
-            scoring.settle()
+            scoring.wait_for_all()
             portion += _scored(groups, scoring)
             if time.monotonic() - stored > STORE_SECONDS:
                 writer.append(portion)

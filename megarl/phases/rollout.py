@@ -1,4 +1,4 @@
-"""The rollout phase: the frozen policy of a stage answers all of the stage's prompts; nothing else holds memory.
+"""The rollout phase: engines with the stage's frozen policy answer all prompts of the stage; no trainer is in memory.
 
 Where an evaluation of that policy is due, the engines answer the held-out prompts first.
 """
@@ -25,14 +25,14 @@ from megarl.storage.run_dir import Stage
 
 
 def rollout(stage: Stage) -> None:
-    """Fill and seal the store of ``stage``. What an earlier, killed attempt stored is not generated again."""
+    """Fill and seal the store of ``stage``. Groups that an earlier, killed attempt stored are not generated again."""
     stop = StopRequest()
     if stage.is_sealed():
-        return  # a restart after a process that died between sealing and its end
+        return  # restarted after a process died between sealing and its exit
     replicas = ReplicaGroup.join(while_waiting=stop.exit_if_asked)
     make_directory(stage.rollouts)
     worker = start_evaluated(stage, replicas, lambda: stop.asked)
-    if stop.asked:  # also because responses of an evaluation may be unfinished, which are not for the store
+    if stop.asked:  # stop here, because the worker may hold unfinished responses of an evaluation
         worker.close()
         sys.exit(STOPPED)
     if stage.rollout.token_budget is None:
@@ -43,12 +43,12 @@ def rollout(stage: Stage) -> None:
 
 
 def _rollout_whole(stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker, stop: StopRequest) -> None:
-    """Each response is generated to its end."""
+    """The rollouts of a stage without a token budget: each response is generated to its end."""
     whole, found = worker.engine.repeats_chunks, None
     candidates = Candidates(replicas, stage.groups, stage.run.recipe.groups_per_stage)
-    if replicas.rank == 0:  # for everybody: others may see a shared file system as it was a moment ago
+    if replicas.rank == 0:  # only rank 0 reads: other nodes may see an older state of a shared file system
         store = RolloutStore(stage.rollouts)
-        candidates.recall(store)
+        candidates.publish_stored(store)
         found = store.missing(stage.groups)
     missing = set(replicas.from_first("missing", found))
     chunks, total = missing_chunks(stage.groups, missing, whole, stage.rollout.groups_per_chunk), len(stage.groups)
@@ -56,10 +56,10 @@ def _rollout_whole(stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker, 
         stage.log_event("resume", phase="rollout", skipped=there, total=total, unit="groups")
 
     def take() -> Iterator[Sequence[int]]:
-        # replicas take the next chunk from the shared counter, so that a slow one does not hold the others
+        # replicas take the next chunk from a shared counter, so that a slow one does not hold up the others
         while not stop.asked and (number := replicas.store.add("next_chunk", 1) - 1) < len(chunks):
             if whole and candidates.chooses:
-                worker.scoring.settle()  # so that what is generated does not depend on how fast it is scored
+                worker.scoring.wait_for_all()  # else the speed of scoring would affect which chunks are generated
             if not candidates.may_be_chosen(chunks[number]):
                 return
             yield chunks[number]
@@ -68,25 +68,25 @@ def _rollout_whole(stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker, 
         event = stats.event(worker.decoding, worker.scoring.over_limit)
         stage.log_event("rollout_progress", rank=replicas.rank, **event)
 
-    def seen(group: ScoredGroup) -> None:
+    def on_scored(group: ScoredGroup) -> None:
         stats.add(group)
         candidates.add(group)
 
-    # an engine that repeats whole chunks finishes the one it has begun
+    # an engine with `repeats_chunks` finishes the chunk it has begun
     interrupted = never if whole else lambda: stop.asked or candidates.are_enough()
     with RolloutWriter(
         stage.rollouts, weights_hash=worker.weights_hash, logprob_mode="processed", writer=replicas.rank
     ) as writer:
         stats = RolloutStats()
-        for groups in generate_rollouts(worker, take(), interrupted, seen=seen):
-            # a chunk that is cut elsewhere than in an earlier attempt has groups that are there
+        for groups in generate_rollouts(worker, take(), interrupted, on_scored=on_scored):
+            # a repeated chunk may contain groups that an earlier attempt has stored
             writer.append([group for group in groups if group.group_id in missing])
             if stats.due():
                 log_progress()
     log_progress()
     worker.close()
     if stop.asked:
-        sys.exit(STOPPED)  # the other replicas get the same signal
+        sys.exit(STOPPED)  # without a barrier: the other replicas get the same signal
     replicas.barrier("generated")
     if replicas.rank == 0:
         if chosen := candidates.chosen():

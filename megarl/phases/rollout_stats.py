@@ -1,4 +1,4 @@
-"""How a replica's generation goes, for events.jsonl: speed, queue, lengths, truncation, rewards."""
+"""Statistics of a replica's generation for events.jsonl: speed, queue, lengths, truncation, rewards."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from megarl.phases.scoring import ScoredGroup
 from megarl.storage.shards import any_unfinished
 
 EVENT_SECONDS = 30.0
-SOLVE_RATE_BINS = 5  # none of a group's responses right, three equal parts between, all of them right
+SOLVE_RATE_BINS = 5  # share of a group's responses that is right: 0, three equal parts of (0, 1), 1
 
 
 class RolloutStats:
-    """Counts responses of one attempt at a phase; `due` every `EVENT_SECONDS`."""
+    """Counts the responses of one replica in one attempt at a phase."""
 
     def __init__(self) -> None:
         self.start = self._next = time.monotonic()
-        self.groups = self.responses = self.tokens = self.unstopped = 0
-        self.unfinished = 0  # groups that wait for a later stage
+        self.groups = self.responses = self.tokens = 0
+        self.unstopped = 0  # responses that did not end with a stop token
+        self.unfinished = 0  # groups that a later stage has to finish
         self.longest = 0
         self.rewards = 0.0
         self.solve_rates = [0] * SOLVE_RATE_BINS
 
     def add(self, group: ScoredGroup) -> None:
+        """Count a group; of an unfinished one only the tokens that were added."""
         lengths = [len(response.tokens) for response in group.responses]
-        self.tokens += sum(lengths) - sum(len(response.tokens) for response in group.seeded.begun)
+        self.tokens += sum(lengths) - sum(len(response.tokens) for response in group.seeded.earlier)
         if any_unfinished(group.responses):
             self.unfinished += 1
             return
@@ -40,7 +42,7 @@ class RolloutStats:
         self.solve_rates[solve_rate_bin(float(np.mean([r.correctness for r in group.responses])))] += 1
 
     def due(self) -> bool:
-        """Once every `EVENT_SECONDS`."""
+        """Whether an event should be logged now; True once every `EVENT_SECONDS`."""
         now = time.monotonic()
         if now - self._next < EVENT_SECONDS:
             return False
@@ -48,7 +50,11 @@ class RolloutStats:
         return True
 
     def event(self, decoding: int, over_limit: int) -> dict[str, Any]:
-        """decoding: responses that the engine has taken and not finished; over_limit: that no verifier could read."""
+        """The fields of a `rollout_progress` event.
+
+        decoding: responses that the engine has taken and not finished. over_limit: responses that exceeded the limits
+        of their verifier.
+        """
         seconds = time.monotonic() - self.start
         return {
             "seconds": round(seconds, 3),
@@ -67,7 +73,7 @@ class RolloutStats:
 
 
 def solve_rate_bin(mean: float) -> int:
-    """Of the share of a group that is right: the first and the last bin hold the groups that teach nothing."""
+    """The bin of a group of whose responses the share ``mean`` is right; 0 and 1, without variance, have their own."""
     if mean in (0.0, 1.0):
         return 0 if mean == 0.0 else SOLVE_RATE_BINS - 1
     return 1 + min(int(mean * (SOLVE_RATE_BINS - 2)), SOLVE_RATE_BINS - 3)

@@ -1,4 +1,4 @@
-"""Prompts in, scored responses out: what the rollout and the evaluate phase share."""
+"""An engine with its verifiers: prompts go in, scored responses come out. All phases that generate use it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from megarl.storage.reference_logprobs import decode_reference, encode_reference
 from megarl.storage.rollouts import Response
 from megarl.storage.shards import UNFINISHED, any_unfinished
 
-PROMPTS, PROMPT_TOKENS = 16, 128  # that a base model scores, on a CPU
-CONTINUED = -1  # the chunk of a group that an earlier call began
-_Place = tuple[PendingGroup, int]  # a response: its group and its number there
+PROMPTS, PROMPT_TOKENS = 16, 128  # size of the reference text of a base model, which transformers scores on a CPU
+CONTINUED = -1  # the chunk number of a group that an earlier call of `RolloutWorker.generate` began
+_Place = tuple[PendingGroup, int]  # a response: its group and its index in the group
 
 
 @dataclass(frozen=True)
 class Draws:
-    """How the responses to a prompt are sampled, as in `Sampling`."""
+    """How the responses to each prompt are sampled; fields as in `Sampling`."""
 
     samples: int
     temperature: float
@@ -46,7 +46,7 @@ class Draws:
 
 @dataclass
 class RolloutWorker:
-    """An engine with one policy, and the processes that score its responses meanwhile."""
+    """An engine with one policy, and the verifier processes that score its responses while it generates others."""
 
     recipe: Recipe
     tokenizer: Any
@@ -55,19 +55,22 @@ class RolloutWorker:
     engine: RolloutEngine
     stop_token_ids: tuple[int, ...]
     weights_hash: str
-    stopped: Callable[[], bool] = never  # then what has no reward yet is left to the next attempt
-    unfinished: list[PendingGroup] = field(default_factory=list)
-    decoding: int = 0  # responses that the engine has taken and not handed out
-    checksum: str | None = None  # of the engine's weights when they were checked last, where it offers one
-    other_checksum: str | None = None  # of the weights of another policy that the engine had before its last load
+    stopped: Callable[[], bool] = never  # once True, `generate` no longer waits for rewards; the next attempt repeats
+    unfinished: list[PendingGroup] = field(default_factory=list)  # left by an interrupted `generate`
+    decoding: int = 0  # responses that the engine has taken and not returned
+    checksum: str | None = None  # of the engine's weights at their last check; None if the engine has no checksums
+    other_checksum: str | None = None  # `checksum` of the previous policy, if the last `load` changed the weights
 
     @classmethod
     def build(cls, recipe: Recipe, stage: int, policy_dir: Path, for_training: bool = True) -> RolloutWorker:
-        """With the engine of ``stage``, which for training records what the recipe lets the actor replay."""
-        beat("engine", f"prompts, verifiers and engine with {policy_dir.name}")
+        """A worker with the engine that the recipe names for ``stage``.
+
+        for_training: record routed experts if the recipe lets the actor replay them.
+        """
+        beat("engine", f"start of prompts, verifiers and engine with {policy_dir.name}")
         info = read_info(policy_dir)
         tokenizer, prompts = open_prompts(recipe, policy_dir)
-        # before the engine starts threads or CUDA
+        # forks, so it comes before the engine starts threads or CUDA
         verifiers = VerifierPool(lambda: build_verifier(recipe, prompts), Limits.of_this_process(recipe))
         experts = for_training and recipe.actor.routing_replay == "engine"
         engine = build_engine(recipe, stage, policy_dir, info.version, routed_experts=experts)
@@ -75,7 +78,7 @@ class RolloutWorker:
             recipe=recipe,
             tokenizer=tokenizer,
             prompts=prompts,
-            # chunks that can be repeated are to be stored in the same order, whichever response was scored first
+            # repeated chunks must be stored in the same order, whichever response was scored first
             scoring=Scoring(verifiers, recipe.reward, engine.repeats_chunks, recipe.rollout.max_response_tokens),
             engine=engine,
             stop_token_ids=tuple(stop_token_ids(tokenizer, policy_dir)),
@@ -88,21 +91,22 @@ class RolloutWorker:
         self.engine.close()
 
     def load(self, policy_dir: Path) -> None:
-        """Generate with another policy from here on."""
-        beat("load", f"policy {policy_dir.name}")
+        """Load another policy into the engine. The caller must then call `check_weights`."""
+        beat("load", f"load of policy {policy_dir.name}")
         info = read_info(policy_dir)
         self.engine.load_weights(policy_dir, info.version)
         self.other_checksum = None if info.weights_hash == self.weights_hash else self.checksum
         self.weights_hash = info.weights_hash
 
     def check_weights(self, policy_dir: Path, replicas: ReplicaGroup) -> Drift:
-        """Compare the engine with the actor that exported its policy; to be called after every load.
+        """Compare the engine's log-probs with those of the actor that exported its policy; call it after every load.
 
-        Weights that were loaded in place and are wrong are loaded by a new engine. `UserError` if it has wrong ones.
+        If weights that were loaded in place are wrong, the engine is created anew and checked again. `UserError` if the
+        weights of a new engine are wrong.
         """
         beat("check of weights", policy_dir.name)
         reference = read_reference(policy_dir)
-        if reference is None:  # a base model, which is its own reference: computed once for all replicas
+        if reference is None:  # a base model has no exporting actor: transformers scores it, once for all replicas
             name = f"reference of {self.weights_hash}"
             text = [list(self.prompts.train(number).tokens[:PROMPT_TOKENS]) for number in range(PROMPTS)]
             reference = decode_reference(
@@ -113,7 +117,7 @@ class RolloutWorker:
         except UserError as error:
             if not self.engine.renew():
                 raise
-            print(f"{error}; so the engine was made anew", file=sys.stderr)
+            print(f"{error}; the engine was created anew because of that", file=sys.stderr)
             drift = check_weights(self.engine, reference, self.other_checksum)
         self.checksum = drift.checksum
         return drift
@@ -123,16 +127,17 @@ class RolloutWorker:
         chunks: Iterator[Sequence[SeededPrompt]],
         draws: Draws,
         interrupted: Callable[[], bool] = never,
-        seen: Callable[[ScoredGroup], None] = lambda group: None,
+        on_scored: Callable[[ScoredGroup], None] = lambda group: None,
     ) -> Iterator[ScoredGroup]:
-        """The scored responses to each prompt; a prompt's group is handed out once it is complete.
+        """Generate and score responses to the prompts of ``chunks``; yields each prompt's group once it is complete.
 
-        A chunk is taken when the engine has room for it. What ``interrupted`` leaves unfinished is continued by the
-        next call, before any chunk. ``seen`` is called with each group as soon as all its rewards are known.
+        A chunk is taken when the engine has room for it. Responses that are unfinished when ``interrupted`` becomes
+        True are continued by the next call, before any chunk. ``on_scored`` is called with each group as soon as all of
+        its rewards are known.
         """
         pending, self.unfinished = self.unfinished, []
-        asked: list[tuple[int, list[_Place]]] = []  # of each request: responses a prompt, and whose they are
-        self.scoring.seen, samples = seen, draws.samples
+        asked: list[tuple[int, list[_Place]]] = []  # for each request: responses per prompt, and all its responses
+        self.scoring.on_scored, samples = on_scored, draws.samples
 
         def ask(groups: Sequence[PendingGroup], continues: bool) -> Request:
             places = [(g, k) for g in groups for k in range(samples) if k not in g.responses and k not in g.ended]
@@ -145,12 +150,12 @@ class RolloutWorker:
                 yield ask(pending, continues=True)
             for number, chunk in enumerate(chunks):
                 beat("chunk", f"chunk {number + 1} of this replica, prompt {chunk[0].number}")
-                begun = [_pending(number, seeded, samples) for seeded in chunk]
-                pending.extend(begun)
-                yield ask(begun, continues=any(seeded.begun for seeded in chunk))
+                groups = [_pending(number, seeded, samples) for seeded in chunk]
+                pending.extend(groups)
+                yield ask(groups, continues=any(seeded.earlier for seeded in chunk))
 
         def stopped() -> bool:
-            self.scoring.look()
+            self.scoring.poll()
             return interrupted()
 
         for number, completion in self.engine.serve(requests(), never if interrupted is never else stopped):
@@ -160,10 +165,10 @@ class RolloutWorker:
             group.parts.setdefault(k, []).append(completion)
             if completion.finish_reason == "interrupted":
                 continue
-            self._have_scored(group, k, group.parts.pop(k), draws)
+            self._score(group, k, group.parts.pop(k), draws)
             if self.scoring.is_due():
                 yield from self.scoring.take()
-        for _ in self.scoring.settling(unless=self.stopped):
+        for _ in self.scoring.waiting(unless=self.stopped):
             yield from self.scoring.take()
         self.unfinished = [group for group in pending if not group.done]
         for group in self.unfinished:
@@ -174,7 +179,7 @@ class RolloutWorker:
         return Request([list(group.seeded.prompt.tokens) for group in groups], self._sampling(draws, seeds))
 
     def _continuation(self, places: Sequence[_Place], draws: Draws) -> Request:
-        """One request with a prompt of its own for each response."""
+        """A request that continues responses: it repeats the prompt for each response, with the response's prefix."""
         seeds = [self._seed(group.seeded, k) for group, k in places]
         parts = [group.parts.get(k, ()) for group, k in places]
         prefixes = tuple(tuple(token for part in found for token in part.tokens.tolist()) for found in parts)
@@ -196,13 +201,13 @@ class RolloutWorker:
     def _seed(self, seeded: SeededPrompt, sample: int) -> int:
         return response_seed(self.recipe.run.seed, seeded.number, sample)
 
-    def _have_scored(self, group: PendingGroup, sample: int, parts: Sequence[Completion], draws: Draws) -> None:
-        """``parts``: a response, span by span of the policies that made it.
+    def _score(self, group: PendingGroup, sample: int, parts: Sequence[Completion], draws: Draws) -> None:
+        """Have a response scored. parts: its spans of tokens, each sampled by one policy.
 
-        Where responses may be unfinished, those of a group are scored once all have ended.
+        Where responses may stay unfinished, those of a group are scored only once all have ended.
         """
         response = _joined(parts, draws.max_tokens)
-        if draws.budget == math.inf and not group.seeded.begun:
+        if draws.budget == math.inf and not group.seeded.earlier:
             self.scoring.add(group, sample, response, self._text(response))
             return
         group.ended[sample] = response
@@ -221,9 +226,9 @@ class RolloutWorker:
 
 
 def _pending(chunk: int, seeded: SeededPrompt, samples: int) -> PendingGroup:
-    """A group before any of its responses is generated, or with what an earlier stage generated of them."""
+    """A group to generate, with the responses, or parts of them, that an earlier stage generated."""
     group = PendingGroup(chunk, seeded, samples)
-    for sample, response in enumerate(seeded.begun):
+    for sample, response in enumerate(seeded.earlier):
         if response.finish_reason == UNFINISHED:
             group.parts[sample] = _spans(response, len(seeded.prompt.tokens))
         else:
@@ -232,7 +237,7 @@ def _pending(chunk: int, seeded: SeededPrompt, samples: int) -> PendingGroup:
 
 
 def _spans(response: Response, prompt: int) -> list[Completion]:
-    """The inverse of `_joined`, for a response to a prompt of so many tokens."""
+    """The inverse of `_joined`: a response split where its policy changes. prompt: number of tokens of the prompt."""
     versions, experts = response.versions, response.routed_experts
     ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     return [
@@ -250,7 +255,7 @@ def _spans(response: Response, prompt: int) -> list[Completion]:
 
 
 def _joined(parts: Sequence[Completion], max_tokens: int) -> Response:
-    """One response, not scored yet. One that ended before ``max_tokens`` for its length is unfinished."""
+    """The spans of a response joined, without a reward. It is unfinished if it was cut off before ``max_tokens``."""
     if len(parts) == 1:
         tokens, logprobs, versions = parts[0].tokens, parts[0].logprobs, None
     else:
@@ -269,10 +274,10 @@ def _joined(parts: Sequence[Completion], max_tokens: int) -> Response:
 
 
 def join_experts(parts: Sequence[Completion]) -> np.ndarray | None:
-    """The experts under which each token of a response was sampled; None where the engine records none.
+    """The experts that each token was routed to when it was sampled; None if the engine does not record them.
 
-    A continuation computes what comes before it again, under its own policy and so perhaps with other experts: of these
-    tokens the first record stays, to which the stored log-probs belong.
+    A continuation recomputes the tokens before it with its own policy, so perhaps with other experts. For these tokens
+    the first record is kept, since the stored log-probs belong to it.
     """
     joined: list[np.ndarray] = []
     for part in parts:

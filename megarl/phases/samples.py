@@ -1,4 +1,4 @@
-"""From stored groups to what the actor trains, and what metrics.jsonl says of the latter."""
+"""Turns stored groups into the samples that the actor trains, and computes metrics of these."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megarl.storage.update_summary import rewards_of
 
 
 def to_samples(groups: list[Group], table: ObjectiveTable, experts: bool = False) -> list[Sample]:
-    """All responses of an update with their advantages; groups without variance stay or go as the recipe says.
+    """All responses of an update with their advantages; the recipe decides whether groups without variance are dropped.
 
-    experts: with those that the engine recorded. `UserError` where it recorded none.
+    experts: include the experts that the engine recorded; `UserError` if it recorded none.
     """
     if experts:
         check_experts(groups)
@@ -44,7 +44,7 @@ def to_samples(groups: list[Group], table: ObjectiveTable, experts: bool = False
         for group, row, kept in zip(groups, advantages, keep, strict=True)
         for response, advantage in zip(group.responses, row, strict=True)
     ]
-    # a batch with nothing to learn from still makes an update, so that the schedule keeps its length
+    # if nothing is left to train, one untrained sample keeps the update, so that the schedule keeps its length
     return [sample for sample in samples if sample.trained] or samples[:1]
 
 
@@ -58,9 +58,9 @@ def check_experts(groups: list[Group]) -> None:
 
 
 def throughput(samples: list[Sample], start: float) -> dict[str, Any]:
-    """Of an update that began at ``start``, by `time.perf_counter`.
+    """Metrics of the speed of an update that began at ``start``, a value of `time.perf_counter`.
 
-    ``tokens`` are all that pass through the model, prompts included; ``trained_tokens`` those with a loss.
+    ``tokens`` counts all tokens that pass through the model, prompts included, ``trained_tokens`` those with a loss.
     """
     tokens, seconds = sum(map(len, samples)), time.perf_counter() - start
     trained = sum(sample.trained_tokens for sample in samples)
@@ -69,7 +69,7 @@ def throughput(samples: list[Sample], start: float) -> dict[str, Any]:
 
 
 def lengths_by_sign(samples: Sequence[Sample]) -> dict[str, float]:
-    """Mean response tokens by the sign of the advantage (BAPO, Fig. 6), of the responses that train."""
+    """Mean number of trained response tokens by the sign of the advantage (BAPO, Fig. 6)."""
     found = {}
     for name, sign in (("positive", 1), ("negative", -1)):
         lengths = [s.trained_tokens for s in samples if s.trained and sign * s.advantage > 0]
@@ -79,7 +79,7 @@ def lengths_by_sign(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def token_texts(ids: Sequence[int], model: ModelTable) -> list[str]:
-    """What each token stands for."""
+    """The text of each token id."""
     tokenizer = _tokenizer(model.tokenizer_path)
     return [tokenizer.decode([token]) for token in ids]
 
@@ -90,7 +90,7 @@ def _tokenizer(path: Path) -> Any:
 
 
 def describe(offender: Offender, sample: Sample) -> dict[str, Any]:
-    """A line of non_finite.jsonl; positions count response tokens, numbers that are not finite are text."""
+    """A line of non_finite.jsonl. Positions count response tokens from 0; non-finite numbers are written as text."""
     shift = len(sample.prompt_tokens) - 1 if offender.whole_sequences else 0
     now = [offender.logprobs.get(i + shift, math.nan) for i in range(len(sample.response_tokens))]
 

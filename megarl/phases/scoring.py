@@ -1,4 +1,4 @@
-"""Groups between their generation and their storage: rewards are found meanwhile, beside the engine."""
+"""Scores generated responses in verifier processes, while the engine goes on, and collects complete groups."""
 
 from __future__ import annotations
 
@@ -15,26 +15,23 @@ from megarl.rewards.pool import VerifierPool
 from megarl.rollout.engine import Completion
 from megarl.storage.rollouts import Response
 
-SECONDS_BETWEEN_LOOKS = 0.01  # where small models' responses end faster than that
+POLL_SECONDS = 0.01  # responses of small models end faster than that, and polling for each would cost too much
 
 
 @dataclass(frozen=True)
 class SeededPrompt:
-    """A prompt, the number that seeds its responses, and what an earlier stage made of them."""
+    """A prompt, the number that seeds its responses, and what an earlier stage generated of them."""
 
     number: int
     prompt: Prompt
-    begun: tuple[Response, ...] = ()  # all of the prompt's responses, some of them unfinished; (): none is begun
+    earlier: tuple[Response, ...] = ()  # all responses of the group, at least one unfinished; () for a new group
 
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """All scored responses of a prompt, or unscored ones if some are unfinished at the token budget.
+    """All responses to a prompt: scored, or all unscored if some are unfinished at the token budget."""
 
-    ``chunk`` counts the chunks that were taken; CONTINUED: an earlier call's.
-    """
-
-    chunk: int
+    chunk: int  # number of its chunk in this call of `RolloutWorker.generate`; CONTINUED: of an earlier call
     seeded: SeededPrompt
     responses: tuple[Response, ...]
 
@@ -46,35 +43,35 @@ class PendingGroup:
     chunk: int
     seeded: SeededPrompt
     samples: int
-    parts: dict[int, list[Completion]] = field(default_factory=dict)  # of the responses that are not finished
-    responses: dict[int, Response] = field(default_factory=dict)  # of those that are, scored or not
-    texts: dict[int, str] = field(default_factory=dict)  # of those that are to be scored together
-    scores: dict[int, Score] = field(default_factory=dict)  # of those that are scored
-    ended: dict[int, Response] = field(
-        default_factory=dict
-    )  # of those that wait for the others, to be scored with them
-    cut: bool = False  # ``responses`` are not all finished, and none is scored
-    done: bool = False  # handed out
+    # keys of the following are indices of responses, 0 to samples - 1
+    parts: dict[int, list[Completion]] = field(default_factory=dict)  # spans of responses that are not finished
+    responses: dict[int, Response] = field(default_factory=dict)  # finished ones, whether scored or not
+    texts: dict[int, str] = field(default_factory=dict)  # finished ones, to be scored together with the whole group
+    scores: dict[int, Score] = field(default_factory=dict)
+    # with a token budget: finished ones that are not scored before all responses of the group have ended
+    ended: dict[int, Response] = field(default_factory=dict)
+    unfinished: bool = False  # some of ``responses`` are unfinished, so that none is scored
+    done: bool = False  # a `ScoredGroup` was made of it
 
 
 class Scoring:
-    """Asks for the rewards of responses and hands out groups that have all of theirs.
+    """Has responses scored by verifier processes, and returns groups once all of their rewards are known.
 
-    in_order: in the order in which their last responses were generated; else as their last rewards come.
-    longest: tokens that a response may have.
+    in_order: return groups in the order in which their generation ended, not in that in which their scoring ended.
+    longest: the most tokens that a response may have, for rewards that depend on the length.
     """
 
     def __init__(self, verifiers: VerifierPool, table: RewardTable, in_order: bool, longest: int) -> None:
-        self.seen: Callable[[ScoredGroup], None] = lambda group: None
+        self.on_scored: Callable[[ScoredGroup], None] = lambda group: None
         self.over_limit = 0  # responses that a verifier could not read within its limits
         self._verifiers, self._table, self._in_order, self._longest = verifiers, table, in_order, longest
-        self._asked: dict[int, tuple[PendingGroup, int]] = {}  # number of the question -> whose response it is about
-        self._generated: list[PendingGroup] = []  # wholly; the first to be so first
-        self._whole: list[ScoredGroup] = []  # not handed out yet
-        self._looked = time.monotonic()
+        self._asked: dict[int, tuple[PendingGroup, int]] = {}  # number of a pending question -> (group, response index)
+        self._generated: list[PendingGroup] = []  # all responses generated, not all scored; in order of generation
+        self._whole: list[ScoredGroup] = []  # scored, but not returned by `take` yet
+        self._last_poll = time.monotonic()
 
     def add(self, group: PendingGroup, sample: int, response: Response, text: str) -> None:
-        """A response is generated; its reward is to be found."""
+        """Have a generated response scored. text: the response decoded, as the verifier reads it."""
         group.responses[sample] = response
         if not is_scored(response.finish_reason, self._table):
             group.scores[sample] = Score(0.0)
@@ -90,31 +87,31 @@ class Scoring:
                 self._asked |= {number: (group, k) for number, k in zip(numbers, samples, strict=True)}
 
     def add_unscored(self, group: PendingGroup) -> None:
-        """A group of which responses are unfinished: it is handed out as it is."""
-        group.responses, group.ended, group.cut = group.ended, {}, True
+        """Add a group with unfinished responses, all in ``group.ended``: `take` returns it without rewards."""
+        group.responses, group.ended, group.unfinished = group.ended, {}, True
         self._generated.append(group)
 
-    def look(self, wait: bool = False, unless: Callable[[], bool] = lambda: False) -> None:
-        """Take what verdicts there are. ``wait``: for one at least, unless that becomes true."""
-        self._looked = time.monotonic()
+    def poll(self, wait: bool = False, unless: Callable[[], bool] = lambda: False) -> None:
+        """Collect the verdicts that have arrived. wait: wait for at least one, until ``unless`` becomes True."""
+        self._last_poll = time.monotonic()
         for number, verdict in self._verifiers.verdicts(wait, unless):
             group, sample = self._asked.pop(number)
             group.scores[sample] = verdict.found
             if verdict.over:
                 self.over_limit += 1
                 place = f"response {sample} to prompt {group.seeded.number}"
-                print(f"{place} scores 0: its verifier ran out of limits ({verdict.over})", flush=True)
+                print(f"{place} scores 0: its verifier exceeded a limit ({verdict.over})", flush=True)
         for group in self._generated:
-            if group.cut or len(group.scores) == group.samples:
+            if group.unfinished or len(group.scores) == group.samples:
                 self._whole.append(self._rewarded(group))
-                self.seen(self._whole[-1])
+                self.on_scored(self._whole[-1])
             elif self._in_order:
                 break
         self._generated = [group for group in self._generated if not group.done]
 
     def _rewarded(self, group: PendingGroup) -> ScoredGroup:
-        """The group with its rewards; it holds its responses no longer."""
-        if group.cut:
+        """The `ScoredGroup` of a pending group, which is emptied to free its memory."""
+        if group.unfinished:
             group.done = True
             return ScoredGroup(group.chunk, group.seeded, tuple(group.responses.pop(k) for k in range(group.samples)))
         responses, scores = zip(*((group.responses.pop(k), group.scores[k]) for k in range(group.samples)), strict=True)
@@ -126,30 +123,30 @@ class Scoring:
         )
         return ScoredGroup(group.chunk, group.seeded, rewarded)
 
-    def settle(self) -> None:
-        """Wait for all rewards that are asked for."""
-        for _ in self.settling():
+    def wait_for_all(self) -> None:
+        """Wait until all responses that were added are scored."""
+        for _ in self.waiting():
             pass
 
-    def settling(self, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """As `settle`, from one look to the next; ends early when ``unless`` becomes true."""
-        self.look()
+    def waiting(self, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """As `wait_for_all`, but yields after each poll, and ends early when ``unless`` becomes True."""
+        self.poll()
         yield
         while self._asked and not unless():
             beat("scoring")
-            self.look(wait=True, unless=unless)
+            self.poll(wait=True, unless=unless)
             yield
 
     def is_due(self) -> bool:
-        """Whether the last look was so long ago that another one costs next to nothing."""
-        return time.monotonic() - self._looked > SECONDS_BETWEEN_LOOKS
+        """Whether the last poll was so long ago that another one is worth its cost."""
+        return time.monotonic() - self._last_poll > POLL_SECONDS
 
     def take(self) -> list[ScoredGroup]:
-        """The groups that have become whole since the last call."""
-        self.look()
+        """The groups that have become complete since the last call."""
+        self.poll()
         groups, self._whole = self._whole, []
         return groups
 
     def close(self) -> None:
-        """End the verifiers' processes; nothing is scored any more."""
+        """End the verifier processes; nothing can be scored afterwards."""
         self._verifiers.close()

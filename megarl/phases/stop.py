@@ -1,4 +1,4 @@
-"""A signal to the processes of a phase is a request to finish what is begun, save it and exit."""
+"""Turns stop signals to the processes of a phase into requests to finish the current work, save it and exit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.errors import STOP_SIGNALS, STOPPED
 
 
 class StopRequest:
-    """From its construction on `STOP_SIGNALS` do not end this process: ``asked`` becomes True."""
+    """From its construction on, `STOP_SIGNALS` no longer end this process but set ``asked`` to True."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -24,12 +24,15 @@ class StopRequest:
         self.asked = True
 
     def exit_if_asked(self) -> None:
-        """For processes with nothing left to save."""
+        """Exit if a stop was asked for; call it where there is nothing to save."""
         if self.asked:
             sys.exit(STOPPED)
 
     def agreed(self, device: torch.device) -> bool:
-        """Whether any rank was asked. Collective: the signal reaches ranks, and nodes, at different updates."""
+        """Whether any rank was asked to stop; the same on all ranks, which signals reach at different updates.
+
+        Collective.
+        """
         asked = torch.tensor(float(self.asked), device=device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)
         return bool(asked)

@@ -1,4 +1,7 @@
-"""The updates of a stage, staged or live: batch after batch, with checkpoints, metrics and the export at the end."""
+"""Makes the updates of a stage, staged or live, with checkpoints and metrics, and exports the policy at the end.
+
+Updates are counted from 0 at the beginning of the stage; metrics.jsonl and messages count those of the run from 1.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +38,22 @@ from megarl.storage.update_summary import summary
 
 
 class Batches(Protocol):
-    """Where the updates of a stage get their groups from. ``update`` is one of the stage, from 0."""
+    """The source of the groups that the updates of a stage train."""
 
     def read(self, update: int) -> list[Group] | None:
-        """What the update trains; None when a stop was asked for while waiting. Collective."""
+        """The groups of an update; None if a stop was asked for while waiting for them. Collective."""
 
     def trained(self, updates: int) -> None:
-        """So many updates of the stage are made. Collective."""
+        """Called when ``updates`` updates of the stage are made. Collective."""
 
     def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
-        """What metrics.jsonl says of the groups' age, ``staleness`` at least."""
+        """The fields of metrics.jsonl about the age of the groups; ``staleness`` is required."""
 
 
 def build_actor(stage: Stage, device: torch.device, start: Start) -> Actor:
-    """The actor with the policy that begins ``stage``, and the policies that it is compared with.
+    """The actor with the stage's first policy, and with the frozen policies that its updates need.
 
-    Weights that `resume` is going to replace are not read.
+    If ``start`` has a checkpoint, no weights are read, since `resume` must load the checkpoint next.
     """
     beat("loading of the model", stage.policy.name)
     actor = Actor.build(stage.run.recipe, stage.run.base, device, load=start.checkpoint is None)
@@ -59,10 +62,10 @@ def build_actor(stage: Stage, device: torch.device, start: Start) -> Actor:
 
 
 def frozen_policies(objective: Objective | WithOptions, stage: Stage) -> list[FrozenPolicy]:
-    """The policies whose log-probs or routing an update needs beside the current one's.
+    """The policies whose log-probs or routing an update needs in addition to those of the current policy.
 
-    The run's first policy is the reference of a KL term; the one that began the stage gives recomputed log-probs and
-    the experts to replay.
+    The run's first policy is the reference of a KL term. The stage's first policy gives recomputed behaviour log-probs
+    and the experts to replay.
     """
     recipe = stage.run.recipe
     options = objective.options if isinstance(objective, WithOptions) else ()
@@ -81,7 +84,10 @@ def frozen_policies(objective: Objective | WithOptions, stage: Stage) -> list[Fr
 def make_updates(
     actor: Actor, stage: Stage, start: Start, batches: Batches, stop: StopRequest, exporter: Exporter
 ) -> None:
-    """The updates of ``stage`` from ``start`` on, checkpoints on the way, and ``stage.next.policy``."""
+    """Make the updates of ``stage`` from ``start`` on, save checkpoints, and export ``stage.next.policy``. Collective.
+
+    Exits with `STOPPED`, after saving a checkpoint, if a stop is asked for.
+    """
     metrics = _open_metrics(stage, start)
     try:
         _make_updates(actor, stage, start.done, batches, stop, exporter, metrics)
@@ -90,7 +96,7 @@ def make_updates(
         exporter.export(stage.next.first_update, stage.next.policy)
     finally:
         if metrics:
-            metrics.close()  # which may wait for the servers of trackers, while no rank waits for this one
+            metrics.close()  # last, because it may wait for tracker servers, and no rank waits for this one any more
     if metrics:
         remove_checkpoints(stage.run, finished=stage.number + 1)
 
@@ -123,16 +129,16 @@ def _make_updates(
             values = _make_update(actor, run, batch, objective, place)
             batches.trained(update + 1)
             if metrics:
-                seen = summary(batch.groups) | values | throughput(batch.samples, start)
-                metrics.append(place | batch.ages | seen)
+                measured = summary(batch.groups) | values | throughput(batch.samples, start)
+                metrics.append(place | batch.ages | measured)
         updates = update + (batch is not None)
-        # within a step the proximal policy is known only from batches that are in memory
+        # never stop within a step: the log-probs of its proximal policy are only in memory
         stopping = batch is None or (updates < total and not ready and stop.agreed(actor.device))
         last = updates == total or stopping
         checkpoint.finish(actor, wait=False)
         if updates > saved and (updates % run.recipe.actor.checkpoint_every == 0 or last):
             if metrics:
-                metrics.sync()  # a checkpoint counts on the lines of its updates
+                metrics.sync()  # a checkpoint relies on the lines of its updates being on disk
             keep = run.recipe.actor.keep_checkpoints
             checkpoint.save(actor, stage.checkpoints, updates, keep, wait=last, metrics=metrics)
             saved = updates
@@ -143,7 +149,7 @@ def _make_updates(
 
 @dataclass(frozen=True)
 class Prepared:
-    """What one update trains."""
+    """The batch of one update."""
 
     groups: list[Group]
     ages: dict[str, Any]
@@ -160,17 +166,17 @@ def _read_step(
     first: int,
     last: int,
 ) -> list[Prepared]:
-    """The updates from ``first`` on, before ``last``, that have the current policy as their proximal one.
+    """Read the batches of a step: the updates from ``first``, up to ``last``, that share a proximal policy.
 
-    Collective. None when a stop was asked for. The first of them needs no forward pass: its own update begins with
-    that policy.
+    The current policy is the proximal one. A forward pass adds its log-probs to all batches but the first, whose own
+    update starts from that policy anyway. Returns [] if a stop was asked for. Collective.
     """
     step: list[Prepared] = []
     for update in range(first, min(last, first + objective.updates_a_step)):
         groups = batches.read(update)
         if groups is None:
-            return []  # nothing of the step is trained yet
-        exporter.see(groups)
+            return []  # no update of the step is made yet
+        exporter.observe(groups)
         samples = to_samples(groups, run.recipe.objective, run.recipe.actor.routing_replay == "engine")
         micro_batches = packing.micro_batches(
             samples, run.recipe.actor.tokens_per_micro_batch, actor.device, token_alignment(run.recipe.megatron)
@@ -182,7 +188,7 @@ def _read_step(
 
 
 def _open_metrics(stage: Stage, start: Start) -> MetricsWriter | None:
-    """On the one rank that writes metrics; says from where a stage continues."""
+    """The metrics writer, on the one rank that writes metrics; logs an event if the stage resumes."""
     if not parallel.reports_metrics():
         return None
     total, done = stage.run.recipe.schedule.updates_per_stage, start.done
@@ -213,47 +219,48 @@ def _make_update(
 def skip(
     actor: Actor, run: RunDir, place: dict[str, int], error: NonFiniteUpdate, samples: list[Sample]
 ) -> dict[str, float]:
-    """Metrics of an update that was left out, after writing out the sequences to blame; `UserError` if too many were.
+    """Record an update that was skipped because loss or gradient is not finite; returns its metrics.
 
-    The rank that writes metrics writes them.
+    The rank that writes metrics appends the offending sequences to non_finite.jsonl. `UserError` if more updates were
+    skipped than ``actor.max_skipped_updates``.
     """
     if parallel.reports_metrics():
         for offender in error.offenders:
-            if offender.sequence < len(samples):  # not the filler of an empty micro-batch
+            if offender.sequence < len(samples):  # the dummy sequence of an empty micro-batch has a larger index
                 append_json(run.non_finite, place | describe(offender, samples[offender.sequence]))
     actor.skipped_updates += 1
     if actor.skipped_updates > actor.recipe.actor.max_skipped_updates:
         raise UserError(
-            f"update {place['update']}: {error}. The offending sequences are in {run.non_finite}; "
-            f"actor.max_skipped_updates = {actor.recipe.actor.max_skipped_updates} allows no more of them"
+            f"update {place['update']}: {error}. The offending sequences are in {run.non_finite}; no more updates can "
+            f"be skipped with actor.max_skipped_updates = {actor.recipe.actor.max_skipped_updates}"
         ) from error
     return {"skipped_update": 1.0}
 
 
 def remove_checkpoints(run: RunDir, finished: int) -> None:
-    """Those of all but the last ``actor.keep_stages`` of so many ``finished`` stages."""
+    """Remove the checkpoints of all but the last ``actor.keep_stages`` of the first ``finished`` stages."""
     keep = run.recipe.actor.keep_stages
     for number in reversed(range(max(0, finished - keep) if keep else 0)):
         checkpoints = run.stage(number).checkpoints
         if checkpoints.is_symlink() or not checkpoints.exists():
-            return  # of the run that this one branched from, or removed after an earlier stage, and those before too
+            return  # they belong to the run that this one branched from, or are gone: so it is with earlier stages too
         shutil.rmtree(checkpoints, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class Start:
-    """From where the updates of a stage go on."""
+    """Where the updates of a stage start or resume."""
 
-    done: int = 0  # updates of the stage that ``checkpoint`` has
-    checkpoint: Path | None = None  # None: from the run's first policy
-    position: Position = NOTHING  # where metrics.jsonl goes on
+    done: int = 0  # updates of the stage that are made already
+    checkpoint: Path | None = None  # to load; None: start from the run's first policy
+    position: Position = NOTHING  # place in metrics.jsonl at which new lines go
 
 
 def find_start(stage: Stage) -> Start:
-    """After the newest checkpoint of ``stage`` that is not damaged, else its beginning. Collective.
+    """Resume from the newest undamaged checkpoint of ``stage``; without one, start at its beginning. Collective.
 
-    Damaged ones are set aside. A stage that begins takes optimizer and random state from the last checkpoint of the one
-    before: `UserError` where that is damaged or gone.
+    Damaged checkpoints are renamed. At its beginning a stage takes optimizer and random state from the last checkpoint
+    of the previous stage: `UserError` if that is damaged or gone.
     """
     if dist.get_rank() == 0:
         checkpoint.remove_unfinished(stage.checkpoints)
@@ -268,15 +275,15 @@ def find_start(stage: Stage) -> Start:
     if stage.number == 0:
         return Start(0, _verified(start_of(stage.run)))
     path = _end_of(stage.previous)
-    # a branch has metrics of its own alone
+    # metrics.jsonl of a branch has only its own updates, none of the run whose checkpoints it links to
     position = NOTHING if stage.previous.checkpoints.is_symlink() else read_manifest(path).position
     return Start(0, path, position)
 
 
 def _verified(path: Path | None) -> Path | None:
-    """The checkpoint of another run, with which this one begins."""
+    """``path``, the checkpoint of another run from which this one starts; `UserError` if it is damaged."""
     if path is not None and (damage := checkpoint.verify(path)):
-        raise UserError(f"{path}, with which the run begins, is damaged: {damage}. Restore it from a copy")
+        raise UserError(f"{path}, from which the run starts, is damaged: {damage}. Restore it from a copy")
     return path
 
 
@@ -287,7 +294,7 @@ def _set_aside(stage: Stage, path: Path, damage: str) -> None:
 
 
 def _end_of(stage: Stage) -> Path:
-    """The checkpoint after the last update of a stage. Collective."""
+    """The checkpoint after the last update of a stage; `UserError` if it is missing or damaged. Collective."""
     saved = dict(checkpoints(stage.checkpoints))
     path = saved.get(stage.run.recipe.schedule.updates_per_stage)
     if path is None:
@@ -299,22 +306,22 @@ def _end_of(stage: Stage) -> Path:
 
 def _remake(stage: Stage) -> str:
     return (
-        f"Restore it from a copy; or delete it, {stage.next.policy} and {stage.next.checkpoints}, and start again: "
-        f"stage {stage.number} is then optimized again from the checkpoints that it has"
+        f"Restore it from a copy; or delete it, {stage.next.policy} and {stage.next.checkpoints}, and start the run "
+        f"again: stage {stage.number} is then optimized again from its newest remaining checkpoint"
     )
 
 
 def resume(actor: Actor, start: Start) -> None:
-    """Restore what the checkpoint of ``start`` has. Collective."""
+    """Load the checkpoint of ``start``, if it has one, into the actor. Collective."""
     if start.checkpoint is not None:
         beat("load", start.checkpoint.name)
         checkpoint.load(actor, start.checkpoint)
 
 
 def check_rollouts(store: RolloutStore) -> None:
-    """`UserError` for a damaged shard: those of earlier updates are read by nobody else before the stage is done.
+    """`UserError` if a shard is damaged. Each rank verifies its share. Collective.
 
-    Each rank reads its share. Collective.
+    For a resumed stage: the remaining updates do not read the shards of those that are made.
     """
     damage = None
     try:

@@ -1,8 +1,8 @@
-"""The what-if phase: gradients of every objective on stored batches, beside those of fresh responses.
+"""The what-if phase: compares every objective's gradient on stored batches with the gradient on fresh responses.
 
-One process holds an actor and, unless fresh responses are given, the built-in engine. It takes the policies of a stage
-one after another, and makes no update. `megarl.what_if` starts it in a scratch run directory, and reads what it writes
-there.
+A single process holds an actor and, unless fresh responses are given, the built-in engine. It loads policies of a stage
+one after another and makes no update. `megarl.what_if` starts it in a scratch run directory and reads the records that
+it writes there.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from megarl.storage.requests import read_request, write_answer
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
 
-FRESH = "fresh"  # the name of what is no objective on stored responses
-OTHER_SEEDS = 1 << 40  # added to a group's number: responses to the same prompt with other seeds
-MUTED = {"clipped": "clip_fraction", "vetoed": "veto_fraction", "masked": "m2_mask_fraction"}  # shares of the tokens
+FRESH = "fresh"  # stands in the place of an objective's name in records about fresh responses
+OTHER_SEEDS = 1 << 40  # added to a group's number, so that its fresh responses have other seeds than the stored ones
+# column of a record -> metric of the objective: shares of the tokens that it mutes
+MUTED = {"clipped": "clip_fraction", "vetoed": "veto_fraction", "masked": "m2_mask_fraction"}
 
 
 def what_if(stage: Stage) -> None:
-    """Answer the request: a record a policy, batch and objective."""
+    """Carry out the request in the run directory; the answer has a record per policy, batch and objective."""
     request = read_request(stage.run.root)
     recipe = stage.run.recipe
     device = parallel.initialize(recipe)
@@ -57,9 +58,10 @@ def what_if(stage: Stage) -> None:
 
 
 def objectives_of(stage: Stage) -> dict[str, Objective]:
-    """Every objective with its own defaults, the run's with the recipe's settings, and all with its aggregation.
+    """{name: objective}: the recipe's objective with the recipe's settings, all others with their defaults.
 
-    Without options such as a KL term, so that differences are the objectives'.
+    All aggregate losses as the recipe's objective does, and none has options such as a KL term, so that differences
+    come from the objectives themselves.
     """
     table = stage.run.recipe.objective
     names = {name: {} if name != table.name else table.fields for name in OBJECTIVES}
@@ -75,22 +77,23 @@ def objectives_of(stage: Stage) -> dict[str, Objective]:
 
 @dataclass
 class Comparison:
-    """An actor, an engine and stored batches of one stage."""
+    """Computes gradients with an actor on stored batches of one stage and on fresh responses."""
 
     stage: Stage
     actor: Actor
     store: RolloutStore
     objectives: dict[str, Objective]
-    given: RolloutStore | None = None  # responses of the one policy that is measured
+    given: RolloutStore | None = None  # fresh responses; None: an engine generates them
     _worker: RolloutWorker | None = None
 
     def measure(self, updates: int, batches: Sequence[int]) -> Iterator[list[dict[str, Any]]]:
-        """The records of each batch: the policy after so many ``updates`` of the stage, on the stored batches of those
-        numbers.
+        """Yield the records of each of the ``batches``, given by their numbers, with one policy.
 
-        Fresh is GRPO's gradient on new responses of the policy to the same prompts, or on the given ones, those of all
-        batches together: of one batch it would be mostly noise. The fresh gradient of a batch is compared with that of
-        the others.
+        updates: number of updates of the stage after which the policy is taken.
+
+        Each objective's gradient on a stored batch is compared with the fresh gradient, that of GRPO on fresh responses
+        of the same policy. These are those of all batches together, since one batch would give mostly noise. As a
+        measure of that noise, the fresh gradient of a batch is compared with that of all other batches.
         """
         load_policy(self.actor, self.stage, updates)
         grpo = replace(OBJECTIVES["grpo"](), aggregation=next(iter(self.objectives.values())).aggregation)
@@ -120,7 +123,7 @@ class Comparison:
             yield records
 
     def gradient(self, groups: list[Group], objective: Objective) -> tuple[torch.Tensor, dict[str, Any]]:
-        """[parameters] float32, of the whole batch, before clipping; and the metrics of the batch."""
+        """The gradient of the whole batch before clipping, [parameters] float32, and the metrics of the batch."""
         recipe = self.actor.recipe
         samples = to_samples(groups, recipe.objective, recipe.actor.routing_replay == "engine")
         micro_batches = packing.micro_batches(
@@ -140,7 +143,7 @@ class Comparison:
             self._worker.close()
 
     def _export(self, updates: int) -> Path:
-        """The actor's policy, which is that after so many updates of the stage, where the stage has none such."""
+        """The directory of the actor's policy, that after ``updates`` updates; exported unless the stage has it."""
         kept = {0: self.stage.policy, self.stage.run.recipe.schedule.updates_per_stage: self.stage.next.policy}
         if updates in kept and kept[updates].exists():
             return kept[updates]
@@ -149,7 +152,7 @@ class Comparison:
         return policy
 
     def _read(self, store: RolloutStore, updates: int, batches: int) -> list[list[Group]]:
-        """The first groups of a store of the policy's responses, in batches as the stage's."""
+        """The first groups of the given store, in as many ``batches``; `UserError` if another policy generated them."""
         expected = read_info(self._export(updates)).weights_hash
         if other := {entry.weights_hash for entry in store.entries} - {expected}:
             raise UserError(
@@ -158,11 +161,11 @@ class Comparison:
             )
         size = self.stage.run.recipe.schedule.prompts_per_update
         if len(store.chosen) < batches * size:
-            raise UserError(f"{store.directory} has {len(store.chosen)} groups; {batches} batches of {size} want more")
+            raise UserError(f"{store.directory} has {len(store.chosen)} groups; {batches} batches of {size} need more")
         return [store.read(store.chosen[batch * size : (batch + 1) * size]) for batch in range(batches)]
 
     def _generate(self, updates: int, stored: list[list[Group]]) -> list[list[Group]]:
-        """New responses of the policy to the prompts of each batch."""
+        """Fresh responses to the prompts of each stored batch."""
         policy = self._export(updates)
         if self._worker is None:
             self._worker = RolloutWorker.build(self.stage.run.recipe, self.stage.number, policy)
@@ -172,7 +175,7 @@ class Comparison:
         return [self._answer(worker, groups) for groups in stored]
 
     def _answer(self, worker: RolloutWorker, groups: list[Group]) -> list[Group]:
-        """New responses of the policy to the prompts of ``groups``, scored."""
+        """Fresh responses to the prompts of ``groups``, scored, sorted by group id."""
         table = self.stage.run.recipe.rollout
         draws = Draws(table.responses_per_prompt, table.temperature, table.max_response_tokens)
 
@@ -185,7 +188,7 @@ class Comparison:
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float | None:
-    """Of two vectors, summed in float64; None where one is 0."""
+    """The cosine of two vectors, computed in float64; None if one of them is 0."""
     wide, other = a.double(), b.double()
     norms = float(wide.norm() * other.norm())
     return float(wide @ other) / norms if norms else None

@@ -40,7 +40,7 @@ def make(in_order, groups=3, samples=2, **table):
 def test_groups_come_as_they_were_generated_or_as_they_are_scored(in_order, first):
     pool, scoring, pending = make(in_order)
     seen = []
-    scoring.seen = lambda group: seen.append(group.seeded.number)
+    scoring.on_scored = lambda group: seen.append(group.seeded.number)
     for group in pending[:2]:
         for k in (1, 0):
             scoring.add(group, k, response(), f"{k}")

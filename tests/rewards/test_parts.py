@@ -58,7 +58,7 @@ def scored(settings, texts, tokens=1, finish="stop"):
         for sample, text in enumerate(texts):
             tokens_of = np.ones(tokens, np.int32), np.zeros(tokens, np.float32)
             scoring.add(group, sample, Response(*tokens_of, 0.0, finish, 0), text)
-        scoring.settle()
+        scoring.wait_for_all()
         (whole,) = scoring.take()
     finally:
         pool.close()

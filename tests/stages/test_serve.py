@@ -244,7 +244,7 @@ def test_what_would_train_something_else_is_refused(served):
     status, message = refusal(lambda: forgotten(model="m", messages=[*messages, first, messages[0]]))
     assert (status, "begin it anew" in message) == (409, True)
     status, message = refusal(lambda: forgotten(model="m", messages=[{**messages[0], "tool_calls": 5}]))
-    assert (status, "no list" in message) == (400, True)
+    assert (status, "must be a list" in message) == (400, True)
 
 
 def test_what_a_broken_connection_lost_can_be_asked_for_again(served):

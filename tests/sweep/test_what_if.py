@@ -140,7 +140,7 @@ def test_the_stage_that_a_policy_generated_is_fresh_for_it_alone(run, recipe, tm
         ((0, [0], 3, "cold"), "has another rollout.temperature than"),
         ((0, [0], 3, "short"), "has another rollout.max_response_tokens than"),
         ((0, [0], 3, "ingested"), "says of its policy what nobody here can check"),
-        ((0, [0], 3, "few"), "has 4 groups; 3 batches of 4 want more"),
+        ((0, [0], 3, "few"), "has 4 groups; 3 batches of 4 need more"),
     ],
 )
 def test_fresh_data_that_does_not_fit_is_refused(run, copied, tmp_path, arguments, message):

@@ -1,1 +1,1 @@
-"""A live stage: trainers and rollout workers at the same time over one store."""
+"""The phase of a live stage: trainers and rollout workers run at the same time and share one rollout store."""

@@ -1,4 +1,4 @@
-"""The versions of a policy that a live trainer publishes, and how long they are kept."""
+"""Exports the policy versions that rollout workers of a live stage load, and removes those no longer needed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Publisher:
-    """Exports every ``sync_every`` updates. Only rank 0 of the trainers publishes and removes old versions."""
+    """Exports the policy every ``sync_every`` updates. Rank 0 of the trainers publishes and removes the versions."""
 
     stage: Stage
     state: LiveState
 
     def continue_after(self, done: int) -> None:
-        """An earlier attempt saved so many updates of the stage. Versions that it published after later updates will be
-        made again, perhaps otherwise, and are removed."""
+        """Resume after ``done`` updates of the stage: remove later versions and publish the newest one that is left.
+
+        Later versions come from updates of an earlier attempt that are made again, perhaps with other results.
+        """
         if dist.get_rank():
             return
-        # a version after exactly `done` updates, if due, is published again once the actor is there
+        # if a version is due after exactly `done` updates, `trained` publishes it once the actor is loaded
         versions = self.stage.run.remove_versions_after(self.stage.first_update + done)
         self.state.publish(max([self.stage.first_update, *versions]))
 
     def trained(self, exporter: Exporter, updates: int) -> None:
-        """So many updates of the stage are made; publish if a version is due. Collective."""
+        """Publish a version if one is due after ``updates`` updates of the stage. Collective."""
         run, version = self.stage.run, self.stage.first_update + updates
         schedule = run.recipe.schedule
-        # the stage's first version is its policy, its last one the next stage's
+        # the stage's first version exists as its policy, and its last one is exported as the next stage's policy
         if not schedule.lag_rule.is_published(version) or updates in (0, schedule.updates_per_stage):
             return
         exporter.export(version, run.version(version))
@@ -43,12 +45,12 @@ class Publisher:
             self._retire(min(self.state.oldest_in_use(), self.stage.next.oldest_needed))
 
     def end_stage(self) -> None:
-        """Keep what engines of the next stage may need, and nothing after the last one."""
+        """Remove the versions that engines of the next stage do not need; after the last stage, all of them."""
         if dist.get_rank() == 0:
             self._retire(self.stage.next.oldest_needed)
 
     def _retire(self, oldest: int) -> None:
-        """Remove what is older than ``oldest``, unless it waits for its evaluation."""
+        """Remove the versions older than ``oldest``, except those that have not been evaluated yet."""
         run = self.stage.run
         for version in (v for v in run.versions() if v < oldest and not run.lacks_evaluation(v)):
             run.remove_version(version)

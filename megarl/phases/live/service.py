@@ -1,4 +1,7 @@
-"""The rollout service of a live stage: engines generate while trainers train, with the versions that they may use."""
+"""The rollout workers of a live stage: engines generate while trainers train.
+
+The schedule (`megarl.recipe.schedule`) decides which policy version may generate which groups.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,12 @@ from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 
 POLL_SECONDS = 0.02
-STORE_SECONDS = 0.2  # between two shards of an engine that stores groups as they come: trainers may wait for them
-APPEAR_SECONDS = 60.0  # on some shared file systems what another node wrote shows up late
+STORE_SECONDS = 0.2  # between two shards; short, because trainers may be waiting for the groups
+APPEAR_SECONDS = 60.0  # on some shared file systems what another node has written becomes visible late
 
 
 def serve(stage: Stage, role: Role) -> None:
-    """What a rollout worker does: chunk after chunk, and the seal."""
+    """Run a rollout worker: generate the missing groups of the stage, then seal its store."""
     stop = StopRequest()
     replicas = ReplicaGroup.join(role, stop.exit_if_asked)
     state = LiveState(replicas.store, replicas.world)
@@ -50,7 +53,7 @@ def serve(stage: Stage, role: Role) -> None:
 
 
 def check_untrained(stage: Stage, missing: Sequence[int]) -> None:
-    """`UserError` for missing groups that were trained: the versions that may generate them are gone."""
+    """`UserError` if groups are missing that were trained already: the versions that may generate them are gone."""
     done = max((updates for updates, _ in checkpoints(stage.checkpoints)), default=0)
     if stage.is_trained():
         done = stage.run.recipe.schedule.updates_per_stage
@@ -64,7 +67,7 @@ def check_untrained(stage: Stage, missing: Sequence[int]) -> None:
 
 
 def leave_trainers_devices(stage: Stage) -> None:
-    """From here on this process sees the GPUs of the rollout workers alone, as in a rollout phase."""
+    """Hide the trainers' GPUs from this process, which then sees only those of the rollout workers."""
     recipe, table = stage.run.recipe, stage.rollout
     trainers = recipe.actor.processes_per_node
     os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) - trainers)
@@ -73,22 +76,22 @@ def leave_trainers_devices(stage: Stage) -> None:
 
 
 class LiveRolloutWorker:
-    """One engine replica: loads the version that the next chunk needs, and generates what that version may."""
+    """One engine replica: loads the policy version that the next chunk needs and generates what it may generate."""
 
     def __init__(self, stage: Stage, replicas: ReplicaGroup, state: LiveState, stop: StopRequest) -> None:
         self.stage, self.replicas, self.state, self.stop = stage, replicas, state, stop
         self.schedule = stage.run.recipe.schedule
         self.rule = self.schedule.lag_rule
-        self.seconds = dict.fromkeys(("idle", "load", "generate"), 0.0)
+        self.seconds = dict.fromkeys(("idle", "load", "generate"), 0.0)  # time spent on each so far
         self.start, self.stats = time.perf_counter(), RolloutStats()
-        self.fresh = not any(stage.checkpoints.glob("update_*"))
+        self.fresh = not any(stage.checkpoints.glob("update_*"))  # trainers start with the stage's first version
         self.worker: RolloutWorker | None = None
-        self.loaded = -1
-        self.todo: list[Sequence[int]] = []
-        self.next: Sequence[int] | None = None  # taken, but not begun
+        self.loaded = -1  # the version that the engine has
+        self.todo: list[Sequence[int]] = []  # all chunks of the stage, the same on all replicas
+        self.next: Sequence[int] | None = None  # the chunk that this replica has taken, but not begun
 
     def work(self, missing: list[int]) -> None:
-        """Generate the ``missing`` groups; ends early when asked to stop."""
+        """Generate the ``missing`` groups together with the other replicas; returns early if asked to stop."""
         if (version := self._wait(lambda: self._version(missing[:1]))) is None:
             return
         worker = self._load(version)
@@ -107,7 +110,7 @@ class LiveRolloutWorker:
                 self.seconds["generate"] += time.perf_counter() - start
         self._log_progress()
         worker.close()
-        # before the wait for the other engines, which may need the trainers meanwhile
+        # before waiting for the other replicas, which may need the trainers to go on
         self.state.leave(self.replicas.rank)
         if not self.stop.asked:
             self._log_idle()
@@ -126,26 +129,27 @@ class LiveRolloutWorker:
         assert schedule.sync_every is not None
         interval = schedule.sync_every * schedule.prompts_per_update
         chunks = missing_chunks(self.stage.groups, set(missing), whole, size, interval)
-        # groups with continued responses are stored one by one, so of their chunk some may be there
+        # groups with continued responses are stored one by one, so some groups of a chunk may be stored already
         return [[group for group in chunk if group not in present] for chunk in chunks]
 
     def _take(self) -> None:
-        """The next chunk is this engine's."""
+        """Reserve the next chunk for this replica."""
         number = self.state.take()
         self.next = self.todo[number] if number < len(self.todo) else None
 
     def _version(self, chunk: Sequence[int]) -> int | None:
-        """The version to generate a chunk with, None while it is not there. The last batch of a chunk decides."""
+        """The version to generate a chunk with, by the batch of its last group; None while it is not published."""
         newest = self._newest()
         return None if newest is None else self.rule.version(chunk[-1] // self.schedule.prompts_per_update, newest)
 
     def _newest(self) -> int | None:
         newest = self.state.newest()
-        if newest is None and self.fresh:  # the trainers may still be starting, but this is what they start from
+        if newest is None and self.fresh:  # trainers may still be starting, but they start from this version
             return self.stage.first_update
         return newest
 
     def _next_version(self) -> int | None:
+        """The version to generate with next; unfinished responses are continued with the newest one."""
         assert self.worker is not None
         if self.worker.unfinished:
             return self._newest()
@@ -153,26 +157,26 @@ class LiveRolloutWorker:
         return self._version(self.next)
 
     def _chunks_now(self) -> Iterator[Sequence[int]]:
-        """Chunks, as long as the loaded version is the one for them."""
+        """Take chunks as long as the loaded version is the right one for them."""
         while self.next and not self.stop.asked and self._version(self.next) == self.loaded:
             chunk = self.next
             self._take()
             yield chunk
 
     def _interrupted(self) -> Callable[[], bool]:
-        """What ends a generation that is under way."""
+        """The callback that tells when to interrupt the responses in flight."""
         assert self.worker is not None
         if self.schedule.partial:
             return lambda: self.stop.asked or self._newest() != self.loaded
         if self.worker.engine.repeats_chunks:
-            return never  # the chunk that is begun is finished
+            return never  # a chunk is finished once begun
         return lambda: self.stop.asked
 
     def _wait(self, version: Callable[[], int | None]) -> int | None:
-        """Idle until there is a version; None: asked to stop."""
+        """Wait until ``version`` returns one; None if asked to stop. On shared devices trainers use them meanwhile."""
         start = time.perf_counter()
         while (found := version()) is None and not self.stop.asked:
-            beat(WAITS, "a wait for the next version of the policy")
+            beat(WAITS, "wait for the next version of the policy")
             if self.schedule.colocate and self._newest() is not None:
                 self._rest()
             else:
@@ -181,20 +185,20 @@ class LiveRolloutWorker:
         return None if self.stop.asked else found
 
     def _rest(self) -> None:
-        """Leave the devices to the trainers until they have nothing to train."""
+        """Leave the shared devices to the trainers until these have nothing left to train."""
         number = self.state.round()
         if self.worker is not None:
             self.worker.engine.sleep()
         self.state.rest(self.replicas.rank, number)
         while self.state.round() == number and not self.stop.asked:
-            beat(WAITS, "a rest while trainers use the devices")
+            beat(WAITS, "sleep while trainers use the devices")
             time.sleep(POLL_SECONDS)
 
     def _load(self, version: int) -> RolloutWorker:
-        """The engine, awake, with the weights of ``version``."""
+        """Load ``version`` into the engine and check it, or wake an engine that has it; returns the worker."""
         start, path = time.perf_counter(), self.stage.run.version(version)
         if self.worker is not None and version == self.loaded:
-            beat("load", "the engine, which had slept")
+            beat("load", "wake-up of the engine")
             self.worker.engine.wake()
             return self.worker
         self.state.announce(self.replicas.rank, version)
@@ -213,7 +217,7 @@ class LiveRolloutWorker:
         return self.worker
 
     def _log_idle(self) -> None:
-        """The share of the engines' time in which they waited for a version, and what they did in the rest."""
+        """Log an `idle` event: how long all engines together waited for versions, loaded and generated."""
         seconds = time.perf_counter() - self.start
         everyone = self.replicas.gather("idle", self.seconds | {"all": seconds})
         if self.replicas.rank == 0:
@@ -234,7 +238,8 @@ def _wait_for(path: Path) -> None:
     while not path.exists():
         if time.monotonic() > deadline:
             raise UserError(
-                f"{path} is to generate the next groups, but is not there: all nodes must share the run directory. "
-                "(Of versions that engines have no more use for, groups that are lost cannot be generated again.)"
+                f"{path}, the policy that must generate the next groups, does not exist. All nodes must share the run "
+                "directory. (If groups were lost whose policy version has been removed since, they cannot be generated "
+                "again: restore them from a copy, or use another --run-dir.)"
             )
         time.sleep(POLL_SECONDS)

@@ -1,10 +1,10 @@
-"""What the trainers and the rollout service of a live stage tell each other, through the store they share."""
+"""The messages between the trainers and the rollout workers of a live stage, through the key-value store they share."""
 
 from __future__ import annotations
 
 import torch.distributed as dist
 
-NO_VERSION = 1 << 62  # later than any policy: announced by an engine that will load none any more
+NO_VERSION = 1 << 62  # later than any version: announced by an engine that will not load another one
 
 
 class LiveState:
@@ -14,45 +14,46 @@ class LiveState:
         self._store, self._workers = store, range(workers)
 
     def publish(self, version: int) -> None:
-        """The trainers: ``version`` is the newest that can be loaded."""
+        """Trainers: announce that ``version`` is the newest one that can be loaded."""
         self._store.set("newest", str(version))
 
     def newest(self) -> int | None:
-        """The newest published version; None until the trainers know where they continue."""
+        """The newest published version; None until the trainers have found out from which version they continue."""
         return self._number("newest")
 
     def take(self) -> int:
-        """The number of the next chunk, from 0: each goes to one engine."""
+        """Take the next chunk; returns its number, from 0. No two engines get the same one."""
         return self._store.add("next_chunk", 1) - 1
 
     def announce(self, worker: int, version: int) -> None:
-        """An engine, before it loads ``version``: it will never load an older one."""
+        """Engine: announce, before loading ``version``, that it will never load an older one again."""
         self._store.set(f"using/{worker}", str(version))
 
     def oldest_in_use(self) -> int:
-        """No engine will load an older version. 0 until all engines have announced one."""
+        """The oldest version that an engine may still load; 0 until all engines have announced one."""
         return min(self._number(f"using/{worker}") or 0 for worker in self._workers)
 
     # --- taking turns on the same devices: in each round first the engines, then the trainers ---
 
     def round(self) -> int:
+        """The number of the current round, from 0."""
         return self._number("round") or 0
 
     def next_round(self) -> None:
-        """The trainers have nothing left to train: the engines' turn."""
+        """Trainers: begin the next round, so that the engines run, because no stored groups are left to train."""
         self._store.set("round", str(self.round() + 1))
 
     def rest(self, worker: int, number: int) -> None:
-        """An engine sleeps until a later round."""
+        """Engine: announce that it sleeps in round ``number`` and leaves the devices to the trainers."""
         self._store.set(f"resting/{worker}", str(number + 1))
 
     def leave(self, worker: int) -> None:
-        """An engine is done with the stage."""
+        """Engine: announce that it is done with the stage and needs neither versions nor devices any more."""
         self.announce(worker, NO_VERSION)
         self.rest(worker, NO_VERSION)
 
     def all_rest(self) -> bool:
-        """Whether no engine is awake in this round: the trainers' turn."""
+        """Whether all engines sleep in this round, so that it is the trainers' turn."""
         return min(self._number(f"resting/{worker}") or 0 for worker in self._workers) > self.round()
 
     def _number(self, key: str) -> int | None:

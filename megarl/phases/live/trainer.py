@@ -1,4 +1,4 @@
-"""The live phase: trainers and rollout service at the same time, over one store; new weights every few updates."""
+"""The live phase: trainers and rollout workers run at the same time; engines get new weights every few updates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POLL_SECONDS = 0.02
 
 
 def live(stage: Stage) -> None:
-    """Generate the rollouts of ``stage`` and make its updates, each role in its own processes."""
+    """Run this process's role in ``stage``: a trainer makes its updates, a rollout worker generates its rollouts."""
     role, workers = find_role(stage)
     if role.name == "trainer":
         train(stage, role, workers)
@@ -41,7 +41,7 @@ def live(stage: Stage) -> None:
 
 
 def find_role(stage: Stage) -> tuple[Role, int]:
-    """This process's role, and how many rollout workers there are. On each node the first processes are trainers."""
+    """This process's role, and the number of rollout workers. On each node the first processes are the trainers."""
     local, node, nodes = (int(os.environ[name]) for name in ("LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"))
     trainers, workers = stage.run.recipe.actor.processes_per_node, stage.rollout.workers
     if local < trainers:
@@ -50,12 +50,12 @@ def find_role(stage: Stage) -> tuple[Role, int]:
 
 
 def train(stage: Stage, role: Role, workers: int) -> None:
-    """What the trainers do: the updates of the stage, each as soon as its groups are stored."""
+    """Run a trainer: make the updates of the stage, each as soon as its groups are stored. workers: their number."""
     stop = StopRequest()
     device, store = parallel.join(stage.run.recipe, role)
     state = LiveState(store, workers)
     publisher = Publisher(stage, state)
-    if stage.is_trained():  # an earlier attempt made all updates, but died before its end
+    if stage.is_trained():  # an earlier attempt made all updates, but died before its exit
         publisher.continue_after(stage.run.recipe.schedule.updates_per_stage)
     else:
         start = find_start(stage)
@@ -73,7 +73,10 @@ def train(stage: Stage, role: Role, workers: int) -> None:
 
 
 class LiveBatches:
-    """The groups of a stage as engines store them, no token older than the schedule allows: `updates.Batches`."""
+    """The groups of a stage as engines store them; implements `megarl.phases.updates.Batches`.
+
+    It refuses groups with tokens that are older than the schedule allows.
+    """
 
     def __init__(self, actor: Actor, publisher: Publisher, exporter: Exporter, stop: StopRequest) -> None:
         self.actor, self.publisher, self.exporter, self.stop = actor, publisher, exporter, stop
@@ -85,13 +88,13 @@ class LiveBatches:
         self.start = time.perf_counter()
 
     def read(self, update: int) -> list[Group] | None:
-        """The groups of an update once they are stored, or None when asked to stop."""
+        """Wait until the groups of an update are stored and return them; None if asked to stop. Collective."""
         start = time.perf_counter()
         wanted = self.stage.groups_of_update(self.stage.groups, update)
         while not (ready := self._ready(wanted)):
             if ready is None:
                 return None
-            beat(WAITS, f"a wait for the groups of update {self.stage.first_update + update + 1}")
+            beat(WAITS, f"wait for the groups of update {self.stage.first_update + update + 1}")
             time.sleep(POLL_SECONDS)
         beat("update", f"update {self.stage.first_update + update + 1}")
         groups = self.store.read(wanted)
@@ -101,7 +104,7 @@ class LiveBatches:
         return groups
 
     def _ready(self, wanted: Sequence[int]) -> bool | None:
-        """Whether all ranks see the groups and it is the trainers' turn; None: stop. Collective."""
+        """Whether all ranks see the groups and it is the trainers' turn; None if a stop was asked for. Collective."""
         self.store.refresh()
         missing = bool(self.store.missing(wanted))
         if self.schedule.colocate and dist.get_rank() == 0 and not self._our_turn(missing):
@@ -112,7 +115,7 @@ class LiveBatches:
         return None if asked else not waits
 
     def _our_turn(self, missing: bool) -> bool:
-        """Of trainers that share devices with engines; they give it away when something is missing."""
+        """On shared devices: whether trainers may train now. If groups are missing, the engines' turn begins."""
         if not self.state.all_rest():
             return False
         if missing:
@@ -128,18 +131,18 @@ class LiveBatches:
                     raise UserError(
                         f"group {group.group_id} has tokens of policy versions {oldest} to {newest}, but update "
                         f"{batch + 1} may train versions {max(0, batch - largest)} to {batch} (max_lag = {largest}): "
-                        f"another schedule wrote {self.store.directory}"
+                        f"{self.store.directory} was generated with another schedule"
                     )
 
     def trained(self, updates: int) -> None:
         self.publisher.trained(self.exporter, updates)
 
     def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
-        """Lags of the response tokens, in updates, and how often each occurs."""
+        """The lags of the response tokens, in updates, with their frequencies, and the seconds of waiting for them."""
         return ages(self.stage, update, groups) | {"idle_seconds": round(self.last_idle, 4)}
 
     def log_idle(self) -> None:
-        """The share of the trainers' time in which they waited for and read rollouts: Table 2 of mu-GRPO."""
+        """Log an `idle` event: for how long the trainers waited for and read rollouts (Table 2 of mu-GRPO)."""
         if parallel.reports_metrics():
             seconds = time.perf_counter() - self.start
             ratio = round(self.idle_seconds / seconds, 4)

@@ -1,4 +1,4 @@
-"""The serve phase: one engine answers what agents ask, until every group of the stage is stored; then it is sealed."""
+"""The serve phase: one engine answers agents' requests until every group of the stage is stored; then it seals them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.errors import STOPPED, UserError
 from megarl.phases.evaluate import start_evaluated
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.serve import KEY
-from megarl.phases.serve.book import Book, Turn
+from megarl.phases.serve.conversations import Conversations, Turn
 from megarl.phases.serve.server import serving
 from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import Completion, Request, Sampling
@@ -26,8 +26,8 @@ from megarl.storage.requests import read_request
 from megarl.storage.rollouts import SERVED, Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 
-MIN_KEY = 32  # characters: an empty key would let everybody in
-IDLE_SECONDS = 0.05  # between two looks at whether the phase is to stop
+MIN_KEY = 32  # least number of characters: with an empty key everybody would be admitted
+IDLE_SECONDS = 0.05  # between two checks of whether the phase must stop
 
 
 @dataclass(eq=False)
@@ -37,10 +37,10 @@ class _Job:
     completion: Completion | None = None
 
 
-class Line:
-    """What agents ask, in the order in which they do, for an engine that takes what it has room for.
+class TurnQueue:
+    """Queue of the turns that agents ask for, first in, first out; the engine takes one when it has room for it.
 
-    over: whether nothing more is to be generated.
+    over: returns True once no more turns must be generated.
     """
 
     def __init__(self, worker: RolloutWorker, over: Callable[[], bool]) -> None:
@@ -50,16 +50,16 @@ class Line:
         self._count = 0
 
     def ask(self, turn: Turn) -> Completion | None:
-        """Wait for the answer; None: the engine was interrupted. Called by the threads of the server."""
+        """Queue a turn and wait for its answer; None if the engine was interrupted. Called by the server's threads."""
         job = _Job(turn)
         self._waiting.put(job)
         while not job.done.wait(IDLE_SECONDS):
             if self._over() and not self._taken:
-                return None  # it came when the engine had ended
+                return None  # it was queued after the engine had ended
         return job.completion
 
     def requests(self) -> Iterator[Request | None]:
-        """For `RolloutEngine.serve`; None while nobody asks, though responses are being decoded."""
+        """The requests for `RolloutEngine.serve`; None while the queue is empty but responses are being decoded."""
         while not self._over():
             try:
                 job = self._waiting.get_nowait() if self._taken else self._waiting.get(timeout=IDLE_SECONDS)
@@ -67,7 +67,7 @@ class Line:
                 if self._taken:
                     yield None
                 else:
-                    beat(WAITS, "a wait for agents")
+                    beat(WAITS, "wait for requests of agents")
                 continue
             beat("turn", f"turn {self._count + 1}")
             self._taken[self._count] = job
@@ -75,7 +75,7 @@ class Line:
             yield self._request(job.turn)
 
     def answer(self, number: int, completion: Completion) -> None:
-        """Hand out what the engine made of a request."""
+        """Pass the engine's completion of request ``number`` to the thread that waits for it."""
         job = self._taken.pop(number)
         job.completion = None if completion.finish_reason == "interrupted" else completion
         job.done.set()
@@ -94,7 +94,7 @@ class Line:
 
 
 def serve(stage: Stage) -> None:
-    """Fill and seal ``stage`` with what agents do. Groups that an earlier attempt stored stay."""
+    """Fill ``stage`` with the conversations of agents and seal it. Groups that an earlier attempt stored are kept."""
     stop = StopRequest()
     if stage.is_sealed():
         return
@@ -111,10 +111,10 @@ def serve(stage: Stage) -> None:
 
         def store(name: str, group: Group) -> None:
             append_json(names, {"group": name, "number": group.group_id})
-            fsync_path(names)  # a group without its name could not be told from another
+            fsync_path(names)  # before the group, which after a restart could not be identified without its name
             writer.append([group])
 
-        book = Book(
+        conversations = Conversations(
             stage.run.recipe,
             stage.groups,
             Renderer(stage.run.recipe.data, worker.tokenizer),
@@ -123,30 +123,33 @@ def serve(stage: Stage) -> None:
             store,
             _stored(stage, names),
         )
-        _answer(stage, worker, book, stop)
+        _answer(stage, worker, conversations, stop)
     worker.close()
-    if not book.complete:
+    if not conversations.complete:
         sys.exit(STOPPED)
     seal(stage.rollouts, stage.groups, external=True)
 
 
 def _stored(stage: Stage, names: Path) -> dict[str, int]:
-    """Names of the groups that are in the store; a kill may have come between a name and its group."""
+    """{name: id} of the stored groups. A name without a group is left out: a kill came before the group was stored."""
     there = set(RolloutStore(stage.rollouts).group_ids)
     lines = read_intact_lines(names)[0] if names.exists() else []
     found = {line["number"]: line["group"] for line in lines if line["number"] in there}
     if found.keys() != there:
-        raise UserError(f"{stage.rollouts} has groups that {SERVED} does not name: delete that folder, and start again")
+        raise UserError(
+            f"{stage.rollouts} has groups whose names {SERVED} lacks: delete {stage.rollouts}, with all groups of "
+            "the stage, then start again"
+        )
     return {name: number for number, name in found.items()}
 
 
-def _answer(stage: Stage, worker: RolloutWorker, book: Book, stop: StopRequest) -> None:
-    """Until the stage is complete, or the phase is told to stop."""
-    root, line = stage.run.root, Line(worker, lambda: stop.asked or book.complete)
+def _answer(stage: Stage, worker: RolloutWorker, conversations: Conversations, stop: StopRequest) -> None:
+    """Serve requests until the stage is complete or the phase is told to stop."""
+    root, turns = stage.run.root, TurnQueue(worker, lambda: stop.asked or conversations.complete)
     key = (root / KEY).read_text().strip()
     if len(key) < MIN_KEY:
-        raise UserError(f"{root / KEY} holds no key: remove it, and start again")
-    with serving(read_request(root)["port"], book, line.ask, key, root.name) as port:
+        raise UserError(f"{root / KEY} holds no key of at least {MIN_KEY} characters: delete it, and start again")
+    with serving(read_request(root)["port"], conversations, turns.ask, key, root.name) as port:
         stage.log_event("serving", phase="serve", url=f"http://127.0.0.1:{port}")
-        for number, completion in worker.engine.serve(line.requests(), lambda: stop.asked):
-            line.answer(number, completion)
+        for number, completion in worker.engine.serve(turns.requests(), lambda: stop.asked):
+            turns.answer(number, completion)

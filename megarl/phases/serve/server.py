@@ -1,4 +1,4 @@
-"""The HTTP side: a thread a request, on loopback alone, for those who have the key of the run."""
+"""The HTTP server of the serve phase: one thread per connection, on loopback only, for clients with the run's key."""
 
 from __future__ import annotations
 
@@ -14,32 +14,35 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from megarl.errors import UserError
-from megarl.phases.serve.book import Answered, Book, Turn
 from megarl.phases.serve.chat import Message, Refused
+from megarl.phases.serve.conversations import Answered, Conversations, Turn
 from megarl.rollout.engine import Completion
 
-MAX_BODY = 64 << 20  # bytes of a request
-SOCKET_SECONDS = 600.0  # that a client may take to send a request
-Answer = dict[str, Any] | list[dict[str, Any]]  # a list: the events of a stream
-Ask = Callable[[Turn], Completion | None]  # blocks until the engine has answered; None: it was interrupted
+MAX_BODY = 64 << 20  # most bytes of a request's body
+SOCKET_SECONDS = 600.0  # timeout of a client's connection, between requests too
+Answer = dict[str, Any] | list[dict[str, Any]]  # JSON body; a list: the events of a stream
+Ask = Callable[[Turn], Completion | None]  # blocks until the engine has answered; None if it was interrupted
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 1024  # agents that connect at once
+    request_queue_size = 1024  # agents that may connect at the same time
 
-    def __init__(self, port: int, book: Book, ask: Ask, key: str, model: str) -> None:
-        self.book, self.ask, self.key, self.model = book, ask, key, model
+    def __init__(self, port: int, conversations: Conversations, ask: Ask, key: str, model: str) -> None:
+        self.conversations, self.ask, self.key, self.model = conversations, ask, key, model
         super().__init__(("127.0.0.1", port), _Handler)
 
 
 @contextlib.contextmanager
-def serving(port: int, book: Book, ask: Ask, key: str, model: str) -> Iterator[int]:
-    """Answer requests while the context is open; yields the port. `UserError` where it is taken. 0: any free one."""
+def serving(port: int, conversations: Conversations, ask: Ask, key: str, model: str) -> Iterator[int]:
+    """Serve requests inside the context; yields the port. `UserError` if the port is taken.
+
+    port: 0 for any free one. key: the API key that clients must send. model: name of the model in answers.
+    """
     try:
-        server = _Server(port, book, ask, key, model)
+        server = _Server(port, conversations, ask, key, model)
     except OSError as error:
-        raise UserError(f"--port {port}: {error.strerror}") from error
+        raise UserError(f"cannot listen on --port {port}: {error.strerror}") from error
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
     try:
@@ -57,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SOCKET_SECONDS
 
     def log_message(self, *_: Any) -> None:
-        """Errors are answers, and what the phase does is in events.jsonl."""
+        """Log nothing: errors are sent to the client, and events.jsonl records what the phase does."""
 
     def do_GET(self) -> None:
         self._respond()
@@ -78,11 +81,11 @@ class _Handler(BaseHTTPRequestHandler):
                 kind, data = "text/event-stream", "".join(f"data: {json.dumps(one)}\n\n" for one in found).encode()
                 return self._send(200, kind, data + b"data: [DONE]\n\n")
         except Refused as error:
-            if error.status in (401, 413):  # its body is unread
+            if error.status in (401, 413):  # the request's body was not read
                 self.close_connection = True
             kind = "invalid_request_error" if error.status < 500 else "server_error"
             status, found = error.status, {"error": {"message": str(error), "type": kind, "code": error.status}}
-        except UserError as error:  # as on a full disk; what was to be stored is asked for again
+        except UserError as error:  # such as a full disk; the client can repeat the request
             status, found = 500, {"error": {"message": str(error), "type": "server_error", "code": 500}}
         return self._send(status, "application/json", json.dumps(found).encode())
 
@@ -97,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self) -> Any:
         length = self.headers.get("Content-Length", "0")
         if "Transfer-Encoding" in self.headers or not length.isdecimal() or int(length) > MAX_BODY:
-            raise Refused(413, f"a request has at most {MAX_BODY >> 20} MiB, and says how many")
+            raise Refused(413, f"a request needs a Content-Length of at most {MAX_BODY >> 20} MiB")
         data = self.rfile.read(int(length))
         try:
             return json.loads(data) if data else None
@@ -107,39 +110,39 @@ class _Handler(BaseHTTPRequestHandler):
     def _check_key(self) -> None:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self.server.key.encode()):
-            raise Refused(401, "the API key is wrong: it stands in serve.key of the run directory")
+            raise Refused(401, "wrong API key: the right one is in the file serve.key of the run directory")
 
     def _answer(self, method: str, parts: list[str], body: Any) -> Answer:
-        book = self.server.book
+        conversations = self.server.conversations
         match (method, parts):
             case "GET", ["state"]:
-                return book.state()
+                return conversations.state()
             case "GET", [_, _, "v1", "models"]:
                 return {"object": "list", "data": [{"id": self.server.model, "object": "model", "owned_by": "megarl"}]}
             case "POST", [group, name, "v1", "chat", "completions"]:
                 found = self._complete(group, name, body)
                 return _chunks(found, body) if body.get("stream") else found
             case "POST", [group, name, "reward"]:
-                book.reward(group, name, body)
-                return {"stored": group in book.state()["stored"]}
+                conversations.reward(group, name, body)
+                return {"stored": group in conversations.state()["stored"]}
             case "DELETE", [group, name]:
-                book.drop(group, name)
+                conversations.drop(group, name)
                 return {}
-        raise Refused(404, f"{method} /{'/'.join(parts)[:200]}: docs/stages.md says what is served")
+        raise Refused(404, f"{method} /{'/'.join(parts)[:200]} does not exist: docs/stages.md lists all requests")
 
     def _complete(self, group: str, name: str, body: Any) -> dict[str, Any]:
-        turn = self.server.book.begin(group, name, body)
+        turn = self.server.conversations.begin(group, name, body)
         if isinstance(turn, Answered):
             return _completion(self.server.model, turn.message, turn.completion, turn.prompt)
         prompt = len(turn.prompt)
         completion = self.server.ask(turn)
-        message = self.server.book.end(turn, completion)
+        message = self.server.conversations.end(turn, completion)
         assert completion is not None
         return _completion(self.server.model, message, completion, prompt)
 
 
 def _completion(model: str, message: Message, completion: Completion, prompt: int) -> dict[str, Any]:
-    """As OpenAI's API has it."""
+    """The answer as a ChatCompletion object of OpenAI's API. prompt: number of tokens before the answer."""
     reason = "tool_calls" if "tool_calls" in message else "stop" if completion.finish_reason == "stop" else "length"
     sampled = len(completion.tokens)
     shown = {**message, "content": message["content"] or None} if "tool_calls" in message else message
@@ -154,7 +157,7 @@ def _completion(model: str, message: Message, completion: Completion, prompt: in
 
 
 def _chunks(found: dict[str, Any], body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The same as the events of a stream, in which the whole answer is one: a turn is recorded before it is sent."""
+    """The answer as events of a stream, with the whole message in one: it is only sent once the turn is recorded."""
     (choice,) = found["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:

@@ -108,7 +108,7 @@ def forget_master_weights(monkeypatch):
 MISTAKES = {
     leave_experts_without_name: "name 'te_general_gemm' is not defined",
     fail_to_export: "model.layers.0.mlp.gate.weight",
-    forget_master_weights: "a checkpoint does not give back master weights",
+    forget_master_weights: "a checkpoint does not restore master weights",
 }
 
 

@@ -1,4 +1,8 @@
-"""The conversations of a served stage: turns become one sequence, rewarded ones a group, and groups the stage."""
+"""The conversations of a served stage.
+
+The turns of a conversation become one response, the rewarded conversations with the same prompt a group, and the groups
+the stage. Agents choose the names of groups and conversations.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,14 @@ import numpy as np
 
 from megarl.data.templates import Renderer
 from megarl.phases.serve.chat import (
+    ChatRequest,
     Message,
-    Question,
     Refused,
     answer,
     continues,
     first_tokens,
     further_tokens,
-    read_question,
+    parse_chat_request,
     repeats,
 )
 from megarl.recipe.tables import Recipe
@@ -32,41 +36,43 @@ NAME = re.compile(r"[A-Za-z0-9_.:@+-]{1,200}")
 
 @dataclass(frozen=True)
 class Answered:
-    """The last answer of a conversation: a client whose connection broke asks for it again."""
+    """The last answer of a conversation, kept for a client that lost its connection and asks for it again."""
 
     message: Message
     completion: Completion
-    prompt: int  # tokens before it
+    prompt: int  # number of tokens before the answer
 
 
 @dataclass
 class Conversation:
-    """One response in the making: all that follows the first prompt, turn by turn."""
+    """A response that grows turn by turn: all tokens that follow the first prompt."""
 
-    sample: int  # its place in its group
-    prompt: list[int]
-    messages: list[Message] = field(default_factory=list)  # that the client has been answered, answers included
+    sample: int  # index of the response in its group
+    prompt: list[int]  # tokens of the messages before the first answer
+    messages: list[Message] = field(default_factory=list)  # all so far, up to and including the last answer
+    # one element per token of the response
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    finish_reason: str = ""  # of the last turn; none yet where there is no turn
+    logprobs: list[float] = field(default_factory=list)  # 0 for tokens of tools and users
+    sampled: list[bool] = field(default_factory=list)  # False for tokens of tools and users
+    finish_reason: str = ""  # of the last turn; "" before the first one
     busy: bool = False  # a turn is being generated
-    rewarded: Response | None = None
+    rewarded: Response | None = None  # the finished response, once it has its reward
     last: Answered | None = None
 
-    def context(self, tokens: list[int]) -> None:
-        """What a tool or user said."""
+    def add_context(self, tokens: list[int]) -> None:
+        """Append tokens of tools or users, which are not trained."""
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
         self.sampled += [False] * len(tokens)
 
-    def speak(self, tokens: list[int], logprobs: list[float]) -> None:
-        """What the policy sampled."""
+    def add_answer(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Append tokens that the policy sampled."""
         self.tokens += tokens
         self.logprobs += logprobs
         self.sampled += [True] * len(tokens)
 
     def response(self, reward: float, correct: float | None, version: int) -> Response:
+        """The conversation as a response to store. version: of the policy that sampled it."""
         sampled = np.array(self.sampled, bool)
         return Response(
             np.array(self.tokens, np.int32),
@@ -81,32 +87,36 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the engine is asked for."""
+    """A turn that the engine must generate."""
 
     conversation: Conversation
-    question: Question
-    context: list[int]  # tokens since the last turn; none before the first
-    limit: int  # tokens of the answer
+    request: ChatRequest
+    context: list[int]  # tokens of tools and users since the last answer; none in the first turn
+    limit: int  # most tokens of the answer
     seed: int
 
     @property
     def prompt(self) -> list[int]:
-        """All tokens that come before the answer."""
+        """All tokens before the answer."""
         return [*self.conversation.prompt, *self.conversation.tokens, *self.context]
 
 
 @dataclass
 class _Group:
     number: int
-    conversations: dict[str, Conversation] = field(default_factory=dict)
-    rewards: dict[str, float] = field(default_factory=dict)  # of a group that this process has stored, by conversation
+    conversations: dict[str, Conversation] = field(default_factory=dict)  # by name; emptied when the group is stored
+    rewards: dict[str, float] = field(default_factory=dict)  # by name, once this process has stored the group
     stored: bool = False
 
 
-class Book:
-    """All conversations of a stage. Its methods may be called by several threads; they raise `Refused`.
+class Conversations:
+    """All conversations of a stage. Its methods are thread-safe, and raise `Refused` for requests that are not served.
 
-    store: writes a whole group, durable on return. stored: names and numbers of groups that an earlier attempt wrote.
+    numbers: the ids of the stage's groups.
+    decode: turns the tokens of an answer into text.
+    version: of the policy that answers.
+    store: callback that writes a complete group, given with its name; it must be durable when the callback returns.
+    stored: {name: id} of the groups that an earlier attempt at the phase has stored.
     """
 
     def __init__(
@@ -122,7 +132,7 @@ class Book:
         self._recipe, self._numbers, self._renderer, self._decode = recipe, numbers, renderer, decode
         self._version, self._store = version, store
         self._groups = {name: _Group(number, stored=True) for name, number in stored.items()}
-        self._missing = len(numbers) - len(stored)  # groups that are to be stored
+        self._missing = len(numbers) - len(stored)  # number of groups that are not stored yet
         self._lock = threading.RLock()
 
     @property
@@ -131,91 +141,99 @@ class Book:
         return not self._missing
 
     def begin(self, group: str, name: str, body: Any) -> Turn | Answered:
-        """A request of a chat completion: what the engine is to answer, or what it has answered already."""
-        question = read_question(body, self._recipe.rollout.temperature)
+        """Begin to handle a request for a chat completion.
+
+        Returns the turn to generate, for which `end` must be called, or the answer if the request repeats the last one.
+        """
+        request = parse_chat_request(body, self._recipe.rollout.temperature)
         with self._lock:
             conversation = self._find(group, name)
             if conversation is None:
-                conversation = self._start(group, name, question)
+                conversation = self._start(group, name, request)
             if conversation.busy:
                 raise Refused(409, f"conversation {name!r} is being answered already")
             if conversation.rewarded is not None:
-                raise Refused(409, f"conversation {name!r} has its reward: begin another one")
-            if conversation.last and repeats(conversation.messages, question.messages):
+                raise Refused(409, f"conversation {name!r} has its reward and is over: begin another one")
+            if conversation.last and repeats(conversation.messages, request.messages):
                 return conversation.last
             context: list[int] = []
             if conversation.messages:
-                if not continues(conversation.messages, question.messages):
+                if not continues(conversation.messages, request.messages):
                     raise Refused(
                         409,
-                        f"conversation {name!r} was changed: its messages must begin with those so far, and answers",
+                        f"the history of conversation {name!r} was changed: its messages must begin with all those so "
+                        "far, including the model's answers as they were given",
                     )
                 turn, last = len(conversation.messages) - 1, conversation.tokens[-1]
-                context = further_tokens(self._renderer, question, turn, last, f"conversation {name!r}")
+                context = further_tokens(self._renderer, request, turn, last, f"conversation {name!r}")
             longest = self._recipe.rollout.max_response_tokens
             left = longest - len(conversation.tokens) - len(context)
             if left < 1:
                 conversation.finish_reason = "length"
                 raise Refused(
                     400,
-                    f"context_length_exceeded: conversation {name!r} has no room left in rollout.max_response_tokens "
-                    f"= {longest}; give it its reward",
+                    f"context_length_exceeded: conversation {name!r} has used up rollout.max_response_tokens = "
+                    f"{longest}; end it by posting its reward",
                 )
             seed = response_seed(self._recipe.run.seed, self._groups[group].number, conversation.sample)
             seed = continuation_seed(seed, len(conversation.tokens) + len(context))
             conversation.busy = True
-        return Turn(conversation, question, context, min(left, question.max_tokens or left), seed)
+        return Turn(conversation, request, context, min(left, request.max_tokens or left), seed)
 
     def end(self, turn: Turn, completion: Completion | None) -> Message:
-        """The engine's answer as a message; None: it was interrupted, and the turn can be asked for again."""
+        """Record the engine's answer to a turn and return it as a message.
+
+        Raises `Refused`, and leaves the conversation as it was, if the engine was interrupted (``completion`` is None)
+        or gave no usable answer.
+        """
         conversation = turn.conversation
         with self._lock:
             conversation.busy = False
             if completion is None:
-                raise Refused(503, "the phase stops and forgets this conversation: begin it anew when it serves again")
+                raise Refused(503, "the server is stopping and loses this conversation: begin it anew after a restart")
             if not len(completion.tokens) or not np.isfinite(completion.logprobs).all():
-                raise Refused(500, "the engine gave no tokens, or log-probs that are not finite: ask again")
+                raise Refused(500, "the engine returned no tokens, or non-finite log-probs: repeat the request")
             prompt = len(turn.prompt)
-            conversation.context(turn.context)
+            conversation.add_context(turn.context)
             tokens = completion.tokens.tolist()
-            conversation.speak(tokens, completion.logprobs.tolist())
+            conversation.add_answer(tokens, completion.logprobs.tolist())
             conversation.finish_reason = completion.finish_reason
-            message = answer(self._decode(tokens), turn.question.tools)
-            conversation.messages = [*turn.question.messages, message]
+            message = answer(self._decode(tokens), turn.request.tools)
+            conversation.messages = [*turn.request.messages, message]
             conversation.last = Answered(message, completion, prompt)
             return message
 
     def reward(self, group: str, name: str, body: Any) -> None:
-        """Ends a conversation; the last one of a group stores it."""
+        """Record the reward of a conversation, which ends it; with the last reward of a group, store the group."""
         reward, correct = _number(body, "reward"), _number(body, "correct", optional=True)
         if reward is None or correct not in (None, 0.0, 1.0):
-            raise Refused(400, 'expected {"reward": NUMBER}, and perhaps "correct": 0 or 1')
+            raise Refused(400, 'expected {"reward": NUMBER}, optionally with "correct": 0 or 1')
         with self._lock:
             if group in self._groups and self._groups[group].rewards.get(name) == reward:
-                return  # it was given before
+                return  # the client repeats a request, and the group is stored already
             conversation = self._find(group, name)
             if conversation is None or not conversation.finish_reason:
-                raise Refused(404, f"conversation {name!r} has no answer of the model yet")
+                raise Refused(404, f"conversation {name!r} does not exist or has no answer of the model yet")
             if conversation.busy:
                 raise Refused(409, f"conversation {name!r} is being answered")
             given = conversation.response(reward, correct, self._version)
             if conversation.rewarded is not None and conversation.rewarded.reward != reward:
-                raise Refused(409, f"conversation {name!r} has reward {conversation.rewarded.reward:g} already")
+                raise Refused(409, f"conversation {name!r} already has reward {conversation.rewarded.reward:g}")
             conversation.rewarded = given
             self._finish(group)
 
     def drop(self, group: str, name: str) -> None:
-        """Forget a conversation that its agent gave up, so that another one can take its place."""
+        """Delete a conversation that its agent has given up, so that another one can take its place."""
         with self._lock:
             conversation = self._find(group, name)
             if conversation is None or conversation.busy:
-                raise Refused(409, f"conversation {name!r} is not there, or is being answered")
+                raise Refused(409, f"conversation {name!r} does not exist, or is being answered")
             del self._groups[group].conversations[name]
             if not self._groups[group].conversations:
-                del self._groups[group]  # another one may have its place
+                del self._groups[group]  # so that its id is free for another group
 
     def state(self) -> dict[str, Any]:
-        """For people and harnesses: what is stored and what is under way."""
+        """The answer to ``GET /state``: which groups are stored and which conversations are open."""
         with self._lock:
             groups = self._groups.items()
             return {
@@ -232,31 +250,33 @@ class Book:
             }
 
     def _find(self, group: str, name: str) -> Conversation | None:
+        """The conversation, None if there is none yet; `Refused` if a name is invalid or the group is stored."""
         for text in (group, name):
             if not NAME.fullmatch(text):
-                raise Refused(400, f"{text[:60]!r} is no name: up to 200 letters, digits and _ . : @ + -")
+                raise Refused(400, f"{text[:60]!r} is not a valid name: use up to 200 letters, digits and _ . : @ + -")
         found = self._groups.get(group)
         if found is not None and found.stored:
-            raise Refused(409, f"group {group!r} is complete")
+            raise Refused(409, f"group {group!r} is complete and stored: use the name of another group")
         return found.conversations.get(name) if found else None
 
-    def _start(self, group: str, name: str, question: Question) -> Conversation:
-        if any(message["role"] in ("assistant", "tool") for message in question.messages):
+    def _start(self, group: str, name: str, request: ChatRequest) -> Conversation:
+        """Create a conversation, and its group if that is new; `Refused` if there is no place for them."""
+        if any(message["role"] in ("assistant", "tool") for message in request.messages):
             raise Refused(
                 409,
-                f"conversation {name!r} is not known, so it begins with messages of system and user: what the model "
-                "has said would not be trained; begin it anew",
+                f"conversation {name!r} is unknown, so its first request may only have messages of system and user, "
+                "since answers from elsewhere would not be trained; begin it anew",
             )
-        prompt = first_tokens(self._renderer, question, f"conversation {name!r}")
+        prompt = first_tokens(self._renderer, request, f"conversation {name!r}")
         longest = self._recipe.data.max_prompt_tokens
         if not 0 < len(prompt) <= longest:
             raise Refused(400, f"the first prompt has {len(prompt)} tokens, but data.max_prompt_tokens = {longest}")
         found = self._groups.get(group) or _Group(self._free_number(group))
         others = found.conversations.values()
         if len(others) == self._recipe.rollout.responses_per_prompt:
-            raise Refused(409, f"group {group!r} has its {len(others)} conversations: {name!r} is one too many")
+            raise Refused(409, f"group {group!r} already has its {len(others)} conversations: no room for {name!r}")
         if any(one.prompt != prompt for one in others):
-            raise Refused(400, f"group {group!r}: all conversations of a group begin with the same messages and tools")
+            raise Refused(400, f"group {group!r}: its conversations must all begin with the same messages and tools")
         self._groups[group] = found
         used = {one.sample for one in others}
         sample = next(number for number in range(len(used) + 1) if number not in used)
@@ -268,9 +288,10 @@ class Book:
         for number in self._numbers:
             if number not in taken:
                 return number
-        raise Refused(409, f"the stage has its {len(self._numbers)} groups: {group!r} is one too many")
+        raise Refused(409, f"the stage already has its {len(self._numbers)} groups: no room for {group!r}")
 
     def _finish(self, name: str) -> None:
+        """Store a group if all of its conversations have their reward."""
         group = self._groups[name]
         done = sorted(group.conversations.values(), key=lambda one: one.sample)
         responses = [one.rewarded for one in done if one.rewarded is not None]
