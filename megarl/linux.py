@@ -14,8 +14,9 @@ PR_SET_NAME = 15
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent dies, however it dies, so that no orphan goes on writing.
 
-    If the parent is dead already, this process kills itself. parent: the parent's process id, if known; without it,
-    being a child of init (process 1) is taken to mean that the parent has died.
+    If the parent is dead already, this process kills itself.
+
+    parent: the parent's process id. Without it, a process whose parent is init (process 1) counts as orphaned.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent if parent else os.getppid() == 1:

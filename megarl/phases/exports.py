@@ -62,7 +62,7 @@ class Exporter:
                 write_reference(self.stage.directory, self._reference)
 
     def export(self, version: int, target: Path) -> None:
-        """Write the policy after ``version`` updates of the run. Collective."""
+        """Export the policy after ``version`` updates of the run, with its reference, to ``target``. Collective."""
         run, start, judged = self.stage.run, time.perf_counter(), None
         beat("export", f"the export after update {version}")
         gather_parameters(self.actor.replicas)

@@ -53,7 +53,7 @@ class SealedBatches:
         return self.store.read(self.stage.groups_of_update(self.store.chosen, update))
 
     def trained(self, updates: int) -> None:
-        """Export the policy if it will be evaluated: not now, since engines need the same devices, but afterwards."""
+        """Export the policy if it is due for evaluation, which engines on the same devices make after the stage."""
         run, version = self.stage.run, self.stage.first_update + updates
         if updates < run.recipe.schedule.updates_per_stage and run.recipe.is_evaluated(version):
             self.exporter.export(version, run.version(version))

@@ -243,7 +243,7 @@ def remove_checkpoints(run: RunDir, finished: int) -> None:
     for number in reversed(range(max(0, finished - keep) if keep else 0)):
         checkpoints = run.stage(number).checkpoints
         if checkpoints.is_symlink() or not checkpoints.exists():
-            return  # they belong to the run that this one branched from, or are gone: so it is with earlier stages too
+            return  # they belong to the run that this one branched from, or are gone, and so are those before them
         shutil.rmtree(checkpoints, ignore_errors=True)
 
 
@@ -257,10 +257,10 @@ class Start:
 
 
 def find_start(stage: Stage) -> Start:
-    """Resume from the newest undamaged checkpoint of ``stage``; without one, start at its beginning. Collective.
+    """Where to resume: after the newest undamaged checkpoint of ``stage``, or else at its beginning. Collective.
 
-    Damaged checkpoints are renamed. At its beginning a stage takes optimizer and random state from the last checkpoint
-    of the previous stage: `UserError` if that is damaged or gone.
+    Damaged checkpoints are renamed. A stage at its beginning loads the last checkpoint of the previous stage, for
+    optimizer and random state: `UserError` if that is damaged or gone.
     """
     if dist.get_rank() == 0:
         checkpoint.remove_unfinished(stage.checkpoints)

@@ -91,9 +91,9 @@ class Comparison:
 
         updates: number of updates of the stage after which the policy is taken.
 
-        Each objective's gradient on a stored batch is compared with the fresh gradient, that of GRPO on fresh responses
-        of the same policy. These are those of all batches together, since one batch would give mostly noise. As a
-        measure of that noise, the fresh gradient of a batch is compared with that of all other batches.
+        Each objective's gradient on a stored batch is compared with the fresh gradient: that of GRPO on fresh responses
+        of the same policy to the prompts of all batches together, since those of one batch would give mostly noise. As
+        a measure of that noise, the fresh gradient of each batch is compared with that of all other batches.
         """
         load_policy(self.actor, self.stage, updates)
         grpo = replace(OBJECTIVES["grpo"](), aggregation=next(iter(self.objectives.values())).aggregation)

@@ -231,9 +231,9 @@ class Nodes:
                 return
 
     def _find_dead(self, store: dist.Store) -> None:
-        """The leader checks the heartbeats of all other agents, these that of the leader.
+        """The leader checks the heartbeats of all other agents; the others check the leader's.
 
-        The latter is needed because the thread of the leader's store may answer while its main thread hangs.
+        That the leader's store still answers says nothing: it has a thread of its own, but the main thread may hang.
         """
         now = self._activity.time
         for rank in range(1, self.count) if self.rank == 0 else (0,):

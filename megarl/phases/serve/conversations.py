@@ -264,7 +264,7 @@ class Conversations:
         if any(message["role"] in ("assistant", "tool") for message in request.messages):
             raise Refused(
                 409,
-                f"conversation {name!r} is unknown, so its first request may only have messages of system and user, "
+                f"conversation {name!r} is unknown, so its first request may only have system and user messages, "
                 "since answers from elsewhere would not be trained; begin it anew",
             )
         prompt = first_tokens(self._renderer, request, f"conversation {name!r}")
