@@ -133,8 +133,11 @@ def test_a_removed_policy_is_made_again_from_the_checkpoint_that_ended_the_stage
     [
         (("stage", "pack", "{run}", 2, "{new}", "--license", "mit"), "keep_policies says; the nearest"),
         (("optimize", "{run}", "--stage", 2, "--output", "{new}"), "keep_policies says; the nearest"),
-        (("export", "{run}", "--stage", 2, "--update", 0, "--output", "{new}"), "the policies after updates 1, 2;"),
-        (("eval", "{run}", "--stage", 2, "--update", 0), "the policies after updates 1, 2;"),
+        (
+            ("export", "{run}", "--stage", 2, "--update", 0, "--output", "{new}"),
+            "policies after these updates only: 1, 2;",
+        ),
+        (("eval", "{run}", "--stage", 2, "--update", 0), "policies after these updates only: 1, 2;"),
         (("what-if", "{run}", "--stage", 2, "--update", 0), "keep_policies say which are kept"),
     ],
 )

@@ -199,7 +199,10 @@ def test_a_run_that_fails_keeps_no_other_from_being_made_and_is_tried_again(swep
         (("stage = 0", "stage = 1"), "stages 0 to 0"),
         (("[3, 4]", "[3, 3]"), "twice"),
         (("lr = 1e-3 } }", "lr = 1e-3 }, run = { seed = 1 } }"), "seeds = [...] of the sweep says which"),
-        (("optimizer = { lr = 1e-3 }", "rollout = { temperature = 2.0 }"), "the rollouts stay: rollout.temperature"),
+        (
+            ("optimizer = { lr = 1e-3 }", "rollout = { temperature = 2.0 }"),
+            "the rollouts are reused: rollout.temperature",
+        ),
         (("mu_grpo =", '"a/b" ='), "cannot name a directory"),
         (("lr = 1e-3", "lr = 2e-3"), "has a run with other settings (old -> new): optimizer.lr: 0.001 -> 0.002"),
     ],
