@@ -213,7 +213,7 @@ def test_a_policy_has_regular_files_beside_its_index(run, tmp_path):
     policy = shutil.copytree(run.stage(0).policy, tmp_path / "policy")
     (policy / "config.json").unlink()
     os.mkfifo(policy / "config.json")
-    with pytest.raises(UserError, match=r"config\.json is no regular file"):
+    with pytest.raises(UserError, match=r"config\.json is not a regular file"):
         check_policy(policy, "Restore it")
     shutil.copy(policy / "model.safetensors", tmp_path)
     (policy / INDEX_FILE).write_text('{"weight_map": {"a": "../model.safetensors"}}')
