@@ -217,7 +217,7 @@ def test_a_policy_has_regular_files_beside_its_index(run, tmp_path):
         check_policy(policy, "Restore it")
     shutil.copy(policy / "model.safetensors", tmp_path)
     (policy / INDEX_FILE).write_text('{"weight_map": {"a": "../model.safetensors"}}')
-    with pytest.raises(UserError, match="no name of a file beside it"):
+    with pytest.raises(UserError, match="not the name of a file in the same directory"):
         weight_files(policy)
 
 
