@@ -177,7 +177,7 @@ class Failing:
 
 
 def test_a_tracker_that_fails_is_left_and_the_run_goes_on(tmp_path, capfd):
-    tracker = trackers._Surviving(Failing, tmp_path)
+    tracker = trackers._FailSafe(Failing, tmp_path)
     inside = tracker._tracker
     for update in range(1, 5):
         tracker.append({"update": update})
