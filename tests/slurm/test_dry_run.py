@@ -215,15 +215,15 @@ def test_a_sweep_is_an_array_of_jobs_of_one_node(launch, sweep_of_qwen):
 
 def test_an_array_that_cannot_be_is_refused(launch, sweep_of_qwen):
     for options, words in {
-        ("--array", 2, "--nodes", 2): "no --local, --chain, --set, --nodes",
-        ("--array", 2, "--set", "run.seed=1"): "no --local, --chain, --set, --nodes",
-        ("--array", 0): "at least one job",
+        ("--array", 2, "--nodes", 2): "excludes --local, --chain, --set, --nodes",
+        ("--array", 2, "--set", "run.seed=1"): "excludes --local, --chain, --set, --nodes",
+        ("--array", 0): "give at least 1",
         ("--array", 2, "--gpus-per-node", 4): "does not fill the 4 GPUs",
     }.items():
         refused = launch(sweep_of_qwen, *SUBMIT, *options)
         assert refused.returncode in (1, 2) and words in refused.stderr, refused.stderr
     waiting = [option for option in SUBMIT if option != "--dry-run"]
-    assert "with --detach" in launch(sweep_of_qwen, *waiting, "--array", 2).stderr
+    assert "needs --detach" in launch(sweep_of_qwen, *waiting, "--array", 2).stderr
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ ATTACKS = {
     "declared code": (declared("policy/modeling.py"), "could contain code"),
     "declared pickle": (declared("policy/pytorch_model.bin"), "could contain code"),
     "control characters": (declared("rollouts/\x1b[2J"), r"\\x1b"),
-    "twice": (twice, "there twice"),
+    "twice": (twice, "occurs twice"),
     "cut short": (cut_short, "ends in the middle|lacks"),
     "other bytes": (other_bytes, "does not match the checksum"),
     "longer": (longer, "its manifest says"),

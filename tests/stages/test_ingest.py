@@ -145,7 +145,7 @@ MISTAKES = {
     "unfinished": ({"finish_reason": "unfinished"}, "finish_reason is 'unfinished', not one of stop, length, timeout$"),
     "reason": ({"finish_reason": "done"}, "finish_reason is 'done'"),
     "correct": ({"correct": 0.5}, "correct is 0.5"),
-    "version": ({"policy_version": 1}, "the policy that begins the stage is 0"),
+    "version": ({"policy_version": 1}, "0 for the policy with which the stage begins"),
     "weights": ({"weights_hash": "abc"}, "weights_hash is not"),
     "column": ({"loss_msk": [1]}, "column 'loss_msk': did you mean 'loss_mask'?"),
     "group": ({"group_id": 1.5}, "group_id is '1.5'"),
