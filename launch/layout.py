@@ -75,7 +75,7 @@ def check_layout(recipe: Recipe, link: Link, gpus: int | None) -> None:
     """`UserError` for a layout that leaves GPUs of a node idle, needs more than it has, or does not divide."""
     actor = recipe.actor
     if link.nodes < 1:
-        raise UserError(f"--nodes {link.nodes}: at least one")
+        raise UserError(f"--nodes {link.nodes}: give at least 1")
     if actor.backend == "cpu":
         if gpus:
             raise UserError(f'--gpus-per-node {gpus}, but the recipe has [actor] backend = "cpu"')

@@ -76,7 +76,7 @@ class Answered:
     def read_prompts(self) -> list[dict[str, Any]]:
         """The prompts, as `describe` encodes them; `UserError` if there was no evaluation or the file is damaged."""
         if not self.prompts.exists():
-            raise UserError(f"{self.directory} has no evaluation: {self.prompts.name} is not there")
+            raise UserError(f"{self.directory} has no evaluation: {self.prompts.name} does not exist")
         return read_json_lines(self.prompts)
 
     def read(self, version: int) -> list[Group]:

@@ -36,8 +36,8 @@ def check_pinned(path: Path, recipe: Recipe) -> None:
             )
         if began.get(name, found) != found:
             raise UserError(
-                f"the prompt file {name} has changed since {root} began, and with it which prompts are held "
-                "out: put the old file back, or use another --run-dir for the new one"
+                f"the prompt file {name} has changed since {root} began, which would change the held-out prompts: put "
+                "the old file back, or use another --run-dir for the new one"
             )
 
 

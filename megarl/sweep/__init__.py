@@ -104,7 +104,7 @@ def _check(workers: Workers, missing: list[Job]) -> None:
     first = {job.point.name if job.point else "": job for job in reversed(missing)}
     wrong = [f"  {job.name}: {found.cause}" for job, found in workers.check(list(first.values())) if found.cause]
     if wrong:
-        raise UserError("the sweep is wrong:\n" + "\n".join(wrong))
+        raise UserError("the sweep cannot start, since these runs have mistakes:\n" + "\n".join(wrong))
 
 
 def _make(workers: Workers, missing: list[Job], failed: list[tuple[Job, Outcome]]) -> None:

@@ -94,7 +94,8 @@ def make_plan(table: SweepTable, output: Path) -> Plan:
     for base in bases:
         base.check_directory()
     if wrong:
-        raise UserError("the sweep is wrong:\n" + "\n".join(f"  {name}: {text}" for name, text in wrong.items()))
+        lines = "\n".join(f"  {name}: {text}" for name, text in wrong.items())
+        raise UserError(f"the sweep cannot start, since these points have mistakes:\n{lines}")
     return Plan(table, output, bases, jobs)
 
 

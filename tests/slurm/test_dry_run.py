@@ -233,7 +233,7 @@ def test_an_array_that_cannot_be_is_refused(launch, sweep_of_qwen):
         (4, 8, ["rollout.workers=3"], "workers * tensor_parallel = 6 does not fill the 8 GPUs"),
         (3, 8, ["actor.pipeline_parallel=2"], "* pipeline_parallel = 16 does not fill 3 nodes"),
         (3, None, ["actor.expert_parallel=1", "actor.context_parallel=4"], "= 16 does not fill 3 nodes"),
-        (0, 8, [], "--nodes 0: at least one"),
+        (0, 8, [], "--nodes 0: give at least 1"),
         (2, 8, ['actor.backend="cpu"'], 'backend = "cpu"'),
     ],
 )  # fmt: skip
