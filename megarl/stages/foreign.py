@@ -61,29 +61,29 @@ def _check_messages(data: memoryview) -> None:
     begin = end - length
     if begin < MAGIC:
         raise ValueError("it has no footer")
-    visited, place = [], MAGIC
-    while metadata := _metadata(data, place):
+    visited, offset = [], MAGIC
+    while metadata := _metadata(data, offset):
         kind, header = _header(metadata)
         slot = _slot(metadata, _root(metadata), 3)  # Message.bodyLength
         body = 0 if slot is None else struct.unpack_from("<q", metadata, slot)[0]
         batch = header if kind == _RECORD_BATCH else _field(metadata, header, 1) if kind == _DICTIONARY else None
         if batch is not None and _field(metadata, batch, 3) is not None:  # RecordBatch.compression
             raise ValueError("it is compressed")
-        if body < 0 or (kind == _SCHEMA) != (place == MAGIC):
+        if body < 0 or (kind == _SCHEMA) != (offset == MAGIC):
             raise ValueError("its messages are out of order")
-        if place > MAGIC:
-            visited.append((place, 8 + len(metadata), body))
-        place += 8 + len(metadata) + body
-    if place + 8 != begin or visited != sorted(_footer_blocks(data[begin:end])):
+        if offset > MAGIC:
+            visited.append((offset, 8 + len(metadata), body))
+        offset += 8 + len(metadata) + body
+    if offset + 8 != begin or visited != sorted(_footer_blocks(data[begin:end])):
         raise ValueError("its messages are not those that its footer names")
 
 
-def _metadata(data: memoryview, place: int) -> memoryview:
-    """The metadata of the message at ``place``, without its prefix of 8 bytes; empty at the end of the messages."""
-    marker, size = struct.unpack_from("<II", data, place)
-    if marker != _CONTINUATION or place + 8 + size > len(data):
+def _metadata(data: memoryview, offset: int) -> memoryview:
+    """The metadata of the message at ``offset``, without its prefix of 8 bytes; empty at the end of the messages."""
+    marker, size = struct.unpack_from("<II", data, offset)
+    if marker != _CONTINUATION or offset + 8 + size > len(data):
         raise ValueError("a message is cut off")
-    return data[place + 8 : place + 8 + size]
+    return data[offset + 8 : offset + 8 + size]
 
 
 def _footer_blocks(footer: memoryview) -> Iterator[tuple[int, int, int]]:
@@ -98,10 +98,10 @@ def _footer_blocks(footer: memoryview) -> Iterator[tuple[int, int, int]]:
 def _header(metadata: memoryview) -> tuple[int, int]:
     """(Message.header_type, offset of Message.header) of a message in Arrow's FlatBuffers format."""
     root = _root(metadata)
-    kind, place = _slot(metadata, root, 1), _field(metadata, root, 2)
-    if kind is None or place is None:
+    kind, offset = _slot(metadata, root, 1), _field(metadata, root, 2)
+    if kind is None or offset is None:
         raise ValueError("a message has no header")
-    return metadata[kind], place
+    return metadata[kind], offset
 
 
 def _root(data: memoryview) -> int:
@@ -115,8 +115,8 @@ def _slot(metadata: memoryview, table: int, number: int) -> int | None:
     offset = 4 + 2 * number
     if offset + 2 > size:
         return None
-    (place,) = struct.unpack_from("<H", metadata, table - back + offset)
-    return table + place if place else None
+    (position,) = struct.unpack_from("<H", metadata, table - back + offset)
+    return table + position if position else None
 
 
 def _field(metadata: memoryview, table: int, number: int) -> int | None:

@@ -47,14 +47,14 @@ class Answered:
         settings: how responses are sampled and scored; stored beside the responses. If an interrupted evaluation had
         other settings, its responses are deleted.
         """
-        place, kept = self.responses(version), self.directory / f"settings_{version:06d}.json"
+        responses, kept = self.responses(version), self.directory / f"settings_{version:06d}.json"
         remedy = "Delete it and start again: the responses of that evaluation are then generated again"
         if not kept.exists() or read_checked(kept, remedy) != settings:
-            if place.exists():
-                shutil.rmtree(place)
+            if responses.exists():
+                shutil.rmtree(responses)
             write_checked(kept, settings)
-        make_directory(place)
-        return place
+        make_directory(responses)
+        return responses
 
     def versions(self) -> list[int]:
         """The versions (numbers of updates) whose policies have answered the whole suite."""
