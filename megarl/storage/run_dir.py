@@ -33,6 +33,8 @@ _Evaluations = dict[tuple[int, str], dict[str, Any]]  # by version (number of up
 
 @dataclass(frozen=True)
 class RunDir:
+    """A run directory with its newest recipe, or with an earlier one, for the stages that were made with that."""
+
     root: Path
     recipe: Recipe
     _newest: RunDir | None = field(default=None, repr=False, compare=False)  # set if ``recipe`` is an earlier one

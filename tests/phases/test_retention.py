@@ -138,7 +138,7 @@ def test_a_removed_policy_is_made_again_from_the_checkpoint_that_ended_the_stage
             "policies after these updates only: 1, 2;",
         ),
         (("eval", "{run}", "--stage", 2, "--update", 0), "policies after these updates only: 1, 2;"),
-        (("what-if", "{run}", "--stage", 2, "--update", 0), "keep_policies say which are kept"),
+        (("what-if", "{run}", "--stage", 2, "--update", 0), "keep_policies determine which are kept"),
     ],
 )
 def test_a_command_says_that_a_policy_is_gone_before_anything_starts(kept, tmp_path, command, words):
