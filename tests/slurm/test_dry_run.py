@@ -169,8 +169,8 @@ def test_secrets_go_by_name_and_stand_nowhere(launch, qwen):
     assert "--container-env WANDB_API_KEY" in result.stdout and "f00dcafe" not in result.stdout + result.stderr
     assert "export TOKENIZERS_PARALLELISM=false\n" in result.stdout
     for variable, words in {
-        "WANDB_API_KEY=f00dcafe": "pass --env WANDB_API_KEY",
-        "MLFLOW_TRACKING_URI=https://me:f00dcafe@host": "pass --env MLFLOW_TRACKING_URI",
+        "WANDB_API_KEY=f00dcafe": "use --env WANDB_API_KEY",
+        "MLFLOW_TRACKING_URI=https://me:f00dcafe@host": "use --env MLFLOW_TRACKING_URI",
         "NOT_SET_HERE": "not set here",
     }.items():
         refused = launch(qwen, *SUBMIT, "--env", variable)
