@@ -17,8 +17,7 @@ from megarl.workers.nodes import Nodes
 
 
 def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> None:
-    """Run every stage: freeze the policy, answer all prompts of the stage, then make all its updates on the answers
-    (the loop of mu-GRPO).
+    """The loop of mu-GRPO: in each stage the frozen policy answers all prompts, then is updated on these answers.
 
     Phases whose results are on disk are skipped, so a killed run continues where it stopped. ``until``, such as
     ("rollout", 0), names the phase and stage after which to return.

@@ -20,8 +20,7 @@ from megarl.workers.preflight import check
 
 
 def serve_stage(nodes: Nodes, stage: Stage, port: int) -> None:
-    """Serve agents until they have filled ``stage``, then seal it. After a stop the same command continues: groups that
-    are stored stay.
+    """Serve agents until they have filled ``stage``, then seal it. After a stop it can be called again to continue.
 
     port: to listen on at 127.0.0.1; 0 for any free port.
     """

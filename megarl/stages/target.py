@@ -19,8 +19,10 @@ def check_new(path: Path) -> None:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Like `atomic_directory`, but ``path`` is checked first, and an error also removes the temporary directory, since
-    a next attempt may have another name and would not remove it."""
+    """Like `atomic_directory`, but `check_new` comes first, and an error removes the temporary directory at once.
+
+    The next attempt may write to another path, and would then not remove it.
+    """
     check_new(path)
     make_directory(path.parent)
     with atomic_directory(path) as temporary:

@@ -13,8 +13,7 @@ from megarl.storage.run_dir import RunDir, Stage
 
 
 def settle_evaluations(stage: Stage) -> None:
-    """Update ``best``, then remove policies that nobody needs any more. Call it when ``stage`` begins, after its
-    evaluations.
+    """Update ``best``, then remove policies that are no longer needed; called when ``stage`` begins and is evaluated.
 
     Removed are policies exported between two stages, and stages' own policies as `megarl.storage.retention` decides.
     It can be repeated after a kill, since policies are removed only after ``best`` is complete.
@@ -30,10 +29,11 @@ def settle_evaluations(stage: Stage) -> None:
 
 
 def best_version(run: RunDir) -> int | None:
-    """The version (number of updates) of the best policy: highest avg@k on the first suite, or with
-    ``eval.best = "mean"`` the highest mean over all suites, each with the same weight. None if nothing was evaluated.
+    """The version (number of updates) of the best policy; None if nothing was evaluated.
 
-    Ties go to the earliest version. If ``eval.best`` changed during the run, its newest value applies to all stages.
+    It has the highest avg@k on the first suite, or with ``eval.best = "mean"`` the highest mean over all suites, each
+    with the same weight. Ties go to the earliest version. If ``eval.best`` changed during the run, its newest value
+    applies to all stages.
     """
     scores = _scores(run)
     return max(scores, key=scores.__getitem__, default=None)

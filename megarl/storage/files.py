@@ -96,8 +96,9 @@ def leftover_name(name: str) -> str:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn errors while writing ``path`` into messages that name it: a full disk, an exceeded quota,
-    missing permissions, a directory in its place, an I/O error.
+    """Turn errors while writing ``path`` into `UserError` or `PhaseFailed` with a message that names the path.
+
+    They are a full disk, an exceeded quota, missing permissions, a directory in its place, and I/O errors.
     """
     try:
         yield

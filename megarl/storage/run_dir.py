@@ -123,9 +123,9 @@ class RunDir:
 
     @property
     def base(self) -> Path:
-        """The policy with which the run began. It is never removed: all policies have its configuration and tokenizer,
-        actors are built from it, and with ``[actor.lora]`` the adapters are trained on top of its weights.
-        """
+        """The policy with which the run began, which is never removed.
+
+        Actors and other policies have its configuration and tokenizer; adapters are trained on top of its weights."""
         return self.stage(0).policy
 
     @property
