@@ -150,7 +150,7 @@ class TensorFiles:
         if kind.startswith("down_proj"):
             return whole.part(expert, shape)
         if (both := shape[0] if weight else shape[-1]) % 2:
-            raise UserError(f"{whole.file.name}: {stored} has {both} rows of gate and up projections, an odd number")
+            raise UserError(f"{whole.file.name}: {stored} has {both} gate and up projections, an odd number")
         if weight:
             return whole.part(2 * expert + (kind == "up_proj"), (both // 2, shape[1]))
         return whole.part(expert, (*shape[:-1], both // 2, 2))
