@@ -186,7 +186,7 @@ def _region(file: FileIO, name: str, entry: dict[str, Any], data: int) -> Region
     known = _DTYPES | (_QUANTISED if name.endswith(("_blocks", "_scales")) else {})
     if entry["dtype"] not in known:
         raise UserError(
-            f"{file.name}: tensor {name!r} has dtype {entry['dtype']}; megarl reads only weights that are not quantised "
+            f"{file.name}: tensor {name!r} has dtype {entry['dtype']}; megarl reads tensors that are not quantised "
             f"({', '.join(_DTYPES)})"
         )
     begin, end = (int(position) for position in entry["data_offsets"])
