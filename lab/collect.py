@@ -20,7 +20,7 @@ from typing import Any
 
 from megarl.recipe.sweep import load_sweep
 from megarl.sweep.plan import make_plan
-from megarl.sweep.results import Made, read_made
+from megarl.sweep.results import FinishedRun, read_finished
 
 RESULTS = Path("lab/results")
 WINDOW = 8  # updates
@@ -48,7 +48,7 @@ METRICS = (
 def collect(sweep: Path, output: Path, folder: Path) -> None:
     """Write ``folder`` from the finished runs of ``sweep`` in ``output``."""
     plan = make_plan(load_sweep(sweep), output)
-    made = read_made(plan)
+    made = read_finished(plan)
     folder.mkdir(parents=True, exist_ok=True)
     place = [*plan.table.axes, "seed"]
     _write(folder / "evaluations.csv", [*place, "update", "accuracy", "prompts"], _evaluations(made))
@@ -59,18 +59,18 @@ def collect(sweep: Path, output: Path, folder: Path) -> None:
     print(f"{len(made)} of {len(plan.jobs)} runs -> {folder}")
 
 
-def _place(one: Made) -> dict[str, Any]:
+def _place(one: FinishedRun) -> dict[str, Any]:
     assert one.job.point is not None
     return one.job.point.values | {"seed": one.job.replicate.removeprefix("seed_")}
 
 
-def _evaluations(made: list[Made]) -> Iterator[dict[str, Any]]:
+def _evaluations(made: list[FinishedRun]) -> Iterator[dict[str, Any]]:
     for one in made:
         for event in one.run.evaluations:
             yield _place(one) | {"update": event["update"], "accuracy": event["accuracy"], "prompts": event["prompts"]}
 
 
-def _updates(made: list[Made]) -> Iterator[dict[str, Any]]:
+def _updates(made: list[FinishedRun]) -> Iterator[dict[str, Any]]:
     """Of each window the number of its last update, and the means."""
     for one in made:
         lines = one.run.updates
@@ -84,7 +84,7 @@ def _updates(made: list[Made]) -> Iterator[dict[str, Any]]:
             yield _place(one) | {"update": window[-1]["update"]} | means
 
 
-def _runs(made: list[Made], phases: list[str]) -> Iterator[dict[str, Any]]:
+def _runs(made: list[FinishedRun], phases: list[str]) -> Iterator[dict[str, Any]]:
     for one in made:
         seconds = dict.fromkeys(phases, 0.0)
         for event in one.run.events:

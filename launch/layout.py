@@ -1,4 +1,4 @@
-"""Which jobs a run becomes, and whether the recipe's layout fills the nodes they ask for. Needs no nemo-run."""
+"""Plans the Slurm jobs of a run and checks that the recipe's layout fills their nodes. Does not import nemo-run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from megarl.recipe.tables import Recipe
 
 @dataclass(frozen=True)
 class Link:
-    """One job of a run: ``until`` which phase it goes, whether it ``optimizes``, and the nodes that it asks for."""
+    """One job in the chain of jobs that make a run."""
 
     name: str
-    until: str | None
-    optimizes: bool
+    until: str | None  # the phase after which it stops, as `megarl train --until` has it; None: the end of the run
+    optimizes: bool  # whether it runs optimize phases
     nodes: int
     partition: str | None
 
 
 def plan_links(recipe: Recipe, options: argparse.Namespace) -> list[Link]:
-    """The jobs of a run, each after the one before it: one, or with ``--chain`` one a phase and one for the end."""
+    """The jobs of a run, in order: a single one, or with ``--chain`` one per phase and one for the end of the run."""
     name = "".join(c if c.isalnum() else "-" for c in options.recipe.stem)
     if options.chain and recipe.schedule.kind == "live":
-        raise UserError("--chain makes a job of each phase, but a live run has one phase a stage: leave it out")
+        raise UserError("--chain makes a job of each phase, but a live run has only one phase per stage: do not use it")
     if not options.chain:
         return [Link(name, None, True, options.nodes, options.partition)]
     optimize = options.optimize_nodes or options.nodes, options.optimize_partition or options.partition
@@ -41,7 +41,7 @@ def plan_links(recipe: Recipe, options: argparse.Namespace) -> list[Link]:
 
 
 def recipes_of_sweep(path: Path) -> list[Recipe]:
-    """Of each point of a sweep file, as far as they can be read without torch; `UserError` for what is wrong there."""
+    """The recipe of each point of a sweep file, without checks that need torch; `UserError` for mistakes in them."""
     table = load_sweep(path)
     base = table.recipe or table.runs[0] / "recipe.toml"
     settings = [[f"{name}={toml_value(value)}" for name, value in point.settings] for point in table.points()]
@@ -49,7 +49,7 @@ def recipes_of_sweep(path: Path) -> list[Recipe]:
 
 
 def toml_value(value: Any) -> str:
-    """``value`` on one line; what is None is left out of tables."""
+    """``value`` as TOML on one line; entries of tables that are None are left out."""
     if isinstance(value, dict):
         pairs = (f"{json.dumps(key)} = {toml_value(part)}" for key, part in value.items() if part is not None)
         return "{" + ", ".join(pairs) + "}"
@@ -59,32 +59,35 @@ def toml_value(value: Any) -> str:
 
 
 def missing_here(recipe: Recipe) -> list[str]:
-    """What a job would read and this machine does not have: model, tokenizer, prompts, suites, templates, rewards."""
-    places = {"[model] path": [recipe.model.path], "[model] tokenizer": [recipe.model.tokenizer_path]}
-    files = {"[data] train": recipe.data, **{f"[eval] suite {one.name}": one.data for one in recipe.suites if one.own}}
-    places |= {name: [Path(file) for file in table.files] for name, table in files.items()}
-    places["[data] template"] = [Path(file) for file in recipe.template_files()]
-    places["[reward] path"] = [Path(file) for file in recipe.reward_files()]
-    return [f"{name}: {path}" for name, paths in places.items() for path in dict.fromkeys(paths) if not path.exists()]
+    """The files that a job would read but this machine does not have, as "SETTING: PATH"."""
+    suites = {f"[eval] suite {suite.name}": suite.data for suite in recipe.suites if suite.own}
+    files = {"[model] path": [recipe.model.path], "[model] tokenizer": [recipe.model.tokenizer_path]}
+    for setting, table in {"[data] train": recipe.data, **suites}.items():
+        files[setting] = [Path(file) for file in table.files]
+    files["[data] template"] = [Path(file) for file in recipe.template_files()]
+    files["[reward] path"] = [Path(file) for file in recipe.reward_files()]
+    return [
+        f"{setting}: {path}" for setting, paths in files.items() for path in dict.fromkeys(paths) if not path.exists()
+    ]
 
 
 def check_layout(recipe: Recipe, link: Link, gpus: int | None) -> None:
-    """`UserError` for a layout that leaves GPUs of a node idle, asks for more than it has, or does not divide."""
+    """`UserError` for a layout that leaves GPUs of a node idle, needs more than it has, or does not divide."""
     actor = recipe.actor
     if link.nodes < 1:
-        raise UserError(f"--nodes {link.nodes}: at least one")
+        raise UserError(f"--nodes {link.nodes}: give at least 1")
     if actor.backend == "cpu":
         if gpus:
             raise UserError(f'--gpus-per-node {gpus}, but the recipe has [actor] backend = "cpu"')
     else:
         gpus = recipe.devices_per_node if gpus is None else gpus
-        live = recipe.schedule.kind == "live" and not recipe.schedule.colocate  # trainers and engines side by side
-        beside = actor.processes_per_node if live else 0
+        live = recipe.schedule.kind == "live" and not recipe.schedule.colocate  # trainers beside engines
+        trainers = actor.processes_per_node if live else 0
         used = {} if live else {"[actor] processes_per_node": actor.processes_per_node}
         for stage, rollout in recipe.distinct_rollouts.items():
             table = f"[stages.{stage}]" if str(stage) in recipe.stages else "[rollout]"
             setting = f"{table} workers * tensor_parallel" + " + [actor] processes_per_node" * live
-            used[setting] = rollout.workers * rollout.tensor_parallel + beside
+            used[setting] = rollout.workers * rollout.tensor_parallel + trainers
         for setting, value in used.items():
             if value != gpus:
                 raise UserError(f"{setting} = {value} does not fill the {gpus} GPUs of a node")
@@ -101,5 +104,5 @@ def check_layout(recipe: Recipe, link: Link, gpus: int | None) -> None:
         if link.optimizes and world % ranks:
             raise UserError(
                 f"[actor] {name} = {ranks} does not fill {link.nodes} nodes * {actor.processes_per_node} processes "
-                f"= {world} ranks: their number must be a multiple of it"
+                f"= {world} ranks: the number of ranks must be a multiple of {ranks}"
             )

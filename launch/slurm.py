@@ -1,10 +1,10 @@
-"""Submit a run to Slurm with nemo-run: one task a node, each the node agent of `megarl train`.
+"""Submit a run to Slurm with nemo-run: one task per node, which runs `megarl train`.
 
 python launch/slurm.py RECIPE.toml --run-dir DIR --nodes N --account A --partition P --time 04:00:00
 python launch/slurm.py SWEEP.toml --run-dir DIR --array N --account A --partition P --detach
 
-Runs in an environment of its own (`pip install` what the extra ``launch`` of pyproject.toml lists); the job uses
-``--python`` or a container. launch/README.md is the operator's guide.
+This script needs an environment of its own, which `make launch` makes (the extra ``launch`` in pyproject.toml); the job
+uses the interpreter ``--python`` or a container. launch/README.md is the operator's guide.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ try:
     import nemo_run as run
 except ImportError:
     sys.exit(
-        "launch/slurm.py runs in an environment of its own, which `make launch` makes; then: "
+        "launch/slurm.py needs an environment of its own: run `make launch`, then "
         ".venv-launch/bin/python launch/slurm.py ..."
     )
 
-# nemo-run's script queues a failed job again whatever the cause; after exit code 2, a mistake in recipe or data, that
-# would only fail again
+# nemo-run's script requeues a job after every failure; after exit code 2, a mistake in recipe or data, it would only
+# fail again
 NOT_AGAIN = """\
 scontrol() {
     [ "$1" = requeue ] && [ "${exitcode:-0}" -eq 2 ] && return
     command scontrol "$@"
 }"""
-SECRETS = {"KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS"}  # in names of variables
+SECRETS = {"KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS"}  # words in names of secret variables
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[0] = str(ROOT)  # megarl is not installed here, and only its recipes are read
+sys.path[0] = str(ROOT)  # megarl is not installed in this environment; only its modules that read recipes are used
 
 from launch.layout import (  # noqa: E402
     Link,
@@ -59,10 +59,10 @@ def main() -> None:
             recipes = [load_without_objective(options.recipe, options.set)]
         recipe = max(recipes, key=lambda recipe: recipe.devices_per_node)
         links = plan_links(recipe, options)
-        for link, one in itertools.product(links, recipes):
-            check_layout(one, link, options.gpus_per_node)
+        for link, each in itertools.product(links, recipes):
+            check_layout(each, link, options.gpus_per_node)
         if options.dry_run:
-            for missing in dict.fromkeys(missing for one in recipes for missing in missing_here(one)):
+            for missing in dict.fromkeys(missing for each in recipes for missing in missing_here(each)):
                 print(f"not on this machine: {missing}", file=sys.stderr)
         submit(recipe, links, options)
     except UserError as error:
@@ -72,39 +72,53 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("recipe", type=Path, help="with --array a sweep file: docs/comparing.md")
-    add("--run-dir", type=Path, required=True, help="on a file system that all nodes share")
+    add("recipe", type=Path, help="a recipe; with --array a sweep file (docs/comparing.md)")
+    add("--run-dir", type=Path, required=True, help="directory of the run, on a file system that all nodes share")
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a recipe setting")
     add("--local", action="store_true", help="run on this machine, without Slurm")
-    add("--nodes", type=int, default=1)
-    add("--gpus-per-node", type=int, help="default: what the recipe uses")
+    add("--nodes", type=int, default=1, help="number of nodes; default: 1")
+    add("--gpus-per-node", type=int, help="default: as many as the recipe uses")
     add("--account", help="Slurm account; required except with --local")
     add("--partition")
-    add("--time", default="04:00:00", help="limit of one allocation; a longer run continues in the next")
-    add("--retries", type=int, default=10, help="how often a job is queued again: preempted, out of time, or failed")
-    add("--margin", type=int, default=300, help="seconds before the limit at which the run is told to save and stop")
-    add("--after", metavar="JOB", help="start when this Slurm job has ended well")
-    add("--array", type=int, metavar="N", help="N jobs of one node each make the runs of a sweep in --run-dir")
-    add("--chain", action="store_true", help="every phase a job of its own, cancelled when the one before it fails")
+    add("--time", default="04:00:00", help="time limit of an allocation; a longer run continues in the next one")
+    add(
+        "--retries",
+        type=int,
+        default=10,
+        help="how often to requeue a job that was preempted, ran out of time, or failed",
+    )
+    add("--margin", type=int, default=300, help="seconds before the time limit at which the run saves and stops")
+    add("--after", metavar="JOB", help="start after this Slurm job has ended successfully")
+    add(
+        "--array",
+        type=int,
+        metavar="N",
+        help="submit N jobs of one node each that make the runs of a sweep in --run-dir",
+    )
+    add("--chain", action="store_true", help="submit a job per phase; it is cancelled if the one before it fails")
     add("--optimize-nodes", type=int, help="with --chain: nodes of the optimize jobs, default --nodes")
     add("--optimize-partition", help="with --chain: partition of the optimize jobs, default --partition")
     add("--container-image", help="image with megarl's dependencies (needs pyxis); default: no container")
-    add("--container-mounts", action="append", default=[], metavar="SRC:DST")
+    add("--container-mounts", action="append", default=[], metavar="SRC:DST", help="may be repeated")
     add(
-        "--env", action="append", default=[], metavar="NAME[=VALUE]", help="environment of the job; NAME: as it is here"
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="environment variable of the job; NAME alone: with the value it has here; may be repeated",
     )
-    add("--python", default="python", help="interpreter that has megarl and its dependencies, as the nodes see it")
+    add("--python", default="python", help="path on the nodes of an interpreter with megarl and its dependencies")
     add("--packager", choices=["none", "git"], default="none", help="git: ship this repository's HEAD with the job")
-    add("--dry-run", action="store_true", help="print the sbatch scripts, submit nothing")
-    add("--detach", action="store_true", help="return once submitted")
-    add("--tail-logs", action="store_true", help="show the job's output meanwhile (needs sacct)")
+    add("--dry-run", action="store_true", help="print the sbatch scripts, but submit nothing")
+    add("--detach", action="store_true", help="return when the job is submitted, without waiting for it")
+    add("--tail-logs", action="store_true", help="show the job's output while waiting (needs sacct)")
     options = parser.parse_args()
     if not options.local and not options.account:
         parser.error("--account is required (or --local, to run on this machine)")
     if (options.optimize_nodes or options.optimize_partition) and not options.chain:
         parser.error("--optimize-nodes and --optimize-partition need --chain: otherwise one job runs all phases")
     if options.local and (options.chain or options.nodes > 1):
-        parser.error("--local is one machine and one process after another: no --chain, no --nodes")
+        parser.error("--local runs everything on this machine: it excludes --chain and --nodes")
     if problem := problem_with_array(options):
         parser.error(f"--array {options.array}: {problem}")
     for variable in options.env:
@@ -114,34 +128,38 @@ def parse_options() -> argparse.Namespace:
 
 
 def problem_with_array(options: argparse.Namespace) -> str | None:
-    """What does not go together with the jobs of a sweep."""
+    """What is wrong with ``--array`` or does not go together with it; None if nothing is."""
     if options.array is None:
         return None
     if options.array < 1:
-        return "at least one job"
+        return "give at least 1"
     if options.local or options.chain or options.set or options.nodes > 1 or options.packager != "none":
-        return "no --local, --chain, --set, --nodes and --packager: each job makes runs of a sweep, one after another"
+        return "excludes --local, --chain, --set, --nodes and --packager: each job makes runs of a sweep on one node"
     if not (options.detach or options.dry_run):
-        return "with --detach: nemo-run cannot wait for an array"
+        return "needs --detach, because nemo-run cannot wait for an array"
     return None
 
 
 def problem_with_variable(variable: str) -> str | None:
-    """Values are written into the job's script, which others may read, and printed in its log; names alone are not."""
+    """What is wrong with ``--env``; None if nothing is.
+
+    NAME=VALUE is written to the job's script, which others may read, and printed in its log. The value of a NAME alone
+    is not.
+    """
     name, equals, _ = variable.partition("=")
     if not name.isupper():
-        return "a name in capitals, as nemo-run exports it"
+        return "the name must be in capitals, since nemo-run exports only such names"
     if not equals and name not in os.environ:
-        return "without =VALUE it is passed as it is here, but it is not set here"
+        return "without =VALUE the value here is passed on, but the variable is not set here"
     if equals and SECRETS & set(name.split("_")):
-        return f"a secret would stand in the job's script and log: export {name} here and pass --env {name}"
+        return f"the secret would be in the job's script and log: export {name} here and use --env {name}"
     if re.search(r"://[^/\s]*@", variable):
-        return f"a password would stand in the job's script and log: export {name} here and pass --env {name}"
+        return f"the password would be in the job's script and log: export {name} here and use --env {name}"
     return None
 
 
 def agent_arguments(recipe: Recipe, link: Link, options: argparse.Namespace) -> list[str]:
-    """``megarl train`` with paths that hold on every node, whatever its working directory; or ``megarl sweep``."""
+    """The arguments of ``megarl train``, or for an array of ``megarl sweep``, with absolute paths from the recipe."""
     if options.array:
         return ["sweep", str(options.recipe.resolve()), "--output", str(options.run_dir.resolve()), "--jobs", "1"]
     arguments = ["train", str(options.recipe.resolve()), "--run-dir", str(options.run_dir.resolve())]
@@ -165,8 +183,9 @@ def agent_arguments(recipe: Recipe, link: Link, options: argparse.Namespace) -> 
 
 
 def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Namespace) -> run.SlurmExecutor:
-    # Slurm ends the job `margin` seconds after the signal: nine tenths of them are for processes to finish their update
-    # and save, the rest for the job to queue itself again
+    """The settings of a Slurm job. first: whether it is the first of the chain, which waits for ``--after``."""
+    # Slurm ends the job `margin` seconds after the signal: nine tenths of that time are for the processes to finish an
+    # update and save, the rest is for the job to requeue itself
     seconds = options.margin - options.margin // 10
     variables = {"MEGARL_SHUTDOWN_SECONDS": str(seconds), **environment(options)}
     extra: dict[str, object] = {"kill_on_invalid_dep": "yes"}
@@ -181,12 +200,12 @@ def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Na
         signal=f"TERM@{options.margin}",
         container_image=options.container_image,
         container_mounts=options.container_mounts,
-        # sbatch hands on all of this environment; an image may set the same names otherwise
+        # sbatch passes on the whole environment, but a container image may set the same names to other values
         container_env=[name for name in options.env if "=" not in name] or None,
         env_vars={name: shlex.quote(value) for name, value in variables.items()},
         setup_lines=NOT_AGAIN,
         packager=packager(options),
-        tunnel=run.LocalTunnel(job_dir=""),  # any other directory fails with a local tunnel
+        tunnel=run.LocalTunnel(job_dir=""),  # a local tunnel fails with any other directory
         additional_parameters=extra,
         poll_estimated_start_time=False,
     )
@@ -194,19 +213,19 @@ def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Na
     if recipe.actor.backend == "cuda":
         executor.gpus_per_node = recipe.devices_per_node
         executor.exclusive = True
-        executor.srun_args = ["--cpu-bind=none"]  # one task starts all of a node's processes
+        executor.srun_args = ["--cpu-bind=none"]  # the one task of a node starts all its processes
     else:
         executor.cpus_per_task = recipe.devices_per_node
-        executor.srun_args = [f"--cpus-per-task={executor.cpus_per_task}"]  # srun does not take it from sbatch
+        executor.srun_args = [f"--cpus-per-task={executor.cpus_per_task}"]  # srun does not inherit it from sbatch
     if options.array:
         executor.array = f"0-{options.array - 1}"
-        # the paths in a sweep file and its recipes are those of the directory where it is submitted
+        # paths in a sweep file and its recipes are relative to the directory of submission
         executor.srun_args += ["--container-workdir" if options.container_image else "--chdir", os.getcwd()]
     return executor
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
-    """What is written into the job's script."""
+    """The variables that are written to the job's script."""
     return dict(variable.split("=", 1) for variable in options.env if "=" in variable)
 
 
@@ -215,7 +234,10 @@ def packager(options: argparse.Namespace) -> run.Packager:
 
 
 def submit(recipe: Recipe, links: list[Link], options: argparse.Namespace) -> None:
-    """Through one nemo-run experiment; returns when the jobs are done, or submitted with ``--detach``."""
+    """Submit the jobs as one nemo-run experiment and wait until they are done, with ``--detach`` only submit them.
+
+    Exits with a message if a job that was waited for did not succeed.
+    """
     with run.Experiment(links[0].name if len(links) == 1 else f"{options.recipe.stem}-chain") as experiment:
         previous: list[str] = []
         for link in links:
@@ -232,7 +254,7 @@ def submit(recipe: Recipe, links: list[Link], options: argparse.Namespace) -> No
         else:
             experiment.run(detach=options.detach, tail_logs=options.tail_logs)
             print_jobs(experiment, options)
-    # nemo-run waits at the end of the block
+    # nemo-run has waited for the jobs at the end of the block
     states = {job.id: job.state.name for job in experiment.jobs}
     if not options.detach and not options.dry_run and set(states.values()) != {"SUCCEEDED"}:
         sys.exit(f"launch/slurm.py: {', '.join(f'{job} {state}' for job, state in states.items())}")

@@ -1,4 +1,4 @@
-"""One phase alone, and the evaluation of any model: what the command line offers beside the whole run."""
+"""The commands beside ``megarl train``: one phase alone, a branch, an export, and the evaluation of any model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.recipe.eval_table import SuiteTable, default_name
 from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import Overrides, load_recipe, override_recipe, parse_override, recipe_diff
 from megarl.recipe.tables import Recipe
-from megarl.scratch import ask, check_updates, open_stage
+from megarl.scratch import check_updates, open_stage, run_scratch_phase
 from megarl.storage.best import settle_evaluations
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.evaluations import Answered
@@ -37,12 +37,12 @@ from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
 
-# settings that leave rollouts as they are, and cut them into other batches
+# settings that keep the rollouts but divide them into other batches
 BATCHES = ("schedule.prompts_per_update", "schedule.passes", "schedule.updates_per_stage")
 
 
 def rehearse_recipe(nodes: Nodes, recipe_path: Path, overrides: list[str], scratch: Path) -> str:
-    """One synthetic update, its export and a checkpoint of a recipe, without a run; removes ``scratch`` at the end."""
+    """`rehearse` a recipe without a run, in ``scratch``, which is removed at the end; returns the line to print."""
     recipe = load_recipe(recipe_path, overrides)
     check(nodes.starter, recipe, nodes.count)
     start = time.monotonic()
@@ -76,7 +76,7 @@ def rollout_stage(nodes: Nodes, stage: Stage) -> None:
 
 
 def optimize_stage(nodes: Nodes, stage: Stage) -> None:
-    """All updates of one stage on its sealed rollouts."""
+    """Make all updates of one stage on its sealed rollouts."""
     run = stage.run
     _require_staged(run)
     check(nodes.starter, run.recipe, nodes.count)
@@ -91,7 +91,7 @@ def optimize_stage(nodes: Nodes, stage: Stage) -> None:
 
 
 def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: Overrides) -> None:
-    """One stage with other settings in a run directory of its own, evaluated before and after."""
+    """Optimize a stage with other settings in the new run directory ``target``, and evaluate before and after."""
     recipe = branch_recipe(source, overrides)
     check(nodes.starter, recipe, nodes.count)
     with RunDir(target.resolve(), recipe).lock():
@@ -109,29 +109,30 @@ def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: Overri
 
 
 def branch_recipe(source: Stage, overrides: Overrides) -> Recipe:
-    """`changed_recipe`; `UserError` too where the rollouts, or the checkpoint to begin with, are not there."""
+    """The recipe of a branch of ``source``: see `changed_recipe`.
+
+    Raises `UserError` also if the policy, the rollouts or the checkpoint from which the stage starts do not exist.
+    """
     source.run.check_prompts()
     recipe = changed_recipe(source, overrides)
-    begun = source.number > 0 or start_of(source.run) is not None
-    if begun and recipe.actor.lora != source.run.recipe.actor.lora:
+    loads_optimizer = source.number > 0 or start_of(source.run) is not None
+    if loads_optimizer and recipe.actor.lora != source.run.recipe.actor.lora:
         raise UserError(
-            f"--set actor.lora: stage {source.number} begins with the optimizer of updates before, which is of other "
-            "adapters or of all weights; stage 0 of a run without --continue-from begins with a new one"
+            f"--set actor.lora: stage {source.number} starts from the optimizer state of earlier updates, which is of "
+            "other adapters or of all weights; only stage 0 of a run without --continue-from starts from a new state"
         )
     check_kept(source)
     for path in _origins(source):
         if not path.exists():
-            raise UserError(
-                f"{path} does not exist: this stage cannot be optimized yet, or [actor] keep_stages let go of it"
-            )
+            raise UserError(f"{path} does not exist: this stage cannot be optimized yet, or keep_stages removed it")
     return recipe
 
 
 def changed_recipe(source: Stage, overrides: Overrides) -> Recipe:
-    """``overrides`` may change only what leaves the rollouts of ``source`` as they are; else `UserError`.
+    """The recipe of ``source`` with ``overrides``; `UserError` if these do not fit the rollouts that exist.
 
-    Of the first stage also the batches: another ``prompts_per_update`` or ``passes``, with as many updates as the
-    groups make, or ``updates_per_stage`` of them.
+    In the first stage the batches may change too: another ``prompts_per_update`` or ``passes``. ``updates_per_stage``
+    then follows from the number of groups, unless it is given.
     """
     before = source.run.recipe
     _require_staged(source.run)
@@ -139,34 +140,36 @@ def changed_recipe(source: Stage, overrides: Overrides) -> Recipe:
     changed = [line for line in recipe_diff(before, recipe) if not line.startswith((*TRAINING_TABLES, "reward."))]
     if fixed := [line for line in changed if not line.startswith(BATCHES)]:
         settings = ", ".join((*TRAINING_TABLES, "reward.", *BATCHES))
-        raise UserError(f"--set may change {settings} alone, for the rollouts stay: {fixed[0]}")
+        raise UserError(f"--set may only change {settings}, because the rollouts are reused: {fixed[0]}")
     if changed and source.number:
-        raise UserError(f"--stage {source.number}: only the first stage can have other batches: {changed[0]}")
+        raise UserError(f"--stage {source.number}: --set can change the batches of the first stage only: {changed[0]}")
     if recipe.groups_per_stage > before.groups_per_stage:
         raise UserError(
             f"the stage has {before.groups_per_stage} groups, but {recipe.schedule.updates_per_pass} updates of "
-            f"{recipe.schedule.prompts_per_update} want {recipe.groups_per_stage}"
+            f"{recipe.schedule.prompts_per_update} groups need {recipe.groups_per_stage}"
         )
     if recipe.reward != before.reward and before.rollout.token_budget is not None:
-        raise UserError("--set reward: with rollout.token_budget a stage trains groups of others, and keeps its reward")
+        raise UserError("--set reward: not with rollout.token_budget: a stage trains groups that earlier ones scored")
     if recipe.reward != before.reward and sealed_external(source.rollouts):
-        raise UserError(f"--set reward: {source.rollouts} was filled from outside, with prompts that the recipe lacks")
+        raise UserError(
+            f"--set reward: {source.rollouts} came from outside, with prompts that the recipe does not have"
+        )
     if recipe.actor.routing_replay == "engine" and before.actor.routing_replay != "engine":
         raise UserError(
-            f'[actor] routing_replay = "engine": {source.run.root} was generated without recording experts; use "actor"'
+            f'[actor] routing_replay = "engine": rollouts of {source.run.root} have no recorded experts; use "actor"'
         )
     return recipe
 
 
 def _updates_of_other_batches(before: Recipe, overrides: Overrides) -> list[str]:
-    """The override with which batches of another size, or other passes, use up the groups of a stage."""
+    """If the overrides change the batch size or the passes: the override of updates_per_stage that uses all groups."""
     given = dict(map(parse_override, overrides))
-    number = before.schedule.model_dump()
+    schedule = before.schedule.model_dump()
     try:
-        sizes = {name: int(given.get(f"schedule.{name}", number[name])) for name in ("prompts_per_update", "passes")}
+        sizes = {name: int(given.get(f"schedule.{name}", schedule[name])) for name in ("prompts_per_update", "passes")}
     except (ValueError, TypeError):
-        return []  # the recipe's own check says what is wrong with it
-    unchanged = all(sizes[name] == number[name] for name in sizes)
+        return []  # the check of the recipe reports the mistake
+    unchanged = all(sizes[name] == schedule[name] for name in sizes)
     if unchanged or "schedule.updates_per_stage" in given or min(sizes.values()) < 1:
         return []
     batches = before.groups_per_stage // sizes["prompts_per_update"]
@@ -174,17 +177,17 @@ def _updates_of_other_batches(before: Recipe, overrides: Overrides) -> list[str]
 
 
 def _origins(source: Stage) -> list[Path]:
-    """The policies, rollouts and checkpoint from which a stage is optimized."""
+    """The policies, rollouts and checkpoints that optimizing the stage reads."""
     if source.number == 0:
         return [source.policy, source.rollouts]
     return [source.run.base, source.policy, source.rollouts, source.previous.checkpoints]
 
 
 def branch(source: Stage, target: Path, recipe: Recipe) -> Stage:
-    """The same stage in a new run directory, with links to what ``source`` has."""
+    """Make the run directory ``target`` with links to the files of the stage ``source``; returns the stage in it."""
     stage = RunDir.create(target, recipe).stage(source.number)
     links = {stage.run.root / path.relative_to(source.run.root): path for path in _origins(source)}
-    if recipe.reward != source.run.recipe.reward:  # the rollouts are those that the rescore phase makes
+    if recipe.reward != source.run.recipe.reward:  # the stage's rollouts will be those that the rescore phase writes
         links[stage.run.root / SCORED_BEFORE / stage.directory.name] = source.rollouts
         links[stage.rollouts] = stage.run.root / RESCORED / stage.directory.name
         make_directory(links[stage.rollouts])
@@ -196,15 +199,15 @@ def branch(source: Stage, target: Path, recipe: Recipe) -> Stage:
             os.symlink(path, link)
     for suite in recipe.suites:
         base = source.run.evaluation(source.first_update, suite.name)
-        judged = base and recipe.reward == source.run.recipe.reward  # by the same verifier
-        if base and judged and stage.run.evaluation(source.first_update, suite.name) is None:
+        same_verifier = recipe.reward == source.run.recipe.reward
+        if base and same_verifier and stage.run.evaluation(source.first_update, suite.name) is None:
             _link_evaluation(source, stage, suite.name)
             stage.run.log_event(**{key: value for key, value in base.items() if key != "time"})
     return stage
 
 
 def _link_evaluation(source: Stage, stage: Stage, suite: str) -> None:
-    theirs, ours = (Answered.of(where.run.root, suite) for where in (source, stage))
+    theirs, ours = (Answered.of(each.run.root, suite) for each in (source, stage))
     if theirs.prompts.exists():
         make_directory(ours.directory)
         for place in (theirs.prompts, theirs.responses(source.first_update)):
@@ -214,38 +217,39 @@ def _link_evaluation(source: Stage, stage: Stage, suite: str) -> None:
 
 
 def export_policy(run_dir: Path, number: int, updates: int, output: Path, adapters: bool = False) -> str:
-    """Write the policy after so many updates of stage ``number`` as a Hugging Face directory: the text to print.
+    """Write a policy as the Hugging Face directory ``output``; returns the line to print.
 
-    adapters: of a run with ``[actor.lora]`` the adapters alone, as PEFT has them.
+    updates: which policy, by the number of updates of stage ``number`` that it has had.
+    adapters: write only the adapters of a run with ``[actor.lora]``, in PEFT's format.
     """
     stage = open_stage(run_dir, number)
     check_updates(stage, [updates])
     if adapters:
         _check_has_adapters(stage, updates)
     if output.exists():
-        raise UserError(f"{output} exists already: name a directory that does not")
+        raise UserError(f"{output} exists already: give --output a directory that does not exist")
     make_directory(output.resolve().parent)
-    ask(stage, "export", update=updates, output=str(output.resolve()), adapters=adapters)
+    run_scratch_phase(stage, "export", update=updates, output=str(output.resolve()), adapters=adapters)
     return f"wrote {output}"
 
 
 def _check_has_adapters(stage: Stage, updates: int) -> None:
-    """`UserError` unless a checkpoint has them: an exported policy has them in its weights."""
+    """`UserError` unless there is a checkpoint after ``updates``: exported policies have the adapters merged in."""
     if stage.run.recipe.actor.lora is None:
-        raise UserError(f"--adapters: {stage.run.root} trains all weights, it has no [actor.lora]")
+        raise UserError(f"--adapters: {stage.run.root} has no adapters: its recipe has no [actor.lora]")
     check_exported_alone(stage.run.recipe, read_hf_config(stage.run.stage(0).policy))
     saved = [update for update, _ in checkpoints(stage.checkpoints)]
     if updates not in saved:
         raise UserError(
-            f"--adapters: after update {updates} of stage {stage.number} there is a policy with merged weights alone; "
-            f"checkpoints, which have adapters, are there after updates {', '.join(map(str, saved)) or 'none'}"
+            f"--adapters: of update {updates} of stage {stage.number} there is no checkpoint, only a policy with the "
+            f"adapters merged in; the stage has checkpoints of these updates: {', '.join(map(str, saved)) or 'none'}"
         )
 
 
 def evaluate_checkpoint(
     run_dir: Path, place: tuple[int, int], suites: list[str], overrides: list[str], output: Path | None
 ) -> list[dict[str, Any]]:
-    """`evaluate_model` of the policy after ``place``: a stage and updates of it."""
+    """`evaluate_model` of any policy of a run. place: (stage, number of its updates that the policy has had)."""
     with tempfile.TemporaryDirectory(prefix="megarl-policy-") as scratch:
         policy = (output or Path(scratch)).resolve() / "policies" / f"stage_{place[0]:03d}_update_{place[1]:06d}"
         if not policy.exists():
@@ -261,12 +265,12 @@ def evaluate_model(
     output: Path | None,
     exported: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """A run's newest policy, or a Hugging Face directory, on ``suites``: the evaluation of each.
+    """Evaluate a policy on some suites; returns the evaluation of each suite.
 
-    exported: the policy of the run to take instead of the newest.
-
-    suites: names of the recipe's suites, prompt files or generators; none: all of the recipe's. ``output`` becomes, or
-    is, a run directory that keeps the responses, and in which an interrupted evaluation continues.
+    target: a run directory, whose newest policy is evaluated (or ``exported``, if given), or a Hugging Face directory.
+    recipe_path: data and reward settings, needed if ``target`` is not a run directory.
+    suites: names of the recipe's suites, prompt files or generators; empty: all suites of the recipe.
+    output: a run directory, made if needed, that keeps the responses; an interrupted evaluation continues there.
     """
     if not target.is_dir():
         raise UserError(f"{target} is not a directory")
@@ -278,12 +282,12 @@ def evaluate_model(
     elif recipe_path is not None:
         before, policy = load_recipe(recipe_path), target.resolve()
     else:
-        raise UserError(f"{target} is no run directory: say with --recipe which data and reward to use")
+        raise UserError(f"{target} is not a run directory: use --recipe to say which data and reward to use")
     recipe = override_recipe(_with_suites(before, suites), overrides)
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update=NO_TRACKERS)})
     heldout = max((suite.prompts for suite in before.suites if not suite.own), default=0)
     if not recipe.suites or any(suite.prompts > heldout for suite in recipe.suites if not suite.own):
-        raise UserError(f"{heldout or 'no'} prompts were held out from training; --suite evaluates on others")
+        raise UserError(f"only {heldout} prompts are held out from training; use --suite FILE to evaluate on others")
     if run is not None and not all(suite.own for suite in recipe.suites):
         run.check_prompts()
     with tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch, Nodes(NodeRank()) as nodes:
@@ -295,21 +299,21 @@ def evaluate_model(
 
 
 def describe_evaluations(results: list[dict[str, Any]]) -> str:
-    """For a terminal."""
+    """The text that ``megarl eval`` prints."""
     lines = [line for result in results for line in _describe(result, len(results) > 1)]
     return "\n".join([*dict.fromkeys(result["policy"] for result in results), *lines])
 
 
 def _with_suites(recipe: Recipe, suites: list[str]) -> Recipe:
-    """With these suites alone; no ``suites``: as it is."""
+    """The recipe with exactly these suites; unchanged if ``suites`` is empty."""
     if not suites:
         return recipe
     table = recipe.eval
-    known = {one.name: one for one in table.suites}
+    known = {suite.name: suite for suite in table.suites}
     for suite in () if known else recipe.suites:
         known[suite.name] = SuiteTable(name=suite.name, suite=table.suite, source=table.source, data=table.data)
     chosen = [known.get(name) or _suite_of(name) for name in suites]
-    if len({one.name for one in chosen}) < len(chosen):
+    if len({suite.name for suite in chosen}) < len(chosen):
         raise UserError(f"--suite: two of {', '.join(suites)} have the same name")
     changes: dict[str, Any] = {
         "suite": None,
@@ -322,7 +326,7 @@ def _with_suites(recipe: Recipe, suites: list[str]) -> Recipe:
 
 
 def _suite_of(data: str) -> SuiteTable:
-    """Of a file or generator that the recipe does not name."""
+    """A suite made of ``data``, a prompt file or generator that the recipe does not name."""
     source: Literal["file", "reasoning_gym"] = "reasoning_gym"
     if Path(data).suffix in FILES:
         source, data = "file", str(Path(data).resolve())
@@ -330,7 +334,7 @@ def _suite_of(data: str) -> SuiteTable:
 
 
 def _evaluate_in(run: RunDir, policy: Path, nodes: Nodes) -> list[dict[str, Any]]:
-    """The evaluations of ``policy``, the only one of a run directory, made or found there."""
+    """Evaluate ``policy`` in the run directory ``run``, which is of this policy alone; reuses evaluations in it."""
     with run.lock():
         stage = RunDir.create(run.root, run.recipe).stage(0)
         make_directory(stage.directory)
@@ -343,10 +347,10 @@ def _evaluate_in(run: RunDir, policy: Path, nodes: Nodes) -> list[dict[str, Any]
         return [result for suite in run.recipe.suites if (result := stage.run.evaluation(0, suite.name))]
 
 
-def _describe(result: dict[str, Any], named: bool) -> Iterator[str]:
-    """One line an estimate, with its interval; pass@k for powers of 2."""
+def _describe(result: dict[str, Any], with_name: bool) -> Iterator[str]:
+    """One line for each estimate, with its interval; pass@k for powers of 2 and for all samples."""
     n = result["samples"]
-    if named:
+    if with_name:
         yield result["suite"]
     yield _estimate(f"avg@{n}", result["accuracy"], result["ci95"], result["prompts"])
     for k in range(2, n + 1):
@@ -369,21 +373,21 @@ def _newest_policy(run: RunDir) -> Path:
 def _require_staged(run: RunDir) -> None:
     if run.recipe.schedule.kind == "live":
         raise UserError(
-            f"{run.root} is a live run: `megarl train` makes its rollouts and updates together, and several policies "
-            "generate a stage, so that no phase of it stands alone"
+            f"{run.root} is a live run: `megarl train` makes its rollouts and updates at the same time, so no phase of "
+            "it can run alone"
         )
 
 
 def summarise_run(run: RunDir) -> str:
-    """The last lines of a training run: what was gained, where the report is, what to try next."""
+    """The last lines that a training run prints: the gain in accuracy, model and report, a command to try next."""
     base, final = run.stage(0).evaluation(), run.end.evaluation()
     lines = []
     if base and final:
         gain = final["accuracy"] - base["accuracy"]
-        half = [((r["ci95"][1] - r["ci95"][0]) / 2) ** 2 for r in (base, final)]
+        squares = [((r["ci95"][1] - r["ci95"][0]) / 2) ** 2 for r in (base, final)]  # of the intervals' half widths
         lines.append(
             f"held-out accuracy {base['accuracy']:.3f} -> {final['accuracy']:.3f}: "
-            f"{gain:+.3f} +- {sum(half) ** 0.5:.3f} (95 %, {final['prompts']} prompts)"
+            f"{gain:+.3f} +- {sum(squares) ** 0.5:.3f} (95 %, {final['prompts']} prompts)"
         )
     lines += [
         f"model   {run.final}",

@@ -1,4 +1,4 @@
-"""A phase on a stage of a run that stays as it is: in a scratch run directory, by links, on one process."""
+"""Runs a phase on a stage of a run without changing the run: on one process, in a temporary run directory of links."""
 
 from __future__ import annotations
 
@@ -21,36 +21,38 @@ from megarl.workers.preflight import check
 
 
 def open_stage(run_dir: Path, number: int) -> Stage:
-    """`UserError` where there is no such stage, or it is a live one."""
+    """Stage ``number`` of a run; `UserError` if there is no such stage, or if the run is a live one."""
     run = RunDir.open(run_dir)
     run.check_links()
     if run.recipe.schedule.kind == "live":
-        raise UserError(f"{run.root} is a live run: several policies generate a stage, so its batches differ in age")
+        raise UserError(
+            f"{run.root} is a live run: several policies generate each stage, so this command does not apply to it"
+        )
     if not 0 <= number < len(run.stages()):
         raise UserError(f"--stage {number}: this run has stages 0 to {len(run.stages()) - 1}")
     return run.stage(number)
 
 
 def policies_of(stage: Stage) -> list[int]:
-    """After how many updates of the stage there is a policy: its beginning, its checkpoints and its end."""
-    begin = [0] if stage.policy.exists() else []
+    """The updates of the stage after which there is a policy: 0 (its start), its checkpoints and its end."""
+    start = [0] if stage.policy.exists() else []
     end = [stage.run.recipe.schedule.updates_per_stage] if stage.next.policy.exists() else []
-    return sorted({*begin, *(done for done, _ in checkpoints(stage.checkpoints)), *end})
+    return sorted({*start, *(update for update, _ in checkpoints(stage.checkpoints)), *end})
 
 
 def check_updates(stage: Stage, updates: list[int]) -> None:
-    """`UserError` unless there is a policy after each of so many ``updates`` of the stage."""
-    there = policies_of(stage)
-    if missing := [update for update in updates if update not in there]:
+    """`UserError` unless the stage has a policy after each number of updates in ``updates``."""
+    available = policies_of(stage)
+    if missing := [update for update in updates if update not in available]:
         raise UserError(
-            f"--update {missing[0]}: of stage {stage.number} there are the policies after updates "
-            f"{', '.join(map(str, there)) or 'none'}; [actor] checkpoint_every, keep_checkpoints and keep_policies say "
-            "which are kept"
+            f"--update {missing[0]}: stage {stage.number} has policies after these updates only: "
+            f"{', '.join(map(str, available)) or 'none'}; [actor] checkpoint_every, keep_checkpoints and keep_policies "
+            "determine which are kept"
         )
 
 
-def ask(stage: Stage, phase: str, **request: Any) -> list[dict[str, Any]]:
-    """Run a phase on the stage, with what it is asked for, and return its answer."""
+def run_scratch_phase(stage: Stage, phase: str, **request: Any) -> list[dict[str, Any]]:
+    """Run ``phase`` on the stage in a scratch run directory, pass it ``request``, and return the records it answers."""
     with tempfile.TemporaryDirectory(prefix="megarl-scratch-") as folder, Nodes(NodeRank()) as nodes:
         scratch = _linked(stage, Path(folder) / "run")
         check(nodes.starter, scratch.run.recipe)
@@ -61,6 +63,7 @@ def ask(stage: Stage, phase: str, **request: Any) -> list[dict[str, Any]]:
 
 
 def _linked(stage: Stage, root: Path) -> Stage:
+    """The stage in a new run directory ``root``, with links to the files of the original."""
     scratch = RunDir.create(root, _on_one_process(stage.run.recipe)).stage(stage.number)
     for path in (stage.run.base, stage.policy, stage.rollouts, stage.checkpoints, stage.next.policy):
         link = scratch.run.root / path.relative_to(stage.run.root)
@@ -71,7 +74,7 @@ def _linked(stage: Stage, root: Path) -> Stage:
 
 
 def _on_one_process(recipe: Recipe) -> Recipe:
-    """With the built-in engine, and with the objectives' definitions in torch, which exist for each of them."""
+    """The recipe for one process, with the built-in engine and the torch kernels, which exist for every objective."""
     parallel = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "processes_per_node")
     one: dict[str, Any] = dict.fromkeys(parallel, 1)
     actor = recipe.actor.model_copy(

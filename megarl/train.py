@@ -1,4 +1,4 @@
-"""The whole run: a few large stages, each of which generates, then optimises on what it generated."""
+"""A whole training run: a few large stages, each of which generates rollouts and then optimises the policy on them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megarl.workers.nodes import Nodes
 
 
 def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> None:
-    """mu-GRPO: freeze the policy, answer a whole stage of prompts, then make all of the stage's updates on the answers.
+    """The loop of mu-GRPO: in each stage the frozen policy answers all prompts, then is updated on these answers.
 
-    Whatever is on disk already is not done again, so a killed run continues where it was. ``until`` names the phase
-    and stage after which to stop.
+    Phases whose results are on disk are skipped, so a killed run continues where it stopped. ``until``, such as
+    ("rollout", 0), names the phase and stage after which to return.
     """
     recipe = run.recipe
     nodes.starter.prepare(run.root)
@@ -36,16 +36,16 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
         for stage in run.stages():
             replicas = stage.rollout.workers
             if stage.due_evaluations() and (recipe.schedule.kind == "live" or stage.is_sealed()):
-                run_phase(nodes, stage, "evaluate", replicas)  # else by the engines of the rollout phase
+                run_phase(nodes, stage, "evaluate", replicas)  # otherwise the rollout phase's engines evaluate
             if recipe.schedule.kind == "live":
                 settle_evaluations(stage)
                 if not (stage.is_sealed() and stage.is_trained()):
                     require_policy(stage)
-                    run_phase(nodes, stage, "live", trainers + replicas)  # both at the same time
+                    run_phase(nodes, stage, "live", trainers + replicas)  # engines and trainers at the same time
             else:
                 if not stage.is_sealed():
                     require_policy(stage)
-                    run_phase(nodes, stage, "rollout", replicas)  # pi_stage answers; engines get all memory
+                    run_phase(nodes, stage, "rollout", replicas)  # pi_stage generates; engines have all GPU memory
                 settle_evaluations(stage)
                 if until == ("rollout", stage.number):
                     return
@@ -61,11 +61,11 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
 
 
 def rehearse(nodes: Nodes, run: RunDir) -> None:
-    """One update on synthetic responses, its export and a checkpoint on the recipe's layout, in a scratch directory.
+    """Make one update on synthetic responses, its export and a checkpoint, on the layout of the recipe.
 
-    `UserError` or `PhaseFailed` where any of that fails.
+    It writes to ``run.rehearsal``, which is removed at the end. Raises `UserError` or `PhaseFailed` if any step fails.
     """
-    shutil.rmtree(run.rehearsal, ignore_errors=True)  # of a killed one
+    shutil.rmtree(run.rehearsal, ignore_errors=True)  # left by a rehearsal that was killed
     try:
         run_phase(nodes, run.stage(0), "rehearse", run.recipe.actor.processes_per_node)
     except (PhaseFailed, UserError) as error:
@@ -78,19 +78,20 @@ def rehearse(nodes: Nodes, run: RunDir) -> None:
 
 
 def rehearsal_is_due(run: RunDir, until: tuple[str, int] | None) -> bool:
-    """On GPUs before the first rollouts, where an optimize phase is to follow."""
+    """Whether to rehearse now: on GPUs, before the first rollouts, if this start will reach an optimize phase."""
     wanted = run.recipe.run.rehearse and run.recipe.actor.backend == "cuda"
     return wanted and not run.stage(0).rollouts.exists() and optimizes(run, until)
 
 
 def log_finished_stages(run: RunDir) -> None:
+    """Log a ``resume`` event with the number of stages that are trained already, if any."""
     total = len(run.stages())
     if finished := sum(stage.is_trained() for stage in run.stages()):
         run.log_event("resume", phase="train", stage=finished, skipped=finished, total=total, unit="stages")
 
 
 def optimizes(run: RunDir, until: tuple[str, int] | None) -> bool:
-    """Whether `train` has an optimize phase ahead of it."""
+    """Whether `train`, stopping at ``until``, still has updates to make."""
     live = run.recipe.schedule.kind == "live"
     stages = run.stages() if until is None else run.stages()[: until[1] + (live or until[0] == "optimize")]
     return any(not stage.is_trained() for stage in stages)

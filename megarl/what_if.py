@@ -1,4 +1,4 @@
-"""``megarl what-if``: what every objective would do with the stored batches of a stage, at one policy or several."""
+"""``megarl what-if``: the gradient of every objective on stored batches of a stage, at one or several policies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.scratch import ask, check_updates, open_stage, policies_of
+from megarl.scratch import check_updates, open_stage, policies_of, run_scratch_phase
 from megarl.storage.ledger import sealed_external
 from megarl.storage.retention import require_policy
 from megarl.storage.run_dir import Stage
@@ -17,50 +17,54 @@ def what_if(
     run_dir: Path, number: int, updates: Sequence[int], batches: int, fresh: tuple[Path, int] | None = None
 ) -> list[dict[str, Any]]:
     """A record for each policy of stage ``number``, stored batch and objective: see
-    `megarl.phases.what_if.Comparison`.
+    `megarl.phases.what_if.Comparison`. The run itself is not changed.
 
-    updates: of the stage, after which the policies are to be compared; none: all that are there. batches: how many of
-    the stage's, the last ones, which most policies have not trained yet. fresh: a run directory and a stage of it whose
-    rollouts that policy has generated, in the place of new ones by the built-in engine. Changes nothing of the run.
+    updates: which policies, by the number of updates of the stage that they have had; empty: all that exist.
+    batches: how many batches of the stage; the last ones are used, because most policies have not trained on them yet.
+    fresh: (run directory, stage) of sealed rollouts that the policy itself generated, used as its on-policy responses;
+    None: the built-in engine generates new ones.
     """
     stage = open_stage(run_dir, number)
     if stage.run.recipe.actor.lora is not None:
-        raise UserError("what-if compares gradients of all weights, and [actor.lora] of this run trains adapters alone")
+        raise UserError("what-if compares gradients of all weights, but this run trains only adapters ([actor.lora])")
     stage.run.check_prompts()
     if not stage.is_sealed():
-        raise UserError(f"{stage.rollouts} is not sealed: megarl rollout {stage.run.root} --stage {number}")
+        raise UserError(f"{stage.rollouts} is not sealed: run `megarl rollout {stage.run.root} --stage {number}`")
     check_updates(stage, list(updates))
-    if stage.run.recipe.actor.routing_replay == "actor":  # of the policy that began the stage
+    if stage.run.recipe.actor.routing_replay == "actor":  # replays the routing of the policy that began the stage
         require_policy(stage)
     total = stage.run.recipe.schedule.updates_per_pass
     if not 2 <= batches <= total:
-        raise UserError(f"--batches {batches}: intervals need 2 at least, and the stage has {total}")
+        raise UserError(f"--batches {batches}: intervals need at least 2, and the stage has only {total} batches")
     last = list(range(total - batches, total))
-    given = None if fresh is None else str(_given(stage, updates, open_stage(*fresh)).rollouts.resolve())
-    return ask(stage, "what_if", updates=list(updates) or policies_of(stage), batches=last, fresh=given)
+    source = None if fresh is None else str(_checked_fresh(stage, updates, open_stage(*fresh)).rollouts.resolve())
+    return run_scratch_phase(stage, "what_if", updates=list(updates) or policies_of(stage), batches=last, fresh=source)
 
 
-def _given(stage: Stage, updates: Sequence[int], fresh: Stage) -> Stage:
-    """``fresh``; `UserError` where its gradient would not be comparable. The phase compares the policies."""
+def _checked_fresh(stage: Stage, updates: Sequence[int], fresh: Stage) -> Stage:
+    """``fresh``; `UserError` if its gradient would not be comparable with those of ``stage``.
+
+    Whether its policy is the one of ``updates`` is checked by the phase, which loads both.
+    """
     if len(updates) != 1:
-        raise UserError("--fresh-stage has rollouts of one policy: name it with --update, once")
+        raise UserError("--fresh-stage has rollouts of one policy: give --update exactly once, for that policy")
     if fresh.rollouts.resolve() == stage.rollouts.resolve():
-        raise UserError(
-            f"--fresh-stage {fresh.number}: the same responses as the stored ones show nothing of staleness"
-        )
+        raise UserError(f"--fresh-stage {fresh.number} is the stage itself: name another one, with other responses")
     if not fresh.is_sealed():
-        raise UserError(f"{fresh.rollouts} is not sealed: megarl rollout {fresh.run.root} --stage {fresh.number}")
+        raise UserError(f"{fresh.rollouts} is not sealed: run `megarl rollout {fresh.run.root} --stage {fresh.number}`")
     if fresh.run.recipe.rollout.token_budget is not None:
-        raise UserError(f"{fresh.rollouts}: with rollout.token_budget several policies generate a stage")
+        raise UserError(f"{fresh.rollouts}: with rollout.token_budget a stage is not generated by one policy alone")
     if sealed_external(fresh.rollouts):
-        raise UserError(f"{fresh.rollouts} came from elsewhere, and says of its policy what nobody here can check")
-    drawn = ("temperature", "max_response_tokens", "responses_per_prompt")
+        raise UserError(
+            f"{fresh.rollouts} was not generated by this system, so it cannot be checked which policy sampled it"
+        )
+    sampling = ("temperature", "max_response_tokens", "responses_per_prompt")
     for name, one, other in (
         ("reward", stage.run.recipe.reward, fresh.run.recipe.reward),
-        *((f"rollout.{key}", getattr(stage.rollout, key), getattr(fresh.rollout, key)) for key in drawn),
+        *((f"rollout.{key}", getattr(stage.rollout, key), getattr(fresh.rollout, key)) for key in sampling),
     ):
         if one != other:
             raise UserError(
-                f"{fresh.run.root} has another {name} than {stage.run.root}: its gradient is of something else"
+                f"{fresh.run.root} has another {name} than {stage.run.root}, so the gradients cannot be compared"
             )
     return fresh

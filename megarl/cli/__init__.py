@@ -1,7 +1,7 @@
 """The command line: ``megarl train``, ``optimize``, ``eval``, ``report`` and the others.
 
-Each command imports what it needs; the module itself imports nothing heavy, so that help and the first line of a run
-appear at once.
+Each command imports what it needs when it is called. The module itself imports nothing heavy, so that ``--help`` and
+the first line of a run appear at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megarl.cli.inside import add_inside
 from megarl.cli.stage import add_stage
 from megarl.errors import PhaseFailed, UserError
 
-# of files and directories, which another try would meet again
+# errors of files and directories that a retry would meet again
 _MISTAKES = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 if TYPE_CHECKING:
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 
 
 def run() -> NoReturn:
-    """`main`, then the end of the process without Python's own, which takes half a second where torch is imported."""
+    """`main`, then exit without Python's finalisation, which takes half a second once torch is imported."""
     code: str | int | None = 0
     try:
         main()
     except SystemExit as end:
         code = end.code
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the reader of a pipe may have ended
             stream.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Exit codes: 0 done, 1 failed and worth trying again, 2 a mistake to correct first, 130 stopped by a signal."""
+    """Exit codes: 0 done, 1 failed but worth a retry, 2 a mistake to correct first, 130 stopped by a signal."""
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:
-        options.parser.refuse(unknown)  # with the usage of the command itself
+        options.parser.refuse(unknown)  # shows the usage of the command instead of that of megarl
     interrupted = []
 
     def interrupt(*_: object) -> None:
@@ -63,62 +63,62 @@ def main(arguments: list[str] | None = None) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, interrupt)  # a scheduler's stop is an interruption like any other
+    signal.signal(signal.SIGTERM, interrupt)  # sent by schedulers
     try:
         options.command(options)
     except BaseException as error:
-        # extension modules turn a KeyboardInterrupt in their import into other exceptions
+        # an interrupted import of an extension module may raise another exception than KeyboardInterrupt
         if interrupted or isinstance(error, KeyboardInterrupt):
-            sys.exit(_complain("interrupted; start the same command again to continue", 130))
+            sys.exit(_print_error("interrupted; start the same command again to continue", 130))
         if isinstance(error, UserError):
-            sys.exit(_complain(error, 2))
+            sys.exit(_print_error(error, 2))
         if isinstance(error, PhaseFailed):
-            sys.exit(_complain(error, 1))
-        if isinstance(error, BrokenPipeError) and not _is_read():
-            sys.exit(128 + signal.SIGPIPE)  # as a program of the shell's ends in `megarl sql ... | head`
+            sys.exit(_print_error(error, 1))
+        if isinstance(error, BrokenPipeError) and not _stdout_has_reader():
+            sys.exit(128 + signal.SIGPIPE)  # the exit code of other programs in `megarl sql ... | head`
         if isinstance(error, OSError) and error.filename is not None:
-            sys.exit(_complain(f"{error.filename}: {error.strerror}", 2 if error.errno in _MISTAKES else 1))
+            sys.exit(_print_error(f"{error.filename}: {error.strerror}", 2 if error.errno in _MISTAKES else 1))
         raise
 
 
-def _is_read() -> bool:
-    """Whether somebody still reads what is printed."""
+def _stdout_has_reader() -> bool:
+    """Whether the pipe on stdout, if it is one, is still open at its other end."""
     pipe = select.poll()
     pipe.register(1, 0)
     return not any(event & select.POLLERR for _, event in pipe.poll(0))
 
 
-def _complain(message: object, code: int) -> int:
+def _print_error(message: object, code: int) -> int:
     print(f"megarl: {message}", file=sys.stderr)
     return code
 
 
 def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable[[argparse.Namespace], None]:
-    """A command on run directory ``run_dir``: the first node runs ``lead``, the others what it orders."""
+    """A command on a run directory: the first node (the leader) runs ``lead``, the others start what it orders."""
 
     def command(options: argparse.Namespace) -> None:
         from megarl.workers.node_rank import find_node_rank
         from megarl.workers.processes import Starter
 
         node = find_node_rank(os.environ)
-        if node.rank == 0:  # before the imports of torch and Megatron, which take seconds
-            run_dir = vars(options).get("output") or options.run_dir  # a branch is written there alone
+        if node.rank == 0:  # printed before the imports of torch and Megatron, which take seconds
+            run_dir = vars(options).get("output") or options.run_dir  # a branch writes only to --output
             new = not (run_dir / "recipe.toml").exists()
             print(f"megarl {__version__}: {'starting' if new else 'continuing'} {run_dir}", flush=True)
         with contextlib.closing(Starter()) as starter:
-            starter.warm_up()  # it imports while this process reads the recipe; it dies with it
+            starter.warm_up()  # the warm process imports packages while this process reads the recipe
             if "continue_from" in options:
                 from megarl.storage.origin import recorded
 
-                options.set = [*recorded(options.run_dir), *options.set]  # the same command continues without them
+                options.set = [*recorded(options.run_dir), *options.set]  # --set need not be repeated to continue
             if node.count == 1 and getattr(options, "recipe", None):
                 from megarl.recipe.load import load_without_objective
 
-                load_without_objective(options.recipe, options.set)  # most mistakes show at once
+                load_without_objective(options.recipe, options.set)  # reports most mistakes at once
             from megarl.workers.launcher import follow
             from megarl.workers.nodes import Nodes
 
-            # `optimize --output` makes a run of its own; where it is, each node knows from its own command line
+            # `optimize --output` makes a new run; each node takes its path from its own command line
             run_dir = (getattr(options, "output", None) or options.run_dir).resolve()
             with Nodes(node, starter, run_dir) as nodes:
                 if nodes.rank:
@@ -149,7 +149,7 @@ def _train(options: argparse.Namespace, nodes: Nodes) -> None:
         _stage(run, options.until[1])
     check(nodes.starter, recipe, nodes.count, optimizes(run, options.until))
     with run.lock():
-        run = RunDir.create(run.root, recipe)  # which may write the recipe: only now is nobody else at work
+        run = RunDir.create(run.root, recipe)  # may write the recipe, so it needs the lock
         record(run.root, options.set)
         if checkpoint is not None:
             link_start(run, checkpoint)
@@ -173,11 +173,11 @@ def _serve(options: argparse.Namespace, nodes: Nodes) -> None:
 
     if options.recipe is not None:
         recipe = load_recipe(options.recipe, options.set)
-        check_serving(nodes, recipe)  # a mistake leaves no run directory
+        check_serving(nodes, recipe)  # first, so that a mistake leaves no run directory
         with RunDir(options.run_dir.resolve(), recipe).lock():
             RunDir.create(options.run_dir, recipe)
     elif options.set:
-        raise UserError("--set changes a recipe, so it needs --recipe RECIPE, with which a run begins")
+        raise UserError("--set needs --recipe RECIPE: settings can only be changed when a run begins")
     stage = _open_stage(options)
     with stage.run.lock():
         serve_stage(nodes, stage, options.port)
@@ -191,7 +191,7 @@ def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
         optimize_branch(nodes, stage, options.output, options.set)
         return
     if options.set:
-        raise UserError("--set changes the recipe, so it needs --output DIR for the new run directory")
+        raise UserError("--set needs --output DIR: other settings need a new run directory")
     with stage.run.lock():
         optimize_stage(nodes, stage)
 
@@ -200,7 +200,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from megarl.commands import describe_evaluations, evaluate_checkpoint, evaluate_model
 
     if (options.stage is None) != (options.update is None):
-        raise UserError("--stage and --update belong together: updates of that stage, as of `megarl export`")
+        raise UserError("--stage and --update must be given together: they name a policy, as in `megarl export`")
     if options.stage is not None:
         place = options.stage, options.update
         results = evaluate_checkpoint(options.model_or_run, place, options.suite, options.set, options.output)
@@ -219,7 +219,7 @@ def _report(options: argparse.Namespace) -> None:
     from megarl.views.report import write_report
 
     if len(options.run_dirs) > 1 and not options.output:
-        raise UserError("--output FILE says where the page about several runs goes")
+        raise UserError("a report on several runs needs --output FILE")
     output = options.output or options.run_dirs[0] / "report.html"
     print(write_report(options.run_dirs, output))
 
@@ -289,78 +289,91 @@ def _parser() -> Parser:
 
 
 def _add_phases(commands: Commands) -> None:
-    sub = _command(commands, "train", _on_all_nodes(_train), "the whole run; start it again to continue it")
-    sub.add_argument("recipe", type=Path)
-    sub.add_argument("--run-dir", type=Path, required=True)
+    sub = _command(commands, "train", _on_all_nodes(_train), "make a whole run; start it again to continue it")
+    sub.add_argument("recipe", type=Path, help="the recipe, a TOML file")
+    sub.add_argument("--run-dir", type=Path, required=True, help="directory of the run; made if it does not exist")
     sub.add_argument(
-        "--continue-from", type=Path, metavar="RUN", help="begin with the result of a finished run, and its optimizer"
+        "--continue-from",
+        type=Path,
+        metavar="RUN",
+        help="start from the result and the optimizer state of this finished run",
     )
     sub.add_argument(
-        "--until", type=_phase_and_stage, metavar="PHASE:STAGE", help="stop after it, for example rollout:0"
+        "--until", type=_phase_and_stage, metavar="PHASE:STAGE", help="stop after this phase, for example rollout:0"
     )
     _settings(sub)
 
     sub = _command(commands, "rollout", _on_all_nodes(_rollout), "generate and seal the rollouts of one stage")
-    sub.add_argument("run_dir", type=Path)
-    sub.add_argument("--stage", type=int, required=True)
+    sub.add_argument("run_dir", type=Path, help="a run directory")
+    sub.add_argument("--stage", type=int, required=True, help="number of the stage, from 0")
 
-    sub = _command(commands, "serve", _on_all_nodes(_serve), "an OpenAI-compatible server whose agents fill a stage")
-    sub.add_argument("run_dir", type=Path)
-    sub.add_argument("--stage", type=int, required=True)
-    sub.add_argument("--port", type=int, default=8400, help="on loopback; 0: any free one; default: 8400")
-    sub.add_argument("--recipe", type=Path, help="begin the run, where there is none")
+    sub = _command(
+        commands, "serve", _on_all_nodes(_serve), "serve an OpenAI-compatible API to agents that fill a stage"
+    )
+    sub.add_argument("run_dir", type=Path, help="a run directory")
+    sub.add_argument("--stage", type=int, required=True, help="number of the stage, from 0")
+    sub.add_argument("--port", type=int, default=8400, help="port on 127.0.0.1; 0: any free port; default: 8400")
+    sub.add_argument("--recipe", type=Path, help="begin the run with this recipe, if it does not exist yet")
     _settings(sub)
 
-    sub = _command(commands, "optimize", _on_all_nodes(_optimize), "all updates of one stage on its sealed rollouts")
-    sub.add_argument("run_dir", type=Path)
-    sub.add_argument("--stage", type=int, required=True)
-    sub.add_argument("--output", type=Path, help="write to a new run directory, with other settings")
+    sub = _command(
+        commands, "optimize", _on_all_nodes(_optimize), "make all updates of one stage on its sealed rollouts"
+    )
+    sub.add_argument("run_dir", type=Path, help="a run directory")
+    sub.add_argument("--stage", type=int, required=True, help="number of the stage, from 0")
+    sub.add_argument("--output", type=Path, help="a new run directory, which may have other settings (--set)")
     _settings(sub)
 
-    sub = _command(commands, "export", _export, "the policy of any checkpoint as a Hugging Face directory")
-    sub.add_argument("run_dir", type=Path)
-    sub.add_argument("--stage", type=int, required=True)
-    sub.add_argument("--update", type=int, required=True, help="updates of the stage before it")
+    sub = _command(commands, "export", _export, "write the policy of any checkpoint as a Hugging Face directory")
+    sub.add_argument("run_dir", type=Path, help="a run directory")
+    sub.add_argument("--stage", type=int, required=True, help="number of the stage, from 0")
+    sub.add_argument("--update", type=int, required=True, help="the policy after this many updates of the stage")
     sub.add_argument("--output", type=Path, required=True, help="the directory to make")
-    sub.add_argument("--adapters", action="store_true", help="of [actor.lora] the adapters alone, as PEFT stores them")
+    sub.add_argument("--adapters", action="store_true", help="only the adapters of [actor.lora], in PEFT's format")
 
 
 def _add_evaluation(commands: Commands) -> None:
-    sub = _command(commands, "eval", _evaluate, "avg@k, pass@k and maj@k with their intervals")
-    sub.add_argument("model_or_run", type=Path)
+    sub = _command(commands, "eval", _evaluate, "evaluate a policy: avg@k, pass@k and maj@k with their intervals")
+    sub.add_argument("model_or_run", type=Path, help="a run directory, for its newest policy, or a Hugging Face model")
     sub.add_argument("--recipe", type=Path, help="data and reward settings, when the model is not part of a run")
     sub.add_argument(
         "--suite",
         action="append",
         default=[],
-        help="name of a suite of the recipe, prompt file or reasoning-gym generator; may be repeated; default: all of "
-        "the recipe's",
+        help="name of a suite of the recipe, prompt file or reasoning-gym generator; may be repeated; default: all "
+        "suites of the recipe",
     )
-    sub.add_argument("--stage", type=int, help="with --update: of the run, the policy of a checkpoint")
-    sub.add_argument("--update", type=int, help="updates of that stage before it")
-    sub.add_argument("--output", type=Path, help="a directory that keeps the responses, and continues if interrupted")
-    sub.add_argument("--json", action="store_true", help="one JSON list, an object a suite")
+    sub.add_argument("--stage", type=int, help="with --update: evaluate the policy of a checkpoint of this stage")
+    sub.add_argument("--update", type=int, help="the policy after this many updates of --stage")
+    sub.add_argument("--output", type=Path, help="directory to keep the responses; an interrupted evaluation continues")
+    sub.add_argument("--json", action="store_true", help="print a JSON list with one object per suite")
     _settings(sub)
     add_beside(commands)
 
 
 def _add_views(commands: Commands) -> None:
-    sub = _command(commands, "report", _report, "one self-contained HTML page; several runs side by side")
+    sub = _command(commands, "report", _report, "write a self-contained HTML page about one or several runs")
     sub.add_argument("run_dirs", type=Path, nargs="+")
-    sub.add_argument("--output", type=Path)
+    sub.add_argument("--output", type=Path, help="the HTML file; default for one run: report.html in its directory")
 
     sub = _command(
-        commands, "audit", _audit, "whether all that a run directory holds agrees; exit code 1 if it does not"
+        commands, "audit", _audit, "verify that everything in a run directory is consistent; exit code 1 if it is not"
     )
-    sub.add_argument("run_dir", type=Path)
-    sub.add_argument("--samples", type=int, default=16, help="groups a stage that are scored again; default: 16")
-    sub.add_argument("--json", action="store_true", help="one JSON object")
+    sub.add_argument("run_dir", type=Path, help="a run directory")
+    sub.add_argument("--samples", type=int, default=16, help="groups per stage to score again; default: 16")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
 
-    sub = _command(commands, "completion", _completion, "what a shell needs to complete commands and options")
+    sub = _command(commands, "completion", _completion, "print a shell script that completes commands and options")
     sub.add_argument("shell", choices=SHELLS, help='as in: eval "$(megarl completion bash)"')
 
-    sub = _command(commands, "doctor", _doctor, "what this machine has, what is missing, which extra installs it")
-    sub.add_argument("--recipe", type=Path, help="instead: rehearse an update, export and checkpoint of this recipe")
-    sub.add_argument("--scratch", type=Path, help="where the rehearsal writes; shared by several nodes")
-    sub.add_argument("--json", action="store_true", help="one JSON object; without --recipe")
+    sub = _command(
+        commands, "doctor", _doctor, "show what this machine has, what is missing and which extra installs it"
+    )
+    sub.add_argument(
+        "--recipe", type=Path, help="instead rehearse one update, its export and a checkpoint with this recipe"
+    )
+    sub.add_argument(
+        "--scratch", type=Path, help="where the rehearsal writes; must be shared if there are several nodes"
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object; not with --recipe")
     _settings(sub)

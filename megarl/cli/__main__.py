@@ -1,4 +1,4 @@
-"""``python -m megarl.cli``: the command ``megarl`` without its installation."""
+"""``python -m megarl.cli``: the command ``megarl`` without installing it."""
 
 from megarl.cli import run
 

@@ -1,4 +1,4 @@
-"""What the modules of the command line share."""
+"""The parser class and the argument types that the modules of the command line share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ else:
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the nearest command or option where one is misspelt."""
+    """An argument parser that suggests the nearest command or option for a misspelt one."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -24,28 +24,28 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{value!r} is unknown; {hint}")
 
     def refuse(self, unknown: list[str]) -> NoReturn:
-        """Ends with the usage, for arguments that no parser took."""
+        """Exit with the usage and an error about arguments that no parser knows."""
         options = [word[2:] for word in self._option_string_actions if word.startswith("--")]
         close = nearest(unknown[0][2:].partition("=")[0], options) if unknown[0].startswith("--") else None
         self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean --{close}?" if close else ""))
 
 
 def command(among: Commands, name: str, function: Any, help: str) -> Parser:
-    """A command among others, which calls ``function`` with its options."""
+    """Add the command ``name``, which calls ``function`` with the parsed options; returns its parser."""
     sub = among.add_parser(name, help=help, description=help)
     sub.set_defaults(command=function, parser=sub)
     return sub
 
 
 def settings(sub: argparse.ArgumentParser) -> None:
-    """``--set``, for commands that take recipe settings."""
+    """Add ``--set``, for commands that take recipe settings."""
     sub.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a recipe setting"
     )
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on, as an argument."""
+    """Argument type: an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)

@@ -1,4 +1,4 @@
-"""The command line's ``plan`` and ``data``: what a recipe asks for, before there is a run."""
+"""The commands ``plan``, ``simulate`` and ``data``: what a recipe needs and contains, before there is a run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from megarl.views.assumptions import OPTIONS, Assumptions, assume, meaning_of, u
 
 
 def add_before(commands: Commands) -> None:
-    """The commands of this module."""
+    """Add the commands of this module."""
     sub = command(
-        commands, "plan", _plan, "memory and time of every phase on GPUs, or what does not fit and what would"
+        commands,
+        "plan",
+        _plan,
+        "estimate memory and time of every phase on GPUs, or say what does not fit and what would",
     )
     sub.add_argument("recipe", type=Path)
     _on_gpus(sub)
-    sub.add_argument("--json", action="store_true", help="one JSON object, in bytes and seconds")
+    sub.add_argument("--json", action="store_true", help="print one JSON object, in bytes and seconds")
     settings(sub)
 
     sub = command(
-        commands, "simulate", _simulate, "hours to N updates: staged, lock-step and live on the same GPUs, over seeds"
+        commands,
+        "simulate",
+        _simulate,
+        "simulate the hours to N updates in stages, in lock-step and live, on the same GPUs",
     )
     sub.add_argument("recipe", type=Path)
     _on_gpus(sub)
@@ -31,22 +37,24 @@ def add_before(commands: Commands) -> None:
     settings(sub)
 
     data = commands.add_parser("data", help="the prompts of a recipe").add_subparsers(required=True, metavar="COMMAND")
-    sub = command(data, "show", _show_data, "the first prompts as the model sees them, with their tokens")
+    sub = command(data, "show", _show_data, "print the first prompts as the model sees them, with their tokens")
     sub.add_argument("recipe", type=Path)
-    sub.add_argument("--count", type=int, default=3, help="training and held-out prompts, each; default: 3")
+    sub.add_argument("--count", type=int, default=3, help="number of training and of held-out prompts; default: 3")
     settings(sub)
 
-    sub = command(data, "check", _check_data, "every row of a recipe's files; exit code 1 if a run would stop at one")
+    sub = command(
+        data, "check", _check_data, "check every row of the prompt files; exit code 1 if a run would stop at one"
+    )
     sub.add_argument("recipe", type=Path)
-    sub.add_argument("--json", action="store_true", help="one JSON object")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
     settings(sub)
 
 
 def _on_gpus(sub: argparse.ArgumentParser) -> None:
-    """Which GPUs, and what is assumed of them."""
-    sub.add_argument("--nodes", type=int, default=1)
+    """Add the options that say which GPUs there are and what to assume about them."""
+    sub.add_argument("--nodes", type=int, default=1, help="number of nodes; default: 1")
     sub.add_argument("--gpu", default="h200", help="a100, h100, h200, h20 or b200; default: h200")
-    sub.add_argument("--hbm", type=float, metavar="GIB", help="memory of a GPU that a process can allocate")
+    sub.add_argument("--hbm", type=float, metavar="GIB", help="memory of a GPU that processes can allocate")
     for name in OPTIONS:
         unit, meaning = unit_of(name), meaning_of(name)
         option, shown = f"--{name.replace('_', '-')}", unit.upper() or "NUMBER"
@@ -54,24 +62,24 @@ def _on_gpus(sub: argparse.ArgumentParser) -> None:
 
 
 DAYS = (  # options of `megarl.views.simulate.Days`
-    ("updates", positive, "of the whole run; default: the recipe's"),
-    ("stage", positive, "updates of a stage of the staged run; default: the recipe's"),
+    ("updates", positive, "updates of the whole run; default: the recipe's"),
+    ("stage", positive, "updates in a stage of the staged run; default: the recipe's"),
     (
         "sync_every",
         positive,
-        "updates between two versions of the policy, where not staged; default: the recipe's, or 4",
+        "updates between two versions of the policy in the lock-step and live runs; default: the recipe's, or 4",
     ),
-    ("lag", int, "the live run's largest, in updates; default: the recipe's, or that of the staged run"),
-    ("spread", float, "standard deviation of the logarithm of a response's length; default: 0.6"),
-    ("failures", float, "of a node in a day; default: 0.004"),
+    ("lag", int, "largest lag of the live run, in updates; default: the recipe's, or that of the staged run"),
+    ("spread", float, "standard deviation of the logarithm of the response length; default: 0.6"),
+    ("failures", float, "failures of a node per day; default: 0.004"),
     ("restart", float, "seconds until a failed or preempted job runs again; default: 600"),
-    ("preemptions", float, "of the job in a day; default: 0"),
-    ("away", float, "seconds until a preempted job has its nodes again, in the mean; default: 3600"),
-    ("handover", float, "seconds to give engines new weights; default: through shared storage"),
+    ("preemptions", float, "preemptions of the job per day; default: 0"),
+    ("away", float, "mean seconds until a preempted job gets its nodes back; default: 3600"),
+    ("handover", float, "seconds to load new weights into the engines; default: the time through shared storage"),
     (
         "passes",
         float,
-        "forward passes that lock-step makes beside the plan's: 1 where old log-probs are computed anew; default: 0",
+        "additional forward passes of lock-step: 1 if the trainer recomputes the old log-probs; default: 0",
     ),
     ("seeds", positive, "simulated runs of each schedule; default: 20"),
 )

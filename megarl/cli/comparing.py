@@ -1,4 +1,4 @@
-"""The command line's ``sweep``, ``what-if`` and ``compare``: runs, objectives and policies beside each other."""
+"""The commands ``sweep``, ``what-if`` and ``compare``, which compare runs, objectives and policies."""
 
 from __future__ import annotations
 
@@ -11,41 +11,47 @@ from megarl.errors import UserError
 
 
 def add_beside(commands: Commands) -> None:
-    """The commands of this module."""
-    sub = command(commands, "sweep", _sweep, "runs beside each other, and one table; start it again to continue it")
-    sub.add_argument("sweep", type=Path, help="a TOML file: docs/comparing.md")
-    sub.add_argument("--output", type=Path, help="where the run directories go; default: the file's name without .toml")
+    """Add the commands of this module."""
+    sub = command(
+        commands, "sweep", _sweep, "make and compare runs with different settings; start it again to continue it"
+    )
+    sub.add_argument("sweep", type=Path, help="a TOML file, see docs/comparing.md")
+    sub.add_argument("--output", type=Path, help="directory for the runs; default: the file's name without .toml")
     sub.add_argument("--jobs", type=positive, default=2, help="runs at a time; default: 2")
-    sub.add_argument("--dry-run", action="store_true", help="count and list the runs, and start none")
-    sub.add_argument("--json", action="store_true", help="the table, or the runs of --dry-run, as a JSON list")
+    sub.add_argument("--dry-run", action="store_true", help="count and list the runs, but start none")
+    sub.add_argument("--json", action="store_true", help="print the table, or the runs of --dry-run, as a JSON list")
 
-    sub = command(commands, "what-if", _what_if, "every objective's gradient on the stored batches of a stage")
-    sub.add_argument("run_dir", type=Path)
-    sub.add_argument("--stage", type=int, required=True)
+    sub = command(commands, "what-if", _what_if, "compare the gradients of all objectives on stored batches of a stage")
+    sub.add_argument("run_dir", type=Path, help="a run directory")
+    sub.add_argument("--stage", type=int, required=True, help="number of the stage, from 0")
     sub.add_argument(
         "--update",
         type=int,
         action="append",
         default=[],
-        help="a policy, by its updates in the stage; may be repeated; default: all that are there",
+        help="the policy after this many updates of the stage; may be repeated; default: all that exist",
     )
-    sub.add_argument("--batches", type=positive, default=8, help="of the stage, the last ones; default: 8")
+    sub.add_argument("--batches", type=positive, default=8, help="number of batches, the last of the stage; default: 8")
     sub.add_argument(
         "--fresh-stage",
         type=int,
         metavar="K",
-        help="a sealed stage that the policy of --update generated, as the fresh responses; default: new ones, by the "
-        "built-in engine",
+        help="use the responses of this sealed stage, which the policy of --update generated, as fresh ones; default: "
+        "the built-in engine generates fresh responses",
     )
-    sub.add_argument("--fresh", type=Path, metavar="RUN", help="the run directory of --fresh-stage; default: the same")
-    sub.add_argument("--figure", type=Path, help="write a page with charts along staleness")
-    sub.add_argument("--json", action="store_true", help="one JSON list")
+    sub.add_argument(
+        "--fresh", type=Path, metavar="RUN", help="the run directory of --fresh-stage; default: the same run"
+    )
+    sub.add_argument("--figure", type=Path, help="write an HTML page with charts over staleness")
+    sub.add_argument("--json", action="store_true", help="print a JSON list")
 
-    sub = command(commands, "compare", _compare, "two policies on the prompts that both have answered")
-    sub.add_argument("a", metavar="A", help="a run directory, or DIR:UPDATE, DIR:best; default: its last evaluation")
-    sub.add_argument("b", metavar="B")
-    sub.add_argument("--suite", help="default: every suite that both have")
-    sub.add_argument("--json", action="store_true", help="one JSON list, an object a suite")
+    sub = command(commands, "compare", _compare, "compare two policies on the prompts that both have answered")
+    sub.add_argument(
+        "a", metavar="A", help="an evaluated policy: DIR (the run's last evaluation), DIR:UPDATE or DIR:best"
+    )
+    sub.add_argument("b", metavar="B", help="the policy to compare it with")
+    sub.add_argument("--suite", help="default: every suite on which both were evaluated")
+    sub.add_argument("--json", action="store_true", help="print a JSON list with one object per suite")
 
 
 def _sweep(options: argparse.Namespace) -> None:
@@ -63,7 +69,7 @@ def _what_if(options: argparse.Namespace) -> None:
     from megarl.what_if import what_if
 
     if options.fresh and options.fresh_stage is None:
-        raise UserError("--fresh RUN: say with --fresh-stage which of its stages")
+        raise UserError("--fresh RUN needs --fresh-stage K: a stage of that run")
     fresh = None if options.fresh_stage is None else (options.fresh or options.run_dir, options.fresh_stage)
     rows = estimates(what_if(options.run_dir, options.stage, options.update, options.batches, fresh))
     print(json.dumps(rows) if options.json else table(rows, given=fresh is not None))

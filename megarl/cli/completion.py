@@ -1,4 +1,4 @@
-"""Completion of commands, options and files in bash, zsh and fish, from the parser itself."""
+"""Completion of commands, options and files in bash, zsh and fish, generated from the argument parser."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ end"""
 
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """For ``eval "$(megarl completion bash)"``, the same in zsh, or ``megarl completion fish | source``."""
+    """The script for ``eval "$(megarl completion bash)"``, the same in zsh, or ``megarl completion fish | source``."""
     table = dict(_words("", parser))
     if shell == "fish":
         return "\n".join(_fish(table))
@@ -46,7 +46,7 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _words(path: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[str]]]:
-    """(commands so far, as "stage/pack"; what may follow) of a parser and all below it."""
+    """Yield (commands so far, such as "stage/pack"; the words that may follow) for a parser and its subcommands."""
     words: list[str] = []
     below: dict[str, argparse.ArgumentParser] = {}
     for action in parser._actions:

@@ -1,4 +1,4 @@
-"""The command line's ``samples``, ``sql``, ``trace`` and ``runs``: looking inside runs."""
+"""The commands ``samples``, ``sql``, ``trace`` and ``runs``, which look inside runs."""
 
 from __future__ import annotations
 
@@ -13,49 +13,61 @@ from megarl.views.responses import COLOURINGS
 
 
 def add_inside(commands: Commands) -> None:
-    """The commands of this module."""
+    """Add the commands of this module."""
     _add_samples(commands)
 
-    sub = command(commands, "sql", _sql, "a query over a run's responses, ledger, metrics, events and evaluations")
-    sub.add_argument("run_dir", type=Path)
+    sub = command(commands, "sql", _sql, "query a run's responses, ledger, metrics, events and evaluations with SQL")
+    sub.add_argument("run_dir", type=Path, help="a run directory")
     sub.add_argument("query", help="such as 'select stage, avg(reward) from responses group by stage'")
-    sub.add_argument("--memory", default="1GB", metavar="SIZE", help="what DuckDB may use; default: 1GB")
-    sub.add_argument("--json", action="store_true", help="one JSON object a row, and all rows")
+    sub.add_argument("--memory", default="1GB", metavar="SIZE", help="memory that DuckDB may use; default: 1GB")
+    sub.add_argument("--json", action="store_true", help="print all rows, one JSON object per row")
 
-    sub = command(commands, "trace", _trace, "phases, updates and replicas of a run as a trace for Perfetto or Chrome")
-    sub.add_argument("run_dir", type=Path)
+    sub = command(commands, "trace", _trace, "write phases, updates and replicas as a trace for Perfetto or Chrome")
+    sub.add_argument("run_dir", type=Path, help="a run directory")
     sub.add_argument("--output", type=Path, help="default: trace.json in the run directory")
 
-    sub = command(commands, "runs", _runs, "the runs below a directory, with their state and last numbers")
+    sub = command(commands, "runs", _runs, "list the runs below a directory, with their state and last numbers")
     sub.add_argument("directory", type=Path)
-    sub.add_argument("--json", action="store_true", help="one JSON object a run")
+    sub.add_argument("--json", action="store_true", help="print one JSON object per run")
 
 
 def _add_samples(commands: Commands) -> None:
-    sub = command(commands, "samples", _samples, "responses of a run: what the model wrote")
-    sub.add_argument("run_dir", type=Path)
-    sub.add_argument("--stage", type=int, help="only of this stage, from 0")
-    sub.add_argument("--prompt", type=int, metavar="ID", help="all responses to a prompt, beside each other")
-    sub.add_argument("--sample", type=int, metavar="N", help="only the one with this number of each prompt's responses")
+    sub = command(commands, "samples", _samples, "show responses of a run")
+    sub.add_argument("run_dir", type=Path, help="a run directory")
+    sub.add_argument("--stage", type=int, help="only responses of this stage, from 0")
+    sub.add_argument("--prompt", type=int, metavar="ID", help="all responses to this prompt")
+    sub.add_argument("--sample", type=int, metavar="N", help="only response number N to each prompt, from 0")
     sub.add_argument(
-        "--reward", type=_range, default=(-math.inf, math.inf), metavar="MIN:MAX", help="one number, or a range"
+        "--reward",
+        type=_range,
+        default=(-math.inf, math.inf),
+        metavar="MIN:MAX",
+        help="only responses with this reward, one number or a range",
     )
-    sub.add_argument("--finish", metavar="REASON", help="how it ended: stop, length, timeout or unfinished")
-    sub.add_argument("--longer", type=int, default=0, metavar="TOKENS", help="only those with more tokens")
-    sub.add_argument("--shorter", type=int, metavar="TOKENS", help="only those with fewer tokens")
-    sub.add_argument("--grep", type=_pattern, metavar="REGEX", help="only those whose text has it")
-    sub.add_argument("--limit", type=int, help="how many; default: 10, and with --prompt all")
-    sub.add_argument("--full", action="store_true", help="long texts uncut")
-    sub.add_argument("--json", action="store_true", help="one JSON object a response, uncut")
-    sub.add_argument("--tokens", choices=COLOURINGS, help="colour tokens; with --json, all values of every token")
+    sub.add_argument(
+        "--finish", metavar="REASON", help="only responses that ended with stop, length, timeout or unfinished"
+    )
+    sub.add_argument("--longer", type=int, default=0, metavar="TOKENS", help="only responses with more tokens")
+    sub.add_argument("--shorter", type=int, metavar="TOKENS", help="only responses with fewer tokens")
+    sub.add_argument("--grep", type=_pattern, metavar="REGEX", help="only responses whose text matches")
+    sub.add_argument("--limit", type=int, help="number of responses to show; default: 10, with --prompt all")
+    sub.add_argument("--full", action="store_true", help="do not shorten long texts")
+    sub.add_argument("--json", action="store_true", help="print one JSON object per response, with full texts")
+    sub.add_argument(
+        "--tokens", choices=COLOURINGS, help="colour tokens by this quantity; with --json, all values of every token"
+    )
     sub.add_argument(
         "--policy",
         metavar="UPDATE",
-        help="under which policy: an update after which one was exported, final, best or a model directory; default: "
-        "the one that the updates on the stage ended with",
+        help="with --tokens: the policy to use, by an update after which one was exported, final, best or a model "
+        "directory; default: the policy after all updates of the stage",
     )
     sub.add_argument(
-        "--set", action="append", default=[], metavar="objective.KEY=VALUE", help="under another objective"
+        "--set",
+        action="append",
+        default=[],
+        metavar="objective.KEY=VALUE",
+        help="with --tokens: use another objective or other settings of it",
     )
 
 
@@ -74,7 +86,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
 
 
 def _samples(options: argparse.Namespace) -> None:
@@ -125,7 +137,7 @@ def _runs(options: argparse.Namespace) -> None:
 
     lines = list_runs(options.directory)
     if not options.json:
-        print(as_table(lines) if lines else f"no run below {options.directory}")
+        print(as_table(lines) if lines else f"there are no runs below {options.directory}")
         return
     for line in lines:
         print(as_json(line))

@@ -1,4 +1,4 @@
-"""The command line's ``stage``: sealed stages that travel, and stages made of what other systems generated."""
+"""The command ``stage``: packs, shares and unpacks sealed stages, and makes stages of other systems' responses."""
 
 from __future__ import annotations
 
@@ -10,44 +10,51 @@ from megarl.cli.arguments import Commands, command, settings
 
 
 def add_stage(commands: Commands) -> None:
-    """The commands of this module."""
+    """Add the commands of this module."""
     among = commands.add_parser("stage", help="pack, share, unpack and ingest sealed stages").add_subparsers(
         required=True, metavar="COMMAND"
     )
-    sub = command(among, "pack", _pack, "a sealed stage with all that its updates depend on, as one directory or tar")
-    sub.add_argument("run_dir", type=Path)
-    sub.add_argument("stage", type=int)
-    sub.add_argument("output", type=Path, help="a directory to make, or a file that ends in .tar")
-    sub.add_argument("--license", required=True, help="of the rollouts, as apache-2.0, cc-by-4.0 or other")
-    sub.add_argument("--weights", action="store_true", help="the policy's weights too; of later stages always")
-    sub.add_argument("--no-prompts", action="store_true", help="leave out prompt files: their checksums stay")
-    sub.add_argument("--json", action="store_true", help="one JSON object")
+    sub = command(among, "pack", _pack, "pack a sealed stage with everything that its updates depend on")
+    sub.add_argument("run_dir", type=Path, help="a run directory")
+    sub.add_argument("stage", type=int, help="number of the stage, from 0")
+    sub.add_argument("output", type=Path, help="a directory to make, or a tar file if the name ends in .tar")
+    sub.add_argument("--license", required=True, help="licence of the rollouts, such as apache-2.0, cc-by-4.0 or other")
+    sub.add_argument(
+        "--weights", action="store_true", help="include the policy's weights; always done for stages after the first"
+    )
+    sub.add_argument("--no-prompts", action="store_true", help="leave out the prompt files; their checksums stay")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
 
-    sub = command(among, "unpack", _unpack, "a run directory from a packed stage, every file verified")
-    sub.add_argument("packed", type=Path)
-    sub.add_argument("run_dir", type=Path)
+    sub = command(among, "unpack", _unpack, "make a run directory from a packed stage, after verifying every file")
+    sub.add_argument("packed", type=Path, help="a packed stage")
+    sub.add_argument("run_dir", type=Path, help="the run directory to make")
     sub.add_argument("--model", type=Path, help="the base model, for a stage that was packed without weights")
-    sub.add_argument("--prompts", type=Path, action="append", default=[], help="a prompt file that was not packed")
-    sub.add_argument("--json", action="store_true", help="one JSON object")
+    sub.add_argument(
+        "--prompts", type=Path, action="append", default=[], help="a prompt file that was not packed; may be repeated"
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
     settings(sub)
 
-    sub = command(among, "push", _push, "a packed directory to a data set repository of the Hugging Face Hub")
-    sub.add_argument("packed", type=Path)
+    sub = command(among, "push", _push, "upload a packed directory to a dataset repository of the Hugging Face Hub")
+    sub.add_argument("packed", type=Path, help="a packed stage")
     sub.add_argument("repository", metavar="OWNER/NAME")
-    sub.add_argument("--private", action="store_true", help="if the repository is new")
+    sub.add_argument("--private", action="store_true", help="make the repository private, if it is new")
 
-    sub = command(among, "pull", _pull, "a packed directory from the Hugging Face Hub, every file verified")
+    sub = command(among, "pull", _pull, "download a packed directory from the Hugging Face Hub and verify every file")
     sub.add_argument("repository", metavar="OWNER/NAME")
     sub.add_argument("output", type=Path)
     sub.add_argument("--revision", help="branch, tag or commit")
 
     sub = command(
-        among, "ingest", _ingest, "a run with a sealed first stage from JSON lines or Parquet of other systems"
+        among,
+        "ingest",
+        _ingest,
+        "make a run with a sealed first stage of other systems' responses (JSON lines or Parquet)",
     )
     sub.add_argument("recipe", type=Path)
-    sub.add_argument("files", type=Path, nargs="+", help="rows of responses: docs/stages.md has their columns")
+    sub.add_argument("files", type=Path, nargs="+", help="rows of responses; docs/stages.md has the columns")
     sub.add_argument("--run-dir", type=Path, required=True)
-    sub.add_argument("--ignore", action="append", default=[], metavar="COLUMN", help="may be repeated")
+    sub.add_argument("--ignore", action="append", default=[], metavar="COLUMN", help="skip a column; may be repeated")
     settings(sub)
 
 

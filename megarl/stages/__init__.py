@@ -1,1 +1,1 @@
-"""A sealed stage on its way: packed, shared and unpacked, or made of what other systems generated."""
+"""Sealed stages that are packed, shared and unpacked, or filled with responses from other systems."""

@@ -1,4 +1,4 @@
-"""The card of a packed stage: what it is, its licence, how to use it, and what it can be recognised by."""
+"""The dataset card (README.md) of a packed stage: what it is, its licence, how to use it, and its checksums."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ tags:
 
 # {name}
 
-Rollouts of a language model, frozen: every response of one stage of a run of megarl, with its tokens, the log-probs
-with which they were sampled, its reward and the policy that wrote it.
+Frozen rollouts of a language model: all responses of one stage of a megarl run, each with its tokens, the log-probs at
+which they were sampled, its reward, and the version of the policy that sampled it.
 
 | | |
 |---|---|
@@ -31,12 +31,12 @@ megarl samples runs/{name}                # what the model wrote
 megarl optimize runs/{name} --stage {stage} --output runs/grpo --set objective.name=grpo
 ```
 
-`rollouts/*.arrow` are Arrow IPC files, one row a response; `manifest.json` has the checksum of every file{prompts}.
+`rollouts/*.arrow` are Arrow IPC files, one row per response; `manifest.json` has the checksum of every file{prompts}.
 """
 
 
 def write_card(manifest: Manifest, store: RolloutStore, recipe: Recipe, name: str) -> str:
-    """README.md as the Hugging Face Hub reads it. ``name`` is that of the run."""
+    """The text of README.md, with the metadata that the Hugging Face Hub reads. name: of the run."""
     entries = store.entries
     responses, tokens = sum(e.responses for e in entries), sum(e.tokens for e in entries)
     rewards, engine = sum(entry.reward_sum for entry in entries), recipe.rollout_of(manifest.stage).engine

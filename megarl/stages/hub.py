@@ -1,6 +1,7 @@
-"""``megarl stage push`` and ``pull``: packed stages as data set repositories of the Hugging Face Hub.
+"""``megarl stage push`` and ``pull``: packed stages as dataset repositories of the Hugging Face Hub.
 
-The address of the Hub and the token are those of huggingface_hub: ``HF_ENDPOINT``, ``HF_TOKEN`` or `hf auth login`.
+The address of the Hub and the token are those that huggingface_hub uses: ``HF_ENDPOINT``, and ``HF_TOKEN`` or
+`hf auth login`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from megarl.storage.files import disk_errors
 
 
 def push(packed: Path, repository: str, private: bool) -> str:
-    """Upload a packed directory as data set ``repository`` (OWNER/NAME): the text to print.
+    """Upload a packed directory as dataset ``repository`` (OWNER/NAME); returns the text to print.
 
-    Its files are verified first. `UserError` for a tar file, a repository that one may not write, or a damaged stage.
+    Its files are verified first. `UserError` for a tar file, a damaged stage, or a repository without write access.
     """
     source = Source(packed)
     if source.is_tar:
-        raise UserError(f"{packed} is a tar file: pack the stage as a directory, whose files the Hub can show")
+        raise UserError(f"{packed} is a tar file: pack the stage as a directory, so that the Hub can show its files")
     source.verify()
     from huggingface_hub import HfApi
 
@@ -44,9 +45,9 @@ def push(packed: Path, repository: str, private: bool) -> str:
 
 
 def pull(repository: str, output: Path, revision: str | None) -> str:
-    """Download data set ``repository`` as the packed directory ``output``, verified: the text to print.
+    """Download dataset ``repository`` as the packed directory ``output`` and verify it; returns the text to print.
 
-    Nothing but the files of its manifest is downloaded, and no more than it says.
+    Only the files in its manifest are downloaded, and none that is larger than the manifest says.
     """
     output = output.resolve()
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
@@ -62,28 +63,28 @@ def pull(repository: str, output: Path, revision: str | None) -> str:
             _check_sizes(repository, sizes, manifest.files)
             check_space(repository, manifest, output)
             snapshot_download(repository, **place, allow_patterns=[MANIFEST, CARD, *manifest.files])
-        shutil.rmtree(temporary / ".cache", ignore_errors=True)  # which huggingface_hub makes beside the files
+        shutil.rmtree(temporary / ".cache", ignore_errors=True)  # made by huggingface_hub
         Source(temporary).verify()
     return f"wrote {output}, commit {commit}, licence {manifest.licence!a}\nnext    megarl stage unpack {output} RUN"
 
 
 def _check_sizes(repository: str, sizes: Mapping[str, int | None], files: Mapping[str, FileSum]) -> None:
-    """`UserError` where the Hub would send something else than the manifest's ``files``; before it does."""
+    """`UserError`, before anything is downloaded, if the files on the Hub have other sizes than in the manifest."""
     for name in (MANIFEST, CARD):
         if (sizes.get(name) or 0) > MAX_MANIFEST:
-            raise UserError(f"{repository}: {name} has {sizes[name]} bytes, more than that of a packed stage")
+            raise UserError(f"{repository}: {name} has {sizes[name]} bytes, too many for a packed stage")
     for name, expected in files.items():
         if sizes.get(name) != expected.bytes:
-            there = f"{name} has {sizes[name]} bytes" if name in sizes else f"{name} is not there"
-            raise UserError(f"{repository}: {there}, but its manifest says {expected.bytes} bytes")
+            found = f"{name} has {sizes[name]} bytes" if name in sizes else f"{name} is missing"
+            raise UserError(f"{repository}: {found}, but its manifest says {expected.bytes} bytes")
 
 
 @contextlib.contextmanager
 def _errors(repository: str) -> Iterator[None]:
-    """What the Hub answers as one line; what another try may change, as `PhaseFailed`."""
+    """Turn errors of the Hub into messages of one line: `PhaseFailed` if a retry may help, else `UserError`."""
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-    # of the HTTP client, which is another one in each generation of huggingface_hub
+    # the base class of the HTTP client's errors; versions of huggingface_hub use different clients
     unreachable: type[Exception] = next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
     try:
         yield

@@ -1,7 +1,7 @@
-"""``megarl stage ingest``: a sealed first stage made of responses that other systems generated and scored.
+"""``megarl stage ingest``: a run with a sealed first stage, made of responses that other systems generated and scored.
 
-Several files, of several clusters or days, become one stage: a group may have its responses in different files. The
-run directory appears whole, or not at all.
+Several files become one stage, and the responses of a group may be in different files. The run directory is either made
+completely or not at all.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from megarl.storage.policies import check_weights, copy_policy
 from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir
 
-SHARD_TOKENS = 1 << 22  # response tokens of a shard, after which it is written
+SHARD_TOKENS = 1 << 22  # a shard is written when its responses have this many tokens
 
 
 @dataclass
 class _Pending:
-    """A group that may get more responses."""
+    """A group, of which more responses may follow."""
 
     number: int
-    begun: str  # where its first row is
-    prompt: bytes  # sha256
-    seen: int = 0  # responses so far
-    responses: list[Response] = field(default_factory=list)  # those that are not written yet
+    first_row: str  # "FILE, row N"
+    prompt: bytes  # sha256 of its tokens
+    seen: int = 0  # responses read so far
+    responses: list[Response] = field(default_factory=list)  # empty again once the group is complete
 
 
 def ingest(recipe_path: Path, overrides: Overrides, files: Sequence[Path], target: Path, ignored: Sequence[str]) -> str:
-    """Make the run directory ``target`` with stage 0 sealed: the text to print.
+    """Make the run directory ``target`` with a sealed stage 0; returns the text to print.
 
-    The stage's groups are numbered in the order in which ``files`` name them. `UserError` naming the file and row of
-    whatever does not fit the recipe, its model, or the other rows.
+    Groups are numbered in the order of their first rows in ``files``. `UserError` with file and row for anything that
+    does not fit the recipe, its model or the other rows. ``ignored``: columns to skip.
     """
     recipe, target = load_recipe(recipe_path, overrides), target.resolve()
     _check_recipe(recipe)
@@ -71,9 +71,11 @@ def _check_recipe(recipe: Recipe) -> None:
     read_hf_config(recipe.model.path)  # before the weights are copied
     check_weights(recipe.model.path)
     if recipe.schedule.kind == "live":
-        raise UserError('[schedule] kind = "live" generates its own rollouts: a stage is ingested into a staged run')
+        raise UserError(
+            '[schedule] kind = "live" generates its own rollouts: rows can only be ingested into a staged run'
+        )
     if recipe.rollout.oversample > 1:
-        raise UserError("rollout.oversample chooses among generated groups: ingest those that are to be trained")
+        raise UserError("rollout.oversample selects from generated groups: set it to 1, and ingest the groups to train")
     if recipe.actor.routing_replay == "engine":
         raise UserError(
             '[actor] routing_replay = "engine": ingested rows have no routed experts; use "actor" or "none"'
@@ -81,20 +83,20 @@ def _check_recipe(recipe: Recipe) -> None:
 
 
 def _groups(rows: Iterator[tuple[str, Row]], limits: Limits, recipe: Recipe) -> Iterator[Group]:
-    """Each group as soon as it has all its responses; `UserError` where one has too many or, in the end, too few."""
-    size, wanted = recipe.rollout.responses_per_prompt, recipe.groups_per_stage
+    """Yield each group as soon as it has all its responses; `UserError` if it has too many or, at the end, too few."""
+    size, expected = recipe.rollout.responses_per_prompt, recipe.groups_per_stage
     pending: dict[int | str, _Pending] = {}
     for where, row in rows:
         name = row["group_id"]
         if type(name) is not int and not isinstance(name, str):
-            raise UserError(f"{where}: group_id is {str(name)[:40]!r}, neither a whole number nor a text")
+            raise UserError(f"{where}: group_id is {str(name)[:40]!r}, expected an integer or a string")
         prompt = prompt_of(where, row, limits)
         digest = hashlib.sha256(prompt.tobytes()).digest()
         group = pending.setdefault(name, _Pending(len(pending), where, digest))
-        if group.number >= wanted:
-            raise UserError(f"{where} begins group {name!r}, number {wanted + 1}: {_how_many(recipe)}")
+        if group.number >= expected:
+            raise UserError(f"{where} begins group {name!r}, number {expected + 1}: {_expected_groups(recipe)}")
         if group.prompt != digest:
-            raise UserError(f"{where}: group {name!r} has other prompt_tokens than in {group.begun}")
+            raise UserError(f"{where}: group {name!r} has other prompt_tokens than in {group.first_row}")
         group.responses.append(response_of(where, row, limits))
         group.seen += 1
         if group.seen > size:
@@ -105,22 +107,23 @@ def _groups(rows: Iterator[tuple[str, Row]], limits: Limits, recipe: Recipe) -> 
     for name, group in pending.items():
         if group.seen < size:
             raise UserError(
-                f"group {name!r}, which begins in {group.begun}, has {group.seen} responses, but "
+                f"group {name!r}, which begins in {group.first_row}, has {group.seen} responses, but "
                 f"rollout.responses_per_prompt = {size}"
             )
-    if len(pending) < wanted:
-        raise UserError(f"there are {len(pending)} groups: {_how_many(recipe)}")
+    if len(pending) < expected:
+        raise UserError(f"there are {len(pending)} groups: {_expected_groups(recipe)}")
 
 
-def _how_many(recipe: Recipe) -> str:
+def _expected_groups(recipe: Recipe) -> str:
     schedule = recipe.schedule
     return (
-        f"the recipe wants {recipe.groups_per_stage}, schedule.prompts_per_update = {schedule.prompts_per_update} for "
+        f"the recipe needs {recipe.groups_per_stage}, schedule.prompts_per_update = {schedule.prompts_per_update} for "
         f"each of {schedule.updates_per_pass} updates (schedule.updates_per_stage)"
     )
 
 
 def _shards(groups: Iterator[Group]) -> Iterator[list[Group]]:
+    """Collect groups into shards of about `SHARD_TOKENS` response tokens."""
     shard: list[Group] = []
     tokens = 0
     for group in groups:

@@ -1,4 +1,4 @@
-"""``megarl stage pack``: one sealed stage of a run, with all that its updates depend on, in one place."""
+"""``megarl stage pack``: one sealed stage with everything that its updates depend on, as a directory or tar file."""
 
 from __future__ import annotations
 
@@ -41,23 +41,24 @@ from megarl.storage.retention import require_policy
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 
-LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # as the Hub and SPDX write one
+LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # an identifier of the Hub or of SPDX
 
 
 def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool, prompts: bool) -> Manifest:
-    """Stage ``number`` of a run as the directory ``output``, or as a tar file where its name ends in .tar.
+    """Pack stage ``number`` of a run as the directory ``output``, or as a tar file if the name ends in .tar.
 
-    weights: of the policy too. A stage after the first has them in any case, and the last checkpoint of the one before,
-    since they are nowhere else. prompts: the recipe's prompt files and templates too; their checksums are there anyway.
-    Files are linked where the file system can. `UserError` for a stage that is not sealed, or damaged.
+    weights: include the policy's weights. Stages after the first always include them, and the last checkpoint of the
+    stage before, since these exist nowhere else.
+    prompts: include the recipe's prompt files and templates; their checksums are always included.
+    Files are hard links if the file system has them. `UserError` for a stage that is not sealed, or is damaged.
     """
     stage = open_stage(run_dir, number)
     if not LICENCE.fullmatch(licence):
         raise UserError(f"--license {licence!r}: expected an identifier, such as apache-2.0, cc-by-4.0 or other")
     check_new(output)
     if not stage.is_sealed():
-        raise UserError(f"{stage.rollouts} is not sealed: a stage travels once it is complete")
-    _check_travels(stage)
+        raise UserError(f"{stage.rollouts} is not sealed: only a complete stage can be packed")
+    _check_self_contained(stage)
     require_policy(stage)
     stage.run.check_prompts()
     output = output.resolve()
@@ -73,16 +74,16 @@ def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool, 
             return manifest
 
 
-def _check_travels(stage: Stage) -> None:
-    """`UserError` where the updates of the stage depend on what has no place in a packed stage."""
+def _check_self_contained(stage: Stage) -> None:
+    """`UserError` if the updates of the stage depend on something that a packed stage cannot contain."""
     if stage.run.recipe.rollout.token_budget is not None:
         raise UserError(
-            "with rollout.token_budget a stage trains groups that others began: it cannot be packed without them"
+            "with rollout.token_budget a stage trains groups that earlier stages began: it cannot be packed alone"
         )
     if stage.number == 0 and start_of(stage.run):
         raise UserError(
-            f"{stage.run.root} begins with the optimizer of another run (--continue-from), which a packed stage has no "
-            "place for: pack a later stage"
+            f"{stage.run.root} starts from the optimizer of another run (--continue-from), which cannot be packed: "
+            "pack a later stage"
         )
 
 
@@ -97,11 +98,11 @@ def _pack(stage: Stage, folder: Path, licence: str, weights: bool, prompts: bool
     _link_all(
         [stage.rollouts / name for name in (SEALED, LEDGER, *(e.shard for e in store.entries))], folder / ROLLOUTS
     )
-    files = {_place(name): Path(name) for name in _data_files(run)}
+    files = {_packed_name(name): Path(name) for name in _data_files(run)}
     if prompts:
         for name, path in files.items():
             _link(path, folder / FILES / name)
-    (folder / RECIPE).write_text(tomli_w.dumps(_travelling(run.recipe)))
+    (folder / RECIPE).write_text(tomli_w.dumps(_portable(run.recipe)))
     manifest = Manifest(
         stage=stage.number,
         model=re.sub(r"[^A-Za-z0-9_.+-]", "_", run.recipe.model.path.name),
@@ -116,7 +117,7 @@ def _pack(stage: Stage, folder: Path, licence: str, weights: bool, prompts: bool
 
 
 def _copy_policy(policy: Path, target: Path, weights: bool) -> None:
-    """Without what no model of megarl needs, and what others could run or unpickle."""
+    """Copy a policy without hidden files and without files that could be executed or unpickled, such as *.py."""
     check_policy(policy, "Restore it from a copy before it is packed")
     info = read_info(policy)
     kept = {name: sum for name, sum in info.files.items() if not name.endswith(UNWANTED) and not name.startswith(".")}
@@ -130,8 +131,8 @@ def _copy_checkpoint(stage: Stage, folder: Path) -> None:
     path = saved.get(stage.run.recipe.schedule.updates_per_stage)
     if path is None:
         raise UserError(
-            f"{stage.previous.checkpoints} lacks the last checkpoint of stage {stage.number - 1}, with which the "
-            "optimizer of this stage begins: [actor] keep_stages let go of it, or the run is a branch"
+            f"{stage.previous.checkpoints} lacks the last checkpoint of stage {stage.number - 1}, from which the "
+            "optimizer of this stage starts: [actor] keep_stages removed it, or the run is a branch"
         )
     _link_all([file for file in path.iterdir() if file.is_file()], folder / CHECKPOINTS / path.name)
 
@@ -142,7 +143,7 @@ def _link_all(files: list[Path], folder: Path) -> None:
 
 
 def _link(file: Path, target: Path) -> None:
-    """A hard link where possible: sealed files never change."""
+    """Hard-link a sealed file, which never changes; copy it if the file system has no hard links."""
     make_directory(target.parent)
     try:
         os.link(file.resolve(), target)
@@ -156,7 +157,7 @@ def _sums(folder: Path) -> Iterator[tuple[str, FileSum]]:
         try:
             check_name(name)
         except ValueError as error:
-            raise UserError(f"it cannot be packed: {error}") from error
+            raise UserError(f"the stage cannot be packed: {error}") from error
         yield name, FileSum.of(path)
 
 
@@ -164,27 +165,27 @@ def _data_files(run: RunDir) -> list[str]:
     return sorted({*run.recipe.prompt_files(), *run.recipe.template_files()})
 
 
-def _place(name: str) -> str:
-    """Of a prompt file or template below files/: not two files of one name."""
+def _packed_name(name: str) -> str:
+    """A unique name below files/ for a prompt file or template."""
     safe = re.sub(r"[^A-Za-z0-9_.-]", "_", Path(name).name)[-60:].lstrip(".")
     return f"{file_sha256(Path(name))[:12]}_{safe}"
 
 
-def _travelling(recipe: Recipe) -> dict[str, Any]:
-    """The recipe without the paths and addresses of this machine."""
+def _portable(recipe: Recipe) -> dict[str, Any]:
+    """The recipe without paths, programs and servers of this machine."""
     tables = recipe.model_dump(mode="json", exclude_none=True)
-    names = {name: f"{FILES}/{_place(name)}" for name in (*recipe.prompt_files(), *recipe.template_files())}
+    names = {name: f"{FILES}/{_packed_name(name)}" for name in (*recipe.prompt_files(), *recipe.template_files())}
     tables["model"] = {"path": POLICY}
     for table in ("data", "eval"):
         tables[table] = replaced(tables[table], names)
     tables["rollout"] = without_machine(tables["rollout"])
     tables.pop("stages", None)
-    tables["reward"] = without_others(tables["reward"])
+    tables["reward"] = without_code(tables["reward"])
     return tables
 
 
 def replaced(tree: Any, names: dict[str, str]) -> Any:
-    """A table with other texts in place of those that ``names`` has."""
+    """A copy of a table in which every string that is a key of ``names`` is replaced by its value."""
     if isinstance(tree, dict):
         return {key: replaced(value, names) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -193,11 +194,11 @@ def replaced(tree: Any, names: dict[str, str]) -> Any:
 
 
 def without_machine(rollout: dict[str, Any]) -> dict[str, Any]:
-    """``[rollout]`` without what starts programs, or says something of engines on one machine."""
+    """``[rollout]`` without settings that start programs or belong to the engines of one machine."""
     return {key: value for key, value in rollout.items() if key not in ("sglang_python", "vllm", "sglang")}
 
 
-def without_others(reward: dict[str, Any]) -> dict[str, Any]:
-    """``[reward]`` without code that would be run and servers that would be asked, with whatever key."""
+def without_code(reward: dict[str, Any]) -> dict[str, Any]:
+    """``[reward]`` without code that it would run, and without servers that it would ask."""
     parts = [part for part in reward.get("parts", []) if part.get("kind") != "python"]
     return {key: value for key, value in reward.items() if key not in ("service", "path")} | {"parts": parts}

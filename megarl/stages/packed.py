@@ -1,7 +1,8 @@
-"""A packed stage: its files, and a manifest of their sizes and checksums, as a directory or as a tar file.
+"""The format of a packed stage: files and a manifest of their sizes and checksums, as a directory or a tar file.
 
-Whoever unpacks one need not know who packed it. So a name is a plain path below one of a few folders, every size is
-known before anything is written, a file is a regular file with its checksum, and nothing is decompressed or unpickled.
+A packed stage may come from an untrusted source. So only plain paths below a few folders are accepted, every size is
+known before anything is written, every file is a regular file with its checksum, and nothing is decompressed or
+unpickled.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ MANIFEST, CARD, RECIPE = "manifest.json", "README.md", "recipe.toml"
 POLICY, FIRST_POLICY, ROLLOUTS, CHECKPOINTS, FILES = "policy", "first_policy", "rollouts", "checkpoints", "files"
 FORMAT = 1
 MAX_MANIFEST = 16 << 20  # bytes
-MAX_NAME = 100  # bytes, which a header of a tar file has room for
-BLOCK = 512  # of a tar file
-# what could run when a model is loaded, or is unpickled; megarl needs none of it
+MAX_NAME = 100  # bytes; the header of a tar file has no room for more
+BLOCK = 512  # bytes of a block in a tar file
+# files that could be executed or unpickled when a model is loaded; megarl needs none of them
 UNWANTED = (".py", ".pyc", ".so", ".sh", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".h5", ".msgpack", ".zip")
 _PART = r"\.?[A-Za-z0-9_][A-Za-z0-9_.+=@-]*"
 _NAME = re.compile(
@@ -39,25 +40,25 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a packed stage holds. ``files``: by name, without the manifest itself and the card, which is for people."""
+    """The contents of a packed stage."""
 
-    stage: int  # of the run that it comes from
-    model: str  # what the run's base model was called, for people
+    stage: int  # its number in the run that it comes from
+    model: str  # name of the run's base model, only for people
     weights_hash: str  # of the policy that generated the rollouts
     licence: str
-    prompts: dict[str, str]  # names below files/ of the recipe's prompt files and templates -> sha256, packed or not
-    files: dict[str, FileSum]
+    prompts: dict[str, str]  # {name below files/: sha256} of the recipe's prompt files and templates, packed or not
+    files: dict[str, FileSum]  # by name, without the manifest itself and the card, which only people read
 
     def dump(self) -> bytes:
         return encode({"format": FORMAT} | asdict(self), indent=1)
 
     @classmethod
     def parse(cls, data: bytes, where: Path) -> Self:
-        """`UserError` for anything that `dump` did not write."""
+        """Decode and check a manifest; ``where`` is named in the `UserError` for one that is not valid."""
         try:
             fields = decode(data, needs_checksum=True)
             if fields.pop("format") != FORMAT:
-                raise ValueError("another version of megarl packed it")
+                raise ValueError("it was packed by a version of megarl with another format")
             files = {str(name): FileSum(**sums) for name, sums in fields.pop("files").items()}
             manifest = cls(**fields, files=files)
             manifest._check()
@@ -81,7 +82,7 @@ class Manifest:
             raise ValueError(f"it lacks {min(absent)}")
 
     def below(self, folder: str) -> dict[str, FileSum]:
-        """The files of a folder, by name inside it."""
+        """The files of ``folder``, by their names inside it."""
         return {
             name.removeprefix(f"{folder}/"): sums for name, sums in self.files.items() if name.startswith(f"{folder}/")
         }
@@ -96,15 +97,16 @@ class Manifest:
 
 
 def check_name(name: str) -> None:
-    """ValueError for a name that no packed stage has."""
+    """ValueError for a name that is not allowed in a packed stage."""
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
-        raise ValueError(f"{name[:200]!a} is no name that a file of a packed stage can have")
-    if name.endswith(UNWANTED) and not name.startswith(f"{CHECKPOINTS}/"):  # `megarl.actor.checkpoint` reads these
-        raise ValueError(f"{name!a} could hold code, which no packed stage has")
+        raise ValueError(f"{name[:200]!a} is not allowed as the name of a file in a packed stage")
+    # the pickled parts of checkpoints are allowed, since `megarl.actor.checkpoint` reads only plain data from them
+    if name.endswith(UNWANTED) and not name.startswith(f"{CHECKPOINTS}/"):
+        raise ValueError(f"{name!a} could contain code, which is not allowed in a packed stage")
 
 
 class Source:
-    """A packed stage that is read: ``manifest``, and each of its files once."""
+    """Reads a packed stage, a directory or a tar file: first its ``manifest``, then each file once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -114,11 +116,11 @@ class Source:
         with self._all() as files:
             name, size, data = next(files, ("", 0, None))
             if name != MANIFEST or data is None:
-                raise UserError(f"{path} is no packed stage: it does not begin with {MANIFEST}")
+                raise UserError(f"{path} is not a packed stage: its first file is not {MANIFEST}")
             self.manifest = Manifest.parse(data.read(min(size, MAX_MANIFEST)), path)
 
     def verify(self) -> None:
-        """`UserError` for any file that is missing, foreign or not as declared."""
+        """`UserError` if a file is missing, is not in the manifest, or differs from what the manifest says."""
         self._read(None)
 
     def copy_to(self, target: Path) -> None:
@@ -134,10 +136,10 @@ class Source:
             next(files)
             for name, size, data in files:
                 if name == CARD:
-                    continue  # for people, who may have changed it
+                    continue  # has no checksum: only people read it, and they may edit it
                 expected = left.pop(name, None)
                 if expected is None:
-                    raise UserError(f"{self.path} has {name[:200]!a}, which is not in its manifest, or is there twice")
+                    raise UserError(f"{self.path} has {name[:200]!a}, which is not in its manifest, or occurs twice")
                 if size != expected.bytes:
                     raise UserError(f"{self.path}: {name} has {size} bytes, but its manifest says {expected.bytes}")
                 if _copy(data, size, target and target / name) != expected.sha256:
@@ -147,7 +149,7 @@ class Source:
 
     @contextlib.contextmanager
     def _all(self) -> Iterator[Iterator[tuple[str, int, IO[bytes]]]]:
-        """(name, bytes, open file at its beginning) of each file, the manifest first."""
+        """Iterate over (name, bytes, file object at its beginning) of each file, the manifest first."""
         if not self.is_tar:
             yield self._in_directory()
             return
@@ -158,32 +160,32 @@ class Source:
         for name in self._names():
             path = self.path / name
             if not path.resolve().is_relative_to(self.path.resolve()) or path.is_symlink():
-                raise UserError(f"{path} is a link: a packed stage has none")
+                raise UserError(f"{path} is a link, which is not allowed in a packed stage")
             if not path.exists():
                 if name == MANIFEST:
                     return
                 raise UserError(f"{self.path} lacks {name}, which its manifest names")
             with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
                 if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise UserError(f"{path} is no regular file")
+                    raise UserError(f"{path} is not a regular file")
                 yield name, os.fstat(file.fileno()).st_size, file
 
     def _names(self) -> Iterator[str]:
-        """The other files are known once the manifest, the first, is read."""
+        """The names of all files; the manifest comes first, and its reader sets ``self.manifest`` before going on."""
         yield MANIFEST
         yield from self.manifest.files
 
     def _in_tar(self, archive: IO[bytes]) -> Iterator[tuple[str, int, IO[bytes]]]:
-        """Header by header: Python's own reader would also follow what extended headers say, to any size."""
+        """Read header by header: Python's reader would also obey extended headers, which may declare any size."""
         end = os.fstat(archive.fileno()).st_size
         while any(header := archive.read(BLOCK)):
             try:
                 info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
             except tarfile.HeaderError as error:
-                raise UserError(f"{self.path} is no tar file of a packed stage: {error}") from error
+                raise UserError(f"{self.path} is not the tar file of a packed stage: {error}") from error
             begin = archive.tell()
             if info.type != tarfile.REGTYPE:
-                raise UserError(f"{self.path}: {info.name[:200]!a} is no regular file, but of type {info.type!r}")
+                raise UserError(f"{self.path}: {info.name[:200]!a} is not a regular file, but of type {info.type!r}")
             if not 0 <= info.size <= end - begin:
                 raise UserError(f"{self.path} ends in the middle of {info.name[:200]!a}")
             yield info.name, info.size, archive
@@ -191,15 +193,15 @@ class Source:
 
 
 def check_space(name: object, manifest: Manifest, target: Path) -> None:
-    """`UserError` where what ``manifest`` lists does not fit beside ``target``."""
+    """`UserError` if there is no space for the files of ``manifest`` beside ``target``. name: where they come from."""
     parent = next(folder for folder in target.parents if folder.exists())
     if manifest.bytes > (free := shutil.disk_usage(parent).free):
         sizes = f"{manifest.bytes / 2**30:.1f} GiB, but {parent} has {free / 2**30:.1f} GiB left"
-        raise UserError(f"{name} unpacks to {sizes}")
+        raise UserError(f"{name} needs {sizes}")
 
 
 def _copy(source: IO[bytes], size: int, target: Path | None) -> str:
-    """Of exactly ``size`` bytes; returns their sha256."""
+    """Copy ``size`` bytes to ``target`` (None: only read them); returns their sha256."""
     if target is not None:
         make_directory(target.parent)
     digest = hashlib.sha256()
@@ -212,7 +214,7 @@ def _copy(source: IO[bytes], size: int, target: Path | None) -> str:
 
 
 def write_tar(folder: Path, manifest: Manifest, target: Path) -> None:
-    """The packed directory ``folder`` as a tar file without times and owners, the manifest first."""
+    """Write the packed directory ``folder`` as a tar file without times and owners, the manifest first."""
     with open(target, "xb") as raw, tarfile.open(fileobj=raw, mode="w", format=tarfile.GNU_FORMAT) as archive:
         for name in (MANIFEST, CARD, *manifest.files):
             info = tarfile.TarInfo(name)
@@ -222,7 +224,7 @@ def write_tar(folder: Path, manifest: Manifest, target: Path) -> None:
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
-    """For people and for ``--json``."""
+    """The main facts about a packed stage, for ``--json``."""
     return {
         "stage": manifest.stage,
         "model": manifest.model,

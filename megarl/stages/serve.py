@@ -1,4 +1,4 @@
-"""``megarl serve``: agents fill a stage through an OpenAI-compatible server of its rollout phase."""
+"""``megarl serve``: agents generate the rollouts of a stage through an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from megarl.workers.preflight import check
 
 
 def serve_stage(nodes: Nodes, stage: Stage, port: int) -> None:
-    """Until agents have filled ``stage``, which is then sealed. Start it again after a stop: stored groups stay."""
+    """Serve agents until they have filled ``stage``, then seal it. After a stop it can be called again to continue.
+
+    port: to listen on at 127.0.0.1; 0 for any free port.
+    """
     run = stage.run
     check_serving(nodes, run.recipe)
     check_run(run)
@@ -40,10 +43,12 @@ def serve_stage(nodes: Nodes, stage: Stage, port: int) -> None:
 
 
 def check_serving(nodes: Nodes, recipe: Recipe) -> None:
-    """`UserError` for whatever would keep agents from being served, here or with this recipe at all."""
+    """`UserError` if agents cannot be served with this recipe, on these nodes or with what is installed here."""
     check_servable(recipe)
     if nodes.count > 1:
-        raise UserError(f"agents are served by one replica on one node: start megarl serve on one of the {nodes.count}")
+        raise UserError(
+            f"agents are served by one replica on one node: start `megarl serve` on one node, not {nodes.count}"
+        )
     check(nodes.starter, recipe, nodes.count, optimizes=False)
 
 
@@ -56,14 +61,16 @@ def check_servable(recipe: Recipe) -> None:
     if recipe.rollout.workers > 1:
         raise UserError(f"rollout.workers = {recipe.rollout.workers}: agents are served by one replica; set it to 1")
     if recipe.rollout.oversample > 1:
-        raise UserError("rollout.oversample chooses among generated groups, but agents fill those that are trained")
+        raise UserError(
+            "rollout.oversample selects from generated groups, but all groups of agents are trained: set it to 1"
+        )
     if recipe.actor.routing_replay == "engine":
         raise UserError(
-            '[actor] routing_replay = "engine": turns of agents have no routed experts; use "actor" or "none"'
+            '[actor] routing_replay = "engine": routed experts are not recorded for agents; use "actor" or "none"'
         )
 
 
 def write_key(run: RunDir) -> None:
-    """A key of its own for each run, which its owner alone can read; it stays the same."""
+    """Write the run's secret key for agents, readable only by its owner, unless there is one."""
     if not (run.root / KEY).exists():
         write_atomic(run.root / KEY, secrets.token_urlsafe(32) + "\n", 0o600)

@@ -1,4 +1,4 @@
-"""Where something is written that must be there whole or not at all."""
+"""New directories that are either written completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from megarl.storage.files import atomic_directory, make_directory
 
 
 def check_new(path: Path) -> None:
-    """`UserError` where ``path`` exists."""
+    """`UserError` if ``path`` exists."""
     if path.exists() or path.is_symlink():
-        raise UserError(f"{path} exists already: name one that does not")
+        raise UserError(f"{path} exists already: choose a path that does not exist")
 
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """As `atomic_directory`, but after an error nothing is left: no other attempt need have the same name."""
+    """Like `atomic_directory`, but `check_new` comes first, and an error removes the temporary directory at once.
+
+    The next attempt may write to another path, and would then not remove it.
+    """
     check_new(path)
     make_directory(path.parent)
     with atomic_directory(path) as temporary:

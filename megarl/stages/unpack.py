@@ -1,8 +1,8 @@
-"""``megarl stage unpack``: a packed stage becomes a run directory, in which it can be read and optimized.
+"""``megarl stage unpack``: makes a run directory of a packed stage, in which it can be read and optimized.
 
-The run is a branch of what was packed: ``packed/`` has the verified files, and ``stages/`` links to them. Of the recipe
-nothing is taken that names a file outside, starts a program or asks a server: such settings are left out, and the one
-who unpacks gives their own with ``--set``.
+The run is like a branch: ``packed/`` has the verified files, and ``stages/`` links to them. Settings of the packed
+recipe that name a file outside the packed stage, start a program or ask a server are removed or refused; whoever
+unpacks the stage gives their own with ``--set``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import Overrides, apply_overrides, parse_override, parse_recipe, read_tables
 from megarl.recipe.tables import Recipe
 from megarl.stages.foreign import check_foreign_shard, vocabulary_size
-from megarl.stages.pack import replaced, without_machine, without_others
+from megarl.stages.pack import replaced, without_code, without_machine
 from megarl.stages.packed import (
     CHECKPOINTS,
     FILES,
@@ -45,26 +45,27 @@ from megarl.storage.trackers import NONE as NO_TRACKERS
 from megarl.storage.weights import weight_files
 from megarl.views.audit.rollouts import check_shard
 
-PACKED = "packed"  # of the run directory: what was packed
-# settings that --set may change beside those of training: they leave the stored rollouts as they are
+PACKED = "packed"  # directory in the run directory, with the files of the packed stage
+# settings that --set may change, since the stored rollouts do not depend on them
 _OPEN = (*TRAINING_TABLES, "reward.", "metrics.", "run.")
 _ENGINE = ("engine", "workers", "tensor_parallel", "memory_fraction", "float32_head", "groups_per_chunk")
 _ENGINE_TABLES = ("rollout.vllm.", "rollout.sglang.", "rollout.sglang_python")
-_LEFT_OUT = ("judge", "http", "python")  # rewards whose code or server does not travel
-# of Megatron-Core's settings: the names of those that it imports, opens or calls, and a text that names none of these
+_LEFT_OUT = ("judge", "http", "python")  # kinds of rewards whose code or server is not packed
+# endings of Megatron-Core's settings whose values it imports, opens or calls; values that name no module or file
 _NAMES_CODE = ("_factory", "_path", "_dir", "_cfg", "_func")
 _PLAIN_TEXT = re.compile(r"[^./\\]*")
-_PLAIN_FIELD = re.compile(r"\w*(\[\w+\])*")  # of a template
+_PLAIN_FIELD = re.compile(r"\w*(\[\w+\])*")  # a field of a prompt template, without access to attributes
 
 
 def unpack(
     source: Path, target: Path, model: Path | None, prompts: Sequence[Path], overrides: Overrides = ()
 ) -> Manifest:
-    """Make the run directory ``target``; it is there whole, or not at all.
+    """Make the run directory ``target``, completely or not at all.
 
-    model: the base model, for a stage that was packed without weights; what a run makes of its own, bfloat16 of MXFP4,
-    must be the same to the byte. prompts: of one that was packed without prompt files, found by their checksums.
-    `UserError` in one line for whatever does not agree with the manifest, the recipe or the rules of a run directory.
+    model: the base model, for a stage that was packed without weights; its weights (MXFP4 converted to bfloat16) must
+    be the same to the byte.
+    prompts: the prompt files, if they were not packed; they are recognised by their checksums.
+    `UserError`, of one line, for anything that contradicts the manifest, the recipe or the rules of a run directory.
     """
     target, opened = target.resolve(), Source(source)
     with new_directory(target) as temporary:
@@ -77,7 +78,9 @@ def unpack(
         sums = {str(target / PACKED / FILES / name): manifest.prompts[name] for name in manifest.prompts}
         write_checked(run.prompts, {"files": sums | {name: file_sha256(Path(name)) for name in recipe.reward_files()}})
         if not 0 <= manifest.stage < recipe.schedule.stages:
-            raise UserError(f"{source} is stage {manifest.stage} of a recipe with {recipe.schedule.stages} stages")
+            raise UserError(
+                f"{source} is stage {manifest.stage}, but its recipe has only {recipe.schedule.stages} stages"
+            )
         stage = run.stage(manifest.stage)
         _link_stage(stage, manifest)
         _check(stage, manifest)
@@ -88,15 +91,15 @@ def unpack(
 def _add_prompts(manifest: Manifest, folder: Path, given: Sequence[Path]) -> None:
     sums = {file_sha256(path): path for path in given}
     for name, expected in manifest.prompts.items():
-        place = folder / FILES / name
-        if not place.exists():
+        path = folder / FILES / name
+        if not path.exists():
             if expected not in sums:
                 raise UserError(
                     f"{name} was not packed: give that file with --prompts FILE; its sha256 is {expected[:200]!a}"
                 )
-            make_directory(place.parent)
-            shutil.copyfile(sums[expected], place)
-        if file_sha256(place) != expected:
+            make_directory(path.parent)
+            shutil.copyfile(sums[expected], path)
+        if file_sha256(path) != expected:
             raise UserError(f"{name} does not match the checksum in its manifest")
 
 
@@ -108,19 +111,19 @@ def _add_weights(manifest: Manifest, folder: Path, model: Path | None) -> None:
         found = copy_weights(model, Path(scratch))
         if found != manifest.weights_hash:
             raise UserError(
-                f"--model {model} has other weights ({found[:12]}) than the policy of the stage, "
-                f"{manifest.model[:200]!a} ({manifest.weights_hash[:12]!a}); its files must have the same names and "
-                "bytes, those of MXFP4 weights once they are bfloat16"
+                f"--model {model} has other weights (hash {found[:12]}) than the policy of the stage, "
+                f"{manifest.model[:200]!a} (hash {manifest.weights_hash[:12]!a}); its weight files must have the same "
+                "names and bytes (MXFP4 weights after their conversion to bfloat16)"
             )
         for file in weight_files(Path(scratch)):
-            os.rename(file, folder / POLICY / file.name)  # but not the index, which was packed
+            os.rename(file, folder / POLICY / file.name)  # the index was packed, and stays
 
 
 def _recipe(manifest: Manifest, folder: Path, final: Path, overrides: Overrides) -> Recipe:
-    """As it was packed, with paths of this machine. ``folder`` will be ``final``."""
+    """The packed recipe with ``overrides``, and with paths of this machine. ``folder`` will be renamed to ``final``."""
     tables = read_tables(folder / RECIPE)
     if not _has_tables(tables):
-        raise UserError(f"{folder / RECIPE} is no recipe")
+        raise UserError(f"{folder / RECIPE} is not a recipe")
     _check_overrides(overrides, tables.get("reward", {}).get("kind") in _LEFT_OUT)
     _check_settings(tables, {name for name, _ in map(parse_override, overrides)})
     tables["model"] = {"path": str(final / (FIRST_POLICY if manifest.stage else POLICY))}
@@ -128,7 +131,7 @@ def _recipe(manifest: Manifest, folder: Path, final: Path, overrides: Overrides)
     for table in ("data", "eval"):
         tables[table] = replaced(tables.get(table, {}), names)
     tables["rollout"] = without_machine(tables.get("rollout", {}))
-    tables["reward"] = without_others(tables.get("reward", {}))
+    tables["reward"] = without_code(tables.get("reward", {}))
     tables["run"] = tables.get("run", {}) | NO_TRACKERS
     tables.pop("stages", None)
     apply_overrides(tables, overrides)
@@ -136,10 +139,10 @@ def _recipe(manifest: Manifest, folder: Path, final: Path, overrides: Overrides)
         recipe = parse_recipe(tables)
     except UserError as error:
         foreign = tables["reward"].get("kind") in _LEFT_OUT
-        hint = " (code and servers of rewards do not travel: give your own with --set reward.KEY=VALUE)"
+        hint = " (code and servers of rewards are not packed: give your own with --set reward.KEY=VALUE)"
         raise UserError(f"{error}{hint if foreign else ''}") from error
     if recipe.rollout.token_budget is not None:
-        raise UserError("the packed recipe has rollout.token_budget: such a stage trains groups that others began")
+        raise UserError("the packed recipe has rollout.token_budget: its stages train groups that earlier ones began")
     for path in (*recipe.prompt_files(), *recipe.template_files()):
         if path not in names.values():
             raise UserError(f"the packed recipe names the file {path[:200]!a}, which is not part of the packed stage")
@@ -147,6 +150,7 @@ def _recipe(manifest: Manifest, folder: Path, final: Path, overrides: Overrides)
 
 
 def _has_tables(tables: dict[str, Any]) -> bool:
+    """Whether the parts of a recipe that are changed here are tables, as `parse_recipe` checks of all later."""
     if not all(isinstance(tables.get(name, {}), dict) for name in ("rollout", "reward", "run")):
         return False
     parts = tables.get("reward", {}).get("parts", [])
@@ -154,9 +158,9 @@ def _has_tables(tables: dict[str, Any]) -> bool:
 
 
 def _check_settings(tables: dict[str, Any], given: Container[str]) -> None:
-    """`UserError` for settings by which a stranger's recipe reaches an importer, a file or an allocator.
+    """`UserError` for settings with which an untrusted recipe could import code, open files or fill the memory.
 
-    given: the names of those that --set gives, which are not the stranger's.
+    given: the names of the settings that --set gives, which are trusted.
     """
     for table in ("megatron", "megatron_ddp", "megatron_optimizer"):
         settings = tables.get(table, {})
@@ -169,17 +173,17 @@ def _check_settings(tables: dict[str, Any], given: Container[str]) -> None:
                     f"file: give your own with --set {table}.KEY=VALUE"
                 )
     for template in _templates([tables.get("data"), tables.get("eval")]):
-        with contextlib.suppress(ValueError):  # one that does not parse fits no prompt
+        with contextlib.suppress(ValueError):  # a template that cannot be parsed cannot be used either
             for _, name, spec, conversion in string.Formatter().parse(template):
                 if spec or conversion or not _PLAIN_FIELD.fullmatch(name or ""):
                     raise UserError(
-                        f"the packed recipe has the prompt_template {template[:60]!a}: in one that travels a field "
-                        "stands by its name alone"
+                        f"the packed recipe has the prompt_template {template[:60]!a}: in a packed stage fields may "
+                        "only be plain names such as {prompt}"
                     )
 
 
 def _templates(tree: Any) -> Iterator[str]:
-    """Every prompt_template in a table."""
+    """Every prompt_template in a table, at any depth."""
     if isinstance(tree, dict | list):
         for part in tree.values() if isinstance(tree, dict) else tree:
             yield from _templates(part)
@@ -187,35 +191,38 @@ def _templates(tree: Any) -> Iterator[str]:
         yield tree["prompt_template"]
 
 
-def _check_overrides(overrides: Overrides, reward: bool) -> None:
-    """reward: whether the packed one lacks a part, which only --set can give."""
+def _check_overrides(overrides: Overrides, needs_reward: bool) -> None:
+    """`UserError` for settings that the stored rollouts depend on.
+
+    needs_reward: whether the packed reward lacks its code or server, which only --set can give.
+    """
     allowed = (*(f"eval.{name}" for name in EVALUATION), *(f"rollout.{name}" for name in _ENGINE))
     for name, _ in map(parse_override, overrides):
-        if name.startswith("reward.") and not reward:
+        if name.startswith("reward.") and not needs_reward:
             raise UserError(
-                f"--set {name}: the rollouts are scored; unpack them without it, and score them again by "
+                f"--set {name}: the rollouts are scored already; unpack them without it, and score them again with "
                 "`megarl optimize RUN --stage K --output DIR --set reward.KEY=VALUE`"
             )
         if name == "run.seed" or (name not in allowed and not name.startswith((*_OPEN, *_ENGINE_TABLES))):
             raise UserError(
-                f"--set {name}: the rollouts were made under it; --set may change {', '.join(_OPEN)} (not run.seed), "
+                f"--set {name}: the rollouts depend on it; --set may only change {', '.join(_OPEN)} (not run.seed), "
                 f"eval.{', .'.join(EVALUATION)} and rollout.{', .'.join(_ENGINE)}"
             )
 
 
 def _link_stage(stage: Stage, manifest: Manifest) -> None:
-    """Relative links, since the directory has not got its name yet."""
+    """Link the stage to the packed files; relative links, since the run directory will be renamed."""
     run = stage.run
-    places = {stage.policy: POLICY, stage.rollouts: ROLLOUTS}
+    links = {stage.policy: POLICY, stage.rollouts: ROLLOUTS}
     if stage.number:
-        places |= {run.base: FIRST_POLICY, stage.previous.checkpoints: CHECKPOINTS}
-    for place, name in places.items():
-        make_directory(place.parent)
-        os.symlink(os.path.relpath(run.root / PACKED / name, place.parent), place)
+        links |= {run.base: FIRST_POLICY, stage.previous.checkpoints: CHECKPOINTS}
+    for link, name in links.items():
+        make_directory(link.parent)
+        os.symlink(os.path.relpath(run.root / PACKED / name, link.parent), link)
 
 
 def _check(stage: Stage, manifest: Manifest) -> None:
-    """What the phases count on and do not look at again."""
+    """`UserError` if the policies or rollouts break a rule that later phases rely on without checking it again."""
     folders = [stage.policy] + ([stage.run.base] if stage.number else [])
     for folder in folders:
         info = read_info(folder)
@@ -223,14 +230,14 @@ def _check(stage: Stage, manifest: Manifest) -> None:
         if absent := info.files.keys() - packed.keys():
             raise UserError(f"the packed policy names {min(absent)[:200]!a}, which is not part of the packed stage")
         if folder != stage.policy or list(folder.glob("*.safetensors")):
-            check_policy(folder, "It was packed wrongly")
+            check_policy(folder, "The packed stage is damaged")
         if is_mxfp4(folder):
-            raise UserError("the packed policy is quantised, but policies of runs are not")
+            raise UserError("the packed policy is quantised, but megarl packs only weights that are not")
         if folder == stage.policy and info.weights_hash != manifest.weights_hash:
             raise UserError("the policy of the packed stage is not the one that its manifest names")
         if info.version != (stage.first_update if folder == stage.policy else 0):
             raise UserError(
-                f"the policy of the packed stage has had {info.version} updates, which its stage does not say"
+                f"the policy of the packed stage has had {info.version} updates, which does not fit its stage"
             )
     _check_rollouts(stage, manifest)
 
@@ -242,10 +249,10 @@ def _check_rollouts(stage: Stage, manifest: Manifest) -> None:
         store = RolloutStore(stage.rollouts)
         chosen: Any = sorted(set(store.chosen))
         unordered = list(store.chosen) != chosen or any(type(group) is not int for group in chosen)
-        named = {entry.shard for entry in store.entries}
+        listed = {entry.shard for entry in store.entries}
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise UserError(f"the ledger of the packed stage is unusable: {error}") from error
-    extra = set(manifest.below(ROLLOUTS)) - named - {"SEALED", "ledger.jsonl"}
+    extra = set(manifest.below(ROLLOUTS)) - listed - {"SEALED", "ledger.jsonl"}
     foreign = [group for group in store.group_ids if group not in stage.groups]
     if extra or foreign or unordered or len(chosen) != stage.run.recipe.groups_per_stage or store.missing(chosen):
         what = f"{min(extra)} is not in its ledger" if extra else "its groups are not those of its recipe"
@@ -261,10 +268,10 @@ def _check_rollouts(stage: Stage, manifest: Manifest) -> None:
 
 
 def describe_unpacked(manifest: Manifest, target: Path) -> str:
-    """What to do next."""
+    """The text to print after unpacking, with the next command."""
     lines = [f"wrote {target}: stage {manifest.stage}, licence {manifest.licence[:60]!a}"]
     if not any((target / PACKED / POLICY).glob("*.safetensors")):
-        lines.append("without weights: it can be read; to optimize it, unpack it with --model PATH")
+        lines.append("it has no weights, so it can only be read; to optimize it, unpack it with --model PATH")
     else:
         lines.append(
             f"next    megarl optimize {target} --stage {manifest.stage} --output {target}-b --set objective.name=grpo"

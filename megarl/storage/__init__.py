@@ -1,1 +1,1 @@
-"""What survives a kill: durable files, the run directory, rollouts, policies, metrics."""
+"""Everything on disk that survives a kill: the run directory, rollouts, policies, checkpoints, metrics."""

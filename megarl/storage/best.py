@@ -1,4 +1,4 @@
-"""``best/``: the evaluated policy with the highest accuracy; what else was exported for evaluations is removed."""
+"""``best/``, the evaluated policy with the highest accuracy, and the removal of policies that are no longer needed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megarl.storage.run_dir import RunDir, Stage
 
 
 def settle_evaluations(stage: Stage) -> None:
-    """After the evaluations that are due when ``stage`` begins: keep the best policy, let go of those between stages
-    and of the stages' own that `megarl.storage.retention` need not keep.
+    """Update ``best``, then remove policies that are no longer needed; called when ``stage`` begins and is evaluated.
 
-    To be repeated after a kill: a policy is removed only when ``best`` is there.
+    Removed are policies exported between two stages, and stages' own policies as `megarl.storage.retention` decides.
+    It can be repeated after a kill, since policies are removed only after ``best`` is complete.
     """
     run = stage.run
     keep_best(run)
-    # when the stage before this one began, those that it did not need were removed
+    # older versions were removed already by the call at the beginning of the stage before
     oldest = run.stage(max(stage.number - 1, 0)).oldest_needed // run.recipe.schedule.updates_per_stage
     for version in run.versions(run.stage(number) for number in range(oldest, stage.number)):
         if version < stage.oldest_needed and not run.lacks_evaluation(version):
@@ -29,42 +29,43 @@ def settle_evaluations(stage: Stage) -> None:
 
 
 def best_version(run: RunDir) -> int | None:
-    """Updates of the policy with the highest avg@k on the first suite, or with ``eval.best = "mean"`` over all of them.
+    """The version (number of updates) of the best policy; None if nothing was evaluated.
 
-    Each suite counts the same, whatever its size. Of equal policies the earliest, trained least. Where ``eval.best``
-    has changed on the way, its newest value counts for all stages.
+    It has the highest avg@k on the first suite, or with ``eval.best = "mean"`` the highest mean over all suites, each
+    with the same weight. Ties go to the earliest version. If ``eval.best`` changed during the run, its newest value
+    applies to all stages.
     """
     scores = _scores(run)
     return max(scores, key=scores.__getitem__, default=None)
 
 
 def _scores(run: RunDir) -> dict[int, float]:
-    """By updates, earliest first: what `best_version` compares, of each policy with all the evaluations for it."""
+    """{version: score that `best_version` compares}, earliest first, of every policy with all needed evaluations."""
     recipe = run.newest.recipe
     names = [suite.name for suite in recipe.suites][: 1 if recipe.eval.best == "first" else None]
     found = {key: event["accuracy"] for key, event in run.evaluations().items()}
-    whole = sorted({version for version, _ in found if names and all((version, name) in found for name in names)})
-    return {version: sum(found[version, name] for name in names) for version in whole}
+    complete = sorted({version for version, _ in found if names and all((version, name) in found for name in names)})
+    return {version: sum(found[version, name] for name in names) for version in complete}
 
 
 def keep_best(run: RunDir) -> None:
-    """Make ``best`` the policy that `best_version` names, while that policy is there.
+    """Make ``best`` the policy that `best_version` names, if that policy still exists.
 
-    What ``best`` holds may have no other copy: it gives way only to a higher score.
+    ``best`` may hold the only copy of its policy, so it is replaced only by a policy with a higher score.
     """
-    # a name that `atomic_directory(run.best)` does not clear
+    # its name must not match the temporary directories that `atomic_directory(run.best)` removes
     old = run.best.with_name(".best_old.tmp")
     if run.best.exists():
         shutil.rmtree(old, ignore_errors=True)
     elif old.exists() and not os.path.lexists(run.best):
-        old.rename(run.best)  # of a killed attempt
+        old.rename(run.best)  # a killed attempt had moved it away
     version = best_version(run)
     if version is None or not (policy := run.version(version)).exists():
         return
-    if run.best.is_symlink():  # somebody's, perhaps to a policy that is to be removed
+    if run.best.is_symlink():  # made by a person, and its target may be a policy that will be removed
         run.best.unlink()
     if run.best.exists():
-        if not _gives_way(run, read_info(run.best).version, version):
+        if not _is_better(run, read_info(run.best).version, version):
             return
         run.best.rename(old)
     with atomic_directory(run.best) as temporary:
@@ -74,16 +75,16 @@ def keep_best(run: RunDir) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _gives_way(run: RunDir, held: int, better: int) -> bool:
-    """Whether ``best`` with version ``held`` is to become version ``better``, which has the highest score."""
+def _is_better(run: RunDir, held: int, candidate: int) -> bool:
+    """Whether version ``candidate``, which has the highest score, should replace version ``held`` in ``best``."""
     scores = _scores(run)
     if held in scores:
-        return scores[held] < scores[better]
-    return run.version(held).exists()  # its evaluations are lost: nothing says that it is worse
+        return scores[held] < scores[candidate]
+    return run.version(held).exists()  # its evaluations are lost, so ``held`` goes only if there is another copy
 
 
 def _link(file: Path, target: Path) -> None:
-    """A second name for a file that is never written again; a copy where the file system has no links."""
+    """Hard-link a file, which is never written again; copy it if the file system has no hard links."""
     try:
         os.link(file, target)
     except OSError:

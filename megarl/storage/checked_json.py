@@ -1,4 +1,4 @@
-"""JSON objects that carry a checksum of themselves: damage shows when they are read, not in what is done with them."""
+"""JSON objects that contain their own checksum, so that damage is detected when they are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHECKSUM = re.compile(rb',\s+"crc": "([0-9a-f]{8})"\s*}\s*')
 
 
 def encode(record: Record, indent: int | None = None) -> bytes:
-    """One line of JSON, or an indented text, whose last field is the checksum (CRC-32) of what precedes it."""
+    """JSON, on one line or indented, whose last field ``crc`` is the CRC-32 of all bytes before it."""
     text = json.dumps(record, indent=indent).encode()
     if indent is None:
         body = text.removesuffix(b"}")
@@ -26,7 +26,7 @@ def encode(record: Record, indent: int | None = None) -> bytes:
 
 
 def decode(data: bytes, needs_checksum: bool = False) -> Record:
-    """The object without its checksum. ValueError: they do not agree, or it has none and ``needs_checksum``."""
+    """The object without its checksum; ValueError if it is wrong, or missing although ``needs_checksum``."""
     begin = data.rfind(b'"crc": ')
     begin = data.rfind(b",", 0, begin) if begin > 0 else -1
     found = _CHECKSUM.fullmatch(data, begin) if begin > 0 else None
@@ -43,12 +43,12 @@ def decode(data: bytes, needs_checksum: bool = False) -> Record:
 
 
 def write_checked(path: Path, record: Record) -> None:
-    """Replace ``path`` atomically by `encode`'s text."""
+    """Atomically replace the file ``path`` by ``record`` with its checksum."""
     write_atomic(path, encode(record, indent=1))
 
 
 def read_checked(path: Path, remedy: str, needs_checksum: bool = False) -> Record:
-    """What `write_checked` wrote; `UserError` with the ``remedy`` where it is damaged, missing or cannot be read."""
+    """Read what `write_checked` wrote; `UserError`, ending with ``remedy``, if the file is damaged or missing."""
     try:
         return decode(path.read_bytes(), needs_checksum)
     except (OSError, ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""The directory of a checkpoint: its manifest, written last, and the checks that its files agree with it.
+"""The directory of a checkpoint: its manifest, which is written last, and the check of its files against the manifest.
 
-What is inside the files is Megatron's and `megarl.actor.checkpoint`'s. Here they are names, sizes and checksums.
+This module knows only names, sizes and checksums of the files; `megarl.actor.checkpoint` writes and reads them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ _NAME = re.compile(r"update_(\d{6,})")
 
 
 class Damaged(Exception):
-    """A checkpoint is not what was written; the message says what is wrong with which file."""
+    """A checkpoint differs from what was written; the message names the file and what is wrong with it."""
 
 
 @dataclass(frozen=True)
 class FileSum:
+    """Size and checksum of a file."""
+
     bytes: int
     sha256: str
 
@@ -37,11 +39,11 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of. ``position``: of metrics.jsonl when it was taken."""
+    """What a checkpoint consists of."""
 
-    update: int  # of the stage
+    update: int  # counted within the stage
     files: dict[str, FileSum]  # by name, without the manifest itself
-    position: Position
+    position: Position  # the end of metrics.jsonl when the checkpoint was taken
 
 
 def checkpoints(directory: Path) -> list[tuple[int, Path]]:
@@ -55,12 +57,12 @@ def checkpoint_path(directory: Path, update: int) -> Path:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Not synced: `atomic_directory` does that for the whole checkpoint."""
+    """Write the manifest without syncing it: `atomic_directory` syncs the whole checkpoint."""
     (path / MANIFEST).write_bytes(encode(asdict(manifest), indent=1))
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Of the checkpoint ``path``, whose name says its update; `Damaged` unless it can be relied on."""
+    """The manifest of the checkpoint ``path``; `Damaged` if it is missing, unreadable or of another update."""
     try:
         fields = decode((path / MANIFEST).read_bytes(), needs_checksum=True)
         files = {name: FileSum(**entry) for name, entry in fields["files"].items()}
@@ -70,12 +72,12 @@ def read_manifest(path: Path) -> Manifest:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{MANIFEST}: {error}") from error
     if path.name != checkpoint_path(path.parent, manifest.update).name:
-        raise Damaged(f"{MANIFEST} is of update {manifest.update}")
+        raise Damaged(f"{MANIFEST} belongs to update {manifest.update}")
     return manifest
 
 
 def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """`Damaged` unless the files of these ``names`` are as the manifest says; reads all of them."""
+    """`Damaged` unless the files ``names`` have the sizes and checksums of the manifest; reads them completely."""
     for name in names:
         try:
             found = FileSum.of(path / name)
@@ -91,13 +93,13 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def read_metrics(path: Path, manifest: Manifest) -> bytes:
-    """The copy of the metrics lines in a checkpoint; `Damaged` unless it is as it was written."""
+    """The checkpoint's copy of the stage's metrics lines; `Damaged` if it does not agree with the manifest."""
     check_files(path, manifest, [METRICS])
     return (path / METRICS).read_bytes()
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that nothing loads it but a person can look at it; returns the new path."""
+    """Rename a damaged checkpoint, so that no run loads it but a person can examine it; returns the new path."""
     names = (f"damaged_{path.name}{suffix}" for suffix in itertools.chain([""], map(".{}".format, itertools.count(1))))
     target = next(path.parent / name for name in names if not (path.parent / name).exists())
     os.rename(path, target)

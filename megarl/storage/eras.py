@@ -1,7 +1,7 @@
-"""Settings that a run changes from a stage on: which may, since when, and what they were before.
+"""Settings that change during a run, from some stage on: which of them may change, and their values in earlier stages.
 
-``recipe_until_002.toml`` in a run directory is the recipe of stages 0 and 1, and ``recipe.toml`` that of the others.
-Only the tables of `_TABLES` are taken of it.
+An "era" is a series of stages with the same recipe. ``recipe_until_002.toml`` in a run directory is the recipe of
+stages 0 and 1, and ``recipe.toml`` that of the later ones. Of an earlier recipe only the tables in `_TABLES` are used.
 """
 
 from __future__ import annotations
@@ -18,37 +18,40 @@ _NAME = re.compile(r"recipe_until_(\d{3,})\.toml")
 
 
 def from_next_stage(settings: list[str], stage: Path, before: Recipe) -> list[str]:
-    """Those of ``settings`` ("section.key: old -> new") that the next stage may change; ``stage``: its directory.
+    """Those of ``settings`` ("section.key: old -> new") that may change from the next stage on.
 
-    None in a branch, which is one stage. A reward may change while there are no rollouts, the optimizer while there is
-    no checkpoint. Held-out prompts stay, since training leaves them out. With a token budget a stage also trains groups
-    that earlier ones scored, so that one reward lasts for the whole run.
+    stage: the directory of the next stage, the first that is not trained yet.
+    The reward may change until the stage has rollouts, and the optimizer until it has a checkpoint. The held-out
+    prompts may not change, since training leaves them out. With a token budget a stage also trains groups that earlier
+    stages scored, so the reward cannot change at all. Nothing can change in a branch, which has a single stage.
     """
     if any(path.is_symlink() for path in stage.parent.glob("*/rollouts")):
         return []
-    scored_before = before.rollout.token_budget is not None and int(stage.name) > 0
-    begun, trained = scored_before or (stage / "rollouts").exists(), any(stage.glob("checkpoints/update_*"))
+    has_scored_groups = before.rollout.token_budget is not None and int(stage.name) > 0
+    scored = has_scored_groups or (stage / "rollouts").exists()
+    trained = any(stage.glob("checkpoints/update_*"))
     allowed = [f"eval.{name}" for name in EVALUATION]
     return [
         line
         for line in settings
         if line.partition(":")[0] in allowed
-        or (line.startswith("reward.") and not begun)
+        or (line.startswith("reward.") and not scored)
         or (line.startswith("optimizer.") and not trained)
     ]
 
 
 def remember(root: Path, before: Recipe, stage: int) -> tuple[Path, str] | None:
-    """File and text that keep ``before`` as the recipe of the stages before ``stage``; None: there is nothing to keep.
+    """(path, text) of the file that keeps ``before`` as the recipe of the stages before ``stage``.
 
-    Of several changes before one stage the first counts: nothing was made under the others.
+    None if there are no such stages, or if the file exists: after several changes before the same stage, the first file
+    is right, because nothing was made with the recipes in between.
     """
     path = root / f"recipe_until_{stage:03d}.toml"
     return (path, dump(before)) if stage and not path.exists() else None
 
 
 def eras(root: Path, now: Recipe) -> list[tuple[int, Recipe]]:
-    """(the first stage after it, recipe) of each earlier recipe, oldest first."""
+    """(number of the first stage that no longer uses it, recipe) of each earlier recipe, oldest first."""
     found = ((_NAME.fullmatch(path.name), path) for path in root.glob("recipe_until_*.toml"))
     ends = sorted((int(match[1]), path) for match, path in found if match)
     return [(end, _with_tables(now, load(path))) for end, path in ends]

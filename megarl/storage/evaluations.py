@@ -1,8 +1,8 @@
-"""What evaluations leave in a run directory: the prompts of a suite, and every response to them with its reward.
+"""Evaluations in a run directory: the prompts of each suite, and every policy's responses to them with their rewards.
 
-``evaluations/NAME/prompts.jsonl`` has one object a prompt. ``evaluations/NAME/update_000096/`` is a rollout store whose
-groups have the numbers of their prompts, sealed when all are answered; ``settings_000096.json`` says how they are
-sampled and scored.
+``evaluations/NAME/prompts.jsonl`` has one object per prompt of the suite NAME. ``evaluations/NAME/update_000096/`` is a
+rollout store with the responses of the policy after 96 updates; its group ids are the prompts' numbers, and it is
+sealed when all prompts are answered. ``settings_000096.json`` says how these responses are sampled and scored.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megarl.storage.rollouts import Group, RolloutStore
 
 @dataclass(frozen=True)
 class Answered:
-    """A suite's place in a run directory."""
+    """The prompts of a suite and the responses to them, in a run directory."""
 
     directory: Path  # evaluations/NAME
 
     @classmethod
     def of(cls, run: Path, suite: str) -> Self:
-        """In the run directory ``run``."""
+        """The suite of this name in the run directory ``run``."""
         return cls(run / "evaluations" / suite)
 
     @property
@@ -38,48 +38,49 @@ class Answered:
         return self.directory / "prompts.jsonl"
 
     def responses(self, version: int) -> Path:
-        """Of the policy after so many updates."""
+        """The rollout store of the policy after ``version`` updates."""
         return self.directory / f"update_{version:06d}"
 
     def begin(self, version: int, settings: dict[str, Any]) -> Path:
-        """Make the place of the responses: what an interrupted evaluation stored there under other settings goes.
+        """Make the directory for the responses of a policy and return it.
 
-        settings: how responses are sampled and scored; they are kept beside the responses.
+        settings: how responses are sampled and scored; stored beside the responses. If an interrupted evaluation had
+        other settings, its responses are deleted.
         """
-        place, kept = self.responses(version), self.directory / f"settings_{version:06d}.json"
-        remedy = "Delete it and start again: the responses of that evaluation are then generated anew"
+        responses, kept = self.responses(version), self.directory / f"settings_{version:06d}.json"
+        remedy = "Delete it and start again: the responses of that evaluation are then generated again"
         if not kept.exists() or read_checked(kept, remedy) != settings:
-            if place.exists():
-                shutil.rmtree(place)
+            if responses.exists():
+                shutil.rmtree(responses)
             write_checked(kept, settings)
-        make_directory(place)
-        return place
+        make_directory(responses)
+        return responses
 
     def versions(self) -> list[int]:
-        """Updates after which the whole suite was answered."""
+        """The versions (numbers of updates) whose policies have answered the whole suite."""
         found = (path for path in self.directory.glob("update_*") if is_sealed(path))
         return sorted(int(path.name.removeprefix("update_")) for path in found)
 
     def write_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Once; `UserError` where other prompts were asked before."""
+        """Write the suite's prompts unless they are written already; `UserError` if those differ."""
         lines = b"".join(encode(describe(prompt)) for prompt in prompts)
         if not self.prompts.exists():
             make_directory(self.directory)
             write_atomic(self.prompts, lines)
         elif self.prompts.read_bytes() != lines:
             raise UserError(
-                f"the suite has other prompts than {self.prompts} says: another tokenizer, another version of the "
-                "generator, or a damaged file. Move the directory away to evaluate anew"
+                f"the suite's prompts differ from those in {self.prompts}: the tokenizer or the generator's version "
+                "has changed, or the file is damaged. Move the directory away to start the evaluation again"
             )
 
     def read_prompts(self) -> list[dict[str, Any]]:
-        """What `describe` makes of each."""
+        """The prompts, as `describe` encodes them; `UserError` if there was no evaluation or the file is damaged."""
         if not self.prompts.exists():
-            raise UserError(f"{self.directory} has no evaluation: {self.prompts.name} is not there")
+            raise UserError(f"{self.directory} has no evaluation: {self.prompts.name} does not exist")
         return read_json_lines(self.prompts)
 
     def read(self, version: int) -> list[Group]:
-        """All groups, in the order of the prompts; `UserError` where a prompt has none, or for damage."""
+        """One policy's groups in the order of the prompts; `UserError` if one is missing or the store is damaged."""
         store = RolloutStore(self.responses(version))
         return store.read(range(len(self.read_prompts())))
 

@@ -1,4 +1,4 @@
-"""Durable writes: a file or directory is either there in full or not there at all, also after SIGKILL or power loss."""
+"""Durable writes: a file or directory is either complete or absent, also after SIGKILL or a power loss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: str | bytes, mode: int = 0o666) -> None:
-    """Replace ``path`` by ``data`` through a synced temporary file and a rename. mode: 0o600 for what is secret."""
+    """Replace ``path`` by ``data`` through a synced temporary file and a rename. mode: 0o600 for secrets."""
     payload = data.encode() if isinstance(data, str) else data
     temporary = path.with_name(f".{path.name}.tmp")
     with disk_errors(path):
@@ -40,7 +40,7 @@ def write_atomic(path: Path, data: str | bytes, mode: int = 0o666) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """mkdir -p whose new entries survive a power loss."""
+    """Like ``mkdir -p``, but the new directories survive a power loss."""
     missing = [parent for parent in (path, *path.parents) if not parent.exists()]
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
@@ -51,8 +51,8 @@ def make_directory(path: Path) -> None:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary directory beside ``path``; on success sync all of it and rename it to ``path``.
 
-    Temporary directories of earlier attempts, which were killed, are removed first. Each attempt has a name of its own,
-    so that a process which an earlier one left running cannot write into it. ``path`` itself must not exist.
+    Temporary directories of killed attempts are removed first. Each attempt uses a unique name, so that a process left
+    over from an earlier attempt cannot write into the new directory. ``path`` itself must not exist.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}.tmp")
     with disk_errors(path):
@@ -68,9 +68,10 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def remove_directory(path: Path) -> None:
-    """A kill leaves no half of it under its name, but perhaps under `leftover_name`; so do files that cannot go yet.
+    """Remove a directory in such a way that a kill cannot leave half of it under its name.
 
-    OSError where it cannot be renamed: then all of it stays.
+    It is renamed to `leftover_name` first. A kill, or files that cannot be deleted yet, may leave a rest under that
+    name. Raises OSError if it cannot be renamed; the directory is then unchanged.
     """
     leftover = path.with_name(leftover_name(path.name))
     discard(leftover)
@@ -80,7 +81,7 @@ def remove_directory(path: Path) -> None:
 
 
 def discard(leftover: Path) -> None:
-    """Remove what nobody needs, a directory or not, as far as that goes: NFS keeps a file that a process has open."""
+    """Remove a file or directory as far as possible, without errors: NFS keeps files that a process has open."""
     if leftover.is_dir() and not leftover.is_symlink():
         shutil.rmtree(leftover, ignore_errors=True)
     else:
@@ -89,15 +90,15 @@ def discard(leftover: Path) -> None:
 
 
 def leftover_name(name: str) -> str:
-    """What `remove_directory` renames a directory to before it deletes it."""
+    """The name that `remove_directory` gives a directory before deleting it."""
     return f".{name}.removed.tmp"
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn a full disk or exceeded quota into a message that says where and that nothing sealed is lost.
+    """Turn errors while writing ``path`` into `UserError` or `PhaseFailed` with a message that names the path.
 
-    What else keeps a file from being written is named with it too.
+    They are a full disk, an exceeded quota, missing permissions, a directory in its place, and I/O errors.
     """
     try:
         yield
@@ -108,7 +109,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise UserError(f"no space left while writing {path}. {INTACT}") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UserError(f"cannot write {path}: {error.strerror}") from error
-        if error.errno == errno.EIO:  # perhaps not the next time
+        if error.errno == errno.EIO:  # may be temporary, so another attempt is worthwhile
             raise PhaseFailed(f"cannot write {path}: {error.strerror}. Start the same command again") from error
         raise
 

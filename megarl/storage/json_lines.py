@@ -1,7 +1,7 @@
-"""Files of JSON objects, one a line, that grow while others read them. Checksums of lines are verified and left out.
+"""Files of JSON objects, one per line, that grow while others read them. A line's checksum is verified and removed.
 
-A killed writer may leave half a line at the end: readers leave it out, and the next writer cuts it off. A line before
-it that cannot be read is damage: `read_json_lines` refuses the file, `read_intact_lines` and `JsonTail` skip the line.
+A killed writer may leave half a line at the end: readers ignore it, and the next writer removes it. Any other line that
+cannot be read is damage: `read_json_lines` and `StrictTail` raise, `read_intact_lines` and `JsonTail` skip the line.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megarl.storage.files import disk_errors, fsync_path
 
 
 def append_json(path: Path, record: Record) -> None:
-    """Append one line with a checksum, from any process of any node. It is not synced to disk."""
+    """Append one line with a checksum, without syncing it. Processes of several nodes may append to the same file."""
     append_line(path, encode(record))
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """`append_json` of a line that is there, with its newline."""
+    """Append a line that is encoded already and ends with a newline; like `append_json`."""
     created = not path.exists()
     with disk_errors(path), open(path, "ab+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # ranks of several nodes append, which not every file system makes atomic
+        fcntl.flock(file, fcntl.LOCK_EX)  # ranks of several nodes append, and not every file system does so atomically
         if created:
             fsync_path(path.parent)
         end = file.seek(0, os.SEEK_END)
@@ -37,12 +37,12 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def read_json_lines(path: Path) -> list[Record]:
-    """All objects of a file; `UserError` that names a damaged line."""
+    """All objects of a file; `UserError` with the line's number if one is damaged."""
     return parse_lines(split_lines(path.read_bytes())[0], path)
 
 
 def parse_lines(lines: list[bytes], path: Path, first: int = 1) -> list[Record]:
-    """The objects of whole lines of ``path``, of which the first has the number ``first``; `UserError` for damage."""
+    """Decode complete lines of ``path``, the first of which is line number ``first``; `UserError` for a damaged one."""
     records = []
     for number, line in enumerate(lines, first):
         try:
@@ -55,20 +55,20 @@ def parse_lines(lines: list[bytes], path: Path, first: int = 1) -> list[Record]:
 
 
 def read_intact_lines(path: Path) -> tuple[list[Record], int]:
-    """The objects of a file that may be damaged, and how many lines are none, a torn last one included."""
+    """(the readable objects of a file that may be damaged, number of unreadable lines, a torn last one included)."""
     lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
     records = [record for line in lines if (record := _object_or_none(line)) is not None]
     return records, len(lines) - len(records)
 
 
 def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
-    """The whole lines of ``data``, without their newlines, and what is torn after the last of them."""
+    """(the complete lines of ``data`` without their newlines, the torn rest after the last newline)."""
     *lines, torn = data.split(b"\n")
     return lines, torn
 
 
 class StrictTail:
-    """Follows a file that only grows, line by line; a damaged line is a `UserError`."""
+    """Follows a file that only grows, like ``tail -f``; a damaged line is a `UserError`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._offset, self._lines = path, 0, 0
@@ -90,16 +90,19 @@ class StrictTail:
 
 
 class JsonTail:
-    """Follows a file that grows; it may also be cut, replaced or missing.
+    """Follows a file that grows, like ``tail -F``: it may also be truncated, replaced or missing.
 
-    last: bytes of a file that is there already which are read at most, from its end.
+    last: of a file that exists already, read at most this many bytes from its end; None: all of it.
     """
 
     def __init__(self, path: Path, last: int | None = None) -> None:
         self.path, self._offset, self._inode, self._last = path, 0, -1, last
 
     def read(self) -> tuple[bool, list[Record]]:
-        """(True when the file began anew, the objects appended since the last call); other lines are skipped."""
+        """(whether the file was truncated or replaced, the objects appended since the last call).
+
+        Damaged lines are skipped.
+        """
         try:
             status = os.stat(self.path)
             anew = (status.st_ino != self._inode or status.st_size < self._offset) and self._inode != -1

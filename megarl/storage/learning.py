@@ -1,4 +1,4 @@
-"""Signs in the metrics that a run learns nothing, each said once a stage as an event ``learns_nothing``."""
+"""Detects in the metrics that a run learns nothing; each cause is logged once per stage as ``learns_nothing``."""
 
 from __future__ import annotations
 
@@ -9,38 +9,41 @@ from typing import Any
 
 from megarl.storage.json_lines import append_json
 
-UPDATES = 8  # one after another that show the same
-ENTROPY_GONE = 1e-3  # nats a token: one choice in thousands is still open
-ESS_COLLAPSED = 0.02  # of the tokens
+UPDATES = 8  # consecutive updates that must show the same sign
+ENTROPY_GONE = 1e-3  # nats per token: almost every token is certain
+ESS_COLLAPSED = 0.02  # effective sample size as a share of the tokens
 
 
 def find(records: list[dict[str, Any]]) -> dict[str, str]:
-    """Of updates one after another: what keeps all of them from teaching anything, {kind: a sentence about it}."""
+    """{kind: a sentence about it} of everything that kept all of these consecutive updates from learning."""
     found = {}
     rewards = [record.get("reward/mean") for record in records]
     if _all(records, "zero_variance_fraction", 1.0, 1.0):
         if len(set(rewards)) == 1:
-            found["equal_rewards"] = f"every response had the reward {rewards[0]:g}: there is nothing to prefer"
+            found["equal_rewards"] = f"every response had the reward {rewards[0]:g}: none is better than another"
         else:
             found["no_variance"] = "the responses to each prompt had equal rewards: no advantage differs from 0"
     elif _all(records, "grad_norm", 0.0, 0.0):
-        found["no_gradient"] = "the gradient was 0: clip, veto or mask take out every token, or no advantage is left"
+        found["no_gradient"] = "the gradient was 0: every token is clipped, vetoed or masked, or has advantage 0"
     if _all(records, "entropy", 0.0, ENTROPY_GONE):
-        found["no_entropy"] = (
-            f"the entropy was below {ENTROPY_GONE:g} nats a token: the policy explores nothing any more"
-        )
+        found["no_entropy"] = f"the entropy was below {ENTROPY_GONE:g} nats per token: the policy no longer explores"
     if _all(records, "ess", 0.0, ESS_COLLAPSED):
-        found["no_sample"] = f"the effective sample size was below {ESS_COLLAPSED:g} of the tokens: a few decide"
+        found["no_sample"] = (
+            f"the effective sample size was below {ESS_COLLAPSED:g} of the tokens: a few tokens dominate the gradient"
+        )
     return found
 
 
 def _all(records: list[dict[str, Any]], name: str, low: float, high: float) -> bool:
-    """Whether a metric lies within bounds in every record."""
+    """Whether the metric ``name`` lies between ``low`` and ``high`` in every record."""
     return all(name in record and low <= record[name] <= high for record in records)
 
 
 class LearningWatch:
-    """Takes the metrics of each update, as `megarl.storage.metrics_log.MetricsWriter` does."""
+    """Watches the metrics of each update; a sink of `megarl.storage.metrics_log.MetricsWriter`.
+
+    events: the file events.jsonl to log to.
+    """
 
     def __init__(self, events: Path) -> None:
         self._events = events
@@ -48,7 +51,7 @@ class LearningWatch:
         self._said: set[tuple[int, str]] = set()
 
     def append(self, record: dict[str, Any]) -> None:
-        """Of the update after the last one."""
+        """Take the metrics of the next update."""
         self._recent.append(record)
         if len(self._recent) < UPDATES:
             return

@@ -1,4 +1,4 @@
-"""The ledger of a rollout store: one checksummed line a shard, and the checks that the files agree with it."""
+"""The ledger of a rollout store: one checksummed line per shard, and the checks that the files agree with it."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from megarl.storage.checked_json import decode, encode
 from megarl.storage.files import file_sha256
 from megarl.storage.json_lines import split_lines
 
-LEDGER = "ledger.jsonl"  # of writer 0; of all writers once sealed
+LEDGER = "ledger.jsonl"  # the lines of writer 0; after sealing those of all writers
 SEALED = "SEALED"
 
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One ledger line: a shard and what is in it. ``tokens`` are response tokens, ``bytes`` is the size of its file."""
+    """One ledger line: a shard and its contents."""
 
-    shard: str
-    groups: tuple[int, ...]
+    shard: str  # file name
+    groups: tuple[int, ...]  # ids, sorted
     responses: int
-    tokens: int
+    tokens: int  # of the responses
     reward_sum: float
-    bytes: int
-    sha256: str
-    weights_hash: str
-    logprob_mode: str
+    bytes: int  # size of the file
+    sha256: str  # of the file
+    weights_hash: str  # of the policy that sampled the responses
+    logprob_mode: str  # which distribution the stored log-probs belong to, as the engine names it
 
 
 def to_line(entry: LedgerEntry) -> bytes:
-    """One line of JSON that ends with a checksum."""
+    """Encode an entry as one line of JSON with a checksum."""
     return encode(asdict(entry))
 
 
 def from_line(line: bytes) -> LedgerEntry | None:
-    """The entry, or None where the line does not agree with its own checksum."""
+    """Decode a line; None if its checksum is wrong or missing."""
     try:
         fields = decode(line, needs_checksum=True)
     except (ValueError, RecursionError):
@@ -59,25 +59,28 @@ def lock(path: Path) -> FileIO:
 
     Raises `UserError` when a live process holds the lock.
     """
-    # flock belongs to the open file: a POSIX record lock would be lost when this process closes a reader of the ledger.
+    # flock belongs to the open file; a POSIX lock would be lost as soon as this process closes any reader of the ledger
     file = FileIO(path, "r+", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o644))
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(file.fileno()).st_ino != os.stat(path).st_ino:
-            raise BlockingIOError  # sealing replaced the file between open and lock
+            raise BlockingIOError  # sealing replaced the file after it was opened
     except (BlockingIOError, FileNotFoundError) as error:
         file.close()
-        raise UserError(f"another process is writing {path}: wait for it to end, or stop it") from error
+        raise UserError(f"another process is writing {path}: wait until it ends, or stop it") from error
     return file
 
 
 def parse(path: Path) -> tuple[list[LedgerEntry], int]:
-    """Entries of one ledger and the bytes of its intact part: a line torn by a crash at the very end is left out."""
+    """(entries of one ledger, bytes of its intact part). A last line that a crash has torn is left out.
+
+    `UserError` for any other damaged line.
+    """
     return _parse(path.read_bytes(), path, 1)
 
 
 def _parse(data: bytes, path: Path, first: int) -> tuple[list[LedgerEntry], int]:
-    """`parse` of a part of ``path`` that begins with line ``first``."""
+    """`parse` for ``data``, a part of ``path`` that begins with line number ``first``."""
     lines, torn = split_lines(data)
     entries, length = [], 0
     for number, line in enumerate(lines, first):
@@ -87,7 +90,7 @@ def _parse(data: bytes, path: Path, first: int) -> tuple[list[LedgerEntry], int]
                 break
             raise UserError(
                 f"line {number} of {path} is damaged: its checksum does not match. Restore the file from a copy, or "
-                "delete that line and start again: only its groups are generated anew"
+                "delete that line and start again: only its groups are generated again"
             )
         entries.append(entry)
         length += len(line) + 1
@@ -95,19 +98,19 @@ def _parse(data: bytes, path: Path, first: int) -> tuple[list[LedgerEntry], int]
 
 
 class Ledgers:
-    """The entries of all ledgers of a directory, of which each line is read once, however often it is looked at."""
+    """The entries of all ledgers of a directory. Each line is read only once, however often `read` is called."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._read: dict[str, tuple[int, int, int]] = {}  # file -> inode, bytes and lines that are read
+        self._read: dict[str, tuple[int, int, int]] = {}  # file -> (inode, bytes read, lines read)
         self._by_shard: dict[str, LedgerEntry] = {}
-        self._owner: dict[int, str] = {}
+        self._owner: dict[int, str] = {}  # group id -> shard
 
     def read(self) -> list[LedgerEntry]:
-        """What was appended since the last call; `UserError` for damage and contradictions."""
+        """The entries appended since the last call; `UserError` for damage and contradictions."""
         new = []
         others = sorted(self._directory.glob("ledger.?????.jsonl"))
-        # Sealing moves the other writers' lines into LEDGER and then removes their files: LEDGER, the last, has all.
+        # sealing copies the other writers' lines to LEDGER, then removes their files: LEDGER, read last, misses none
         for path in [*others, self._directory / LEDGER]:
             with contextlib.suppress(FileNotFoundError):
                 new += [entry for entry in self._appended(path) if self._add(entry)]
@@ -115,7 +118,7 @@ class Ledgers:
 
     @property
     def entries(self) -> list[LedgerEntry]:
-        """All that are read, by first group id."""
+        """All entries read so far, sorted by their first group id."""
         return sorted(self._by_shard.values(), key=lambda entry: entry.groups[0])
 
     def _appended(self, path: Path) -> list[LedgerEntry]:
@@ -130,33 +133,33 @@ class Ledgers:
         return entries
 
     def _add(self, entry: LedgerEntry) -> bool:
-        """False for the same line in a second ledger, as a killed sealing leaves it."""
+        """Whether the entry is new: after a sealing that was killed, the same line may be in two ledgers."""
         known = self._by_shard.setdefault(entry.shard, entry)
         if known != entry:
             raise UserError(
-                f"two ledgers in {self._directory} disagree about {entry.shard}: "
-                "delete one of its lines and start again"
+                f"two ledgers in {self._directory} have different lines about {entry.shard}: "
+                "delete one of these lines and start again"
             )
         for group in entry.groups:
             if self._owner.setdefault(group, entry.shard) != entry.shard:
                 raise UserError(
                     f"group {group} in {self._directory} is both in {self._owner[group]} and in {entry.shard}: "
-                    "delete one of the two lines from its ledger and start again"
+                    "delete the line of one of these shards from its ledger and start again"
                 )
         return known is entry
 
 
 def ledger_sizes(directory: Path) -> dict[str, int]:
-    """{name: bytes} of every ledger, which changes whenever something is appended."""
+    """{name: bytes} of every ledger: the cheap way to see whether something was appended."""
     sizes = {}
     for path in directory.glob("ledger*.jsonl"):
-        with contextlib.suppress(FileNotFoundError):  # sealing removes the other writers'
+        with contextlib.suppress(FileNotFoundError):  # sealing removes the ledgers of writers other than 0
             sizes[path.name] = path.stat().st_size
     return sizes
 
 
 def check_one_policy(entries: Sequence[LedgerEntry], directory: Path, weights_hash: str | None = None) -> None:
-    """`UserError` unless all entries were sampled from one policy: ``weights_hash``, or else the first entry's."""
+    """`UserError` unless one policy sampled all entries: that of ``weights_hash``, by default the first entry's."""
     for entry in entries:
         weights_hash = weights_hash or entry.weights_hash
         if entry.weights_hash != weights_hash:
@@ -164,29 +167,29 @@ def check_one_policy(entries: Sequence[LedgerEntry], directory: Path, weights_ha
 
 
 def check_one_mode(entries: Sequence[LedgerEntry], directory: Path, logprob_mode: str | None = None) -> None:
-    """The same for the kind of log-probs."""
+    """`UserError` unless all entries have ``logprob_mode``, by default that of the first entry."""
     for entry in entries:
         logprob_mode = logprob_mode or entry.logprob_mode
         if entry.logprob_mode != logprob_mode:
             raise _other_policy(directory / entry.shard, "log-prob mode", entry.logprob_mode, logprob_mode)
 
 
-def _other_policy(shard: Path, what: str, theirs: str, ours: str) -> UserError:
+def _other_policy(shard: Path, what: str, found: str, expected: str) -> UserError:
     return UserError(
-        f"{shard} was sampled with {what} {theirs!r}, not {ours!r}: a stage has one behaviour policy. "
+        f"{shard} was sampled with {what} {found!r}, not {expected!r}: a stage has one behaviour policy. "
         f"Put the first policy back, or delete {shard.parent} to generate the stage again"
     )
 
 
 def check_seal(directory: Path) -> None:
-    """`UserError` unless the ledger of a sealed directory is the one that was sealed."""
+    """`UserError` unless the ledger of a sealed directory has the checksum in its seal."""
     seal, ledger = directory / SEALED, directory / LEDGER
     try:
         expected = decode(seal.read_bytes())["ledger_sha256"]
     except (ValueError, KeyError, RecursionError, OSError) as error:
         raise UserError(
             f"{seal} is damaged: {error}. Restore it from a copy, or delete it and start again: the stage's rollouts "
-            "are then sealed anew"
+            "are then sealed again"
         ) from error
     try:
         intact = hashlib.sha256(ledger.read_bytes()).hexdigest() == expected
@@ -200,28 +203,28 @@ def check_seal(directory: Path) -> None:
 
 
 def sealed_groups(directory: Path, which: str) -> list[int] | None:
-    """The "chosen" groups of a sealed stage, which it trains, or those that are "carried" into the next one.
+    """The ids in the seal of a stage: ``which`` is "chosen" for the groups it trains, "carried" for those it passes on.
 
-    None where the seal names none of the kind, and where there is no seal: all are trained, or none carried.
+    None if there is no seal or it has no such list: then all groups are trained, and none is carried.
     """
     path = directory / SEALED
     return decode(path.read_bytes()).get(which) if path.exists() else None
 
 
 def sealed_external(directory: Path) -> bool:
-    """Whether a sealed stage was filled from outside: with prompts and rewards that the recipe does not know."""
+    """Whether a sealed stage was filled from outside, with prompts and rewards that the recipe does not know."""
     path = directory / SEALED
     return path.exists() and decode(path.read_bytes()).get("external") is True
 
 
 def check_size(path: Path, entry: LedgerEntry) -> None:
-    """`UserError` unless the shard is there with the size in its entry."""
+    """`UserError` unless the shard exists and has the size in its entry."""
     if not path.exists() or path.stat().st_size != entry.bytes:
         raise _damaged(path, f"has {path.stat().st_size} bytes, not {entry.bytes}" if path.exists() else "is gone")
 
 
 def verify_shard(path: Path, entry: LedgerEntry) -> None:
-    """`UserError` unless the shard has the content in its entry; reads all of it."""
+    """`UserError` unless the shard has the size and checksum in its entry; reads the whole file."""
     check_size(path, entry)
     if file_sha256(path) != entry.sha256:
         raise _damaged(path, "does not match the checksum in its ledger")
@@ -231,5 +234,5 @@ def _damaged(path: Path, what: str) -> UserError:
     seal_file = f"{SEALED}, " if is_sealed(path.parent) else ""
     return UserError(
         f"the shard {path} {what}. Restore it from a copy, or delete {seal_file}the shard and its line in the ledger "
-        "and start again: only its groups are generated anew"
+        "and start again: only its groups are generated again"
     )

@@ -1,4 +1,4 @@
-"""A finished run that is to have more stages: its result becomes the policy that begins the next one."""
+"""Adds stages to a finished run: its result becomes the policy of the first additional stage."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megarl.storage.files import make_directory
 
 
 def adds_stages(before: Recipe, after: Recipe) -> bool:
-    """Whether a run with recipe ``before`` may continue with the stages of ``after``: more of them, of a staged run."""
+    """Whether both recipes are of staged runs, and ``after`` has more stages than ``before``."""
     kinds = {before.schedule.kind, after.schedule.kind}
     return kinds == {"staged"} and after.schedule.stages > before.schedule.stages
 
 
 def free_result(final: Path, policy: Path) -> None:
-    """Make ``final``, where it is, the ``policy`` of the stage that follows.
+    """Move ``final``, if it exists, to ``policy``, the policy of the first additional stage.
 
-    Before the new recipe is written: after a kill in between the last stage exports its result again, and what lies at
-    ``policy`` is removed by the next attempt.
+    To be called before the new recipe is written: after a kill in between, the old recipe makes the last stage export
+    its result to ``final`` again, and the next call replaces ``policy``.
     """
     if final.exists():
         make_directory(policy.parent)

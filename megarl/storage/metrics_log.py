@@ -1,7 +1,7 @@
-"""metrics.jsonl: one object an update, each update exactly once, also after a kill. Copies go elsewhere too.
+"""metrics.jsonl: one object per update, each update exactly once, even after a kill; also copied to TensorBoard etc.
 
-Every checkpoint says how long the file was when it was taken, with a checksum of all its lines, and has a copy of those
-of its stage. So whatever happens to the file is noticed, and mended as long as the checkpoints are there.
+Every checkpoint stores the length of the file when it was taken, a checksum of all its lines, and a copy of the lines
+of its stage. So any damage to the file is noticed, and can be repaired as long as the checkpoints exist.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from megarl.storage.trackers import open_trackers
 
 @dataclass(frozen=True)
 class Position:
-    """A place in metrics.jsonl: the bytes and the checksum of all lines before it."""
+    """A place between two lines of metrics.jsonl: the length and a checksum of all lines before it."""
 
     size: int = 0  # bytes
-    chain: str = ""  # sha256, in hexadecimal, of the chain before a line and the line
+    chain: str = ""  # hash chain, in hexadecimal: sha256 of (the chain up to the last line + that line)
 
     def after(self, lines: Iterable[bytes]) -> Position:
-        """The place after some more lines, each with its newline."""
+        """The place after these further lines, each with its newline."""
         size, chain = self.size, self.chain
         for line in lines:
             size, chain = size + len(line), hashlib.sha256(chain.encode() + line).hexdigest()
@@ -41,7 +41,7 @@ NOTHING = Position()  # the beginning of the file
 
 
 def agrees(path: Path, position: Position) -> bool:
-    """Whether a metrics file has the lines that a position stands for, whatever follows them."""
+    """Whether a metrics file begins with exactly the lines that ``position`` stands for; more lines may follow."""
     try:
         with open(path, "rb") as file:
             lines = file.read(position.size).splitlines(keepends=True)
@@ -51,10 +51,11 @@ def agrees(path: Path, position: Position) -> bool:
 
 
 class MetricsWriter:
-    """Continues ``path`` at ``position``: what follows there, lines of updates that a kill undid, is dropped.
+    """Continues ``path`` at ``position``. Lines after it, of updates that a kill has undone, are removed.
 
-    lines: those before the position that belong to the stage; they are written again where they are not in the file.
-    update: the last one before the position. `UserError` where the file is too short to have the stages before.
+    lines: the stage's lines before the position; they are written again if the file does not have them.
+    update: the last update before the position.
+    Raises `UserError` if the file is too short to contain the lines of the stages before.
     """
 
     def __init__(self, path: Path, position: Position, lines: bytes, update: int, run: RunTable) -> None:
@@ -64,8 +65,8 @@ class MetricsWriter:
             size = file.seek(0, os.SEEK_END)
             if size < before:
                 raise UserError(
-                    f"{path} has {size} bytes, but the stages before take {before}: restore it from a copy, or start "
-                    "again, so that it is restored from their checkpoints"
+                    f"{path} has {size} bytes, but the lines of earlier stages take {before}: restore it from a copy, "
+                    "or start again to have it restored from their checkpoints"
                 )
             file.seek(before)
             if file.read(len(lines)) == lines:
@@ -80,7 +81,7 @@ class MetricsWriter:
 
     @property
     def lines(self) -> bytes:
-        """Those of the stage."""
+        """The lines of the stage so far."""
         return bytes(self._lines)
 
     def append(self, record: dict[str, Any]) -> None:
@@ -93,7 +94,7 @@ class MetricsWriter:
             sink.append(record)
 
     def sync(self) -> None:
-        """Make what was appended durable: before a checkpoint, after which these updates are not made again."""
+        """Sync the appended lines to disk. To be called before a checkpoint, since its updates are not made again."""
         with disk_errors(self.path), open(self.path, "rb") as file:
             os.fsync(file.fileno())
 
@@ -114,7 +115,7 @@ class _TensorBoard:
 
         scalars = {k: v for k, v in record.items() if k != "update" and not isinstance(v, dict)}  # no histograms
         values = [value for name, number in scalars.items() for value in scalar(name, number).value]
-        # one event with all of an update's numbers: an event each would take five times as long
+        # one event with all numbers of the update: one event per number would take five times as long
         self.writer._get_file_writer().add_summary(type(scalar("", 0.0))(value=values), record["update"])
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""Weights quantised as MXFP4, as gpt-oss is published, written as bfloat16.
+"""Converts weights quantised as MXFP4, the format in which gpt-oss is published, to bfloat16.
 
-The experts' tensor ``P`` [E, inputs, outputs] is stored as ``P_blocks`` [E, outputs, inputs / 32, 16], bytes of two
-values of four bits (e2m1) each, the lower half first, and ``P_scales`` [E, outputs, inputs / 32], the exponent of two
-with which 32 values are multiplied, plus 127 (e8m0): Rouhani et al. 2023, arXiv 2310.10537. What is made of them is
-what `transformers.integrations.mxfp4` makes in transformers 5.19.
+The experts' tensor ``P`` [E, inputs, outputs] is stored as two tensors of uint8. ``P_blocks`` [E, outputs, inputs / 32,
+16] has two four-bit values (e2m1) in each byte, the low half first. ``P_scales`` [E, outputs, inputs / 32] has the
+exponent of the power of two by which 32 values are multiplied, plus 127 (e8m0): Rouhani et al. 2023, arXiv 2310.10537.
+The result equals that of `transformers.integrations.mxfp4` in transformers 5.19.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from megarl.storage.tensor_files import Region, TensorFiles, create_file
 from megarl.storage.weights import INDEX_FILE
 
 _BLOCK_BYTES = 4 << 20
-_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without its sign
+_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the e2m1 values without sign
 _VALUES = torch.tensor([*_HALF, *(-value for value in _HALF)], dtype=torch.bfloat16)
-_PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], 1).view(torch.int32)[:, 0]  # of each byte
+# for each byte its two bfloat16 values, as one int32
+_PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], 1).view(torch.int32)[:, 0]
 
 
 def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., groups, 16] and [..., groups] -> bfloat16 [..., groups * 32]."""
+    """Dequantise blocks, uint8 [..., groups, 16], with scales, uint8 [..., groups], to bfloat16 [..., groups * 32]."""
     values = _PAIRS[blocks.int()].view(torch.bfloat16)
     return torch.ldexp(values, scales.int()[..., None] - 127).to(torch.bfloat16).flatten(-2)
 
 
 def write_bfloat16(source_dir: Path, target_dir: Path) -> dict[str, str]:
-    """Write the weight files of a quantised model to ``target_dir``, and its index; {name of a file: its sha256}.
+    """Write the weight files of a quantised model and their index to ``target_dir``; returns {file name: sha256}.
 
-    The files keep their names and all other tensors their bytes. One matrix of an expert is in memory at a time, and
-    in float32.
-    `UserError` for blocks without scales and the other way round, and for shapes that do not fit.
+    The files keep their names, and tensors that are not quantised keep their bytes. At most one matrix of an expert is
+    in memory at a time, also as float32. Raises `UserError` if blocks or scales are missing or their shapes do not fit.
     """
     with TensorFiles.of_directory(source_dir) as source, TensorFiles() as target:
         files: dict[str, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
@@ -66,20 +66,21 @@ def write_bfloat16(source_dir: Path, target_dir: Path) -> dict[str, str]:
 
 
 def _matching(source: TensorFiles, name: str) -> tuple[Region, Region]:
-    """Blocks and scales of tensor ``name``."""
+    """The blocks and scales of tensor ``name``; `UserError` if they are not what the format demands."""
     blocks, scales = (source.regions.get(f"{name}_{kind}") for kind in ("blocks", "scales"))
     if blocks is None or scales is None:
         raise UserError(f"tensor {name!r} of MXFP4 weights has no {'blocks' if blocks is None else 'scales'}")
     if name in source.regions:
-        raise UserError(f"tensor {name!r} is there twice: as it is, and as MXFP4 blocks")
+        raise UserError(f"tensor {name!r} exists twice: as it is, and as MXFP4 blocks")
     if {blocks.dtype, scales.dtype} != {torch.uint8}:
-        raise UserError(f"tensor {name!r} of MXFP4 weights is of {blocks.dtype} and {scales.dtype}, not of bytes")
+        raise UserError(f"tensor {name!r} of MXFP4 weights has dtypes {blocks.dtype} and {scales.dtype}, not uint8")
     if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, 16):
         raise UserError(f"tensor {name!r} of MXFP4 weights has blocks {blocks.shape} and scales {scales.shape}")
     return blocks, scales
 
 
 def _write(blocks: Region, scales: Region, target: Region) -> None:
+    """Dequantise one tensor expert by expert; each matrix is stored [outputs, inputs] and written transposed."""
     for expert in range(blocks.shape[0]):
         parts = [region.part(expert, region.shape[1:]) for region in (blocks, scales)]
         matrix = dequantised(*(part.read(0, part.shape[0]) for part in parts))

@@ -1,4 +1,4 @@
-"""What a run was begun with beside its recipe: the ``--set``s of its command line, and another run's optimizer."""
+"""The origin of a run beside its recipe: ``--set`` options, and the checkpoint of another run that it continues."""
 
 from __future__ import annotations
 
@@ -12,57 +12,60 @@ from megarl.storage.checkpoints import checkpoints
 from megarl.storage.run_dir import RunDir
 
 SETTINGS, START = "settings.json", "start"
-# folders of a branch with another reward, by stage: links to the rollouts as they were scored before, and the new ones
-SCORED_BEFORE, RESCORED = "scored_before", "rescored"
+# directories of a branch with another reward, with one entry per stage
+SCORED_BEFORE = "scored_before"  # links to the rollouts with their old rewards
+RESCORED = "rescored"  # the same rollouts with the new rewards
 
 
 def recorded(root: Path) -> list[str]:
-    """The ``--set``s that the commands of a run have given so far, each setting once; none for no run."""
+    """The ``--set`` options given so far by the commands of a run, each setting once; none if there is no run yet."""
     path = root / SETTINGS
     if not path.exists():
         return []
-    remedy = "Delete it, and give all --set of the run again"
+    remedy = "Delete it, and repeat all --set options of the run"
     return [str(text) for text in read_checked(path, remedy).get("settings", [])]
 
 
 def record(root: Path, overrides: Iterable[str]) -> None:
-    """Remember them, the last of each setting, so that the same command continues without them."""
+    """Remember ``overrides``, the last value of each setting, so that the command need not repeat them to continue."""
     last = {text.partition("=")[0].strip(): text for text in (*recorded(root), *overrides)}
     if list(last.values()) != recorded(root):
         write_checked(root / SETTINGS, {"settings": list(last.values())})
 
 
 def result_of(root: Path) -> tuple[Path, Path]:
-    """(policy, checkpoint) with which a finished run ended; `UserError` where one of them is not there."""
+    """(policy, checkpoint) with which a finished run ended; `UserError` if one of them does not exist."""
     run = RunDir.open(root)
     run.check_links()
     last = run.stage(run.recipe.schedule.stages - 1)
     path = dict(checkpoints(last.checkpoints)).get(run.recipe.schedule.updates_per_stage)
     if not run.final.exists() or path is None:
-        what = run.final if not run.final.exists() else f"the last checkpoint of {last.checkpoints}"
-        raise UserError(f"--continue-from {root}: {what} is not there, so that run is not finished, or let go of it")
+        what = run.final if not run.final.exists() else f"the last checkpoint in {last.checkpoints}"
+        raise UserError(
+            f"--continue-from {root}: {what} does not exist: that run is unfinished, or [actor] keep_stages removed it"
+        )
     return run.final, path
 
 
 def check_weights(before: Recipe, after: Recipe) -> None:
-    """`UserError` where --continue-from would take an optimizer of adapters, or give one to adapters."""
+    """`UserError` if one of the runs trains adapters: optimizer states cannot then be continued."""
     if before.actor.lora is not None or after.actor.lora is not None:
         raise UserError(
-            "--continue-from: with [actor.lora], in either run, the optimizer is of adapters, which the result has in "
-            'its weights already. [model] path = "RUN/final" begins a run with that result, and an optimizer of its own'
+            "--continue-from does not work with [actor.lora] in either run: the optimizer is of adapters, which are "
+            'merged into the result. Set [model] path = "RUN/final" to begin with that result and a new optimizer state'
         )
 
 
 def link_start(run: RunDir, checkpoint: Path) -> None:
-    """Begin ``run`` with the optimizer of another one."""
+    """Make ``run`` start from the optimizer state in another run's ``checkpoint``."""
     link = run.root / START
     if not link.is_symlink():
         link.symlink_to(checkpoint)
 
 
 def start_of(run: RunDir) -> Path | None:
-    """The checkpoint that the run begins with, of another one; `UserError` where that was moved."""
+    """The checkpoint of another run from which this run starts, if any; `UserError` if it was moved."""
     link = run.root / START
     if link.is_symlink() and not link.exists():
-        raise UserError(f"{link} is a link to {link.readlink()}, the checkpoint that the run begins with: put it back")
+        raise UserError(f"{link} is a link to {link.readlink()}, the checkpoint from which the run starts: put it back")
     return link.resolve() if link.exists() else None

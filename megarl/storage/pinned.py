@@ -1,4 +1,4 @@
-"""``prompts.json``: the checksums of the prompt files, templates and reward functions with which a run began."""
+"""``prompts.json``: checksums of the prompt files, chat templates and reward functions at the beginning of a run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from megarl.storage.files import file_sha256
 
 
 def pin(path: Path, recipe: Recipe) -> None:
-    """Write the checksums to ``path``, unless they are there or a file is not."""
+    """Write the checksums to ``path``, unless it exists or one of the files is missing."""
     if not path.exists() and all(map(os.path.isfile, _files(recipe))):
         write_checked(path, {"files": _sums(recipe)})
 
 
 def check_pinned(path: Path, recipe: Recipe) -> None:
-    """`UserError` where a file is not the one with which the run began: the split into training and held-out prompts,
-    and with it every accuracy, depends on all rows of the prompt files."""
+    """`UserError` if a file has changed since the run began.
+
+    The split into training and held-out prompts, and so every accuracy, depends on all rows of the prompt files.
+    """
     if not path.exists():
         return
-    root, remedy = path.parent, "Delete it and start again: the prompt files are then taken as they are now"
+    root, remedy = path.parent, "Delete it and start again: the checksums of the present files are then recorded"
     began = read_checked(path, remedy).get("files", {})
     others = dict.fromkeys(recipe.reward_files(), "reward function in")
     others |= dict.fromkeys(recipe.template_files(), "chat template")
@@ -34,8 +36,8 @@ def check_pinned(path: Path, recipe: Recipe) -> None:
             )
         if began.get(name, found) != found:
             raise UserError(
-                f"the prompt file {name} has changed since {root} began, and with it which prompts are held "
-                "out: put the old file back, or use another --run-dir for the new one"
+                f"the prompt file {name} has changed since {root} began, which would change the held-out prompts: put "
+                "the old file back, or use another --run-dir for the new one"
             )
 
 

@@ -1,4 +1,4 @@
-"""A policy directory: a Hugging Face model, and ``megarl.json`` with the policy's version and weights hash."""
+"""A policy directory: a Hugging Face model with ``megarl.json``, which has the policy's version and weights hash."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ class PolicyInfo:
 
     version: int  # optimizer updates that these weights have had
     weights_hash: str  # sha256 over the names and contents of all weight files
-    files: dict[str, str] = field(default_factory=dict)  # sha256 of each of the other files
+    files: dict[str, str] = field(default_factory=dict)  # {name: sha256} of all other files
 
 
 def write_info(policy_dir: Path, info: PolicyInfo) -> None:
-    """With the checksums of the other files, which are there. Not synced: `atomic_directory` does that for all."""
+    """Write ``megarl.json`` last, since it has the checksums of the files beside it. `atomic_directory` syncs it."""
     others = [path for path in sorted(policy_dir.iterdir()) if path.suffix != ".safetensors" and path.is_file()]
     info = replace(info, files={path.name: file_sha256(path) for path in others if path.name != INFO_FILE})
     (policy_dir / INFO_FILE).write_bytes(encode(asdict(info), indent=1))
 
 
 def read_info(policy_dir: Path) -> PolicyInfo:
-    """Version and hash of a policy; a model that megarl did not write has version 0, and is hashed by this call."""
+    """Version and hashes of a policy. A model that megarl did not write has version 0 and is hashed by this call.
+
+    `UserError` if ``megarl.json`` is damaged.
+    """
     path = policy_dir / INFO_FILE
     if not path.exists():
         return PolicyInfo(0, _hash_weights(policy_dir))
@@ -51,14 +54,14 @@ def read_info(policy_dir: Path) -> PolicyInfo:
 
 
 def check_policy(policy_dir: Path, remedy: str) -> None:
-    """`UserError` with the ``remedy`` unless all files of a run's policy are as they were written; reads them."""
+    """`UserError`, ending with ``remedy``, unless all files of a run's policy match their checksums; reads them all."""
     try:
         if not (policy_dir / INFO_FILE).exists():
             raise UserError(f"{policy_dir / INFO_FILE} is gone")
         info = read_info(policy_dir)
         for name, expected in info.files.items():
             if (policy_dir / name).exists() and not (policy_dir / name).is_file():
-                raise UserError(f"{policy_dir / name} is no regular file")
+                raise UserError(f"{policy_dir / name} is not a regular file")
             if file_sha256(policy_dir / name) != expected:
                 raise UserError(f"{policy_dir / name} does not match its checksum in {INFO_FILE}")
         if _hash_weights(policy_dir) != info.weights_hash:
@@ -74,7 +77,7 @@ def _hash_weights(policy_dir: Path) -> str:
 
 
 def copy_auxiliary(source: Path, target: Path) -> None:
-    """Copy everything that is no weight file: configuration, tokenizer, chat template, licence."""
+    """Copy all files but the weights: configuration, tokenizer, chat template, licence."""
     for file in sorted(Path(source).iterdir()):
         weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
         if file.is_file() and not weights and file.name not in (INFO_FILE, REFERENCE_FILE):
@@ -82,10 +85,7 @@ def copy_auxiliary(source: Path, target: Path) -> None:
 
 
 def copy_weights(model_dir: Path, target: Path) -> str:
-    """Copy the weight files and their index as the policy of a first stage has them: the hash of these weights.
-
-    Weights quantised as MXFP4 become bfloat16.
-    """
+    """Copy the weight files and their index, converting MXFP4 weights to bfloat16; returns the weights hash."""
     if is_mxfp4(model_dir):
         from megarl.storage.mxfp4 import write_bfloat16  # imports torch
 
@@ -101,9 +101,9 @@ def copy_weights(model_dir: Path, target: Path) -> str:
 
 
 def check_weights(model_dir: Path) -> None:
-    """`UserError` unless all weight files are whole, and of types that megarl reads or converts; reads their headers.
+    """`UserError` unless all weight files are complete and have dtypes that megarl reads or converts.
 
-    Only these tell quantised weights of which config.json says nothing.
+    Reads only the headers, which also reveal quantised weights that config.json does not mention.
     """
     from megarl.storage.tensor_files import TensorFiles  # imports torch
 
@@ -117,15 +117,15 @@ def check_weights(model_dir: Path) -> None:
 
 
 def is_mxfp4(model_dir: Path) -> bool:
-    """Whether the weights of a model are to be converted; `read_hf_config` refuses what else is quantised."""
+    """Whether the model's weights are MXFP4 and must be converted; `read_hf_config` refuses other quantisations."""
     config = model_dir / CONFIG_FILE
     return config.exists() and quantisation(read_settings(config)) == "mxfp4"
 
 
 def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int = 0) -> PolicyInfo:
-    """Copy the base model to ``target``, the policy of a first stage, so that a run does not change with its source.
+    """Copy the base model to ``target``, the policy of the first stage, so that later changes to it do not matter.
 
-    Weights quantised as MXFP4 become bfloat16, and config.json loses what it says of their quantisation.
+    MXFP4 weights are converted to bfloat16, and config.json loses its ``quantization_config``.
     """
     with atomic_directory(target) as temporary:
         copy_auxiliary(model_dir, temporary)
@@ -143,7 +143,7 @@ def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int
 
 
 def unquantised(model_dir: Path, folder: Path) -> Path:
-    """The model, or in ``folder`` what a run makes of it, if it is MXFP4; once for each ``model_dir``."""
+    """``model_dir`` itself, or for an MXFP4 model its bfloat16 copy in ``folder``, made at the first call."""
     if not is_mxfp4(model_dir):
         return model_dir
     converted = folder / hashlib.sha256(bytes(model_dir.resolve())).hexdigest()[:12]

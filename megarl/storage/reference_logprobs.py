@@ -1,6 +1,6 @@
-"""``reference.json``: text of the run and what the actor makes of it; engines must make the same of it.
+"""``reference.json``: text of the run with the actor's log-probs of it, which every engine must reproduce.
 
-It stands beside each policy that the actor exports, and in the directory of a stage for the policy that begins it.
+There is one beside each policy that the actor exports, and one in a stage's directory for the policy that begins it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from megarl.errors import UserError
 from megarl.storage.files import write_atomic
 
 REFERENCE_FILE = "reference.json"
-TEXT_SEQUENCES, TEXT_TOKENS = 32, 512  # an engine holds the logits of a whole sequence at a time
+TEXT_SEQUENCES, TEXT_TOKENS = 32, 512  # few, because an engine holds the logits of a whole sequence in memory
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Sequences, and what the actor makes of them with the policy beside which this stands."""
+    """Sequences of n tokens each (n >= 2), and the actor's log-probs of their tokens under one policy."""
 
-    sequences: list[list[int]]  # tokens, at least two
+    sequences: list[list[int]]
     logprobs: list[np.ndarray]  # [n - 1] float32 each, at temperature 1, of all tokens but the first
     precision: str  # "float32" | "bfloat16": the coarser of arithmetic and stored weights
-    previous: list[np.ndarray] | None = None  # the same of the policy that was exported before; None: of a first one
-    # what an engine with that previous policy stored of the last tokens of each sequence; None: not known
+    previous: list[np.ndarray] | None = None  # like logprobs, under the policy exported before; None: there was none
+    # the log-probs that an engine with that previous policy stored for the last tokens of each sequence; None: unknown
     stored: list[np.ndarray] | None = None
 
 
 def cut_text(texts: Iterable[list[int]], longest: int) -> list[list[int]]:
-    """Of the first texts so much that an engine with room for ``longest`` tokens scores them: it samples one more."""
+    """The beginnings of the first `TEXT_SEQUENCES` texts, cut so that an engine can score them.
+
+    longest: the most tokens that the engine takes in a sequence, one of which it needs for a token to sample.
+    """
     limit = min(TEXT_TOKENS, longest - 1)
     cut = (text[:limit] for text in texts)
     return [text for text, _ in zip((text for text in cut if len(text) > 1), range(TEXT_SEQUENCES), strict=False)]
@@ -43,7 +46,7 @@ _ARRAYS = ("logprobs", "previous", "stored")
 
 
 def encode_reference(reference: Reference) -> dict[str, Any]:
-    """As an object for JSON."""
+    """Convert to an object for JSON."""
     fields = asdict(reference)
     return fields | {name: fields[name] and [scores.tolist() for scores in fields[name]] for name in _ARRAYS}
 
@@ -55,12 +58,12 @@ def decode_reference(fields: dict[str, Any]) -> Reference:
 
 
 def write_reference(directory: Path, reference: Reference) -> None:
-    """Durable on return."""
+    """Write the reference file of a directory; it is durable on return."""
     write_atomic(directory / REFERENCE_FILE, json.dumps(encode_reference(reference)) + "\n")
 
 
 def read_reference(directory: Path) -> Reference | None:
-    """None where there is none, as for a model that no actor exported; `UserError` for a damaged file."""
+    """The reference of a directory; None if there is none, as for a base model. `UserError` if it is damaged."""
     path = directory / REFERENCE_FILE
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""What a command asks of a phase in a scratch run directory, and what that answers."""
+"""The request that a command leaves in a scratch run directory for the phase that it starts, and the phase's answer."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _REQUEST, _ANSWER = "request.json", "answer.json"
 
 
 def write_request(run: Path, **request: Any) -> None:
-    """Before the phase starts."""
+    """Store the request; called by the command before it starts the phase."""
     write_atomic(run / _REQUEST, json.dumps(request))
 
 
 def read_request(run: Path) -> dict[str, Any]:
-    """In the phase."""
+    """The request; called by the phase."""
     found: dict[str, Any] = json.loads((run / _REQUEST).read_text())
     return found
 
 
 def write_answer(run: Path, records: list[dict[str, Any]]) -> None:
-    """At the end of the phase."""
+    """Store the answer; called by the phase at its end."""
     write_atomic(run / _ANSWER, json.dumps(records))
 
 
 def read_answer(run: Path) -> list[dict[str, Any]]:
-    """After it."""
+    """The answer; called by the command after the phase has ended."""
     found: list[dict[str, Any]] = json.loads((run / _ANSWER).read_text())
     return found

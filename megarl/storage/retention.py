@@ -1,7 +1,7 @@
-"""``actor.keep_policies``: a run lets go of the policies of finished stages, and remembers which they were.
+"""``actor.keep_policies``: removes the policies of old finished stages, and keeps a record of each.
 
-A removed policy leaves ``removed_policy.json`` in the directory of its stage: its version and the hash of its weights,
-which the shards that it generated carry too, so that `megarl audit` still follows who generated what.
+The record, ``removed_policy.json`` in the directory of the stage, has the policy's version and weights hash. The shards
+that the policy generated have the same hash, so `megarl audit` can still verify which policy generated what.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ from megarl.storage.run_dir import RunDir, Stage
 
 
 def remove_policies(stage: Stage) -> None:
-    """When ``stage`` has begun, those of the stages before it, without the last ``actor.keep_policies`` of them.
+    """Remove the policies of the stages before ``stage``, except those of the last ``actor.keep_policies`` stages.
 
-    The run's first stays, and so does what waits for an evaluation, what engines of a live run may still load, and what
-    belongs to the run that this one branched from, or lies behind another link. To be repeated after a kill.
+    Call it once ``stage`` has begun; it can be repeated after a kill. Always kept are the run's first policy, policies
+    that wait for an evaluation or that engines of a live run may still load, and whatever lies behind a link, such as
+    the policies of the run that this one branched from.
     """
-    if stage.number == 0:  # with which every start begins
+    if stage.number == 0:  # every start of a run passes through stage 0: remove what killed removals have left
         for directory in stage.run.root.glob("stages/*"):
             discard(directory / leftover_name("policy"))
-    for old in reversed(list(_removable(stage))):  # the oldest first: whatever a kill leaves follows on what is gone
-        if (info := _named(old)) is not None:
+    for old in reversed(list(_removable(stage))):  # oldest first, so that a kill leaves no gap between kept policies
+        if (info := _recordable(old)) is not None:
             write_checked(old.removed_policy, asdict(info))
             try:
                 remove_directory(old.policy)
-            except OSError as error:  # the disk is fuller, but the run goes on
-                print(f"{old.policy} stays, though [actor] keep_policies lets go of it: {error.strerror}", flush=True)
+            except OSError as error:  # costs disk space, but need not stop the run
+                print(f"cannot remove {old.policy} ([actor] keep_policies): {error.strerror}", flush=True)
 
 
-def _named(stage: Stage) -> PolicyInfo | None:
-    """What the stage's policy says of itself. None: nobody could tell later what it was, so it stays for the audit."""
+def _recordable(stage: Stage) -> PolicyInfo | None:
+    """The version and hashes of the stage's policy, to be recorded before it is removed.
+
+    None if ``megarl.json`` is missing, damaged or of another version: the policy is then kept, for `megarl audit`.
+    """
     try:
         info = read_info(stage.policy) if (stage.policy / INFO_FILE).exists() else None
     except UserError:
@@ -46,24 +50,24 @@ def _named(stage: Stage) -> PolicyInfo | None:
 
 
 def _removable(stage: Stage) -> Iterator[Stage]:
-    """The newest first."""
+    """The stages before ``stage`` whose policies may be removed now, newest first."""
     for number in may_be_removed(stage.run.recipe.actor.keep_policies, stage.number):
         old = stage.run.stage(number)
         if not old.policy.exists():
             discard(old.directory / leftover_name("policy"))
             continue
-        waits = old.run.lacks_evaluation(old.first_update) or old.first_update >= stage.oldest_needed
-        if not waits and _is_own(old):
+        needed = old.run.lacks_evaluation(old.first_update) or old.first_update >= stage.oldest_needed
+        if not needed and _is_own(old):
             yield old
 
 
 def _is_own(stage: Stage) -> bool:
-    """Whether no link leads to the policy, which may be another run's."""
+    """Whether the policy belongs to this run: one behind a link may be another run's."""
     return stage.policy.resolve() == stage.run.root.resolve() / stage.policy.relative_to(stage.run.root)
 
 
 def removed(stage: Stage) -> PolicyInfo | None:
-    """Which policy the stage had, where it was removed; `UserError` where the record of that is damaged."""
+    """The record of the stage's policy if that was removed, else None; `UserError` if the record is damaged."""
     if not stage.lost_policy():
         return None
     remedy = "Restore it from a copy"
@@ -73,18 +77,21 @@ def removed(stage: Stage) -> PolicyInfo | None:
     except TypeError as error:
         raise UserError(f"{stage.removed_policy} is damaged: {error}. {remedy}") from error
     hashes = [info.weights_hash, *info.files.values()] if isinstance(info.files, dict) else [None]
-    if type(info.version) is not int or not all(isinstance(one, str) for one in hashes):
-        raise UserError(f"{stage.removed_policy} is damaged: it names no version with its checksums. {remedy}")
+    if type(info.version) is not int or not all(isinstance(value, str) for value in hashes):
+        raise UserError(f"{stage.removed_policy} is damaged: it has no version with its checksums. {remedy}")
     return info
 
 
 def may_be_removed(keep: int | None, begun: int) -> range:
-    """The stages whose policies ``actor.keep_policies`` lets go of once stage ``begun`` has begun; newest first."""
+    """The stages whose policies need not be kept once stage ``begun`` has begun, newest first.
+
+    keep: ``actor.keep_policies``; None keeps all policies.
+    """
     return range(0 if keep is None else begun - keep - 1, 0, -1)
 
 
 def require_policy(stage: Stage) -> Path:
-    """The stage's policy; `UserError` where it is not there yet, or not any more."""
+    """The path of the stage's policy; `UserError` if it does not exist yet, or was removed."""
     check_kept(stage)
     if not stage.policy.exists():
         raise UserError(f"{stage.policy} does not exist: optimize stage {stage.number - 1} first")
@@ -92,23 +99,24 @@ def require_policy(stage: Stage) -> Path:
 
 
 def check_kept(stage: Stage) -> None:
-    """`UserError` with what there is instead, where the stage's policy was removed."""
+    """`UserError` if the stage's policy was removed, with the way to get it or a similar policy."""
     if stage.lost_policy():
-        raise UserError(f"{stage.policy} was removed, as [actor] keep_policies says; {_instead(stage)}")
+        raise UserError(f"{stage.policy} was removed, as [actor] keep_policies says; {_alternative(stage)}")
 
 
-def _instead(stage: Stage) -> str:
+def _alternative(stage: Stage) -> str:
+    """How to make the stage's removed policy again from a checkpoint; if there is none, the nearest other policy."""
     run, before = stage.run, stage.previous
     updates = before.run.recipe.schedule.updates_per_stage
     if updates in dict(checkpoints(before.checkpoints)):
         command = f"megarl export {run.root} --stage {before.number} --update {updates} --output DIR"
-        return f"a checkpoint is left of which `{command}` makes it again; DIR = {stage.policy} puts it back"
-    nearest = min(_left(run), key=lambda one: abs(one[0] - stage.first_update))
-    return f"the nearest that is left is {nearest[1]}, after update {nearest[0]} instead of {stage.first_update}"
+        return f"`{command}` makes it again from a checkpoint; with DIR = {stage.policy} it is restored in place"
+    update, path = min(_remaining(run), key=lambda item: abs(item[0] - stage.first_update))
+    return f"the nearest that still exists is {path}, after update {update} instead of {stage.first_update}"
 
 
-def _left(run: RunDir) -> Iterator[tuple[int, Path]]:
-    """(updates of the run, place) of every policy and checkpoint."""
+def _remaining(run: RunDir) -> Iterator[tuple[int, Path]]:
+    """(updates of the run, path) of every policy and checkpoint that exists."""
     for stage in [*run.stages(), run.end]:
         if stage.policy.exists():
             yield stage.first_update, stage.policy

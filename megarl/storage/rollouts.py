@@ -1,8 +1,8 @@
-"""The rollout store: memory-mapped Arrow shards and a checksummed ledger that says which of them count.
+"""The rollout store: memory-mapped Arrow shards and a checksummed ledger that says which shards are valid.
 
-A group (all responses of a prompt) is there whole or not at all. A shard is synced and renamed into place, then one
-synced ledger line names it; a group is present when such a line is. Killed anywhere, the writer drops what no intact
-line names and the phase generates only the missing groups again. `seal` freezes the stage.
+A group (all responses to a prompt) is either stored completely or not at all. A shard is synced and renamed into place,
+then one synced ledger line names it; that line commits its groups. After a kill at any point, the next writer removes
+shards that no intact line names, and the phase generates only the missing groups again. `seal` freezes the stage.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ from megarl.storage.shards import Group as Group
 from megarl.storage.shards import Response as Response
 from megarl.storage.shards import Shard, encode, validate
 
-SERVED = "served.jsonl"  # beside the shards: which group of agents has which number
-OPEN_SHARDS = 16  # shards a reader keeps mapped: its memory must not grow with the stage
+SERVED = "served.jsonl"  # in stages that agents fill: which group id each of the agents' groups has
+OPEN_SHARDS = 16  # shards that a reader keeps mapped, so that its memory does not grow with the stage
 
 
 class RolloutWriter:
-    """Appends groups to one directory. Several writers may share it, each with a number and so with files of its own.
+    """Appends groups to one directory, which several writers may share.
 
-    weights_hash: of the stage's policy; None where a stage has several, and each `append` says which.
-    logprob_mode: of which distribution the stored log-probs are, as the engine names it.
-    external: for groups that agents fill, which are not mixed with generated ones.
+    weights_hash: of the stage's policy; None if several policies generate the stage: then each `append` names one.
+    logprob_mode: which distribution the stored log-probs belong to, as the engine names it.
+    writer: a number that no other live writer of the directory has; shards and ledger are named after it.
+    external: allow to continue a stage that agents fill; their groups are never mixed with generated ones.
     Raises `UserError` for a sealed stage, a number that a live process uses, groups of another policy
     (``weights_hash``), damage in the ledger, and a full disk.
     """
@@ -68,7 +69,7 @@ class RolloutWriter:
     ) -> None:
         self.directory, self.writer = Path(directory), writer
         if (self.directory / SERVED).exists() and not external:
-            raise UserError(f"{directory} has groups that agents filled: go on with megarl serve, or delete it")
+            raise UserError(f"{directory} has groups that agents filled: continue with `megarl serve`, or delete it")
         self.weights_hash, self.logprob_mode = weights_hash, logprob_mode
         self._refuse_sealed()
         with disk_errors(self.directory):
@@ -82,10 +83,10 @@ class RolloutWriter:
 
     def _refuse_sealed(self) -> None:
         if is_sealed(self.directory):
-            raise UserError(f"{self.directory} is sealed: a sealed stage takes no more rollouts")
+            raise UserError(f"{self.directory} is sealed: no rollouts can be added to a sealed stage")
 
     def _recover(self) -> None:
-        self._refuse_sealed()  # again, now that no sealing can be under way
+        self._refuse_sealed()  # again: it may have been sealed before this writer got its lock
         _, self._length = parse(Path(self._ledger.name))
         os.ftruncate(self._ledger.fileno(), self._length)
         os.fsync(self._ledger.fileno())
@@ -98,9 +99,9 @@ class RolloutWriter:
         _remove_orphans(self.directory, f"w{self.writer:05d}_*.arrow", everything)
 
     def append(self, groups: Sequence[Group], weights_hash: str | None = None) -> None:
-        """Write ``groups`` as one shard and one ledger line: durable on return, none of them present on an error.
+        """Write ``groups`` as one shard and one ledger line: durable on return, and none of them stored after an error.
 
-        weights_hash: of the policy that finished them, where the stage has several.
+        weights_hash: of the policy that finished the groups, if several policies generate the stage.
         """
         if not groups:
             return
@@ -139,7 +140,7 @@ class RolloutWriter:
                 os.fsync(file.fileno())
             os.replace(temporary, self.directory / name)
         except OSError:
-            temporary.unlink(missing_ok=True)  # on a full disk its part counts
+            temporary.unlink(missing_ok=True)  # on a full disk its space is needed
             raise
         fsync_path(self.directory)
 
@@ -151,12 +152,12 @@ class RolloutWriter:
                 written += os.pwrite(fd, line[written:], self._length + written)
             os.fsync(fd)
         except BaseException:
-            os.ftruncate(fd, self._length)  # so that a later append does not follow half a line
+            os.ftruncate(fd, self._length)  # removes half a line, so that a later append begins a new one
             raise
         self._length += len(line)
 
     def close(self) -> None:
-        """Release the number, as the kernel does when the process dies."""
+        """Release the writer's number; the kernel does so too when the process dies."""
         self._ledger.close()
 
     def __enter__(self) -> Self:
@@ -167,16 +168,16 @@ class RolloutWriter:
 
 
 class RolloutStore:
-    """The groups of one directory, sealed or still being written, as of the last `refresh`.
+    """Reads the groups of one directory, sealed or still being written, as of the last `refresh`.
 
-    ``group_ids`` are the sorted ids that are present, ``chosen`` those of them that are trained.
-    Raises `UserError` for a damaged ledger, and for groups of several policies where ``one_policy`` is asked for.
+    ``group_ids`` are the sorted ids of the stored groups, ``chosen`` those of the groups to train.
+    one_policy: refuse groups of several policies, with `UserError`. A damaged ledger is a `UserError` too.
     """
 
     def __init__(self, directory: Path, *, one_policy: bool = True) -> None:
         self.directory, self.one_policy = Path(directory), one_policy
         if not self.directory.is_dir():
-            raise UserError(f"there are no rollouts in {self.directory}: run the rollout phase first")
+            raise UserError(f"{self.directory} does not exist: run the rollout phase first")
         if is_sealed(self.directory):
             check_seal(self.directory)
         self._sealed_choice = sealed_groups(self.directory, "chosen")
@@ -189,11 +190,11 @@ class RolloutStore:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read which groups have been stored since."""
+        """Read which groups have been stored since the last call."""
         sizes = ledger_sizes(self.directory)
         if sizes == self._sizes:
             return
-        self._sizes = sizes  # taken before reading, so that what is appended meanwhile is read next time
+        self._sizes = sizes  # taken before reading, so that lines appended during it are read next time
         new = self._ledgers.read()
         self._first = first = self._first or next(iter(new), None)
         if first and self.one_policy:
@@ -205,28 +206,28 @@ class RolloutStore:
 
     @property
     def entries(self) -> list[LedgerEntry]:
-        """The ledger lines, by first group id."""
+        """The ledger lines, sorted by their first group id."""
         return self._ledgers.entries
 
     @property
     def chosen(self) -> Sequence[int]:
-        """The ids of the groups to train, sorted: all that are present, unless `seal` was given a choice."""
+        """The sorted ids of the groups to train: all stored groups, unless `seal` was given a choice."""
         return self.group_ids if self._sealed_choice is None else self._sealed_choice
 
     @property
     def external(self) -> bool:
-        """Whether prompts and rewards came from outside: `seal`."""
+        """Whether prompts and rewards came from outside: see `seal`."""
         return sealed_external(self.directory)
 
     def missing(self, expected: Sequence[int]) -> list[int]:
-        """Those of ``expected`` that are not present."""
+        """The group ids in ``expected`` that are not stored."""
         return [group for group in expected if group not in self._entry_of]
 
     def read(self, group_ids: Sequence[int]) -> list[Group]:
-        """The groups in the order asked for, as read-only views of the mapped shards.
+        """The groups, in the order of ``group_ids``, as read-only views of the mapped shards.
 
-        A shard's checksum is verified at its first use by this reader. Raises `UserError` for an absent group and
-        for a shard whose bytes differ from its ledger line.
+        A shard's checksum is verified when this reader uses it for the first time. Raises `UserError` for a group that
+        is not stored, and for a shard that does not match its ledger line.
         """
         groups = []
         for group in group_ids:
@@ -236,7 +237,7 @@ class RolloutStore:
         return groups
 
     def verify(self, entry: LedgerEntry) -> None:
-        """`UserError` for a shard whose bytes differ from its ledger line; reads all of it, once."""
+        """`UserError` if a shard does not match its ledger line; reads the whole file, but only once per shard."""
         if entry.shard not in self._verified:
             verify_shard(self.directory / entry.shard, entry)
             self._verified.add(entry.shard)
@@ -255,13 +256,14 @@ def seal(
     one_policy: bool = True,
     external: bool = False,
 ) -> None:
-    """Freeze a directory that holds exactly the groups ``expected``: one ledger, then SEALED. Repeat it after a kill.
+    """Freeze a directory that holds exactly the groups ``expected``: merge the ledgers into one, then write SEALED.
 
-    chosen: the groups to train, which alone must be present; other groups of ``expected`` that are present are kept.
-    carried: those that are candidates of the next stage again.
-    external: prompts and rewards are somebody else's, not those of the recipe's data and verifier.
-    Raises `UserError` when groups are missing or foreign, a shard has not the size in its ledger line, or a writer is
-    live.
+    It can be repeated after a kill.
+    chosen: the groups to train; if given, only these must be stored, and other groups of ``expected`` may be.
+    carried: the groups that are left to the next stage, as candidates.
+    external: whether prompts and rewards came from outside instead of from the recipe's data and verifier.
+    Raises `UserError` if groups are missing or unexpected, a shard has another size than its ledger line says, or a
+    writer is still open.
     """
     directory = Path(directory)
     needed = expected if chosen is None else chosen
@@ -308,7 +310,7 @@ def _check_complete(store: RolloutStore, needed: Sequence[int], expected: Sequen
         what = expected if isinstance(expected, range) else f"the {len(expected)} candidates of the stage"
         raise UserError(
             f"{store.directory} has {len(foreign)} groups outside {what}, the first is {foreign[0]}: "
-            "another recipe wrote it"
+            "it was written with another recipe"
         )
 
 

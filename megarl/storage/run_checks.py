@@ -1,7 +1,7 @@
-"""What is checked, and where possible mended, of a run directory before any process works on it.
+"""The checks of a run directory at every start, before any phase runs, with repairs where they are possible.
 
-Shards and checkpoints are verified where they are read. What is trained on and what says that it was trained, policies,
-prompt files, recipe, metrics and the seals of stages, is looked at here, once a start.
+Checked here are prompt files, the policies that are still read, the seals of all stages, and the metrics. The recipe is
+verified when the run is opened, and shards and checkpoints when they are read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.storage.run_dir import RunDir, Stage
 
 
 def check_run(run: RunDir) -> None:
-    """`UserError` for prompt files that have changed, a damaged policy or seal, and metrics that are lost for good."""
+    """`UserError` for changed prompt files, a damaged policy or seal, and metrics that cannot be restored."""
     try:
         _check_run(run)
     except OSError as error:
@@ -29,28 +29,29 @@ def check_run(run: RunDir) -> None:
 def _check_run(run: RunDir) -> None:
     run.check_prompts()
     mend_metrics(run)
-    for stage in run.stages():  # also finished ones, of which no phase reads the rollouts again
+    for stage in run.stages():  # also finished ones, since no phase reads their rollouts again
         for directory in filter(is_sealed, (stage.rollouts, stage.unfinished)):
             check_seal(directory)
-    there = [stage for stage in [*run.stages(), run.end] if stage.policy.exists()]
-    for stage in {stage.number: stage for stage in there[:1] + there[-1:]}.values():  # those that are still read
+    with_policy = [stage for stage in [*run.stages(), run.end] if stage.policy.exists()]
+    # only the first and the newest policy are still read
+    for stage in {stage.number: stage for stage in with_policy[:1] + with_policy[-1:]}.values():
         check_policy(stage.policy, _remedy(stage))
     for version in run.versions():
         path = run.version(version)
-        check_policy(path, f"Delete {path.parent} and start again: the versions are published again")
+        check_policy(path, f"Delete {path.parent} and start again: these policies are then exported again")
 
 
 def _remedy(stage: Stage) -> str:
     if stage.number == 0:
-        return "Restore it from a copy, or use another --run-dir: everything after depends on it"
+        return "Restore it from a copy, or use another --run-dir: all later stages depend on it"
     what = f"stage {stage.number - 1} is then exported again from its last checkpoint"
     return f"Restore it from a copy, or delete {stage.policy} and start again: {what}"
 
 
 def mend_metrics(run: RunDir) -> None:
-    """Make metrics.jsonl have the lines that the newest checkpoint counts on, if need be from the checkpoints' copies.
+    """Restore metrics.jsonl from the checkpoints' copies if it lacks lines that the newest checkpoint refers to.
 
-    `UserError` where these are not all there.
+    `UserError` if the copies do not have all of these lines.
     """
     if run.metrics.is_dir():
         raise UserError(f"{run.metrics} is a directory: move it away, then start again")
@@ -60,30 +61,31 @@ def mend_metrics(run: RunDir) -> None:
     lines = [line for stage in _own_stages(run) for line in _lines_of(stage)]
     if NOTHING.after(lines) != position:
         raise UserError(
-            f"{run.metrics} is damaged: {_what_is_wrong(run)}. The checkpoints that are left do not have all of its "
-            "lines: restore it from a copy"
+            f"{run.metrics} is damaged: {_what_is_wrong(run)}. The remaining checkpoints do not have copies of all its "
+            "lines: restore the file from a copy"
         )
     write_atomic(run.metrics, b"".join(lines))
     run.log_event("restored_metrics", updates=len(lines))
 
 
 def _own_stages(run: RunDir) -> Iterator[Stage]:
-    """Those whose updates this run made, not the run that it branched from."""
+    """The stages whose updates this run has made itself, without those of the run that it branched from."""
     return (stage for stage in run.stages() if stage.checkpoints.exists() and not stage.checkpoints.is_symlink())
 
 
 def _newest_position(run: RunDir) -> Position:
+    """The end of metrics.jsonl according to the newest checkpoint that can be read."""
     for stage in reversed(list(_own_stages(run))):
         for _, path in reversed(checkpoints(stage.checkpoints)):
             try:
                 return read_manifest(path).position
             except Damaged:
-                continue  # the phase sets it aside
+                continue  # the optimize phase will set it aside
     return NOTHING
 
 
 def _lines_of(stage: Stage) -> list[bytes]:
-    """Of the updates that the stage's newest checkpoint has: its copy, or what metrics.jsonl has of them."""
+    """The metrics lines of a stage, from its newest checkpoint with an intact copy; empty if there is none."""
     for _, path in reversed(checkpoints(stage.checkpoints)):
         try:
             return read_metrics(path, read_manifest(path)).splitlines(keepends=True)
@@ -102,5 +104,5 @@ def _what_is_wrong(run: RunDir) -> str:
     updates = [record.get("update") for record in records]
     expected = range(updates[0] if updates and isinstance(updates[0], int) else 1, len(updates) + 1)
     if wrong := [update for update, right in zip(updates, expected, strict=False) if update != right]:
-        return f"update {wrong[0]} follows where another belongs"
+        return f"update {wrong[0]} is in the place of another update"
     return "lines are missing at its end, or differ from what was written"

@@ -1,4 +1,4 @@
-"""The run directory: where everything lies, and the rule that one directory holds one recipe."""
+"""The run directory: the paths in it, the rule that it holds one recipe, and its stages."""
 
 from __future__ import annotations
 
@@ -26,25 +26,27 @@ from megarl.storage.longer import adds_stages, free_result
 from megarl.storage.pinned import check_pinned, pin
 from megarl.storage.run_recipe import dump, load
 
-# what a run makes once it has a recipe
+# what only a run with a recipe can have written
 _CONTENTS = ("stages", "metrics.jsonl", "events.jsonl", "final", "evaluations", "best")
-_Evaluations = dict[tuple[int, str], dict[str, Any]]  # by updates and name of the suite
+_Evaluations = dict[tuple[int, str], dict[str, Any]]  # by version (number of updates) and name of the suite
 
 
 @dataclass(frozen=True)
 class RunDir:
+    """A run directory with its newest recipe, or with an earlier one, for the stages that were made with that."""
+
     root: Path
     recipe: Recipe
-    _newest: RunDir | None = field(default=None, repr=False, compare=False)  # of which this is an earlier recipe
+    _newest: RunDir | None = field(default=None, repr=False, compare=False)  # set if ``recipe`` is an earlier one
     _evaluations: _Evaluations = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def create(cls, root: Path, recipe: Recipe) -> RunDir:
-        """A new or continued run; `UserError` with the difference when the directory belongs to another recipe.
+        """Begin or continue a run; `UserError` with the differences if the directory belongs to another recipe.
 
-        A run may be continued in another parallel layout, and one that has trained nothing yet with other settings of
-        training: a mistake that shows only there costs no rollouts. A staged run may get more stages at any time, and
-        what `from_next_stage` says may change from the next stage on.
+        Some differences are allowed: always the parallel layout, and more stages of a staged run; the settings of
+        training until the run has trained, so that a mistake in them costs no rollouts; the settings that
+        `from_next_stage` returns, from the next stage on.
         """
         root = Path(root).resolve()
         path = root / "recipe.toml"
@@ -69,7 +71,7 @@ class RunDir:
                 free_result(cls(root, before).final, cls(root, recipe).stage(before.schedule.stages).policy)
             if changed and (kept := remember(root, before, next_stage.number)):
                 write_atomic(*kept)
-            if everything:  # the event first: after a kill in between it is told twice, and not never
+            if everything:  # event first: a kill in between makes it appear twice, the other order could lose it
                 since = {"stage": next_stage.number} if changed else {}
                 cls(root, recipe).log_event("recipe_changed", settings=everything, **since)
                 write_atomic(path, dump(recipe))
@@ -78,8 +80,8 @@ class RunDir:
             _make_root(root)
             if there := [name for name in _CONTENTS if os.path.lexists(root / name)]:
                 raise UserError(
-                    f"{root} has {there[0]} of a run, but no recipe.toml that says of which: restore that file from a "
-                    "copy, or use another --run-dir"
+                    f"{root} has {there[0]} of a run, but not its recipe.toml: restore that file from a copy, or use "
+                    "another --run-dir"
                 )
             write_atomic(path, dump(recipe))
         run = cls(root, recipe)
@@ -95,11 +97,11 @@ class RunDir:
 
     @property
     def prompts(self) -> Path:
-        """The checksums of the prompt files with which the run began."""
+        """The file with the checksums of the prompt files with which the run began."""
         return self.root / "prompts.json"
 
     def check_prompts(self) -> None:
-        """`UserError` where a prompt file is not the one with which the run began."""
+        """`UserError` if a prompt file has changed since the run began."""
         check_pinned(self.prompts, self.recipe)
 
     @property
@@ -116,15 +118,14 @@ class RunDir:
 
     @property
     def non_finite(self) -> Path:
-        """One object for each sequence that made an update not finite."""
+        """The file with one object for each sequence that made an update's loss or gradient non-finite."""
         return self.root / "non_finite.jsonl"
 
     @property
     def base(self) -> Path:
-        """The policy with which the run began: it has the configuration and tokenizer of all, and is never removed.
+        """The policy with which the run began, which is never removed.
 
-        An actor is built like it; with adapters it is what these stand beside.
-        """
+        Actors and other policies have its configuration and tokenizer; adapters are trained on top of its weights."""
         return self.stage(0).policy
 
     @property
@@ -142,22 +143,22 @@ class RunDir:
 
     @property
     def rehearsal(self) -> Path:
-        """What the rehearsal of an update writes; removed after it."""
+        """The scratch directory of the rehearsal, removed after it."""
         return self.root / "rehearsal"
 
     def stage(self, number: int) -> Stage:
-        """A stage of the run; ``schedule.stages`` itself is the end of the run: its policy is the result."""
+        """Stage ``number``; ``schedule.stages`` stands for the end of the run, whose policy is the result."""
         if not 0 <= number <= self.recipe.schedule.stages:
             raise UserError(f"stage {number}: this run has stages 0 to {self.recipe.schedule.stages - 1}")
         return Stage(self._era(number), number)
 
     def _era(self, number: int) -> RunDir:
-        """With the recipe under which a stage is made."""
+        """This run with the recipe that applies to stage ``number``."""
         return next((run for end, run in self.newest._eras if number < end), self.newest)
 
     @property
     def newest(self) -> RunDir:
-        """With the recipe that is in force now; `stage` gives stages with the one under which they were made."""
+        """This run with its newest recipe; `stage` returns stages with the recipe that applies to them."""
         return self._newest or self
 
     @functools.cached_property
@@ -165,7 +166,7 @@ class RunDir:
         return [(end, RunDir(self.root, recipe, self)) for end, recipe in eras(self.root, self.recipe)]
 
     def _next_stage(self) -> Stage:
-        """The first that is not trained, or the end."""
+        """The first stage that is not trained, or the end."""
         return next((stage for stage in self.stages() if not stage.is_trained()), self.end)
 
     def stages(self) -> list[Stage]:
@@ -174,27 +175,27 @@ class RunDir:
 
     @property
     def end(self) -> Stage:
-        """What comes after the last stage: a policy and its evaluation."""
+        """The place after the last stage: it has a policy, the result, and its evaluation."""
         return Stage(self, self.recipe.schedule.stages)
 
     def version(self, version: int) -> Path:
-        """Where the policy after ``version`` updates is exported to; between stages it is the stage's own."""
+        """The path of the policy after ``version`` updates; if a stage begins there, it is the stage's policy."""
         stage, inside = divmod(version, self.recipe.schedule.updates_per_stage)
         return self.stage(stage).directory / f"policies/{version:06d}" if inside else self.stage(stage).policy
 
     def versions(self, stages: Iterable[Stage] | None = None) -> list[int]:
-        """What is exported at this moment beside the stages' own policies, oldest first; of all stages or some."""
-        places = self.root.glob("stages/*") if stages is None else (stage.directory for stage in stages)
-        return sorted(int(path.name) for place in places for path in place.glob("policies/[0-9]*"))
+        """The policies that exist between the beginnings of stages, oldest first; of all stages or of ``stages``."""
+        folders = self.root.glob("stages/*") if stages is None else (stage.directory for stage in stages)
+        return sorted(int(path.name) for folder in folders for path in folder.glob("policies/[0-9]*"))
 
     def remove_version(self, version: int) -> None:
-        """Of those between stages."""
+        """Remove a policy that is one of `versions`."""
         remove_directory(self.version(version))
 
     def remove_versions_after(self, saved: int) -> list[int]:
-        """Forget what an earlier attempt exported after later updates than it saved; returns the versions that stay.
+        """Remove the versions from ``saved`` on, where ``saved`` is the update of the checkpoint to resume from.
 
-        These are made again, perhaps otherwise, the one after exactly ``saved`` updates included.
+        They are exported again, and may differ on another layout. Returns the versions that stay.
         """
         for leftover in self.root.glob("stages/*/policies/.*.tmp"):
             shutil.rmtree(leftover)
@@ -204,31 +205,31 @@ class RunDir:
         return [v for v in versions if v < saved]
 
     def under_one_path(self, policy: Path, rank: int) -> Path:
-        """``policy`` by a link whose path is the same for every policy that a replica loads.
+        """A link to ``policy`` whose path is the same for every policy that replica ``rank`` loads.
 
-        What an engine has compiled it finds again by the path of the model, among other things.
+        The path of the model is part of the key under which an engine caches what it has compiled.
         """
         link = self.root / f".policy_{rank:04d}"
         new = link.with_name(f"{link.name}_new")
         new.unlink(missing_ok=True)
         new.symlink_to(policy.relative_to(self.root))
-        if link.is_dir() and not link.is_symlink():  # in a copy of a run, made by a tool that follows links
+        if link.is_dir() and not link.is_symlink():  # if the run was copied by a tool that follows links
             shutil.rmtree(link)
         new.replace(link)
         return link
 
     def check_links(self) -> None:
-        """`UserError` when the run that this one branched from is no longer where it was."""
+        """`UserError` if a file of the run that this one branched from is no longer where it was."""
         for path in self.root.glob("stages/*/*"):
             if path.is_symlink() and not path.exists():
                 raise UserError(
-                    f"{path} is a link to {os.readlink(path)}, which is not there: the run that this one branched from "
-                    "was moved or removed, or has let go of it ([actor] keep_stages, keep_policies). Put it back, or "
-                    f"point the link to where it is now: ln -sfn NEW {path}"
+                    f"{path} is a link to {os.readlink(path)}, which does not exist: the run that this one branched "
+                    "from was moved or removed, or has removed it ([actor] keep_stages, keep_policies). Put it back, "
+                    f"or point the link to where it is now: ln -sfn NEW {path}"
                 )
 
     def has_trained(self) -> bool:
-        """Whether there is a checkpoint or a live run, whose rollouts come from policies in training."""
+        """Whether the run has made updates; always True for live runs, whose rollouts depend on training."""
         live = self.recipe.schedule.kind == "live"
         return live or any(self.root.glob("stages/*/checkpoints/update_*")) or self.end.policy.exists()
 
@@ -236,9 +237,9 @@ class RunDir:
         append_json(self.events, {"time": round(time.time(), 3), "event": event, **fields})
 
     def evaluations(self) -> _Evaluations:
-        """The first recorded evaluation of each policy on each suite, by updates and name of the suite.
+        """The first recorded evaluation of each policy on each suite, by version and name of the suite.
 
-        Reads what is new since the last call.
+        Reads only the events that are new since the last call.
         """
         for event in self._new_events.read():
             if event.get("event") == "evaluation":
@@ -251,20 +252,20 @@ class RunDir:
         return next((suite.name for suite in self.recipe.suites), "")
 
     def evaluation(self, version: int, suite: str | None = None) -> dict[str, Any] | None:
-        """That of the policy after so many updates, if there is one; by default on the first suite."""
+        """The evaluation of the policy after ``version`` updates, if there is one; by default on the first suite."""
         return self.evaluations().get((version, suite or self._first_suite))
 
     def lacks_evaluation(self, version: int) -> bool:
-        """Whether the policy after so many updates is to be evaluated, and some suite is not done."""
+        """Whether the policy after ``version`` updates should be evaluated but was not on every suite."""
         return self.recipe.is_evaluated(version) and bool(self.unevaluated(version))
 
     def unevaluated(self, version: int) -> list[str]:
-        """The names of the suites on which the policy after so many updates has not been evaluated."""
+        """The names of the suites on which the policy after ``version`` updates has not been evaluated."""
         return [suite.name for suite in self.recipe.suites if self.evaluation(version, suite.name) is None]
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """One `megarl` at a time works on a run directory; the kernel releases the lock of a killed one."""
+        """Hold the run directory's lock, which the kernel releases when the process dies; `Busy` if another has it."""
         _make_root(self.root)
         try:
             fd = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR)
@@ -275,7 +276,7 @@ class RunDir:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 owner = os.pread(fd, 100, 0).decode(errors="replace")
-                raise Busy(f"another megarl process works on {self.root} ({owner})") from None
+                raise Busy(f"another megarl process is working on {self.root} ({owner})") from None
             os.ftruncate(fd, 0)
             os.write(fd, json.dumps({"pid": os.getpid()}).encode())
             yield
@@ -285,7 +286,7 @@ class RunDir:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a run: a policy answers its prompts, then is optimised on the answers."""
+    """One stage of a run: its policy answers prompts, then it is optimised on the answers."""
 
     run: RunDir
     number: int  # from 0
@@ -296,12 +297,12 @@ class Stage:
 
     @property
     def policy(self) -> Path:
-        """The policy that generates in this stage; after the last stage the result of the run."""
+        """The policy that generates in this stage; at the end of the run the result."""
         return self.run.final if self.number == self.run.recipe.schedule.stages else self.directory / "policy"
 
     @property
     def removed_policy(self) -> Path:
-        """What is remembered of the policy once `megarl.storage.retention` has removed it."""
+        """The record of the policy after `megarl.storage.retention` has removed it."""
         return self.directory / "removed_policy.json"
 
     @property
@@ -310,7 +311,7 @@ class Stage:
 
     @property
     def unfinished(self) -> Path:
-        """The groups of which responses reached the token budget, as they were then: see `megarl.storage.carried`."""
+        """The store of groups with responses that reached the token budget: see `megarl.storage.carried`."""
         return self.rollouts / "unfinished"
 
     @property
@@ -327,18 +328,18 @@ class Stage:
 
     @property
     def rollout(self) -> RolloutTable:
-        """``[rollout]`` as ``[stages.N]`` changes it."""
+        """The table ``[rollout]`` with this stage's changes of ``[stages.N]``."""
         return self.run.recipe.rollout_of(self.number)
 
     @property
     def groups(self) -> range:
-        """Group ids of the stage's candidates, without those that earlier stages began."""
+        """Ids of the groups that this stage begins (its candidates, without those of earlier stages)."""
         return self.run.recipe.groups_begun(self.number)
 
     def groups_of_update(self, groups: Sequence[int], update: int) -> Sequence[int]:
-        """Of the stage's trained ``groups`` those of one of its updates, counted from 0.
+        """The groups of one update of the stage, counted from 0; ``groups``: all that the stage trains.
 
-        Every pass goes through them in the same order, with the same batches. None for an update beyond the stage.
+        Every pass uses the same batches in the same order. Empty for an update beyond the stage.
         """
         schedule = self.run.recipe.schedule
         if update >= schedule.updates_per_stage:
@@ -348,33 +349,33 @@ class Stage:
 
     @property
     def first_update(self) -> int:
-        """Updates of the run before this stage."""
+        """The number of updates before this stage, which is the version of its policy."""
         return self.number * self.run.recipe.schedule.updates_per_stage
 
     def is_sealed(self) -> bool:
         return is_sealed(self.rollouts)
 
     def is_trained(self) -> bool:
-        """Whether all updates of the stage are made and exported."""
+        """Whether all updates of the stage were made and its result was exported."""
         return self.next.policy.exists() or self.next.lost_policy()
 
     def lost_policy(self) -> bool:
-        """Whether `megarl.storage.retention` has removed the stage's policy, by the record that it left.
+        """Whether `megarl.storage.retention` has removed the stage's policy, which its record shows.
 
-        A record counts only where a policy may go: of a stage that has its rollouts, neither the first nor the end. So
-        it says nothing any more in a run from which somebody took the stage's files.
+        The record counts only for stages whose policy may be removed: sealed, and neither the first nor the end. So it
+        has no effect if somebody deletes the stage's rollouts to generate them again.
         """
-        between = 0 < self.number < self.run.recipe.schedule.stages
-        return between and self.is_sealed() and self.removed_policy.exists() and not self.policy.exists()
+        removable = 0 < self.number < self.run.recipe.schedule.stages
+        return removable and self.is_sealed() and self.removed_policy.exists() and not self.policy.exists()
 
     def evaluation(self) -> dict[str, Any] | None:
         """The recorded evaluation of the stage's policy on the first suite, if there is one."""
         return self.run.evaluation(self.first_update)
 
     def due_evaluations(self) -> list[int]:
-        """The versions to be evaluated when this stage begins: its policy and those exported during the one before.
+        """The versions to be evaluated when this stage begins: its policy and those exported during the stage before.
 
-        Without a policy that was removed after its evaluation, also where the record of that is lost.
+        A removed policy is not among them, even if its evaluation is lost: it was evaluated before it was removed.
         """
         run = self.run
         published = run.versions([run.stage(self.number - 1)] if self.number else [])

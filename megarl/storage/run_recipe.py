@@ -1,4 +1,4 @@
-"""A recipe as a run directory keeps it: TOML with a checksum."""
+"""The recipe file of a run directory: TOML with a checksum."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _CHECKSUM = "# checksum of the lines above: "
 
 
 def dump(recipe: Recipe) -> str:
-    """`dump_recipe`, and a checksum in a comment."""
+    """The text of `dump_recipe`, with its checksum in a comment at the end."""
     text = dump_recipe(recipe)
     return f"{text}\n{_CHECKSUM}{zlib.crc32(text.encode()):08x}\n"
 
 
 def load(path: Path) -> Recipe:
-    """`load_recipe` of what `dump` wrote; `UserError` where that was changed later."""
+    """Load what `dump` wrote; `UserError` if the file was changed since."""
     try:
         recipe = load_recipe(path)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Groups of scored responses, and the Arrow IPC file that holds some of them: one row a response."""
+"""Groups of scored responses, and shards: Arrow IPC files of some groups, with one row per response."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pyarrow as pa
 
 from megarl.errors import UserError
 
-LOGPROB_TOLERANCE = 1e-4  # nats: float32 log-softmax of a near-certain token may come out a little above 0
-FIRST_VERSION = -(2**31)  # of policies before the run's first one, of which external rollouts may come
-UNFINISHED = "unfinished"  # at the token budget of its stage: a later stage continues it
+LOGPROB_TOLERANCE = 1e-4  # nats: the float32 log-softmax of a near-certain token may be a little above 0
+FIRST_VERSION = -(2**31)  # the smallest version; external rollouts may come from policies before the run's first one
+UNFINISHED = "unfinished"  # the response reached the token budget of its stage, and a later stage continues it
 FINISH_REASONS = ("stop", "length", "timeout", UNFINISHED)
 
 SCHEMA = pa.schema(
@@ -30,35 +30,36 @@ SCHEMA = pa.schema(
         ("weights_hash", pa.dictionary(pa.int8(), pa.string())),
     ]
 )
-# a column of shards with a response that was continued under another policy; null: policy_version for all tokens
+# Optional columns; a shard has them only if one of its responses needs them.
+# version of each token, for a response that was continued under another policy; null: policy_version for all tokens
 VERSIONS = pa.field("policy_versions", pa.list_(pa.int32()))
-# a column of shards with a response of several turns; null: the policy sampled all tokens
+# which tokens the policy sampled, for a response of several turns; null: all
 LOSS_MASK = pa.field("loss_mask", pa.list_(pa.bool_()))
-# a column of shards with a response whose reward is not just whether it is right; null: it is
+# whether the response is right, if the reward is more than that; null: the reward says it
 CORRECT = pa.field("correct", pa.float64())
-# a column of shards of evaluations whose verifier compares answers: what the response gave as its answer, if anything
+# the answer that an evaluated response gave, if the verifier compares answers; null: none
 ANSWER = pa.field("answer", pa.string())
-# a column of shards whose engine recorded them, in rows [layers, top_k] of the smallest type that holds an expert's id;
-# readers that do not touch it pay nothing, since the file is mapped
+# the experts that the engine recorded, [layers, top_k] per token in the smallest type that holds an expert's id;
+# readers that do not use this column pay nothing for it, since the file is mapped
 EXPERTS = "routed_experts"
 
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response. ``rollout_logprobs`` are the engine's, of the distribution that was sampled, in nats."""
+    """One sampled response of n tokens."""
 
     tokens: np.ndarray  # [n] int32, stop token included
-    rollout_logprobs: np.ndarray  # [n] float32
+    rollout_logprobs: np.ndarray  # [n] float32, in nats: the engine's, of the distribution that it sampled from
     reward: float
-    finish_reason: str  # of `FINISH_REASONS`
-    policy_version: int  # of the first token
-    policy_versions: np.ndarray | None = None  # [n] int32, of each token, where they are not all the first's
-    # [prompt + n - 1, layers, top_k] int8 or int16, of every token but the last; -1: not known
+    finish_reason: str  # one of `FINISH_REASONS`
+    policy_version: int  # of the policy that sampled the first token
+    policy_versions: np.ndarray | None = None  # [n] int32, of each token, if they are not all the same
+    # [prompt + n - 1, layers, top_k] int8 or int16: expert ids of every token but the last; -1: unknown
     routed_experts: np.ndarray | None = None
-    correct: float | None = None  # 1 or 0, where that is not the reward
-    answer: str | None = None  # by which responses are compared with each other
-    # [n] bool; True: the policy sampled the token, so that it trains. False: what a tool or user said between turns,
-    # whose log-prob is stored as 0 and means nothing. None: all are True
+    correct: float | None = None  # 1 or 0, if that differs from the reward
+    answer: str | None = None  # the final answer, by which responses are compared with each other (maj@k)
+    # [n] bool; True: the policy sampled the token, so it is trained. False: text of a tool or user between turns, whose
+    # log-prob is stored as 0 and has no meaning. None: all True
     loss_mask: np.ndarray | None = None
 
     @property
@@ -68,17 +69,17 @@ class Response:
 
     @property
     def sampled(self) -> np.ndarray:
-        """[n] bool, the tokens that the policy sampled."""
+        """[n] bool, which tokens the policy sampled."""
         return np.ones(len(self.tokens), bool) if self.loss_mask is None else self.loss_mask
 
     @property
     def sampled_tokens(self) -> int:
-        """How many of them there are."""
+        """The number of tokens that the policy sampled."""
         return len(self.tokens) if self.loss_mask is None else int(self.loss_mask.sum())
 
     @property
     def versions(self) -> np.ndarray:
-        """[n] int32, the policy version that sampled each token."""
+        """[n] int32, the version of the policy that sampled each token."""
         if self.policy_versions is not None:
             return self.policy_versions
         return np.full(len(self.tokens), self.policy_version, np.int32)
@@ -86,7 +87,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Group:
-    """All responses of one prompt; a response's sample number is its place in ``responses``."""
+    """All responses to one prompt; a response's sample number is its index in ``responses``."""
 
     group_id: int
     prompt_tokens: np.ndarray  # [p] int32
@@ -94,12 +95,12 @@ class Group:
 
 
 def any_unfinished(responses: Iterable[Response]) -> bool:
-    """Of a group: then none of its responses has a reward yet."""
+    """Whether a response of a group is unfinished; then none of the group's responses has a reward yet."""
     return any(response.finish_reason == UNFINISHED for response in responses)
 
 
 class Shard:
-    """One memory-mapped shard. A list column is flat values and offsets, so that a group is a few slices."""
+    """Reads one memory-mapped shard. A list column is (offsets, flat values), so that reading a group is slicing."""
 
     def __init__(self, path: Path) -> None:
         with pa.memory_map(str(path)) as source:
@@ -120,7 +121,7 @@ class Shard:
         self.rows = {int(i): range(int(f), int(f + n)) for i, f, n in zip(ids, first, count, strict=True)}
 
     def group(self, group_id: int) -> Group:
-        """Read-only views of the file."""
+        """One group, as read-only views of the mapped file."""
         rows = self.rows[group_id]
         prompt = _slice(self.prompts, rows.start)
         return Group(group_id, prompt, tuple(self._response(row) for row in rows))
@@ -142,7 +143,7 @@ class Shard:
 
 
 def validate(groups: Sequence[Group]) -> None:
-    """Raise a `UserError` that names the first response with a wrong type, shape or value."""
+    """Raise a `UserError` that names the first response with a wrong dtype, shape or value."""
     _check_experts(groups)
     for group in groups:
         where = f"group {group.group_id}"
@@ -175,14 +176,16 @@ def validate(groups: Sequence[Group]) -> None:
 
 
 def _check_experts(groups: Sequence[Group]) -> None:
-    """Either every response of a shard has routed experts, all of one shape and type, or none has."""
+    """`UserError` unless all responses have routed experts with the same layers, top_k and dtype, or none has any."""
     kinds: set[tuple[object, ...] | None] = set()
     for group in groups:
         for index, response in enumerate(group.responses):
             here, experts = f"group {group.group_id}, response {index}", response.routed_experts
             kinds.add(None if experts is None else (experts.dtype, *experts.shape[1:]))
             if len(kinds) > 1:
-                raise UserError(f"{here}: routed_experts differ in kind from those of other responses: {kinds}")
+                raise UserError(
+                    f"{here}: routed_experts differ in dtype or shape from those of other responses: {kinds}"
+                )
             if experts is None:
                 continue
             rows = len(group.prompt_tokens) + len(response.tokens) - 1
@@ -197,13 +200,13 @@ def _check_experts(groups: Sequence[Group]) -> None:
 
 def _check_tokens(tokens: np.ndarray, where: str) -> None:
     if tokens.dtype != np.int32 or tokens.ndim != 1 or tokens.size == 0:
-        raise UserError(f"{where}: at least one token as int32 [n] is needed, got {tokens.dtype} {list(tokens.shape)}")
+        raise UserError(f"{where} must be int32 [n] with at least one token, got {tokens.dtype} {list(tokens.shape)}")
     if tokens.min() < 0:
         raise UserError(f"{where}: token {tokens.min()} is negative")
 
 
 def encode(groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> pa.Buffer:
-    """One Arrow IPC file, uncompressed so that it can be mapped."""
+    """Encode groups as one Arrow IPC file, uncompressed so that it can be mapped."""
     rows = [(group, sample, response) for group in groups for sample, response in enumerate(group.responses)]
     same = pa.array(np.zeros(len(rows), np.int8))
     columns = {
@@ -255,7 +258,7 @@ def _list_array(arrays: list[np.ndarray]) -> pa.ListArray:
 
 
 def _experts_array(arrays: list[np.ndarray]) -> pa.ListArray:
-    """For each response a list of [layers][top_k]; the type of the column holds the shape."""
+    """The column of routed experts: for each response a list of [layers][top_k]; the column's type has the shape."""
     flat = np.concatenate(arrays)
     rows = pa.FixedSizeListArray.from_arrays(flat.reshape(-1), flat.shape[2])
     return pa.ListArray.from_arrays(_offsets(arrays), pa.FixedSizeListArray.from_arrays(rows, flat.shape[1]))

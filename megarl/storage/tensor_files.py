@@ -1,8 +1,8 @@
-"""safetensors files by position: a few rows of a tensor read or written at a time.
+"""Reads and writes safetensors files by position, a few rows of a tensor at a time.
 
-The safetensors library maps whole files into memory and writes a file only from tensors that are all in memory, so a
-rank would hold its share of the model twice. A file is a header, eight bytes of its length before it, and the tensors'
-bytes, row-major and without gaps.
+The safetensors library maps whole files into memory, and writes a file only from tensors that are all in memory, so a
+rank would hold its share of the model twice. A file consists of eight bytes with the header's length, the header
+(JSON), and the tensors' bytes, row-major and without gaps.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megarl.errors import UserError
 from megarl.storage.weights import weight_files
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_QUANTISED = {"U8": torch.uint8}  # of tensors that `megarl.storage.mxfp4` makes others of
+_QUANTISED = {"U8": torch.uint8}  # only for the blocks and scales that `megarl.storage.mxfp4` converts
 _ROWS = re.compile(r"(?P<name>.+)\[(?P<first>\d+):(?P<end>\d+):(?P<rows>\d+)\]")
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_MAX_HEADER_BYTES = 100 << 20  # the library's own limit
+_MAX_HEADER_BYTES = 100 << 20  # the safetensors library's limit
 
 
 @dataclass(frozen=True)
 class Region:
-    """The place of one row-major tensor in a file; ``shape`` has at least one dimension, the rows."""
+    """The position of one row-major tensor in a file; its first dimension, which always exists, is called rows."""
 
-    file: FileIO  # open without a buffer
+    file: FileIO  # opened without buffering
     offset: int  # bytes
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -49,34 +49,34 @@ class Region:
         return self.shape[0] * self.row_bytes
 
     def part(self, index: int, shape: tuple[int, ...]) -> Region:
-        """The ``index``-th of the consecutive tensors of ``shape`` that make up this one."""
+        """Number ``index`` of the consecutive tensors of shape ``shape`` that this tensor consists of."""
         return replace(self, offset=self.offset + index * math.prod(shape) * self.dtype.itemsize, shape=shape)
 
     def rows(self, first: int, end: int, rows: int) -> Region:
-        """Rows ``first`` to ``end``, or all where they are not ``rows``."""
+        """Rows ``first`` to ``end`` (exclusive) of a tensor that has ``rows`` rows; the whole tensor if it has not."""
         if self.shape[0] != rows:
             return self
         return replace(self, offset=self.offset + first * self.row_bytes, shape=(end - first, *self.shape[1:]))
 
     def read(self, first: int, rows: int) -> torch.Tensor:
-        """Rows ``first`` to ``first + rows`` in memory."""
+        """Load ``rows`` rows, beginning with row ``first``; `UserError` if the file ends before."""
         buffer = torch.empty(rows * self.row_bytes, dtype=torch.uint8)
         view, done = memoryview(buffer.numpy().data), 0
         while done < len(view):
             count = os.preadv(self.file.fileno(), [view[done:]], self.offset + first * self.row_bytes + done)
             if count == 0:
-                raise UserError(f"{self.file.name} ends before its tensors do; it is damaged or still being written")
+                raise UserError(f"{self.file.name} is too short for its tensors: it is damaged or still being written")
             done += count
         return buffer.view(self.dtype).view(rows, *self.shape[1:])
 
     def copy_to(self, target: Region, block_bytes: int) -> None:
-        """Write all of this tensor to a place of its type and shape, about ``block_bytes`` at a time."""
+        """Copy this tensor to ``target``, a region of the same dtype and shape, about ``block_bytes`` at a time."""
         rows = max(1, block_bytes // max(1, self.row_bytes))
         for first in range(0, self.shape[0], rows):
             target.write(first, self.read(first, min(rows, self.shape[0] - first)))
 
     def write(self, first: int, tensor: torch.Tensor) -> None:
-        """Put ``tensor`` at rows ``first`` and following."""
+        """Write the rows of ``tensor`` to the file, beginning at row ``first``."""
         tensor = tensor.to("cpu", self.dtype).contiguous()
         view, done = memoryview(tensor.view(-1).view(torch.uint8).numpy().data), 0
         while done < len(view):
@@ -84,13 +84,13 @@ class Region:
 
 
 class TensorFiles:
-    """Every tensor of some safetensors files by name, with the experts of fused tensors as tensors of their own.
+    """All tensors of some safetensors files by name; experts inside fused tensors have names too.
 
-    A tensor ``P.gate_up_proj`` [E, 2 I, H] holds ``P.e.gate_proj.weight`` and ``P.e.up_proj.weight`` [I, H],
-    a tensor ``P.down_proj`` [E, H, I] holds ``P.e.down_proj.weight``, for P = ``model.layers.n.mlp.experts``. Asked for
-    without ".weight" or with another ending, as ``P.e.down_proj_bias``, it is the part of expert e as it is, where gate
-    and up projection take turns in the last dimension of one, which then counts as two: [..., I, 2]. ``N[a:b:n]`` is
-    rows a to b of a tensor ``N`` that has n of them.
+    With P = ``model.layers.n.mlp.experts`` and expert e: a fused tensor ``P.gate_up_proj`` [E, 2 I, H] contains
+    ``P.e.gate_proj.weight`` and ``P.e.up_proj.weight`` [I, H], and ``P.down_proj`` [E, H, I] contains
+    ``P.e.down_proj.weight`` [H, I]. A name without ".weight", such as ``P.e.down_proj_bias``, is the part of expert e
+    as it is stored; in such gate and up projections the two alternate in the last dimension, which is returned as two
+    dimensions, [..., I, 2]. ``N[a:b:n]`` is rows a to b of a tensor ``N`` of n rows.
     """
 
     def __init__(self) -> None:
@@ -99,18 +99,18 @@ class TensorFiles:
 
     @classmethod
     def of_directory(cls, directory: Path) -> TensorFiles:
-        """The tensors of a Hugging Face model; `UserError` where a file is damaged or a tensor is there twice."""
+        """The tensors of a Hugging Face model; `UserError` if a file is damaged or a tensor occurs twice."""
         files = cls()
         for path in weight_files(directory):
             files.add(path)
         return files
 
     def add(self, path: Path, mode: Literal["rb", "r+b"] = "rb") -> None:
-        """Open one more file; ``r+b`` to write its tensors. `UserError` where it is damaged or repeats a tensor."""
+        """Open one more file (mode "r+b": to write its tensors); `UserError` if it is damaged or repeats a tensor."""
         file = self._open.enter_context(open(path, mode, buffering=0))  # noqa: SIM115, closed by `__exit__`
         for name, region in _read_header(path, file).items():
             if name in self.regions:
-                raise UserError(f"tensor {name!r} is in {self.regions[name].file.name} and in {path}")
+                raise UserError(f"tensor {name!r} is both in {self.regions[name].file.name} and in {path}")
             self.regions[name] = region
 
     def __enter__(self) -> TensorFiles:
@@ -120,7 +120,7 @@ class TensorFiles:
         self._open.close()
 
     def stored_name(self, name: str) -> str | None:
-        """The name under which the files hold tensor ``name``: its own, or that of a fused tensor; None: not at all."""
+        """The name under which the files store tensor ``name``: ``name`` or a fused tensor's; None if they do not."""
         if name in self.regions:
             return name
         if part := _ROWS.fullmatch(name):
@@ -129,7 +129,7 @@ class TensorFiles:
         return fused if fused in self.regions else None
 
     def region(self, name: str) -> Region | None:
-        """Where tensor ``name`` is, also inside a fused one."""
+        """The position of tensor ``name``, which may be inside a fused one; None if the files do not have it."""
         stored = self.stored_name(name)
         if stored is None or stored == name:
             return self.regions.get(name)
@@ -138,9 +138,9 @@ class TensorFiles:
         return self._of_expert(stored, name.partition(".mlp.experts.")[2])
 
     def _of_expert(self, stored: str, inside: str) -> Region | None:
-        """The part ``inside``, as ``7.up_proj.weight``, of a fused tensor.
+        """The part ``inside``, such as "7.up_proj.weight", of the fused tensor ``stored``; None if it has no such part.
 
-        `UserError` for an odd number of gate and up projections: half of them would not begin where an expert does.
+        `UserError` if the dimension of gate and up projections is odd, so that it cannot be halved.
         """
         whole = self.regions[stored]
         number, kind, *weight = inside.split(".")
@@ -165,6 +165,7 @@ def _fused_name(name: str) -> str:
 
 
 def _read_header(path: Path, file: FileIO) -> dict[str, Region]:
+    """The positions of all tensors of a file; `UserError` if its header is damaged or does not fit its size."""
     try:
         size = os.fstat(file.fileno()).st_size
         length = struct.unpack("<Q", file.read(8))[0]
@@ -185,8 +186,8 @@ def _region(file: FileIO, name: str, entry: dict[str, Any], data: int) -> Region
     known = _DTYPES | (_QUANTISED if name.endswith(("_blocks", "_scales")) else {})
     if entry["dtype"] not in known:
         raise UserError(
-            f"{file.name}: tensor {name!r} has dtype {entry['dtype']}; megarl reads {', '.join(_DTYPES)}, weights that "
-            "are not quantised"
+            f"{file.name}: tensor {name!r} has dtype {entry['dtype']}; megarl reads tensors that are not quantised "
+            f"({', '.join(_DTYPES)})"
         )
     begin, end = (int(position) for position in entry["data_offsets"])
     region = Region(file, data + begin, known[entry["dtype"]], tuple(map(int, entry["shape"])) or (1,))
@@ -196,9 +197,10 @@ def _region(file: FileIO, name: str, entry: dict[str, Any], data: int) -> Region
 
 
 def create_file(path: Path, tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
-    """Create a safetensors file of full length, whose tensors are still to be written.
+    """Create a safetensors file with its final length, whose tensors are to be written later.
 
-    Same order and header as the library's: larger dtypes first, so that every tensor is aligned, then by name.
+    Header and order of tensors are those of the library: larger dtypes first, so that every tensor is aligned, then by
+    name.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

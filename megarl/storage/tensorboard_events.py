@@ -1,6 +1,6 @@
-"""Evaluations and samples of their responses for TensorBoard, beside what `megarl.storage.metrics_log` writes.
+"""Writes evaluations, with some of their responses, to TensorBoard; `megarl.storage.metrics_log` writes the metrics.
 
-Written with TensorBoard's own package alone: importing torch's half of it would keep an engine waiting.
+It uses the package tensorboard directly, since importing torch.utils.tensorboard would delay the engine process.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-NUMBERS = ("accuracy", "pass_at_k", "maj_at_k")  # of those that an evaluation has
-LONGEST = 2000  # characters of a sample
+NUMBERS = ("accuracy", "pass_at_k", "maj_at_k")  # the fields of an evaluation that are logged
+LONGEST = 2000  # characters of a prompt or response that are logged
 
 
 def log_evaluation(
     root: Path, suite: str, update: int, result: dict[str, Any], samples: Iterable[tuple[str, str]]
 ) -> None:
-    """Append to the run's ``tensorboard/``; ``samples``: prompts and responses."""
+    """Append an evaluation to ``tensorboard/`` in the run directory ``root``; ``samples``: (prompt, response) texts."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -32,12 +32,12 @@ def log_evaluation(
 
 
 def numbers_of(result: dict[str, Any]) -> dict[str, float]:
-    """Those of an evaluation that are logged elsewhere too, as far as it has them."""
+    """{name: value} of those `NUMBERS` that an evaluation has."""
     return {name: result[name] for name in NUMBERS if isinstance(result.get(name), int | float)}
 
 
 def _text(tag: str, texts: list[str]) -> Any:
-    """What TensorBoard's text plugin shows: a tensor of texts."""
+    """A summary value for TensorBoard's text plugin: a tensor of strings."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
@@ -49,6 +49,6 @@ def _text(tag: str, texts: list[str]) -> Any:
 
 
 def _markdown(prompt: str, response: str) -> str:
-    """As text that renders as itself, whatever markup a model wrote."""
+    """Markdown that shows both texts literally (as indented code), whatever markup they contain."""
     parts = (html.escape(text[:LONGEST]).replace("\n", "\n    ") for text in (prompt, response))
     return "\n\n".join(f"    {part}" for part in parts)

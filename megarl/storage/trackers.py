@@ -1,7 +1,7 @@
-"""Copies of metrics, evaluations and samples for Weights & Biases and MLflow, by their own optional packages.
+"""Sends metrics, evaluations and samples to Weights & Biases and MLflow (trackers), using their optional packages.
 
-Several processes of a run log one after another, so ``trackers.json`` in the run directory says which run there is its
-own. An update that is made again after a kill stands there twice, with equal numbers on the same machine and layout.
+The processes of a run log one after another, so ``trackers.json`` in the run directory remembers the tracker's id of
+the run. An update that is made again after a kill is logged twice; on the same machine and layout with equal numbers.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from megarl.recipe.tables import RunTable
 from megarl.storage.files import write_atomic
 from megarl.storage.tensorboard_events import numbers_of
 
-PROJECT = "megarl"  # where neither WANDB_PROJECT nor MLFLOW_EXPERIMENT_NAME names another
-NONE = {"wandb": False, "mlflow": False}  # of ``[run]``, for what is no run of its own
-RUNS = "trackers.json"  # in the run directory: {tracker: the run there}
+PROJECT = "megarl"  # default of WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME
+NONE = {"wandb": False, "mlflow": False}  # settings of ``[run]`` that turn trackers off
+RUNS = "trackers.json"  # in the run directory: {tracker: its id of the run}
 
 
 class Tracker(Protocol):
-    """The run of a run directory in one of them, open for one process at a time."""
+    """A connection to the run in one tracker; only one process at a time has it open."""
 
     def append(self, record: dict[str, Any]) -> None:
-        """The metrics of an update."""
+        """Log the metrics of an update."""
 
     def evaluation(self, suite: str, update: int, result: dict[str, Any], samples: list[tuple[str, str]]) -> None:
-        """The numbers of an evaluation, and ``samples`` of prompts and responses as text."""
+        """Log the numbers of an evaluation, and ``samples``: some (prompt, response) texts."""
 
     def close(self) -> None:
-        """All is sent, as far as the server takes it."""
+        """Wait until everything is sent, as far as the server accepts it."""
 
 
 def open_trackers(root: Path, table: RunTable) -> list[Tracker]:
-    """Those that the recipe asks for, for the run directory ``root``. What fails in one of them stops no run."""
-    return [_Surviving(make, root) for wanted, make in ((table.wandb, _Wandb), (table.mlflow, _Mlflow)) if wanted]
+    """The trackers that the recipe asks for, for the run directory ``root``. Their failures never stop the run."""
+    return [_FailSafe(make, root) for wanted, make in ((table.wandb, _Wandb), (table.mlflow, _Mlflow)) if wanted]
 
 
 def check_trackers(table: RunTable) -> None:
-    """`UserError` where a package or W&B's key is missing, or MLflow's server does not answer."""
+    """`UserError` if a package or W&B's API key is missing, or MLflow's server does not answer."""
     for name, wanted, package in (("wandb", table.wandb, "wandb"), ("mlflow", table.mlflow, "mlflow-skinny")):
         if wanted and importlib.util.find_spec(name) is None:
             raise UserError(f"[run] {name} = true, but {name} is not installed: pip install {package}")
@@ -57,9 +57,9 @@ def check_trackers(table: RunTable) -> None:
         try:
             known = wandb.login(prompt=False)
         except Exception as error:
-            raise UserError(f"[run] wandb = true, but W&B does not let this machine in: {error}") from error
+            raise UserError(f"[run] wandb = true, but W&B refuses the login: {error}") from error
         if not known:
-            raise UserError("[run] wandb = true, but W&B has no key here: `wandb login`, or WANDB_MODE=offline")
+            raise UserError("[run] wandb = true, but there is no W&B key: run `wandb login`, or set WANDB_MODE=offline")
     if table.mlflow:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
@@ -67,49 +67,49 @@ def check_trackers(table: RunTable) -> None:
         try:
             MlflowClient().get_experiment_by_name(_experiment())
         except (MlflowException, OSError) as error:
-            what = f"MLFLOW_TRACKING_URI = {os.environ.get('MLFLOW_TRACKING_URI')} names: {error}"
-            raise UserError(f"[run] mlflow = true, but MLflow cannot log to what {without_passwords(what)}") from error
+            what = f"MLFLOW_TRACKING_URI = {os.environ.get('MLFLOW_TRACKING_URI')}: {error}"
+            raise UserError(f"[run] mlflow = true, but MLflow cannot log to {without_passwords(what)}") from error
 
 
 def without_passwords(text: str) -> str:
-    """``text`` with URLs that do not say who asks: it goes to logs."""
+    """``text``, which goes to logs, with user names and passwords removed from its URLs."""
     return re.sub(r"(?<=://)[^/@\s]*@", "", text)
 
 
-class _Surviving:
-    """A tracker, until something in it fails: the run goes on without it, since all is in the run directory too."""
+class _FailSafe:
+    """A tracker that is dropped at its first failure: everything is in the run directory too, so the run continues."""
 
     def __init__(self, make: Callable[[Path], Tracker], root: Path) -> None:
         self._tracker: Tracker | None = None
         self._name = make.__name__.strip("_")
-        with self._failing():
+        with self._drop_on_failure():
             self._tracker = make(root)
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _drop_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # each package has its own, and its clients' too
+        except Exception as error:  # the packages and their HTTP clients have many kinds
             self._tracker = None
             print(
-                f"{self._name} failed, and gets nothing more: {without_passwords(str(error))}",
+                f"{self._name} failed, so nothing more is logged to it: {without_passwords(str(error))}",
                 file=sys.stderr,
                 flush=True,
             )
 
     def append(self, record: dict[str, Any]) -> None:
         if self._tracker:
-            with self._failing():
+            with self._drop_on_failure():
                 self._tracker.append(record)
 
     def evaluation(self, suite: str, update: int, result: dict[str, Any], samples: list[tuple[str, str]]) -> None:
         if self._tracker:
-            with self._failing():
+            with self._drop_on_failure():
                 self._tracker.evaluation(suite, update, result, samples)
 
     def close(self) -> None:
         if self._tracker:
-            with self._failing():
+            with self._drop_on_failure():
                 self._tracker.close()
 
 
@@ -120,7 +120,7 @@ class _Wandb:
         identity = _runs(root).get("wandb") or _remember(root, "wandb", _begun_by_name(root) or secrets.token_hex(8))
         project = os.environ.get("WANDB_PROJECT") or PROJECT
         self._run = wandb.init(project=project, dir=str(root), name=root.name, id=identity, resume="allow")
-        # W&B's own steps only rise, but evaluations of earlier policies come after later updates
+        # W&B's own step can only increase, but a policy may be evaluated after later updates were logged
         self._run.define_metric("update")
         self._run.define_metric("*", step_metric="update")
 
@@ -139,7 +139,7 @@ class _Wandb:
 
 
 def _begun_by_name(root: Path) -> str | None:
-    """What W&B keeps here says of a run directory without `RUNS` that its run is called as the directory is."""
+    """The directory's name if that is the W&B id of the run, as the files in ``wandb/`` show; only without `RUNS`."""
     if (root / RUNS).exists():
         return None
     begun = re.compile(r"(offline-)?run-\d{8}_\d{6}-" + re.escape(root.name))
@@ -169,7 +169,7 @@ class _Mlflow:
         self._client.log_dict(self._run, shown, f"samples/{suite}/update_{update:06d}.json")
 
     def _log(self, update: int, numbers: dict[str, float]) -> None:
-        """By a thread of MLflow's, which says on stderr what the server does not take: no update waits for it."""
+        """Log in a thread of MLflow's, so that no update waits; it reports on stderr what the server refuses."""
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
@@ -191,7 +191,10 @@ def _experiment() -> str:
 
 
 def _runs(root: Path) -> dict[str, str]:
-    """None in a copy of a run directory whose original is still there: they are two runs."""
+    """{tracker: id of the run} of a run directory.
+
+    Empty in a copy of a run directory whose original still exists, since the two are different runs.
+    """
     path = root / RUNS
     found: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
     of = Path(found.pop("directory", root))
@@ -199,6 +202,7 @@ def _runs(root: Path) -> dict[str, str]:
 
 
 def _remember(root: Path, tracker: str, run: str) -> str:
+    """Store the tracker's id of the run, and return it."""
     write_atomic(root / RUNS, json.dumps(_runs(root) | {tracker: run, "directory": str(root.resolve())}))
     return run
 
@@ -206,9 +210,9 @@ def _remember(root: Path, tracker: str, run: str) -> str:
 def log_evaluation(
     root: Path, table: RunTable, suite: str, update: int, result: dict[str, Any], samples: Iterable[tuple[str, str]]
 ) -> None:
-    """To each of `open_trackers`, from a process that logs nothing else."""
+    """Log an evaluation to all trackers, from a process that logs nothing else."""
     if trackers := open_trackers(root, table):
-        shown = list(samples)
+        texts = list(samples)
         for tracker in trackers:
-            tracker.evaluation(suite, update, result, shown)
+            tracker.evaluation(suite, update, result, texts)
             tracker.close()

@@ -1,4 +1,4 @@
-"""What metrics.jsonl says of the responses of an update: rewards, lengths, and how old they are."""
+"""The metrics of an update's responses for metrics.jsonl: rewards, lengths and staleness."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megarl.storage.run_dir import Stage
 
 
 def rewards_of(groups: Sequence[Group]) -> np.ndarray:
-    """[groups, responses of each] float64."""
+    """The rewards of all responses, [groups, responses per group] float64."""
     return np.array([[response.reward for response in group.responses] for group in groups])
 
 
 def summary(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards and lengths; ``correct/mean`` where the reward is more than right or wrong."""
+    """Rewards and lengths; also ``correct/mean`` if the reward is more than whether a response is right."""
     rewards = rewards_of(groups)
     responses = [response for group in groups for response in group.responses]
-    told_apart = any(response.correct is not None for response in responses)
-    correct = {"correct/mean": float(np.mean([r.correctness for r in responses]))} if told_apart else {}
+    has_correct = any(response.correct is not None for response in responses)
+    correct = {"correct/mean": float(np.mean([r.correctness for r in responses]))} if has_correct else {}
     return correct | {
         "reward/mean": float(rewards.mean()),
         "zero_variance_fraction": float((rewards.min(1) == rewards.max(1)).mean()),
@@ -31,7 +31,10 @@ def summary(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def ages(stage: Stage, update: int, groups: Sequence[Group]) -> dict[str, Any]:
-    """How old what an update trains is, counted from the stage's first: token by token where policies mix."""
+    """The staleness of the groups that update number ``update`` of the stage, from 0, trains.
+
+    If several policies generate a stage: statistics over tokens. With several passes also the number of the ``pass``.
+    """
     schedule = stage.run.recipe.schedule
     repeated = {"pass": update // schedule.updates_per_pass} if schedule.passes > 1 else {}
     if stage.run.recipe.mixes_policies:
@@ -40,7 +43,10 @@ def ages(stage: Stage, update: int, groups: Sequence[Group]) -> dict[str, Any]:
 
 
 def older_lags(groups: Sequence[Group], first: int, update: int) -> dict[str, Any]:
-    """`lags` at the ``update``-th update, from 0, of a stage that begins with policy ``first``; {}: it sampled all."""
+    """`lags` at update number ``update``, from 0, of a stage that begins with policy version ``first``.
+
+    Empty if that policy sampled all tokens.
+    """
     responses = [response for group in groups for response in group.responses]
     if all(r.policy_version == first and r.policy_versions is None for r in responses):
         return {}
@@ -48,7 +54,7 @@ def older_lags(groups: Sequence[Group], first: int, update: int) -> dict[str, An
 
 
 def lags(groups: Sequence[Group], version: int) -> dict[str, Any]:
-    """How many updates old the tokens that were sampled are for the policy ``version``, and how many of each."""
+    """The staleness of all sampled tokens, in updates, for policy ``version``: minimum, mean, maximum and counts."""
     versions = np.concatenate([response.versions[response.sampled] for group in groups for response in group.responses])
     found, tokens = np.unique(version - versions, return_counts=True)
     return {

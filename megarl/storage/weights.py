@@ -12,25 +12,25 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that the index names, or all where there is none (some models come in two formats).
+    """The safetensors files that the index names, or all if there is no index (some models come in two formats).
 
-    `UserError` for a directory without such files, a damaged index, and one that names a file that is not there.
+    `UserError` if there are no such files, the index is damaged, or it names a file that does not exist.
     """
     index = Path(directory) / INDEX_FILE
     if not index.exists():
         files = sorted(Path(directory).glob("*.safetensors"))
         if not files:
-            raise UserError(f"{directory} holds no *.safetensors files; megarl reads safetensors only")
+            raise UserError(f"{directory} has no *.safetensors files; megarl reads no other format of weights")
         return files
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         if foreign := [name for name in names if Path(name).name != name]:
-            raise ValueError(f"{foreign[0][:200]!a} is no name of a file beside it")
+            raise ValueError(f"{foreign[0][:200]!a} is not the name of a file in the same directory")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index} is damaged: {error}") from error
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
-        raise UserError(f"{index} names {missing[0]}, which is not there; download the model again")
+        raise UserError(f"{index} names {missing[0]}, which does not exist; download the model again")
     return [index.parent / name for name in names]
 
 

@@ -1,4 +1,4 @@
-"""``megarl sweep``: many runs beside each other, in ordinary run directories, and one table of what came of them."""
+"""``megarl sweep``: runs with different settings and seeds, in ordinary run directories, and a table of results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megarl.storage.files import write_atomic
 from megarl.sweep.cost import remaining, updates_of
 from megarl.sweep.figure import write_figure
 from megarl.sweep.plan import Job, Plan, make_plan
-from megarl.sweep.results import as_records, read_made, rows, runs_csv, table_csv, table_text
+from megarl.sweep.results import as_records, read_finished, rows, runs_csv, table_csv, table_text
 from megarl.sweep.workers import Outcome, Workers
 
 
 def describe(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
-    """What `sweep` would do: every run, its settings and whether it is made, and how long the rest takes.
+    """What `sweep` would do: every run with its settings and state, and an estimate of the time that is left.
 
-    as_json: a list of the runs.
+    as_json: only the runs, as a JSON list.
     """
     plan = make_plan(load_sweep(path), output)
     if as_json:
@@ -59,10 +59,10 @@ def _count(plan: Plan) -> str:
 
 
 def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
-    """Make the runs of a sweep that are not made, so many at a time, and write what came of all; returns the table.
+    """Make the missing runs of a sweep, ``jobs`` at a time, and write the results of all; returns the table.
 
-    All settings are checked before a run starts. A run that fails does not keep the others from being made; it is tried
-    again by the next call. Raises `UserError` or `PhaseFailed` at the end, with all that failed.
+    All settings are checked before the first run starts. If a run fails, the others are still made; the next call tries
+    the failed one again. Raises `UserError` or `PhaseFailed` at the end, with a line for each run that failed.
     """
     plan = make_plan(load_sweep(path), output)
     _say(_count(plan))
@@ -71,16 +71,16 @@ def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
         with Workers(jobs, plan.output / "logs") as workers:
             _check(workers, missing)
             _make(workers, missing, failed)
-    with _alone(plan.output):  # of several at once, the last to write has all that any of them made
-        made = read_made(plan)
-        found = rows(plan, made)
-        write_atomic(plan.output / "runs.csv", runs_csv(plan, made))
+    with _exclusive(plan.output):  # of several sweeps at once, the last to write includes the runs of all
+        finished = read_finished(plan)
+        found = rows(plan, finished)
+        write_atomic(plan.output / "runs.csv", runs_csv(plan, finished))
         write_atomic(plan.output / "table.csv", table_csv(plan, found))
         write_figure(plan, found, plan.output / "figure.html")
     _say(f"wrote runs.csv, table.csv and figure.html to {plan.output}")
     if failed:
         print(table_text(plan, found))
-        lines = [f"{len(failed)} runs failed; the same command tries them again:"]
+        lines = [f"{len(failed)} runs failed; start the same command again to retry them:"]
         lines += [f"  {job.name}: {outcome.cause.splitlines()[0]}" for job, outcome in failed]
         mistakes = all(outcome.kind == "mistake" for _, outcome in failed)
         raise (UserError if mistakes else PhaseFailed)("\n".join(lines))
@@ -88,8 +88,8 @@ def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
 
 
 @contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """No other sweep of this directory is here at the same time."""
+def _exclusive(directory: Path) -> Iterator[None]:
+    """Only one sweep of this directory at a time executes the block."""
     with open(directory / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -100,14 +100,15 @@ def _say(line: str) -> None:
 
 
 def _check(workers: Workers, missing: list[Job]) -> None:
-    """`UserError` where the settings of a point cannot run: one replicate stands for all."""
+    """`UserError` if the settings of a point cannot run; one replicate of each point is checked."""
     first = {job.point.name if job.point else "": job for job in reversed(missing)}
     wrong = [f"  {job.name}: {found.cause}" for job, found in workers.check(list(first.values())) if found.cause]
     if wrong:
-        raise UserError("the sweep is wrong:\n" + "\n".join(wrong))
+        raise UserError("the sweep cannot start, since these runs have mistakes:\n" + "\n".join(wrong))
 
 
 def _make(workers: Workers, missing: list[Job], failed: list[tuple[Job, Outcome]]) -> None:
+    """Make the missing runs, print a line for each that ends, and append those that fail to ``failed``."""
     for ended, (job, outcome) in enumerate(workers.make(missing), 1):
         text = f"done in {outcome.seconds:.0f} s" if outcome.kind == "done" else outcome.kind
         if outcome.kind in ("failed", "mistake"):

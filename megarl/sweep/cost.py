@@ -1,4 +1,4 @@
-"""How long the rest of a sweep takes, by the runs of it that are finished."""
+"""Estimates from the finished runs of a sweep how long the others take."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from megarl.sweep.plan import Job, Plan
 
 
 def remaining(plan: Plan, jobs: int) -> str:
-    """A sentence: what a finished run took, and what the others will with so many ``jobs`` at a time; "" without one.
+    """A sentence with the mean time of a finished run and the time that the others will take, ``jobs`` at a time.
 
-    A run takes what the finished ones of its point take, or by its updates what finished ones of other points do.
+    A run is assumed to take as long as finished runs of its point; if there are none, the mean time per update of all
+    finished runs counts. Empty if no run with updates is finished.
     """
     seconds: dict[str, list[float]] = defaultdict(list)
     updates = 0
@@ -21,13 +22,13 @@ def remaining(plan: Plan, jobs: int) -> str:
             updates += updates_of(job)
     if not updates:
         return ""
-    made = [s for point in seconds.values() for s in point]
-    of_update = sum(made) / updates
+    finished = [s for point in seconds.values() for s in point]
+    per_update = sum(finished) / updates
     means = {point: sum(values) / len(values) for point, values in seconds.items()}
-    left = sum(means.get(_point(job), of_update * updates_of(job)) for job in plan.all if not job.is_done())
+    left = sum(means.get(_point(job), per_update * updates_of(job)) for job in plan.all if not job.is_done())
     minutes = left / jobs / 60
     text = f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
-    return f"a finished run took {sum(made) / len(made):.0f} s; the others take about {text}"
+    return f"a finished run took {sum(finished) / len(finished):.0f} s; the others take about {text}"
 
 
 def _point(job: Job) -> str:
@@ -35,7 +36,7 @@ def _point(job: Job) -> str:
 
 
 def updates_of(job: Job) -> int:
-    """That a run makes; none if it ends with rollouts."""
+    """The number of updates that a run makes; 0 if it ends with rollouts."""
     if job.until is not None:
         return 0
     schedule = job.recipe.schedule
@@ -43,7 +44,7 @@ def updates_of(job: Job) -> int:
 
 
 def _seconds(job: Job) -> float:
-    """Of its phases, and of no pause between two starts."""
+    """The time that the phases of a run took, without pauses between two starts."""
     events, _ = read_intact_lines(job.run.events)
     ends = ("phase_end", "phase_stopped", "phase_failed")
     return sum(event["seconds"] for event in events if event["event"] in ends)

@@ -1,4 +1,4 @@
-"""The figure of a sweep: accuracy and differences from the baseline, along an axis of numbers where there is one."""
+"""The figure of a sweep: accuracy, gain and difference from the baseline, over a numeric axis if the sweep has one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.views.report_charts import COLOURS
 
 
 def write_figure(plan: Plan, found: Sequence[Row], output: Path) -> None:
-    """A self-contained page."""
+    """Write a self-contained HTML page with the charts of all suites and a table."""
     charts = [
         chart
         for suite in dict.fromkeys(row.suite for row in found)
@@ -27,14 +27,14 @@ def write_figure(plan: Plan, found: Sequence[Row], output: Path) -> None:
 
 
 def charts_of(table: SweepTable, found: Sequence[Row], suite: str) -> list[Chart]:
-    """Of one suite: the results, what was gained, and the differences from the baseline."""
+    """The charts of one suite: accuracy, gain, and difference from the baseline."""
     kinds = (
-        ("accuracy", f"Accuracy on {suite}", "Of the result of each run; bars are 95 % intervals."),
-        ("gain", f"Gain on {suite}", "Over the policy that a run began with, paired; bars are 95 % intervals."),
+        ("accuracy", f"Accuracy on {suite}", "Accuracy of the result of each run; bars are 95 % intervals."),
+        ("gain", f"Gain on {suite}", "Paired gain over the policy that a run began with; bars are 95 % intervals."),
         (
             "difference",
             f"Difference from {table.reference} on {suite}",
-            "Paired where seeds or rollouts are shared; bars are 95 % intervals. One that crosses 0 may be noise.",
+            "Paired over shared seeds or rollouts; bars are 95 % intervals. A bar that crosses 0 may be noise.",
         ),
     )
     along = _numbers(table)
@@ -55,7 +55,7 @@ def charts_of(table: SweepTable, found: Sequence[Row], suite: str) -> list[Chart
 
 
 def _numbers(table: SweepTable) -> str | None:
-    """The first axis of two or more numbers."""
+    """The name of the first axis that has two or more values, all numbers."""
     for name, axis in table.axes.items():
         if isinstance(axis, list) and len(axis) > 1 and all(type(value) in (int, float) for value in axis):
             return name
@@ -63,7 +63,10 @@ def _numbers(table: SweepTable) -> str | None:
 
 
 def _lines(values: list[tuple[Point, Estimate]], along: str | None) -> dict[str, list[tuple[Point, Estimate]]]:
-    """One line a combination of the other axes; without an axis of numbers all points stand beside each other."""
+    """{label: points} of each line of a chart: one line per combination of the axes other than ``along``.
+
+    Without a numeric axis (``along`` is None) all points are in one line, beside each other.
+    """
     lines: dict[str, list[tuple[Point, Estimate]]] = {}
     for point, estimate in values:
         others = [str(value) for axis, value in point.values.items() if axis != along]
@@ -74,7 +77,10 @@ def _lines(values: list[tuple[Point, Estimate]], along: str | None) -> dict[str,
 def _trace(number: int, label: str, points: list[tuple[Point, Estimate]], along: str | None) -> dict[str, Any]:
     means = [estimate.mean for _, estimate in points]
     known = [estimate.ci95[0] == estimate.ci95[0] for _, estimate in points]  # not NaN
-    bars = [estimate.ci95 if there else [estimate.mean] * 2 for there, (_, estimate) in zip(known, points, strict=True)]
+    bars = [
+        estimate.ci95 if is_known else [estimate.mean] * 2
+        for is_known, (_, estimate) in zip(known, points, strict=True)
+    ]
     return {
         "type": "scatter",
         "mode": "lines+markers" if along else "markers",

@@ -1,4 +1,8 @@
-"""Which runs a sweep consists of, which of them are made, and whether all of their settings can be."""
+"""The runs of a sweep: their directories and recipes, which are done, and whether their settings are valid.
+
+A point is a combination of settings; its replicates are runs with different seeds, or on the rollouts of different
+runs.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,11 @@ class Job:
 
     directory: Path
     recipe: Recipe
-    replicate: str  # the seed or the given run, which jobs of other points share
-    point: Point | None = None  # None: a run whose rollouts the others share
-    source: Stage | None = None  # whose rollouts it optimises; None: a run of its own
-    settings: tuple[Setting, ...] = ()  # that differ from those of ``source``
-    until: int | None = None  # the stage after whose rollouts it ends
+    replicate: str  # name of the seed, or of the run whose rollouts it uses; the same names occur at every point
+    point: Point | None = None  # None: a base run, which only generates rollouts for the others
+    source: Stage | None = None  # the stage that it optimises; None: it is a whole run
+    settings: tuple[Setting, ...] = ()  # those that differ from the run of ``source``
+    until: int | None = None  # for a base run: the stage after whose rollouts it ends
 
     @property
     def name(self) -> str:
@@ -41,7 +45,7 @@ class Job:
         return self.run.stage(self.source.number + 1) if self.source else self.run.end
 
     def is_done(self) -> bool:
-        """Whether nothing of it is left to do."""
+        """Whether the run is complete, with its evaluations."""
         if not (self.directory / "recipe.toml").exists():
             return False
         if self.until is not None:
@@ -49,11 +53,11 @@ class Job:
         return self.end.policy.exists() and not self.run.unevaluated(self.end.first_update)
 
     def is_possible(self) -> bool:
-        """Whether the rollouts that it needs are there."""
+        """Whether the rollouts that the run needs exist."""
         return self.source is None or self.source.is_sealed()
 
     def check_directory(self) -> None:
-        """`UserError` where a run with other settings is in its place."""
+        """`UserError` if the directory has a run with other settings."""
         if not (self.directory / "recipe.toml").exists():
             return
         lines = recipe_diff(RunDir.open(self.directory).recipe, self.recipe)
@@ -66,10 +70,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
+    """All runs of a sweep."""
+
     table: SweepTable
     output: Path
-    bases: list[Job]
-    jobs: list[Job]  # all points of a replicate, then those of the next
+    bases: list[Job]  # the runs that generate shared rollouts
+    jobs: list[Job]  # the runs of all points: first all of one replicate, then all of the next
 
     @property
     def all(self) -> list[Job]:
@@ -77,7 +83,7 @@ class Plan:
 
 
 def make_plan(table: SweepTable, output: Path) -> Plan:
-    """All runs, in ``output``; `UserError` with a line for each point whose settings are wrong."""
+    """Plan all runs below ``output``; `UserError` with a line for each point whose settings are wrong."""
     output = output.resolve()
     bases = [] if table.runs or table.stage is None else _bases(table, output)
     jobs: list[Job] = []
@@ -88,11 +94,13 @@ def make_plan(table: SweepTable, output: Path) -> Plan:
     for base in bases:
         base.check_directory()
     if wrong:
-        raise UserError("the sweep is wrong:\n" + "\n".join(f"  {name}: {text}" for name, text in wrong.items()))
+        lines = "\n".join(f"  {name}: {text}" for name, text in wrong.items())
+        raise UserError(f"the sweep cannot start, since these points have mistakes:\n{lines}")
     return Plan(table, output, bases, jobs)
 
 
 def _bases(table: SweepTable, output: Path) -> list[Job]:
+    """One run per seed that generates the rollouts which all points share."""
     assert table.recipe is not None
     assert table.stage is not None
     jobs = []
@@ -106,7 +114,7 @@ def _bases(table: SweepTable, output: Path) -> list[Job]:
 
 
 def _jobs(table: SweepTable, output: Path, bases: list[Job], wrong: dict[str, str]) -> Iterator[Job]:
-    """Those with right settings; what is ``wrong`` with others, by the name of their point."""
+    """Yield the runs with valid settings; for the others store in ``wrong`` {name of the point: what is wrong}."""
     sources = _sources(table, bases)
     seeds = [] if sources else [f"seed_{seed}" for seed in seeds_of(table, load_recipe(_recipe(table)))]
     for replicate in [*sources, *seeds]:
@@ -131,7 +139,7 @@ def _recipe(table: SweepTable) -> Path:
 
 
 def _sources(table: SweepTable, bases: list[Job]) -> dict[str, Stage]:
-    """By replicate the stage that all points optimise; none for whole runs."""
+    """{replicate: the stage that all points optimise}; empty if the sweep consists of whole runs."""
     if table.stage is None:
         return {}
     if bases:
@@ -140,8 +148,8 @@ def _sources(table: SweepTable, bases: list[Job]) -> dict[str, Stage]:
     for path in (path.resolve() for path in table.runs):
         stage = RunDir.open(path).stage(table.stage)
         if not stage.is_sealed():
-            raise UserError(f"{stage.rollouts} is not sealed: megarl rollout {path} --stage {table.stage}")
+            raise UserError(f"{stage.rollouts} is not sealed: run `megarl rollout {path} --stage {table.stage}`")
         if path.name in sources:
-            raise UserError(f"runs: two directories are called {path.name}, which names the runs of the sweep")
+            raise UserError(f"runs: two directories are called {path.name}, but the sweep needs different names")
         sources[path.name] = stage
     return sources

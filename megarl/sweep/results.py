@@ -1,4 +1,4 @@
-"""What came of the runs of a sweep: a line an evaluation, a row a point, and a figure."""
+"""The results of a sweep: runs.csv with a line per evaluation, and the table with a row per point and suite."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.sweep.plan import Job, Plan
 from megarl.views.comparison import check_same_prompts
 from megarl.views.run_reader import Run, interval, read_run
 
-# of the last update of a run, in the file of runs
+# metrics of the update before an evaluation that runs.csv contains
 LAST = ("reward/mean", "entropy", "ess", "clip_fraction", "veto_fraction", "m2_mask_fraction", "grad_norm")
 
 
@@ -36,74 +36,74 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Row:
-    """A point on one suite: estimates over the replicates, of which there may be one alone.
+    """The results of a point on one suite: estimates over its replicates.
 
-    Over one the intervals are over prompts, over several they are Student's over replicates.
+    With several replicates the intervals are Student's t over replicates, with only one they are over prompts.
     """
 
     point: Point
     suite: str
     replicates: int
-    accuracy: Estimate  # of the result
-    gain: Estimate | None  # over the policy that each run began with
-    difference: Estimate | None  # from the baseline, of the replicates that both have
+    accuracy: Estimate  # of the runs' results
+    gain: Estimate | None  # of the results over the policies that the runs began with
+    difference: Estimate | None  # from the baseline, over the replicates that both have
 
 
 @dataclass(frozen=True)
-class Made:
-    """A finished run."""
+class FinishedRun:
+    """A finished run of a sweep, and what was read from its directory."""
 
     job: Job
     run: Run
 
 
-def read_made(plan: Plan) -> list[Made]:
-    """The runs that are finished, without those that only share their rollouts."""
-    return [Made(job, read_run(job.directory, job.name)) for job in plan.jobs if job.is_done()]
+def read_finished(plan: Plan) -> list[FinishedRun]:
+    """Read the runs that are finished, without those that only generate rollouts for others."""
+    return [FinishedRun(job, read_run(job.directory, job.name)) for job in plan.jobs if job.is_done()]
 
 
-def rows(plan: Plan, made: Sequence[Made]) -> list[Row]:
-    """Every point that has a finished run, on every suite."""
+def rows(plan: Plan, finished: Sequence[FinishedRun]) -> list[Row]:
+    """A row for every suite and every point that has a finished run."""
     found = []
-    for suite in dict.fromkeys(suite for one in made for suite in one.run.suites):
-        reference = {m.job.replicate: m for m in made if _point(m).name == plan.table.reference}
+    for suite in dict.fromkeys(suite for each in finished for suite in each.run.suites):
+        reference = {f.job.replicate: f for f in finished if _point(f).name == plan.table.reference}
         for point in plan.table.points():
-            runs = [m for m in made if _point(m).name == point.name and suite in m.run.suites]
+            runs = [f for f in finished if _point(f).name == point.name and suite in f.run.suites]
             if runs:
                 found.append(_row(point, suite, runs, reference if point.name != plan.table.reference else {}))
     return found
 
 
-def _point(made: Made) -> Point:
-    assert made.job.point is not None
-    return made.job.point
+def _point(finished: FinishedRun) -> Point:
+    assert finished.job.point is not None
+    return finished.job.point
 
 
-def _row(point: Point, suite: str, runs: list[Made], reference: dict[str, Made]) -> Row:
-    last = [m.run.suites[suite][-1] for m in runs]
+def _row(point: Point, suite: str, runs: list[FinishedRun], reference: dict[str, FinishedRun]) -> Row:
+    last = [f.run.suites[suite][-1] for f in runs]
     accuracy = _estimate([event["accuracy"] for event in last], lambda: interval(last[0]))
-    begun = [m for m in runs if m.run.suites[suite][0]["update"] < m.run.suites[suite][-1]["update"]]
+    with_start = [f for f in runs if f.run.suites[suite][0]["update"] < f.run.suites[suite][-1]["update"]]
     gain = (
-        _differences([(m, m.run.suites[suite][0]["update"], m) for m in begun], suite)
-        if len(begun) == len(runs)
+        _differences([(f, f.run.suites[suite][0]["update"], f) for f in with_start], suite)
+        if len(with_start) == len(runs)
         else None
     )
-    pairs = [(reference[m.job.replicate], None, m) for m in runs if m.job.replicate in reference]
+    pairs = [(reference[f.job.replicate], None, f) for f in runs if f.job.replicate in reference]
     difference = _differences([pair for pair in pairs if suite in pair[0].run.suites], suite)
     return Row(point, suite, len(runs), accuracy, gain, difference)
 
 
-def _estimate(values: list[float], alone: Any) -> Estimate:
-    """Over replicates; of one alone with the interval that ``alone`` gives."""
+def _estimate(values: list[float], over_prompts: Any) -> Estimate:
+    """The mean over replicates; if there is only one value, its interval is that which ``over_prompts`` returns."""
     if len(values) == 1:
-        return Estimate(values[0], list(alone()))
+        return Estimate(values[0], list(over_prompts()))
     return Estimate(*mean_of_replicates(np.array(values)))
 
 
-def _differences(pairs: list[tuple[Made, int | None, Made]], suite: str) -> Estimate | None:
-    """Of pairs of runs, of one replicate each: the second's result less the first's evaluation after so many updates.
+def _differences(pairs: list[tuple[FinishedRun, int | None, FinishedRun]], suite: str) -> Estimate | None:
+    """The mean difference over (first run, update, second run) of each replicate.
 
-    None: its last.
+    The difference is the last accuracy of the second run minus that of the first run after ``update`` (None: its last).
     """
     if not pairs:
         return None
@@ -116,9 +116,9 @@ def _differences(pairs: list[tuple[Made, int | None, Made]], suite: str) -> Esti
     return _estimate(values, lambda: _over_prompts(first, update, second, suite))
 
 
-def _over_prompts(first: Made, update: int | None, second: Made, suite: str) -> Interval:
-    """The paired interval of two policies over the prompts that both have answered; of no numbers where they differ."""
-    sides = [Answered.of(made.job.directory, suite) for made in (first, second)]
+def _over_prompts(first: FinishedRun, update: int | None, second: FinishedRun, suite: str) -> Interval:
+    """The paired interval of the difference of two policies over prompts; NaN if the prompts differ."""
+    sides = [Answered.of(each.job.directory, suite) for each in (first, second)]
     versions = [
         first.run.suites[suite][-1]["update"] if update is None else update,
         second.run.suites[suite][-1]["update"],
@@ -137,26 +137,26 @@ def _over_prompts(first: Made, update: int | None, second: Made, suite: str) -> 
 # ------------------------------------------------------------------------------------------------------------- files
 
 
-def runs_csv(plan: Plan, made: Sequence[Made]) -> str:
-    """One line an evaluation of a finished run, with the metrics of the update before it."""
+def runs_csv(plan: Plan, finished: Sequence[FinishedRun]) -> str:
+    """One line per evaluation of a finished run, with the metrics of the update before it."""
     axes = list(plan.table.axes)
     lines: list[dict[str, Any]] = []
-    for one in made:
-        by_update = {record["update"]: record for record in one.run.updates}
-        for suite, events in one.run.suites.items():
+    for each in finished:
+        by_update = {record["update"]: record for record in each.run.updates}
+        for suite, events in each.run.suites.items():
             for event in events:
                 low, high = interval(event)
-                values = {axis: _point(one).values[axis] for axis in axes}
-                place = {"replicate": one.job.replicate, "suite": suite, "update": event["update"]}
+                values = {axis: _point(each).values[axis] for axis in axes}
+                place = {"replicate": each.job.replicate, "suite": suite, "update": event["update"]}
                 found = {"accuracy": event["accuracy"], "low": low, "high": high, "prompts": event.get("prompts")}
                 metrics = by_update.get(event["update"], {})
                 last = {name: metrics.get(name) for name in LAST}
-                lines.append(values | place | found | last | {"run": str(one.job.directory)})
+                lines.append(values | place | found | last | {"run": str(each.job.directory)})
     return _csv([*axes, "replicate", "suite", "update", "accuracy", "low", "high", "prompts", *LAST, "run"], lines)
 
 
 def as_records(found: Sequence[Row]) -> list[dict[str, Any]]:
-    """What the table says, one object a row; intervals that are not known are None."""
+    """The table as one object per row; unknown intervals are None."""
     records = []
     for row in found:
         record: dict[str, Any] = {**row.point.values, "suite": row.suite, "replicates": row.replicates}
@@ -184,11 +184,11 @@ def _csv(columns: list[str], lines: list[dict[str, Any]]) -> str:
 
 
 def table_text(plan: Plan, found: Sequence[Row]) -> str:
-    """For a terminal."""
+    """The table for a terminal."""
     if not found:
         return "no run with an evaluation is finished"
     several = max(row.replicates for row in found) > 1
-    over = "seeds or runs, where n is 1 over prompts" if several else "prompts"
+    over = "seeds or runs (if n is 1: over prompts)" if several else "prompts"
     lines = [f"95 % intervals over {over}; differences are paired, from {plan.table.reference}"]
     width = max(len(row.point.name) for row in found)
     for suite in dict.fromkeys(row.suite for row in found):

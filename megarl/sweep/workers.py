@@ -1,7 +1,7 @@
-"""The processes that make the runs of a sweep, each one run after another.
+"""The worker processes of a sweep, each of which makes one run after another.
 
-They are forks of the sweep's own process, with a session each: a worker makes its runs as `megarl train` and `megarl
-optimize` do, and its warm process serves all of them. None outlives the sweep.
+Workers are forks of the sweep's process, each in a session of its own. A worker makes its runs as `megarl train` and
+`megarl optimize` do, and uses one warm process for all of them. No worker outlives the sweep.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from megarl.workers.node_rank import NodeRank
 from megarl.workers.nodes import Nodes
 from megarl.workers.preflight import check
 
-SECONDS_BETWEEN_LOOKS = 2.0  # at runs that another sweep makes, where nothing else is left to do
+POLL_SECONDS = 2.0  # how often to look whether rollouts that another sweep generates are ready
 
 Kind = Literal["done", "busy", "mistake", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an order. ``busy``: another process works on the run."""
+    """The result of an order to a worker."""
 
-    kind: Kind
+    kind: Kind  # "busy": another process works on the run; "mistake": a `UserError`; "stopped": interrupted
     cause: str = ""
     seconds: float = 0.0
 
 
 @dataclass
 class Worker:
-    """The sweep's end of one."""
+    """A worker process as the sweep sees it; ``job`` is what it works on, None if it is idle."""
 
     process: ForkProcess
     connection: Connection
@@ -53,10 +53,10 @@ class Worker:
 
 @dataclass
 class Workers:
-    """So many processes at a time. ``logs``: the folder for what the runs print."""
+    """A pool of worker processes; leaving the context stops them."""
 
-    number: int
-    logs: Path
+    number: int  # of workers at most
+    logs: Path  # the directory for what the runs print
     _workers: list[Worker] = field(default_factory=list)
 
     def __enter__(self) -> Workers:
@@ -64,7 +64,7 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Those that work are asked to save and stop, as by Ctrl-C, and waited for."""
+        """Ask workers that are busy to save and stop, as Ctrl-C does, and wait for all."""
         for worker in self._workers:
             if worker.job is not None:
                 worker.process.terminate()
@@ -73,17 +73,20 @@ class Workers:
             worker.process.join()
 
     def check(self, jobs: list[Job]) -> Iterator[tuple[Job, Outcome]]:
-        """Whether the settings of runs pass all checks that a run begins with."""
-        return self._carry_out(_check, jobs, lambda job: True)
+        """Make for each run the checks that a run begins with, and yield their outcomes."""
+        return self._process(_check, jobs, lambda job: True)
 
     def make(self, jobs: list[Job]) -> Iterator[tuple[Job, Outcome]]:
-        """Make runs, or continue them, as soon as those that they need are there."""
-        return self._carry_out(_make, jobs, Job.is_possible)
+        """Make or continue runs, each once the rollouts that it needs exist, and yield their outcomes."""
+        return self._process(_make, jobs, Job.is_possible)
 
-    def _carry_out(
+    def _process(
         self, order: Callable[[Nodes, Job], None], jobs: list[Job], is_possible: Callable[[Job], bool]
     ) -> Iterator[tuple[Job, Outcome]]:
-        """Each with what became of it, as they end; those that stay impossible are left out."""
+        """Give ``order`` for every job to the workers and yield each job's outcome when it ends.
+
+        Jobs that are still not possible when all others have ended are left out.
+        """
         waiting, elsewhere = list(jobs), list[Job]()
         while True:
             for worker in self._idle(len(waiting)):
@@ -95,7 +98,7 @@ class Workers:
             if not working:
                 if not (waiting and any(base.until is not None and not base.is_done() for base in elsewhere)):
                     return
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(POLL_SECONDS)
             wait([worker.connection for worker in working])
             for worker in working:
                 if worker.job is not None and worker.connection.poll():
@@ -106,12 +109,13 @@ class Workers:
                     yield job, outcome
 
     def _idle(self, wanted: int) -> list[Worker]:
-        """As many as are ``wanted``, some of them new."""
+        """The idle workers; first starts workers until there are ``wanted``, or ``number``, in all."""
         while len(self._workers) < min(self.number, wanted):
             self._workers.append(self._start())
         return [worker for worker in self._workers if worker.job is None]
 
     def _outcome(self, worker: Worker) -> Outcome:
+        """Receive a worker's outcome; "failed" if the process has ended instead."""
         try:
             found: Outcome = worker.connection.recv()
         except EOFError:
@@ -131,9 +135,12 @@ class Workers:
 
 
 def _work(orders: Connection, others: list[Connection], parent: int, logs: Path) -> None:
-    """A worker: one order after another, until the sweep has no more."""
+    """The main function of a worker: carry out orders until the sweep closes the connection.
+
+    others: connections inherited from the sweep, to be closed.
+    """
     die_with_parent(parent)
-    os.setsid()  # Ctrl-C is for the sweep, which tells its workers
+    os.setsid()  # Ctrl-C reaches only the sweep, which then stops its workers
     for connection in others:
         connection.close()
     try:
@@ -178,7 +185,7 @@ def _check(nodes: Nodes, job: Job) -> None:
 
 
 def _make(nodes: Nodes, job: Job) -> None:
-    if job.is_done():  # by another sweep, since this one began
+    if job.is_done():  # another sweep has made it in the meantime
         return
     if job.source is not None:
         optimize_branch(nodes, job.source, job.directory, job.settings)

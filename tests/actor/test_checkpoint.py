@@ -93,7 +93,7 @@ def test_the_manifest_names_every_file_and_any_flipped_bit_is_named(saved):
         file.write_bytes(data)
     assert checkpoint.verify(path) is None
     other = path.rename(path.with_name("update_000003"))
-    assert "manifest.json is of update 2" in checkpoint.verify(other)
+    assert "manifest.json belongs to update 2" in checkpoint.verify(other)
     other.rename(path)
 
 

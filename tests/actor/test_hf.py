@@ -207,7 +207,7 @@ def test_damaged_and_foreign_weights_are_named(tmp_path):
         load_models(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"model.norm.weight": "model-2.safetensors"}}')
-    with pytest.raises(UserError, match=r"names model-2\.safetensors, which is not there"):
+    with pytest.raises(UserError, match=r"names model-2\.safetensors, which does not exist"):
         load_models(tmp_path)
     index.write_text('{"weight_map": {"any": "model.safetensors"}}')  # the index leaves copy.safetensors out
     load_models(tmp_path)

@@ -78,13 +78,13 @@ def test_the_adapters_of_a_checkpoint_are_exported_alone(undisturbed, tmp_path):
     [
         (
             ("export", "{run}", "--stage", 1, "--update", 0, "--adapters", "--output", "{new}"),
-            "after update 0 of stage 1 there is a policy with merged weights alone; checkpoints, which have adapters, "
-            "are there after updates 4, 6",
+            "of update 0 of stage 1 there is no checkpoint, only a policy with the adapters merged in; the stage has "
+            "checkpoints of these updates: 4, 6",
         ),
         (("what-if", "{run}", "--stage", 0), "what-if compares gradients of all weights"),
         (
             ("optimize", "{run}", "--stage", 1, "--output", "{new}", "--set", "actor.lora.rank=2"),
-            "stage 1 begins with the optimizer of updates before",
+            "stage 1 starts from the optimizer state of earlier updates",
         ),
         (("train", "{recipe}", "--run-dir", "{new}", "--continue-from", "{run}"), "optimizer is of adapters"),
         (

@@ -119,10 +119,10 @@ def test_a_run_continues_with_other_memory_and_replicas_but_not_with_another_eng
 def test_a_branch_keeps_the_rollouts_and_replays_only_experts_that_were_recorded(recipe, tmp_path):
     run = RunDir.create(tmp_path / "run", load_recipe(recipe))
     for override, message in {
-        "actor.routing_replay=engine": "was generated without recording experts",
-        "rollout.temperature=0.9": "the rollouts stay: rollout.temperature",
-        "schedule.stages=3": "the rollouts stay: schedule.stages",
-        "schedule.updates_per_stage=7": "the stage has 24 groups, but 7 updates of 4 want 28",
+        "actor.routing_replay=engine": "have no recorded experts",
+        "rollout.temperature=0.9": "the rollouts are reused: rollout.temperature",
+        "schedule.stages=3": "the rollouts are reused: schedule.stages",
+        "schedule.updates_per_stage=7": "the stage has 24 groups, but 7 updates of 4 groups need 28",
         "schedule.prompts_per_update=0": "schedule.prompts_per_update",
         "schedule.prompts_per_update=many": "schedule.prompts_per_update",
         "objective.name=grpo": "cannot be optimized yet",
@@ -131,7 +131,7 @@ def test_a_branch_keeps_the_rollouts_and_replays_only_experts_that_were_recorded
         with pytest.raises(UserError, match=message):
             branch_recipe(run.stage(0), [override])
     with pytest.raises(
-        UserError, match="only the first stage can have other batches: schedule.prompts_per_update: 4 -> 8"
+        UserError, match="can change the batches of the first stage only: schedule.prompts_per_update: 4 -> 8"
     ):
         branch_recipe(run.stage(1), ["schedule.prompts_per_update=8"])
 

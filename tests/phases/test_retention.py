@@ -114,8 +114,8 @@ def test_a_removed_policy_is_made_again_from_the_checkpoint_that_ended_the_stage
     refused = megarl("samples", run.root, "--tokens", "ratio", "--stage", 2)
     assert refused.returncode == 2
     command = f"megarl export {run.root} --stage 2 --update 2 --output DIR"
-    assert "stages/003/policy was removed, as [actor] keep_policies says; a checkpoint is left of" in refused.stderr
-    assert f"of which `{command}` makes it again" in refused.stderr
+    assert "stages/003/policy was removed, as [actor] keep_policies says; `megarl export" in refused.stderr
+    assert f"; `{command}` makes it again" in refused.stderr
     result = megarl(*command.replace("DIR", str(tmp_path / "again")).split()[1:])
     assert result.returncode == 0, result.stderr
     assert read_info(tmp_path / "again").weights_hash == read_info(everything.stage(3).policy).weights_hash
@@ -124,7 +124,7 @@ def test_a_removed_policy_is_made_again_from_the_checkpoint_that_ended_the_stage
         assert seen.returncode == 0, seen.stderr
     refused = megarl("samples", run.root, "--tokens", "ratio", "--policy", 4, "--stage", 2)
     assert refused.returncode == 2
-    assert "the nearest that is left is" in refused.stderr
+    assert "the nearest that still exists is" in refused.stderr
     assert "stages/002/checkpoints/update_000001, after update 5 instead of 4" in refused.stderr
 
 
@@ -133,9 +133,12 @@ def test_a_removed_policy_is_made_again_from_the_checkpoint_that_ended_the_stage
     [
         (("stage", "pack", "{run}", 2, "{new}", "--license", "mit"), "keep_policies says; the nearest"),
         (("optimize", "{run}", "--stage", 2, "--output", "{new}"), "keep_policies says; the nearest"),
-        (("export", "{run}", "--stage", 2, "--update", 0, "--output", "{new}"), "the policies after updates 1, 2;"),
-        (("eval", "{run}", "--stage", 2, "--update", 0), "the policies after updates 1, 2;"),
-        (("what-if", "{run}", "--stage", 2, "--update", 0), "keep_policies say which are kept"),
+        (
+            ("export", "{run}", "--stage", 2, "--update", 0, "--output", "{new}"),
+            "policies after these updates only: 1, 2;",
+        ),
+        (("eval", "{run}", "--stage", 2, "--update", 0), "policies after these updates only: 1, 2;"),
+        (("what-if", "{run}", "--stage", 2, "--update", 0), "keep_policies determine which are kept"),
     ],
 )
 def test_a_command_says_that_a_policy_is_gone_before_anything_starts(kept, tmp_path, command, words):

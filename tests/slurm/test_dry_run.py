@@ -169,8 +169,8 @@ def test_secrets_go_by_name_and_stand_nowhere(launch, qwen):
     assert "--container-env WANDB_API_KEY" in result.stdout and "f00dcafe" not in result.stdout + result.stderr
     assert "export TOKENIZERS_PARALLELISM=false\n" in result.stdout
     for variable, words in {
-        "WANDB_API_KEY=f00dcafe": "pass --env WANDB_API_KEY",
-        "MLFLOW_TRACKING_URI=https://me:f00dcafe@host": "pass --env MLFLOW_TRACKING_URI",
+        "WANDB_API_KEY=f00dcafe": "use --env WANDB_API_KEY",
+        "MLFLOW_TRACKING_URI=https://me:f00dcafe@host": "use --env MLFLOW_TRACKING_URI",
         "NOT_SET_HERE": "not set here",
     }.items():
         refused = launch(qwen, *SUBMIT, "--env", variable)
@@ -215,15 +215,15 @@ def test_a_sweep_is_an_array_of_jobs_of_one_node(launch, sweep_of_qwen):
 
 def test_an_array_that_cannot_be_is_refused(launch, sweep_of_qwen):
     for options, words in {
-        ("--array", 2, "--nodes", 2): "no --local, --chain, --set, --nodes",
-        ("--array", 2, "--set", "run.seed=1"): "no --local, --chain, --set, --nodes",
-        ("--array", 0): "at least one job",
+        ("--array", 2, "--nodes", 2): "excludes --local, --chain, --set, --nodes",
+        ("--array", 2, "--set", "run.seed=1"): "excludes --local, --chain, --set, --nodes",
+        ("--array", 0): "give at least 1",
         ("--array", 2, "--gpus-per-node", 4): "does not fill the 4 GPUs",
     }.items():
         refused = launch(sweep_of_qwen, *SUBMIT, *options)
         assert refused.returncode in (1, 2) and words in refused.stderr, refused.stderr
     waiting = [option for option in SUBMIT if option != "--dry-run"]
-    assert "with --detach" in launch(sweep_of_qwen, *waiting, "--array", 2).stderr
+    assert "needs --detach" in launch(sweep_of_qwen, *waiting, "--array", 2).stderr
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_an_array_that_cannot_be_is_refused(launch, sweep_of_qwen):
         (4, 8, ["rollout.workers=3"], "workers * tensor_parallel = 6 does not fill the 8 GPUs"),
         (3, 8, ["actor.pipeline_parallel=2"], "* pipeline_parallel = 16 does not fill 3 nodes"),
         (3, None, ["actor.expert_parallel=1", "actor.context_parallel=4"], "= 16 does not fill 3 nodes"),
-        (0, 8, [], "--nodes 0: at least one"),
+        (0, 8, [], "--nodes 0: give at least 1"),
         (2, 8, ['actor.backend="cpu"'], 'backend = "cpu"'),
     ],
 )  # fmt: skip

@@ -13,10 +13,10 @@ BUDGET = ("rollout.token_budget=2", "rollout.oversample=2")
 
 def test_a_stage_with_a_token_budget_is_neither_packed_nor_scored_again(recipe, tmp_path):
     run = make_run(recipe, tmp_path / "run", *BUDGET)
-    with pytest.raises(UserError, match="trains groups that others began"):
+    with pytest.raises(UserError, match="trains groups that earlier stages began"):
         pack(run.root, 0, tmp_path / "stage", "apache-2.0", weights=False, prompts=True)
     assert not (tmp_path / "stage").exists()
-    with pytest.raises(UserError, match="--set reward: with rollout.token_budget"):
+    with pytest.raises(UserError, match="--set reward: not with rollout.token_budget"):
         changed_recipe(run.stage(0), ["reward.require_stop=false"])
     assert changed_recipe(run.stage(0), ["optimizer.lr=1e-3"]).optimizer.lr == 1e-3
 

@@ -130,22 +130,22 @@ MISTAKES = {
     "lengths": ({"rollout_logprobs": [-1.0]}, "rollout_logprobs has 1 entries"),
     "positive": ({"rollout_logprobs": 0}, r"rollout_logprobs\[0\] is '0.5'"),
     "not finite": ({"rollout_logprobs": 1}, r"rollout_logprobs\[0\] is 'nan'"),
-    "unknown token": ({"response_tokens": 0}, r"response_tokens\[0\] is '99999', no token id"),
+    "unknown token": ({"response_tokens": 0}, r"response_tokens\[0\] is '99999', expected a token id"),
     "token text": ({"prompt_tokens": ["a"]}, r"prompt_tokens\[0\] is 'a'"),
     "long prompt": ({"prompt_tokens": [3] * 9}, "more than data.max_prompt_tokens = 8"),
     "long response": ({"response_tokens": [3] * 7}, "more than rollout.max_response_tokens = 6"),
     "mask": ({"loss_mask": [True]}, "loss_mask has 1 entries"),
-    "empty mask": ({"loss_mask": 0}, "no token that trains"),
+    "empty mask": ({"loss_mask": 0}, "masks all tokens"),
     "mask value": ({"loss_mask": 1}, r"loss_mask\[0\] is '2'"),
-    "reward": ({"reward": "high"}, "reward is 'high', no finite number"),
-    "infinite reward": ({"reward": float("inf")}, "no finite number"),
-    "reward beyond a float": ({"reward": 10**400}, "reward is '1000.*, no finite number"),
+    "reward": ({"reward": "high"}, "reward is 'high', expected a finite number"),
+    "infinite reward": ({"reward": float("inf")}, "expected a finite number"),
+    "reward beyond a float": ({"reward": 10**400}, "reward is '1000.*, expected a finite number"),
     "log-prob beyond a float": ({"rollout_logprobs": 2}, r"rollout_logprobs\[0\] is '-1000"),
     "log-prob beyond float32": ({"rollout_logprobs": 3}, r"rollout_logprobs\[0\] is '-1e\+300'"),
     "unfinished": ({"finish_reason": "unfinished"}, "finish_reason is 'unfinished', not one of stop, length, timeout$"),
     "reason": ({"finish_reason": "done"}, "finish_reason is 'done'"),
     "correct": ({"correct": 0.5}, "correct is 0.5"),
-    "version": ({"policy_version": 1}, "the policy that begins the stage is 0"),
+    "version": ({"policy_version": 1}, "0 for the policy with which the stage begins"),
     "weights": ({"weights_hash": "abc"}, "weights_hash is not"),
     "column": ({"loss_msk": [1]}, "column 'loss_msk': did you mean 'loss_mask'?"),
     "group": ({"group_id": 1.5}, "group_id is '1.5'"),
@@ -179,16 +179,16 @@ def test_a_mistake_names_its_row(mistake, recipe, rows, tmp_path):
 
 
 def test_the_number_of_groups_is_the_recipes(recipe, rows, tmp_path):
-    with pytest.raises(UserError, match="there are 7 groups: the recipe wants 8"):
+    with pytest.raises(UserError, match="there are 7 groups: the recipe needs 8"):
         made(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows[:-SIZE]))
     more = [row | {"group_id": "another"} for row in rows[:SIZE]]
-    with pytest.raises(UserError, match=r"row 33 begins group 'another', number 9: the recipe wants 8"):
+    with pytest.raises(UserError, match=r"row 33 begins group 'another', number 9: the recipe needs 8"):
         made(recipe, tmp_path / "run", write(tmp_path / "b.jsonl", rows + more))
 
 
 def test_columns_that_megarl_does_not_know_are_left_out_by_name(recipe, rows, tmp_path):
     path = write(tmp_path / "a.jsonl", [row | {"trace": "x"} for row in rows])
-    with pytest.raises(UserError, match="--ignore trace leaves it out"):
+    with pytest.raises(UserError, match="Use --ignore trace to skip it"):
         made(recipe, tmp_path / "run", path)
     assert made(recipe, tmp_path / "run", path, ignored=["trace"]).stage(0).is_sealed()
 
@@ -230,7 +230,7 @@ def test_what_is_no_rows_is_refused(recipe, tmp_path):
     with pytest.raises(UserError, match="row 1 is not an object"):
         made(recipe, tmp_path / "run", tmp_path / "a.jsonl")
     (tmp_path / "b.parquet").write_text("no")
-    with pytest.raises(UserError, match="is no Parquet file"):
+    with pytest.raises(UserError, match="is not a valid Parquet file"):
         made(recipe, tmp_path / "run", tmp_path / "b.parquet")
     with pytest.raises(UserError, match="cannot read"):
         made(recipe, tmp_path / "run", tmp_path / "c.jsonl")

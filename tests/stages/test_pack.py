@@ -194,7 +194,7 @@ def test_set_changes_what_leaves_the_rollouts_as_they_are(packed, tmp_path):
     assert (recipe.optimizer.lr, recipe.rollout.workers, recipe.eval.samples) == (1e-3, 2, 2)
     others = ("rollout.temperature=0.5", "schedule.stages=3", "data.train=x", "model.path=/")
     for setting in (*others, "run.seed=7", "eval.prompts=8"):  # the last two give a group's number to another prompt
-        with pytest.raises(UserError, match="were made under it"):
+        with pytest.raises(UserError, match="depend on it"):
             unpack(packed, tmp_path / "c", None, [], [setting])
     with pytest.raises(UserError, match="score them again"):
         unpack(packed, tmp_path / "c", None, [], ["reward.require_stop=false"])
@@ -213,11 +213,11 @@ def test_a_policy_has_regular_files_beside_its_index(run, tmp_path):
     policy = shutil.copytree(run.stage(0).policy, tmp_path / "policy")
     (policy / "config.json").unlink()
     os.mkfifo(policy / "config.json")
-    with pytest.raises(UserError, match=r"config\.json is no regular file"):
+    with pytest.raises(UserError, match=r"config\.json is not a regular file"):
         check_policy(policy, "Restore it")
     shutil.copy(policy / "model.safetensors", tmp_path)
     (policy / INDEX_FILE).write_text('{"weight_map": {"a": "../model.safetensors"}}')
-    with pytest.raises(UserError, match="no name of a file beside it"):
+    with pytest.raises(UserError, match="not the name of a file in the same directory"):
         weight_files(policy)
 
 

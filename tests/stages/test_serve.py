@@ -294,7 +294,7 @@ def test_a_kill_loses_no_stored_group(served):
     served.command.wait(60)
     before = RolloutStore(served.root / "stages/000/rollouts").read([0])
     generated = megarl("rollout", served.root, "--stage", 0)
-    assert generated.returncode == 2 and "go on with megarl serve" in generated.stderr
+    assert generated.returncode == 2 and "continue with `megarl serve`" in generated.stderr
     served.start()
     assert served.send("GET", "/state").json() == {
         "groups": 2,

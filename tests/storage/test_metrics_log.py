@@ -79,6 +79,6 @@ def test_a_stage_goes_on_with_its_own_lines_whatever_the_file_has(written):
         writer.append({"update": 4, "loss": 0.5})
         assert path.read_bytes() == data and agrees(path, writer.position)
     path.write_bytes(before[0])
-    with pytest.raises(UserError, match="metrics.jsonl has .* but the stages before take"):
+    with pytest.raises(UserError, match="metrics.jsonl has .* but the lines of earlier stages take"):
         MetricsWriter(path, position, lines, 3, PLAIN)
     assert json.loads(path.read_bytes())["update"] == 1

@@ -82,11 +82,11 @@ def test_transformers_computes_the_same_with_both(tmp_path):
         ),
         (
             lambda tensors, name: tensors.update({f"{name}_blocks": tensors[f"{name}_blocks"].bfloat16()}),
-            "is of torch.bfloat16 and torch.uint8, not of bytes",
+            "has dtypes torch.bfloat16 and torch.uint8, not uint8",
         ),
         (
             lambda tensors, name: tensors.update({name: torch.zeros(4, 64, 192, dtype=torch.bfloat16)}),
-            "'{name}' is there twice",
+            "'{name}' exists twice",
         ),
     ],
 )

@@ -174,7 +174,7 @@ def test_who_needs_a_removed_policy_hears_what_there_is_instead(recipe, tmp_path
     again = f"`megarl export {run.root} --stage 0 --update 6 --output DIR` makes it again"
     with pytest.raises(UserError, match=again):
         check_kept(run.stage(1))
-    nearest = "the nearest that is left is .*stages/001/checkpoints/update_000004, after update 10 instead of 12"
+    nearest = "the nearest that still exists is .*stages/001/checkpoints/update_000004, after update 10 instead of 12"
     with pytest.raises(UserError, match=nearest):
         require_policy(run.stage(2))
     with pytest.raises(UserError, match="stages/004/policy, after update 24 instead of 18"):
@@ -377,7 +377,7 @@ def test_a_policy_that_cannot_be_renamed_stays(recipe, tmp_path, monkeypatch, ca
         patch.setattr(Path, "rename", refused)
         remove_policies(run.stage(STAGES - 1))
     assert there(run) == [0, 2, 4, 5]
-    assert "stages/002/policy stays, though [actor] keep_policies lets go of it: Perm" in capsys.readouterr().out
+    assert "stages/002/policy ([actor] keep_policies): Perm" in capsys.readouterr().out
     assert removed(run.stage(2)) is None
     remove_policies(run.stage(STAGES - 1))
     assert there(run) == [0, 4, 5]

@@ -145,7 +145,7 @@ def test_wandb_without_a_key_is_found_before_anything_starts(recipe, environment
     stranger = environment | {"WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
     stranger.pop("WANDB_API_KEY", None)
     result = megarl("train", recipe, "--run-dir", tmp_path / "run", *settings(*SMALL, "run.wandb=true"), env=stranger)
-    assert result.returncode == 2 and "`wandb login`, or WANDB_MODE=offline" in result.stderr, result.stderr
+    assert result.returncode == 2 and "run `wandb login`, or set WANDB_MODE=offline" in result.stderr, result.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -177,14 +177,14 @@ class Failing:
 
 
 def test_a_tracker_that_fails_is_left_and_the_run_goes_on(tmp_path, capfd):
-    tracker = trackers._Surviving(Failing, tmp_path)
+    tracker = trackers._FailSafe(Failing, tmp_path)
     inside = tracker._tracker
     for update in range(1, 5):
         tracker.append({"update": update})
     tracker.close()
     assert inside.asked == [1, 2]
     said = capfd.readouterr().err
-    assert said == "Failing failed, and gets nothing more: no route to https://tracker.example/api\n"
+    assert said == "Failing failed, so nothing more is logged to it: no route to https://tracker.example/api\n"
 
 
 def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path):

@@ -177,7 +177,7 @@ def test_a_run_that_fails_keeps_no_other_from_being_made_and_is_tried_again(swep
     (output / "new/seed_3").write_text("in the way")
     failed = megarl("sweep", more, "--output", output, "--jobs", "1")
     assert failed.returncode == 2
-    assert "1 runs failed; the same command tries them again:" in failed.stderr
+    assert "1 runs failed; start the same command again to retry them:" in failed.stderr
     assert f"new/seed_3: {output}/new/seed_3 is a file, not a run directory" in failed.stderr
     assert "newer" in failed.stdout
     assert "mu_grpo" in failed.stdout
@@ -199,7 +199,10 @@ def test_a_run_that_fails_keeps_no_other_from_being_made_and_is_tried_again(swep
         (("stage = 0", "stage = 1"), "stages 0 to 0"),
         (("[3, 4]", "[3, 3]"), "twice"),
         (("lr = 1e-3 } }", "lr = 1e-3 }, run = { seed = 1 } }"), "seeds = [...] of the sweep says which"),
-        (("optimizer = { lr = 1e-3 }", "rollout = { temperature = 2.0 }"), "the rollouts stay: rollout.temperature"),
+        (
+            ("optimizer = { lr = 1e-3 }", "rollout = { temperature = 2.0 }"),
+            "the rollouts are reused: rollout.temperature",
+        ),
         (("mu_grpo =", '"a/b" ='), "cannot name a directory"),
         (("lr = 1e-3", "lr = 2e-3"), "has a run with other settings (old -> new): optimizer.lr: 0.001 -> 0.002"),
     ],

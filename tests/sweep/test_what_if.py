@@ -132,14 +132,14 @@ def test_the_stage_that_a_policy_generated_is_fresh_for_it_alone(run, recipe, tm
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, [0, 5], 3, "copied"), "rollouts of one policy: name it with --update, once"),
-        ((0, [], 3, "copied"), "rollouts of one policy: name it with --update, once"),
-        ((0, [0], 3, "run"), "the same responses as the stored ones"),
+        ((0, [0, 5], 3, "copied"), "rollouts of one policy: give --update exactly once"),
+        ((0, [], 3, "copied"), "rollouts of one policy: give --update exactly once"),
+        ((0, [0], 3, "run"), "is the stage itself"),
         ((0, [0], 3, "unsealed"), "is not sealed"),
         ((0, [0], 3, "rewarded"), "has another reward than"),
         ((0, [0], 3, "cold"), "has another rollout.temperature than"),
         ((0, [0], 3, "short"), "has another rollout.max_response_tokens than"),
-        ((0, [0], 3, "ingested"), "says of its policy what nobody here can check"),
+        ((0, [0], 3, "ingested"), "cannot be checked which policy sampled it"),
         ((0, [0], 3, "few"), "has 4 groups; 3 batches of 4 need more"),
     ],
 )
@@ -167,8 +167,8 @@ def test_fresh_data_that_does_not_fit_is_refused(run, copied, tmp_path, argument
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, [7], 3), "the policies after updates 0, 1, 2, 3, 4, 5, 6"),
-        ((0, [], 7), "the stage has 6"),
+        ((0, [7], 3), "policies after these updates only: 0, 1, 2, 3, 4, 5, 6"),
+        ((0, [], 7), "the stage has only 6 batches"),
         ((1, [], 3), "stages 0 to 0"),
     ],
 )
@@ -189,7 +189,7 @@ def test_the_end_of_a_stage_is_exported_as_the_run_exported_it(run, tmp_path):
     result = megarl("export", run.root, "--stage", 0, "--update", 6, "--output", tmp_path / "end")
     assert result.returncode == 0, result.stderr
     assert same(weights(tmp_path / "end"), weights(run.final))
-    with pytest.raises(UserError, match="--adapters: .* trains all weights"):
+    with pytest.raises(UserError, match="--adapters: .* its recipe has no"):
         export_policy(run.root, 0, 6, tmp_path / "adapters", adapters=True)
     with pytest.raises(UserError, match="exists already"):
         export_policy(run.root, 0, 6, tmp_path / "end")

@@ -310,7 +310,7 @@ FAULTS = {
     a_policy_is_gone: "is gone, but stage",
     another_tokenizer: "tokenizer_config.json does not match",
     a_bit_of_a_checkpoint: "does not match its checksum",
-    a_checkpoint_of_another_update: "is of update 2",
+    a_checkpoint_of_another_update: "belongs to update 2",
     a_file_too_many_in_a_checkpoint: "more.pt is not in its manifest",
     engines_that_nobody_compared: "has no weight_drift of stage 0",
     another_recipe: "was changed after the run began",

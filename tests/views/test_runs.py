@@ -66,5 +66,5 @@ def test_what_is_no_run_is_left_out_and_what_is_damaged_is_named(tmp_path):
     ]  # fmt: skip
     result = megarl("runs", tmp_path)
     assert result.stdout.replace("\n", "").isprintable()
-    assert megarl("runs", tmp_path / "recipes").stdout == f"no run below {tmp_path / 'recipes'}\n"
+    assert megarl("runs", tmp_path / "recipes").stdout == f"there are no runs below {tmp_path / 'recipes'}\n"
     assert megarl("runs", tmp_path / "gone").returncode == 2

@@ -139,7 +139,7 @@ def test_the_command(stored):
         (["--prompt", "12"], "no stage of .* has prompt 12"),
         (["--finish", "end"], "does not end with 'end', but with stop, length, timeout"),
         (["--reward", "much"], "'much' is neither a number nor a range"),
-        (["--grep", "("], "is no regular expression"),
+        (["--grep", "("], "is not a regular expression"),
         (["--policy", "final"], "give --tokens with them"),
     ],
 )
