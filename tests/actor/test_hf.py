@@ -236,5 +236,5 @@ def test_weights_for_which_megatron_is_told_to_build_nothing_are_refused(tmp_pat
 @pytest.mark.parametrize("override", [{"glu_linear_offset": 0.0}, {"window_size": []}, {"window_attn_skip_freq": 0}])
 def test_what_makes_another_model_of_the_same_weights_is_refused(tmp_path, override):
     make_hf_model("gpt_oss").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="follows from config.json"):
+    with pytest.raises(UserError, match="config.json decides it"):
         load_models(tmp_path, megatron=override)

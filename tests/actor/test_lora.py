@@ -303,7 +303,7 @@ def test_a_checkpoint_of_adapters_alone_continues_bit_for_bit(tmp_path):
     with torch.no_grad():
         weights.lm_head.weight[3, 5] += 1e-3
     weights.save_pretrained(tmp_path / "another")
-    with pytest.raises(UserError, match="stand beside weights with the hash .* restore that policy"):
+    with pytest.raises(UserError, match="belong to base weights with the hash .* restore the policy"):
         checkpoint.load(build(tmp_path / "another", {}), path)
     plain = build_full(tmp_path / "in", "weight")
     with pytest.raises(UserError, match=r"has adapters of .* asks for all weights"):
