@@ -39,8 +39,8 @@ class SequenceChunks:
 def sequence_chunks(
     length_runs: Sequence[tuple[int, int]], shard: ContextShard | None, device: torch.device, size: int = CHUNK
 ) -> SequenceChunks:
-    """Cut sequences into chunks. length_runs: (count, length) of consecutive sequences; with a ``shard`` the lengths are
-    those of whole padded sequences."""
+    """Cut sequences into chunks. length_runs: (count, length) of consecutive sequences of equal length; with a
+    ``shard`` the lengths are those of whole padded sequences."""
     counts, each = np.array(length_runs, np.int64).T
     lengths = each.repeat(counts)
     numbers = -(-lengths // size)

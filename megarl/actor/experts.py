@@ -62,8 +62,8 @@ class GroupedExperts(MegatronModule):
         for name, shape, split, initialise in parameters:
             empty = torch.empty(shape, dtype=config.params_dtype, device=None if on_default else "cuda")
             weight = torch.nn.Parameter(initialise(empty) if config.perform_initialization else empty)
-            # allreduce False: Megatron reduces the gradient over the expert-data-parallel ranks, which share the expert.
-            # Tensor-parallel attributes: each rank's part counts in the gradient's norm
+            # allreduce False: Megatron reduces the gradient over the ranks that hold the same experts. The attributes
+            # of tensor parallelism: every rank's part counts in the gradient's norm
             weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             set_tensor_model_parallel_attributes(weight, True, split, 1)
             self.register_parameter(name, weight)
