@@ -86,13 +86,13 @@ def hf_tensors(models: list[PolicyModel]) -> Iterator[HfTensor]:
         biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
         weights = ((name, weight) for name, weight in model.named_parameters() if not is_adapters(name))
         for name, parameter in itertools.chain(weights, biases):
-            yield from _of_parameter(name, parameter.detach(), model)
+            yield from _tensors_of_parameter(name, parameter.detach(), model)
         if model.share_embeddings_and_output_weights and model.pre_process and model.post_process:
             weight = model.embedding.word_embeddings.weight.detach()
             yield HfTensor(LM_HEAD, (weight,), 0, "embedding.word_embeddings.weight")
 
 
-def _of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel) -> Iterator[HfTensor]:
+def _tensors_of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel) -> Iterator[HfTensor]:
     experts: list[tuple[int | None, torch.Tensor]] = [(None, parameter)]
     family = family_of(model.hf)
     if (tensors := family.outside_layers().get(name)) is not None:
@@ -109,12 +109,12 @@ def _of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel) -> Ite
         raise NotImplementedError(f"no Hugging Face tensor is known for Megatron's parameter {name}")
     adapter = model.adapters.get(name)
     for expert, weight in experts:
-        added = _added(adapter, expert, tensors, model.config) if adapter else [None] * len(tensors.names)
+        added = _adapter_products(adapter, expert, tensors, model.config) if adapter else [None] * len(tensors.names)
         for hf_name, views, low_rank in zip(tensors.names, _views(weight, tensors, model.config), added, strict=True):
             yield HfTensor(prefix + hf_name, views, tensors.split, name, expert, low_rank)
 
 
-def _added(
+def _adapter_products(
     adapter: Adapter, expert: int | None, tensors: TensorNames, config: TransformerConfig
 ) -> list[LowRank | None]:
     """For each of ``tensors`` the adapter's product; B is cut into views as the parameter is."""

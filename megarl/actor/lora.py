@@ -68,8 +68,8 @@ class Adapter(torch.nn.Module):
         first_expert = mpu.get_expert_model_parallel_rank() * len(self.a) if self.matrix.of_experts else 0
         for local, part in enumerate(self.a if self.matrix.of_experts else [self.a]):
             name = f"{seed} {self.key} {first_expert + local}"
-            own = _generator(name, torch.device("cpu"))
-            whole = (2 * torch.rand(rank, self.matrix.inputs, generator=own) - 1) * self.matrix.inputs**-0.5
+            generator = _generator(name, torch.device("cpu"))
+            whole = (2 * torch.rand(rank, self.matrix.inputs, generator=generator) - 1) * self.matrix.inputs**-0.5
             part.copy_(whole[:, first_input : first_input + width])
 
     def up(self) -> torch.Tensor:
@@ -141,9 +141,9 @@ def round_stochastically(x: torch.Tensor, dtype: torch.dtype, name: str) -> torc
     bits = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # mantissa bits of float32 that dtype lacks
     if bits is None:
         return x.to(dtype)
-    own = _generator(name, x.device)
-    chance = torch.randint(1 << bits, x.shape, generator=own, dtype=torch.int32, device=x.device)
-    return ((x.view(torch.int32) + chance) >> bits << bits).view(torch.float32).to(dtype)
+    generator = _generator(name, x.device)
+    noise = torch.randint(1 << bits, x.shape, generator=generator, dtype=torch.int32, device=x.device)
+    return ((x.view(torch.int32) + noise) >> bits << bits).view(torch.float32).to(dtype)
 
 
 def _group(matrix: Matrix) -> torch.distributed.ProcessGroup:

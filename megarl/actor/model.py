@@ -240,6 +240,6 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
         model.temperature = recipe.rollout.temperature
         model.head_backend = recipe.actor.head_backend
         model.hf, model.adapters = hf, {}
-        stays = recipe.actor.backend == "cpu" or config.init_model_with_meta_device
-        chunks.append(model if stays else model.cuda())
+        in_place = recipe.actor.backend == "cpu" or config.init_model_with_meta_device
+        chunks.append(model if in_place else model.cuda())
     return chunks

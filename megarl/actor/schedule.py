@@ -76,14 +76,14 @@ def token_batch(micro_batch: MicroBatch, output: LogprobsAndEntropy) -> TokenBat
     batch, packed = micro_batch.batch, micro_batch.packed
     if batch.shard is not None:
         assert packed.trained is not None
-        output = _spread(output[0], packed.trained, batch), _spread(output[1], packed.trained, batch)
+        output = _scatter(output[0], packed.trained, batch), _scatter(output[1], packed.trained, batch)
     logprobs, entropy = output
     # by default the proximal policy is the current one, which is the policy before this update
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     return replace(batch, logprobs=logprobs, entropy=entropy, old_logprobs=old_logprobs)
 
 
-def _spread(values: torch.Tensor, indices: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+def _scatter(values: torch.Tensor, indices: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """[N] values of the trained labels at their ``indices`` among all tokens of the batch, 0 elsewhere."""
     return values.new_zeros(batch.loss_mask.numel()).index_copy(0, indices, values)
 

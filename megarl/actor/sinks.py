@@ -32,10 +32,10 @@ def with_sink(
 
     query [n, heads, Q, d], key and value [n, kv_heads, K, d], sinks [heads] -> the three with d + 1 and K + 1.
     """
-    of_queries = sinks.to(query.dtype)[:, None, None].expand(*query.shape[:-1], 1)
+    sink_queries = sinks.to(query.dtype)[:, None, None].expand(*query.shape[:-1], 1)
     is_sink = (torch.arange(key.shape[2] + 1, device=key.device) == 0).to(key.dtype)
-    of_keys = is_sink[:, None].expand(*key.shape[:2], -1, 1)
-    query, key = torch.cat([query, of_queries], -1), torch.cat([F.pad(key, (0, 0, 1, 0)), of_keys], -1)
+    sink_keys = is_sink[:, None].expand(*key.shape[:2], -1, 1)
+    query, key = torch.cat([query, sink_queries], -1), torch.cat([F.pad(key, (0, 0, 1, 0)), sink_keys], -1)
     return query, key, F.pad(value, (0, 1, 1, 0))
 
 
@@ -74,8 +74,8 @@ class _Flash(torch.autograd.Function):
             torch.empty(0, device=query.device), **ctx.options,
         )  # fmt: skip
         share = (sinks.float()[:, None] - whole).exp()
-        of_sinks = -(share * (gradient.float() * out.float()).sum(-1).t()).sum(1)
-        return *gradients, of_sinks.to(sinks.dtype), None, None, None
+        sink_gradient = -(share * (gradient.float() * out.float()).sum(-1).t()).sum(1)
+        return *gradients, sink_gradient.to(sinks.dtype), None, None, None
 
 
 def flash_with_sinks(

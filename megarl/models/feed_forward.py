@@ -21,7 +21,7 @@ def _problems(hf: Hf) -> Iterator[str]:
             yield f"{name} = {hf[name]!r} is not supported, only {only!r}"
 
 
-def _of_activation(how: Keeping) -> int:
+def _kept_per_output(how: Keeping) -> int:
     """Elements that a SwiGLU keeps for each of its outputs: gate and up; unfused also two intermediate results."""
     return 2 if how.fused else 4
 
@@ -48,7 +48,7 @@ class GatedMlp:
         if "mlp" in how.again:
             return Kept(0.0 if how.fused else outside, 0.0)  # fused: the norm is recomputed too
         inside = tokens_inside(layout, tokens) * hf["intermediate_size"] / layout.tensor_parallel
-        return Kept(_of_activation(how) * inside, 0.0, outside + inside)
+        return Kept(_kept_per_output(how) * inside, 0.0, outside + inside)
 
     def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
         return 3 * int(hf["hidden_size"]) * int(hf["intermediate_size"]) if "mlp" in again else 0
@@ -160,7 +160,7 @@ class MixtureOfExperts:
             return Kept(elements, 0.0)
         routed = between * hf["num_experts_per_tok"] * layout.expert_tensor_parallel * imbalance
         width = hf["moe_intermediate_size"] / layout.expert_tensor_parallel
-        elements += routed * _of_activation(how) * width
+        elements += routed * _kept_per_output(how) * width
         inputs = routed * (hf["hidden_size"] + (0 if "moe_act" in how.again else width))
         float32 = between * hf["num_experts"] * (3 if self.sigmoid else 1)
         if not how.fused:
@@ -171,7 +171,7 @@ class MixtureOfExperts:
             float32 += between * (2 * hf["num_experts"] + 1)  # the row map of the fused permutation
         if "shared_experts" not in how.again:
             shared = tokens_inside(layout, tokens) * self.shared_width(hf) / layout.tensor_parallel
-            elements, inputs = elements + _of_activation(how) * shared, inputs + shared
+            elements, inputs = elements + _kept_per_output(how) * shared, inputs + shared
             if self.shared_gate is not None:
                 elements += between * (hf["hidden_size"] + 1)  # the shared expert's output, and its gate
         return Kept(elements, float32, inputs)
