@@ -18,7 +18,7 @@ _INPUTS = ("rollout_logprobs", "advantages", "logprobs", "old_logprobs", "ref_lo
 
 @dataclass(frozen=True)
 class Offender:
-    """A sequence of the optimizer batch with a value that is not finite.
+    """A sequence of the optimizer batch that made an update non-finite or, if only the gradient is, may have.
 
     Positions count input tokens under context parallelism and response tokens otherwise; `megarl.phases.optimize` turns
     both into response tokens.

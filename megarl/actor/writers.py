@@ -48,7 +48,7 @@ class ForkedResults:
         self.file.flush()
 
     def get_nowait(self) -> Any:
-        """The results put last, which are removed; `queue.Empty` if there are none."""
+        """The first results that were put, or `queue.Empty`; discards everything in the file."""
         self.file.seek(0)
         try:
             results = pickle.load(self.file)
