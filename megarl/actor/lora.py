@@ -94,7 +94,7 @@ class Adapter(torch.nn.Module):
 
 
 class LinearAdapter(Adapter):
-    """The adapter of a ColumnParallelLinear or RowParallelLinear; tensor-parallel ranks divide the tokens outside it."""
+    """The adapter of a ColumnParallelLinear or RowParallelLinear; tensor-parallel ranks divide its tokens."""
 
     def __init__(self, key: str, weight: torch.Tensor, matrix: Matrix, table: LoraTable) -> None:
         super().__init__(key, weight, matrix, table)
