@@ -1,4 +1,5 @@
-"""Packed token batches, the data structure that objectives, actor and phases share, and how ranks split sequences."""
+"""`TokenBatch`, the packed batch that objectives, actor and phases share, and `ContextShard`, the part of each sequence
+that a context-parallel rank holds."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ _FLOATS = ("logprobs", "rollout_logprobs", "advantages", "old_logprobs", "ref_lo
 class ContextShard:
     """Which part of every sequence a rank holds under context parallelism: Megatron's zigzag over packed sequences.
 
-    A sequence is cut into ``2 * size`` chunks of equal length. Rank r holds chunk r and then chunk 2 * size - 1 - r, so
-    that under a causal mask all ranks have the same work. Each sequence has the same number of tokens on every rank, so
-    all ranks have the same ``cu_seqlens``.
+    A sequence is cut into ``2 * size`` chunks of equal length. Rank r holds chunks r and 2 * size - 1 - r, in this
+    order, so that under a causal mask all ranks have the same work. Each sequence has the same number of tokens on
+    every rank, so all ranks have the same ``cu_seqlens``.
     """
 
     group: ProcessGroup  # the context-parallel ranks, in the order of `rank`
@@ -32,7 +33,7 @@ class ContextShard:
 
     @property
     def chunks(self) -> int:
-        """How many chunks a sequence is cut into; its length is a multiple of this."""
+        """Number of chunks that a sequence is cut into; the sequence's length is a multiple of it."""
         return 2 * self.size
 
     @property
@@ -41,7 +42,7 @@ class ContextShard:
         return self.rank, self.chunks - 1 - self.rank
 
     def held_tokens(self, lengths: np.ndarray) -> np.ndarray:
-        """Indices [T / size] of this rank's tokens on the packed axis of whole sequences; lengths [S] of these."""
+        """Indices [T / size] of this rank's tokens on the packed axis of whole sequences, which have lengths [S]."""
         import numpy as np  # here: objectives and their batches need torch alone
 
         starts, chunk_lengths = np.cumsum(lengths) - lengths, lengths // self.chunks
@@ -56,8 +57,8 @@ class ContextShard:
     def attended_tokens(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which tokens each held chunk attends to under a causal mask: those of its sequence up to its own end.
 
-        lengths [S] of the whole sequences -> indices among the tokens of all ranks, rank by rank, in the order of the
-        chunks that this rank holds, and how many belong to each chunk [2 S].
+        lengths [S] of the whole sequences -> (indices into the tokens gathered from all ranks, rank by rank, for each
+        chunk of this rank in turn; the number of these indices for each chunk [2 S]).
         """
         import numpy as np
 
@@ -73,7 +74,7 @@ class ContextShard:
         return np.concatenate(indices), np.array(counts, np.int64)
 
     def held_part(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """This rank's two chunks of x, whose dimension ``dim`` is one whole sequence."""
+        """This rank's two chunks of x; dimension ``dim`` of x is one whole sequence."""
         chunks = x.chunk(self.chunks, dim)
         return torch.cat([chunks[i] for i in self.held], dim)
 
@@ -83,13 +84,13 @@ class ContextShard:
         return torch.cat([torch.stack([cu_seqlens[:-1], middle], 1).flatten(), cu_seqlens[-1:]])
 
     def chunk_starts(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        """[S, 2] int64: index of the first token of this rank's two chunks in their whole sequence."""
+        """[S, 2] int64: index, in the whole sequence, of the first token of each of this rank's two chunks."""
         length = cu_seqlens.diff().long() // 2
         return torch.stack([chunk * length for chunk in self.held], 1)
 
     @staticmethod
     def in_order(gathered: torch.Tensor) -> torch.Tensor:
-        """[size, 2, ...], what each rank has of its two chunks -> [2 size, ...] in the order of the sequence."""
+        """[size, 2, ...], values for the two chunks of every rank -> [2 size, ...], in the order of the sequence."""
         return torch.cat([gathered[:, 0], gathered[:, 1].flip(0)])
 
 
@@ -97,33 +98,33 @@ class ContextShard:
 class TokenBatch:
     """T tokens of S sequences on one packed axis.
 
-    Tokens with ``loss_mask`` False (prompt, tool output, padding) neither count nor influence anything; their other
-    values may be anything. Log-probs are natural logarithms of the sampled tokens' probabilities, in float32: float16
-    would change ratios by up to .8 %, bfloat16 by 6 %.
+    Tokens with ``loss_mask`` False (prompt, tool output, padding) neither count nor influence the result; their values
+    in the other tensors are ignored. Log-probs are natural logarithms of the sampled tokens' probabilities, in float32:
+    float16 would change ratios by up to .8 %, bfloat16 by 6 %.
     """
 
     logprobs: torch.Tensor  # [T] float32, current policy, carries gradient
     rollout_logprobs: torch.Tensor  # [T] float32, behaviour policy, stored by the engine
     advantages: torch.Tensor  # [T] float32
     loss_mask: torch.Tensor  # [T] bool, True = trains
-    cu_seqlens: torch.Tensor  # [S+1] int32, sequence s is tokens cu_seqlens[s] : cu_seqlens[s+1] (of this shard)
+    cu_seqlens: torch.Tensor  # [S+1] int32, sequence s is tokens cu_seqlens[s] : cu_seqlens[s+1] (on this rank)
     old_logprobs: torch.Tensor | None = None  # [T] float32, proximal policy, computed by the actor
     ref_logprobs: torch.Tensor | None = None  # [T] float32, reference policy of the KL term
-    entropy: torch.Tensor | None = None  # [T] float32 nats, of the current policy, carries gradient if it is trained
-    sequence_index: torch.Tensor | None = None  # [S] int64, place in the optimizer batch, < 2^22; only decides ties
-    shard: ContextShard | None = None  # None: whole sequences
+    entropy: torch.Tensor | None = None  # [T] float32 nats, of the current policy; carries gradient like logprobs
+    sequence_index: torch.Tensor | None = None  # [S] int64, index in the optimizer batch, < 2^22; only breaks ties
+    shard: ContextShard | None = None  # None: the batch has whole sequences
 
     def detach(self) -> TokenBatch:
-        """The same batch without gradient, for statistics."""
+        """The same batch without gradient, to compute statistics from."""
         return replace(self, logprobs=self.logprobs.detach(), entropy=_detach(self.entropy))
 
     def note(self, name: str, where: torch.Tensor) -> None:
-        """Of which tokens [T] an objective says something, by the name of the metric. Lost here; a batch that is looked
-        at token by token keeps it."""
+        """Callback of objectives: ``where`` [T] bool marks the tokens that the metric ``name`` counts, such as clipped
+        ones. Does nothing here; the subclass behind `megarl samples --tokens` records it."""
 
     @staticmethod
     def concatenate(batches: list[TokenBatch]) -> TokenBatch:
-        """One batch from the micro-batches of a rank; all of the same shard and with the same optional fields."""
+        """One batch from the micro-batches of a rank, which must have the same shard and the same optional fields."""
         merged = {}
         for f in fields(TokenBatch):
             parts = [getattr(b, f.name) for b in batches]
@@ -137,7 +138,7 @@ class TokenBatch:
 
     @property
     def segments(self) -> torch.Tensor:
-        """Boundaries of what is contiguous in its sequence: the sequences [S + 1], or this rank's chunks [2 S + 1]."""
+        """Boundaries of the runs of consecutive tokens: the sequences [S + 1], or this rank's chunks [2 S + 1]."""
         return self.cu_seqlens if self.shard is None else self.shard.chunk_boundaries(self.cu_seqlens)
 
     @property
@@ -154,7 +155,7 @@ class TokenBatch:
         return index if self.shard is None else index + self.shard.chunk_starts(self.cu_seqlens).flatten()[ids]
 
     def check(self) -> None:
-        """`UserError` for a wrong shape or dtype, without reading a value: nothing waits for the device."""
+        """Raise `UserError` for a wrong shape or dtype. Reads no values, so the host does not wait for the device."""
         for name in (*_FLOATS, "loss_mask"):
             _check_vector(name, getattr(self, name), self.logprobs.numel())
         cu_seqlens, index = self.cu_seqlens, self.sequence_index
@@ -166,7 +167,9 @@ class TokenBatch:
             raise UserError(f"TokenBatch.sequence_index has shape {tuple(index.shape)}; expected [{sequences}]")
 
     def validate(self) -> TokenBatch:
-        """Return self, or raise `UserError` naming tensor, index and value. Reads values: waits for the device."""
+        """`check`, then check all values: return self, or raise `UserError` that names tensor, index and value.
+
+        Reads values, so the host waits for the device."""
         self.check()
         _check_boundaries(self.cu_seqlens.tolist(), self.logprobs.numel(), self.shard)
         for name in _FLOATS:
@@ -175,7 +178,7 @@ class TokenBatch:
 
 
 def segment_ids(boundaries: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[segments + 1] -> [tokens] int64, the segment of each token. Does not wait for the device."""
+    """Boundaries [segments + 1] -> [tokens] int64, the segment of each token. Does not wait for the device."""
     lengths = boundaries.diff().long()
     index = torch.arange(lengths.numel(), device=boundaries.device)
     return torch.repeat_interleave(index, lengths, output_size=tokens)

@@ -1,7 +1,7 @@
-"""What is estimated from right and wrong responses to a sample of prompts: avg@k, pass@k, maj@k and differences.
+"""Estimates from right and wrong responses to a sample of prompts: avg@k, pass@k, maj@k, their intervals, differences.
 
 The prompt is the unit of every interval, because the responses to one prompt are correlated: more samples make the
-score of each prompt sharper, only more prompts answer for other prompts.
+score of each prompt more precise, but only more prompts say more about prompts that were not drawn.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from statistics import NormalDist
 
 import numpy as np
 
-Interval = list[float]  # of 95 %: low, high
-RESAMPLES = 10_000  # of the bootstrap
+Interval = list[float]  # [low, high] of a 95 % interval
+RESAMPLES = 10_000  # number of bootstrap resamples
 
 
 def summarise(correct: np.ndarray, answers: Sequence[Sequence[str | None]] | None = None) -> dict[str, object]:
-    """What an evaluation found: ``correct`` [prompts, n], each 1 or 0, and the ``answers`` beside them, if any.
+    """The metrics of one evaluation. correct: [prompts, n], 1 for a right response, else 0; answers: the extracted
+    answer of each response, None where there is none; without ``answers`` maj@n is left out.
 
     ``accuracy`` is avg@n, ``pass_at`` pass@k for k = 1 to n, ``maj_at_k`` maj@n; each with its 95 % interval. For
-    n = 1 all are the accuracy, which then stands alone.
+    n = 1 all of them equal the accuracy, so only the accuracy is returned.
     """
     prompts, n = correct.shape
     summary: dict[str, object] = {
@@ -44,24 +45,24 @@ def summarise(correct: np.ndarray, answers: Sequence[Sequence[str | None]] | Non
 
 
 def pass_at(correct: np.ndarray) -> np.ndarray:
-    """[prompts, n] of 1 and 0 -> [prompts, n]: of each prompt the probability that k of its n responses, k = 1 to n,
-    drawn without replacement, have a right one.
+    """[prompts, n] of 1 and 0 -> [prompts, n], pass@k of each prompt for k = 1 to n: the probability that at least one
+    of k of its n responses, drawn without replacement, is right.
 
-    1 - C(n - c, k) / C(n, k) with c right ones, the unbiased estimator of pass@k: Chen et al. 2021 (arXiv 2107.03374),
-    Equation 1.
+    1 - C(n - c, k) / C(n, k) with c right responses, the unbiased estimator of pass@k: Chen et al. 2021 (arXiv
+    2107.03374), Equation 1.
     """
     n = correct.shape[1]
     wrong, drawn = (n - correct.sum(1))[:, None], np.arange(n)[None]
-    # none of the first k right, and then the next is wrong too; once the wrong ones are used up it is 0, and stays 0
+    # factor k is the chance that draw k is wrong if all before it were; it is 0 once the wrong responses are used up
     return 1 - np.cumprod(np.maximum(wrong - drawn, 0) / (n - drawn), axis=1)
 
 
 def majority(correct: np.ndarray, answers: Sequence[str | None]) -> float:
-    """Whether the most frequent answer of one prompt is right: maj@n (Wang et al. 2022, arXiv 2203.11171).
+    """maj@n of one prompt (Wang et al. 2022, arXiv 2203.11171): 1 if its most frequent answer is right, else 0.
 
-    Right responses ([n] of 1 and 0) agree with each other, whatever their texts; wrong ones agree that give the same
-    answer. A wrong response without an answer has no vote. Among equally frequent answers one is drawn: then it is the
-    probability that the right one is.
+    correct: [n], 1 or 0. All right responses vote for the same answer, whatever their texts; wrong responses vote for
+    the answer they give, and those without an answer do not vote. Ties are broken at random: the result is then the
+    probability that the right answer is drawn.
     """
     right = int(correct.sum())
     votes = Counter(answer for answer, is_right in zip(answers, correct, strict=True) if answer and not is_right)
@@ -72,16 +73,16 @@ def majority(correct: np.ndarray, answers: Sequence[str | None]) -> float:
 
 
 def interval(scores: np.ndarray, samples: int = 1) -> Interval:
-    """95 % interval of the mean of one score in [0, 1] a prompt, each itself the mean of so many ``samples``.
+    """95 % interval of the mean of ``scores`` [prompts], in [0, 1], each the mean over ``samples`` responses.
 
-    Samples of one prompt are correlated, so the prompt is the unit. For one sample it is Wilson's, exact for scores of
-    0 and 1 and too wide for others. Else it is Wilson's with the scores' own variance, Student's t for the normal
-    distribution, and one more prompt that is right half of the time: a few prompts that happen to agree say little
-    about how prompts differ. It keeps a width at accuracy 0 and 1, stays inside [0, 1], and covers the truth in 94 % of
-    the cases or more from 2 prompts on.
+    Samples of one prompt are correlated, so the prompt is the unit. With one sample it is Wilson's interval, made for
+    scores of 0 and 1 and too wide for others. With several it is Wilson's with three changes: the scores' own variance,
+    Student's t in place of the normal distribution, and one more prompt that is right half of the time, because a few
+    prompts that happen to agree say little about how prompts differ. The interval has a positive width even at accuracy
+    0 and 1, stays inside [0, 1], and covers the truth in at least 94 % of cases, from 2 prompts on.
     """
     n, mean, z = len(scores), float(scores.mean()), NormalDist().inv_cdf(0.975)
-    n_effective = float(n)  # tosses of a coin with the same mean that tell as much
+    n_effective = float(n)  # number of independent coin tosses that would give a mean of the same variance
     if samples > 1:
         z, mean = _student_t(n - 1), float((scores.sum() + 0.5) / (n + 1))
         variance = float(((scores - mean) ** 2).sum() + (0.5 - mean) ** 2) / n
@@ -92,17 +93,18 @@ def interval(scores: np.ndarray, samples: int = 1) -> Interval:
 
 
 def mean_of_replicates(values: np.ndarray) -> tuple[float, Interval]:
-    """Mean of one number a replicate (a seed, a batch), two or more, and Student's 95 % interval: where the mean of
-    ever more such replicates lies."""
+    """Mean of ``values``, one for each of at least two replicates (seeds, batches), and Student's 95 % interval for
+    the mean over infinitely many replicates."""
     n, mean = len(values), float(values.mean())
     half = _student_t(n - 1) * float(values.std(ddof=1)) / math.sqrt(n)
     return mean, [mean - half, mean + half]
 
 
 def _student_t(freedom: int) -> float:
-    """The .975 quantile, to 1 %: exact for 1 and 2 degrees of freedom, else its expansion (Abramowitz, Stegun 26.7.5).
+    """The .975 quantile of Student's t, accurate to 1 %: exact for 1 and 2 degrees of freedom, an expansion for more
+    (Abramowitz, Stegun 26.7.5).
 
-    With none there is no variance to estimate, and nothing is known.
+    With 0 degrees of freedom the variance cannot be estimated: 1e6, so that the interval spans everything.
     """
     if freedom <= 2:
         return (1e6, math.tan(0.475 * math.pi), 0.95 * math.sqrt(2 / (4 * 0.975 * 0.025)))[freedom]
@@ -117,19 +119,19 @@ def _student_t(freedom: int) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Scores of B less those of A on the same prompts."""
+    """The scores of B minus those of A on the same prompts."""
 
     mean: float
     ci95: Interval
     better: int  # prompts on which B has the higher score
     worse: int
-    p_value: float  # of the sign test
+    p_value: float  # two-sided, of `sign_test`
 
 
 def paired(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Difference:
-    """``b`` - ``a``, two scores a prompt, [prompts] each: what differs between prompts cancels.
+    """Difference ``b`` - ``a`` of two scores for each prompt, [prompts] each; differences between prompts cancel.
 
-    The interval is the bootstrap's over prompts, by percentiles (Efron and Tibshirani 1993, chapter 13).
+    The interval is a percentile bootstrap over prompts (Efron and Tibshirani 1993, chapter 13).
     """
     difference = b - a
     better, worse = int((difference > 0).sum()), int((difference < 0).sum())
@@ -139,14 +141,14 @@ def paired(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Difference:
 
 
 def _resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """[RESAMPLES] means of as many values drawn with replacement, a few resamples at a time."""
+    """[RESAMPLES] means of resamples, each of len(values) draws with replacement. In blocks, to bound the memory."""
     size = max(1, (1 << 22) // len(values))
     counts = [min(size, RESAMPLES - begun) for begun in range(0, RESAMPLES, size)]
     return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in counts])
 
 
 def sign_test(better: int, worse: int) -> float:
-    """Two-sided p-value of so many signs under a fair coin, exact; ties are left out (Conover 1999, section 3.4)."""
+    """Exact two-sided p-value of the sign test; ties are in neither count (Conover 1999, section 3.4)."""
     n, fewer = better + worse, min(better, worse)
     logs = (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(fewer + 1))
     return min(1.0, 2 * math.fsum(math.exp(log - n * math.log(2)) for log in logs))

@@ -1,5 +1,5 @@
-// Radix selection over the squared log-ratios of the trust region: integer counts and sums, so that threads may add them
-// in any order.
+// Radix selection over the squared log-ratios of the trust region. Counts and sums are integers, so that threads may
+// add them in any order.
 #include <math.h>
 
 #include <algorithm>
@@ -28,10 +28,10 @@ MEGARL_VARIANTS void make_keys(const megarl_tokens& x, int64_t begin, int64_t en
 
 constexpr int kChunk = 256;
 
-// Bins and squares of a chunk of keys: bin 1 << bits for those that do not agree with the prefix. False if none agrees.
+// Bins and squares of a chunk of keys; keys that do not agree with the prefix get bin 1 << bits. False if none agrees.
 MEGARL_VARIANTS bool bin_chunk(const uint32_t* keys, int n, uint32_t prefix, int shift, int bits, int32_t* bins,
                                int64_t* squares) {
-  // shifted by 31 or more, every key of the trust region agrees with the empty prefix
+  // shifted by 31, every key of the trust region is 0, and agrees with the empty prefix
   const int above = shift + bits > 30 ? 31 : shift + bits;
   const uint32_t wanted = above > 30 ? 0 : prefix >> above;
   const uint32_t low = (1u << bits) - 1;
@@ -47,7 +47,8 @@ MEGARL_VARIANTS bool bin_chunk(const uint32_t* keys, int n, uint32_t prefix, int
   return true;
 }
 
-// Adds the tokens [begin, end) to counts and sums [(1 << bits) + 1]. Without a branch a token: half of them agree.
+// Adds the tokens [begin, end) to counts and sums [(1 << bits) + 1]. There is no branch per token, since about half of
+// them agree with the prefix, which a processor cannot predict.
 void add(const uint32_t* keys, int64_t begin, int64_t end, uint32_t prefix, int shift, int bits, int64_t* counts,
          int64_t* sums) {
   int32_t bins[kChunk];
@@ -69,7 +70,7 @@ MEGARL_VARIANTS bool any_equal(const uint32_t* keys, int n, uint32_t key) {
   return any != 0;
 }
 
-// The tokens of [begin, end) whose key is `tied`, by their tie order.
+// Adds the tokens of [begin, end) whose key is `tied` to the table, binned by their tie order.
 void add_ties(const uint32_t* keys, int64_t begin, int64_t end, uint32_t tied, const int64_t* places,
               const int32_t* cu_seqlens, int64_t num_segments, int64_t prefix, int shift, int bits, int64_t* table) {
   const int64_t square = fixed_point_square(tied);

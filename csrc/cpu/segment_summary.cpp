@@ -15,7 +15,7 @@ MEGARL_VARIANTS void summarise(const megarl_tokens& x, int64_t s, float threshol
   for (int64_t t = x.cu_seqlens[s]; t < x.cu_seqlens[s + 1]; ++t) {
     if (!x.mask[t]) continue;
     const float l = clamp(x.logprobs[t] - x.rollout_logprobs[t], -kLogRatioLimit, kLogRatioLimit);
-    if (l < minimum || l != l) minimum = l;  // a NaN stays: nothing is less than it
+    if (l < minimum || l != l) minimum = l;  // once NaN it stays NaN, since no value is less than NaN
     total += l;
     ++trained;
     if (trigger == kNever && x.advantages[t] < 0.0f && exponential(l) < threshold) {

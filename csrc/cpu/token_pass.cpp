@@ -1,5 +1,5 @@
 // The token pass on the CPU: threads take blocks of segments, a tile of tokens stays in the first-level cache, and every
-// loop over a tile is a vector loop, except that of the running minimum.
+// loop over a tile is vectorised except that of the running minimum.
 #include <limits>
 #include <vector>
 
@@ -26,7 +26,7 @@ struct Output {
   double* segment_sums;
 };
 
-// Two tables, used in turn: successive tokens often share a bin, and an increment would wait for the previous one.
+// Two tables, used in turn: successive tokens often share a bin, and an increment waits for the last one of that bin.
 struct Histograms {
   int64_t counts[2][2][MEGARL_BINS + 1] = {};  // the last bin takes the untrained tokens
 };
@@ -57,7 +57,7 @@ MEGARL_VARIANTS void load(const megarl_tokens& x, int64_t start, int n, Tile& ti
 }
 
 // Exclusive running minimum of the trained log-ratios, starting with `least`; returns the minimum after the last token.
-// A NaN enters through the second comparison, and stays, since nothing is less than it.
+// The second comparison takes a NaN, which then stays the minimum, since no value is less than NaN.
 float running_min(Tile& tile, int begin, int end, float least) {
   for (int i = begin; i < end; ++i) {
     tile.prefix[i] = least;
@@ -164,7 +164,7 @@ MEGARL_VARIANTS void count_dampened(const Tile& tile, int n, float dampened, dou
   sums[MEGARL_DAMPENED_PREFIX_BAD] += prefix_bad;
 }
 
-// Float sums of a tile, float64 sums of tiles: 256 terms lose less than the float32 log-probs have.
+// Sums within a tile are float32, sums over tiles float64: 256 terms lose less precision than float32 log-probs have.
 MEGARL_VARIANTS void measure(const Tile& tile, int n, double* sums) {
   float ratio = 0, ratio_square = 0, chi2 = 0, log_ratio = 0, k3 = 0, square = 0;
 #pragma omp simd reduction(+ : ratio, ratio_square, chi2, log_ratio, k3, square)
@@ -284,7 +284,7 @@ Sequence whole_sequence(const Pass& pass, int64_t s) {
   return {0.0f, 0};
 }
 
-// Position in a block: the segment of the next token, and what is known from its earlier tokens.
+// Position in a block: the segment of the next token, and the state carried from the segment's earlier tokens.
 struct Cursor {
   int64_t segment;
   bool entering;  // the next token is the first of its segment
@@ -292,12 +292,12 @@ struct Cursor {
   Sequence sequence;
 };
 
-// Goes through the segments of a tile: running minimum, and what each token must know of its sequence.
+// Goes through the segments of a tile and fills in the running minimum and what each token needs of its sequence.
 void walk(const Pass& pass, int64_t start, int n, Tile& tile, Cursor& at) {
   const int32_t* cu_seqlens = pass.tokens.cu_seqlens;
   for (int begin = 0; begin < n;) {
     if (at.entering) {
-      while (cu_seqlens[at.segment + 1] == cu_seqlens[at.segment]) ++at.segment;  // empty ones
+      while (cu_seqlens[at.segment + 1] == cu_seqlens[at.segment]) ++at.segment;  // skip empty segments
       at.sequence = whole_sequence(pass, at.segment);
       at.least = pass.inherited ? pass.inherited->prefix_min[at.segment] : std::numeric_limits<float>::infinity();
     }
@@ -316,7 +316,7 @@ void walk(const Pass& pass, int64_t start, int n, Tile& tile, Cursor& at) {
   }
 }
 
-// Trained tokens and loss of each segment of a tile, from `segment` on.
+// Adds the tile's trained tokens and loss to the sums of their segments, of which `segment` is the first.
 void sum_segments(const Tile& tile, const int32_t* cu_seqlens, int64_t segment, int64_t start, int n,
                   double* segment_sums) {
   for (int begin = 0; begin < n; ++segment) {

@@ -1,11 +1,11 @@
-// BAPO's binned contributions: integers, so that blocks may add them in any order.
+// BAPO's binned contributions, as integers, so that thread blocks may add them in any order.
 #include "segments.cuh"
 
 namespace megarl {
 namespace {
 
 constexpr int kLimbs = 6;
-constexpr int kSharedBins = 1000;  // 48 KB; the table of a finer grid is in device memory
+constexpr int kSharedBins = 1000;  // 48 KB of shared memory; with more bins the table is in device memory
 
 struct Grid {
   const double* low;
@@ -16,7 +16,7 @@ struct Grid {
   __host__ __device__ int bins() const { return num_low + num_high + 4; }
 };
 
-// A thread's sum for its current bin. Successive tokens mostly share a bin; the sum goes to the table when the bin changes.
+// A thread's sum for its current bin, added to the table when the bin changes. Successive tokens mostly share a bin.
 struct Contribution {
   int bin = 0;
   int64_t limbs[kLimbs] = {};

@@ -1,11 +1,11 @@
-// Radix selection over the squared log-ratios of the trust region: integer counts and sums, so that blocks may add them
-// in any order.
+// Radix selection over the squared log-ratios of the trust region. Counts and sums are integers, so that thread blocks
+// may add them in any order.
 #include "segments.cuh"
 
 namespace megarl {
 namespace {
 
-constexpr int kMaxBits = 11;  // of a digit; a table of 2^11 bins fits into shared memory
+constexpr int kMaxBits = 11;  // most bits of a digit; a table of 2^11 bins fits into shared memory
 
 __global__ void __launch_bounds__(kThreads)
     make_keys(const megarl_tokens tokens, bool wide, int64_t num_tokens, uint32_t* keys) {
@@ -32,7 +32,7 @@ struct Bin {
 
 __device__ void count_key(uint32_t key, uint32_t wanted, int shift, int bits, Bin* bins) {
   const int above = shift + bits;
-  // shifted by 31 or more, every key of the trust region agrees with the empty prefix
+  // shifted by 31, every key of the trust region is 0, and agrees with the empty prefix
   if (key == kOutside || (above > 30 ? 0 : key >> above) != wanted) return;
   Bin& bin = bins[key >> shift & ((1u << bits) - 1)];
   atomicAdd(&bin.count, 1u);
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Tied tokens all have the same square, so counts are enough until the end.
+// Tied tokens all have the same square, so it is enough to count them and multiply at the end.
 __global__ void __launch_bounds__(kThreads)
     add_ties(const uint32_t* keys, const int64_t* key, const int64_t* places, const int32_t* cu_seqlens,
              int64_t num_segments, const int64_t* prefix, int shift, int bits, int64_t* table) {
@@ -123,7 +123,7 @@ extern "C" int megarl_moment_ties_cuda(const uint32_t* keys, const int64_t* key,
   using namespace megarl;
   if (bits > kMaxBits) return MEGARL_CUDA_ERROR + static_cast<int>(cudaErrorInvalidValue);
   if (num_segments == 0) return MEGARL_OK;
-  constexpr int64_t kMost = 1024;  // blocks: each ends with additions to one table
+  constexpr int64_t kMost = 1024;  // most blocks, since each adds to the one table at its end
   add_ties<<<static_cast<unsigned>(num_segments < kMost ? num_segments : kMost), kThreads, 0,
              static_cast<cudaStream_t>(stream)>>>(keys, key, places, cu_seqlens, num_segments, prefix, shift, bits,
                                                   table);

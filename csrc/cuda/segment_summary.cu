@@ -1,11 +1,11 @@
-// One thread block a segment; the order of additions is fixed.
+// One thread block per segment; the order of additions is fixed.
 #include "segments.cuh"
 
 namespace megarl {
 namespace {
 
 struct Summary {
-  int key;  // of the least log-ratio
+  int key;  // `to_key` of the least log-ratio
   double sum;
   int count;
   int trigger;

@@ -1,4 +1,4 @@
-// What the CUDA kernels share: four tokens to a thread, order-preserving keys, and sums in a fixed order.
+// Shared by the CUDA kernels: four tokens per thread, order-preserving keys, and sums in a fixed order.
 #ifndef MEGARL_CUDA_SEGMENTS_CUH
 #define MEGARL_CUDA_SEGMENTS_CUH
 
@@ -14,11 +14,11 @@ namespace megarl {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kItems = 4;  // a thread's tokens: 128 bits of float32
+constexpr int kItems = 4;  // tokens per thread: 128 bits of float32
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Keys sort like the floats and make the minimum exact in the two cases that fminf gets wrong: NaN has the lowest key,
-// so that it stays the minimum, and no trained token the highest, above +infinity.
+// Integer keys that sort like the floats, because fminf fails in two cases: NaN has the lowest key, so that it stays
+// the minimum, and "no trained token" has the highest, above +infinity.
 constexpr int kNone = 0x7FFFFFFF;
 constexpr int kInfinity = 0x7F800000;
 
@@ -34,7 +34,7 @@ __device__ inline int to_key(float value) {
 
 __device__ inline float from_key(int key) { return __int_as_float(key < 0 ? key ^ 0x7FFFFFFF : key); }
 
-// Every lane gets the same bits: a butterfly adds the same pairs on both sides.
+// Every lane gets bitwise the same sum, since in a butterfly both partners add the same pair.
 __device__ inline double warp_sum(double value) {
 #pragma unroll
   for (int step = kWarp / 2; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
@@ -44,7 +44,7 @@ __device__ inline double warp_sum(double value) {
 __device__ inline int warp_sum(int value) { return __reduce_add_sync(kAllLanes, value); }
 __device__ inline int warp_min(int value) { return __reduce_min_sync(kAllLanes, value); }
 
-// Four successive tokens; one that does not train is all zero.
+// Four successive tokens; all fields of an untrained one are zero.
 struct Quad {
   float logprob[kItems], rollout_logprob[kItems], old_logprob[kItems], advantage[kItems];
   int on[kItems];
@@ -55,8 +55,8 @@ __device__ inline void unpack(const float* from, float (&to)[kItems]) {
   to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
 }
 
-// Tokens first to first + 3, those of them that lie in [start, end); first is a multiple of 4. wide: the arrays are
-// aligned for 128-bit loads.
+// Tokens first to first + 3; those outside [start, end) count as untrained. first is a multiple of 4. wide: the arrays
+// are aligned for 128-bit loads.
 __device__ inline Quad load(const megarl_tokens& x, bool wide, uint32_t first, uint32_t start, uint32_t end) {
   Quad q = {};
   if (wide && first >= start && first + kItems <= end) {
@@ -98,7 +98,7 @@ __device__ inline void add(int64_t* to, int64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(value));
 }
 
-// A 64-bit sum in shared memory, where 64-bit atomics would be loops: two 32-bit atomics with a carry.
+// A 64-bit sum in shared memory by two 32-bit atomics with a carry, since 64-bit atomics there would compile to loops.
 struct WideSum {
   uint32_t low, high;
 
@@ -128,8 +128,8 @@ inline int launch_status() {
   return error == cudaSuccess ? MEGARL_OK : MEGARL_CUDA_ERROR + static_cast<int>(error);
 }
 
-// Blocks for a loop over `num_tokens` in strides of the grid: only as many as keep every multiprocessor busy, since each
-// of them adds to one table at its end.
+// Number of blocks for a grid-stride loop over `num_tokens`: only as many as keep every multiprocessor busy, since each
+// block adds to the one table at its end.
 inline unsigned strided_blocks(int64_t num_tokens) {
   constexpr int64_t kTokensOfBlock = 8 * kThreads * kItems, kMost = 1024;
   const int64_t blocks = (num_tokens + kTokensOfBlock - 1) / kTokensOfBlock;

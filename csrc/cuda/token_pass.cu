@@ -1,5 +1,5 @@
 // The token pass on a GPU: a thread block goes through a segment, tile by tile; eight neighbouring segments that are all
-// short share one block, a warp each. Sums are added in an order that depends on the lengths only.
+// short share one block, a warp each. Sums are added in an order that depends only on the lengths.
 #include <cub/block/block_scan.cuh>
 #include <cub/warp/warp_scan.cuh>
 
@@ -8,8 +8,8 @@
 namespace megarl {
 namespace {
 
-constexpr int kShort = 512;  // longest segment, in tokens, of a group that shares a block
-constexpr int kLoss = MEGARL_NUM_SUMS, kRow = kLoss + 1;  // the sums, and that of the loss
+constexpr int kShort = 512;  // tokens of the longest segment in a group that shares a block
+constexpr int kLoss = MEGARL_NUM_SUMS, kRow = kLoss + 1;  // a row has all sums, and last that of the loss
 static_assert(kRow <= kWarp, "one lane writes one sum");
 
 struct Pass {
@@ -32,7 +32,7 @@ using BlockScan = cub::BlockScan<int, kThreads, cub::BLOCK_SCAN_WARP_SCANS>;
 using WarpScan = cub::WarpScan<int>;
 
 struct Shared {
-  // Two, used in turn: between two uses of one there is the barrier in the scan of the other.
+  // Two, used in turn: the barrier in the scan of one separates two uses of the other.
   typename BlockScan::TempStorage block_scan[2];
   typename WarpScan::TempStorage warp_scan[kWarps];
   double partial[kWarps];
@@ -40,7 +40,7 @@ struct Shared {
   unsigned histograms[2][MEGARL_BINS];
 };
 
-// The threads that share a segment.
+// The threads that work on one segment: a warp, or all warps of a block.
 template <int warps>
 struct Team {
   static constexpr int kWarps = warps;
@@ -66,11 +66,11 @@ struct Team {
     }
   }
 
-  // The team's total of what the lanes of each warp agree on.
+  // Combines one value per warp, the same on all of its lanes, over the team.
   template <class Combine>
   static __device__ double combine(Shared& shared, double of_warp, Combine&& combine) {
     if constexpr (warps == 1) return of_warp;
-    shared.partial[threadIdx.x / kWarp] = of_warp;  // the same value from every lane
+    shared.partial[threadIdx.x / kWarp] = of_warp;  // every lane writes the same value
     sync();
     double total = shared.partial[0];
     for (int w = 1; w < warps; ++w) total = combine(total, shared.partial[w]);
@@ -83,7 +83,7 @@ __device__ float mean_or_sum(double sum, double trained, bool mean) {
   return static_cast<float>(mean && trained > 0 ? sum / trained : sum);
 }
 
-// What the rule must know of the whole sequence.
+// What the rule needs of the whole sequence.
 template <class Rule, class Team>
 __device__ Sequence whole_sequence(const Pass& pass, Shared& shared, int64_t s, uint32_t start, uint32_t end) {
   constexpr Quantity quantity = Rule::kQuantity;
@@ -132,9 +132,9 @@ __host__ __device__ constexpr int counts_below(int sum) {
   return sum == 0 ? 0 : counts_below(sum - 1) + is_count(sum - 1);
 }
 
-// A thread's sums of a stretch of tiles, four counts to a register.
+// A thread's sums over a stretch of tiles, with four counts packed into a register.
 struct Totals {
-  float reals[kRow] = {};  // the compiler keeps the entries that are used
+  float reals[kRow] = {};  // sums that are no counts; the compiler removes unused entries
   uint32_t counts[(counts_below(kRow) + 3) / 4] = {};
 
   template <int sum>
@@ -143,7 +143,7 @@ struct Totals {
     counts[place / 4] += static_cast<uint32_t>(flag) << place % 4 * 8;
   }
 
-  // Adds the warp's totals to its row: float64 sums of stretches.
+  // Adds the warp's totals over the stretch to its row, in float64.
   template <int sum = 0>
   __device__ void flush(double (&row)[kRow]) const {
     if constexpr (sum < kRow) {
@@ -159,7 +159,7 @@ struct Totals {
     }
   }
 };
-constexpr int kStretch = 32;  // tiles; 128 tokens of a thread fit into its counts, and cost float32 sums little
+constexpr int kStretch = 32;  // tiles: a thread's 128 tokens fit into its counts, and lose little in float32 sums
 static_assert(kStretch * kItems < 256, "a count has 8 bits");
 
 __device__ void count(const Token& t, float log_m, float dampened, int on, const Outcome& o, Totals& totals) {
@@ -209,7 +209,7 @@ __device__ void measure(const Token& t, int on, const Outcome& o, Totals& totals
   x[kLoss] -= on ? o.value : 0.0f;
 }
 
-// Adds to a bin only when the next bin differs: a running minimum rarely changes.
+// Counts tokens of one bin and adds them to the histogram when the bin changes: a running minimum rarely does.
 struct Run {
   int bin = 0;
   unsigned length = 0;
@@ -250,7 +250,7 @@ __device__ void store(const Pass& pass, const Results& r, uint32_t first, uint32
   }
 }
 
-// A thread's four tokens of a tile. least: key of the minimum of all earlier tokens of the sequence.
+// Applies the rule to a thread's four tokens of a tile. least: key of the minimum over all earlier tokens.
 template <class Rule>
 __device__ Results weigh(const Rule& rule, const Sequence& sequence, const Quad& q, int index, int least,
                          const Pass& pass, Shared& shared, Run& minima, Totals& totals) {
@@ -294,7 +294,7 @@ __device__ void run_segment(const Pass& pass, Shared& shared, int64_t s) {
   const uint32_t start = pass.tokens.cu_seqlens[s], end = pass.tokens.cu_seqlens[s + 1];
   const Rule rule(pass.parameters);
   const Sequence sequence = whole_sequence<Rule, Team>(pass, shared, s, start, end);
-  int carry = pass.has_inherited ? to_key(pass.inherited.prefix_min[s]) : kNone;  // minimum of the earlier tiles
+  int carry = pass.has_inherited ? to_key(pass.inherited.prefix_min[s]) : kNone;  // key of the earlier tiles' minimum
   int turn = 0;
   Run minima;
   double(&row)[kRow] = shared.rows[threadIdx.x / kWarp];
@@ -320,7 +320,7 @@ __device__ void run_segment(const Pass& pass, Shared& shared, int64_t s) {
   write_row<Team>(pass, shared, s);
 }
 
-// Whether the group of segments from `first` on shares one block.
+// Whether segments [first, last) share one block: there are several, and all are short.
 __device__ bool is_short(const megarl_tokens& tokens, int64_t first, int64_t last) {
   bool all = last - first > 1;
 #pragma unroll

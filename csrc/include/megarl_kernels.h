@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define MEGARL_ABI_VERSION 4 /* rises when a signature or its meaning changes; Python refuses another one */
+#define MEGARL_ABI_VERSION 4 /* raise it when a signature or its meaning changes; Python refuses other versions */
 
 #define MEGARL_OK 0
 #define MEGARL_BAD_BOUNDARIES 1 /* cu_seqlens does not start at 0, or decreases */
@@ -25,19 +25,19 @@ int megarl_abi_version(void);
 /* 1 if the token pass knows the rule of that name (MEGARL_RULES in token_rules.h), else 0. */
 int megarl_has_rule(const char* rule);
 
-/* Packed tokens. A segment is a sequence, or one of the two chunks that a context-parallel rank holds of it. Where the
- * mask is 0 the other values may be anything, NaN included. */
+/* Packed tokens. A segment is a sequence, or one of the two chunks of it that a context-parallel rank holds. Where the
+ * mask is 0, the other values are ignored, NaN included. */
 typedef struct {
   const float* logprobs;         /* [T] current policy */
   const float* rollout_logprobs; /* [T] behaviour policy */
   const float* old_logprobs;     /* [T] proximal policy; may be NULL where the rule does not need it */
   const float* advantages;       /* [T] */
-  const uint8_t* mask;           /* [T] not 0 = trains */
+  const uint8_t* mask;           /* [T] non-zero: the token is trained on */
   const int32_t* cu_seqlens;     /* [num_segments + 1] */
   int64_t num_segments;
 } megarl_tokens;
 
-/* What a segment needs to know of the rest of its sequence; NULL: segments are whole sequences. */
+/* What a segment needs to know about the rest of its sequence; a NULL pointer to it: segments are whole sequences. */
 typedef struct {
   const float* prefix_min;       /* [num_segments] least log-ratio of the earlier segments, inf for none */
   const float* log_ratio;        /* [num_segments] mean or sum of the log-ratios of the whole sequence */
@@ -88,12 +88,12 @@ enum megarl_sum {
 
 /* Log-ratio, prefix minimum, weight and mask, loss, its gradient and every sum of the metrics, in one pass.
  *
- * rule: one of the names in MEGARL_RULES of token_rules.h. parameters: float64, on the device; see there.
+ * rule: a name in MEGARL_RULES of token_rules.h. parameters: the rule's, float64, on the device; see that header.
  * dampened: effective ratio below which a token counts as dampened.
- * places [num_segments] int64 or NULL: position of a segment's first token in the order of ties of "second_moment".
+ * places [num_segments] int64 or NULL: place of a segment's first token in the tie-break order of "second_moment".
  * loss, coefficient [T]: loss of a token and its derivative with respect to the log-prob, 0 where the mask is 0.
- * kept [T] uint8: trained tokens whose gradient survives.
- * segment_sums [num_segments, 2] float64: trained tokens and sum of the loss.
+ * kept [T] uint8: 1 for trained tokens whose gradient survives.
+ * segment_sums [num_segments, 2] float64: number of trained tokens, and sum of their loss.
  * sums [MEGARL_NUM_SUMS] float64. histograms [2, MEGARL_BINS] int64, of l and of log m; the CUDA function adds to them.
  * scratch (CUDA): float64 [num_segments, MEGARL_NUM_SUMS].
  */
@@ -106,9 +106,9 @@ int megarl_token_pass_cuda(const char* rule, const double* parameters, double da
                            float* loss, float* coefficient, uint8_t* kept, double* segment_sums, double* sums,
                            int64_t* histograms, double* scratch, void* stream);
 
-/* What the other segments of a sequence need to know of each segment, [num_segments] each: the least clamped log-ratio
- * of its trained tokens (inf for none, NaN if one is NaN), their sum and number, and the first trigger (A < 0 and
- * ratio < veto_threshold) counted from the segment's start, INT32_MAX for none. */
+/* Summaries of segments for the other segments of their sequence, [num_segments] each: least, the least clamped
+ * log-ratio of the trained tokens (inf for none, NaN if one is NaN); sum of the log-ratios; count of trained tokens;
+ * first_trigger (A < 0 and ratio < veto_threshold), counted from the segment's start, INT32_MAX for none. */
 int megarl_segment_summary_cpu(const megarl_tokens* tokens, const float* veto_threshold, float* least, double* sum,
                                int64_t* count, int32_t* first_trigger);
 int megarl_segment_summary_cuda(const megarl_tokens* tokens, const float* veto_threshold, float* least, double* sum,
@@ -117,10 +117,10 @@ int megarl_segment_summary_cuda(const megarl_tokens* tokens, const float* veto_t
 /* M2PO's radix selection.
  *
  * keys [T] uint32: bit pattern of |l| for tokens of the trust region, 0xFFFFFFFF elsewhere.
- * histogram: adds to table [2, 1 << bits] int64 the number of the keys, and the sum of their l^2 in units of 2^-30, that
- * agree with *prefix (on the device) above bit shift + bits, binned by their next `bits` bits.
- * ties: the same for the tie orders (token_rules.h) of the tokens whose key is exactly *key; places [num_segments] as in
- * the token pass.
+ * histogram: of the keys that equal *prefix (on the device) in the bits from shift + bits on, adds to table
+ * [2, 1 << bits] int64 the count and the sum of l^2 in units of 2^-30, binned by the next lower `bits` bits.
+ * ties: the same for the tokens whose key is exactly *key, with their tie orders (token_rules.h) in place of keys;
+ * places [num_segments] as in the token pass.
  */
 int megarl_moment_keys_cpu(const megarl_tokens* tokens, uint32_t* keys);
 int megarl_moment_keys_cuda(const megarl_tokens* tokens, int64_t num_tokens, uint32_t* keys, void* stream);
@@ -134,9 +134,9 @@ int megarl_moment_ties_cuda(const uint32_t* keys, const int64_t* key, const int6
                             const int32_t* cu_seqlens, int64_t num_segments, const int64_t* prefix, int shift,
                             int bits, int64_t* table, void* stream);
 
-/* BAPO's binned contributions: adds to table [6, num_low + num_high + 4] int64 the three limbs of w |A| and of
- * w |A| ratio, w = exp(rollout log-prob) or 1, binned by the ratio: num_high + 1 bins of A > 0 (high[i-1] < ratio <=
- * high[i]), one unused, num_low + 1 bins of A < 0, one unused. */
+/* BAPO's binned contributions: adds to table [6, num_low + num_high + 4] int64 the three limbs (`limbs_of` in
+ * token_rules.h) of w |A| and of w |A| ratio, w = exp(rollout log-prob) if weighted, else 1, binned by the ratio:
+ * num_high + 1 bins of A > 0 (high[i-1] < ratio <= high[i]), one unused, num_low + 1 bins of A < 0, one unused. */
 int megarl_contributions_cpu(const megarl_tokens* tokens, int weighted, const double* low, int num_low,
                              const double* high, int num_high, int64_t* table);
 int megarl_contributions_cuda(const megarl_tokens* tokens, int64_t num_tokens, int weighted, const double* low,

@@ -1,6 +1,7 @@
-// One small function per objective: what a trained token contributes, and with which gradient. The token passes on the
-// CPU and in CUDA share them. The definitions are those of megarl/objectives; a rule's parameters come in the order of
-// its fields. Constants are compared with megarl/kernels/constants.py by tests/kernels/test_constants.py.
+// One small function per objective, its rule: what a trained token contributes, and with which gradient. The token
+// passes on the CPU and in CUDA share the rules. The definitions are those of megarl/objectives. The comment above a
+// rule names its parameters in order. tests/kernels/test_constants.py compares the constants with
+// megarl/kernels/constants.py.
 #ifndef MEGARL_TOKEN_RULES_H
 #define MEGARL_TOKEN_RULES_H
 
@@ -18,12 +19,12 @@
 namespace megarl {
 
 constexpr float kLogRatioLimit = 20.0f;
-constexpr float kSequenceLogRatioLimit = 80.0f;  // e^80 is beyond any bound, and still a float32
+constexpr float kSequenceLogRatioLimit = 80.0f;  // e^80 exceeds any bound, and is still a finite float32
 constexpr float kBadPrefix = 0.8f;
 constexpr float kLogBadPrefix = -0.22314355131420976f;  // log .8
 constexpr float kSmallestRest = 1e-8f;                 // added to the probability of all tokens but the sampled one
-constexpr int32_t kNever = 0x7FFFFFFF;                 // index of a trigger that is not there
-constexpr int kPositionBits = 22;                      // of a token's position in its sequence, and of the sequence's
+constexpr int32_t kNever = 0x7FFFFFFF;                 // index of the first trigger where there is none
+constexpr int kPositionBits = 22;                      // of a token's position in its sequence, and of its sequence's
 constexpr uint32_t kOutside = 0xFFFFFFFFu;             // key of a token outside the trust region
 constexpr double kSquareScale = 1073741824.0;          // 2^30: fixed-point l^2
 constexpr double kLargestSquare = 1024.0;
@@ -68,20 +69,20 @@ struct Token {
   float log_ratio;     // l = logprob - rollout_logprob, clamped to +-kLogRatioLimit
   float ratio;         // exp(l)
   float prefix_ratio;  // exp(log m + l)
-  int clamped;         // the clamp bites
-  int index;           // from the start of the segment
+  int clamped;         // whether the clamp changed the log-ratio
+  int index;           // position, counted from the start of the segment
 };
 
 struct Sequence {
   float log_ratio;  // mean or sum over the whole sequence, see Rule::kQuantity
-  int index;        // first trigger, or the last tied token that is refused
+  int index;        // first trigger, or the last token that is muted among those at M2PO's threshold
 };
 
 struct Outcome {
   float value;        // objective_t: the loss is its negative
   float coefficient;  // its derivative with respect to the log-prob
-  int kept;           // the gradient survives
-  int first, second;  // what the rule counts: clipped, vetoed, masked tokens
+  int kept;           // whether the gradient survives
+  int first, second;  // flags that the rule counts in metrics: clipped, vetoed or masked tokens
 };
 
 enum class Quantity { kNone, kMean, kSum, kFirstTrigger, kTies };
@@ -130,7 +131,7 @@ struct ClipToken : Bounded {
   }
 };
 
-// the value of ClipToken, with a gradient also where it is bounded
+// ratio_min, ratio_max: the value of ClipToken, but with a gradient also where it is bounded
 struct ClipPreserving : Bounded {
   static constexpr Quantity kQuantity = Quantity::kNone;
   using Bounded::Bounded;
@@ -302,7 +303,7 @@ struct Veto : Bounded {
   }
 };
 
-// threshold of |l|, tie order from which tokens at the threshold are refused
+// threshold of |l|, tie order from which on tokens at the threshold are muted
 struct SecondMoment {
   static constexpr Quantity kQuantity = Quantity::kTies;
   float threshold;
@@ -341,16 +342,16 @@ MEGARL_INLINE float excess(float l, float ratio) {
   return fabsf(l) < 0.34f ? exponential_remainder(l) * l * l : ratio - 1.0f - l;
 }
 
-// Algorithm 1 of M2PO removes the first of equals in (sequence, position) order: later ones have lower tie orders.
+// Algorithm 1 of M2PO removes the first among equals in (sequence, position) order: later ones have lower tie orders.
 MEGARL_INLINE int64_t tie_order(int64_t place) { return (int64_t{1} << 2 * kPositionBits) - 1 - place; }
 
-// Last index of a segment that is refused among tokens at the threshold; -1 for none.
+// The last index in a segment at which a token at the threshold is muted; -1 for none.
 MEGARL_INLINE int last_refused_tie(double order, int64_t place) {
   const int64_t last = tie_order(static_cast<int64_t>(order)) - place;
   return last < -1 ? -1 : (last > INT32_MAX ? INT32_MAX : static_cast<int>(last));
 }
 
-// l^2 in units of 2^-30 from the bit pattern of |l|; exact in every order of addition.
+// l^2 in units of 2^-30 from the bit pattern of |l|, as an integer, whose sums are exact in every order.
 MEGARL_INLINE int64_t fixed_point_square(uint32_t key) {
   union {
     uint32_t bits;
@@ -376,7 +377,7 @@ MEGARL_INLINE int bin_below(double x, const double* edges, int num_edges) {
   return begin;
 }
 
-// Limbs of a contribution, multiples of 1, 2^-24 and 2^-48, which add exactly in any order.
+// The three limbs of a contribution, integer multiples of 1, 2^-24 and 2^-48, which add exactly in any order.
 MEGARL_INLINE void limbs_of(double x, int64_t out[3]) {
   double rest = x > kLargestContribution ? kLargestContribution : (x >= 0.0 ? x : 0.0);  // NaN counts as 0
   for (int i = 0; i < 2; ++i) {
@@ -404,7 +405,7 @@ struct Tag {
   using Rule = R;
 };
 
-// Every rule: the name by which an objective asks for it (`Objective.rule` in Python), and its type.
+// Every rule: the name that an objective gives in `Objective.rule` (Python), and its type.
 #define MEGARL_RULES(rule)                                            \
   rule("reinforce", Reinforce)                                        \
   rule("clip_token", ClipToken)                                       \
@@ -428,7 +429,7 @@ struct Tag {
   rule("second_moment", SecondMoment)                                 \
   rule("decoupled", Decoupled)
 
-// The number of the rule of that name in MEGARL_RULES, -1 if there is none.
+// The number in MEGARL_RULES of the rule with this name, -1 if there is none.
 inline int find_rule(const char* name) {
   int number = 0;
 #define MEGARL_COMPARE(rule, Type)           \
@@ -439,7 +440,7 @@ inline int find_rule(const char* name) {
   return -1;
 }
 
-// Calls visit with the tag of the rule of that number, on the host: it chooses the kernel.
+// Calls visit with the tag of rule number `wanted`; runs on the host, to choose the kernel.
 template <class Visit>
 inline __attribute__((always_inline)) void with_rule(int wanted, Visit&& visit) {
   int number = 0;

@@ -1,5 +1,5 @@
-// The system calls of the program: those in a list, some with certain arguments only. For all others the kernel does not
-// know them (ENOSYS), so that libraries fall back to what is in the list.
+// The filter of the program's system calls: it allows those in a list, some only with certain arguments. All others
+// fail as if the kernel did not know them (ENOSYS), so that libraries fall back to calls in the list.
 #include <errno.h>
 #include <linux/audit.h>
 #include <linux/filter.h>
@@ -14,7 +14,7 @@
 
 #include "sandbox.h"
 
-// Those that the headers of an older system lack; their numbers are the same on all architectures.
+// Numbers that the headers of older systems lack; they are the same on all architectures.
 #ifndef SYS_close_range
 #define SYS_close_range 436
 #endif
@@ -42,19 +42,19 @@ constexpr int kAllowed[] = {
     SYS_unlinkat, SYS_renameat, SYS_renameat2, SYS_linkat, SYS_symlinkat, SYS_readlinkat, SYS_faccessat, SYS_faccessat2,
     SYS_fchmod, SYS_fchmodat, SYS_utimensat, SYS_umask, SYS_statfs, SYS_fstatfs, SYS_fallocate, SYS_fadvise64,
     SYS_ppoll, SYS_pselect6, SYS_epoll_create1, SYS_epoll_ctl, SYS_epoll_pwait, SYS_eventfd2, SYS_sendfile,
-    // itself
+    // the process itself
     SYS_execve, SYS_exit, SYS_exit_group, SYS_getpid, SYS_getppid, SYS_gettid, SYS_getpgid, SYS_getsid, SYS_getuid,
     SYS_geteuid, SYS_getgid, SYS_getegid, SYS_getgroups, SYS_getresuid, SYS_getresgid, SYS_uname, SYS_sysinfo,
     SYS_getrusage, SYS_times, SYS_getrlimit, SYS_setrlimit, SYS_getcpu, SYS_sched_yield, SYS_sched_getaffinity,
     SYS_sched_getparam, SYS_sched_getscheduler, SYS_getpriority, SYS_set_tid_address, SYS_set_robust_list,
     SYS_get_robust_list, SYS_rseq, SYS_futex, SYS_getrandom, SYS_wait4, SYS_waitid, SYS_restart_syscall,
-    // signals, which reach no process outside
+    // signals, which cannot reach processes outside the sandbox
     SYS_rt_sigaction, SYS_rt_sigprocmask, SYS_rt_sigreturn, SYS_rt_sigpending, SYS_rt_sigtimedwait,
     SYS_rt_sigsuspend, SYS_sigaltstack, SYS_kill, SYS_tkill, SYS_tgkill,
     // time
     SYS_clock_gettime, SYS_clock_getres, SYS_clock_nanosleep, SYS_nanosleep, SYS_gettimeofday, SYS_setitimer,
     SYS_getitimer,
-    // pairs of sockets, which asyncio wakes itself with
+    // socket pairs, with which asyncio wakes itself
     SYS_sendto, SYS_recvfrom, SYS_getsockopt, SYS_getsockname, SYS_getpeername, SYS_shutdown,
 #if defined(__x86_64__)
     SYS_open, SYS_creat, SYS_stat, SYS_lstat, SYS_access, SYS_readlink, SYS_mkdir, SYS_rmdir, SYS_unlink, SYS_rename,
@@ -67,7 +67,7 @@ using Filter = std::vector<sock_filter>;
 
 constexpr unsigned kNumber = offsetof(seccomp_data, nr);
 
-// The lower half of an argument, which is all that the kernel looks at in those that are compared here.
+// Offset of the lower half of an argument; of the arguments that are compared here, the kernel reads only this half.
 constexpr unsigned argument(int index) { return offsetof(seccomp_data, args) + 8 * index; }
 
 void load(Filter& filter, unsigned offset) { filter.push_back(BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offset)); }
@@ -81,7 +81,7 @@ void allow(Filter& filter, int call) {
   answer(filter, SECCOMP_RET_ALLOW);
 }
 
-// With one of these values of an argument; EPERM otherwise.
+// Allows a call if the argument has one of these values; otherwise it fails with EPERM.
 void allow_if(Filter& filter, int call, int index, const std::vector<unsigned>& values) {
   filter.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, unsigned(call), 0, __u8(2 + 2 * values.size())));
   load(filter, argument(index));
@@ -92,7 +92,7 @@ void allow_if(Filter& filter, int call, int index, const std::vector<unsigned>& 
   answer(filter, refuse(EPERM));
 }
 
-// Threads; processes where they are allowed; new namespaces never.
+// Allows clone for threads, and for processes if `forks`, but never for new namespaces.
 void allow_clone(Filter& filter, bool forks) {
   constexpr unsigned namespaces = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC |
       CLONE_NEWUTS | CLONE_NEWCGROUP | CLONE_PARENT | CLONE_PTRACE;
@@ -121,7 +121,7 @@ bool filter_system_calls(bool forks) {
 #endif
   }
   allow_if(filter, SYS_socketpair, 0, {AF_UNIX});
-  allow_if(filter, SYS_prlimit64, 0, {0});                // of itself: the guard may be of the same user
+  allow_if(filter, SYS_prlimit64, 0, {0});                // only its own limits: the guard may have the same user
   allow_if(filter, SYS_prctl, 0, {PR_SET_NAME, PR_GET_NAME, PR_GET_DUMPABLE, 0x53564d41 /* PR_SET_VMA */});
   allow_if(filter, SYS_ioctl, 1, {0x5401 /* TCGETS */, 0x5413 /* TIOCGWINSZ */, 0x541B /* FIONREAD */,
                                   0x5421 /* FIONBIO */, 0x5450 /* FIONCLEX */, 0x5451 /* FIOCLEX */});

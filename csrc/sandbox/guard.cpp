@@ -1,4 +1,4 @@
-// Process 1 of the sandbox: starts the program without any right, and reports its end.
+// Process 1 of the sandbox: starts the program without any privileges, and reports how it ended.
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
@@ -38,15 +38,16 @@ void drop_rights(const Options& options) {
   if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)) fail(options, "no_new_privs");
 }
 
-// Where memory is short on the whole machine, the kernel is to take the program, not its guard.
+// If the machine runs out of memory, the kernel shall kill the program, not its guard.
 void offer_to_oom_killer(int proc) {
   const int file = openat(proc, "self/oom_score_adj", O_WRONLY | O_CLOEXEC);
-  if (file < 0 || write(file, "1000", 4) < 0) return;  // no matter of safety
+  if (file < 0 || write(file, "1000", 4) < 0) return;  // a failure does not affect isolation
   close(file);
 }
 
-// The kernel's own limit counts the ticks of its clock that find the program running, which on a busy machine may be
-// twice what it ran: that limit is for what is left, and the program's clock, in nanoseconds, for what counts.
+// RLIMIT_CPU. The kernel counts the clock ticks at which it finds the process running, on a busy machine up to twice
+// the time that it ran. So without forks this limit is only a fallback: `wait_for` compares the program's own clock,
+// which is exact, with the real limit. With forks it is the only limit of the program's children.
 long processor_limit(const Options& options) { return options.forks ? options.seconds : 2 * options.seconds + 1; }
 
 [[noreturn]] void become_program(const Options& options, int proc) {
@@ -60,7 +61,7 @@ long processor_limit(const Options& options) { return options.forks ? options.se
   limit(options, RLIMIT_AS, options.memory);
   limit(options, RLIMIT_NOFILE, options.open_files);
   limit(options, RLIMIT_FSIZE, options.file_size);
-  limit(options, RLIMIT_NPROC, options.processes + 1);  // the guard may be of the same user
+  limit(options, RLIMIT_NPROC, options.processes + 1);  // the guard counts too, if it has the same user
   drop_rights(options);
   umask(022);
   if (chdir("/tmp")) fail(options, "chdir");
@@ -72,10 +73,10 @@ long processor_limit(const Options& options) { return options.forks ? options.se
   sigprocmask(SIG_SETMASK, &none, nullptr);
   if (!filter_system_calls(options.forks)) fail(options, "seccomp");
   execve(options.command[0], options.command, environment.data());
-  _exit(127);  // a program that the kernel does not take is wrong, as one that crashes
+  _exit(127);  // a program that the kernel cannot execute counts as one that fails
 }
 
-// What is open beside the standard three goes with the next exec.
+// Has the next exec close all descriptors but the standard three.
 void hide_descriptors(const Options& options) {
   constexpr long close_range = 436;
   constexpr unsigned at_exec = 4;
@@ -88,14 +89,14 @@ double seconds_of(clockid_t clock) {
   return now.tv_sec + now.tv_nsec * 1e-9;
 }
 
-// Until the program ends, or one of its times is over; which of them, or "ended".
+// Waits until the program ends ("ended"), its wall time is over ("wall") or its processor time is over ("time").
 const char* wait_for(pid_t program, const Options& options, const sigset_t& children, int* code, rusage* used) {
   clockid_t clock;
   if (clock_getcpuclockid(program, &clock)) fail(options, "clock_getcpuclockid");
   const double end = seconds_of(CLOCK_MONOTONIC) + options.wall;
   const double processors = sysconf(_SC_NPROCESSORS_ONLN);
   for (pid_t waited; (waited = wait4(-1, code, WNOHANG, used)) != program;) {
-    if (waited > 0) continue;  // an orphan
+    if (waited > 0) continue;  // an orphan of the program's
     const double wall = end - seconds_of(CLOCK_MONOTONIC), processor = options.seconds - seconds_of(clock);
     if (wall <= 0) return "wall";
     if (processor <= 0) return "time";
@@ -118,7 +119,7 @@ void guard(const Options& options, int proc) {
   if (program < 0) fail(options, "fork");
   if (!program) become_program(options, proc);
   const int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
-  for (int end = 0; end < 3; ++end) dup3(nothing, end, O_CLOEXEC);  // the program's ends close with the program
+  for (int end = 0; end < 3; ++end) dup3(nothing, end, O_CLOEXEC);  // so that pipes close when the program ends
   int code = 0;
   rusage used{};
   const std::string ended = wait_for(program, options, children, &code, &used);

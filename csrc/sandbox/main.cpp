@@ -1,4 +1,4 @@
-// The supervisor: makes the namespaces, or lets bubblewrap make them, and outlives everything that is inside.
+// The supervisor: creates the namespaces, or lets bubblewrap create them, and outlives all processes inside.
 #include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
@@ -68,7 +68,8 @@ bool write_file(const std::string& path, const std::string& text) {
   return written;
 }
 
-// Inside everybody is nobody. Where root makes the sandbox, the guard stays root, with no right outside.
+// Maps users: inside, every process is the user nobody. If root makes the sandbox, the guard stays root inside, without
+// privileges outside.
 void map_users(const Options& options, pid_t child) {
   const std::string folder = "/proc/" + std::to_string(child);
   std::string users = std::to_string(kNobody) + " " + std::to_string(geteuid()) + " 1\n";
@@ -78,11 +79,11 @@ void map_users(const Options& options, pid_t child) {
   if (!write_file(folder + "/uid_map", users) || !write_file(folder + "/gid_map", groups)) fail(options, "user map");
 }
 
-// Process 1 of new namespaces, once `map_users` has given it its user.
+// Runs as process 1 of the new namespaces; waits on `go` until the supervisor has called `map_users`.
 [[noreturn]] void enter(const Options& options, int go) {
   char word;
   if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail(options, "prctl");
-  if (read(go, &word, 1) != 1) _exit(1);  // the supervisor is gone, or has said why it failed
+  if (read(go, &word, 1) != 1) _exit(1);  // the supervisor is dead, or has reported why it failed
   close(go);
   const int proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC);
   make_root(options);
@@ -105,7 +106,7 @@ pid_t start_in_namespaces(const Options& options) {
   return child;
 }
 
-// options.command is bubblewrap's, whose own command is this launcher's guard.
+// options.command is bubblewrap's command line, whose own command is this launcher in guard mode.
 pid_t start_bubblewrap(const Options& options) {
   const pid_t supervisor = getpid(), child = fork();
   if (child < 0) fail(options, "fork");
@@ -118,7 +119,7 @@ pid_t start_bubblewrap(const Options& options) {
   fail(options, options.command[0]);
 }
 
-// Until no process is left: those that lose their parent become children of the supervisor, a subreaper.
+// Waits until no process is left. Orphans count too: they become children of the supervisor, which is a subreaper.
 void wait_for_all(pid_t child, const sigset_t& signals) {
   for (;;) {
     pid_t ended;
@@ -154,7 +155,7 @@ int main(int, char** arguments) {
   }
   const Options options = parse(arguments + 2);
   reset_signals();
-  if (mode == "guard") {  // bubblewrap has made the rest, but cannot limit the number of files
+  if (mode == "guard") {  // bubblewrap has made everything but /tmp, whose number of files it cannot limit
     mount_tmp(options);
     guard(options, -1);
   }

@@ -1,4 +1,4 @@
-// The files that the program sees: a read-only tree of what the options name, and a /tmp of its own.
+// The files that the program sees: a read-only tree of the files named in the options, and a /tmp of its own.
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kOld = "/old";
 
-// <linux/mount.h>, which older systems lack and newer ones cannot include beside <sys/mount.h>
+// From <linux/mount.h>, which older systems lack and newer ones cannot include together with <sys/mount.h>.
 struct MountAttributes {
   uint64_t set, clear, propagation, user_namespace;
 };
@@ -28,7 +28,7 @@ void make_parents(const std::string& path) {
   }
 }
 
-// Also what is mounted below: the mount call alone would leave that writable.
+// Makes a mount and all mounts below it read-only; remounting with mount() would leave those below it writable.
 void protect(const Options& options, const std::string& path, bool device) {
   MountAttributes attributes{kReadOnly | kNoSuid | (device ? kNoExec : kNoDevices), 0, 0, 0};
   if (syscall(kMountSetattr, AT_FDCWD, path.c_str(), kRecursive, &attributes, sizeof attributes)) {

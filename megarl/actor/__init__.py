@@ -4,4 +4,4 @@ import torch
 from megatron.core import jit
 
 if not torch.cuda.is_available():
-    jit.disable_jit_fuser()  # Megatron decides when it is imported whether to use torch.compile
+    jit.disable_jit_fuser()  # first: Megatron's modules decide when they are imported whether to use torch.compile

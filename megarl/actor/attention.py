@@ -30,7 +30,7 @@ from megarl.actor.sinks import causal_window, flash_with_sinks, with_sink
 from megarl.batch import ContextShard
 from megarl.errors import UserError
 
-# torch 2.12 wants to be told that a key has several queries, 2.11 does not ask
+# from torch 2.12 on varlen_attn must be told that several query heads share a key; 2.11 has no such argument
 _GROUPED_QUERIES: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
@@ -38,39 +38,40 @@ _GROUPED_QUERIES: dict[str, Any] = (
 
 @dataclass(frozen=True)
 class AttendedKeys:
-    """Which keys each chunk of queries attends to under context parallelism, for one call on the device."""
+    """Which keys each chunk of queries attends to under context parallelism, for one call of flash attention."""
 
-    rows: torch.Tensor  # [K] int64, among the keys of all ranks, rank by rank; see `ContextShard.attended_tokens`
-    cu_seqlens_q: torch.Tensor  # [2 S + 1] int32, boundaries of this rank's chunks
-    cu_seqlens_k: torch.Tensor  # [2 S + 1] int32, of what they attend to
+    rows: torch.Tensor  # [K] int64, indices into the keys of all ranks, rank by rank; `ContextShard.attended_tokens`
+    cu_seqlens_q: torch.Tensor  # [2 S + 1] int32, boundaries of this rank's chunks of queries
+    cu_seqlens_k: torch.Tensor  # [2 S + 1] int32, boundaries of the keys in ``rows`` that each chunk attends to
     max_seqlen_q: int
     max_seqlen_k: int
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """What every layer needs to know about one packed micro-batch, computed once on the host.
+    """Metadata of one packed micro-batch for every layer, computed once on the host.
 
-    length_runs: (count, length) of consecutive sequences of equal length; sequences are sorted by length.
-    trained: [N] int64, positions on this rank's axis whose label counts; the LM head is computed for these alone.
+    length_runs: (count, length) of each run of consecutive sequences of equal length; sequences are sorted by length.
+    trained: [N] int64, indices on this rank's packed axis of response labels; the LM head is computed for these alone.
     """
 
     length_runs: tuple[tuple[int, int], ...] = ()
     trained: torch.Tensor | None = None
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # `rotary_tables`, for the torch-native attention
-    chunks: SequenceChunks | None = None  # of whole sequences, for layers that have a state
-    shard: ContextShard | None = None  # under context parallelism; lengths are those of the whole, padded sequences
-    attended: AttendedKeys | None = None  # under context parallelism, on GPUs
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # from `rotary_tables`, for the torch-native attention
+    chunks: SequenceChunks | None = None  # of whole sequences, for layers with a recurrent state
+    shard: ContextShard | None = None  # with context parallelism; all lengths are then those of whole padded sequences
+    attended: AttendedKeys | None = None  # with context parallelism on GPUs
 
 
 def rotary_tables(
     positions: torch.Tensor, inverse_frequencies: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and signed sines [T, 1, head_dim] of each token's angles, for `rotate`; positions [1, T].
+    """Cosines and signed sines [T, 1, rotated dimensions] of each token's angles, for `rotate`; positions [1, T].
 
-    scale: what rotation multiplies the length of a vector by.
+    inverse_frequencies: [rotated dimensions / 2]. scale: factor by which the rotation also scales a vector (YaRN).
 
-    Megatron-Core cuts its tables by lengths that it asks the device for, in every layer, for queries and for keys.
+    They are computed here once for all layers. Megatron-Core slices its own tables by sequence lengths that it reads
+    from the device, for the queries and for the keys of every layer.
     """
     angles = positions[0, :, None, None].float() * inverse_frequencies.to(positions.device)
     cosines, sines = angles.cos(), angles.sin()
@@ -81,18 +82,18 @@ def rotary_tables(
 
 
 def yarn_frequencies(embedding: YarnRotaryEmbedding) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies [rotated dimensions / 2] and the scale of `rotary_tables`.
-
-    YaRN's (Peng et al. 2023, arXiv 2309.00071) are its angles at position 1.
+    """YaRN's (Peng et al. 2023, arXiv 2309.00071) inverse frequencies [rotated dimensions / 2] and scale, for
+    `rotary_tables`. The frequencies are the embedding's angles at position 1.
     """
     angles, scale = embedding.get_emb(1, offset=1)
     return angles[0, 0, 0, : angles.shape[-1] // 2], scale
 
 
 def rotate(x: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of [T, heads, head_dim], of which the two halves are the two coordinates.
+    """Rotary position embedding of x [T, heads, head_dim]; dimension i of the first half and of the second half are the
+    two coordinates of pair i.
 
-    Tables of fewer dimensions rotate these, and leave the rest of a head as it is.
+    Tables with fewer dimensions than a head rotate its first dimensions and leave the others as they are.
     """
     if (dims := cosines.shape[-1]) < x.shape[-1]:
         return torch.cat([rotate(x[..., :dims], cosines, signed_sines), x[..., dims:]], -1)
@@ -102,14 +103,13 @@ def rotate(x: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor) -
 class PackedAttention(MegatronModule):
     """Causal attention of each packed sequence over itself; [T, heads, head_dim] -> [T, heads * head_dim].
 
-    It rotates queries and keys, which Megatron's layer leaves to it where the model has no rotary embedding of its own;
-    latent attention has rotated them. Values may have fewer dimensions than keys.
-    Neither a padding token nor a [T, T] mask is ever computed. On GPUs all sequences are one call of flash attention,
-    which has no float32; elsewhere each run of equally long sequences is one batched call, with a mask of one sequence
-    where there are sinks or windows.
+    It also applies the rotary embedding to queries and keys, except for latent attention, which has done so. Values may
+    have fewer dimensions than keys. Nothing is computed for padding, and no [T, T] mask exists. On GPUs all sequences
+    are one call of flash attention, which does not support float32; elsewhere each run of equally long sequences is one
+    batched call, with a mask for one sequence where there are sinks or windows.
 
-    before: how many tokens before itself a token attends to; None: all.
-    softmax_offset: [heads] logits of sinks, which have no value; a parameter where the model has them.
+    before: size of the sliding window: a token attends to itself and so many tokens before it; None: to all before it.
+    softmax_offset: [heads], the logits of attention sinks, a parameter; None in models without sinks.
     """
 
     def __init__(
@@ -125,10 +125,14 @@ class PackedAttention(MegatronModule):
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         if config.rotary_interleaved:
-            raise UserError('[megatron] rotary_interleaved: the attention of layers = "torch" rotates halves')
+            raise UserError(
+                '[megatron] rotary_interleaved = true: the attention of layers = "torch" pairs dimensions of the two '
+                "halves of a head, not neighbours; remove the key"
+            )
         if config.bf16 and (config.kv_channels % 8 or config.kv_channels > 256):
             raise UserError(
-                f"a head has {config.kv_channels} dimensions; torch's flash attention takes multiples of 8 up to 256"
+                f"the model's attention heads have {config.kv_channels} dimensions; torch's flash attention takes "
+                "multiples of 8 up to 256"
             )
 
     def forward(
@@ -147,7 +151,7 @@ class PackedAttention(MegatronModule):
         width = value.shape[-1]
         if (missing := key.shape[-1] - width) == 0:
             return self._attend(query, key, value, packed_seq_params)
-        # no kernel of torch has keys and values of different widths
+        # torch's kernels want values as wide as keys
         attended = self._attend(query, key, F.pad(value, (0, missing)), packed_seq_params)
         return attended.view(-1, query.shape[1], key.shape[-1])[..., :width].flatten(1)
 
@@ -170,9 +174,9 @@ class PackedAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """[n, heads, Q, head_dim], [n, kv_heads, K, head_dim] twice -> [n, heads, Q, head_dim].
+        """Batched attention: query [n, heads, Q, head_dim], key and value [n, kv_heads, K, head_dim] -> as query.
 
-        The causal mask is aligned to the lower right corner.
+        The causal mask is aligned to the lower right corner: the last query attends to all keys.
         """
         options: dict[str, Any] = dict(scale=self.scale, enable_gqa=True)
         queries, keys = query.shape[2], key.shape[2]
@@ -189,7 +193,7 @@ class PackedAttention(MegatronModule):
     def _fused(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
-        """As `forward`, in one call; its causal mask is aligned to the lower right corner."""
+        """As `forward`, in one call of flash attention; the causal mask is aligned to the lower right corner."""
         keys: PackedSequences | AttendedKeys = packed
         cu_seqlens_k, max_seqlen_k = packed.cu_seqlens_kv, packed.max_seqlen_kv
         if packed.shard is not None:
@@ -201,7 +205,7 @@ class PackedAttention(MegatronModule):
                 for x in (key, value)
             )
         lengths: Any = (keys.cu_seqlens_q, cu_seqlens_k, keys.max_seqlen_q, max_seqlen_k)
-        window = (-1 if self.before is None else self.before, 0)  # and no token after itself
+        window = (-1 if self.before is None else self.before, 0)  # tokens before (-1: all) and after
         if self.softmax_offset is not None:
             out: Any = flash_with_sinks(query, key, value, self.softmax_offset, lengths, window, self.scale)
         else:
@@ -242,27 +246,29 @@ class PackedAttention(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Tensor parallelism divides sinks as it divides heads."""
+        """Megatron's contract, for the sinks: tensor parallelism divides them as it divides the heads."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
 def _whole(gathered: torch.Tensor, count: int, chunk_length: int, shard: ContextShard) -> torch.Tensor:
-    """[cp, count * 2 * chunk_length, heads, head_dim], the chunks of every rank -> [count, heads, length, head_dim]."""
+    """Chunks of all ranks [cp, count * 2 * chunk_length, heads, head_dim] -> [count, heads, length, head_dim]."""
     by_chunk = gathered.view(shard.size, count, 2, chunk_length, *gathered.shape[2:]).transpose(1, 2)
     ordered = shard.in_order(by_chunk)  # [2 cp, count, chunk_length, heads, head_dim]
     return ordered.permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
 class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm with Megatron's constructor, sequence parallelism and zero-centred weights (factor weight + 1)."""
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # the attribute makes Megatron reduce the gradient over tensor parallelism
+        # makes Megatron all-reduce the gradient over tensor-parallel ranks
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.zero_centred = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.zero_centred:
             return super().forward(x)
-        # one more than a small weight has no digits of it in bfloat16
+        # in float32: in bfloat16 the sum weight + 1 would lose a small weight
         return F.rms_norm(x.float(), self.normalized_shape, self.weight.float() + 1, self.eps).to(x.dtype)

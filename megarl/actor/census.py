@@ -1,8 +1,8 @@
-"""Counts the parameters on each rank of a layout, on the real Megatron model, without its memory or its processes.
+"""Counts the parameters on each rank of a layout by building Megatron's model, but without memory for weights.
 
-The model is built on torch's meta device in a fake process group. That changes what Megatron-Core sees of torch in the
-whole process, so `megarl.views.plan` runs this module as a separate process: each line on stdin is a question,
-``{"hf": settings of the model, "recipe": TOML, "ranks": n}``, and each line on stdout its answer.
+The model is built on torch's meta device in a fake process group, in one process for all ranks. That patches Megatron
+in the whole process, so `megarl.views.plan` runs this module as a separate process. Each line on stdin is a question,
+``{"hf": settings of the model, "recipe": TOML, "ranks": n}``; the answer is a line on stdout, the result of `census`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from megarl.actor import cpu_backend, parallel
 from megarl.recipe.load import override_recipe, parse_recipe
 from megarl.recipe.tables import Recipe
 
-_MATRIX = re.compile(r"\.layers\..*\.linear_[a-z0-9_]+\.weight$")  # of a layer, experts left out
+_MATRIX = re.compile(r"\.layers\..*\.linear_[a-z0-9_]+\.weight$")  # weights of a layer's linear modules, not experts
 
 
 def census(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, int]]:
-    """For each pipeline stage: its layers, those of them that lack the experts which others have, those that lack keys
-    and values, and on the fullest of its ranks parameters of experts and all others, and those of ``[actor.lora]``
-    beside them."""
+    """Counts for each pipeline stage; parameters are those of one rank, as ranks of a stage have equally many.
+
+    layers; dense_layers: layers without experts in a model that has experts; linear_layers: gated delta nets, which
+    have no keys and values to store; expert, dense: parameters of experts, and all others; expert_adapters,
+    dense_adapters: parameters of ``[actor.lora]``; matrices: weights of linear modules, without experts.
+    """
     settings = (
         "actor.layers=torch",
         "actor.recompute=none",
         "megatron.init_model_with_meta_device=true",
         "megatron.perform_initialization=false",
     )
-    # what needs Transformer Engine changes no parameter
+    # fp8 needs Transformer Engine, which is absent here, and does not change the parameters
     megatron = {name: value for name, value in recipe.megatron.items() if "fp8" not in name}
     recipe = override_recipe(recipe.model_copy(update={"megatron": megatron}), settings)
     per_stage = ranks // recipe.actor.pipeline_parallel
@@ -90,7 +93,7 @@ def main() -> None:
     for line in sys.stdin:
         question = json.loads(line)
         recipe = parse_recipe(tomllib.loads(question["recipe"]))
-        with contextlib.redirect_stdout(sys.stderr):  # Megatron prints too
+        with contextlib.redirect_stdout(sys.stderr):  # Megatron prints, and stdout is for answers
             answer = census(question["hf"], recipe, question["ranks"])
         print(json.dumps(answer), flush=True)
 

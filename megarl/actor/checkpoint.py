@@ -1,7 +1,7 @@
 """Checkpoints inside a stage: all state that the next update depends on, written atomically and with checksums.
 
-A checkpoint may come from another person, as that of a run that is branched from does. So nothing in it is unpickled
-beyond a fixed list of types that hold data.
+A checkpoint may come from another person, for example when a run continues from someone else's. So unpickling accepts
+only a fixed list of types that hold plain data.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from megarl.storage.checkpoints import (
 from megarl.storage.files import atomic_directory, disk_errors, make_directory
 from megarl.storage.metrics_log import NOTHING, MetricsWriter, Position
 
-# Megatron-Core 0.16 has one asynchronous writer; 0.19 prefers another one, from a separate package
+# Megatron-Core 0.16 has one asynchronous writer; 0.19 defaults to another, from a separate package
 _WRITER: dict[str, Any] = (
     {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 )
 
 
-# what a checkpoint's .metadata is made of
+# the types that a checkpoint's .metadata consists of, by module
 _DATA_TYPES = {
     "torch": {"Size", "strided", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "torch.serialization": {"_get_layout"},
@@ -77,16 +77,20 @@ _DATA_TYPES = {
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """Builds objects of `_DATA_TYPES`, which hold data and do nothing; `UserError` for all else."""
+    """Unpickles objects of `_DATA_TYPES`, which only hold data; `UserError` for any other type."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _DATA_TYPES.get(module, ()):
-            raise UserError(f"names {module}.{name}, which no checkpoint of megarl does: it was not loaded")
+            raise UserError(
+                f"refers to {module}.{name}, which no checkpoint of megarl contains and which may run code: "
+                "it was not loaded"
+            )
         return super().find_class(module, name)
 
 
 def _read_metadata(path: Path) -> Metadata:
-    """What torch's reader would unpickle, whatever it is; `UserError` for what is not data."""
+    """The checkpoint's .metadata, which torch's own reader would unpickle without a check. `UserError` if it contains
+    anything but data."""
     try:
         with open(path / ".metadata", "rb") as file:
             metadata: Metadata = _DataUnpickler(file).load()
@@ -97,7 +101,8 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Delete what killed attempts left half-written in ``directory``. For one process, while no other writes there."""
+    """Delete half-written checkpoints of killed processes in ``directory``. To be called by one process, while no other
+    writes there."""
     for leftover in directory.glob(".update_*.tmp"):
         shutil.rmtree(leftover)
 
@@ -107,14 +112,16 @@ def save(
 ) -> Path:
     """Write ``directory/update_XXXXXX`` under a temporary name and rename it; keep the newest ``keep``. Collective.
 
-    With ``wait`` False it returns after the copy to host memory: forked processes write, and `finish` renames.
-    metrics: on the rank that writes them; a copy of the stage's lines becomes part of the checkpoint.
+    wait: False returns once the state is copied to host memory; forked processes then write the files, and a later
+    `finish` renames. metrics: on the rank that writes metrics, their writer: the checkpoint gets a copy of the stage's
+    lines; None on other ranks.
     """
     finish(actor)
     target = checkpoint_path(directory, update)
     beat("checkpoint", target.name)
     gather_parameters(actor.replicas)
-    # a new one for each checkpoint, and of this process: ranks may themselves be forks of one that imported this module
+    # new for each checkpoint and in this process: ranks may be forks of a process that has imported this module, and
+    # would share its queue
     filesystem_async._results_queue = ForkedResults()
     with contextlib.ExitStack() as stack:
         temporary = None
@@ -142,7 +149,9 @@ def _copy_metrics(metrics: MetricsWriter | None, path: Path) -> Position | None:
 
 
 def finish(actor: Actor, wait: bool = True) -> None:
-    """Complete the checkpoint being written, if any; with ``wait`` False only if every rank is done. Collective."""
+    """Complete the checkpoint being written, if any. Collective.
+
+    wait: False returns at once if some rank is still writing; a later call completes it."""
     actor.saving.finish(wait)
 
 
@@ -152,7 +161,7 @@ def _complete(actor: Actor, path: Path, update: int, position: Position | None) 
     dist.all_gather_object(everyone, (actor.saving.sums(), position))
     if dist.get_rank() == 0:
         files = {name: entry for written, _ in everyone for name, entry in written.items()}
-        for file in path.iterdir():  # the small ones, which no forked process wrote
+        for file in path.iterdir():  # *.distcp files have their sums from the forked writers, the others are small
             if file.suffix != ".distcp":
                 files[file.name] = FileSum.of(file)
             elif file.name not in files:
@@ -171,7 +180,9 @@ def _rename(stack: contextlib.ExitStack, complete: Callable[[], None], directory
 
 
 def verify(path: Path) -> str | None:
-    """What is wrong with the files of a checkpoint, None if nothing is. Each rank reads its share. Collective."""
+    """Check a checkpoint's files against its manifest; returns the first damage in words, None if there is none.
+
+    Each rank reads its share of the files. Collective."""
     damage = None
     try:
         manifest = read_manifest(path)
@@ -184,18 +195,20 @@ def verify(path: Path) -> str | None:
 
 
 def load(actor: Actor, path: Path) -> int:
-    """Restore model, optimizer and random state in place; returns the update inside the stage to continue after.
+    """Restore model, optimizer and random state in place; returns the stage's update after which it was saved.
 
-    The checkpoint may come from another layout. Then the random state, which belongs to a rank, is not restored; no
-    update draws random numbers.
+    The checkpoint may come from another layout. Then the random state, which belongs to a rank, is not restored; this
+    changes nothing, since updates draw no random numbers. `UserError` if the checkpoint does not fit the model.
     """
     common, state = _load_data(actor, path)
     for index, model in enumerate(actor.models):
         result = model.load_state_dict(state[f"model{index}"], strict=False)
-        adapters = bool(model.adapters)  # of which there are checkpoints without the weights beside them
+        adapters = bool(model.adapters)  # then the checkpoint has the adapters alone, not the frozen weights
         lost = [key for key in result.missing_keys if not _is_extra(key) and lora.is_adapters(key) == adapters]
-        if lost or result.unexpected_keys:
-            raise UserError(f"{path} does not fit the model: {[*lost, *result.unexpected_keys][0]}")
+        if lost:
+            raise UserError(f"{path} does not fit the model: it lacks {lost[0]}")
+        if result.unexpected_keys:
+            raise UserError(f"{path} does not fit the model, which has no {result.unexpected_keys[0]}")
     set_adam_step(actor.optimizer, common["adam_step"])
     if "random" in state:
         _restore_random_state(state["random"])
@@ -205,7 +218,7 @@ def load(actor: Actor, path: Path) -> int:
 
 
 def _load_data(actor: Actor, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What all ranks share, and the state of this one; `UserError` for a file that would do more than hold data."""
+    """The state common to all ranks, and this rank's. `UserError` for a file that contains anything but data."""
     metadata, before = _read_metadata(path), FileSystemReader.read_metadata
     FileSystemReader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
     try:
@@ -217,7 +230,10 @@ def _load_data(actor: Actor, path: Path) -> tuple[dict[str, Any], dict[str, Any]
                 state["random"] = _random_state()
             return common, dist_checkpointing.load(state, str(path))
     except pickle.UnpicklingError as error:
-        raise UserError(f"{path / 'common.pt'} names what no checkpoint of megarl does: it was not loaded") from error
+        raise UserError(
+            f"{path / 'common.pt'} contains a type that no checkpoint of megarl contains and that may run code: "
+            "it was not loaded"
+        ) from error
     finally:
         FileSystemReader.read_metadata = before  # type: ignore[method-assign]
 
@@ -226,18 +242,18 @@ def _check_adapters(actor: Actor, common: dict[str, Any], path: Path) -> None:
     found, wanted = common.get("lora"), _adapters(actor)
     if found and wanted and found["base"] != wanted["base"]:
         raise UserError(
-            f"the adapters in {path} stand beside weights with the hash {found['base']}, and those of the policy of "
-            f"stage 0 have {wanted['base']}: restore that policy"
+            f"the adapters in {path} belong to base weights with the hash {found['base']}, but the policy of stage 0 "
+            f"has the hash {wanted['base']}: restore the policy with which the checkpoint was made"
         )
     if found != wanted:
         holds, asked = (f"adapters of {x}" if x else "all weights" for x in (found, wanted))
         raise UserError(
-            f"{path} has {holds}, and [actor.lora] of the recipe asks for {asked}: neither becomes the other"
+            f"{path} has {holds}, but [actor.lora] of the recipe asks for {asked}: one cannot be converted to the other"
         )
 
 
 def _adapters(actor: Actor) -> dict[str, Any] | None:
-    """Those of ``[actor.lora]``, and the hash of the weights beside which they stand."""
+    """The settings of ``[actor.lora]`` and the hash of the base weights; None without adapters."""
     table = actor.recipe.actor.lora
     return None if table is None else table.model_dump(mode="json") | {"base": actor.base}
 
@@ -260,7 +276,7 @@ def _sharded_state(actor: Actor) -> dict[str, Any]:
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": True,
     }
-    # without the pickles that Transformer Engine's layers keep beside their tensors (the scaling history of fp8)
+    # Transformer Engine's extra state (pickles with the scaling history of fp8) is left out
     state = {
         f"model{i}": lora.sharded_state(model)
         if actor.recipe.actor.lora
@@ -280,7 +296,7 @@ def _layout(actor: Actor) -> dict[str, int]:
 
 
 def _random_state() -> dict[str, ShardedTensor]:
-    """One row a rank of each of its generators' states."""
+    """The states of this rank's random generators, each as this rank's row of a tensor [ranks, state]."""
     states = {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     states["cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
@@ -307,7 +323,9 @@ def _broadcast_path(path: Path | None) -> Path:
 
 
 def _shared_statistics(actor: Actor) -> Any:
-    """The lagged statistics. Rank 0 writes them, but only the last pipeline stage has them. Collective."""
+    """The lagged statistics, on every rank: rank 0 writes them, but only the last pipeline stage has them.
+
+    Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, _to_device(actor.lagged, torch.device("cpu")))
     return next((statistics for statistics in everyone if statistics is not None), None)

@@ -2,8 +2,8 @@
 
 Megatron-Core asks for ``torch.cuda`` and ``device="cuda"``. `install` rebinds the *name* ``torch`` inside loaded
 ``megatron.core`` modules to a proxy that answers with the CPU; the real ``torch`` is never modified. A few functions of
-Megatron-Core 0.16.1 that ask a tensor whether it is on a GPU, or move it there, are patched beyond that. What does not
-depend on the device is mended elsewhere, for every backend.
+Megatron-Core 0.16.1 that ask a tensor whether it is on a GPU, or move it there, are patched in addition. Patches that
+do not depend on the device are elsewhere (`megarl.actor.model`), for every backend.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FACTORIES = (
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "empty_like", "zeros_like",
     "ones_like", "as_tensor",
 )  # fmt: skip
-# Megatron imports these lazily; they must be loaded before their name `torch` can be rebound.
+# Megatron imports these lazily; they must be loaded before the name `torch` in them can be rebound.
 _LAZY_MODULES = (
     "models.gpt", "optimizer", "optimizer.distrib_optimizer", "distributed", "pipeline_parallel",
     "tensor_parallel.random", "transformer.moe.moe_utils", "models.common.embeddings.rope_utils",
@@ -38,10 +38,10 @@ _installed: torch.device | None = None
 
 
 def install(device: torch.device = _CPU) -> None:
-    """Make every loaded ``megatron.core`` module see ``device``; call it before a model is built.
+    """Make every loaded ``megatron.core`` module see ``device`` as the GPU; call it before a model is built.
 
-    A second call does nothing: a process has one device. The meta device gives models shapes without memory, to count
-    their parameters.
+    A second call with the same device does nothing; a process has one device. On the meta device a model has shapes but
+    no memory, which `megarl.actor.census` needs to count parameters.
     """
     global _installed
     if _installed is not None:
@@ -50,7 +50,7 @@ def install(device: torch.device = _CPU) -> None:
     _installed = device
     from megatron.core import jit
 
-    jit.disable_jit_fuser()  # the fusers pick torch.compile at import time
+    jit.disable_jit_fuser()  # before the imports below, at which fused functions choose torch.compile
     for name in _LAZY_MODULES:
         importlib.import_module(f"megatron.core.{name}")
     proxy = _TorchOnCpu(device)
@@ -68,7 +68,7 @@ def _megatron_modules() -> list[types.ModuleType]:
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:
-    """Rebind a function in every module that imported it by name, in this package too."""
+    """Rebind a function in every module of Megatron and of `megarl.actor` that imported it by name."""
     ours = [module for name, module in list(sys.modules.items()) if name.startswith("megarl.actor.")]
     for module in _megatron_modules() + ours:
         for name, value in list(vars(module).items()):
@@ -77,7 +77,7 @@ def _replace_everywhere(old: Any, new: Any) -> None:
 
 
 class _NullStream:
-    """Replaces Stream and Event: work on the CPU is ordered anyway."""
+    """Replaces torch.cuda.Stream and Event: work on the CPU is in order anyway."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def wait_stream(self, *_: Any) -> None: ...
@@ -147,7 +147,7 @@ def _patch_moe_and_rope() -> None:
     from megatron.core.transformer.moe import moe_utils
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # maybe_move_tensor_to_cpu converts CUDA tensors alone, but all_to_all_single needs lists or arrays
+        # maybe_move_tensor_to_cpu converts only CUDA tensors, but all_to_all_single needs lists or arrays
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     def position_embedding(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:

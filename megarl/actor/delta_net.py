@@ -1,9 +1,9 @@
-"""The gated delta net of plain torch modules, over packed sequences, with Megatron's interface of attention.
+"""The gated delta net in plain torch, over packed sequences; in Megatron's layers it takes the place of attention.
 
-Megatron-Core 0.16.1's own takes no packed sequences and no context parallelism, that of 0.19.2 both, and each needs
-flash-linear-attention, which runs on GPUs alone. Key heads are divided over tensor parallelism, each with the value
-heads that share it. Under context parallelism ranks exchange parts of sequences for parts of heads, so that each has
-whole sequences while it runs the rule.
+Megatron-Core has its own: that of 0.16.1 supports neither packed sequences nor context parallelism, that of 0.19.2
+supports both, and each needs flash-linear-attention, which runs only on GPUs. Tensor-parallel ranks divide the key
+heads, each with the value heads that share it. Context-parallel ranks exchange parts of sequences for parts of heads
+(all-to-all), so that each rank runs the delta rule over whole sequences of some heads.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from megarl.actor.attention import PackedSequences
 from megarl.actor.delta_rule import causal_convolution, gated_delta_rule
 
-LENGTH_EPSILON = 1e-6  # of the square of a query's or key's length, in transformers 5.19
-_DIVIDED = ("in_proj_qkvz.weight", "in_proj_ba.weight", "A_log", "dt_bias")  # over tensor parallelism, by rows
+LENGTH_EPSILON = 1e-6  # added to the squared length of a query or key before it is normalised, as transformers 5.19
+_DIVIDED = ("in_proj_qkvz.weight", "in_proj_ba.weight", "A_log", "dt_bias")  # rows divided by tensor parallelism
 
 
 class GatedDeltaNet(MegatronModule):
-    """[T / tp, 1, hidden] -> the same, and no bias.
+    """A layer from [T / tp, 1, hidden] to the same shape.
 
-    Parameters have the names and the order of rows of Qwen3-Next in transformers 5.19: a key head's query, key, values
-    and gates of values, and then its rates and decays, but queries of all heads before keys before values in conv1d.
+    Parameters have the names and the row order of Qwen3-Next in transformers 5.19. in_proj_qkvz: for each key head its
+    query, key, values and gates of the values; in_proj_ba: for each key head its rates, then its decays; conv1d: the
+    queries of all heads, then the keys, then the values.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class GatedDeltaNet(MegatronModule):
         self.layer_number, self.tp_group, self.cp_group = layer_number, groups.tp, groups.cp
         self.key_width, self.value_width = config.linear_key_head_dim, config.linear_value_head_dim
         self.key_heads = config.linear_num_key_heads // self.tp_group.size()
-        self.shared_by = config.linear_num_value_heads // config.linear_num_key_heads  # value heads of a key head
+        self.shared_by = config.linear_num_value_heads // config.linear_num_key_heads  # value heads per key head
         value_heads, dtype = self.key_heads * self.shared_by, config.params_dtype
         rows = self.key_heads * 2 * (self.key_width + self.shared_by * self.value_width)
         self.in_proj_qkvz = torch.nn.Linear(config.hidden_size, rows, bias=False, dtype=dtype)
@@ -74,7 +75,7 @@ class GatedDeltaNet(MegatronModule):
         for name in _DIVIDED:
             set_tensor_model_parallel_attributes(self.get_parameter(name), True, 0, 1)
         for whole in (self.conv1d.weight, self.norm.weight):
-            # each rank's gradient is that of its own heads; the attribute makes Megatron add them up
+            # each rank has the gradient from its own heads; the attribute makes Megatron add these up
             whole.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
@@ -84,7 +85,7 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Megatron's contract of attention; ``packed_seq_params`` has the sequences' chunks."""
+        """Megatron's contract of attention: (output, bias). ``packed_seq_params.chunks`` must be set."""
         assert packed_seq_params is not None and packed_seq_params.chunks is not None, "megarl packs every batch"
         hidden = hidden_states[:, 0]
         if self.config.sequence_parallel:
@@ -99,7 +100,8 @@ class GatedDeltaNet(MegatronModule):
         return self.out_proj(gated.to(gate.dtype).flatten(1)[:, None])[0], None
 
     def _read(self, mixed: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
-        """[T, key heads, query + key + values + rates + decays] -> what is read, [T, value heads, value width]."""
+        """Projections [T, key heads, query + key + values + rates + decays] -> output of the delta rule
+        [T, value heads, value width]. Exchanges sequences for heads between context-parallel ranks."""
         order = packed.chunks.gathered  # type: ignore[union-attr]
         if order is None:
             return self._rule(mixed, packed, 0)
@@ -111,14 +113,14 @@ class GatedDeltaNet(MegatronModule):
         return read.unflatten(-1, (-1, self.value_width))
 
     def _rule(self, mixed: torch.Tensor, packed: PackedSequences, first: int) -> torch.Tensor:
-        """As `_read`, of whole sequences and the key heads from ``first`` of this rank's on."""
+        """As `_read`, for whole sequences and this tensor-parallel rank's key heads from ``first`` on."""
         chunks, heads = packed.chunks, mixed.shape[1]
         assert chunks is not None
         values = self.shared_by * self.value_width
         mixed, rate, decay = mixed.split([2 * self.key_width + values, self.shared_by, self.shared_by], -1)
         convolved = F.silu(causal_convolution(mixed.flatten(1), self._taps(first, heads), chunks))
         query, key, value = convolved.unflatten(-1, (heads, -1)).split([self.key_width, self.key_width, values], -1)
-        query, key = (_of_length_one(x.float()).repeat_interleave(self.shared_by, 1) for x in (query, key))
+        query, key = (_unit_length(x.float()).repeat_interleave(self.shared_by, 1) for x in (query, key))
         own = slice(first * self.shared_by, (first + heads) * self.shared_by)
         steps = F.softplus(decay.flatten(1).float() + self.dt_bias[own])
         read = gated_delta_rule(
@@ -132,7 +134,7 @@ class GatedDeltaNet(MegatronModule):
         return read.to(mixed.dtype)
 
     def _taps(self, first: int, heads: int) -> torch.Tensor:
-        """The rows of conv1d for ``heads`` key heads from ``first`` of this rank's on, in the order of `_rule`."""
+        """The rows of conv1d for ``heads`` key heads of this rank from ``first`` on, head by head as in `_rule`."""
         total, width = self.config.linear_num_key_heads, self.key_width
         parts = self.conv1d.weight.split([total * width, total * width, total * self.shared_by * self.value_width])
         first += self.tp_group.rank() * self.key_heads
@@ -142,12 +144,12 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """As Megatron's modules of which tensor parallelism divides some of the parameters."""
-        inside = {name: value for name, value in self.named_parameters() if not name.startswith("out_proj.")}
+        """Megatron's contract; of the parameters, tensor parallelism divides those in ``_DIVIDED`` and out_proj."""
+        own = {name: value for name, value in self.named_parameters() if not name.startswith("out_proj.")}
         axes = dict.fromkeys(_DIVIDED, 0)
-        state = make_sharded_tensors_for_checkpoint(inside, prefix, axes, sharded_offsets)
+        state = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets)
         return state | sharded_state_dict_default(self.out_proj, f"{prefix}out_proj.", sharded_offsets, metadata)
 
 
-def _of_length_one(x: torch.Tensor) -> torch.Tensor:
+def _unit_length(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPSILON)

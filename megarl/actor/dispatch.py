@@ -1,8 +1,8 @@
 """Sends tokens to their experts and back with indices and counts that stay on the device.
 
-Megatron-Core's dispatcher waits for the device several times a layer: for the positions that ``masked_select`` finds,
-and for counts with which it cuts tensors. Here the sizes of all tensors are known beforehand, since every token has
-``moe_router_topk`` experts; only the exchange between ranks needs counts on the host, one wait a layer.
+Megatron-Core's dispatcher waits for the device several times a layer: for the size of what ``masked_select`` returns,
+and for the counts by which it splits tensors. Here all tensor sizes are known in advance, since every token has
+``moe_router_topk`` experts. Only the exchange between ranks needs counts on the host: one wait a layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class IndexDispatcher(MoETokenDispatcher):
-    """Megatron's interface of token dispatchers; the order of tokens is that of its all-to-all dispatcher."""
+    """A token dispatcher with Megatron's interface; it orders tokens as Megatron's all-to-all dispatcher does.
+
+    A row is one (token, chosen expert) pair: t tokens have t top_k rows."""
 
     def __init__(
         self, local_expert_indices: Sequence[int], config: TransformerConfig, pg_collection: ProcessGroupCollection
@@ -37,7 +39,7 @@ class IndexDispatcher(MoETokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows sorted by expert: [..., hidden] -> [t top_k, hidden], probs [t, experts] -> [t top_k]."""
+        """Tokens -> rows sorted by expert: [..., hidden] -> [t top_k, hidden], probs [t, experts] -> [t top_k]."""
         self.hidden_shape, self.probs_dtype = hidden_states.shape, probs.dtype
         self.tokens_per_expert = routing_map.sum(0)
         if self.exchanges:
@@ -51,19 +53,19 @@ class IndexDispatcher(MoETokenDispatcher):
         return gather_rows(hidden, self.tokens, self.rows), probs.flatten().index_select(0, pairs)
 
     def _start_exchange_of_counts(self) -> None:
-        """What each rank sends to each local expert; the totals are on their way to the host from here on."""
+        """Share the counts of rows that each rank sends to each expert, and start to copy the totals to the host."""
         everyone = self.tokens_per_expert.new_empty(self.tp_ep_group.size() * len(self.tokens_per_expert))
         dist.all_gather_into_tensor(everyone, self.tokens_per_expert, group=self.tp_ep_group)
-        ranks = everyone.view(self.ep_size, self.tp_size, -1).transpose(0, 1)  # [tp, ep, experts]
-        received = ranks[:, :, self.local]
+        counts = everyone.view(self.ep_size, self.tp_size, -1).transpose(0, 1)  # [tp, ep, experts], rows by sender
+        received = counts[:, :, self.local]
         sent = self.tokens_per_expert.view(self.ep_size, -1).sum(1)
         from_rank = received.sum(2)
-        self.chunks = received.flatten(0, 1)  # [tp ep, local experts], in the order in which they arrive
+        self.chunks = received.flatten(0, 1)  # [tp ep, local experts], lengths in the order in which rows arrive
         self.tokens_per_expert = self.chunks.sum(0)
         self.totals = HostCopy(torch.cat([sent, from_rank[self.tp_rank], from_rank.sum(1)]))
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All-to-all between expert-parallel ranks; the layer's one wait for the device is here."""
+        """All-to-all of the rows between expert-parallel ranks; the layer's only wait for the device is here."""
         if not self.exchanges:
             return hidden_states, probs
         totals = self.totals.wait()
@@ -75,7 +77,7 @@ class IndexDispatcher(MoETokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows of all ranks, sorted by local expert."""
+        """The rows for this rank's experts from all ranks, sorted by expert, their number for each, their probs."""
         if self.tp_size > 1:
             hidden_states, probs = (
                 gather_from_sequence_parallel_region(x, group=self.tp_group, output_split_sizes=self.from_tp)
@@ -92,7 +94,7 @@ class IndexDispatcher(MoETokenDispatcher):
         return self.exchanges and self.chunks.shape[1] > 1
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Rows in the order in which they arrived, summed over the ranks that share an expert."""
+        """Experts' outputs in the order in which the rows arrived, summed over the ranks that share an expert."""
         if self._sorts_again():
             hidden_states = gather_rows(hidden_states, self.sorted_place[:, None], self.arrival[:, None])
         if self.tp_size > 1:
@@ -103,24 +105,25 @@ class IndexDispatcher(MoETokenDispatcher):
         return hidden_states
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """All-to-all back."""
+        """All-to-all of the outputs back to the ranks of their tokens."""
         if self.exchanges:
             hidden_states = all_to_all(self.ep_group, hidden_states, self.sent, self.received)
         return hidden_states
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The sum of each token's rows: [t top_k, hidden] -> [..., hidden]."""
+        """Sum the rows of each token: [t top_k, hidden] -> [..., hidden]."""
         return gather_rows(hidden_states, self.rows, self.tokens).view(self.hidden_shape)
 
 
 class HostCopy:
-    """Values of a small tensor on their way to the host, while the device works on."""
+    """An asynchronous copy of a small integer tensor to the host; the device works on meanwhile."""
 
     def __init__(self, values: torch.Tensor) -> None:
-        self.values = values.to("cpu", non_blocking=True)  # torch pins the memory of such a copy
+        self.values = values.to("cpu", non_blocking=True)  # torch makes the target pinned memory
         self.event = torch.cuda.current_stream().record_event() if values.is_cuda else None
 
     def wait(self) -> list[int]:
+        """The values, once the copy is complete."""
         if self.event is not None:
             self.event.synchronize()
         return [int(value) for value in self.values.tolist()]
@@ -138,16 +141,17 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """out[i] = sum over j of rows[sources[i, j]]; ``targets[k]``: all i whose sum has row k.
+    """out[i] = sum over j of rows[sources[i, j]]. targets: the inverse relation, ``targets[k]`` are all i whose sum
+    includes row k; the backward pass sums over them.
 
-    The sum is in float32 and in the order of j, and so is that of the gradient: no atomic additions.
+    Sums are taken in float32 in the order of the second index, forward and backward, without atomic additions.
     """
     return _GatherRows.apply(rows, sources, targets)
 
 
 def _summed(rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
     taken = rows.index_select(0, sources.flatten())
-    # torch adds up bfloat16 in float32
+    # torch accumulates sums of bfloat16 in float32
     return taken if sources.shape[1] == 1 else taken.view(*sources.shape, -1).sum(1)
 
 
@@ -162,18 +166,19 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 def chunk_order(chunks: torch.Tensor, rows: int) -> torch.Tensor:
-    """Where the rows come from when chunks that arrived rank by rank are put in order expert by expert.
+    """[rows] int64, the permutation that brings chunks of rows from rank-major order, in which they arrive, to
+    expert-major order: row i of the result is row ``order[i]`` of the input.
 
-    chunks: [ranks, experts] lengths on the device, ``rows`` in all; expert by expert within a rank. -> [rows] int64.
+    chunks: [ranks, experts], the length of each chunk, on the device; rows: their sum, on the host.
     """
-    begin = (chunks.flatten().cumsum(0) - chunks.flatten()).view_as(chunks).t().flatten()  # as they arrived
+    begin = (chunks.flatten().cumsum(0) - chunks.flatten()).view_as(chunks).t().flatten()  # in the arriving order
     lengths = chunks.t().flatten()
     shift = begin - (lengths.cumsum(0) - lengths)
     return torch.arange(rows, device=chunks.device) + shift.repeat_interleave(lengths, output_size=rows)
 
 
 class RoutedExperts(MoELayer):
-    """Megatron's MoE layer with `IndexDispatcher`, where ``[megatron]`` asks for no other dispatch."""
+    """Megatron's MoE layer with `IndexDispatcher`, unless settings in ``[megatron]`` need one of Megatron's own."""
 
     def __init__(
         self,
@@ -192,13 +197,13 @@ class RoutedExperts(MoELayer):
 
 
 def routed_experts(submodules: MoESubmodules) -> type[RoutedExperts]:
-    """The layer as a class that Megatron builds from a configuration alone.
+    """`RoutedExperts` as a class that Megatron can build from a configuration alone.
 
-    Of a ModuleSpec, Megatron-Core 0.16.1 wants one of its own classes, and warns of any other once a layer.
+    Given a ModuleSpec instead, Megatron-Core 0.16.1 expects one of its own classes and warns once a layer.
     """
 
     class Layer(RoutedExperts):
-        def __init__(self, config: TransformerConfig, **_: Any) -> None:  # 0.19 names groups, which are the default
+        def __init__(self, config: TransformerConfig, **_: Any) -> None:  # 0.19 also passes groups: the default ones
             super().__init__(config, submodules)
 
     return Layer

@@ -1,4 +1,4 @@
-"""The experts of a layer as two grouped products, on every device, without a loop over experts in Python."""
+"""The experts of a layer as two grouped matrix products, on every device, without a Python loop over experts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.errors import UserError
 
-_ALIGNMENT = 16  # bytes: what `grouped_mm` demands of rows
-# settings of Megatron's experts that would change the function computed here
+_ALIGNMENT = 16  # bytes; `grouped_mm` needs rows whose size is a multiple of this
+# settings of Megatron's own experts that `GroupedExperts` does not implement
 _UNSUPPORTED = (
     "moe_apply_probs_on_input", "moe_latent_size", "fp8", "fp4",
 )  # fmt: skip
 
 
 class GroupedExperts(MegatronModule):
-    """Gated experts with Megatron's interface of experts.
+    """Gated experts with Megatron's interface.
 
-    weight1: [experts of this rank, 2 F, hidden], gate above up; weight2: [experts of this rank, hidden, F]. F is this
-    rank's part of an expert's width under expert tensor parallelism. bias1 and bias2, where experts have biases, are
-    those of all experts in a row, so that Megatron's optimizer sees one dimension and does not decay them. Checkpoints
-    have one tensor an expert, under the names of Megatron's SequentialMLP and TEGroupedMLP.
+    weight1: [experts of this rank, 2 F, hidden], rows of the gate before those of up; weight2: [experts of this rank,
+    hidden, F]. F is this rank's part of an expert's width under expert tensor parallelism. bias1 and bias2, in models
+    with biases, are flat tensors of all experts' biases, because Megatron's optimizer does not decay parameters of one
+    dimension. Checkpoints have one tensor an expert, under the names of Megatron's SequentialMLP and TEGroupedMLP.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class GroupedExperts(MegatronModule):
         super().__init__(config=config)
         for name in _UNSUPPORTED:
             if getattr(config, name):
-                raise UserError(f'[megatron] {name}: the experts of layers = "torch" do not have it')
+                raise UserError(f'[megatron] {name}: the experts of layers = "torch" do not support it; remove the key')
         self.groups = pg_collection
         shards: int = pg_collection.expt_tp.size()
         if config.moe_ffn_hidden_size % shards:
@@ -54,7 +54,7 @@ class GroupedExperts(MegatronModule):
             ("weight2", (num_local_experts, config.hidden_size, width), 2, config.output_layer_init_method),
         ]
         if config.add_bias_linear:
-            assert shards == 1, "Megatron-Core has no biases of divided experts"
+            assert shards == 1, "Megatron-Core does not support biases with expert tensor parallelism"
             parameters += [
                 ("bias1", (num_local_experts * 2 * width,), 0, torch.nn.init.zeros_),
                 ("bias2", (num_local_experts * config.hidden_size,), 0, torch.nn.init.zeros_),
@@ -62,7 +62,8 @@ class GroupedExperts(MegatronModule):
         for name, shape, split, initialise in parameters:
             empty = torch.empty(shape, dtype=config.params_dtype, device=None if on_default else "cuda")
             weight = torch.nn.Parameter(initialise(empty) if config.perform_initialization else empty)
-            # Megatron reduces the gradients of these over other ranks, and counts them once in the gradient's norm
+            # allreduce False: Megatron reduces the gradient over the ranks that hold the same experts. The attributes
+            # of tensor parallelism: every rank's part counts in the gradient's norm
             weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             set_tensor_model_parallel_attributes(weight, True, split, 1)
             self.register_parameter(name, weight)
@@ -76,18 +77,18 @@ class GroupedExperts(MegatronModule):
         gate_up = self._product("weight1", tokens, ends)
         if not self.config.add_bias_linear:
             return self._product("weight2", self._weighted(gate_up, probs), ends), None
-        # products with what says whose expert a row is, so that gradients of biases need no atomic additions
+        # biases are added as products with a one-hot matrix, whose gradients need no atomic additions
         chosen = one_hot_groups(ends, len(tokens))
         gate_up = torch.addmm(gate_up, chosen.to(gate_up.dtype), self.bias1.view(len(ends), -1))
         output = self._product("weight2", self._weighted(gate_up, probs), ends)
         return torch.addmm(output, (chosen * probs[:, None]).to(output.dtype), self.bias2.view(len(ends), -1)), None
 
     def _weighted(self, gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """[n, 2 F] -> [n, F], activated and multiplied by ``probs`` [n]."""
+        """[n, 2 F] -> [n, F]: the activation, multiplied by ``probs`` [n]."""
         return (self._activated(gate_up) * probs[:, None]).to(gate_up.dtype)
 
     def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[n, 2 F] -> [n, F]."""
+        """[n, 2 F] -> [n, F]: activation of the gate times up, with the family's clamp and offset."""
         gate, up = gate_up.chunk(2, -1)
         if (limit := self.config.activation_func_clamp_value) is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -103,7 +104,7 @@ class GroupedExperts(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensorFactory]:
         """One tensor on disk for each expert's gate, up and down projection."""
-        assert metadata and metadata["singleton_local_shards"] and not sharded_offsets, "as megarl saves"
+        assert metadata and metadata["singleton_local_shards"] and not sharded_offsets, "megarl saves this way"
         replica = (0, 0, self.groups.expt_dp.rank())
         kinds = ("weight", "bias") if self.config.add_bias_linear else ("weight",)
         state = {}
@@ -127,7 +128,7 @@ class GroupedExperts(MegatronModule):
         parts: tuple[str, ...],
         split: int,
     ) -> list[ShardedTensor]:
-        """Views of the parameter, in its order. Megatron has put the number of the layer into ``key``."""
+        """Views of the parameter, in its order, one for each tensor on disk. ``key`` has the layer's number already."""
         before, after = key.rsplit("linear_fc", 1)
         weight = weight.detach().view(len(self.weight1), -1) if weight.ndim == 1 else weight.detach()
         first = self.groups.ep.rank() * len(weight)
@@ -149,7 +150,7 @@ def _merge(parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x sigmoid(1.702 x), Hendrycks and Gimpel 2016, arXiv 1606.08415. Megatron's own is compiled."""
+    """x sigmoid(1.702 x), Hendrycks and Gimpel 2016, arXiv 1606.08415. (Megatron's own goes through torch.compile.)"""
     return x * torch.sigmoid(1.702 * x)
 
 
@@ -161,14 +162,14 @@ def one_hot_groups(ends: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def grouped_linear(tokens: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """[n, in], weight [groups, out, in], rows ``ends[g - 1]`` to ``ends[g]`` belong to group g -> [n, out].
+    """tokens [n, in], weight [groups, out, in] -> [n, out]; rows ``ends[g - 1]`` to ``ends[g]`` belong to group g.
 
-    ``ends`` [groups] int32 stays on the device. `grouped_mm` demands rows of a multiple of 16 bytes: others are filled
-    up with zeros for the product, which costs a copy of the weight.
+    ``ends`` [groups] int32 stays on the device. `grouped_mm` needs rows whose size is a multiple of 16 bytes: others
+    are padded with zeros for the product, which costs a copy of the weight.
     """
     outputs, inputs = weight.shape[1:]
     if not len(tokens):
-        return tokens @ weight[0].t()  # a weight of which no rank has a token still gets a gradient
+        return tokens @ weight[0].t()  # so that the weight gets a gradient (zeros) even without tokens
     unit = _ALIGNMENT // tokens.element_size()
     more_outputs, more_inputs = -outputs % unit, -inputs % unit
     if more_outputs or more_inputs:

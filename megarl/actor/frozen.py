@@ -1,4 +1,4 @@
-"""Policies whose weights do not change, for objectives that compare the current policy with them token by token."""
+"""Policies with fixed weights, whose log-probs or choices of experts the update of the current policy needs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Field = Literal["ref_logprobs", "old_logprobs", "routed_experts"]
 
 @dataclass
 class FrozenPolicy:
-    """A second model in the actor's layout.
+    """A second model, without an optimizer, in the actor's layout.
 
-    fields: what it writes into micro-batches. "ref_logprobs": its log-probs as reference of a KL term;
-    "old_logprobs": its log-probs as behaviour policy, computed by the actor instead of the engine; "routed_experts":
-    the experts it chooses, for the actor to replay.
+    fields: what `annotate` writes into micro-batches. "ref_logprobs": its log-probs, as the reference of a KL term;
+    "old_logprobs": its log-probs, as those of the behaviour policy computed by the trainer instead of the engine;
+    "routed_experts": the experts that it chooses, for the actor to replay.
     """
 
     fields: tuple[Field, ...]

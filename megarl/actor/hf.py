@@ -1,8 +1,8 @@
 """Hugging Face safetensors to Megatron parameters and back, a block of rows at a time, from and to any layout.
 
-Beside its parameters a rank holds one block at a time. Loading reads only the rows of the rank's own slices. Exporting
-gathers a block from the ranks that share a tensor on the one that writes it; the files have the names, dtypes, shapes
-and expert layout (fused, or one tensor an expert) of the model that the policy started from.
+Besides its parameters a rank holds one block at a time. Loading reads only the rows of the rank's own slices. Exporting
+gathers each block from the ranks that share the tensor, on the rank that writes it. The exported files have the names,
+dtypes, shapes and expert layout (fused, or one tensor an expert) of the model that the policy started from.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megarl.storage.tensor_files import Region, TensorFiles, create_file
 from megarl.storage.weights import INDEX_FILE, combine_hashes
 
 MAX_FILE_BYTES = 4 << 30
-BLOCK_BYTES = 4 << 20  # of a whole tensor's rows, over all ranks that share them
+BLOCK_BYTES = 4 << 20  # bytes of a block of whole rows, together on all ranks that share the tensor
 
 
 @torch.no_grad()
 def load_hf(models: list[PolicyModel], model_dir: Path) -> None:
     """Fill this rank's model chunks from a Hugging Face directory.
 
-    `UserError` on a tensor that is missing, misshapen or unknown to the model.
+    `UserError` if a tensor is missing, has a wrong shape or has no place in the model.
     """
     tied, embedding = models[0].share_embeddings_and_output_weights, family_of(models[0].hf).embedding
     with TensorFiles.of_directory(Path(model_dir)) as source:
@@ -48,7 +48,7 @@ def load_hf(models: list[PolicyModel], model_dir: Path) -> None:
             name = embedding if tied and tensor.name == LM_HEAD else name_on_this_rank(tensor, models[0])
             region = source.region(name)
             if region is None:
-                raise UserError(f"{model_dir} has no tensor {name!r}: its config.json does not fit its weights")
+                raise UserError(f"{model_dir} has no tensor {name!r}, which its config.json requires")
             group = _sharing_group(tensor)
             _check_shape(region, tensor, group, name, models[0])
             _load(tensor, region, group)
@@ -61,7 +61,7 @@ def _load(tensor: HfTensor, region: Region, group: dist.ProcessGroup) -> None:
         rows = max(0, min(block.shape[0], region.shape[0] - before - first))
         value = region.read(before + first, rows)
         block[:rows].copy_(value.narrow(1, group.rank() * width[0], width[0]) if tensor.split == 1 else value)
-        block[rows:].zero_()  # pads the vocabulary to a multiple of the ranks
+        block[rows:].zero_()  # rows that pad the vocabulary to a multiple of the ranks
 
 
 def _sharing_group(tensor: HfTensor) -> dist.ProcessGroup:
@@ -72,16 +72,17 @@ def _sharing_group(tensor: HfTensor) -> dist.ProcessGroup:
 
 
 def _refuse_unknown(source: TensorFiles, models: list[PolicyModel], model_dir: Path) -> None:
-    """Weights that Megatron's model would not use mean that it would compute another function than the file's model."""
+    """`UserError` if the files have weights that Megatron's model would not use: it would compute another function."""
     hf = models[0].hf
     names = family_of(hf).tensor_names(hf) - missing_names(models)
     known = {source.stored_name(name) for name in names}
     if models[0].share_embeddings_and_output_weights:
-        known.add(LM_HEAD)  # which some files store although it is tied
+        known.add(LM_HEAD)  # some files store it although it equals the embedding
     unknown = sorted(name for name in set(source.regions) - known if not family_of(hf).carried(hf, name))
     if unknown:
         raise UserError(
-            f"{model_dir} has {len(unknown)} tensors that its config.json does not explain, such as {unknown[0]!r}"
+            f"{model_dir} has {len(unknown)} tensors that a model of its config.json does not have, such as "
+            f"{unknown[0]!r}"
         )
 
 
@@ -93,7 +94,7 @@ def _check_shape(region: Region, tensor: HfTensor, group: dist.ProcessGroup, nam
         expected[0] = model.true_vocab_size
     if region.shape != tuple(expected):
         raise UserError(
-            f"{region.file.name}: {name} has shape {region.shape}, but config.json asks for {tuple(expected)}"
+            f"{region.file.name}: {name} has shape {region.shape}, but config.json requires {tuple(expected)}"
         )
 
 
@@ -102,8 +103,9 @@ def export_hf(
 ) -> PolicyInfo:
     """Write the policy as Hugging Face safetensors to ``target``, atomically; collective over all ranks.
 
-    Names, dtypes and expert layout of the tensors, configuration and tokenizer are those of ``like``.
-    reference: what this model makes of text of the run, written beside the weights.
+    like: the model directory whose tensor names, dtypes, expert layout, configuration and tokenizer are taken. version:
+    of the policy. reference: this policy's log-probs of text of the run, written beside the weights, with which engines
+    are checked.
     """
     info: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -123,7 +125,8 @@ def export_hf(
 
 
 def precision(model: PolicyModel, like: Path) -> str:
-    """The coarser of two dtypes: of the model's arithmetic, and of the weights as stored."""
+    """The less precise of two dtypes, the model's and that of the weights stored in ``like``: "float32" only if both
+    are, else "bfloat16"."""
     with TensorFiles.of_directory(Path(like)) as source:
         stored = {region.dtype for region in source.regions.values()}
     return "float32" if {model.config.params_dtype, *stored} == {torch.float32} else "bfloat16"
@@ -134,9 +137,9 @@ class _Job:
     """The export of one tensor: this rank's slices of it, and the ranks that hold the others."""
 
     stored_name: str
-    slices: list[HfTensor]  # several where experts are fused
+    slices: list[HfTensor]  # one, or one for each local expert where experts are fused
     group: dist.ProcessGroup
-    writer: int  # rank in group
+    writer: int  # rank in ``group`` that writes the tensor
 
 
 def _jobs(models: list[PolicyModel], source: TensorFiles) -> Iterator[_Job]:
@@ -154,7 +157,7 @@ def _jobs(models: list[PolicyModel], source: TensorFiles) -> Iterator[_Job]:
         replica = mpu.get_data_parallel_rank(with_context_parallel=True)
         if tensors[0].local_expert is not None:
             replica = mpu.get_expert_data_parallel_rank()
-            if not name.endswith(".weight"):  # fused
+            if not name.endswith(".weight"):  # fused: one tensor has the experts of all expert-parallel ranks
                 group = mpu.get_expert_tensor_and_model_parallel_group()
         if replica == 0:
             yield _Job(name, tensors, group, turn % group.size())
@@ -162,7 +165,8 @@ def _jobs(models: list[PolicyModel], source: TensorFiles) -> Iterator[_Job]:
 
 @torch.no_grad()
 def _write_files(models: list[PolicyModel], directory: Path, like: Path) -> list[dict[str, Any]]:
-    """Write this rank's tensors; returns, on every rank, one entry a file of all ranks: file, names, bytes, sha256."""
+    """Write this rank's tensors. Returns on every rank one entry for each file of all ranks: its file name, tensor
+    names, bytes and sha256."""
     with TensorFiles.of_directory(Path(like)) as source, TensorFiles() as target:
         jobs, hf = list(_jobs(models, source)), models[0].hf
         carried = sorted(name for name in source.regions if family_of(hf).carried(hf, name))
@@ -188,7 +192,7 @@ def _write_files(models: list[PolicyModel], directory: Path, like: Path) -> list
 
 
 def _by_file(names: list[str], source: TensorFiles) -> list[list[str]]:
-    """Consecutive tensors in files of at most MAX_FILE_BYTES, or one tensor."""
+    """Divide consecutive tensors into files of at most MAX_FILE_BYTES; a larger tensor gets a file of its own."""
     files: list[list[str]] = []
     size = MAX_FILE_BYTES
     for name in names:
@@ -210,7 +214,7 @@ def _export(tensor: HfTensor, job: _Job, source: TensorFiles, target: TensorFile
             place = f"{job.stored_name} {tensor.local_expert} {group.rank()} {first}"
             block = round_stochastically(block, stored.dtype, place)
         block = block.to(stored.dtype).contiguous()
-        whole = tensor.split is None and group.size() == shares  # every rank has it
+        whole = tensor.split is None and group.size() == shares  # every rank has the block itself
         parts = [block] if whole else _gather(block, group, job.writer)
         if group.rank() != job.writer:
             continue
@@ -229,12 +233,12 @@ def _write(parts: list[torch.Tensor], region: Region, tensor: HfTensor, first: i
         parts = [torch.cat(parts, 1)]
     for rank, part in enumerate(parts):
         row = rank * tensor.shape[0] + first
-        rows = max(0, min(part.shape[0], region.shape[0] - row))  # rows beyond it only pad the vocabulary
+        rows = max(0, min(part.shape[0], region.shape[0] - row))  # further rows only pad the vocabulary
         region.write(row, part[:rows])
 
 
 def _gather(block: torch.Tensor, group: dist.ProcessGroup, writer: int) -> list[torch.Tensor]:
-    """The blocks of all ranks in the order of the group on ``writer``, nothing elsewhere."""
+    """On ``writer`` the blocks of all ranks, in the order of the group; elsewhere []."""
     if group.size() == 1:
         return [block]
     parts = [torch.empty_like(block) for _ in range(group.size())] if group.rank() == writer else None
@@ -243,11 +247,11 @@ def _gather(block: torch.Tensor, group: dist.ProcessGroup, writer: int) -> list[
 
 
 def _merge(shards: list[dict[str, Any]], directory: Path, like: Path, version: int) -> PolicyInfo:
-    """Give the shards their final names, write index, configuration and `PolicyInfo`."""
+    """Give the files their final names, write index, configuration and `PolicyInfo`."""
     names, hashes = {}, {}
     for number, shard in enumerate(shards, 1):
-        one = len(shards) == 1
-        final = "model.safetensors" if one else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        single = len(shards) == 1
+        final = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         os.rename(directory / shard["file"], directory / final)
         names.update(dict.fromkeys(shard["names"], final))
         hashes[final] = shard["sha256"]

@@ -1,8 +1,8 @@
 """Cuts Megatron's parameters into views that are the tensors of a Hugging Face model.
 
-`megarl.models` says which tensors a parameter is made of, by the names of the torch-native modules. Here these names
-are found for Transformer Engine's modules (which keep a norm's weight in the linear layer after it) and for both forms
-of the experts.
+`megarl.models` says which tensors make up a parameter, by the parameter's name in the torch-native modules. This module
+translates the names of Transformer Engine's modules (which keep a norm's weight in the linear layer after it) and of
+both forms of the experts to those names.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from megarl.models.tensors import LM_HEAD, TRANSPOSED, TensorNames
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to a slice: scale B A."""
+    """The product that an adapter adds to a slice: scale B A."""
 
-    ups: tuple[torch.Tensor, ...]  # rows of B, for each view of the slice
+    ups: tuple[torch.Tensor, ...]  # for each view of the slice its rows of B
     a: torch.Tensor
     scale: float
 
@@ -35,20 +35,20 @@ class LowRank:
 class HfTensor:
     """This rank's slice of a Hugging Face tensor."""
 
-    name: str  # of an expert's tensor with "{}" for the number of the expert
-    views: tuple[torch.Tensor, ...]  # views of a Megatron parameter; one below another they are the slice
+    name: str  # has "{}" in place of the expert's number in tensors of single experts
+    views: tuple[torch.Tensor, ...]  # views of a Megatron parameter; concatenated along dimension 0 they are the slice
     split: int | None  # dimension that tensor parallelism splits; None: replicated
-    parameter: str  # the Megatron parameter's name, for messages
-    local_expert: int | None = None
-    low_rank: LowRank | None = None
+    parameter: str  # the Megatron parameter's name
+    local_expert: int | None = None  # the expert's number on this rank
+    low_rank: LowRank | None = None  # with an adapter: its product, not yet added to the views
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the slice."""
+        """Shape of the slice."""
         return (sum(view.shape[0] for view in self.views), *self.views[0].shape[1:])
 
     def blocks(self, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first row in the slice, view of at most ``rows`` rows), which together are the slice."""
+        """The slice in blocks: (first row in the slice, view of at most ``rows`` rows)."""
         first = 0
         for view in self.views:
             for block in view.split(rows):
@@ -56,7 +56,7 @@ class HfTensor:
                 first += block.shape[0]
 
     def merged_blocks(self, rows: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """`blocks` with what the adapter adds, then in float32."""
+        """As `blocks`; with an adapter its product is added, and the blocks are float32 copies."""
         if (added := self.low_rank) is None:
             yield from self.blocks(rows)
             return
@@ -66,7 +66,7 @@ class HfTensor:
             yield first, block.float() + added.scale * (up.float() @ down).view(block.shape)
 
 
-_NATIVE_NAMES = {  # of what Transformer Engine calls
+_NATIVE_NAMES = {  # Transformer Engine's name -> torch-native name
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
@@ -80,19 +80,19 @@ _EXPERT = re.compile(
 def hf_tensors(models: list[PolicyModel]) -> Iterator[HfTensor]:
     """All Hugging Face tensors of which this rank holds a slice, in the order of the model.
 
-    Tied embeddings come as `LM_HEAD` too, on the last pipeline stage.
+    Tied embeddings are also yielded as `LM_HEAD`, on the last pipeline stage.
     """
     for model in models:
         biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias"))
         weights = ((name, weight) for name, weight in model.named_parameters() if not is_adapters(name))
         for name, parameter in itertools.chain(weights, biases):
-            yield from _of_parameter(name, parameter.detach(), model)
+            yield from _tensors_of_parameter(name, parameter.detach(), model)
         if model.share_embeddings_and_output_weights and model.pre_process and model.post_process:
             weight = model.embedding.word_embeddings.weight.detach()
             yield HfTensor(LM_HEAD, (weight,), 0, "embedding.word_embeddings.weight")
 
 
-def _of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel) -> Iterator[HfTensor]:
+def _tensors_of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel) -> Iterator[HfTensor]:
     experts: list[tuple[int | None, torch.Tensor]] = [(None, parameter)]
     family = family_of(model.hf)
     if (tensors := family.outside_layers().get(name)) is not None:
@@ -109,31 +109,31 @@ def _of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel) -> Ite
         raise NotImplementedError(f"no Hugging Face tensor is known for Megatron's parameter {name}")
     adapter = model.adapters.get(name)
     for expert, weight in experts:
-        added = _added(adapter, expert, tensors, model.config) if adapter else [None] * len(tensors.names)
+        added = _adapter_products(adapter, expert, tensors, model.config) if adapter else [None] * len(tensors.names)
         for hf_name, views, low_rank in zip(tensors.names, _views(weight, tensors, model.config), added, strict=True):
             yield HfTensor(prefix + hf_name, views, tensors.split, name, expert, low_rank)
 
 
-def _added(
+def _adapter_products(
     adapter: Adapter, expert: int | None, tensors: TensorNames, config: TransformerConfig
 ) -> list[LowRank | None]:
-    """For each of ``tensors`` what the adapter adds to it: B is cut as the parameter is."""
+    """For each of ``tensors`` the adapter's product; B is cut into views as the parameter is."""
     up, a = adapter.up().detach(), adapter.a.detach()
     if expert is not None:
         up, a = up[expert], a[expert]
-    if tensors.packing in TRANSPOSED:  # and so is the product
+    if tensors.packing in TRANSPOSED:  # the transposed product is A' B'
         (turned,) = _views(up, tensors, config)
         return [LowRank((a.t(),), turned[0].flatten(1), adapter.scale)]
     return [LowRank(ups, a, adapter.scale) for ups in _views(up, tensors, config)]
 
 
 def _layer(model: PolicyModel, local: int) -> int:
-    """The model's number of a layer, from 0."""
+    """The layer's number in the whole model, from 0; ``local``: its number on this rank."""
     return int(model.decoder.layers[local].layer_number) - 1
 
 
 def _views(parameter: torch.Tensor, tensors: TensorNames, config: TransformerConfig) -> list[tuple[torch.Tensor, ...]]:
-    """For each of ``tensors`` its views of the parameter."""
+    """For each of ``tensors`` the views of the parameter that it consists of."""
     if tensors.packing == "rows":
         return [(part,) for part in parameter.chunk(len(tensors.names))]
     if tensors.packing in TRANSPOSED:
@@ -158,8 +158,8 @@ def _views(parameter: torch.Tensor, tensors: TensorNames, config: TransformerCon
 def _experts(
     match: re.Match[str], parameter: torch.Tensor, config: TransformerConfig
 ) -> tuple[str, list[tuple[int | None, torch.Tensor]]]:
-    """Which of an expert's two matrices or biases the parameter holds ("1", "2"), and it: (local expert, [outputs,
-    inputs] or [outputs])."""
+    """Split an experts' parameter: which of the two layers of an expert it belongs to ("1" or "2"), and for each local
+    expert its number and its matrix [outputs, inputs] or bias [outputs]."""
     if match["stacked_fc"]:
         one_by_one = parameter if match["kind"] == "weight" else parameter.view(_local_experts(config), -1)
         return match["stacked_fc"], list(enumerate(one_by_one))
@@ -167,7 +167,7 @@ def _experts(
 
 
 def expert_number(local: int, rank: int, config: TransformerConfig) -> int:
-    """The model's number of an expert, from its number on expert-parallel rank ``rank``."""
+    """The number in the whole model of expert ``local`` of expert-parallel rank ``rank``."""
     return local + rank * _local_experts(config)
 
 
@@ -176,7 +176,7 @@ def _local_experts(config: TransformerConfig) -> int:
 
 
 def name_on_this_rank(tensor: HfTensor, model: PolicyModel) -> str:
-    """With the number of the expert, of an expert's tensor."""
+    """The tensor's name, in which an expert's number is filled in."""
     if tensor.local_expert is None:
         return tensor.name
     rank = mpu.get_expert_model_parallel_rank()
@@ -184,7 +184,8 @@ def name_on_this_rank(tensor: HfTensor, model: PolicyModel) -> str:
 
 
 def missing_names(models: list[PolicyModel]) -> set[str]:
-    """Tensors of this rank's layers for which Megatron has no parameter, because ``[megatron]`` changed the model."""
+    """Hugging Face tensors of this rank's layers for which Megatron has no parameter, because a setting of
+    ``[megatron]`` removed it."""
     built = {tensor.name for tensor in hf_tensors(models)}
     wanted = {
         f"{family_of(model.hf).prefix}layers.{layer}.{name}"

@@ -1,9 +1,9 @@
-"""Multi-head latent attention of plain torch modules, over packed sequences.
+"""Multi-head latent attention in plain torch, over packed sequences.
 
-Megatron-Core 0.16.1's own, in its torch-native form, cuts both down-projections over tensor parallelism and gathers
-their outputs again; the gradient of the rotated part of a key, to which the heads of every rank contribute, then stays
-that of one rank's heads. It also asks the device for lengths in every layer. Here the down-projections are whole on
-every rank, as in its form for Transformer Engine, and tokens are rotated by their positions.
+Megatron-Core 0.16.1's torch-native form has two faults. With tensor parallelism it splits both down-projections and
+gathers their outputs; the gradient of the rotated part of a key, to which the heads of all ranks contribute, is then
+that of one rank's heads. And it reads lengths from the device in every layer. Here every rank has the whole
+down-projections, as in Megatron's form for Transformer Engine, and tokens are rotated by their positions.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from megarl.actor.attention import PackedSequences, RMSNorm, rotate, yarn_freque
 from megarl.errors import UserError
 
 if not isinstance(multi_latent_attention.TELinear, type):
-    # without Transformer Engine Megatron-Core 0.16.1 has mocks for its classes, which this module takes for real
+    # without Transformer Engine, Megatron-Core 0.16.1 defines mocks of its classes, which this Megatron module takes
+    # for the real ones
     multi_latent_attention.HAVE_TE = False
 
-LATENT_EPSILON = 1e-6  # of the norms of latents in transformers 5.19, whatever rms_norm_eps is
+LATENT_EPSILON = 1e-6  # of the latents' norms, as in transformers 5.19, which ignores rms_norm_eps there
 
 
 class WholeLinear(torch.nn.Linear):
-    """A linear layer without bias that every tensor-parallel rank has, each for its share of the tokens."""
+    """A linear layer without bias, replicated on all tensor-parallel ranks; each applies it to its share of tokens."""
 
     def __init__(self, inputs: int, outputs: int, config: MLATransformerConfig) -> None:
         super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
-        # the attribute makes Megatron reduce the gradient over tensor parallelism
+        # makes Megatron all-reduce the gradient over tensor-parallel ranks
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class LatentAttention(MultiLatentAttention):
-    """Megatron's interface of attention, and its names of parameters."""
+    """Multi-head latent attention with Megatron's interface and parameter names."""
 
     def __init__(
         self,
@@ -48,12 +49,14 @@ class LatentAttention(MultiLatentAttention):
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
-        **more: Any,  # of Megatron-Core 0.19
+        **more: Any,  # arguments that Megatron-Core 0.19 added
     ) -> None:
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, groups, **more)
         if self.recompute_up_proj:
-            raise UserError('[megatron] recompute_modules: layers = "torch" have no "mla_up_proj"')
+            raise UserError(
+                '[megatron] recompute_modules: layers = "torch" cannot recompute "mla_up_proj"; remove it from the list'
+            )
         heads, queries = config.num_attention_heads, config.num_attention_heads * self.q_head_dim
         if config.q_lora_rank is None:
             self.linear_q_proj = self._column_parallel(config.hidden_size, queries)
@@ -89,7 +92,8 @@ class LatentAttention(MultiLatentAttention):
         packed_seq_params: PackedSequences | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T / tp, 1, hidden] -> queries and keys [T, heads, q_head_dim], values [T, heads, v_head_dim], latents."""
+        """[T / tp, 1, hidden] -> queries and keys [T, heads, q_head_dim], values [T, heads, v_head_dim], the latents
+        of queries and of keys and values."""
         assert packed_seq_params is not None and packed_seq_params.rotary is not None, "megarl packs every batch"
         config, heads, rotary = self.config, self.num_attention_heads_per_partition, packed_seq_params.rotary
         hidden = query_latent = hidden_states[:, 0]
@@ -101,7 +105,7 @@ class LatentAttention(MultiLatentAttention):
         rotated = config.qk_pos_emb_head_dim
         latent, shared_key = self.linear_kv_down_proj(hidden).split([config.kv_lora_rank, rotated], -1)
         latent = self.kv_layernorm(latent)
-        if config.sequence_parallel:  # its gradient is the sum over all ranks' heads
+        if config.sequence_parallel:  # the backward pass of the gather sums the gradients of all ranks' heads
             shared_key = gather_from_sequence_parallel_region(shared_key, group=self.tp_group)
         key_value = self.linear_kv_up_proj(latent)[0].view(-1, heads, config.qk_head_dim + config.v_head_dim)
         key, value = key_value.split([config.qk_head_dim, config.v_head_dim], -1)
@@ -119,5 +123,5 @@ class LatentAttention(MultiLatentAttention):
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:
-    """Neighbours, the two coordinates of DeepSeek's weights, as two halves."""
+    """Move the coordinates of pair i from (2 i, 2 i + 1), as DeepSeek's weights have them, to `rotate`'s two halves."""
     return torch.cat([x[..., 0::2], x[..., 1::2]], -1)

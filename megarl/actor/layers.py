@@ -1,4 +1,4 @@
-"""Layer specs of plain torch modules, for every family, and of Transformer Engine's."""
+"""Megatron layer specs: of plain torch modules, for every model family, and of Transformer Engine's modules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megarl.actor.latent_attention import LatentAttention
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
-    """RMSNorm over all heads of a token: [T, 1, heads of this rank, head_dim] -> the same."""
+    """RMSNorm over all heads of a token (OLMoE): [T, 1, heads of this rank, head_dim] -> the same shape."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.float().flatten(-2)
         squares = flat.square().sum(-1, keepdim=True)
-        if self.group.size() > 1:  # every rank's output depends on it, so its gradient is a sum over ranks too
+        if self.group.size() > 1:  # all-reduce forward, and backward too, since every rank's output depends on the sum
             squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
             squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
         normed = (flat * torch.rsqrt(squares / self.whole + self.eps)).to(x.dtype)
@@ -48,7 +48,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """As Megatron's modules of which tensor parallelism divides the weight."""
+        """Megatron's contract; tensor parallelism divides the weight."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
@@ -58,12 +58,12 @@ def torch_block_spec(
 ) -> TransformerBlockSubmodules:
     """The block spec of a decoder made of plain torch modules.
 
-    norms_all_heads: queries and keys are normalised over all heads of a token, which Megatron has no setting for.
+    norms_all_heads: queries and keys are normalised over all heads of a token; Megatron has no setting for this.
     """
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
-    for layer in {id(layer): layer for layer in block.layer_specs}.values():  # two at most: with experts and without
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():  # layers share at most two: MoE and dense
         _use_torch_modules(layer, config, norms_all_heads)
     if config.linear_attention_freq:
         offset = get_transformer_layer_offset(config, vp_stage)
@@ -101,6 +101,6 @@ def engine_block_spec(config: TransformerConfig, vp_stage: int | None = None) ->
     """The block spec of Transformer Engine's layers: its attention over packed sequences, grouped GEMM and fp8."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     for layer in block.layer_specs if config.num_moe_experts else ():
-        # as the torch modules call it in a checkpoint, so that one loads into the other
+        # the torch modules' name in checkpoints, so that a checkpoint of either kind loads into the other
         layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return block

@@ -1,9 +1,9 @@
-"""Low-rank adapters: beside a frozen matrix W stands (alpha / rank) B A, and only A and B are trained.
+"""Low-rank adapters: to a frozen matrix W (alpha / rank) B A is added, and only A and B are trained.
 
-Hu et al. 2021, arXiv 2106.09685, section 4.1. A begins as random numbers and B as zeros. An adapter is divided as its
-matrix is: where tensor parallelism divides W's outputs it divides B's, and where it divides W's inputs it divides A's;
-the other one of the two is on every rank. Ranks exchange what is between A and B, ``rank`` numbers a token. Matrices
-that Megatron fuses (query, key and value; gate and up) have one adapter.
+Hu et al. 2021, arXiv 2106.09685, section 4.1. A starts random and B zero. An adapter is sharded as its matrix is: where
+tensor parallelism divides W's outputs it divides B's, where it divides W's inputs it divides A's, and the other of the
+two is replicated. Ranks exchange A's outputs, ``rank`` numbers a token. Matrices that Megatron fuses (query, key and
+value; gate and up) have one adapter.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from megarl.recipe.tables import Recipe
 
 
 class Adapter(torch.nn.Module):
-    """(alpha / rank) B A beside this rank's part of a matrix, or of the matrices of this rank's experts.
+    """(alpha / rank) B A for this rank's part of a matrix, or for those matrices of this rank's experts.
 
-    a: [rank, inputs]; b: [parts, outputs / parts, rank], so that a rank's part is one block of the whole tensor; both
-    with the experts as first dimension where there are some.
+    a: [rank, inputs]; b: [parts, outputs / parts, rank] with parts = 2 for fused gate and up, of each of which a rank
+    has a shard, else 1: so a rank's shard is one block of the whole tensor. For experts both have the local experts as
+    an additional first dimension. key: the adapter's name in checkpoints, which also seeds its random numbers.
     """
 
     def __init__(self, key: str, weight: torch.Tensor, matrix: Matrix, table: LoraTable) -> None:
@@ -48,34 +49,35 @@ class Adapter(torch.nn.Module):
         for parameter in (self.a, self.b):
             parameter.allreduce = weight.allreduce  # type: ignore[attr-defined]
             axis = self._divided_axis(parameter)
-            # what is not divided Megatron counts in the gradient's norm on the first tensor-parallel rank alone
+            # without these attributes Megatron takes the parameter for replicated, and counts it in the gradient's
+            # norm only on the first tensor-parallel rank
             if axis is not None or self.group.size() == 1:
                 set_tensor_model_parallel_attributes(parameter, True, axis or 0, 1)
 
     def _divided_axis(self, parameter: torch.Tensor) -> int | None:
-        """The dimension of A or B that tensor parallelism divides, if it does."""
+        """The dimension of A or B that tensor parallelism divides; None if the parameter is replicated."""
         if self.matrix.splits_inputs:
             return self.a.ndim - 1 if parameter is self.a else None
         return self.b.ndim - 2 if parameter is self.b else None
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """A uniform in +-1 / sqrt(inputs), as PEFT has it, the same in every layout."""
+        """Draw A uniformly from +-1 / sqrt(inputs), as PEFT does; the values are the same in every layout."""
         rank, width = self.a.shape[-2:]
         first_input = self.group.rank() * width if self.matrix.splits_inputs else 0
         first_expert = mpu.get_expert_model_parallel_rank() * len(self.a) if self.matrix.of_experts else 0
         for local, part in enumerate(self.a if self.matrix.of_experts else [self.a]):
             name = f"{seed} {self.key} {first_expert + local}"
-            own = _generator(name, torch.device("cpu"))
-            whole = (2 * torch.rand(rank, self.matrix.inputs, generator=own) - 1) * self.matrix.inputs**-0.5
+            generator = _generator(name, torch.device("cpu"))
+            whole = (2 * torch.rand(rank, self.matrix.inputs, generator=generator) - 1) * self.matrix.inputs**-0.5
             part.copy_(whole[:, first_input : first_input + width])
 
     def up(self) -> torch.Tensor:
-        """B with the rows of W: [outputs, rank], or [experts, outputs, rank]."""
+        """B in the shape that matches the rows of W: [outputs, rank], or [experts, outputs, rank]."""
         return self.b.flatten(-3, -2)
 
     def sharded(self) -> Iterator[ShardedTensor]:
-        """Where A and B stand in the whole tensors, for `dist_checkpointing`."""
+        """A and B with their place in the whole tensors, for `dist_checkpointing`."""
         for name, parameter in (("a", self.a), ("b", self.b)):
             axis, experts = self._divided_axis(parameter), self.matrix.of_experts
             offsets = [] if axis is None else [(axis, self.group.rank(), self.group.size())]
@@ -92,16 +94,16 @@ class Adapter(torch.nn.Module):
 
 
 class LinearAdapter(Adapter):
-    """Beside a ColumnParallelLinear or RowParallelLinear, whose tokens are divided between tensor-parallel ranks."""
+    """The adapter of a ColumnParallelLinear or RowParallelLinear; tensor-parallel ranks divide its tokens."""
 
     def __init__(self, key: str, weight: torch.Tensor, matrix: Matrix, table: LoraTable) -> None:
         super().__init__(key, weight, matrix, table)
-        # each rank sees its tokens in it: Megatron then sums the gradient over tensor parallelism
-        whole = self.b if matrix.splits_inputs else self.a
-        whole.sequence_parallel = self.group.size() > 1  # type: ignore[attr-defined]
+        # each rank applies the replicated one to its own tokens; the attribute makes Megatron sum the gradients
+        replicated = self.b if matrix.splits_inputs else self.a
+        replicated.sequence_parallel = self.group.size() > 1  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The matrix's input -> what is added to its output."""
+        """The matrix's input -> the term to add to its output."""
         low = F.linear(x, self.a) * self.scale
         if self.group.size() > 1 and self.matrix.splits_inputs:
             low = reduce_scatter_to_sequence_parallel_region(low, group=self.group)
@@ -111,12 +113,12 @@ class LinearAdapter(Adapter):
 
 
 class ExpertAdapter(Adapter):
-    """Beside one of the two weights of `GroupedExperts`."""
+    """The adapter of one of the two weights of `GroupedExperts`."""
 
     def forward(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """[n, inputs], sorted by expert, and where each expert's end -> [n, outputs], to be added."""
+        """tokens [n, inputs], sorted by expert; ends [experts], where each expert's rows end -> [n, outputs] to add."""
         a, b = self.a, self.up()
-        if self.group.size() > 1:  # every rank has all tokens and a part of each output: gradients are sums over ranks
+        if self.group.size() > 1:  # each rank computes a part for all tokens: sum the replicated one's gradient
             if self.matrix.splits_inputs:
                 b = copy_to_tensor_model_parallel_region(b, group=self.group)
             else:
@@ -129,21 +131,23 @@ def _generator(name: str, device: torch.device) -> torch.Generator:
 
 
 def round_stochastically(x: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """float32 -> ``dtype``: up or down by chance, so that the mean is x (Gupta et al. 2015, arXiv 1502.02551, eq. 1).
+    """float32 -> ``dtype``, rounded up or down at random with expected value x (Gupta et al. 2015, arXiv 1502.02551,
+    eq. 1).
 
-    Frozen weights are numbers of ``dtype``: of what adapters add to them all that is below half a unit in the last
-    place would be gone if the sum were rounded to the nearest. name: of these numbers, to which chance belongs.
+    Frozen weights are multiples of ``dtype``'s last place. Rounded to the nearest, W + B A would equal W wherever the
+    adapter adds less than half a unit in the last place. name: seeds the random numbers, so that an export is
+    reproducible.
     """
-    bits = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # of float32's, that dtype does not have
+    bits = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # mantissa bits of float32 that dtype lacks
     if bits is None:
         return x.to(dtype)
-    own = _generator(name, x.device)
-    chance = torch.randint(1 << bits, x.shape, generator=own, dtype=torch.int32, device=x.device)
-    return ((x.view(torch.int32) + chance) >> bits << bits).view(torch.float32).to(dtype)
+    generator = _generator(name, x.device)
+    noise = torch.randint(1 << bits, x.shape, generator=generator, dtype=torch.int32, device=x.device)
+    return ((x.view(torch.int32) + noise) >> bits << bits).view(torch.float32).to(dtype)
 
 
 def _group(matrix: Matrix) -> torch.distributed.ProcessGroup:
-    """The ranks that share the matrix."""
+    """The ranks over which tensor parallelism divides the matrix."""
     if matrix.of_experts:
         return mpu.get_expert_tensor_parallel_group()
     return mpu.get_tensor_model_parallel_group()
@@ -156,19 +160,19 @@ def attach(models: list[PolicyModel], recipe: Recipe) -> None:
         return
     for model in models:
         model.requires_grad_(False)
-        if model.pre_process:  # recomputation gives gradients only to layers whose input wants one
+        if model.pre_process:  # a recomputed layer gets gradients only if its input requires one
             model.embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_())
         for local, layer in enumerate(model.decoder.layers):
             number = layer.layer_number - 1
             for matrix in targeted(model.hf, number, table.targets):
-                name, adapter = _beside(layer, f"decoder.layers.{number}.{matrix.name}", matrix, table)
+                name, adapter = _attach(layer, f"decoder.layers.{number}.{matrix.name}", matrix, table)
                 model.adapters[f"decoder.layers.{local}.{name}"] = adapter
                 if not adapter.a.is_meta:
                     adapter.initialise(recipe.run.seed)
 
 
-def _beside(layer: Any, key: str, matrix: Matrix, table: LoraTable) -> tuple[str, Adapter]:
-    """The name of the parameter in the layer, and the adapter that now stands beside it."""
+def _attach(layer: Any, key: str, matrix: Matrix, table: LoraTable) -> tuple[str, Adapter]:
+    """Give the matrix its adapter; returns the name of the matrix's parameter in the layer, and the adapter."""
     if matrix.of_experts:
         name = f"weight{matrix.name[-1]}"
         adapter: Adapter = ExpertAdapter(key, getattr(layer.mlp.experts, name), matrix, table)
@@ -181,6 +185,7 @@ def _beside(layer: Any, key: str, matrix: Matrix, table: LoraTable) -> tuple[str
 
 
 def _add(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    """Forward hook of a linear layer: adds the adapter's term to its output."""
     return output[0] + linear.adapter(inputs[0]), output[1]
 
 
@@ -188,12 +193,12 @@ NAME = re.compile(r"\.(adapter|adapters\.weight[12])\.[ab]$")
 
 
 def is_adapters(name: str) -> bool:
-    """Whether a parameter of a model is one of an adapter."""
+    """Whether the parameter of this name belongs to an adapter."""
     return NAME.search(name) is not None
 
 
 def sharded_state(model: PolicyModel) -> dict[str, ShardedTensor]:
-    """The adapters alone, by the names of the model's parameters."""
+    """The sharded state of the adapters alone, by the names of the model's parameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = (tensor for adapter in model.adapters.values() for tensor in adapter.sharded())
     return {names[tensor.data]: tensor for tensor in found}

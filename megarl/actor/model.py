@@ -1,4 +1,4 @@
-"""Builds, from config.json and the recipe, a Megatron-Core GPTModel that returns the log-probs of tokens."""
+"""Builds the policy from config.json and the recipe: a Megatron-Core GPTModel that returns log-probs and entropies."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ from megarl.recipe.recompute import Recompute
 from megarl.recipe.tables import Recipe
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    # Megatron-Core 0.16.1 imports the name with Transformer Engine alone, but its routers ask whether it is None
+    # Megatron-Core 0.16.1 defines this name only with Transformer Engine, but its routers always compare it with None
     moe_utils.te_general_gemm = None
 if not hasattr(megatron_random, "FP8GlobalStateManager"):
-    # likewise, but its recomputation of norms asks all of these, whether anything is in 8 bits or not
+    # likewise undefined without Transformer Engine, but used whenever norms are recomputed, with fp8 or without
     megatron_random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     megatron_random.activation_recompute_forward = megatron_random.fp8_autocast = lambda **_: nullcontext()
 
 _ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
-# what the torch-native layers compute differently where the family says so: of another model's export no engine knows
-_OF_THE_FAMILY = (
+# settings that the torch-native layers take from the model family alone: another value would make a model that differs
+# from its config.json, which no engine could load
+_SET_BY_FAMILY = (
     "softmax_type", "window_size", "window_attn_skip_freq", "add_bias_linear", "activation_func_clamp_value",
     "glu_linear_offset",
 )  # fmt: skip
@@ -52,9 +53,9 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     actor = recipe.actor
     cpu, transformer_engine = actor.backend == "cpu", actor.layer_kind == "transformer_engine"
     dtype = torch.float32 if cpu else torch.bfloat16
-    for name in () if transformer_engine else _OF_THE_FAMILY:
-        if name in recipe.megatron:  # 0 and [] too would make another model
-            raise UserError(f'[megatron] {name}: with layers = "torch" it follows from config.json')
+    for name in () if transformer_engine else _SET_BY_FAMILY:
+        if name in recipe.megatron:  # whatever its value: 0 and [] may change the model too
+            raise UserError(f'[megatron] {name}: with layers = "torch" config.json decides it: remove the key')
     settings = family_of(hf).megatron_settings(hf)
     settings |= dict(
         activation_func=_ACTIVATIONS[settings.get("activation_func", "silu")],
@@ -69,14 +70,14 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         expert_model_parallel_size=actor.expert_parallel,
         expert_tensor_parallel_size=actor.expert_tensor_parallel or actor.tensor_parallel,
         sequence_parallel=actor.tensor_parallel > 1,
-        # packed micro-batches differ in length; with virtual stages on two pipeline ranks Megatron would confuse the
-        # shapes of two messages, so there all micro-batches of an update are made equally long
+        # packed micro-batches differ in length. With virtual stages Megatron would confuse the shapes that two pipeline
+        # ranks send each other, so `micro_batches` makes all of an update equally long there
         variable_seq_lengths=recipe.virtual_pipeline_stages is None,
-        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, also for dense models
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even for dense models
         calculate_per_token_loss=True,  # sums of losses, divided once by the count of the whole optimizer batch
-        batch_p2p_comm=False,  # with the default, virtual stages receive each other's messages, without an error
+        batch_p2p_comm=False,  # with the default, virtual stages silently receive each other's messages
         use_cpu_initialization=cpu,
-        # without these Transformer Engine's layers wait for the device several times a layer
+        # without these fusions Transformer Engine's layers wait for the device several times a layer
         apply_rope_fusion=transformer_engine,
         moe_permute_fusion=transformer_engine,
         bias_activation_fusion=transformer_engine,
@@ -101,21 +102,21 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage returns log-probs and entropies of the trained labels instead of logits.
+    """GPTModel whose last pipeline stage returns log-probs and entropies of the trained labels instead of logits.
 
-    With ``labels`` [1, T] and ``PackedSequences.trained`` [N] the last pipeline stage returns two [N] float32:
-    log-probs of the labels under the distribution at ``temperature``, and its entropies (nats). No rank holds full
-    logits.
+    With ``labels`` [1, T] and ``PackedSequences.trained`` [N] that stage returns two tensors [N] float32: the log-probs
+    of the labels under the distribution at ``temperature``, and the entropies of this distribution (nats). No rank ever
+    holds full logits.
     """
 
     temperature: float = 1.0
-    head_backend: str = "torch"  # of `megarl.kernels.linear_logprob`
-    hf: dict[str, Any]  # settings of the model, from `megarl.models.hf_config.read_hf_config`
-    adapters: dict[str, Any]  # of `megarl.actor.lora`, by the name of the parameter beside which each stands
+    head_backend: str = "torch"  # backend of `megarl.kernels.linear_logprob`
+    hf: dict[str, Any]  # the model's settings, from `megarl.models.hf_config.read_hf_config`
+    adapters: dict[str, Any]  # `megarl.actor.lora.Adapter`s by the name of the parameter that each is added to
 
     @property
     def true_vocab_size(self) -> int:
-        """Rows of embedding and lm head; those beyond it only pad the vocabulary."""
+        """Size of the vocabulary; further rows of embedding and LM head are padding for tensor parallelism."""
         return int(self.hf["vocab_size"])
 
     def forward(
@@ -127,7 +128,8 @@ class PolicyModel(GPTModel):
         packed_seq_params: PackedSequences | None = None,
         **kwargs: Any,
     ) -> Any:
-        """GPTModel's. The torch-native attention gets its rotary tables, once for all layers, with the sequences."""
+        """GPTModel.forward, with what the torch-native layers share added to ``packed_seq_params``: rotary tables, and
+        for gated delta nets the chunks of the sequences. Both are computed once for all layers."""
         if packed_seq_params is not None and self.position_embedding_type == "none":
             frequencies, scale = self._frequencies()
             tables = rotary_tables(position_ids, frequencies, self.config.params_dtype, scale)
@@ -140,7 +142,9 @@ class PolicyModel(GPTModel):
         )
 
     def _frequencies(self) -> tuple[torch.Tensor, float]:
-        """[rotated dimensions / 2] and a scale; latent attention has an embedding in every layer, all alike."""
+        """Inverse frequencies [rotated dimensions / 2] and the scale of `rotary_tables`.
+
+        Latent attention has them in every layer, all alike, so the first layer's are taken."""
         if self.config.multi_latent_attention:
             return self.decoder.layers[0].self_attention.frequencies
         if isinstance(self.rotary_pos_emb, YarnRotaryEmbedding):
@@ -191,7 +195,7 @@ def _block_spec(
 
 
 def _yarn_embedding(hf: dict[str, Any], config: TransformerConfig) -> YarnRotaryEmbedding:
-    """With the settings of config.json, some of which Megatron-Core 0.16.1's configuration does not have."""
+    """YaRN with config.json's settings; Megatron-Core 0.16.1's TransformerConfig has no fields for some of them."""
     yarn = hf["rope_yarn"]
     return YarnRotaryEmbedding(
         config.kv_channels,
@@ -208,7 +212,7 @@ def _yarn_embedding(hf: dict[str, Any], config: TransformerConfig) -> YarnRotary
 
 
 def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
-    """This rank's model chunks (one, or one for each virtual pipeline stage), with weights still to be loaded."""
+    """This rank's model chunks (one, or one for each virtual pipeline stage); their weights are not loaded yet."""
     config = transformer_config(hf, recipe)
     tp = recipe.actor.tensor_parallel
     virtual = config.virtual_pipeline_model_parallel_size
@@ -230,12 +234,12 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
             vp_stage=stage,
         )
         if recipe.actor.layer_kind == "torch":
-            model.position_embedding_type = "none"  # `PackedAttention` rotates
+            model.position_embedding_type = "none"  # `PackedAttention` rotates queries and keys itself
             if hf.get("rope_yarn") and not config.multi_latent_attention:
                 model.rotary_pos_emb = _yarn_embedding(hf, config)
         model.temperature = recipe.rollout.temperature
         model.head_backend = recipe.actor.head_backend
         model.hf, model.adapters = hf, {}
-        stays = recipe.actor.backend == "cpu" or config.init_model_with_meta_device
-        chunks.append(model if stays else model.cuda())
+        in_place = recipe.actor.backend == "cpu" or config.init_model_with_meta_device
+        chunks.append(model if in_place else model.cuda())
     return chunks

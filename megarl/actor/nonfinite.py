@@ -1,4 +1,4 @@
-"""An update whose loss or gradient is not finite: finds the sequences that cause it, over all ranks of the batch."""
+"""Finds the sequences of the batch, on any rank, that made the loss or the gradient of an update non-finite."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ _INPUTS = ("rollout_logprobs", "advantages", "logprobs", "old_logprobs", "ref_lo
 
 @dataclass(frozen=True)
 class Offender:
-    """A sequence of the optimizer batch that is not finite.
+    """A sequence of the optimizer batch that made an update non-finite or, if only the gradient is, may have.
 
     Positions count input tokens under context parallelism and response tokens otherwise; `megarl.phases.optimize` turns
     both into response tokens.
     """
 
-    sequence: int  # place in the optimizer batch
-    tensor: str  # the first one that is not finite there; "gradient": only the gradient of the model is not
-    positions: list[int]  # where it is not
-    logprobs: dict[int, float]  # the actor's log-prob at every position with a label
-    whole_sequences: bool  # positions count input tokens
+    sequence: int  # index in the optimizer batch
+    tensor: str  # the first non-finite one of _INPUTS and "loss"; "gradient": they are finite, the model's gradient not
+    positions: list[int]  # positions where this tensor is not finite
+    logprobs: dict[int, float]  # position -> the actor's log-prob, for every trained token
+    whole_sequences: bool  # True: positions count input tokens
 
 
 class NonFiniteUpdate(UserError):
-    """Loss or gradient is not finite; the update was not applied. The last pipeline stage knows the ``offenders``."""
+    """Loss or gradient is not finite, so the update was not applied. ``offenders`` is empty outside the last pipeline
+    stage."""
 
     def __init__(self, message: str, offenders: list[Offender]) -> None:
         super().__init__(message)
@@ -42,7 +43,7 @@ class NonFiniteUpdate(UserError):
 def non_finite_update(
     logs: list[MicroBatchLog], objective: Objective | WithOptions, metrics: dict[str, float], norm: float, group: Any
 ) -> NonFiniteUpdate:
-    """The error that all ranks raise together; collective over the ranks of the batch."""
+    """The error that all ranks raise together. Collective over ``group``, the ranks that hold the batch."""
     what = f"gradient norm is {norm}"
     if "loss" in metrics:
         what = f"loss is {metrics['loss']}, {what}"
@@ -72,7 +73,8 @@ def non_finite_update(
 
 
 def _examine(batch: TokenBatch, objective: Objective | WithOptions) -> list[tuple[int, str, list[int], Any, bool]]:
-    """(sequence, first tensor that is not finite or "", positions, log-probs, whether positions count input tokens)."""
+    """For each sequence of this rank: (index in the optimizer batch, first tensor that is not finite or "", positions
+    where it is not, log-probs by position, whether positions count input tokens)."""
     mask, ids, place = batch.loss_mask, batch.sequence_ids, batch.positions
     assert batch.sequence_index is not None
     bad = {name: mask & ~torch.isfinite(getattr(batch, name)) for name in _INPUTS if getattr(batch, name) is not None}
@@ -88,7 +90,7 @@ def _examine(batch: TokenBatch, objective: Objective | WithOptions) -> list[tupl
 
 
 def _loss_is_finite(batch: TokenBatch, objective: Objective | WithOptions) -> torch.Tensor:
-    """[T] bool: the loss of each token and its derivative."""
+    """[T] bool: whether the loss of each token and its derivative by the token's log-prob are finite."""
     logprobs = batch.logprobs.detach().requires_grad_()
     loss = objective(replace(batch, logprobs=logprobs)).loss
     if not loss.requires_grad:

@@ -1,4 +1,4 @@
-"""Megatron's DistributedDataParallel and distributed optimizer around the model, as the recipe asks for them."""
+"""Wraps the model in Megatron's DistributedDataParallel and distributed optimizer, configured by the recipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.recipe.tables import Recipe
 
 
 def wrap(models: list[PolicyModel], recipe: Recipe) -> tuple[list[DistributedDataParallel], MegatronOptimizer]:
-    """The chunks with gradient buffers, and the optimizer of their parameters. Collective."""
+    """The model chunks wrapped in Megatron's DDP, and the optimizer of their parameters. Collective."""
     config, ddp = models[0].config, ddp_config(recipe)
     replicas = [DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(models)]
     optimizer = get_megatron_optimizer(
@@ -26,7 +26,7 @@ def wrap(models: list[PolicyModel], recipe: Recipe) -> tuple[list[DistributedDat
         use_gloo_process_groups=recipe.actor.backend == "cpu",
     )
     for group in optimizer.param_groups:
-        # of torch's Adam, which on GPUs would take the square roots of all second moments at once, 4 bytes a parameter
+        # torch's Adam with foreach takes the square roots of all second moments at once: 4 more bytes a parameter
         group["foreach"] = False
     config.finalize_model_grads_func = _finalize
     config.grad_scale_func = optimizer.scale_loss
@@ -37,7 +37,8 @@ def wrap(models: list[PolicyModel], recipe: Recipe) -> tuple[list[DistributedDat
 
 
 def _finalize(replicas: list[DistributedDataParallel], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's, except that the count by which gradients are divided stays on the device; it asks whether it is 0."""
+    """Megatron's finalize_model_grads, but the count by which gradients are divided stays on the device; Megatron's own
+    reads it to see whether it is 0."""
     finalize_model_grads(replicas, None, **kwargs)
     if num_tokens is None:
         return
@@ -59,14 +60,14 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
     settings |= recipe.megatron_ddp
     for name in ("use_megatron_fsdp", "use_custom_fsdp", "align_param_gather"):
         if settings.get(name):
-            raise UserError(f"[megatron_ddp] {name}: megarl's checkpoints and schedules do not have it")
+            raise UserError(f"[megatron_ddp] {name}: megarl's checkpoints and schedules do not support it; remove it")
     if not settings["use_distributed_optimizer"]:
-        raise UserError("[megatron_ddp] use_distributed_optimizer = false: megarl's checkpoints need it")
+        raise UserError("[megatron_ddp] use_distributed_optimizer = false: megarl's checkpoints need it; leave it true")
     return DistributedDataParallelConfig(**settings)
 
 
 def optimizer_config(recipe: Recipe, params_dtype: torch.dtype) -> OptimizerConfig:
-    """``[optimizer]``, and what ``[megatron_optimizer]`` adds to it."""
+    """Megatron's optimizer configuration: ``[optimizer]``, and the further settings of ``[megatron_optimizer]``."""
     table = recipe.optimizer
     settings: dict[str, Any] = dict(
         optimizer="adam",
@@ -83,20 +84,20 @@ def optimizer_config(recipe: Recipe, params_dtype: torch.dtype) -> OptimizerConf
     )
     own = {"lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"} & set(recipe.megatron_optimizer)
     if own:
-        raise UserError(f"[megatron_optimizer] {sorted(own)[0]} is a setting of [optimizer]")
+        raise UserError(f"[megatron_optimizer] {sorted(own)[0]}: set it in [optimizer] instead")
     given = {k: getattr(torch, v) if v in DTYPES else v for k, v in recipe.megatron_optimizer.items()}
     if not given.get("optimizer_cpu_offload"):
         return OptimizerConfig(**settings | given)
-    # Megatron-Core 0.16.1 compares the version of Transformer Engine here, also where it is not installed nor needed
+    # Megatron-Core 0.16.1 would check Transformer Engine's version here, even if it is neither installed nor needed
     config = OptimizerConfig(**settings | given | {"use_precision_aware_optimizer": False})
     config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     return config
 
 
 def gather_parameters(replicas: list[DistributedDataParallel]) -> None:
-    """Wait for updated parameters that other ranks own; before the weights are read. Collective.
+    """Gather the updated parameters from the ranks that own them. Call it before the weights are read. Collective.
 
-    With ``overlap_param_gather`` they otherwise come during the next forward pass.
+    With ``overlap_param_gather`` they would otherwise arrive only during the next forward pass.
     """
     for replica in replicas:
         if replica.ddp_config.overlap_param_gather:

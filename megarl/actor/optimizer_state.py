@@ -3,7 +3,7 @@
 Megatron's distributed optimizer gives each data-parallel rank a range of the flattened parameters. Its own
 "fully_reshardable" checkpoints first gather all ranges on every data-parallel rank: 48 GB a rank for Qwen3-30B-A3B on
 32 GPUs. But a range of a flattened matrix is at most three rectangles of that matrix, and torch's distributed
-checkpoints store and load rectangles. So every rank writes what it has, and nothing is gathered.
+checkpoints store and load rectangles. So every rank writes its own rectangles, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Rectangle = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 def rectangles(start: int, end: int, shape: tuple[int, ...]) -> list[Rectangle]:
-    """The elements [start, end) of a flattened tensor as rectangles of it, in order: at most 2 len(shape) - 1."""
+    """Elements [start, end) of a flattened tensor as rectangles of the tensor, in order: at most 2 len(shape) - 1."""
     if start >= end:
         return []
     if len(shape) == 1:
@@ -44,10 +44,10 @@ def rectangles(start: int, end: int, shape: tuple[int, ...]) -> list[Rectangle]:
 
 
 def sharded_adam_state(optimizer: MegatronOptimizer, model_state: Any) -> dict[str, ShardedTensor]:
-    """This rank's Adam moments, and float32 master weights where the model's are bfloat16, for `dist_checkpointing`.
+    """This rank's Adam moments, and the float32 master weights of bfloat16 parameters, for `dist_checkpointing`.
 
-    model_state: sharded state dicts of all model chunks. The tensors are views of the optimizer's: loading into them
-    restores all but the step count, which `set_adam_step` does.
+    model_state: sharded state dicts of all model chunks. The tensors are views of the optimizer's, so loading into them
+    restores everything but the step count, for which there is `set_adam_step`.
     """
     placed = {part.data: part for part in nested_values(model_state) if _is_tensor(part)}
     state = {}
@@ -57,7 +57,7 @@ def sharded_adam_state(optimizer: MegatronOptimizer, model_state: Any) -> dict[s
             shard = part.optimizer.param_groups[group]["params"][order]
             held = part.optimizer.state[shard]
             tensors = {name: held[name] for name in ("exp_avg", "exp_avg_sq")}
-            if parameter.dtype != torch.float32:  # an optimizer of several precisions has the master weights itself
+            if parameter.dtype != torch.float32:  # a precision-aware optimizer keeps the master weights in its state
                 tensors["parameter"] = held.get("master_param", shard)
             owned = part._get_model_param_range_map(parameter)["param"]
             for name, tensor in tensors.items():
@@ -73,9 +73,10 @@ def _is_tensor(part: Any) -> bool:
 def _pieces(
     placed: ShardedTensor | ShardedTensorFactory, parameter: torch.Tensor, start: int, flat: torch.Tensor, name: str
 ) -> Iterator[ShardedTensor]:
-    """Rectangles of ``flat``, a state of the elements ``parameter.view(-1)[start:]``, placed in the whole tensors."""
+    """Cut ``flat``, the state of ``parameter.view(-1)[start : start + len(flat)]``, into rectangles with their place in
+    the whole tensors on disk."""
     blocks = nested_values(placed.build()) if isinstance(placed, ShardedTensorFactory) else [placed]
-    for block in blocks:  # gate and up projection, fused in the parameter, are two tensors on disk
+    for block in blocks:  # several where a parameter fuses tensors that are separate on disk, as gate and up
         assert block.data.is_contiguous()
         begin = (block.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
         low, high = max(start, begin), min(start + flat.numel(), begin + block.data.numel())
@@ -91,20 +92,21 @@ def _pieces(
                 global_shape=block.global_shape,
                 global_offset=tuple(a + b for a, b in zip(block.global_offset, offset, strict=True)),
                 axis_fragmentations=None,  # irregular
-                # replicas by tensor parallelism and tied embeddings remain; data-parallel ranks differ in their ranges
+                # 0 in place of the data-parallel rank, since those ranks hold different ranges; replicas by tensor
+                # parallelism and tied embeddings remain replicas
                 replica_id=(*block.replica_id[:2], 0),
                 allow_shape_mismatch=block.allow_shape_mismatch,
             )
 
 
 def distributed_optimizers(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """The parts of a chained optimizer (experts, all else) of which this rank owns parameters."""
+    """The parts of a chained optimizer (for experts, for all other parameters) in which this rank owns parameters."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not part.is_stub_optimizer]
 
 
 def create_adam_state(optimizer: DistributedOptimizer) -> None:
-    """Create the moments, as zeros, and the master weights where Adam keeps them, which it does at its first step."""
+    """Create Adam's moments as zeros, and master weights where Adam keeps them, as its first step otherwise would."""
     for inner in _inner_optimizers(optimizer):
         for group in inner.param_groups:
             for parameter in group["params"]:
@@ -115,7 +117,7 @@ def create_adam_state(optimizer: DistributedOptimizer) -> None:
 
 
 def _create(inner: Any, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-    if getattr(inner, "master_weights", False):  # Transformer Engine's, of several precisions
+    if getattr(inner, "master_weights", False):  # Transformer Engine's precision-aware Adam
         inner.initialize_state(parameter, store_param_remainders=False)
         return
     state = inner.state[parameter]
@@ -126,7 +128,8 @@ def _create(inner: Any, parameter: torch.Tensor, group: dict[str, Any]) -> None:
 
 
 def _inner_optimizers(optimizer: DistributedOptimizer) -> list[torch.optim.Optimizer]:
-    """The Adams of a part: of one that is partly on the host, one for each parameter there and one on the GPU."""
+    """The Adam optimizers of a part. If part of it is offloaded to the host: one for each offloaded parameter, and one
+    for those on the GPU."""
     if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
         return list(optimizer.optimizer.sub_optimizers)
     return [optimizer.optimizer]
@@ -145,12 +148,13 @@ def adam_step(optimizer: MegatronOptimizer) -> int:
 
 
 def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
+    """Set the number of updates made, which `adam_step` reads."""
     for part in distributed_optimizers(optimizer):
         for inner in _inner_optimizers(part):
             for group in inner.param_groups:
                 if not isinstance(inner, torch.optim.AdamW):
                     group["step"] = step
                     continue
-                for parameter in group["params"]:  # a tensor each: Adam adds in place
+                for parameter in group["params"]:  # a tensor for each, since Adam increments it in place
                     count = torch.tensor(float(step), device=parameter.device if group["fused"] else "cpu")
                     inner.state[parameter]["step"] = count

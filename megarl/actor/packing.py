@@ -1,4 +1,7 @@
-"""Packs the responses of one update into micro-batches by token budget; all ranks agree without communication."""
+"""Packs the responses of one update into micro-batches within a token budget.
+
+Every rank computes the same assignment from all lengths, so the ranks agree without communication.
+"""
 
 from __future__ import annotations
 
@@ -24,47 +27,48 @@ class Sample:
     response_tokens: np.ndarray  # [R] int32
     rollout_logprobs: np.ndarray  # [R] float32
     advantage: float
-    trained: bool = True  # False: kept in the batch, but none of its tokens counts
-    routed_experts: np.ndarray | None = None  # [len(self), layers, top_k] int, of the engine
-    loss_mask: np.ndarray | None = None  # [R] bool, False for what the policy did not sample; None: it sampled all
+    trained: bool = True  # False: stays in the batch, but none of its tokens has a loss
+    routed_experts: np.ndarray | None = None  # [len(self), layers, top_k] int, experts that the engine recorded
+    loss_mask: np.ndarray | None = None  # [R] bool, False for tokens that the policy did not sample; None: all True
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens with a loss."""
+        """Number of tokens with a loss."""
         sampled = len(self.response_tokens) if self.loss_mask is None else int(self.loss_mask.sum())
         return sampled if self.trained else 0
 
     def __len__(self) -> int:
-        # the last token is only a label, never an input
+        # number of input tokens: the last token is only a label
         return len(self.prompt_tokens) + len(self.response_tokens) - 1
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """T packed input tokens for the model, and what the objective needs to know about N <= T of their labels.
+    """T packed input tokens for the model, and the objective's batch of N <= T of their labels.
 
-    The objective sees the response tokens only, packed anew: prompt tokens would only be masked out again. Under
-    context parallelism all tensors are this rank's chunks, and the objective sees every token of these: its prefix
-    minima and sequence sums need chunks of equal length on every rank.
+    Without context parallelism ``batch`` has the response tokens only, packed anew, since prompt tokens would only be
+    masked out. Under context parallelism all tensors hold this rank's chunks, and ``batch`` has every token of them
+    (N = T less the filler), because prefix minima and sequence sums need chunks of equal length on every rank.
     """
 
     tokens: torch.Tensor  # [1, T] int64
     labels: torch.Tensor  # [1, T] int64, the token after each input
     positions: torch.Tensor  # [1, T] int64
     packed: PackedSequences
-    batch: TokenBatch  # N tokens; logprobs are NaN until `megarl.actor.schedule.token_batch` puts in the model's
-    token_count: int  # labels under loss_mask
-    sequence_count: int  # sequences with at least one of them; all of them on the first context-parallel rank
-    # layer number, from 1 -> [tokens that this rank's routers see, top_k] int; -1 where the router decides itself
+    batch: TokenBatch  # N tokens; logprobs are NaN until `megarl.actor.schedule.token_batch` fills in the model's
+    token_count: int  # labels with a loss
+    sequence_count: int  # sequences with at least one such label; counted on the first context-parallel rank, else 0
+    # layer number, from 1 -> [tokens that this rank's routers see, top_k] int; -1: the router chooses itself
     routed_experts: dict[int, torch.Tensor] | None = None
 
 
 def assign(lengths: Sequence[int], replicas: int, budget: int, rounds: int = 1) -> list[list[list[int]]]:
-    """Sample indices as [replica][micro-batch][...], every replica with the same number of micro-batches.
+    """Indices into ``lengths`` as [replica][micro-batch][...], every replica with the same number of micro-batches.
 
-    The longest sample goes first, always onto the emptiest bin; there are as few micro-batches as keep every bin within
-    ``budget`` tokens. A sample longer than the budget gets a bin of its own. Bins may stay empty when there are fewer
-    samples than replicas, or when the number of micro-batches of a replica must be a multiple of ``rounds``.
+    Samples are placed longest first, each into the emptiest bin (micro-batch); the number of bins is the smallest for
+    which this keeps every bin within ``budget`` tokens. A sample longer than the budget gets a bin of its own. Bins may
+    stay empty when there are fewer samples than replicas, or when the number of micro-batches of a replica must be a
+    multiple of ``rounds``.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     alone = sum(length > budget for length in lengths)
@@ -89,10 +93,11 @@ def pack(
     tokens: int | None = None,
     shard: ContextShard | None = None,
 ) -> MicroBatch:
-    """Concatenate samples, sorted by length, without padding; ``indices``: their places in the optimizer batch.
+    """Concatenate samples, sorted by length, without padding. indices: the samples' places in the optimizer batch.
 
-    With a ``shard`` each sequence is padded to a multiple of its chunks, and only this rank's chunks are kept. If
-    ``tokens`` asks for a longer axis, it ends with filler sequences, which have no label.
+    shard: each sequence is padded to a multiple of the shard's number of chunks, and only this rank's chunks are kept.
+    tokens: length of the packed axis over all context-parallel ranks; if it exceeds the samples' tokens, filler
+    sequences without labels follow.
     """
     order = sorted(range(len(samples)), key=lambda i: len(samples[i]))
     samples = [samples[i] for i in order]
@@ -100,15 +105,15 @@ def pack(
     real = int(lengths.sum())
     filler = 0 if tokens is None else tokens - real
     columns = _columns(samples, lengths, filler)
-    # filler sequences are no longer than real ones, so that their attention costs no more
+    # filler sequences are no longer than the longest sample, which keeps their attention cheap
     extra = [lengths[-1]] * (filler // lengths[-1]) + [filler % lengths[-1]] * bool(filler % lengths[-1])
     runs = np.append(lengths, np.array(extra, np.int64))
     kept = shard.held_tokens(runs) if shard else np.arange(real + filler)
     columns = {name: column[kept] for name, column in columns.items()}
     trained = columns["is_response"].nonzero()[0]
     sizes = lengths // shard.size if shard else np.array([len(s.response_tokens) for s in samples])
-    seen = slice(0, int(sizes.sum())) if shard else trained  # what the objective sees
-    mask = columns["loss_mask"][seen]
+    in_batch = slice(0, int(sizes.sum())) if shard else trained  # the tokens of the objective's batch
+    mask = columns["loss_mask"][in_batch]
 
     tensor = partial(to_device, device)
     cu_seqlens, longest = tensor(_offsets(runs)), int(runs.max())
@@ -118,7 +123,7 @@ def pack(
         positions=tensor(columns["positions"])[None],
         packed=PackedSequences(
             qkv_format="thd",
-            # of the padded whole sequences: padding comes last, where no token attends to it
+            # boundaries of whole padded sequences: padding is at their ends, where no other token attends to it
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
             max_seqlen_q=longest,
@@ -130,8 +135,8 @@ def pack(
         ),
         batch=TokenBatch(
             logprobs=torch.full(mask.shape, torch.nan, device=device),
-            rollout_logprobs=tensor(columns["rollout_logprobs"][seen]),
-            advantages=tensor(columns["advantages"][seen]),
+            rollout_logprobs=tensor(columns["rollout_logprobs"][in_batch]),
+            advantages=tensor(columns["advantages"][in_batch]),
             loss_mask=tensor(mask),
             cu_seqlens=tensor(_offsets(sizes)),
             sequence_index=tensor(np.array([indices[i] for i in order], np.int64)),
@@ -156,14 +161,14 @@ def _attended_keys(lengths: np.ndarray, shard: ContextShard, device: torch.devic
 
 
 def _offsets(sizes: np.ndarray) -> np.ndarray:
-    """[len(sizes) + 1] int32, where each of the packed sequences begins and the last one ends."""
+    """[len(sizes) + 1] int32, cu_seqlens: where each packed sequence begins, and where the last one ends."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
 
 def _routed_experts(
     samples: Sequence[Sample], lengths: np.ndarray, filler: int, kept: np.ndarray, device: torch.device
 ) -> dict[int, torch.Tensor] | None:
-    """What the engine recorded, on the packed axis of this rank, layer by layer; None without any record."""
+    """`MicroBatch.routed_experts` from the samples' records, -1 where there are none; None if no sample has one."""
     kinds = {(s.routed_experts.shape[1:], s.routed_experts.dtype) for s in samples if s.routed_experts is not None}
     if not kinds:
         return None
@@ -182,13 +187,14 @@ def _padded_lengths(samples: Sequence[Sample], shard: ContextShard | None) -> np
 
 
 def packed_length(samples: Sequence[Sample], multiple: int, shard: ContextShard | None) -> int:
-    """Tokens of a micro-batch over all context-parallel ranks, on each of them a ``multiple``."""
+    """Length of the packed axis of a micro-batch over all context-parallel ranks: the smallest that holds the samples
+    and gives each rank a multiple of ``multiple`` tokens."""
     chunks = shard.chunks if shard else 1
     return -(-int(_padded_lengths(samples, shard).sum()) // (multiple * chunks)) * multiple * chunks
 
 
 def _columns(samples: Sequence[Sample], lengths: np.ndarray, filler: int) -> dict[str, np.ndarray]:
-    """Per-token arrays over the whole packed axis, zero where a sequence is padded and in the filler at the end."""
+    """Per-token arrays over the whole packed axis, zero in the padding of sequences and in the filler at the end."""
     total = int(lengths.sum()) + filler
     columns = {name: np.zeros(total, np.int64) for name in ("tokens", "labels", "positions")}
     columns |= {name: np.zeros(total, np.float32) for name in ("rollout_logprobs", "advantages")}
@@ -218,11 +224,12 @@ def context_shard() -> ContextShard | None:
 
 
 def micro_batches(samples: Sequence[Sample], budget: int, device: torch.device, align: int = 1) -> list[MicroBatch]:
-    """This data-parallel rank's micro-batches of an update; every rank gets equally many.
+    """This data-parallel rank's micro-batches of an update; every rank gets the same number of them.
 
-    align: of which the tokens between two matrices are a multiple on every rank, as products in 8 bits need
-    (`megarl.recipe.fp8.token_alignment`). Sequence parallelism needs T to be a multiple of its ranks. Virtual pipeline
-    stages need all micro-batches equally long, and their number to be a multiple of the pipeline ranks.
+    budget: tokens of a micro-batch. align: the tokens that each rank multiplies with a matrix are a multiple of this,
+    as fp8 needs it (`megarl.recipe.fp8.token_alignment`). Sequence parallelism needs T to be a multiple of its ranks.
+    Virtual pipeline stages need all micro-batches equally long, and their number to be a multiple of the pipeline
+    ranks.
     """
     replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     virtual = mpu.get_virtual_pipeline_model_parallel_world_size() is not None
@@ -242,7 +249,8 @@ def micro_batches(samples: Sequence[Sample], budget: int, device: torch.device, 
 
 
 def _sequence_parallel(batch: MicroBatch) -> MicroBatch:
-    """Keeps the experts of the tokens that this rank's routers see under sequence parallelism."""
+    """The micro-batch with ``routed_experts`` of this rank's tokens only, which its routers see under sequence
+    parallelism."""
     if batch.routed_experts is None or mpu.get_tensor_model_parallel_world_size() == 1:
         return batch
     size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()

@@ -1,4 +1,4 @@
-"""torch.distributed and Megatron's process groups for one rank that trains."""
+"""Sets up torch.distributed and Megatron's process groups for one rank that trains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def initialize(recipe: Recipe) -> torch.device:
 
 
 def join(recipe: Recipe, role: Role | None = None) -> tuple[torch.device, dist.Store]:
-    """`initialize` among the processes of one ``role``; returns the store of all the phase's processes too."""
+    """As `initialize`, with a process group of the processes of one ``role``; also returns the store that all processes
+    of the phase share."""
     device = torch.device("cpu")
     if recipe.actor.backend == "cuda":
         _prepare_cuda(recipe)
@@ -34,22 +35,22 @@ def join(recipe: Recipe, role: Role | None = None) -> tuple[torch.device, dist.S
 
 
 def _prepare_cuda(recipe: Recipe) -> None:
-    """Settings that CUDA and torch's allocator read when they are first used; those of the environment prevail."""
+    """Set variables that CUDA and torch's allocator read when they are first used; existing variables are kept."""
     actor = recipe.actor
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(os.environ) and not recipe.megatron_ddp.get(
         "nccl_ub"
     ):
-        # micro-batches differ in length: fixed segments would fragment. NCCL's registered buffers cannot have it
+        # micro-batches differ in length, so fixed segments would fragment. NCCL's registered buffers do not support it
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if actor.tensor_parallel > 1 or actor.context_parallel > 1:
-        # one hardware queue: a collective starts before the computation that was launched after it
+        # with one hardware queue a collective starts before the computation that is launched after it
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def build_groups(recipe: Recipe, gloo: bool = True) -> None:
-    """Megatron's process groups of the recipe's layout over all ranks, and its random state.
+    """Create Megatron's process groups for the recipe's layout over all ranks, and seed its random state.
 
-    gloo: beside the groups of the default backend.
+    gloo: whether to create gloo groups in addition to those of the default backend.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -70,7 +71,8 @@ def build_groups(recipe: Recipe, gloo: bool = True) -> None:
 
 
 def reports_metrics() -> bool:
-    """True on the one rank that writes metrics: the first in all but the pipeline, whose last stage knows the loss."""
+    """True on the one rank that writes metrics: the first tensor- and data-parallel rank of the last pipeline stage,
+    which knows the loss."""
     from megatron.core import parallel_state as mpu
 
     first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
@@ -78,7 +80,7 @@ def reports_metrics() -> bool:
 
 
 def data_parallel_ranks() -> int:
-    """Ranks, or groups of them, that train different sequences."""
+    """Number of data-parallel replicas, which train different sequences."""
     from megatron.core import parallel_state as mpu
 
     return int(mpu.get_data_parallel_world_size())

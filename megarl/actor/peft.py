@@ -1,9 +1,9 @@
-"""Adapters alone as PEFT stores them, which vLLM serves beside the base model.
+"""Exports adapters alone in PEFT's format, in which vLLM serves them together with the base model.
 
-Names and layout are those of PEFT 0.21 and of vLLM 0.32 (`vllm.lora.lora_model`): of a module that the base model calls
-NAME, ``base_model.model.NAME.lora_A.weight`` [rank, inputs] and ``.lora_B.weight`` [outputs, rank], scaled by
-``lora_alpha / r``. Matrices that Megatron fuses have one adapter, so their modules (query, key and value; gate and up)
-get the same A each, and their own rows of B. Each expert's matrix is a module.
+Names and layout are those of PEFT 0.21 and of vLLM 0.32 (`vllm.lora.lora_model`): a module that the base model calls
+NAME has ``base_model.model.NAME.lora_A.weight`` [rank, inputs] and ``.lora_B.weight`` [outputs, rank], scaled by
+``lora_alpha / r``. Matrices that Megatron fuses have one adapter, so each of their modules (query, key and value; gate
+and up) gets the same A and its own rows of B. Each expert's matrix is a module.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 def export_adapters(
     models: list[PolicyModel], target: Path, table: LoraTable, base: Path, base_hash: str | None, version: int
 ) -> None:
-    """Write the adapters of a model that one process has whole as the directory ``target``.
+    """Write the adapters to the directory ``target``. The model must be in one process, without parallelism.
 
-    base: the model beside which they stand, as its user calls it, and ``base_hash`` of its weights; version: updates
-    that they have had. ``megarl.json`` has both.
+    base: path of the base model, recorded in adapter_config.json. base_hash: hash of its weights, and version: number
+    of updates that the adapters have had; both are recorded in ``megarl.json``.
     """
     tensors = dict(_tensors(models))
     modules = {name.rsplit(".", 3)[-3] for name in tensors}  # ..q_proj.lora_A.weight

@@ -1,4 +1,4 @@
-"""The actor's log-probs of a few fixed sequences, exported with the policy: engines are compared with them."""
+"""Computes the actor's log-probs of a few fixed sequences, which an export stores so that engines can be compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def score(
 ) -> list[np.ndarray]:
     """Log-probs at temperature 1 of all but the first token of each sequence, [n - 1] float32, on every rank.
 
-    Collective over all ranks. ``budget``: tokens of a micro-batch.
+    Collective over all ranks. budget: tokens of a micro-batch.
     """
     samples = [
         Sample(np.array(tokens[:1]), np.array(tokens[1:]), np.zeros(len(tokens) - 1, np.float32), advantage=0.0)
@@ -46,15 +46,15 @@ def score(
 
 
 def _parts(batch: TokenBatch) -> list[tuple[int, list[int], list[float]]]:
-    """(sequence, positions, log-probs at these) of this rank.
+    """(sequence, positions, log-probs at these positions) for each sequence of this rank.
 
-    The prompt is one token: positions of input tokens, which a shard has, and of response tokens are the same.
+    The prompt is one token, so positions among input tokens, which a shard counts, and among response tokens are equal.
     """
     mask, ids, place = batch.loss_mask, batch.sequence_ids, batch.positions
     assert batch.sequence_index is not None
     parts = []
     for local, sequence in enumerate(batch.sequence_index.tolist()):
         mine = (ids == local) & mask
-        if bool(mine.any()):  # not the filler of an empty micro-batch
+        if bool(mine.any()):  # False for the filler of an empty micro-batch
             parts.append((sequence, place[mine].tolist(), batch.logprobs[mine].tolist()))
     return parts

@@ -1,4 +1,4 @@
-"""Routing replay: the experts of each token are given with the micro-batch, instead of chosen by the routers.
+"""Routing replay: each token goes to experts given with the micro-batch, not to those that the routers would choose.
 
 It replaces Megatron's RouterReplay, which keeps one tensor per router: with several micro-batches in flight and full
 recomputation it silently replays the wrong one. Here the routers of a model chunk get the experts of a micro-batch
@@ -14,18 +14,22 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
-Experts = dict[int, torch.Tensor]  # layer number, from 1 -> [tokens of this rank, top_k] int; -1: not known
+Experts = dict[int, torch.Tensor]  # layer number, from 1 -> [tokens of this rank, top_k] int; -1: router chooses
 
 
 class LayerRouting:
-    """Takes the place of a router's RouterReplay."""
+    """Takes the place of Megatron's RouterReplay in one router.
+
+    target: the given experts of the current micro-batch, None: none given. replays: whether the router uses them, or
+    only counts in ``agreement`` how many differ from its own choice.
+    """
 
     def __init__(self, layer: int, replays: bool) -> None:
         self.layer, self.replays = layer, replays
         self.target: torch.Tensor | None = None
-        self.own: torch.Tensor | None = None  # what the router itself chose last
-        self.counts = False  # False while a forward pass is repeated
-        self.agreement: torch.Tensor | None = None  # [2] float64: choices that differ from the target, choices
+        self.own: torch.Tensor | None = None  # the experts that the router itself chose in the last forward pass
+        self.counts = False  # whether to count disagreements; False while a forward pass is recomputed
+        self.agreement: torch.Tensor | None = None  # [2] float64: number of given experts that differ, of all given
 
     def get_replay_topk(
         self,
@@ -54,9 +58,9 @@ class LayerRouting:
 
 
 def install(models: Sequence[torch.nn.Module], replays: bool) -> None:
-    """Let micro-batches set the experts in these chunks; without ``replays`` only compare them.
+    """Prepare the routers of these model chunks for `begin` and `end`. replays: as in `LayerRouting`.
 
-    A chunk of a model with experts may have none itself; a model without experts is left as it is.
+    A model without experts is left as it is; a chunk of a model with experts may have only dense layers.
     """
     for model in models:
         config: Any = model.config
@@ -70,7 +74,7 @@ def install(models: Sequence[torch.nn.Module], replays: bool) -> None:
 
 
 def routings(model: torch.nn.Module) -> list[LayerRouting]:
-    """The routers' `LayerRouting` in a chunk, wrapped or not; none without `install` or in a chunk of dense layers."""
+    """The `LayerRouting`s of a chunk, wrapped in DDP or not; [] without `install` and in a chunk of dense layers."""
     return _installed(model) or []
 
 
@@ -82,14 +86,15 @@ def _installed(model: torch.nn.Module) -> list[LayerRouting] | None:
 
 
 def begin(model: torch.nn.Module, experts: Experts | None) -> None:
-    """Call before the forward pass of a micro-batch."""
+    """Give the routers the experts of a micro-batch, None for none. Call it before the forward pass."""
     _set_targets(routings(model), experts, counts=True)
 
 
 def end(model: torch.nn.Module, experts: Experts | None, output: Any) -> Experts:
-    """Call after the forward pass; returns what the routers chose themselves.
+    """Call it after the forward pass; returns the experts that the routers chose themselves.
 
-    Sets the targets again when the backward pass of the micro-batch begins, for the forward pass that it recomputes.
+    Registers hooks on ``output`` that give the experts to the routers again when the backward pass of the micro-batch
+    begins, for the forward pass that it recomputes.
     """
     layers = routings(model)
     if experts is not None and layers:
@@ -111,9 +116,8 @@ def _set_targets(layers: list[LayerRouting], experts: Experts | None, counts: bo
 
 
 def count_disagreement(models: Sequence[torch.nn.Module], device: torch.device) -> torch.Tensor | None:
-    """[2] float64: choices of experts that differ from the given ones, and all of them, since the last call.
-
-    Over all layers, tokens and ranks; collective over all ranks. None without `install`.
+    """[2] float64: number of given experts that the routers would not have chosen, and of all given experts, since the
+    last call, over all layers, tokens and ranks. Collective over all ranks. None without `install`.
     """
     if all(_installed(model) is None for model in models):
         return None

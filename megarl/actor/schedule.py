@@ -20,16 +20,17 @@ from megarl.objectives import Metric
 
 @dataclass(frozen=True)
 class MicroBatchLog:
-    """What is kept of a micro-batch on the last pipeline stage."""
+    """Results of one micro-batch, as the last pipeline stage keeps them until the end of the update."""
 
     batch: TokenBatch  # detached
     metrics: dict[str, Metric]
     histograms: dict[str, torch.Tensor]
-    tokens: torch.Tensor | None = None  # [2, V] int64, how often each token trains, and without a gradient
+    # [2, V] int64: how often each token of the vocabulary is trained on, and how often without a gradient
+    tokens: torch.Tensor | None = None
 
 
-LogprobsAndEntropy = tuple[torch.Tensor, torch.Tensor]  # [N], [N]
-Loss = tuple[torch.Tensor, torch.Tensor, MicroBatchLog]
+LogprobsAndEntropy = tuple[torch.Tensor, torch.Tensor]  # [N], [N], as `PolicyModel` returns them
+Loss = tuple[torch.Tensor, torch.Tensor, MicroBatchLog]  # sum of the losses, count to divide by, log
 
 
 def run_micro_batches(
@@ -39,10 +40,10 @@ def run_micro_batches(
     forward_only: bool = False,
     routed: list[routing.Experts] | None = None,
 ) -> list[MicroBatchLog]:
-    """Run all micro-batches through Megatron's schedule; returns the log of each on the last pipeline stage, else [].
+    """Run all micro-batches through Megatron's schedule. Returns their logs on the last pipeline stage, elsewhere [].
 
-    routed: one dict for each micro-batch, filled with the experts that this rank's routers choose, see
-    `routing.install`.
+    routed: an output, one dict for each micro-batch, to which the experts that this rank's routers choose are added;
+    needs `routing.install`.
     """
 
     def forward_step(numbered: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -57,7 +58,7 @@ def run_micro_batches(
 
     iterators = [enumerate(micro_batches) for _ in models]
     several = len(models) > 1
-    with torch.set_grad_enabled(not forward_only):  # the schedule itself would build a graph in forward_only too
+    with torch.set_grad_enabled(not forward_only):  # with forward_only the schedule would still build a graph
         logs: list[MicroBatchLog] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if several else iterators[0],
@@ -71,23 +72,23 @@ def run_micro_batches(
 
 
 def token_batch(micro_batch: MicroBatch, output: LogprobsAndEntropy) -> TokenBatch:
-    """What the objective sees of a micro-batch, with the model's log-probs and entropy."""
+    """The objective's batch of a micro-batch, with the model's log-probs and entropy filled in."""
     batch, packed = micro_batch.batch, micro_batch.packed
     if batch.shard is not None:
         assert packed.trained is not None
-        output = _spread(output[0], packed.trained, batch), _spread(output[1], packed.trained, batch)
+        output = _scatter(output[0], packed.trained, batch), _scatter(output[1], packed.trained, batch)
     logprobs, entropy = output
-    # where nobody put them in, the proximal policy is the one before the update
+    # by default the proximal policy is the current one, which is the policy before this update
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     return replace(batch, logprobs=logprobs, entropy=entropy, old_logprobs=old_logprobs)
 
 
-def _spread(values: torch.Tensor, indices: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+def _scatter(values: torch.Tensor, indices: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """[N] values of the trained labels at their ``indices`` among all tokens of the batch, 0 elsewhere."""
     return values.new_zeros(batch.loss_mask.numel()).index_copy(0, indices, values)
 
 
 def collect(micro_batch: MicroBatch, output: LogprobsAndEntropy) -> Loss:
-    """Stands in for the loss in a forward-only pass that only wants the log-probs."""
+    """In place of a loss in forward-only passes: zero, and the log with the log-probs, which is all they are for."""
     zero = torch.zeros((), device=output[0].device)
     return zero, zero.int(), MicroBatchLog(token_batch(micro_batch, output).detach(), {}, {})

@@ -1,4 +1,4 @@
-"""The actor of one rank, and its one operation: an optimizer update over packed micro-batches."""
+"""`Actor`, the policy being trained as one rank holds it, and `train_step`, one optimizer update."""
 
 from __future__ import annotations
 
@@ -36,23 +36,25 @@ from megarl.storage.policies import read_info
 
 @dataclass
 class Actor:
+    """One rank's part of the policy being trained: model, optimizer, and the state carried from update to update."""
+
     recipe: Recipe
     device: torch.device
-    models: list[PolicyModel]  # this rank's chunks; more than one with virtual pipeline stages
+    models: list[PolicyModel]  # this rank's model chunks; more than one with virtual pipeline stages
     replicas: list[DistributedDataParallel]  # the same chunks, wrapped
     optimizer: MegatronOptimizer
-    frozen: list[FrozenPolicy] = field(default_factory=list)  # with which some objectives compare the policy
-    skipped_updates: int = 0  # in the whole run, because they were not finite
+    frozen: list[FrozenPolicy] = field(default_factory=list)  # policies whose log-probs or routing the updates need
+    skipped_updates: int = 0  # updates of the whole run that were skipped because they were not finite
     lagged: Any = None  # batch statistics of the previous update, under ``statistics_scope = "lagged"``
     saving: Saving = field(default_factory=Saving)  # the checkpoint being written, if any
-    base: str | None = None  # with ``[actor.lora]`` the hash of the frozen weights
+    base: str | None = None  # with ``[actor.lora]``: hash of the frozen weights
 
     @classmethod
     def build(cls, recipe: Recipe, policy_dir: Path, device: torch.device, load: bool = True) -> Actor:
-        """Model with the weights of ``policy_dir``, Megatron's DDP and distributed optimizer. Collective.
+        """Build the model from ``policy_dir`` with Megatron's DDP and distributed optimizer. Collective.
 
-        load: False leaves the weights to `megarl.actor.checkpoint.load`. With ``[actor.lora]`` they are what the
-        adapters stand beside, and are read in any case: checkpoints do not have them.
+        load: False if `megarl.actor.checkpoint.load` will set the weights. With ``[actor.lora]`` the base weights are
+        read from ``policy_dir`` in any case, since checkpoints hold only the adapters.
         """
         models = build_model(read_hf_config(policy_dir), recipe)
         if load or recipe.actor.lora is not None:
@@ -64,7 +66,7 @@ class Actor:
         return cls(recipe, device, models, replicas, optimizer, base=base)
 
     def learning_rate(self, update: int) -> float:
-        """Of an update of the run, from 1."""
+        """The learning rate of an update; ``update`` counts those of the whole run, from 1."""
         return self.recipe.optimizer.learning_rate(update, self.recipe.schedule.total_updates)
 
 
@@ -73,10 +75,11 @@ def train_step(
 ) -> dict[str, Any]:
     """One optimizer update; returns metrics averaged over the whole optimizer batch of all ranks.
 
-    micro_batches: those of this data-parallel rank. Raises `NonFiniteUpdate` on all ranks, before anything is applied,
-    when the loss or the gradient is not finite. Outside the last pipeline stage it returns only ``grad_norm`` and
-    ``lr``. detail: how many of the tokens to list that most often have no gradient; 0 leaves out all the metrics of
-    `megarl.objectives.parts.detail` too.
+    micro_batches: those of this data-parallel rank. detail: how many tokens of the vocabulary to list under
+    ``muted_tokens``, those that most often get no gradient; 0 also leaves out the metrics of
+    `megarl.objectives.parts.detail`. Outside the last pipeline stage the result has only ``grad_norm``, ``lr`` and,
+    with routing replay, ``routing/disagreement``. Raises `NonFiniteUpdate` on all ranks, before anything is applied, if
+    the loss or the gradient is not finite.
     """
     logs, metrics = compute_gradients(actor, micro_batches, objective, detail)
     norm, finite = _norm_and_finite(actor.optimizer, metrics.get("loss", 0.0), actor.device)
@@ -92,23 +95,23 @@ def train_step(
 
 
 def _effective_share(metrics: dict[str, Any], device: torch.device) -> float:
-    """``ess/responses`` on all ranks: the last pipeline stage knows it, and where there are others all wait for it."""
+    """``ess/responses``, in [0, 1], on all ranks. Only the last pipeline stage computes it; others receive it."""
     share = metrics.get("ess/responses", 0.0)
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         known = torch.tensor([share], dtype=torch.float64, device=device)
         last = mpu.get_pipeline_model_parallel_last_rank()
         dist.broadcast(known, last, mpu.get_pipeline_model_parallel_group())
         share = known.item()
-    return min(1.0, share)  # more only by rounding
+    return min(1.0, share)  # rounding may make it exceed 1
 
 
 def with_proximal(actor: Actor, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
     """The micro-batches with the current policy's log-probs as ``old_logprobs``, by one forward pass. Collective."""
-    seen = micro_batches
-    for policy in actor.frozen:  # for the experts that they give
-        seen = policy.annotate(seen)
-    logs = run_micro_batches(actor.replicas, seen, collect, forward_only=True)
-    if not logs:  # only the last pipeline stage has log-probs, and needs them
+    annotated = micro_batches
+    for policy in actor.frozen:  # one of them may choose the experts that the forward pass replays
+        annotated = policy.annotate(annotated)
+    logs = run_micro_batches(actor.replicas, annotated, collect, forward_only=True)
+    if not logs:  # only the last pipeline stage has log-probs, and only its objective needs them
         return micro_batches
     pairs = zip(micro_batches, logs, strict=True)
     return [replace(m, batch=replace(m.batch, old_logprobs=log.batch.logprobs)) for m, log in pairs]
@@ -119,7 +122,7 @@ def compute_gradients(
 ) -> tuple[list[MicroBatchLog], dict[str, Any]]:
     """Forward and backward passes of an update. Leaves the reduced gradients in the replicas' buffers.
 
-    Returns this rank's logs, one a micro-batch, and the metrics of the whole batch.
+    Returns the log of each micro-batch of this rank, and the metrics of the whole batch. Arguments as `train_step`.
     """
     for policy in actor.frozen:
         micro_batches = policy.annotate(micro_batches)
@@ -144,14 +147,14 @@ def compute_gradients(
 def _statistics(
     actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions
 ) -> Callable[[TokenBatch], Any]:
-    """A function from a micro-batch to the statistics that its objective gets, by ``actor.statistics_scope``."""
+    """A function that returns the statistics for the objective of a micro-batch, as ``actor.statistics_scope`` says."""
     scope, backend = actor.recipe.actor.statistics_scope, actor.recipe.actor.kernel_backend
     if not objective.needs_statistics or scope == "micro":
         return lambda batch: None  # the objective then takes the statistics of the micro-batch
     if scope == "lagged" and actor.lagged is not None:
         return lambda batch: actor.lagged
     if len(micro_batches) == 1 and mpu.get_pipeline_model_parallel_world_size() == 1:
-        # this rank's whole batch is one micro-batch: its log-probs are known without an extra pass
+        # the only micro-batch has all of this rank's log-probs, so no extra forward pass is needed
         return lambda batch: objective.statistics(batch.detach(), _batch_group(), backend)
     logs = run_micro_batches(actor.replicas, micro_batches, collect, forward_only=True)
     exact = _whole_batch_statistics(objective, logs, backend)
@@ -159,7 +162,8 @@ def _statistics(
 
 
 def _whole_batch_statistics(objective: Objective | WithOptions, logs: list[MicroBatchLog], backend: str) -> Any:
-    """Exact statistics on the last pipeline stage; elsewhere () and not None, so that all ranks know there are some."""
+    """Exact statistics on the last pipeline stage. Elsewhere (): not None, since ranks that have lagged statistics skip
+    a collective forward pass, and all ranks must agree on that."""
     if not logs:
         return ()
     return objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group(), backend)
@@ -179,9 +183,10 @@ def _loss(
     vocabulary: int,
     responses: bool,
 ) -> Loss:
-    """The objective as Megatron wants it: (sum, count, log). Megatron divides the gradient by the global count.
+    """The loss of a micro-batch as Megatron wants it: (sum, count, log). Megatron divides by the global count.
 
-    vocabulary: of the model, for detailed metrics; 0: without them. responses: with the weights of whole responses.
+    vocabulary: size of the vocabulary, for detailed metrics; 0: no detailed metrics. responses: whether to add the
+    metrics from which ``ess/responses`` is computed.
     """
     batch = token_batch(micro_batch, output)
     terms = objective(batch, statistics(batch), backend)
@@ -194,11 +199,11 @@ def _loss(
         metrics, histograms = detailed(batch, terms.kept)
         tokens = _count_tokens(micro_batch, terms.kept, vocabulary)
         log = MicroBatchLog(batch, log.metrics | metrics, terms.histograms | histograms, tokens)
-    return loss, torch.full((), count, dtype=torch.int, device=loss.device), log  # no copy, so no wait
+    return loss, torch.full((), count, dtype=torch.int, device=loss.device), log  # torch.tensor would wait for a copy
 
 
 def _count_tokens(micro_batch: MicroBatch, kept: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """[2, V] int64, of each token of the vocabulary: how often it trains, and how often its gradient is lost."""
+    """[2, V] int64, for each token of the vocabulary: how often it is trained on, and how often without a gradient."""
     mask, labels = micro_batch.batch.loss_mask, micro_batch.labels[0]
     if micro_batch.batch.shard is None:
         assert micro_batch.packed.trained is not None
@@ -213,8 +218,8 @@ def _count_tokens(micro_batch: MicroBatch, kept: torch.Tensor, vocabulary: int) 
 def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None, listed: int) -> dict[str, Any]:
     """Means over all micro-batches and data-parallel ranks, with one wait for the device.
 
-    routed: [2], choices of experts that differ from the given ones, and all of them; already of all ranks. listed: how
-    many tokens that have lost their gradient.
+    routed: the counts of `routing.count_disagreement`, already summed over all ranks. listed: number of tokens in
+    ``muted_tokens``; 0: leave that out.
     """
     values = [] if routed is None else [routed]
     if logs:  # on the last pipeline stage
@@ -244,7 +249,7 @@ def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None, listed: int)
 
 
 def _most_muted(logs: list[MicroBatchLog], listed: int) -> torch.Tensor:
-    """[3, listed] int64: the tokens that most often lost their gradient, how often they did, how often they trained."""
+    """[3, listed] int64: ids of the tokens that most often got no gradient, how often, and how often they trained."""
     counts = torch.stack([log.tokens for log in logs if log.tokens is not None]).sum(0)
     dist.all_reduce(counts, group=_batch_group())
     muted, ids = counts[1].topk(min(listed, counts.size(1)))
@@ -254,13 +259,13 @@ def _most_muted(logs: list[MicroBatchLog], listed: int) -> torch.Tensor:
 def _norm_and_finite(optimizer: MegatronOptimizer, loss: float, device: torch.device) -> tuple[float, bool]:
     """L2 norm of the whole gradient, and whether loss and gradient are finite on all ranks. One wait for the device.
 
-    Only the last pipeline stage knows the loss. (Without Transformer Engine, Megatron-Core's norm waits for every
-    parameter.)
+    Only the last pipeline stage knows the loss; elsewhere ``loss`` is 0. (Without Transformer Engine, Megatron-Core's
+    own norm waits for the device once a parameter.)
     """
     overflow = optimizer.prepare_grads()
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     gradients = [gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]
-    total = torch.zeros(2, device=device)  # square of the norm, ranks with something that is not finite
+    total = torch.zeros(2, device=device)  # squared norm, number of ranks with a non-finite loss or gradient
     if gradients:
         total[0] = torch.stack(torch._foreach_norm(gradients)).square().sum()
     total[1].fill_(float(overflow or not math.isfinite(loss)))
@@ -271,15 +276,15 @@ def _norm_and_finite(optimizer: MegatronOptimizer, loss: float, device: torch.de
 
 
 def _apply_gradients(optimizer: MegatronOptimizer, norm: float, lr: float) -> None:
-    """The rest of MegatronOptimizer.step, after `_norm_and_finite`."""
+    """Clip the gradient and step: what MegatronOptimizer.step does after the part that is in `_norm_and_finite`."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-        # what Megatron's own scheduler would do: no decay on norms and biases
+        # as Megatron's own scheduler does: wd_mult is 0 for norms and biases
         group["weight_decay"] = optimizer.config.weight_decay * group.get("wd_mult", 1.0)
     clip = optimizer.config.clip_grad
     if 0 < clip < norm:
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-            # where Megatron keeps a gradient of another type than the parameter
+            # a gradient of another dtype than its parameter is in the attribute decoupled_grad
             name = "decoupled_grad" if part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
             gradients = [getattr(parameter, name, None) for parameter in part.get_parameters()]
             torch._foreach_mul_([g for g in gradients if g is not None], clip / (norm + 1e-6))

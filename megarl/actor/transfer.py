@@ -1,4 +1,4 @@
-"""From the host to the device, without waiting for it."""
+"""Copies arrays from the host to the device without making the host wait."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 
 def to_device(device: torch.device, array: np.ndarray) -> torch.Tensor:
-    """``array`` as a tensor on ``device``; of a CUDA device by a copy that the host does not wait for."""
+    """``array`` as a tensor on ``device``; to a CUDA device the copy is asynchronous."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cuda":
-        tensor = tensor.pin_memory()  # without it the host waits for the copy
+        tensor = tensor.pin_memory()  # from other memory the host would wait for the copy
     return tensor.to(device, non_blocking=True)

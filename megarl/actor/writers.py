@@ -1,8 +1,8 @@
-"""The forked processes that write a checkpoint while training goes on, and what is done when one of them dies.
+"""The forked processes that write a checkpoint while training goes on, and the error when one of them dies.
 
-Megatron-Core 0.16 forks one process a rank, which forks those that write (0.19 has threads instead of the latter). It
-waits for ever for one of the latter that was killed, and does not say what became of the former; the kernel kills just
-these when memory is short.
+Megatron-Core 0.16 forks one process on each rank, the writer, which forks further ones to write the files (0.19 uses
+threads for these). If one of the latter is killed, Megatron's writer waits for ever; if the writer dies, Megatron does
+not say why. Both happen when memory is short, since the kernel kills such processes first.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ POLL_SECONDS = 0.02
 
 
 class ForkedResults:
-    """What the forked writers of one checkpoint have to say: a file both sides have open. Like Megatron's own queue.
+    """A queue from the forked writers of one checkpoint to their rank: a temporary file that both have open.
 
-    Megatron's queue is served by another process, which would outlive a killed rank. A pipe would fill up, since it is
-    read only after the writers have ended.
+    It has the interface of Megatron's own queue, which is served by another process that would outlive a killed rank. A
+    pipe would fill up, since it is read only after the writers have ended.
     """
 
     def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - the writers inherit it
+        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - stays open, since the writers inherit it
 
     def put(self, results: Any) -> None:
         pickle.dump(results, self.file)
         self.file.flush()
 
     def get_nowait(self) -> Any:
+        """The first results that were put, or `queue.Empty`; discards everything in the file."""
         self.file.seek(0)
         try:
             results = pickle.load(self.file)
@@ -59,7 +60,7 @@ class ForkedResults:
 
 
 class Saving(AsyncCallsQueue):
-    """The checkpoint being written, if any."""
+    """The checkpoint that this rank is writing in the background, if any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +68,9 @@ class Saving(AsyncCallsQueue):
         self._sums = ForkedResults()
 
     def start(self, request: AsyncRequest, path: Path, name: str, rank: int) -> None:
-        """Have a fork write this rank's files of ``request`` into ``path``. Collective."""
+        """Have a forked process write this rank's files into ``path``. Collective.
+
+        request: Megatron's description of what to write. name: of the checkpoint, for messages."""
         self._path, self._name, self._sums = path, name, ForkedResults()
         if request.async_fn is not None:
             request = request._replace(async_fn=partial(_write_and_sum, request.async_fn, self._sums, path, rank))
@@ -75,15 +78,16 @@ class Saving(AsyncCallsQueue):
         self._writer = self.async_calls[-1].async_caller.process  # None on a rank that has nothing to write
 
     def sums(self) -> dict[str, FileSum]:
-        """Of the files that this rank has written."""
-        with contextlib.suppress(queue.Empty):  # of a rank that had nothing to write
+        """Checksums of the files that this rank has written, by file name."""
+        with contextlib.suppress(queue.Empty):  # the rank had nothing to write
             return self._sums.get_nowait()
         return {}
 
     def finish(self, wait: bool) -> None:
-        """Complete what is being written; with ``wait`` False only if every rank is done. Collective.
+        """Complete the checkpoint being written, if any; without ``wait`` only if every rank is done. Collective.
 
-        RuntimeError on the rank whose writer died; on all ranks what `disk_errors` makes of a full disk.
+        Raises RuntimeError on the rank whose writer died, and on all ranks if writing failed: then the error of
+        `disk_errors` for errors of the system such as a full disk, else RuntimeError.
         """
         written = -1
         while self.get_num_unfinalized_calls():
@@ -91,48 +95,50 @@ class Saving(AsyncCallsQueue):
             try:
                 self.maybe_finalize_async_calls(blocking=False)
             except Exception:
-                self._check()  # the writer died just now: that is why
+                self._check()  # if the writer has just died, that is the cause, and the better message
                 raise
-            except CheckpointException as error:  # on all ranks, of which one knows why
+            except CheckpointException as error:  # raised on all ranks; only the failing one knows the cause
                 self._check()
                 self._fail(error)
             if not wait or not self.get_num_unfinalized_calls():
                 return
             if (size := self._size()) != written:
                 written = size
-                beat("checkpoint", f"{self._name}, of which {size} bytes are written")
+                beat("checkpoint", f"{self._name}, {size} bytes written")
             time.sleep(POLL_SECONDS)
 
     def _check(self) -> None:
+        """RuntimeError if this rank's writer has died."""
         code = self._writer.exitcode if self._writer is not None else None
         if code:
             died = f"was killed by signal {-code}" if code < 0 else "failed"
             with contextlib.suppress(queue.Empty):
-                if isinstance(said := self._sums.get_nowait(), str):
-                    died = said
+                if isinstance(reported := self._sums.get_nowait(), str):
+                    died = reported
             raise RuntimeError(
-                f"a process that wrote {self._name} {died}; the kernel kills one of these first when memory is short. "
-                "The checkpoint before it is what counts"
+                f"a process that wrote the checkpoint {self._name} {died} (when memory is short, the kernel kills such "
+                "a process first). The checkpoint is incomplete; a restart continues from the one before it"
             )
 
     def _fail(self, error: CheckpointException) -> None:
-        """Collective."""
+        """Raise the error of the rank that failed, on all ranks. Collective."""
         known: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(known, "; ".join(str(cause) for cause, _ in error.failures.values()))
         why = "; ".join(filter(None, known))
         if number := re.search(r"\[Errno (\d+)\]", why):
             with disk_errors(self._path):
                 raise OSError(int(number[1]), os.strerror(int(number[1])), str(self._path)) from error
-        raise RuntimeError(f"{self._name} could not be written: {why}") from error
+        raise RuntimeError(f"the checkpoint {self._name} could not be written: {why}") from error
 
     def _size(self) -> int:
-        with contextlib.suppress(OSError):  # it has just been renamed
+        """Bytes written so far by all ranks, 0 if unknown."""
+        with contextlib.suppress(OSError):  # the directory has just been renamed
             return sum(file.stat().st_size for file in self._path.iterdir())
         return 0
 
 
 def _write_and_sum(write: Callable[..., None], sums: ForkedResults, path: Path, rank: int, *arguments: Any) -> None:
-    """In a forked process: write this rank's files, then sum them up, which takes no time from training."""
+    """In a forked process: write this rank's files, then compute their checksums, so that training does not wait."""
     written = threading.Event()
     threading.Thread(target=_watch, args=(sums, written), daemon=True).start()
     filesystem_async._write_item = _with_causes(filesystem_async._write_item)
@@ -142,7 +148,8 @@ def _write_and_sum(write: Callable[..., None], sums: ForkedResults, path: Path, 
 
 
 def _with_causes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of torch's errors about files ("unexpected pos 704 vs 598") the system's, such as that of a full disk."""
+    """Decorator: for an error of torch about a file ("unexpected pos 704 vs 598") raise its cause, the system's error,
+    such as that of a full disk."""
 
     @wraps(function)
     def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -158,18 +165,18 @@ def _with_causes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watch(sums: ForkedResults, written: threading.Event) -> None:
-    """In a thread of a forked process: Megatron would wait for its own forks even when they are dead.
+    """In a thread of a forked process: end the process if one of its own forks dies, for which Megatron would wait.
 
-    No handler of SIGCHLD does that, since Python runs it only once what the main thread waits for has come.
+    A handler of SIGCHLD cannot do this: Python runs it only after the main thread's wait, which never ends.
     """
     while not written.wait(POLL_SECONDS):
         _end_if_one_died(sums)
 
 
 def _end_if_one_died(sums: ForkedResults) -> None:
-    """The process ends at once, since a dead fork may have held a lock that leaving in order would need."""
+    """Report a dead fork and end this process at once: the fork may have held a lock that an orderly exit needs."""
     for child in psutil.Process().children():
-        with contextlib.suppress(ChildProcessError):  # waited for meanwhile
+        with contextlib.suppress(ChildProcessError):  # Megatron has waited for it in the meantime
             ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None and ended.si_status:
                 killed = ended.si_code != os.CLD_EXITED

@@ -1,1 +1,1 @@
-"""Fused operations. Each has a readable torch definition beside its compiled backends, to which tests compare them."""
+"""Fused operations. Each has a readable definition in torch, with which tests compare its compiled backends."""

@@ -1,4 +1,4 @@
-"""BAPO's contributions, binned by ratio: exact integer sums. `_in_torch` is the definition, which the kernels equal."""
+"""BAPO's contributions, binned by ratio, as exact integer sums. `_in_torch` defines them; the kernels give the same."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def binned_contributions(
     weighted: bool,  # True: w = pi_rollout, False: w = 1
     backend: str = "cpp",
 ) -> torch.Tensor:
-    """[6, H + L + 4] int64: three limbs (multiples of 1, 2^-24, 2^-48) of w |A|, and three of w |A| ratio.
+    """[6, H + L + 4] int64, sums over the tokens of each bin: three limbs (multiples of 1, 2^-24, 2^-48) of w |A|, and
+    three of w |A| ratio.
 
     Columns: H + 1 bins of the tokens with A > 0, bin i holding high[i-1] < ratio <= high[i]; one unused; L + 1 bins of
-    those with A < 0, by `low`; one unused.
+    the tokens with A < 0, likewise by `low`; one unused.
     """
     device = tokens.logprobs.device
     check_backend(backend, device)
@@ -49,7 +50,7 @@ def _in_torch(tokens: Tokens, low: torch.Tensor, high: torch.Tensor, weighted: b
 
 
 def _limbs(values: torch.Tensor) -> torch.Tensor:
-    """[T] float64 >= 0 -> [3, T] int64: limb i counts multiples of 2^(-24 i); exact to 2^-49."""
+    """[T] float64 >= 0 -> [3, T] int64: limb i is a multiple of 2^(-24 i); the rounding error is at most 2^-49."""
     rest, limbs = torch.nan_to_num(values).clamp(max=LARGEST_CONTRIBUTION), []
     for _ in range(2):
         limbs.append(rest.floor())

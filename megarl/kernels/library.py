@@ -18,19 +18,23 @@ from megarl.errors import UserError
 
 ABI_VERSION = 4  # MEGARL_ABI_VERSION of csrc/include/megarl_kernels.h
 
-BAD_BOUNDARIES, UNKNOWN_RULE, CUDA_ERROR = 1, 2, 100  # return codes, likewise; 100 + e: cudaError_t e
+BAD_BOUNDARIES, UNKNOWN_RULE, CUDA_ERROR = 1, 2, 100  # return codes of the same header; 100 + e: cudaError_t e
 
 _REMEDY = {
-    "cpu": "install megarl where there is a C++ compiler: pip install .",
-    "cuda": "install megarl where nvcc is on PATH: pip install . -C cmake.define.MEGARL_CUDA=ON",
+    "cpu": "install megarl again on a machine with a C++ compiler: pip install .",
+    "cuda": "install megarl again with nvcc on PATH: pip install . -C cmake.define.MEGARL_CUDA=ON",
 }
-_MESSAGES = {BAD_BOUNDARIES: "cu_seqlens must start at 0 and never decrease", UNKNOWN_RULE: "unknown rule"}
+_MESSAGES = {
+    BAD_BOUNDARIES: "cu_seqlens must start at 0 and never decrease",
+    UNKNOWN_RULE: "the compiled kernels do not know this objective's rule",
+}
 
 
 def find_library(device: str) -> Path | None:
     """Path of the compiled kernels for ``cpu`` or ``cuda``, None if they are not installed.
 
-    It comes from the distribution's metadata: an editable installation does not put the libraries beside the sources.
+    The path is taken from the distribution's metadata, because an editable installation does not put the libraries next
+    to the sources.
     """
     try:
         distribution = importlib.metadata.distribution("megarl")
@@ -54,17 +58,18 @@ def load_library(device: str) -> ctypes.CDLL:
 
 
 def torch_needs_triton() -> bool:
-    """Whether torch itself runs Triton's kernels on GPUs: from 2.13 on for batched outer products.
+    """Whether torch itself runs Triton kernels on GPUs, as it does from 2.13 on for batched outer products
+    (torch/_native/ops/bmm_outer_product).
 
-    transformers' rotary embedding is one, and with it the built-in engine (torch/_native/ops/bmm_outer_product).
+    transformers' rotary embedding has such a product, so the built-in engine then needs Triton.
     """
     return importlib.util.find_spec("torch._native.ops.bmm_outer_product") is not None
 
 
 def triton_lacks() -> str | None:
-    """What Triton's kernels need on this machine and do not find, with the remedy; None if they run.
+    """What Triton lacks on this machine to run kernels, with the remedy, as a message; None if nothing.
 
-    Triton compiles its driver in C when the first kernel runs, against Python's headers (triton/runtime/build.py).
+    When its first kernel runs, Triton compiles a driver in C against Python's headers (triton/runtime/build.py).
     """
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: pip install triton"
@@ -82,7 +87,7 @@ def has_rule(device: str, rule: str) -> bool:
 
 
 def check(code: int, function: str) -> None:
-    """Raise for a non-zero return code of a kernel."""
+    """Raise ValueError or RuntimeError for a non-zero return code of a kernel."""
     if code in _MESSAGES:
         raise ValueError(f"{function}: {_MESSAGES[code]}")
     if code:
@@ -90,7 +95,7 @@ def check(code: int, function: str) -> None:
 
 
 class TokenPointers(ctypes.Structure):
-    """``megarl_tokens``. Keep the tensors alive while a kernel may read them."""
+    """``megarl_tokens`` of the header. Keep the tensors alive while a kernel may read them."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("logprobs", "rollout", "old", "advantages", "mask", "cu_seqlens")),
@@ -99,14 +104,14 @@ class TokenPointers(ctypes.Structure):
 
 
 class InheritedPointers(ctypes.Structure):
-    """``megarl_inherited``."""
+    """``megarl_inherited`` of the header."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("prefix_min", "log_ratio", "first_trigger")]
 
 
 def call(name: str, device: torch.device, *arguments: Any) -> None:
-    """Call ``megarl_<name>_<device>``: tensors become pointers, structures are passed by reference, a str is a C
-    string, an int is int64_t, a float double, None is NULL. CUDA functions get the current stream as last argument."""
+    """Call ``megarl_<name>_<device>``. Tensors become pointers, structures are passed by reference, a str becomes a C
+    string, an int int64_t, a float double, None NULL. CUDA functions get the current stream as last argument."""
     converted: list[Any] = [_convert(a) for a in arguments]
     function = getattr(load_library(device.type), f"megarl_{name}_{device.type}")
     if device.type == "cuda":
@@ -119,7 +124,7 @@ def call(name: str, device: torch.device, *arguments: Any) -> None:
 def _convert(argument: Any) -> Any:
     if isinstance(argument, torch.Tensor):
         if not argument.is_contiguous():
-            raise ValueError(f"a kernel got a tensor of shape {tuple(argument.shape)} that is not contiguous")
+            raise ValueError(f"kernels need contiguous tensors, but one of shape {tuple(argument.shape)} is not")
         return ctypes.c_void_p(argument.data_ptr())
     if isinstance(argument, ctypes.Structure):
         return ctypes.byref(argument)

@@ -1,7 +1,7 @@
-"""Histograms for M2PO's radix selection: number and fixed-point sum of l^2 of the tokens of the trust region.
+"""Histograms for M2PO's radix selection: count and fixed-point sum of l^2 of the tokens in the trust region.
 
-A token's key is the bit pattern of |l|, which orders like |l|. The torch code is the definition, which the compiled
-kernels equal; all sums are integers.
+A token's key is the bit pattern of |l|, which sorts like |l|. The torch code is the definition; the compiled kernels
+give the same integers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def moment_histogram(
     bits: int,
     backend: str = "cpp",
 ) -> torch.Tensor:
-    """[2, 2^bits] int64: number and sum of l^2 (units of 2^-30) of the keys that agree with `prefix` above bit
-    shift + bits, binned by their next `bits` bits."""
+    """[2, 2^bits] int64: count and sum of l^2 (units of 2^-30) of the tokens whose keys equal `prefix` in the bits from
+    shift + bits on, binned by the next lower `bits` bits of their keys."""
     check_backend(backend, keys.device)
     if backend in STATISTICS_IN_TORCH:
         return _table(keys.long(), (keys >= 0), keys, prefix, shift, bits)
@@ -57,7 +57,7 @@ def moment_ties(
     bits: int,
     backend: str = "cpp",
 ) -> torch.Tensor:
-    """As `moment_histogram`, of the tokens whose key is `key`, by their tie order instead of their key."""
+    """As `moment_histogram`, but for the tokens whose key is `key`, with their tie order in place of their key."""
     check_backend(backend, keys.device)
     if backend in STATISTICS_IN_TORCH:
         return _table(tie_order(tokens, places), keys == key, keys, prefix, shift, bits)
@@ -69,9 +69,9 @@ def moment_ties(
 
 
 def tie_order(tokens: Tokens, places: torch.Tensor) -> torch.Tensor:
-    """[T] int64: later tokens in (sequence, position) order have lower values.
+    """[T] int64, the tie-break among equal |l|: later tokens in (sequence, position) order have lower values.
 
-    Algorithm 1 of M2PO removes one arg max at a time, the first of equals: of two, the one of higher tie order.
+    Algorithm 1 of M2PO removes one arg max at a time, the first one among equals, which has the highest tie order.
     """
     ids = tokens.segment_ids
     index = torch.arange(ids.numel(), device=ids.device) - tokens.cu_seqlens.long()[ids]

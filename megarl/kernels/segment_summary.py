@@ -1,6 +1,6 @@
-"""What the segments of a sequence need to know of each other: least and total log-ratio, trained tokens, first trigger.
+"""Summarises each segment for the other segments of its sequence, where context-parallel ranks share sequences.
 
-`_in_torch` is the definition, which the compiled kernels equal.
+`_in_torch` is the definition; the compiled kernels give the same.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from megarl.kernels.tokens import STATISTICS_IN_TORCH, Tokens, check_backend
 
 @dataclass(frozen=True)
 class SegmentSummary:
-    least: torch.Tensor  # [segments] float32, clamped log-ratio; inf without trained tokens, NaN if one of them is NaN
-    sum: torch.Tensor  # [segments] float64, of the clamped log-ratios
-    count: torch.Tensor  # [segments] int64, trained tokens
-    first_trigger: torch.Tensor  # [segments] int32, from the segment's start, NEVER for none
+    least: torch.Tensor  # [segments] float32, least clamped log-ratio; inf without trained tokens, NaN if one is NaN
+    sum: torch.Tensor  # [segments] float64, sum of the clamped log-ratios
+    count: torch.Tensor  # [segments] int64, number of trained tokens
+    first_trigger: torch.Tensor  # [segments] int32, index from the segment's start, NEVER for none
 
 
 def segment_summary(tokens: Tokens, veto_threshold: torch.Tensor, backend: str = "cpp") -> SegmentSummary:
-    """A trigger is a trained token with A < 0 and ratio < veto_threshold (0-d float32 on the device). No gradient."""
+    """The summary of every segment, without gradient.
+
+    A trigger is a trained token with A < 0 and ratio < veto_threshold (0-d float32 on the device).
+    """
     device = tokens.logprobs.device
     check_backend(backend, device)
     if backend in STATISTICS_IN_TORCH:

@@ -1,4 +1,4 @@
-"""The packed tokens that the token-wise kernels read, checked once, and the backends of these kernels."""
+"""`Tokens`, the checked input of the token-wise kernels, and the check of these kernels' backends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Tokens:
 
     @classmethod
     def of(cls, batch: TokenBatch) -> Tokens:
-        """The batch as the kernels take it. Under context parallelism the two chunks of a sequence are two segments."""
+        """A batch in the dtypes of the kernels. With context parallelism a sequence's two chunks are two segments."""
         old = batch.old_logprobs
         return cls(
             batch.logprobs.float().contiguous(),
@@ -62,7 +62,7 @@ class Tokens:
 
     @property
     def log_ratio(self) -> torch.Tensor:
-        """[T] logprobs - rollout_logprobs without gradient, clamped, 0 where not trained."""
+        """[T] logprobs - rollout_logprobs, clamped, without gradient, 0 where not trained."""
         difference = torch.where(self.mask, self.logprobs.detach() - self.rollout_logprobs, 0)
         return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -82,9 +82,9 @@ _DTYPES = {
 
 
 def tie_places(batch: TokenBatch) -> torch.Tensor:
-    """[segments] int64: place of each segment's first token in the (sequence, position) order of M2PO's ties.
+    """[segments] int64: place of each segment's first token in the (sequence, position) order that breaks M2PO's ties.
 
-    ``sequence_index`` gives the order of sequences over all ranks; without it, it is their order in the batch.
+    Sequences are ordered by ``sequence_index``, the same on all ranks; without it, by their order in the batch.
     """
     sequences = batch.cu_seqlens.numel() - 1
     index = batch.sequence_index
@@ -97,7 +97,7 @@ def tie_places(batch: TokenBatch) -> torch.Tensor:
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """`UserError` where `backend` is unknown, not installed, or does not run on `device`."""
+    """`UserError` if `backend` is unknown, not installed, or does not run on `device`."""
     if backend not in BACKENDS:
         raise UserError(f"kernel backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if backend == "triton":

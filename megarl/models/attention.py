@@ -1,4 +1,4 @@
-"""Attention with rotary positions and grouped key-value heads: most families."""
+"""Attention with rotary positions and grouped key-value heads, as most families have it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class GroupedQueryAttention:
     """Several query heads share a key-value head (Ainslie et al. 2023, arXiv 2305.13245).
 
     qk_norm: an RMSNorm of the queries and one of the keys, over each head or over all heads of a token.
-    qk_norm_if, qkv_bias_if: the setting of config.json on which these depend, if they do.
-    output_gate: what a head attends to is multiplied by the sigmoid of a second part of its query's projection
-        (Qiu et al. 2025, arXiv 2505.06708).
+    qk_norm_if, qkv_bias_if: setting of config.json that turns the norm or the bias on or off; None: always on.
+    partial_rotary: whether config.json may ask that only a part of each head is rotated.
+    output_gate: a head's output is multiplied by the sigmoid of a second part of its query's projection (Qiu et al.
+        2025, arXiv 2505.06708).
     """
 
     qk_norm: Literal["none", "head", "all heads"] = "none"
@@ -59,7 +60,8 @@ class GroupedQueryAttention:
             num_attention_heads=hf["num_attention_heads"],
             num_query_groups=hf["num_key_value_heads"],
             kv_channels=hf["head_dim"],
-            # Megatron sums the gradients of its own norms over tensor parallelism, but those of all heads are divided
+            # a norm over all heads is not Megatron's own: Megatron would sum the gradients over tensor-parallel ranks,
+            # which divide this norm's weight
             qk_layernorm=self.norms(hf) and not self.norms_all_heads,
             add_qkv_bias=self.biases(hf),
             attention_output_gate=self.output_gate,
@@ -87,19 +89,19 @@ class GroupedQueryAttention:
         inside = tokens_inside(layout, tokens)
         heads = hf["num_attention_heads"] / layout.tensor_parallel
         query, key = heads * hf["head_dim"], hf["num_key_value_heads"] / layout.tensor_parallel * hf["head_dim"]
-        # queries of several groups lie apart in the fused projection: what wants them in one piece copies them
+        # with several groups the queries are not contiguous in the fused projection, so contiguous queries are a copy
         copied = query if hf["num_key_value_heads"] > layout.tensor_parallel else 0.0
         elements, float32 = inside * (query + 2 * key), 0.0  # the fused projection
         if "core_attn" in how.again:
-            # its output; and its inputs: queries, and keys where a norm made them
+            # attention's output; and its inputs: the queries, and the keys where a norm made a new tensor of them
             elements += inside * (query + (query + key if self.norms(hf) else copied))
         else:
-            elements += inside * 2 * query + keys_attended_to(layout, tokens) * key  # with RoPE, and the output
+            elements += inside * 2 * query + keys_attended_to(layout, tokens) * key  # rotated q and k; the output
             float32 += inside * heads  # log-sum-exp
             if layout.context_parallel > 1:
                 elements += keys_attended_to(layout, tokens) * key  # values
         if self.output_gate:
-            elements += inside * 2 * query  # the gate, and what it has multiplied
+            elements += inside * 2 * query  # the gate, and the gated output
             float32 += inside * query  # its sigmoid
         if self.norms_all_heads:
             elements += inside * (query + key)  # normalised, before the weight
@@ -107,7 +109,7 @@ class GroupedQueryAttention:
         elif self.norms(hf):
             float32 += inside * ((query + key) * how.widened + (query + key) / hf["head_dim"])
             elements += inside * copied * (not how.widened)
-        # the projection takes the output of attention as it is, but where that is scaled late
+        # the output projection keeps attention's output, counted above; with delayed scaling a copy in 8 bits as well
         output = inside * query if how.fp8 == "delayed" else 0.0
         return Kept(elements, float32, normalised(hf, layout, tokens, how) + output)
 
@@ -115,7 +117,7 @@ class GroupedQueryAttention:
         return self.flops(hf, length) if "core_attn" in again else 0.0
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
-        heads = max(1, int(hf["num_key_value_heads"]) // tensor_parallel)  # a head is never split
+        heads = max(1, int(hf["num_key_value_heads"]) // tensor_parallel)  # a head is replicated, never split
         return 2 * heads * int(hf["head_dim"])
 
     def window(self, hf: Hf, layer: int) -> int | None:

@@ -14,10 +14,11 @@ from megarl.recipe.layout import Layout
 
 @dataclass(frozen=True)
 class ClampedExperts(MixtureOfExperts):
-    """(clamp(up) + 1) times clamp(gate) sigmoid(1.702 clamp(gate)); router and projections have biases.
+    """Experts with the activation (clamp(up) + 1) clamp(gate) sigmoid(1.702 clamp(gate)); router and projections have
+    biases.
 
-    OpenAI 2025, arXiv 2508.10925. Probabilities are a softmax over the logits of the chosen experts. A row of the
-    tensors belongs to an input, and gate and up projection take turns in their columns.
+    OpenAI 2025, arXiv 2508.10925. Routing probabilities are a softmax over the logits of the chosen experts. The
+    Hugging Face tensors are transposed (a row for each input), and columns of gate and up projection alternate.
     """
 
     undivided: bool = True
@@ -54,8 +55,8 @@ class ClampedExperts(MixtureOfExperts):
             return Kept(elements, float32, inputs)
         between = tokens_between(layout, tokens)
         routed = between * hf["num_experts_per_tok"] * imbalance
-        # beside what a SwiGLU keeps both its inputs, clamped, and one of them with its offset; twice whose expert a
-        # row is, of which the second is weighted
+        # in addition to a SwiGLU's: gate and up, clamped, and up with its offset; and the one-hot matrix of each row's
+        # expert, once plain and once multiplied by the probabilities
         elements += routed * (3 * hf["moe_intermediate_size"] + 2 * hf["num_experts"] / layout.expert_parallel)
         return Kept(elements, float32, inputs)
 

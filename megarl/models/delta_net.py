@@ -1,4 +1,4 @@
-"""The gated delta net: a layer with a state of fixed size in the place of keys and values."""
+"""The gated delta net: linear attention, whose state of fixed size takes the place of keys and values."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from megarl.models.family import Hf, Keeping, Kept, normalised, tokens_inside
 from megarl.models.tensors import TensorNames, rows_of
 from megarl.recipe.layout import Layout
 
-CHUNK = 64  # tokens whose contributions to the state are computed together
+CHUNK = 64  # number of tokens whose contributions to the state are computed together
 
 
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """Yang et al. 2024, arXiv 2412.06464, as Qwen3-Next has it: several value heads share a key head.
+    """Yang et al. 2024, arXiv 2412.06464, as in Qwen3-Next: several value heads share a key head.
 
-    separate: projections of queries, keys and values of all heads are one tensor, and gates, rates and decays one each.
+    separate: the Hugging Face model has one projection for queries, keys and values of all heads, and one each for
+        gates, rates and decays; otherwise it has Qwen3-Next's two, interleaved by key head.
     """
 
     separate: bool = False
@@ -59,7 +60,7 @@ class GatedDeltaNet:
         return {
             "input_layernorm.weight": TensorNames(("input_layernorm.weight",)),
             **(self._separate_projections(hf) if self.separate else projections),
-            # its rows are queries, keys and values of all heads: no rank's part is one slice, so all have all of it
+            # replicated: its rows are the queries, then keys, then values of all heads, so a shard is no single slice
             "self_attention.conv1d.weight": one("conv1d.weight"),
             "self_attention.A_log": one("A_log", 0),
             "self_attention.dt_bias": one("dt_bias", 0),
@@ -68,18 +69,18 @@ class GatedDeltaNet:
         }
 
     def _separate_projections(self, hf: Hf) -> dict[str, TensorNames]:
-        """The same parameters of tensors that have one kind of row for all heads each, or one below another."""
+        """The same parameters where each tensor, or range of its rows, has one kind of row for all heads."""
         width, heads = hf["linear_key_head_dim"], hf["linear_num_key_heads"]
         shared_by = hf["linear_num_value_heads"] // heads
-        values = shared_by * hf["linear_value_head_dim"]  # of a key head
+        values = shared_by * hf["linear_value_head_dim"]  # rows of values for each key head
         ends = [heads * width, 2 * heads * width, heads * (2 * width + values)]
-        queries, keys, read = (
+        query_rows, key_rows, value_rows = (
             rows_of("linear_attn.in_proj_qkv.weight", first, end, ends[-1]) for first, end in pairwise([0, *ends])
         )
         gates, rates, decays = (f"linear_attn.in_proj_{name}.weight" for name in "zba")
         return {
             "self_attention.in_proj_qkvz.weight": TensorNames(
-                (queries, keys, read, gates), 0, "groups", (width, width, values, values)
+                (query_rows, key_rows, value_rows, gates), 0, "groups", (width, width, values, values)
             ),
             "self_attention.in_proj_ba.weight": TensorNames((rates, decays), 0, "groups", (shared_by, shared_by)),
         }
@@ -90,20 +91,20 @@ class GatedDeltaNet:
         width = hf["linear_key_head_dim"]
         keys = hf["linear_num_key_heads"] / layout.tensor_parallel * width
         values = heads * hf["linear_value_head_dim"]
-        # what goes into and comes out of the convolution; what is read, normalised, and gated; rates
+        # input and output of the convolution; output of the rule, normalised, and gated; rates
         elements = inside * (2 * (2 * keys + values) + 3 * values + heads)
-        # the projections' input; gathered it is another tensor than what the norm made
+        # the projections' input: with tensor parallelism a gathered copy of the norm's output
         gathered = layout.tensor_parallel > 1
         elements += inside * hf["hidden_size"] if gathered else normalised(hf, layout, tokens, how)
         # queries and keys before they are normalised; gates and their activation
         float32 = 2 * keys + 2 * values
-        # of `megarl.actor.delta_rule`: six tensors as large as the keys of value heads, three as the values, five of a
-        # chunk's tokens among each other, the states between chunks, and a few numbers of each head
+        # in `megarl.actor.delta_rule`: six tensors of the size of the keys (repeated for each value head), three of the
+        # values, five matrices [CHUNK, CHUNK], the states between chunks, and a few numbers per head
         float32 += heads * (6 * width + 5 * CHUNK + width * hf["linear_value_head_dim"] / CHUNK + 8) + 3 * values
         return Kept(elements, inside * float32)
 
     def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
-        return 0.0  # ``core_attn`` is of attention alone
+        return 0.0  # recomputing ``core_attn`` affects softmax attention only
 
     def state_elements(self, hf: Hf, tensor_parallel: int) -> float:
         heads, width = hf["linear_num_value_heads"], hf["linear_key_head_dim"]
@@ -112,6 +113,6 @@ class GatedDeltaNet:
         return float(states / tensor_parallel)
 
     def flops(self, hf: Hf, length: float) -> float:
-        # each state forgets, is read by a key and by a query, and written to
+        # for each token the state is read by the key, written, and read by the query: 2 operations an element each
         state = hf["linear_num_value_heads"] * hf["linear_key_head_dim"] * hf["linear_value_head_dim"]
         return float(6 * state * length)

@@ -1,8 +1,8 @@
-"""What megarl must know of a model family.
+"""The interface of a model family: settings, tensor names, and the memory and arithmetic that `megarl plan` counts.
 
-A layer has two halves, attention and feed-forward, each with the norm before it. A family names one of each, and a
-second feed-forward for layers without experts; a family with another kind of attention or feed-forward brings a class
-with the methods below.
+A layer has two halves, attention and feed-forward, each with the norm before it. A family names one class for each
+half, and may name a second feed-forward for layers without experts and a linear attention. A new kind of half is a
+class with the methods of the protocols below.
 """
 
 from __future__ import annotations
@@ -18,119 +18,120 @@ Hf = dict[str, Any]  # the settings of a model, as `megarl.models.hf_config.read
 
 
 class Kept(NamedTuple):
-    """What one layer keeps for the backward pass, on one rank."""
+    """Number of elements that one rank keeps of one layer for the backward pass."""
 
-    elements: float  # of the type of the activations
-    float32: float  # elements of four bytes whatever that type is
-    inputs: float = 0.0  # further elements, kept as inputs of matrices alone: these may be in 8 bits
+    elements: float  # in the dtype of the activations
+    float32: float  # of four bytes each, whatever that dtype is
+    inputs: float = 0.0  # further ones, kept only as inputs of matrix products: with fp8 they take 8 bits
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """How layers keep it."""
+    """Settings on which depends what layers keep for the backward pass."""
 
-    again: frozenset[str] = frozenset()  # `megarl.recipe.recompute`: parts that keep their input alone
+    again: frozenset[str] = frozenset()  # recomputed parts (`megarl.recipe.recompute`), which keep only their input
     fused: bool = False  # Transformer Engine's layers instead of the torch-native ones
-    fp8: str | None = None  # how their matrices are scaled, `megarl.recipe.fp8`
-    widened: bool = False  # norms compute in float32, and so keep what goes into them
+    fp8: str | None = None  # fp8 scaling of matrix products, a name in `megarl.recipe.fp8`; None: no fp8
+    widened: bool = False  # norms compute in float32, and so keep a float32 copy of their input
 
 
 class Half(Protocol):
-    """What both halves of a layer say of themselves."""
+    """The methods of both halves of a layer."""
 
     def problems(self, hf: Hf) -> Iterator[str]:
-        """Settings of config.json that megarl would not compute, each as the message for the user."""
+        """A message for each setting of config.json that megarl does not support."""
 
     def megatron_settings(self, hf: Hf) -> dict[str, Any]:
         """Fields of Megatron's TransformerConfig that follow from the model alone."""
 
     def tensors(self, hf: Hf) -> dict[str, TensorNames]:
-        """The tensors of a layer, by the names that Megatron's torch-native modules give their parameters."""
+        """The tensors of this half of a layer, by the parameters' names in Megatron's torch-native modules."""
 
     def divided(self, hf: Hf) -> dict[str, int]:
-        """{setting: its value} of those that ``tensor_parallel`` must divide."""
+        """{setting: its value} for each setting whose value ``tensor_parallel`` must divide."""
 
 
 class TokenMixer(Half, Protocol):
-    """Beside that of every `Half`: the sizes of what lets a token see those before it."""
+    """A first half, which mixes tokens: softmax or linear attention. Adds to `Half` its memory and arithmetic."""
 
     def kept(self, hf: Hf, layout: Layout, tokens: int, how: Keeping) -> Kept:
-        """For a micro-batch of ``tokens``, its normalised input among it."""
+        """What the half keeps of a micro-batch of ``tokens`` for the backward pass, its normalised input included."""
 
     def flops(self, hf: Hf, length: float) -> float:
-        """Of one sequence in one layer, projections left out."""
+        """Operations of a forward pass over one sequence of ``length`` tokens in one layer, without projections."""
 
     def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
-        """Of `flops`, those of parts whose forward pass is repeated."""
+        """The operations among `flops` that recomputing the parts ``again`` repeats."""
 
 
 class Attention(TokenMixer, Protocol):
-    """Beside that of every `Half`: the sizes of an attention, and its rotary positions."""
+    """Softmax attention. Adds to `TokenMixer` its rotary positions, windows and KV cache."""
 
     @property
     def rope_types(self) -> tuple[str, ...]:
-        """Those that are supported, as config.json calls them."""
+        """The supported values of ``rope_type`` in config.json."""
 
     @property
     def partial_rotary(self) -> bool:
-        """Whether a part of each head may stay unrotated."""
+        """Whether config.json may ask that only a part of each head is rotated."""
 
     @property
     def norms_all_heads(self) -> bool:
-        """Whether the norm of queries and keys, where there is one, is over all heads of a token."""
+        """Whether the norm of queries and keys, if there is one, is over all heads of a token."""
 
     @property
     def torch_layers_alone(self) -> bool:
-        """Whether Transformer Engine's layers lack this attention, or have never been compared with it."""
+        """Whether only the torch-native layers may be used: Transformer Engine's lack this attention, or were never
+        compared with it."""
 
     def window(self, hf: Hf, layer: int) -> int | None:
-        """To how many tokens one attends in layer ``layer``, from 0; None: to all before it."""
+        """Number of tokens, itself included, that a token attends to in layer ``layer`` (from 0); None: no window."""
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
-        """What the KV cache of one GPU holds of a token and layer."""
+        """Elements of the KV cache of one GPU for one token in one layer."""
 
 
 class LinearAttention(TokenMixer, Protocol):
-    """Beside that of every `TokenMixer`: the state that takes the place of keys and values."""
+    """Linear attention. Adds to `TokenMixer` the state that takes the place of keys and values."""
 
     def state_elements(self, hf: Hf, tensor_parallel: int) -> float:
-        """What one GPU holds of a running response and layer, however long the response is."""
+        """Elements of the state of one response in one layer on one GPU, whatever the response's length."""
 
     def context_divided(self, hf: Hf) -> dict[str, int]:
-        """{setting: its value} of those that ``tensor_parallel * context_parallel`` must divide."""
+        """{setting: its value} for each setting whose value ``tensor_parallel * context_parallel`` must divide."""
 
 
 class FeedForward(Half, Protocol):
-    """Beside that of every `Half`: the sizes of a feed-forward part."""
+    """A second half: a dense feed-forward network or a mixture of experts. Adds to `Half` its sizes."""
 
     @property
     def undivided(self) -> bool:
-        """Whether no routed expert may be divided between ranks."""
+        """Whether expert tensor parallelism is impossible: no routed expert may be divided between ranks."""
 
     def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float, how: Keeping) -> Kept:
-        """Likewise. ``imbalance``: tokens of the fullest expert rank over the mean."""
+        """As `TokenMixer.kept`. imbalance: routed tokens of the fullest expert-parallel rank over the ranks' mean."""
 
     def expert_parameters(self, hf: Hf) -> int:
-        """Of one routed expert of one layer; 0 in a dense model."""
+        """Number of parameters of one routed expert in one layer; 0 in a dense half."""
 
     def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
-        """Parameters that a token uses in parts whose forward pass is repeated."""
+        """Number of parameters that a token uses in the parts ``again``, whose forward pass is recomputed."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """The kinds of model that share a ``model_type``: RMSNorm, rotary positions, all layers alike but for the experts.
+    """The models that share a Hugging Face ``model_type``; all have RMSNorm before each half and rotary positions.
 
-    dense: the feed-forward half of layers without experts, in a family that may have such beside layers with experts.
-    linear: the first half of layers that have a state in the place of keys and values, if a family has such.
-    aliases: {megarl's name of a setting: the family's}.
-    defaults: what transformers takes for settings that config.json leaves out, where they change the model.
-    only: settings that must have this value where they are there: another would be computed as this one.
-    zero_centred_norms: norms multiply by one more than their weight.
-    copied: prefixes of tensors that are copied into every export as they are.
-    prefix: of all tensors but `LM_HEAD`.
-    nested: the setting of config.json that holds those of the language model, in a family that has others too.
-    quantised: the ``quant_method`` of weights that are converted to bfloat16 when a run copies its model.
+    dense: the feed-forward half of layers without experts, if the family may mix these with layers with experts.
+    linear: the first half of layers with linear attention, if the family may have them.
+    aliases: {megarl's name of a setting: the family's name of it in config.json}.
+    defaults: transformers' defaults of settings that change the model, for when config.json leaves them out.
+    only: {setting: the only supported value}; megarl ignores the setting, so any other value is refused.
+    zero_centred_norms: norms multiply by their weight plus one.
+    copied: prefixes of names of tensors that every export copies unchanged from the base model.
+    prefix: prefix of the names of all tensors but `LM_HEAD`.
+    nested: the setting of config.json that holds the language model's settings, if the model has other parts too.
+    quantised: values of ``quant_method`` for which a run converts the weights to bfloat16 when it copies its model.
     """
 
     attention: Attention
@@ -148,11 +149,11 @@ class Family:
 
     @property
     def embedding(self) -> str:
-        """The tensor of the input embedding."""
+        """The name of the input embedding's tensor."""
         return f"{self.prefix}embed_tokens.weight"
 
     def outside_layers(self) -> dict[str, TensorNames]:
-        """The tensors that are in no layer, by Megatron's names."""
+        """The tensors outside the layers, by the names of Megatron's parameters."""
         return {
             "embedding.word_embeddings.weight": TensorNames((self.embedding,), 0),
             "decoder.final_layernorm.weight": TensorNames((f"{self.prefix}norm.weight",)),
@@ -160,20 +161,20 @@ class Family:
         }
 
     def uniform(self, hf: Hf) -> Hf:
-        """The settings of config.json with the family's defaults, also under megarl's names."""
+        """The settings of config.json with the family's defaults; those in ``aliases`` also under megarl's names."""
         hf = dict(self.defaults) | hf
         return hf | {ours: hf[theirs] for ours, theirs in self.aliases.items() if theirs in hf}
 
     def has_experts(self, hf: Hf, layer: int) -> bool:
-        """Whether the feed-forward half of layer ``layer``, from 0, is a mixture of experts."""
+        """Whether the feed-forward half of layer ``layer`` (from 0) is a mixture of experts."""
         return bool(hf["num_experts"])
 
     def sparse_layers(self, hf: Hf) -> int:
-        """How many layers have experts."""
+        """Number of layers with experts."""
         return sum(self.has_experts(hf, layer) for layer in range(hf["num_hidden_layers"]))
 
     def is_linear(self, hf: Hf, layer: int) -> bool:
-        """Whether layer ``layer``, from 0, has a state in the place of keys and values."""
+        """Whether layer ``layer`` (from 0) has linear attention."""
         if self.linear is None:
             return False
         if types := hf.get("layer_types"):
@@ -181,29 +182,29 @@ class Family:
         return (layer + 1) % int(hf["full_attention_interval"]) != 0
 
     def linear_layers(self, hf: Hf) -> int:
-        """How many layers have a state in the place of keys and values."""
+        """Number of layers with linear attention."""
         return sum(self.is_linear(hf, layer) for layer in range(hf["num_hidden_layers"]))
 
     def window(self, hf: Hf, layer: int) -> int | None:
-        """To how many tokens one attends in layer ``layer``, from 0; None: to all before it, or there is a state."""
+        """`Attention.window` of layer ``layer`` (from 0); None also for a layer with linear attention."""
         return None if self.is_linear(hf, layer) else self.attention.window(hf, layer)
 
     def context_divided(self, hf: Hf) -> dict[str, int]:
-        """{setting: its value} of those that ``tensor_parallel * context_parallel`` must divide."""
+        """{setting: its value} for each setting whose value ``tensor_parallel * context_parallel`` must divide."""
         return {} if self.linear is None else self.linear.context_divided(hf)
 
     def _mixer(self, linear: bool) -> TokenMixer:
         return self.linear if linear and self.linear is not None else self.attention
 
     def halves(self, hf: Hf) -> list[Half]:
-        """The halves that the layers of a model are made of."""
+        """The distinct halves that occur in the layers of a model."""
         sparse = self.sparse_layers(hf)
         dense = [self.dense] if self.dense is not None and sparse < hf["num_hidden_layers"] else []
         linear = [self.linear] if self.linear is not None and self.linear_layers(hf) else []
         return [self.attention, *linear, *([self.feed_forward] if sparse or not dense else []), *dense]
 
     def problems(self, hf: Hf) -> Iterator[str]:
-        """Every setting for which `read_hf_config` refuses the model, as the message for the user."""
+        """A message for each setting that megarl does not support; `read_hf_config` then refuses the model."""
         for name, only in self.only.items():
             if hf.get(name, only) != only:
                 yield f"{name} = {hf[name]!r} is not supported for {hf['model_type']}, only {only!r}"
@@ -211,7 +212,7 @@ class Family:
             yield from half.problems(hf)
 
     def divided(self, hf: Hf) -> dict[str, int]:
-        """{setting: its value} of those that ``tensor_parallel`` must divide."""
+        """{setting: its value} for each setting whose value ``tensor_parallel`` must divide."""
         return {name: size for half in self.halves(hf) for name, size in half.divided(hf).items()}
 
     def megatron_settings(self, hf: Hf) -> dict[str, Any]:
@@ -239,7 +240,7 @@ class Family:
         return found | (self.feed_forward if sparse else self.dense).tensors(hf)  # type: ignore[union-attr]
 
     def tensor_names(self, hf: Hf) -> set[str]:
-        """Every tensor of the whole model, with one for each expert; a tied model has no `LM_HEAD`."""
+        """The names of all tensors of the model, each expert's included; with tied embeddings there is no `LM_HEAD`."""
         names = {name for tensors in self.outside_layers().values() for name in tensors.names}
         if hf.get("tie_word_embeddings"):
             names.remove(LM_HEAD)
@@ -250,7 +251,8 @@ class Family:
         return names
 
     def carried(self, hf: Hf, name: str) -> bool:
-        """Whether a tensor is copied into every export as it is: layers that predict more tokens than the next one."""
+        """Whether every export copies a tensor unchanged from the base model: those in ``copied``, and layers for
+        multi-token prediction, which come after the model's own layers."""
         first = hf["num_hidden_layers"]
         extra = range(first, first + (hf.get("num_nextn_predict_layers") or 0))
         return name.startswith((*self.copied, *(f"{self.prefix}layers.{layer}." for layer in extra)))
@@ -268,38 +270,39 @@ class Family:
         linear: bool = False,
         how: Keeping | None = None,
     ) -> Kept:
-        """Of one layer, for a micro-batch of ``tokens``; by default of torch-native modules without recompute.
+        """What one layer keeps of a micro-batch of ``tokens`` for the backward pass.
 
-        dense, linear: whether of one without experts, or without keys and values, in a model that has both kinds.
+        imbalance: as `FeedForward.kept`. dense, linear: whether the layer is one without experts or with linear
+        attention, in a model that has both kinds. how: default, torch-native modules without recomputation.
         """
         how = replace(how or Keeping(), widened=self.zero_centred_norms)
         both = 2 * tokens_between(layout, tokens)
-        norms = both * hf["hidden_size"]  # their inputs; halves count what comes out
+        norms = both * hf["hidden_size"]  # the norms' inputs; the halves count the outputs
         if "layernorm" in how.again:
             before = Kept(norms, 0.0)
         else:
-            before = Kept(0.0, norms + both) if how.widened else Kept(norms, both)  # with a number of each token
+            before = Kept(0.0, norms + both) if how.widened else Kept(norms, both)  # and one statistic per token
         mixer = self._mixer(linear).kept(hf, layout, tokens, how)
         half = self._half(hf, dense).kept(hf, layout, tokens, imbalance, how)
         return Kept(*map(sum, zip(before, mixer, half, strict=True)))
 
     def mixing_flops(self, hf: Hf, length: float) -> float:
-        """Of one sequence in all layers, projections left out."""
+        """`TokenMixer.flops` summed over all layers, with windows taken into account."""
         total = 0.0
         for layer in range(hf["num_hidden_layers"]):
             mixer, window = self._mixer(self.is_linear(hf, layer)), self.window(hf, layer)
             total += mixer.flops(hf, length)
             if window is not None and window < length:
-                total -= mixer.flops(hf, length - window)  # of each token with those that have left its window
+                total -= mixer.flops(hf, length - window)  # pairs of a token and one that is before its window
         return total
 
     def _windows(self, hf: Hf) -> list[int]:
-        """Of all layers that have one."""
+        """The windows of the layers that have one."""
         windows = (self.window(hf, layer) for layer in range(hf["num_hidden_layers"]))
         return [window for window in windows if window is not None]
 
     def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
-        """Of one sequence in all layers, in parts whose forward pass is repeated."""
+        """Operations over one sequence, in all layers, that recomputing the parts ``again`` repeats."""
         total = 0.0
         for layer in range(hf["num_hidden_layers"]):
             half = self._half(hf, not self.has_experts(hf, layer))
@@ -308,12 +311,13 @@ class Family:
         return total
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
-        """What the cache of one GPU holds of a token, in all layers that keep each of them."""
+        """Elements of the KV cache of one GPU for one token, in all layers that cache every token."""
         layers: int = hf["num_hidden_layers"] - self.linear_layers(hf) - len(self._windows(hf))
         return layers * self.attention.cached_elements(hf, tensor_parallel)
 
     def state_elements(self, hf: Hf, tensor_parallel: int) -> float:
-        """What the cache of one GPU holds of a response beside that, in all layers: states, and windows when full."""
+        """Further cache elements of one GPU for one response, whatever its length: the states of linear attention, and
+        the full windows of layers with windows."""
         states = 0.0
         if self.linear is not None:
             states = self.linear_layers(hf) * self.linear.state_elements(hf, tensor_parallel)
@@ -322,7 +326,7 @@ class Family:
 
 @dataclass(frozen=True)
 class EveryNthSparse(Family):
-    """Every ``decoder_sparse_step``-th layer has experts, those in ``mlp_only_layers`` excepted."""
+    """A family in which every ``decoder_sparse_step``-th layer has experts, except those in ``mlp_only_layers``."""
 
     def has_experts(self, hf: Hf, layer: int) -> bool:
         chosen = (layer + 1) % hf.get("decoder_sparse_step", 1) == 0
@@ -331,21 +335,22 @@ class EveryNthSparse(Family):
 
 @dataclass(frozen=True)
 class FirstLayersDense(Family):
-    """The first ``first_k_dense_replace`` layers have no experts."""
+    """A family in which the first ``first_k_dense_replace`` layers have no experts."""
 
     def has_experts(self, hf: Hf, layer: int) -> bool:
         return layer >= int(hf["first_k_dense_replace"])
 
 
 def tokens_inside(layout: Layout, tokens: int) -> float:
-    """Tokens that a rank has inside attention and MLP."""
+    """Number of tokens that a rank holds inside attention and feed-forward."""
     return tokens / layout.context_parallel
 
 
 def keys_attended_to(layout: Layout, tokens: int) -> float:
-    """Tokens whose keys and values a rank has beside its queries.
+    """Number of tokens whose keys and values a rank holds for its queries.
 
-    Under context parallelism those of all ranks, each chunk as often as a chunk of the rank attends to it.
+    With context parallelism they come from all ranks, and a chunk counts once for each of the rank's two chunks that
+    attends to it.
     """
     if layout.context_parallel == 1:
         return tokens
@@ -353,14 +358,14 @@ def keys_attended_to(layout: Layout, tokens: int) -> float:
 
 
 def tokens_between(layout: Layout, tokens: int) -> float:
-    """Tokens that a rank has between attention and MLP, under sequence parallelism."""
+    """Number of tokens that a rank holds between the halves of a layer, where sequence parallelism divides them."""
     return tokens_inside(layout, tokens) / layout.tensor_parallel
 
 
 def normalised(hf: Hf, layout: Layout, tokens: int, how: Keeping) -> float:
-    """Elements that come out of the norm before a half, where something in the half keeps them.
+    """Number of elements of the norm's output that a half keeps as its input; 0 if the norm is recomputed.
 
-    Transformer Engine has the norm in the matrix after it, which ``layernorm`` does not reach.
+    Transformer Engine fuses the norm into the linear layer after it; recomputing "layernorm" does not affect that.
     """
     dropped = "layernorm" in how.again and not how.fused
     return 0.0 if dropped else tokens_between(layout, tokens) * hf["hidden_size"]

@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer: a SwiGLU, or many of which a router chooses some for each token."""
+"""The feed-forward half of a layer: one SwiGLU, or a mixture of experts, each a SwiGLU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.models.tensors import TensorNames, down, gate_up
 from megarl.recipe.layout import Layout
 
 NORM = {"pre_mlp_layernorm.weight": TensorNames(("post_attention_layernorm.weight",))}
-# settings under which Megatron's model and the engine's would differ without an error
+# the only supported values: with others Megatron's model would silently differ from the engine's
 _ONLY = {"hidden_act": "silu", "mlp_bias": False}
 
 
@@ -21,13 +21,13 @@ def _problems(hf: Hf) -> Iterator[str]:
             yield f"{name} = {hf[name]!r} is not supported, only {only!r}"
 
 
-def _of_activation(how: Keeping) -> int:
-    """What SwiGLU keeps for each of its outputs: gate and up; torch keeps two intermediate results as well."""
+def _kept_per_output(how: Keeping) -> int:
+    """Elements that a SwiGLU keeps for each of its outputs: gate and up; unfused also two intermediate results."""
     return 2 if how.fused else 4
 
 
 class GatedMlp:
-    """SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
+    """A dense SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
 
     undivided: ClassVar[bool] = False
 
@@ -46,9 +46,9 @@ class GatedMlp:
     def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float, how: Keeping) -> Kept:
         outside = normalised(hf, layout, tokens, how)
         if "mlp" in how.again:
-            return Kept(0.0 if how.fused else outside, 0.0)  # the norm of Transformer Engine's is inside
+            return Kept(0.0 if how.fused else outside, 0.0)  # fused: the norm is recomputed too
         inside = tokens_inside(layout, tokens) * hf["intermediate_size"] / layout.tensor_parallel
-        return Kept(_of_activation(how) * inside, 0.0, outside + inside)
+        return Kept(_kept_per_output(how) * inside, 0.0, outside + inside)
 
     def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
         return 3 * int(hf["hidden_size"]) * int(hf["intermediate_size"]) if "mlp" in again else 0
@@ -61,11 +61,13 @@ class GatedMlp:
 class MixtureOfExperts:
     """SwiGLU experts, of which a linear router chooses some for each token.
 
-    sigmoid: the router's scores are sigmoids, normalised over the chosen; a bias of each expert counts for the choice
-        alone (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2). It is not trained, and exported as it was read.
+    sigmoid: the router's scores are sigmoids, normalised over the chosen experts, and each expert has a bias that
+        affects only the choice (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2). The bias is not trained and is
+        exported unchanged. Otherwise the scores are a softmax.
     module, matrices: Hugging Face names of the experts' module and of an expert's gate, up and down projection.
-    shared, shared_gate: the module of an expert for every token, and the weight of its gate, if it has one.
-    undivided: no expert is divided between ranks.
+    shared, shared_gate: Hugging Face names of the module of the shared expert, which every token uses, and of the
+        weight of its gate; None if there is none.
+    undivided: as `FeedForward.undivided`.
     """
 
     sigmoid: bool = False
@@ -76,7 +78,7 @@ class MixtureOfExperts:
     undivided: bool = False
 
     def shared_width(self, hf: Hf) -> int:
-        """Of the shared experts, which are one; 0 where there is none."""
+        """Width of the shared expert, several being one wide expert; 0 if there is none."""
         if self.shared is None:
             return 0
         if "n_shared_experts" in hf:
@@ -84,21 +86,21 @@ class MixtureOfExperts:
         return int(hf["shared_expert_intermediate_size"])
 
     def _groups(self, hf: Hf) -> tuple[int, int] | None:
-        """Groups of experts, and how many of them a token may use; None where it may use all."""
+        """(number of expert groups, number of groups that a token may use); None if it may use all of them."""
         groups, chosen = hf["n_group"] or 1, hf["topk_group"] or 1
         return (groups, chosen) if self.sigmoid and chosen < groups else None
 
     def problems(self, hf: Hf) -> Iterator[str]:
         yield from _problems(hf)
         if not hf["num_experts"]:
-            yield f"a {hf['model_type']} has experts, but their number is missing"
+            yield f"the number of experts is missing, which a {hf['model_type']} needs"
         if not self.sigmoid:
             return
         per_token = hf["num_experts_per_tok"]
         if not hf["norm_topk_prob"] or per_token == 1:
             yield (
                 f"norm_topk_prob = {hf['norm_topk_prob']} with num_experts_per_tok = {per_token}: Megatron-Core "
-                "normalises sigmoid scores if and only if there are several"
+                "normalises sigmoid scores if and only if a token uses several experts"
             )
         if (groups := self._groups(hf)) and per_token // groups[1] != 2:
             yield (
@@ -152,27 +154,26 @@ class MixtureOfExperts:
 
     def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float, how: Keeping) -> Kept:
         between = tokens_between(layout, tokens)
-        # what the norm before it makes goes to the router too, so that Transformer Engine has it in no matrix either
+        # the norm's output, which the router reads too: so Transformer Engine does not fuse this norm
         elements = 0.0 if "layernorm" in how.again else between * hf["hidden_size"]
         if "moe" in how.again:
             return Kept(elements, 0.0)
         routed = between * hf["num_experts_per_tok"] * layout.expert_tensor_parallel * imbalance
         width = hf["moe_intermediate_size"] / layout.expert_tensor_parallel
-        elements += routed * _of_activation(how) * width
+        elements += routed * _kept_per_output(how) * width
         inputs = routed * (hf["hidden_size"] + (0 if "moe_act" in how.again else width))
         float32 = between * hf["num_experts"] * (3 if self.sigmoid else 1)
         if not how.fused:
-            # where each row comes from and goes to, in numbers of eight bytes, and its weight; where ranks exchange
-            # rows, this once more
+            # source and target index of each row (8 bytes each) and its weight; once more if ranks exchange rows
             float32 += 10 * between * hf["num_experts_per_tok"]
             float32 += 4 * routed * (layout.expert_parallel * layout.expert_tensor_parallel > 1)
         else:
-            float32 += between * (2 * hf["num_experts"] + 1)  # where the fused permutation puts each row
+            float32 += between * (2 * hf["num_experts"] + 1)  # the row map of the fused permutation
         if "shared_experts" not in how.again:
             shared = tokens_inside(layout, tokens) * self.shared_width(hf) / layout.tensor_parallel
-            elements, inputs = elements + _of_activation(how) * shared, inputs + shared
+            elements, inputs = elements + _kept_per_output(how) * shared, inputs + shared
             if self.shared_gate is not None:
-                elements += between * (hf["hidden_size"] + 1)  # what the gate multiplies
+                elements += between * (hf["hidden_size"] + 1)  # the shared expert's output, and its gate
         return Kept(elements, float32, inputs)
 
     def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:

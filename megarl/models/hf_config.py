@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face model: read, made uniform, and refused where megarl would compute another model."""
+"""Reads config.json of a Hugging Face model, unifies its settings, and refuses models that megarl does not support."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 
 
 def read_hf_config(model_dir: Path) -> dict[str, Any]:
-    """The settings of a supported model, under one name each where families or versions of transformers differ.
+    """The settings of a supported model; where families or versions of transformers differ, under one common name.
 
-    Beside what the file has: ``rope_theta``, ``rope_scaling_factor`` (of Llama 3, or None), ``rope_yarn`` (its
-    settings, or None), ``rotary_fraction`` of a head, ``num_experts`` (None in a dense model), ``head_dim``,
-    ``dense_layers``, the number of layers without experts, ``divided``: {setting: its value} of those that tensor
-    parallelism must divide, ``context_divided``: of those that tensor times context parallelism must divide, and
+    Besides those in the file: ``rope_theta``; ``rope_scaling_factor`` (Llama 3's, or None); ``rope_yarn`` (YaRN's
+    settings, or None); ``rotary_fraction``, the rotated share of a head; ``num_experts`` (None in a dense model);
+    ``head_dim``; ``dense_layers``, the number of layers without experts; ``divided`` and ``context_divided``, {setting:
+    its value} for those that tensor parallelism, and tensor times context parallelism, must divide; and
     ``undivided_experts``, whether no expert may be divided between ranks.
-    `UserError` for an unreadable file, an unknown family, what a family refuses and a setting that is missing, also one
-    that only the model itself needs.
+    `UserError` for an unreadable file, an unknown family, an unsupported setting, or a missing one.
     """
     path = Path(model_dir) / "config.json"
     hf = read_settings(path)
@@ -34,7 +33,7 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     if (method := quantisation(hf)) is not None and method not in family.quantised:
         raise UserError(
             f"{path} has a quantization_config ({method}), but megarl trains weights that are not quantised: convert "
-            "them to bfloat16 first, and remove it"
+            "them to bfloat16 first, and remove quantization_config from the file"
         )
     hf = family.uniform(hf)
     try:
@@ -48,20 +47,22 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
         hf["context_divided"] = family.context_divided(hf)
         hf["undivided_experts"] = family.feed_forward.undivided
         hf["dense_layers"] = hf["num_hidden_layers"] - family.sparse_layers(hf)
-        family.megatron_settings(hf)  # reads what only the model itself needs, here and not first in a process
+        family.megatron_settings(hf)  # only to raise KeyError here for settings that only building the model reads
         for name in ("vocab_size", "max_position_embeddings"):
             if hf.get(name) is None:
                 raise KeyError(name)
     except KeyError as error:
-        raise UserError(f"{path} lacks {error}, which a {hf['model_type']} has") from error
+        raise UserError(f"{path} lacks the setting {error}, which a {hf['model_type']} needs") from error
     except TypeError as error:
         null = ", ".join(name for name, value in hf.items() if value is None)
-        raise UserError(f"{path}: a setting has the wrong type: {error}; null are {null or 'none'}") from error
+        raise UserError(
+            f"{path}: a setting has the wrong type: {error}; settings that are null: {null or 'none'}"
+        ) from error
     return hf
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What a config.json says, as it stands there; `UserError` where it cannot be read."""
+    """The settings of a config.json, unchanged; `UserError` if the file cannot be read."""
     try:
         hf = json.loads(path.read_text())
     except OSError as error:
@@ -71,12 +72,12 @@ def read_settings(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(hf, dict):
-        raise UserError(f"{path} holds no object, but {type(hf).__name__}")
+        raise UserError(f"{path} must hold a JSON object, but holds a {type(hf).__name__}")
     return hf
 
 
 def language_settings(hf: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a config.json with those of the language model, where its family nests them beside others."""
+    """The settings of a config.json; those of the language model at the top level, also if the family nests them."""
     family = FAMILIES.get(str(hf.get("model_type")))
     inside = hf.get(family.nested) if family is not None and family.nested is not None else None
     return hf | inside | {"model_type": hf["model_type"]} if isinstance(inside, dict) else hf
@@ -85,21 +86,21 @@ def language_settings(hf: dict[str, Any]) -> dict[str, Any]:
 def _check_nested(hf: dict[str, Any], nested: str, path: Path) -> None:
     inside = hf.get(nested)
     if not isinstance(inside, dict):
-        raise UserError(f"{path} lacks {nested!r}, which a {hf['model_type']} has")
+        raise UserError(f"{path} lacks the table {nested!r}, which a {hf['model_type']} needs")
     tied = [settings.get("tie_word_embeddings", False) for settings in (hf, inside)]
-    if tied[0] != tied[1]:  # transformers takes one for the language model alone and the other for the whole
-        raise UserError(f"{path}: tie_word_embeddings = {tied[0]}, but {tied[1]} in {nested}")
+    if tied[0] != tied[1]:  # transformers reads one for the language model alone and the other for the whole model
+        raise UserError(f"{path}: tie_word_embeddings = {tied[0]}, but {tied[1]} in {nested}: make them equal")
 
 
 def quantisation(hf: dict[str, Any]) -> str | None:
-    """The ``quant_method`` of the settings of a config.json; None where weights are not quantised."""
+    """The ``quant_method`` in the settings of a config.json; None if the weights are not quantised."""
     config = hf.get("quantization_config")
     return str(config.get("quant_method") if isinstance(config, dict) else config) if config else None
 
 
 def _rope(hf: dict[str, Any], family: Family, path: Path) -> dict[str, Any]:
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))  # the older name, as Qwen2.5's YaRN is published
+    kind = rope.get("rope_type", rope.get("type", "default"))  # "type" is the older name, as in Qwen2.5's YaRN
     known = family.attention.rope_types
     if kind not in known:
         raise UserError(f"{path}: rope_type {kind!r} is not supported; known are {', '.join(known)}")
@@ -121,7 +122,7 @@ def _rope(hf: dict[str, Any], family: Family, path: Path) -> dict[str, Any]:
 
 
 def _check_yarn(rope: dict[str, Any], path: Path) -> None:
-    """`UserError` for settings of YaRN (Peng et al. 2023, arXiv 2309.00071) that Megatron-Core does not have."""
+    """`UserError` for settings of YaRN (Peng et al. 2023, arXiv 2309.00071) that Megatron-Core does not support."""
     for name in ("factor", "original_max_position_embeddings"):
         if not rope.get(name):
             raise UserError(f"{path}: rope_type 'yarn' needs {name}")

@@ -13,15 +13,16 @@ from megarl.recipe.layout import Layout
 
 @dataclass(frozen=True)
 class MultiHeadLatentAttention:
-    """Keys and values are made from one small vector a token, which is what an engine caches.
+    """Attention whose keys and values are projected from one small vector (latent) per token, which engines cache.
 
-    DeepSeek-AI 2024, arXiv 2405.04434, section 2.1. A key is a part of each head and a rotated part of all heads.
+    DeepSeek-AI 2024, arXiv 2405.04434, section 2.1. The key of a head is a part of its own and a rotated part that all
+    heads share.
     """
 
     rope_types: ClassVar[tuple[str, ...]] = ("default", "yarn")
     partial_rotary: ClassVar[bool] = False
     norms_all_heads: ClassVar[bool] = False
-    torch_layers_alone: ClassVar[bool] = True  # `megarl.actor.latent_attention` says why
+    torch_layers_alone: ClassVar[bool] = True  # never compared with Transformer Engine's
 
     def problems(self, hf: Hf) -> Iterator[str]:
         for name, only in (("attention_bias", False), ("rope_interleave", True)):
@@ -38,7 +39,7 @@ class MultiHeadLatentAttention:
 
     @staticmethod
     def query_dim(hf: Hf) -> int:
-        """Of one head of a query or key."""
+        """Dimensions of one head of a query or key."""
         return int(hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
 
     def divided(self, hf: Hf) -> dict[str, int]:
@@ -97,10 +98,10 @@ class MultiHeadLatentAttention:
         inside, between = tokens_inside(layout, tokens), tokens_between(layout, tokens)
         heads = hf["num_attention_heads"] / layout.tensor_parallel
         width, latent = self.query_dim(hf), hf["kv_lora_rank"]
-        # both projections down; the latents, normalised; queries, keys and values of one width, and what they attend to
+        # outputs of both down-projections; the normalised latents; queries, keys, values padded to their width; outputs
         elements = between * (2 * latent + hf["qk_rope_head_dim"] + 2 * (hf["q_lora_rank"] or 0))
         elements += normalised(hf, layout, tokens, how)
-        if "core_attn" in how.again:  # values are widened inside it
+        if "core_attn" in how.again:  # the values are padded inside the recomputed part
             return Kept(elements + inside * heads * (2 * width + 2 * hf["v_head_dim"]), 0.0)
         elements += heads * (inside * (2 * width + hf["v_head_dim"]) + 2 * keys_attended_to(layout, tokens) * width)
         return Kept(elements, inside * heads)  # log-sum-exp
@@ -112,7 +113,7 @@ class MultiHeadLatentAttention:
         return self.flops(hf, length) if "core_attn" in again else 0.0
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
-        return int(hf["kv_lora_rank"] + hf["qk_rope_head_dim"])  # on every rank
+        return int(hf["kv_lora_rank"] + hf["qk_rope_head_dim"])  # replicated on every rank
 
     def flops(self, hf: Hf, length: float) -> float:
         return float(hf["num_attention_heads"] * (self.query_dim(hf) + hf["v_head_dim"]) * length**2)

@@ -1,4 +1,4 @@
-"""Attention of gpt-oss: a sink for each head, windows in some layers, and a bias in every projection."""
+"""Attention of gpt-oss: each head has a sink, some layers have windows, and every projection has a bias."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _TYPES = ("sliding_attention", "full_attention")  # as config.json calls them
 
 @dataclass(frozen=True)
 class SinkAttention(GroupedQueryAttention):
-    """The softmax of a head counts one more logit, a parameter, that has no value (OpenAI 2025, arXiv 2508.10925).
+    """The softmax of a head includes one more logit, a parameter, without a value (OpenAI 2025, arXiv 2508.10925).
 
-    In layers with a window a token attends to the last ``sliding_window`` tokens, itself among them.
+    In layers with a window a token attends to the last ``sliding_window`` tokens, itself included.
     """
 
     qkv_bias: bool = True

@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors make a Megatron parameter, as data: `megarl.actor.hf_names` cuts the parameters."""
+"""Describes which Hugging Face tensors make up a Megatron parameter; `megarl.actor.hf_names` cuts the parameters so."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from typing import Literal
 
 LM_HEAD = "lm_head.weight"
 
-TRANSPOSED = ("columns", "alternate_columns")  # of `TensorNames.packing`
+TRANSPOSED = ("columns", "alternate_columns")  # values of `TensorNames.packing` with a transposed parameter
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """The Hugging Face tensors of which one Megatron parameter is made.
+    """The Hugging Face tensors that make up one Megatron parameter.
 
     names: in their order in the parameter; those of a layer without ``model.layers.N.``, those of an expert with "{}"
         for its number, a part of a tensor as `rows_of` names it.
-    split: the dimension of each tensor that tensor parallelism splits; None: every rank has all of it.
-    packing: "rows": the tensors have equally many rows and stand one below another. "query_groups": query, key and
-        value of the first group of query heads, then those of the next. "gated_query_groups": the same, and each head
-        of the first tensor is a query and the gate of its output; in the parameter a group's gates follow its queries.
-        "columns": one tensor, the parameter transposed. "alternate_columns": the same, and its columns are those of the
-        parameter's two halves by turns; (outputs, 2) stand for its last dimension wherever a shape is asked for.
-        "groups": the first ``group[i]`` rows of each tensor i one below another, then the next, and so on.
+    split: the dimension of each tensor that tensor parallelism splits; None: replicated on every rank.
+    packing: how the tensors are arranged in the parameter.
+        "rows": they have the same number of rows and are concatenated.
+        "query_groups": query, key and value rows of the first group of query heads, then those of the next group.
+        "gated_query_groups": as "query_groups", and each head of the first tensor is a query followed by the gate of
+        its output; in the parameter a group's gates follow its queries.
+        "columns": the parameter is one tensor, transposed.
+        "alternate_columns": as "columns", and the tensor's columns come alternately from the parameter's two halves;
+        where a shape is needed, the tensor's last dimension appears as (outputs, 2).
+        "groups": the first ``group[i]`` rows of each tensor i, then the next ones, and so on.
     """
 
     names: tuple[str, ...]
@@ -32,15 +35,15 @@ class TensorNames:
 
 
 def rows_of(name: str, first: int, end: int, rows: int) -> str:
-    """The name of rows ``first`` to ``end`` of a tensor that has ``rows`` of them."""
+    """The name for rows [``first``, ``end``) of a tensor that has ``rows`` rows."""
     return f"{name}[{first}:{end}:{rows}]"
 
 
 def gate_up(prefix: str) -> TensorNames:
-    """The first matrix of a SwiGLU."""
+    """Gate and up projection, which are one parameter in Megatron. prefix: the Hugging Face module."""
     return TensorNames((f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"), 0)
 
 
 def down(prefix: str) -> TensorNames:
-    """The second matrix of a SwiGLU."""
+    """The down projection. prefix: the Hugging Face module."""
     return TensorNames((f"{prefix}.down_proj.weight",), 1)

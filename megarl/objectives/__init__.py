@@ -76,9 +76,9 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def build_objective(name: str, fields: dict[str, Any]) -> Objective | WithOptions:
-    """The objective of a recipe's ``[objective]`` table; its sub-tables (``[objective.kl]``) are `OPTIONS`.
+    """The objective of a recipe's ``[objective]`` table; its sub-tables (such as ``[objective.kl]``) are `OPTIONS`.
 
-    `UserError` names a wrong name, field, type or value, the nearest known one and the allowed range.
+    Raises `UserError` for an unknown name, field, type or value, with the nearest known one or the allowed range.
     """
     if name not in OBJECTIVES:
         close = nearest(name, OBJECTIVES)
@@ -96,7 +96,7 @@ def build_objective(name: str, fields: dict[str, Any]) -> Objective | WithOption
 
 
 def resolved_fields(objective: Objective | WithOptions) -> dict[str, Any]:
-    """Every field of an objective and its options, defaults too, as `build_objective` takes them."""
+    """All fields of an objective and its options, defaults included, in the form that `build_objective` takes."""
     if isinstance(objective, WithOptions):
         return asdict(objective.objective) | {name_of(o): asdict(o) for o in objective.options}
     return asdict(objective)

@@ -28,13 +28,13 @@ class Bapo(Objective):
     start at (low_start, high_start); while the positive contribution is below positive_target and c_low + low_step <=
     low_end, c_high rises by high_step if that keeps it within high_end, else c_low by low_step. Positive contribution,
     over the whole batch: sum_{A>0} pi_rollout |min(rho A, clip(rho, 0, c_high) A)| divided by the sum over all A of
-    pi_rollout |min(rho A, clip(rho, c_low, c_high) A)|. The paper sums the loss over tokens; token_mean is that times a
-    constant. high_end = inf (Table 6): c_high rises until positive_target is reached, or nothing is clipped above, and
-    as it could always rise c_low stays at low_start.
+    pi_rollout |min(rho A, clip(rho, c_low, c_high) A)|. The paper sums the loss over tokens; token_mean differs by a
+    constant factor. high_end = inf (Table 6): c_high rises until positive_target is reached or nothing is clipped
+    above; since it can always rise, c_low stays at low_start.
 
-    variant "released" is what the authors' code does: c_low rises first, then c_high; no pi_rollout weight;
-    positive_target is compared with positive / negative (.4 of the whole is .667 there); dual clip at 3 in the loss.
-    That code also searches per micro-batch (``statistics_scope = "micro"``).
+    variant "released" is the authors' code: c_low rises first, then c_high; no pi_rollout weight; positive_target is
+    compared with positive / negative (a share of .4 is a quotient of .667 there); dual clip at 3 in the loss. That code
+    also searches per micro-batch (``statistics_scope = "micro"``).
     """
 
     needs_statistics: ClassVar[bool] = True
@@ -52,7 +52,7 @@ class Bapo(Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.variant == "paper" and self.positive_target > 1:
-            raise UserError(f"Bapo.positive_target is {self.positive_target}, a share of the whole; expected [0, 1]")
+            raise UserError(f"Bapo.positive_target is {self.positive_target}, but is a share; expected [0, 1]")
         for side in ("low", "high"):
             start, end = getattr(self, f"{side}_start"), getattr(self, f"{side}_end")
             if not start <= end:
@@ -76,12 +76,12 @@ class Bapo(Objective):
         return RatioBounds(*(x.take(stop) for x in (lows[low], highs[high], positive, negative)))
 
     def _enough(self, positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-        """Bool, where the positive contribution is no less than what is wanted; both float64 of a shape that fits."""
+        """Bool: whether the positive contribution reaches its target. Arguments: float64, of shapes that broadcast."""
         whole = negative + 1e-8 if self.variant == "released" else positive + negative
         return (positive >= self.positive_target * whole) | (negative <= 0)
 
     def _endless(self, batch: TokenBatch, lows: torch.Tensor, group: ProcessGroup | None, backend: str) -> RatioBounds:
-        """`statistics` without an end of c_high."""
+        """`statistics` for high_end = inf."""
         weighted = self.variant == "paper"
         low = lows[0]
         if self.variant == "released":  # c_low goes first

@@ -20,12 +20,12 @@ class Dcpo(Objective):
 
     objective_t = min(rho_t A_t, clip(rho_t, low_t, high_t) A_t), with the bounds that |(rho - 1) pi(t)| <= eps gives
     for the token's probability q under the behaviour policy: low_t = 1/2 + 1/2 sqrt(max(1 - 4 eps_low / q, 0)), high_t
-    = 1/2 + 1/2 sqrt(1 + 4 eps_high / q), at most ratio_max. A < 0: at least ratio_max A_t (dual clip), which is in the
-    authors' code, as is ratio_max = 10. Gradient as `Grpo`. Its "only token mean" sums the means of the responses: here
-    their mean, a constant factor.
+    = 1/2 + 1/2 sqrt(1 + 4 eps_high / q), at most ratio_max. For A < 0 the objective is at least ratio_max A_t (dual
+    clip); this and ratio_max = 10 are from the authors' code. Gradient as `Grpo`. The paper's "only token mean" sums
+    the responses' means; here they are averaged, which differs by a constant factor.
 
-    Not here: smooth advantage standardisation, which mixes in the rewards that a prompt had in earlier steps. In a
-    prompt's first step, i = 1, it is the group's own standardisation (``objective.advantage``).
+    Not included: smooth advantage standardisation, which mixes in the rewards that a prompt had in earlier steps. In a
+    prompt's first step, i = 1, it equals standardisation within the group (``objective.advantage``).
     """
 
     eps_low: float = number(0.16, 0)

@@ -23,8 +23,8 @@ class DecoupledPpo(Objective):
     proximal policy, which `old_logprobs` holds, w_t = pi_old(t) / pi_rollout(t) to the behaviour policy, at most
     behaviour_weight_max. Gradient: w_t r_t A_t grad log pi(t) where not clipped.
 
-    The proximal policy is the one before a step of `proximal_updates` updates: the batches of all of them get its
-    log-probs before the first is trained. 4 updates make a step in M2PO's experiments (section 3.2), and are AReaL's
+    The proximal policy is the one before a step of `proximal_updates` updates: before the first of them, the batches of
+    all get its log-probs. A step is 4 updates in M2PO's experiments (section 3.2) and in AReaL, which calls them
     mini-batches. With 1 it is the policy before each update, so that nothing is ever clipped.
     """
 

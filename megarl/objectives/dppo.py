@@ -23,10 +23,10 @@ class Dppo(Objective):
 
     objective_t = M_t sg(min(rho_t, ratio_max)) A_t log pi(t), whose gradient is that of M_t rho_t A_t. M_t = 0 where
     the token has moved along its advantage (A > 0, rho > 1 or A < 0, rho < 1) and its distribution too far: D_t >
-    threshold. The distributions of the current and the behaviour policy are known of the sampled token alone, with
-    probabilities p and q, so all others count as one: ``divergence = "tv"``: D_t = |p - q|; ``"kl"``: D_t = q log(q /
-    p) + (1 - q) log((1 - q) / (1 - p)), with 1e-8 added to 1 - q and 1 - p as the authors do. threshold: 0 for the
-    divergence's own, .15 for tv and .05 for kl. ratio_max: the authors' code.
+    threshold. Of the distributions of the current and the behaviour policy only the probabilities p and q of the
+    sampled token are known, so all other tokens count as one: ``divergence = "tv"``: D_t = |p - q|; ``"kl"``: D_t =
+    q log(q / p) + (1 - q) log((1 - q) / (1 - p)), with 1e-8 added to 1 - q and 1 - p as the authors do. threshold: 0
+    for the divergence's default, .15 for tv and .05 for kl. ratio_max is the authors' code's.
     """
 
     ratio_form: ClassVar[bool] = False
@@ -37,6 +37,7 @@ class Dppo(Objective):
 
     @property
     def bound(self) -> float:
+        """The threshold in effect."""
         return self.threshold or {"tv": 0.15, "kl": 0.05}[self.divergence]
 
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:

@@ -23,6 +23,8 @@ from megarl.objectives.parts.terms import Terms, make_terms, trust_region
 
 @dataclass(frozen=True)
 class LogRatioBound:
+    """Statistics of `M2Po` with variant "released": the clip bounds of the whole batch."""
+
     level: torch.Tensor  # 0-d float32, largest |l| that keeps its gradient
 
 
@@ -35,10 +37,10 @@ class M2Po(Objective):
     for the mean of l^2 over the other trust-region tokens of the batch to be at most m2_threshold. Gradient:
     M_t rho_t A_t grad log pi(t); M is not differentiated.
 
-    variant "released" is what the authors' code does: no mask but PPO clip bounds exp(-tau), exp(tau), tau the level at
+    variant "released" is the authors' code: instead of a mask, PPO clip bounds exp(-tau), exp(tau), tau the level at
     which the winsorised mean of min(l^2, tau^2) over the trust region reaches m2_threshold. It mutes more tokens. That
-    code takes both per micro-batch and rank (``statistics_scope = "micro"``) and measures l against log-probs that the
-    trainer recomputed (put them into ``rollout_logprobs``).
+    code computes tau per micro-batch and rank (``statistics_scope = "micro"``) and measures l against log-probs that
+    the trainer recomputed (put them into ``rollout_logprobs``).
     """
 
     needs_statistics: ClassVar[bool] = True

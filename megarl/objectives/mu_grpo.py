@@ -25,8 +25,8 @@ class MuGrpo(Objective):
     0 for the tokens of `parts.veto.veto_mask`, all of them in responses with A < 0. It is computed anew at every update
     and not differentiated. Vetoed tokens stay in the denominator.
 
-    Inferred, because the text lacks the paper's inline mathematics: ratio_min 0 (trigger tokens keep a small gradient
-    without the veto), veto_threshold 1e-4 (the third of four values swept), token_mean.
+    Inferred, because the available text lacks the paper's inline mathematics: ratio_min 0 (without the veto, trigger
+    tokens keep a small gradient), veto_threshold 1e-4 (the third of the four values in the paper's sweep), token_mean.
     """
 
     ratio_min: float = number(0.0, 0, 1)
@@ -46,6 +46,6 @@ class MuGrpo(Objective):
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         parameters = constants((self.ratio_min, self.ratio_max, self.veto_threshold), batch.loss_mask.device)
-        # triggers veto themselves without a look at the rest of the sequence
+        # each trigger vetoes only itself, so nothing of the rest of the sequence is needed
         quantity: Quantity = "none" if self.veto_scope == "trigger" else "trigger"
         return Rule(f"veto_{self.veto_scope}", parameters, "clip_fraction", "veto_fraction", quantity)

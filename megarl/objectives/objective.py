@@ -1,4 +1,4 @@
-"""The base of all objectives: settings, a readable definition in torch, and the rule of the fused token pass for it."""
+"""The base class of all objectives: settings, a readable definition in torch, and the rule for the fused token pass."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from megarl.objectives.parts.terms import Terms
 
 @dataclass(frozen=True)
 class Objective:
-    """Settings of a per-token objective. Calling it maps a `TokenBatch` to `Terms`; it never reduces.
+    """Settings of a per-token objective. Calling it maps a `TokenBatch` to `Terms`; it never averages over tokens.
 
-    A subclass defines `terms`, what the paper says, and `rule`, which names the function of the fused token pass that
+    A subclass defines `terms`, the paper's formula, and `rule`, which names the function of the fused token pass that
     computes the same. aggregation: how the caller turns ``terms.loss`` into one number over the whole optimizer batch,
     see `megarl.objectives.parts.aggregation`. dampen_threshold: effective ratio below which the metrics ``dampen/*``
-    count a token as dampened; 0 for the objective's own, see `dampened_below`.
+    count a token as dampened; 0 for the objective's default, see `dampened_below`.
     """
 
-    needs_statistics: ClassVar[bool] = False  # True: has `statistics(batch, group)`, whose result goes into the call
-    requires: ClassVar[tuple[str, ...]] = ()  # optional fields of TokenBatch that must be there
+    needs_statistics: ClassVar[bool] = False  # True: the call needs the result of `statistics` over the optimizer batch
+    requires: ClassVar[tuple[str, ...]] = ()  # optional fields of TokenBatch that must not be None
     ratio_form: ClassVar[bool] = True  # objective_t = ratio * A; False: weight * A * log pi
 
     aggregation: str = choice("token_mean", "sequence_mean")
@@ -38,10 +38,12 @@ class Objective:
         check_fields(self)
 
     def __call__(self, batch: TokenBatch, statistics: Any = None, backend: str = "torch") -> Terms:
-        """Loss, kept tokens and metrics. Without statistics the batch counts as the whole optimizer batch.
+        """Loss, kept tokens and metrics. Without ``statistics`` they are computed as if ``batch`` were the whole
+        optimizer batch.
 
         backend: ``torch`` evaluates the definition; ``cpp``, ``cuda`` and ``triton`` make one fused pass
-        (`megarl.kernels.token_pass`). `UserError` if that is not installed, and for a batch of wrong shapes or dtypes.
+        (`megarl.kernels.token_pass`). `UserError` if that backend is not installed, or the batch has wrong shapes or
+        dtypes.
         """
         batch.check()
         if statistics is None and self.needs_statistics:
@@ -52,41 +54,44 @@ class Objective:
 
     @property
     def dampened_below(self) -> float:
-        """`dampen_threshold`, or where that is 0 the lower bound of the objective's ratios; .8 if it has none."""
+        """`dampen_threshold`, or if that is 0 the objective's default: .8, unless a subclass has another."""
         return self.dampen_threshold or BAD_PREFIX
 
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
+        """The objective as the paper defines it, in torch. statistics: None unless `needs_statistics`."""
         raise NotImplementedError
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
+        """The rule of the fused token pass that computes the same, with its parameters on the batch's device."""
         raise UserError(f"{type(self).__name__} has no rule for the fused token pass")
 
     def check(self, backend: str, mixes_policies: bool) -> None:
-        """`UserError` for what can be known before any process starts: ``backend`` cannot evaluate this objective.
+        """`UserError` if ``backend`` cannot evaluate this objective; called before any process of a run starts.
 
-        backend: of the kernels, as in a call. mixes_policies: of a run in which several policies generate what a stage
-        trains; any objective can train in it, but not every option.
+        backend: kernel backend, as in a call. mixes_policies: whether several policies generate the rollouts of one
+        stage; every objective supports this, but not every option.
         """
         if backend != "torch" and not (self.fusible and has_rule(self._rule_name(), backend)):
             raise UserError(
                 f"{type(self).__name__} has no rule for the fused token pass of kernels = {backend!r}: use "
-                '[actor] kernels = "torch", which evaluates its definition'
+                '[actor] kernels = "torch", which evaluates the objective\'s definition'
             )
 
     @property
     def updates_a_step(self) -> int:
-        """Updates of which each batch gets the log-probs of the policy before the first as ``old_logprobs``."""
+        """Number of successive updates that share a proximal policy: the batches of all of them get the log-probs of
+        the policy before the first one as ``old_logprobs``."""
         return 1
 
     @property
     def couples_tokens(self) -> bool:
-        """Whether the gradient of a token's loss reaches other tokens of its response; then the losses of a response
-        may only be weighted alike."""
+        """Whether the gradient of a token's loss reaches other tokens of its response. Then all losses of a response
+        must get the same weight."""
         return False
 
     @property
     def fusible(self) -> bool:
-        """Whether `rule` names what the fused token pass does for these settings."""
+        """Whether the fused token pass has a rule for these settings."""
         return type(self).rule is not Objective.rule
 
     def _rule_name(self) -> str:
@@ -95,9 +100,9 @@ class Objective:
         return self.rule(batch, self.statistics(batch)).name
 
     def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> Any:
-        """What the call needs to know about the whole optimizer batch: None unless `needs_statistics`.
+        """Statistics of the whole optimizer batch, for the call; None unless `needs_statistics`.
 
-        batch: all tokens of this rank (`TokenBatch.concatenate` of its micro-batches), detached. group: every rank that
-        holds other tokens of the optimizer batch (data x context parallel). No host sync.
+        batch: all tokens of this rank (`TokenBatch.concatenate` of its micro-batches), detached. group: the ranks that
+        together hold the optimizer batch (data x context parallel). No host sync.
         """
         return None

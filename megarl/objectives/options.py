@@ -24,7 +24,7 @@ from megarl.objectives.parts.terms import Terms, require
 
 @dataclass(frozen=True)
 class Option:
-    """Base: changes nothing."""
+    """Base class of options. requires: as `Objective.requires`."""
 
     requires: ClassVar[tuple[str, ...]] = ()
 
@@ -32,24 +32,27 @@ class Option:
         check_fields(self)
 
     def check(self, mixes_policies: bool) -> None:
-        """`UserError` if a run in which several policies generate what a stage trains cannot have this option."""
+        """`UserError` if this option does not support that several policies generate the rollouts of one stage."""
         if mixes_policies and "old_logprobs" in self.requires:
             raise UserError(
-                f"[objective.{name_of(self)}] recomputes log-probs with the policy that generated the stage "
-                "(old_logprobs), but in a live run, and with rollout.token_budget, several do: leave it out, so that "
-                'those of the engine count, or [schedule] kind = "staged" without a token_budget'
+                f"[objective.{name_of(self)}] needs the log-probs of the one policy that generated the stage "
+                "(old_logprobs), but in a live run, and with rollout.token_budget, several policies generate it: leave "
+                "this table out, so that the engine's log-probs are used, or set "
+                '[schedule] kind = "staged" without a token_budget'
             )
 
     def before(self, batch: TokenBatch) -> TokenBatch:
+        """The batch that the objective gets."""
         return batch
 
     def after(self, batch: TokenBatch, terms: Terms) -> Terms:
+        """The objective's terms, changed. batch: as it was before any option changed it."""
         return terms
 
 
 @dataclass(frozen=True)
 class DualClip(Option):
-    """Bound the loss of tokens with A < 0 by clip_ratio_c |A| (arXiv:1912.09729): no gradient beyond.
+    """Bound the loss of tokens with A < 0 by clip_ratio_c |A| (arXiv:1912.09729); beyond the bound no gradient.
 
     Only for objectives of the form ratio * A.
     """
@@ -65,8 +68,9 @@ class DualClip(Option):
 
 @dataclass(frozen=True)
 class TruncatedImportance(Option):
-    """TIS: the objective is anchored at `old_logprobs` (what the trainer computes for the behaviour policy) and
-    weighted by sg(min(pi_old / pi_rollout, maximum)), the mismatch between trainer and engine."""
+    """TIS, truncated importance sampling: the objective's ratios are to `old_logprobs`, the trainer's log-probs of the
+    behaviour policy, and its loss is weighted by sg(min(pi_old / pi_rollout, maximum)), the mismatch between trainer
+    and engine."""
 
     requires: ClassVar[tuple[str, ...]] = ("old_logprobs",)
 
@@ -152,7 +156,7 @@ class EntropyBonus(Option):
         return replace(terms, loss=terms.loss - self.coefficient * entropy)
 
 
-# in the order in which they apply
+# in the order in which they are applied
 OPTIONS: dict[str, type[Option]] = {
     "dual_clip": DualClip,
     "truncated_importance": TruncatedImportance,
@@ -164,7 +168,7 @@ OPTIONS: dict[str, type[Option]] = {
 
 
 def name_of(option: Option) -> str:
-    """The recipe table of an option."""
+    """The name of an option's recipe table, [objective.NAME]."""
     return next(name for name, kind in OPTIONS.items() if type(option) is kind)
 
 
@@ -182,11 +186,13 @@ class WithOptions:
             if self.objective.couples_tokens and isinstance(option, DualClip | TruncatedImportance | IcePop):
                 raise UserError(
                     f"{name_of(option)} weights each token by itself, but with these settings of "
-                    f"{type(self.objective).__name__} the gradient of a token's loss also reaches earlier ones; leave "
-                    "one of them out"
+                    f"{type(self.objective).__name__} the gradient of a token's loss also reaches earlier tokens; "
+                    "leave the option out or change these settings"
                 )
         if "old_logprobs" in self.objective.requires and any("old_logprobs" in o.requires for o in self.options):
-            raise UserError(f"{type(self.objective).__name__} weights by pi_old / pi_rollout itself")
+            raise UserError(
+                f"{type(self.objective).__name__} weights by pi_old / pi_rollout itself; leave out the options that do"
+            )
         if sum(isinstance(o, TruncatedImportance | IcePop) for o in self.options) > 1:
             raise UserError("truncated_importance and icepop both weight by pi_old / pi_rollout; choose one")
 

@@ -1,4 +1,4 @@
-"""Objectives on padded batches, as other trainers have them: one row a response, one column a token."""
+"""Objectives on padded batches, for use in other trainers: one row per response, one column per token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.objectives.parts.metrics import Metric
 
 @dataclass(frozen=True)
 class PaddedTerms:
-    """loss [B, R] float32, not reduced, 0 where nothing trains; kept [B, R] bool, tokens whose policy gradient
+    """loss [B, R] float32, not averaged, 0 where the mask is False; kept [B, R] bool, tokens whose policy gradient
     survives; metrics and histograms as in `Terms`, for `megarl.objectives.summarise`."""
 
     loss: torch.Tensor
@@ -32,12 +32,13 @@ def padded_terms(
     old_logprobs: torch.Tensor | None = None,
     backend: str = "torch",
 ) -> PaddedTerms:
-    """The objective's loss of every token of a padded batch; the caller averages it, over the whole optimizer batch.
+    """The objective's loss of every token of a padded batch; the caller averages it over the whole optimizer batch.
 
     logprobs [B, R]: of the current policy, with gradient. rollout_logprobs [B, R]: of the policy that generated, as
-    its engine said. advantages [B], [B, 1] or [B, R]. mask [B, R]: what trains, of any type; all else may be anything.
-    old_logprobs [B, R]: of the proximal policy, for objectives that ask for it. Objectives with statistics over the
-    optimizer batch (M2PO, BAPO) take this batch for it. `UserError` for wrong shapes.
+    the engine returned them. advantages [B], [B, 1] or [B, R]. mask [B, R], of any dtype: non-zero for tokens to train
+    on; values elsewhere are ignored. old_logprobs [B, R]: of the proximal policy, for objectives that need it.
+    Objectives with statistics of the optimizer batch (M2PO, BAPO) compute them from this batch. `UserError` for wrong
+    shapes.
     """
     rows, columns = logprobs.shape
     advantages = advantages.reshape(rows, -1).expand(rows, columns)

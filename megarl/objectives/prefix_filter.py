@@ -22,8 +22,8 @@ class PrefixFilter(Objective):
 
     objective_t = K_t sg(clip(rho_t, 1 - eps_low, 1 + eps_high)) A_t log pi(t), averaged over all trained tokens. K_t is
     0 for the filter_fraction of the batch's tokens with the lowest rho_{1:t} = prod_{i<=t} rho_i, and not
-    differentiated. Inferred, for the paper names neither: that it filters `Cispo`, and that removed tokens stay in the
-    denominator.
+    differentiated. Two points are inferred, because the paper does not state them: that the filter is applied to
+    `Cispo`, and that removed tokens stay in the denominator.
     """
 
     needs_statistics: ClassVar[bool] = True
@@ -34,7 +34,7 @@ class PrefixFilter(Objective):
     filter_fraction: float = number(0.01, 0, 1)
 
     def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> LowestPrefix:
-        """The lowest prefix ratio that stays, over all ranks of `group`."""
+        """The lowest prefix ratio that is not filtered out, over all ranks of `group`."""
         l, _ = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         return LowestPrefix(lowest_threshold(prefix_sums(l, batch), batch.loss_mask, self.filter_fraction, group))
 

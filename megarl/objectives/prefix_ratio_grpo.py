@@ -23,11 +23,11 @@ class PrefixRatioGrpo(Objective):
 
     objective_t = min(r_t A_t, clip(r_t, 1 - eps_low, 1 + eps_high) A_t), r_t = m_t rho_t, m_t = min_{i<t} rho_i over
     the earlier trained tokens of the response, 1 for the first; averaged within a response and then over responses.
-    Gradient: r_t A_t grad log pi(t) where not clipped. With prefix_gradient "stopped" m_t carries none: the text does
-    not say, but with a gradient a token is pushed once for every token after it, against the selectivity that the paper
-    argues for. "full" is Eq. 5 as it stands, without a stop-gradient: the token that m_t is the ratio of (the first of
-    equals) gets r_t A_t of every later token whose minimum it is and which is not clipped. ``kept`` is of the tokens'
-    own gradients in both.
+    Gradient: r_t A_t grad log pi(t) where not clipped. With prefix_gradient "stopped" no gradient flows through m_t:
+    the paper does not say whether it does, but with a gradient a token is pushed once for every later token, against
+    the selectivity that the paper argues for. "full" is Eq. 5 as it stands, without a stop-gradient: the token whose
+    ratio is m_t (the first among equals) also gets the gradient r_t A_t of every later token that has this minimum and
+    is not clipped. In both variants ``kept`` refers to the tokens' own gradients.
     """
 
     prefix_gradient: str = choice("stopped", "full")
@@ -53,7 +53,7 @@ class PrefixRatioGrpo(Objective):
         ratio = (prefix + l).exp()
         value, clipped = hard_clip(ratio, batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
         if self.prefix_gradient == "full":
-            # adds 0, with the gradient that m_t sends to earlier tokens, on whichever rank these are
+            # adds 0 to the value, but adds the gradient through m_t to earlier tokens, on whichever rank they are
             value = value + sum_at_minima(l, torch.where(clipped, 0, value), batch).to(l.dtype) * (l - l.detach())
         metrics = fraction_metrics("clip_fraction", clipped, batch)
         return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)

@@ -33,7 +33,8 @@ class Sapo(Objective):
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         advantages = batch.advantages.detach()
         tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative)
-        # 1 - p must not be computed as that: it is what remains of the gradient for large ratios
+        # written so that autograd never computes 1 - p by subtraction: for large ratios it is all that remains of the
+        # gradient
         gate = 4 / tau / (1 + (-tau * (l.exp() - 1)).exp())
         return make_terms(self, batch, -gate * advantages, ~clamped, l, clamped, {})
 

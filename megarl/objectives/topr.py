@@ -22,7 +22,7 @@ class Topr(Objective):
     objective_t = w_i A_t log pi(t); w_i = 1 for A > 0 (a supervised step on good responses, however old), w_i =
     sg(clip(rho_seq, ratio_min, ratio_max)) for A < 0, rho_seq = prod_t rho_t over the response. Every token keeps its
     gradient, through log pi alone. The paper sums over the tokens of a response and averages over responses; token_mean
-    is that times a constant (responses / tokens).
+    differs from that by a constant factor (responses / tokens).
     """
 
     ratio_form: ClassVar[bool] = False

@@ -21,7 +21,8 @@ class Trm(Objective):
     objective_t = M_i rho_t A_t; M_i = 0 for a response of which any trained token has D_t > threshold, whatever its
     advantage. D_t estimates the divergence of the two policies at the token from the sampled token alone: k2 = log^2
     rho / 2 or k3 = rho - 1 - log rho (verl's ``seq_max_k2``, ``seq_max_k3``); the paper's bound is on the divergence
-    over the whole vocabulary. threshold: of verl's example with k2. It has no rule of the fused token pass.
+    over the whole vocabulary. The default threshold is that of verl's example with k2. There is no rule for the fused
+    token pass.
     """
 
     estimator: str = choice("k2", "k3")

@@ -20,8 +20,8 @@ class Vespo(Objective):
     """VESPO, variational sequence-level soft policy optimization (arXiv:2602.10693; the authors' code).
 
     objective_t = sg(phi(w_i)) A_t log pi(t), phi(w) = w^k exp(lambda (1 - w)), w_i = prod_t rho_t over the response,
-    between e^-20 and e^20. phi(1) = 1; it is largest at w = k / lambda and falls to 0 on both sides. (k, lambda) are
-    those of positive or of negative advantages. Every token keeps its gradient, through log pi alone.
+    clamped to [e^-20, e^20]. phi(1) = 1; phi is largest at w = k / lambda and falls to 0 on both sides. (k, lambda)
+    depend on the advantage's sign. Every token keeps its gradient, through log pi alone.
     """
 
     ratio_form: ClassVar[bool] = False

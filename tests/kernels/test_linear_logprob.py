@@ -182,7 +182,7 @@ def test_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatc
 
 def test_triton_needs_a_gpu() -> None:
     hidden, weight, targets = problem(torch.float32)
-    with pytest.raises(UserError, match='needs a GPU, but hidden is on cpu; there use "torch"'):
+    with pytest.raises(UserError, match='needs a GPU, but hidden is on cpu; use "torch" there'):
         linear_logprob(hidden, weight, targets, backend="triton")
 
 

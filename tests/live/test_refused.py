@@ -14,7 +14,7 @@ LIVE = ["schedule.kind=live", "schedule.sync_every=2", "schedule.lockstep=true"]
 
 def test_what_needs_the_one_policy_of_a_stage(recipe):
     check_recipe(load_recipe(recipe, LIVE))
-    with pytest.raises(UserError, match="old_logprobs.*in a live run.* several do.*staged"):
+    with pytest.raises(UserError, match="old_logprobs.*in a live run.* several policies generate it.*staged"):
         check_recipe(load_recipe(recipe, [*LIVE, "objective.icepop={}"]))
     with pytest.raises(UserError, match='routing_replay = "actor".*in a live run.* several do'):
         check_recipe(load_recipe(recipe, [*LIVE, "actor.routing_replay=actor"]))

@@ -92,8 +92,12 @@ YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "g
         ("deepseek_v3", {"v_head_dim": 25}, "v_head_dim = 25 is more than"),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0}}, "'yarn' needs mscale"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "convert them to bfloat16 first"),
-        ("deepseek_v3", {"first_k_dense_replace": None}, "wrong type: .*; null are .*first_k_dense_replace"),
-        ("mixtral", {"num_local_experts": None}, "a mixtral has experts, but their number is missing"),
+        (
+            "deepseek_v3",
+            {"first_k_dense_replace": None},
+            "wrong type: .*; settings that are null: .*first_k_dense_replace",
+        ),
+        ("mixtral", {"num_local_experts": None}, "the number of experts is missing, which a mixtral needs"),
         (
             "deepseek_v3",
             {"rope_parameters": YARN | {"attention_factor": 1.5}},
@@ -129,7 +133,7 @@ def test_settings_of_a_language_model_inside_another(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(outside))
     assert end_of_sequence(tmp_path) == {1}
     for change, words in (
-        ({"text_config": None}, "lacks 'text_config', which a qwen3_5_moe has"),
+        ({"text_config": None}, "lacks the table 'text_config', which a qwen3_5_moe needs"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings = True, but False in text_config"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(outside | change))
@@ -161,7 +165,7 @@ def test_a_setting_that_is_missing_is_named(tmp_path, name):
     """Also one that only a process would read."""
     lacking = {key: value for key, value in settings_of("deepseek_v3").items() if key != name}
     (tmp_path / "config.json").write_text(json.dumps(lacking))
-    with pytest.raises(UserError, match=f"lacks '{name}', which a deepseek_v3 has"):
+    with pytest.raises(UserError, match=f"lacks the setting '{name}', which a deepseek_v3 needs"):
         read_hf_config(tmp_path)
 
 

@@ -27,16 +27,26 @@ def test_a_target_is_how_names_end(tmp_path):
 @pytest.mark.parametrize(
     ("family", "lora", "tables", "message"),
     [
-        ("qwen3_moe", {"targets": ["q_proj"]}, {}, "'q_proj' is none of qwen3_moe's: self_attention.linear_qkv, "),
-        ("qwen3_moe", {"targets": ["fc1"]}, {}, "'fc1' is none of"),
-        ("qwen3", {"targets": ["experts.linear_fc1"]}, {}, "'experts.linear_fc1' is none of qwen3's"),
-        ("deepseek_v3", {}, {}, "'linear_qkv' is none of deepseek_v3's: mlp.linear_fc1, mlp.linear_fc2, mlp.experts"),
+        (
+            "qwen3_moe",
+            {"targets": ["q_proj"]},
+            {},
+            "'q_proj' matches no matrix of this qwen3_moe; its matrices are self_attention.linear_qkv, ",
+        ),
+        ("qwen3_moe", {"targets": ["fc1"]}, {}, "'fc1' matches no matrix"),
+        ("qwen3", {"targets": ["experts.linear_fc1"]}, {}, "'experts.linear_fc1' matches no matrix of this qwen3;"),
+        (
+            "deepseek_v3",
+            {},
+            {},
+            "'linear_qkv' matches no matrix of .*; its matrices are mlp.linear_fc1, mlp.linear_fc2, mlp.experts",
+        ),
         ("qwen3_moe", {"rank": 25}, {}, "rank = 25 .* mlp.experts.linear_fc2, a matrix of 32 x 24: at most 24"),
         (
             "glm4_moe",
             {"targets": ["experts.linear_fc1"]},
             {"actor": {"pipeline_parallel": 2}},
-            "none is in layers 0 to 0, which are a pipeline stage",
+            "layers 0 to 0 have none of these matrices, but are a pipeline stage",
         ),
         (
             "qwen3_moe",
@@ -48,10 +58,15 @@ def test_a_target_is_how_names_end(tmp_path):
             "qwen3",
             {},
             {"actor": {"backend": "cuda", "layers": "transformer_engine"}},
-            'norm inside the matrix.* set \\[actor\\] layers = "torch"',
+            'fuse the norm with the matrix.* set \\[actor\\] layers = "torch"',
         ),
         ("qwen3", {}, {"megatron": {"moe_shared_expert_overlap": True}}, "moe_shared_expert_overlap = true"),
-        ("glm4_moe", {}, {"megatron": {"moe_router_bias_update_rate": 1e-3}}, "a bias that moves would be lost"),
+        (
+            "glm4_moe",
+            {},
+            {"megatron": {"moe_router_bias_update_rate": 1e-3}},
+            "updates of the router's bias would be lost",
+        ),
         ("qwen3", {}, {"megatron_optimizer": {"optimizer_cpu_offload": True}}, "optimizer_cpu_offload = true"),
     ],
 )

@@ -137,7 +137,7 @@ def test_a_killed_writer_ends_the_save_at_once(generation, recipe, tmp_path):
     writer = writer_of(run)
     (writer if generation == "fork of a fork" else writer.parent()).kill()
     assert command.wait(120) == 1
-    assert "a process that wrote update_000004 was killed by signal 9" in command.stderr, command.stderr
+    assert "a process that wrote the checkpoint update_000004 was killed by signal 9" in command.stderr, command.stderr
     result = megarl("train", recipe, "--run-dir", run, *patient)
     assert result.returncode == 0, result.stderr
     assert [update["update"] for update in read_lines(run / "metrics.jsonl")] == list(range(1, 25))

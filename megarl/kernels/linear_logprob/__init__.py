@@ -1,15 +1,16 @@
-"""The language-model head to token log-probability and entropy, without materialising the logits; vocabulary-parallel.
+"""Log-probability and entropy of tokens from the hidden states and the weight of the LM head, without materialised
+logits; the vocabulary may be divided over ranks.
 
 With z = hidden weight^T / T, p = softmax(z) and H the entropy, the gradients are
 
     d log p_y / d z_j = 1[j = y] - p_j            d H / d z_j = -p_j (log p_j + H)
 
-so log-sum-exp and entropy, two numbers per token, are all that the backward pass needs beside its inputs; it
-recomputes the logits of one chunk of tokens at a time, and adds up the chunks' gradients of weight in float32.
+so besides its inputs the backward pass needs only two numbers per token, log-sum-exp and entropy. It recomputes the
+logits of one chunk of tokens at a time, and adds up the chunks' gradients of weight in float32.
 
-Backends work in base 2: the scale of a logit, log2(e) / T, is the alpha of a matrix product, and 2^x is what the
-hardware computes. They return four float32 (or float64) numbers per token: the largest scaled logit m, the sums of
-2^(z - m) and of 2^(z - m) (z - m), and the scaled logit of the target.
+Backends work in base 2, since hardware computes 2^x; the scale of the logits, log2(e) / T, is the alpha of the matrix
+product. They return four float32 (or float64) numbers per token: the largest scaled logit m, the sums of 2^(z - m) and
+of 2^(z - m) (z - m), and the scaled logit of the target.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ BACKENDS = ("torch", "triton")
 def linear_logprob(
     hidden: torch.Tensor,  # [N, H]
     weight: torch.Tensor,  # [V_local, H], this rank's contiguous rows of the vocabulary
-    targets: torch.Tensor,  # [N] int64, indices of the whole vocabulary, the same on every rank of `group`
+    targets: torch.Tensor,  # [N] int64, token ids in the whole vocabulary, the same on every rank of `group`
     temperature: float = 1.0,
-    group: ProcessGroup | None = None,  # the ranks that share the vocabulary, in its order; None: weight is whole
-    chunk_tokens: int | None = None,  # tokens whose logits exist at a time; None: as many as the device suits
-    vocab_size: int | None = None,  # true size of the whole vocabulary; rows beyond it are padding and get no gradient
+    group: ProcessGroup | None = None,  # ranks that share the vocabulary, in its order; None: weight is whole
+    chunk_tokens: int | None = None,  # number of tokens whose logits exist at a time; None: chosen for the device
+    vocab_size: int | None = None,  # size of the whole vocabulary; further rows are padding and get no gradient
     backend: str = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log softmax(hidden weight^T / temperature)[target] and the entropy in nats, both [N] float32 (or float64).
@@ -47,9 +48,9 @@ def linear_logprob(
     gradient of hidden is this rank's part: the caller sums it over the group. The log-probability of a target outside
     the vocabulary is NaN, without gradient.
 
-    backend: ``torch`` (any device); ``triton`` (a GPU), which keeps the logits in registers and writes nothing but
-    their gradient, in bfloat16 for bfloat16 inputs. `UserError` with the remedy where a backend is missing or does not
-    take these inputs. `megarl.kernels.linear_logprob.definition` is the readable definition of both.
+    backend: ``torch`` (any device); ``triton`` (a GPU), which keeps the logits in registers and writes only their
+    gradient, in bfloat16 for bfloat16 inputs. `UserError` with the remedy if a backend is missing or does not take
+    these inputs. `megarl.kernels.linear_logprob.definition` is the readable definition.
     """
     if backend not in BACKENDS:
         raise UserError(f"kernel backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
@@ -96,14 +97,14 @@ class _LinearLogprob(torch.autograd.Function):
         temperature: float,
         group: ProcessGroup | None,
         chunk_tokens: int,
-        rows: int,  # that are not padding
+        rows: int,  # rows of weight that are not padding
         kernels: ModuleType,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scale = math.log2(math.e) / temperature
         statistics = hidden.new_zeros(4, hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
         if rows:
             kernels.statistics(*kernels.operands(hidden, weight[:rows]), local, scale, chunk_tokens, statistics)
-        else:  # the shard is all padding: no probability mass; finite, so that 0 * top is 0
+        else:  # the shard is all padding: no probability mass, and a finite top, so that 0 * top is 0
             statistics[0] = torch.finfo(statistics.dtype).min
         top, mass, expected, target = statistics if group is None else _combine(statistics, group)
         log_mass = mass.log2()
@@ -159,7 +160,8 @@ def _coefficients(
     grad_entropy: torch.Tensor | None,
     temperature: float,
 ) -> torch.Tensor:
-    """Rows lse, a, b, c [4, N] of d loss / d (hidden weight^T) = 2^l (a + b l) + 1[target] c, l = z - lse = log2 p."""
+    """[4, N], the rows lse, a, b, c of d loss / d (hidden weight^T) = 2^l (a + b l) + 1[target] c, with l = z - lse =
+    log2 p."""
     of_target = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs / temperature
     of_entropy = torch.zeros_like(lse) if grad_entropy is None else grad_entropy / temperature
     return torch.stack(
@@ -179,7 +181,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, add_to: torch.Tensor | None = Non
 
 
 def _with_padding(grad: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
-    """The gradient in weight's shape and dtype: zeros for padding rows, no columns that a backend added."""
+    """The gradient in weight's shape and dtype: zeros for padding rows, without columns that a backend appended."""
     if grad is not None and grad.shape == weight.shape:
         return grad.to(weight.dtype)
     whole = torch.zeros_like(weight)

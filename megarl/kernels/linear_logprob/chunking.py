@@ -1,4 +1,4 @@
-"""How many tokens' logits exist at a time: shared by the op and its backends."""
+"""How many tokens' logits exist at a time; shared by the operation and its backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ CPU_BUFFER_BYTES = 256 * 2**20
 
 
 def buffer_bytes(device: torch.device) -> int:
-    """What the logits of a chunk may take: on a GPU a 64th of its memory (2.2 GB of 141), for efficient products."""
+    """Bytes that the logits of a chunk may take: on a GPU a 64th of its memory (2.2 GB of 141), enough for efficient
+    matrix products."""
     return torch.cuda.get_device_properties(device).total_memory // 64 if device.type == "cuda" else CPU_BUFFER_BYTES
 
 

@@ -1,7 +1,7 @@
 """`linear_logprob` in plain torch: the portable backend, and the one for a CPU.
 
-The matrix products run over chunks of tokens, large enough to be efficient. What follows a product runs over blocks of
-its rows, small enough to stay in a CPU's cache; on a GPU a block is a whole chunk.
+Matrix products run over chunks of tokens, large enough to be efficient. The elementwise work after a product runs over
+blocks of its rows, small enough to stay in a CPU's cache; on a GPU a block is a whole chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ def chunk_tokens(hidden: torch.Tensor, rows: int) -> int:
 
 
 def operands(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As they are on a GPU, whose matrix units add half-precision products in float32; float32 copies on a CPU."""
+    """On a GPU unchanged, since its matrix units accumulate half-precision products in float32; on a CPU converted to
+    float32 or wider."""
     return (hidden, weight) if hidden.is_cuda else (hidden.to(_dtype(hidden)), weight.to(_dtype(hidden)))
 
 
@@ -38,7 +39,7 @@ def statistics(
             torch.amax(z, 1, out=top)
             z.sub_(top[:, None])
             target.copy_((z.gather(1, at.clamp(0)[:, None])[:, 0] + top).masked_fill_(at < 0, 0))
-            p = z.exp2()  # not exp: a CPU takes a hundred times as long where that is a subnormal number
+            p = z.exp2()  # not exp, which takes a CPU a hundred times as long where the result is subnormal
             torch.sum(p, 1, out=mass)
             torch.sum(p.mul_(z), 1, out=expected)
 

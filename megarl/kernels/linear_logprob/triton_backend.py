@@ -2,11 +2,11 @@
 
 In the forward pass a program holds a block of tokens and goes through one split of the vocabulary, tile by tile,
 updating the statistics of its tokens; the splits are merged afterwards in a fixed order. In the backward pass programs
-recompute the tiles of a chunk of tokens and write only the gradient of the logits, which cuBLAS multiplies. There are
-no atomics: results are the same bits every time. The order of tiles lets neighbouring programs share token blocks and
-vocabulary tiles in the L2 cache.
+recompute the tiles of a chunk of tokens and write only the gradient of the logits, which cuBLAS then multiplies with
+hidden and weight. There are no atomics, so results are bitwise reproducible. The order of tiles lets neighbouring
+programs share token blocks and vocabulary tiles in the L2 cache.
 
-On Hopper the loop over tiles is flattened with that over the hidden size, so that a tile's operands load while the
+On Hopper the loop over tiles is flattened with the one over the hidden size, so that a tile's operands load while the
 previous tile is finished. A tile there is 128 x 256, which loads three quarters of the operands that 128 x 128 tiles
 would; its statistics are computed in two halves, so that they fit into the registers.
 """
@@ -28,7 +28,7 @@ from megarl.kernels.linear_logprob.chunking import buffer_bytes
 
 GROUP = 16  # token blocks whose programs run at the same time, so that they share vocabulary tiles in the L2 cache
 WAVES = 4  # least number of programs per multiprocessor, so that few idle at the end
-_LEAST = tl.constexpr(-3.0e38)  # below every logit, and finite: the difference of two is no NaN
+_LEAST = tl.constexpr(-3.0e38)  # below every logit, but finite, so that the difference of two is not NaN
 _MASKED = tl.constexpr(-1.0e30)  # logit of a column beyond the vocabulary: 2^(z - m) is 0, and so is its product with z
 
 
@@ -39,15 +39,15 @@ class Tile:
     tokens: int
     columns: int  # of the vocabulary
     depth: int  # of the hidden size
-    stages: int  # operands in flight; the backward kernel has one less, since its result passes through shared memory
+    stages: int  # operands in flight; one less in the backward kernel, whose result passes through shared memory
     descriptors: bool  # load and store through the tensor memory accelerator
-    flat: bool
+    flat: bool  # flatten the loops, and in the backward pass run persistent programs
     warps: int = 8
 
     @staticmethod
     def of(dtype: torch.dtype, architecture: int) -> Tile:
         accelerator = architecture in (90, 100)
-        if dtype is torch.float32:  # exact products, no matrix unit
+        if dtype is torch.float32:  # exact float32 products, without matrix units
             return Tile(64, 64, 16, 4, descriptors=accelerator, flat=architecture == 90)
         if accelerator:
             return Tile(128, 256, 64, 4, descriptors=True, flat=architecture == 90)
@@ -60,7 +60,8 @@ class Tile:
 
 @triton.jit
 def _place(program, blocks, columns, GROUP: tl.constexpr):
-    """Token block and column of a program: GROUP blocks of a column are neighbours, then those of the next column."""
+    """Token block and column of a program: GROUP blocks of one column are successive programs, then those of the next
+    column."""
     first = program // (GROUP * columns) * GROUP
     size = tl.minimum(blocks - first, GROUP)
     inside = program - first * columns
@@ -69,7 +70,7 @@ def _place(program, blocks, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def _operand(x, row, k, rows, H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """Rows row.. and columns k.. of x [rows, H], zero beyond its borders."""
+    """The [BLOCK, BLOCK_H] part of x [rows, H] that begins at row ``row`` and column ``k``, zero beyond x's borders."""
     if DESCRIPTORS:
         loaded = x.load([row, k])
     else:
@@ -82,7 +83,7 @@ def _operand(x, row, k, rows, H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_H: tl.
 
 @triton.jit
 def _online(z, columns, target, vocabulary, top, mass, expected, at_target):
-    """Statistics of the rows of z [tokens, columns], added to those so far; see `megarl.kernels.linear_logprob`."""
+    """Update the running statistics with z [tokens, columns] (online softmax); see `megarl.kernels.linear_logprob`."""
     z = tl.where((columns < vocabulary)[None, :], z, _MASKED)
     at_target += tl.sum(tl.where(columns[None, :] == target[:, None], z, 0.0), 1)
     new_top = tl.maximum(top, tl.max(z, 1))
@@ -194,25 +195,25 @@ def logit_gradients_kernel(
 
 
 def chunk_tokens(hidden: torch.Tensor, rows: int) -> int:
-    """As many as the buffer holds, in chunks of equal size."""
+    """Tokens per chunk: as many as fit into the buffer, in chunks of equal size."""
     size = _gradient_dtype(hidden).itemsize * max(1, rows)
     chunks = triton.cdiv(hidden.shape[0], max(1, buffer_bytes(hidden.device) // size))
     return triton.cdiv(triton.cdiv(hidden.shape[0], max(1, chunks)), 128) * 128 or 128
 
 
 def operands(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As they are where their rows are contiguous and begin at multiples of 16 bytes, else copies padded with zeros."""
+    """The inputs if their rows are contiguous and begin at multiples of 16 bytes, else copies padded with zeros."""
     if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise UserError(
-            f'kernel backend "triton" got {hidden.dtype}; it takes bfloat16, float16 and float32, "torch" all'
+            f'kernel backend "triton" got {hidden.dtype}, but takes bfloat16, float16 and float32; use "torch"'
         )
     if not (hidden.is_cuda or knobs.runtime.interpret):
-        raise UserError(f'kernel backend "triton" needs a GPU, but hidden is on {hidden.device}; there use "torch"')
+        raise UserError(f'kernel backend "triton" needs a GPU, but hidden is on {hidden.device}; use "torch" there')
     return _aligned(hidden), _aligned(weight)
 
 
 def gradient_buffer(hidden: torch.Tensor, rows: int, chunk_tokens: int) -> torch.Tensor:
-    """[tokens, rows] with rows apart by a multiple of 128 bytes, for the accelerator and for cuBLAS."""
+    """[tokens, rows] with a row stride of a multiple of 128 bytes, for the tensor memory accelerator and for cuBLAS."""
     tokens = min(chunk_tokens, hidden.shape[0])
     return hidden.new_empty(tokens, triton.cdiv(rows, 64) * 64, dtype=_gradient_dtype(hidden))[:, :rows]
 
@@ -257,7 +258,7 @@ def logit_gradients(
     local: torch.Tensor,
     coefficients: torch.Tensor,
     scale: float,
-    with_entropy: bool,  # else b is 0; one multiplication is not worth a second kernel
+    with_entropy: bool,  # unused: without it b is 0, and saving one multiplication is not worth a second kernel
     buffer: torch.Tensor,
 ) -> torch.Tensor:
     """[n, V], the first rows of buffer: 2^l (a + b l) + 1[target] c with l = scale h w^T - lse."""
@@ -265,7 +266,7 @@ def logit_gradients(
     out = buffer[:tokens]
     tile = Tile.of(h.dtype, _architecture(h))
     programs = triton.cdiv(tokens, tile.tokens) * triton.cdiv(vocabulary, tile.columns)
-    if tile.flat:  # persistent programs: the next tile can load early
+    if tile.flat:  # persistent programs, which can load the next tile early
         programs = min(programs, _multiprocessors(h))
     with torch.cuda.device_of(h):
         logit_gradients_kernel[(programs,)](
@@ -303,7 +304,7 @@ def _argument(x: torch.Tensor, tile: Tile, rows: int, columns: int) -> Any:
 
 def _architecture(x: torch.Tensor) -> int:
     if not x.is_cuda:
-        return 90  # the interpreter
+        return 90  # in Triton's interpreter
     major, minor = torch.cuda.get_device_capability(x.device)
     return 10 * major + minor
 
@@ -313,5 +314,5 @@ def _multiprocessors(x: torch.Tensor) -> int:
 
 
 def launch_options(warps: int, stages: int) -> dict[str, Any]:
-    """Triton's options of a launch."""
+    """Triton's options for a launch."""
     return dict(num_warps=warps, num_stages=stages, enable_fp_fusion=True)

@@ -1,7 +1,7 @@
 """One pass over packed tokens: log-ratio, running prefix minimum, weight and mask, loss, gradient and metric sums.
 
-What a token contributes depends on the rule, one small function for each kind of device: a type in
-``csrc/include/token_rules.h`` for the CPU and CUDA, a function in `triton_rules` for Triton. The readable definition is
+A rule is the small function that computes what a token contributes under an objective. It is written twice: as a type
+in ``csrc/include/token_rules.h`` for the CPU and CUDA, and as a function in `triton_rules`. The readable definition is
 the objective itself (`megarl.objectives`, backend ``torch``).
 """
 
@@ -23,10 +23,11 @@ Quantity = Literal["none", "mean", "sum", "trigger", "ties"]
 
 @dataclass(frozen=True)
 class Rule:
-    """Which function the pass applies to a token, and the metric names of the two flags that the function sets.
+    """The function that the pass applies to each token, with its parameters.
 
-    quantity: what the function must know of the token's whole sequence: nothing; mean or sum of its log-ratios; its
-    first trigger (A < 0 and ratio < parameters[2]); or the order of ties.
+    first, second: names of the metrics that count the tokens for which the function sets its first or second flag.
+    quantity: what the function needs of the token's whole sequence: nothing; mean or sum of its log-ratios; its first
+    trigger (A < 0 and ratio < parameters[2]); or the tokens' tie order.
     """
 
     name: str
@@ -39,20 +40,20 @@ class Rule:
 
 @dataclass(frozen=True)
 class Inherited:
-    """What each segment must know of the rest of its sequence, where segments are not whole sequences."""
+    """What each segment needs to know about the rest of its sequence, if segments are not whole sequences."""
 
     prefix_min: torch.Tensor  # [segments] float32, least log-ratio of the earlier segments, inf for none
     log_ratio: torch.Tensor  # [segments] float32, mean or sum over the whole sequence, see `Rule.quantity`
-    first_trigger: torch.Tensor  # [segments] int32, of the sequence, counted from the segment's start
+    first_trigger: torch.Tensor  # [segments] int32, first trigger of the sequence, counted from the segment's start
 
 
 @dataclass(frozen=True)
 class PassResult:
     loss: torch.Tensor  # [T] float32, carries gradient to the log-probs
-    kept: torch.Tensor  # [T] bool
-    segment_sums: torch.Tensor  # [segments, 2] float64: trained tokens, loss
-    sums: torch.Tensor  # [len(SUMS)] float64
-    histograms: torch.Tensor  # [2, BINS] int64: log-ratio, prefix minimum
+    kept: torch.Tensor  # [T] bool, trained tokens whose gradient survives
+    segment_sums: torch.Tensor  # [segments, 2] float64: number of trained tokens, sum of their loss
+    sums: torch.Tensor  # [len(SUMS)] float64, see `megarl.kernels.token_pass.outputs`
+    histograms: torch.Tensor  # [2, BINS] int64: of the log-ratio, of the prefix minimum
 
 
 def token_pass(
@@ -63,9 +64,9 @@ def token_pass(
     backend: str = "cpp",
     dampened: float = BAD_PREFIX,  # effective ratio below which a token counts as dampened
 ) -> PassResult:
-    """Forward and gradient at once; `UserError` if `backend` is not installed. No host sync.
+    """Loss, gradient and metric sums of a fused backend (``cpp``, ``cuda`` or ``triton``). No host sync.
 
-    Results do not depend on the number of threads. The torch backend is the objective itself.
+    Results do not depend on the number of threads. `UserError` if the backend is not installed.
     """
     check_backend(backend, tokens.logprobs.device)
     from_sequence = (None, None, None) if inherited is None else tuple(vars(inherited).values())
@@ -85,7 +86,7 @@ def token_pass(
         *from_sequence,
         places,
     )
-    # all float outputs of an operation would carry gradient, but that of the sums is not computed
+    # autograd marks all float outputs of the operation, but the operation has no gradient for the sums
     return PassResult(loss, kept, segment_sums.detach(), sums.detach(), histograms)
 
 

@@ -10,7 +10,7 @@ from megarl.kernels.token_pass.outputs import SUMS, Arguments, empty_outputs, op
 
 @operator("token_pass")
 def token_pass_compiled(a: Arguments) -> tuple[torch.Tensor, ...]:
-    """On the device of the tensors."""
+    """The operation for the device of the tensors, a CPU or a CUDA GPU."""
     tokens, device = a.tokens, a.logprobs.device
     if device.type == "cpu" and int(a.cu_seqlens[-1]) != a.logprobs.numel():
         raise ValueError(f"cu_seqlens ends at {int(a.cu_seqlens[-1])}, but there are {a.logprobs.numel()} tokens")

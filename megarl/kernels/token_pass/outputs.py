@@ -1,4 +1,4 @@
-"""What every backend of the token pass takes and returns, and its gradient."""
+"""The arguments, outputs and gradient that all backends of the token pass share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megarl.kernels.constants import BINS
 from megarl.kernels.tokens import Tokens
 
-# over the trained tokens, as enum megarl_sum of csrc/include/megarl_kernels.h explains
+# sums over the trained tokens, explained at enum megarl_sum in csrc/include/megarl_kernels.h
 SUMS = (
     "tokens",
     "positive",
@@ -47,7 +47,7 @@ SUMS = (
 
 
 class Arguments(NamedTuple):
-    """Of `megarl.kernels.token_pass.token_pass`, one tensor each, as an operator of torch wants them."""
+    """The arguments of `megarl.kernels.token_pass.token_pass` as tensors and scalars, which a torch operator needs."""
 
     rule: str
     parameters: torch.Tensor
@@ -75,7 +75,7 @@ _SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Ar
 
 
 def operator(name: str) -> Callable[[Callable[[Arguments], tuple[torch.Tensor, ...]]], Any]:
-    """Register a backend as ``torch.ops.megarl.<name>``, with the same signature, fake and gradient as the others."""
+    """Decorator: register a backend as ``torch.ops.megarl.<name>``, with the same signature, fake and gradient."""
 
     def register(function: Callable[[Arguments], tuple[torch.Tensor, ...]]) -> Any:
         registered = torch.library.custom_op(
@@ -93,7 +93,9 @@ def operator(name: str) -> Callable[[Callable[[Arguments], tuple[torch.Tensor, .
 
 
 def empty_outputs(a: Arguments) -> tuple[torch.Tensor, ...]:
-    """loss, coefficient, kept, segment_sums, sums, histograms, the last three zero."""
+    """New tensors for loss, coefficient, kept, segment_sums, sums, histograms; the last three are zero.
+
+    The coefficient is the derivative of a token's loss with respect to its log-prob."""
     return (
         torch.empty_like(a.logprobs),
         torch.empty_like(a.logprobs),

@@ -1,7 +1,7 @@
 """The token pass in Triton: one kernel, which takes an objective's rule as a compile-time constant.
 
 A program goes through one segment, tile by tile. Sums are added lane by lane, then over the lanes, then over the
-segments, in an order that depends on the lengths only; histograms are integers. Results are the same bits every time.
+segments, in an order that depends only on the lengths; histograms are integers. So results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from megarl.kernels.token_pass.triton_rules import (
     trust_region,
 )
 
-TILE = 256  # tokens
+TILE = 256  # tokens per tile
 WARPS = 4
-_ROW = tl.constexpr(32)  # sums of a segment: those of SUMS, and the loss
+_ROW = tl.constexpr(32)  # number of sums per segment: those of SUMS, and the loss
 _LOSS = len(SUMS)
 _STRETCH = tl.constexpr(64)  # tiles that are summed in float32 before the sum is added to a float64 sum
 _BINS = tl.constexpr(BINS)
@@ -52,19 +52,19 @@ _LOG_BAD_PREFIX = tl.constexpr(math.log(BAD_PREFIX))
 
 @triton.jit
 def _less(a, b):
-    """The earlier of equals; a NaN enters, and stays, since nothing is less than it."""
+    """The smaller of two, the first if they are equal; NaN if one is NaN."""
     return tl.where((b < a) | (b != b), b, a)
 
 
 @triton.jit
 def _less_before(a, a_before, b, b_before):
-    """Minimum of a stretch of tokens, and of all of it but its last one."""
+    """Operator of a scan: the minimum of a range of tokens, and the minimum of the range without its last token."""
     return _less(a, b), _less(a, b_before)
 
 
 @triton.jit
 def _log_ratio(logprobs, rollout_logprobs, mask, index, end):
-    """What trains in a tile, its two log-probs (0 where it does not train), and the log-ratio before it is clamped."""
+    """For a tile: which tokens train, both log-probs (0 where not trained), and the log-ratio before the clamp."""
     inside = index < end
     on = tl.load(mask + index, mask=inside, other=0) != 0
     p = tl.where(on, tl.load(logprobs + index, mask=inside, other=0.0), 0.0)
@@ -77,7 +77,7 @@ def _whole_sequence(
     parameters, logprobs, rollout_logprobs, advantages, mask, start, end,
     segment, sequence_log_ratio, first_trigger, places, QUANTITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """`Sequence` of a segment: inherited, or from a first pass over its tokens, which leaves them in the cache."""
+    """The `Sequence` of a segment: inherited, or from a first pass over its tokens, which leaves them in the cache."""
     log_ratio, index = 0.0, 0
     if QUANTITY == "ties":
         order = tl.load(parameters + 1).to(tl.int64)
@@ -127,9 +127,10 @@ def _join8(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _sums(t, log_m, dampened, on, o):
-    """Twice [TILE, 2, 2, 2, 2] float32: what each token adds to the sums of SUMS, whose number counts from the left.
+    """Two [TILE, 2, 2, 2, 2] float32: what each token adds to each sum; the indices after the first are the bits of the
+    sum's number in SUMS, lowest first, and the choice of the tensor is its highest bit.
 
-    In two halves, of which a thread can forget the first before it makes the second: it saves registers.
+    Two tensors instead of one save registers: a thread is done with the first before it computes the second.
     """
     above, below = (t.advantage > 0).to(tl.float32), (t.advantage < 0).to(tl.float32)
     trains = on.to(tl.float32)
@@ -159,7 +160,7 @@ def _sums(t, log_m, dampened, on, o):
 
 @triton.jit
 def _loaded(parameters, PARAMETERS: tl.constexpr):
-    """Always four; those that a rule does not have repeat the first one."""
+    """The rule's parameters, always four: missing ones repeat the first."""
     return (
         tl.load(parameters).to(tl.float32),
         tl.load(parameters + (1 if PARAMETERS > 1 else 0)).to(tl.float32),
@@ -232,7 +233,8 @@ def token_pass_kernel(
 
 @operator("token_pass_triton")
 def token_pass_triton(a: Arguments) -> tuple[torch.Tensor, ...]:
-    """On a GPU, or on a CPU in Triton's interpreter. cu_seqlens is not checked: that would wait for the device."""
+    """The operation on a GPU, or on a CPU in Triton's interpreter. It does not check the values of cu_seqlens, because
+    the host would wait for the device."""
     segments, chosen = a.tokens.segments, TRITON_RULES[a.rule]
     loss, coefficient, kept, *_, histograms = empty_outputs(a)
     rows = a.logprobs.new_empty(segments, _ROW.value, dtype=torch.float64)
@@ -245,8 +247,8 @@ def token_pass_triton(a: Arguments) -> tuple[torch.Tensor, ...]:
     return loss, coefficient, kept, segment_sums, rows[:, : len(SUMS)].sum(0), histograms
 
 
-# Two blocks share a multiprocessor with up to 256 registers. Without a limit ptxas spills some to reach a round number;
-# what it makes of a limit is not monotonous, see docs/kernels.md.
+# With up to 256 registers a thread, two blocks share a multiprocessor. Without a limit ptxas spills registers to reach
+# a round number; its results are not monotonic in the limit, see docs/kernels.md.
 LAUNCH_OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=True, maxnreg=240)
 
 

@@ -1,8 +1,9 @@
 """One small device function per objective: what a trained token contributes, and with which gradient.
 
 The Triton counterpart of ``csrc/include/token_rules.h``, whose comments name each rule's parameters. A function maps a
-tile of tokens, [TILE] each, to its `Outcome`; the token pass takes it as a compile-time constant, so that each rule is
-a kernel of its own. Comparisons with NaN are false, as in C, so there is no minimum or maximum here.
+`Token`, a tile of [TILE] tokens, its `Sequence` and the rule's parameters to an `Outcome`; the token pass takes it as a
+compile-time constant, so that each rule is compiled to a kernel of its own. Comparisons with NaN must be false, as in
+C, so no function uses tl.minimum or tl.maximum.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ NEVER = tl.constexpr(constants.NEVER)
 
 
 class Token(NamedTuple):
-    """[TILE] float32, but for clamped (bool, the clamp of the log-ratio bites) and index (int32, from the segment's
-    start)."""
+    """The inputs of a tile of tokens: [TILE] float32, except clamped (bool, whether the log-ratio was clamped) and
+    index (int32, from the segment's start)."""
 
     logprob: Any
     rollout_logprob: Any
@@ -31,26 +32,26 @@ class Token(NamedTuple):
     advantage: Any
     log_ratio: Any  # l = logprob - rollout_logprob, clamped
     ratio: Any  # exp(l)
-    prefix_ratio: Any  # exp(log m + l)
+    prefix_ratio: Any  # exp(log m + l), m the minimum of the earlier ratios
     clamped: Any
     index: Any
 
 
 class Sequence(NamedTuple):
-    """What a rule must know of the whole sequence, see `TritonRule.quantity`."""
+    """What a rule needs of the whole sequence, see `Rule.quantity`."""
 
-    log_ratio: Any  # [TILE] float32, mean or sum
-    index: Any  # 0-d int32, the first trigger, or the last token at the threshold that is refused
+    log_ratio: Any  # [TILE] float32, mean or sum of the sequence's log-ratios
+    index: Any  # 0-d int32, the first trigger, or the last token that is muted among those at M2PO's threshold
 
 
 class Outcome(NamedTuple):
-    """[TILE]: the objective of each token, whose loss is its negative, and three flags."""
+    """The results for a tile of tokens, [TILE] each."""
 
-    value: Any
+    value: Any  # objective_t; the loss is its negative
     coefficient: Any  # the derivative of value with respect to the log-prob
-    kept: Any  # the gradient survives
-    first: Any  # what the rule counts: clipped, vetoed, masked tokens
-    second: Any
+    kept: Any  # whether the gradient survives
+    first: Any  # flag that the rule counts in a metric: clipped, vetoed or masked tokens
+    second: Any  # likewise
 
 
 @triton.jit
@@ -70,7 +71,7 @@ def exponential_remainder(x):
 
 @triton.jit
 def exponential(x):
-    """exp(x) for |x| <= 88 to 1 ulp, where the hardware's has 20 at the limit of a log-ratio. NaN stays NaN."""
+    """exp(x) for |x| <= 88, exact to 1 ulp; the hardware's is off by 20 ulp at |x| = LOG_RATIO_LIMIT. NaN stays NaN."""
     n = tl.floor(x * 1.44269504 + 0.5)
     r = (x - n * 0.693359375) + n * 2.12194440e-4
     power = tl.where(n == n, n, 0.0).to(tl.int32) + 127
@@ -283,14 +284,14 @@ def decoupled(t, s, p):
 
 @dataclass(frozen=True)
 class TritonRule:
-    """A rule's function; how many parameters it has; what it must know of the whole sequence, see `Rule.quantity`."""
+    """A rule's function, the number of its parameters, and what it needs of the whole sequence (`Rule.quantity`)."""
 
     function: Any
     parameters: int
     quantity: str = "none"
 
 
-TRITON_RULES = {  # by the name that `Rule.name` gives
+TRITON_RULES = {  # by `Rule.name`
     "reinforce": TritonRule(reinforce, 0),
     "clip_token": TritonRule(clip_token, 2),
     "clip_preserving": TritonRule(clip_preserving, 2),

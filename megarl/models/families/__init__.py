@@ -1,4 +1,4 @@
-"""One file a model family, named as its Hugging Face ``model_type``, with its ``FAMILY``.
+"""One file for each model family, named as its Hugging Face ``model_type``, that defines its ``FAMILY``.
 
-`megarl.models` finds the files by themselves.
+`megarl.models` finds the files by listing this package, so a new family needs no registration.
 """

@@ -19,6 +19,6 @@ FAMILY = FirstLayersDense(
         "routed_scaling_factor": 2.5,
         "topk_group": 4,
     },
-    # what the published config.json say beside what transformers reads
+    # settings of published config.json files that transformers ignores
     only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
 )

@@ -1,4 +1,4 @@
-"""Mixtral: Llama's attention, experts under names of their own."""
+"""Mixtral: Llama's attention, and experts whose tensors have other names."""
 
 from megarl.models.attention import GroupedQueryAttention
 from megarl.models.family import Family

@@ -1,4 +1,4 @@
-"""Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): a shared expert, whose output a gate of its own scales."""
+"""Qwen2-MoE (Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B): has a shared expert whose output is scaled by a gate."""
 
 from megarl.models.attention import GroupedQueryAttention
 from megarl.models.family import EveryNthSparse

@@ -1,4 +1,4 @@
-"""Qwen3.5 MoE: Qwen3-Next's layers in a model that also sees images; what sees them is copied into every export."""
+"""Qwen3.5 MoE: Qwen3-Next's layers in a model that also sees images; its vision tower is copied into every export."""
 
 from megarl.models.attention import GroupedQueryAttention
 from megarl.models.delta_net import GatedDeltaNet
@@ -9,7 +9,7 @@ FAMILY = Family(
     GroupedQueryAttention(qk_norm="head", partial_rotary=True, output_gate=True),
     MixtureOfExperts(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate.weight"),
     linear=GatedDeltaNet(separate=True),
-    aliases={"intermediate_size": "moe_intermediate_size"},  # which Megatron asks for, though no layer has it
+    aliases={"intermediate_size": "moe_intermediate_size"},  # Megatron requires it, though no layer uses it
     defaults={
         "full_attention_interval": 4,
         "linear_conv_kernel_dim": 4,

@@ -21,5 +21,5 @@ FAMILY = EveryNthSparse(
         "partial_rotary_factor": 0.25,
     },
     zero_centred_norms=True,
-    copied=("mtp.",),  # the published models predict more tokens than the next one, which transformers leaves out
+    copied=("mtp.",),  # the published models' layers for multi-token prediction, which transformers ignores
 )

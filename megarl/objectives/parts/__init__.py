@@ -1,1 +1,1 @@
-"""What several objectives share: ratios, clipping, vetoes, batch statistics, metrics."""
+"""Building blocks that objectives share: ratios, clipping, vetoes, batch statistics, metrics."""

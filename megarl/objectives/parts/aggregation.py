@@ -1,4 +1,4 @@
-"""How per-token losses become one number: sum(weights * loss) / count, with the count of the whole optimizer batch.
+"""How per-token losses become one number: sum(weights * loss) / count, with the count over the whole optimizer batch.
 
 `token_mean`: weights 1, count = trained tokens. `sequence_mean`: weights 1 / trained tokens of the response, count =
 responses with at least one trained token. Counts are integers that add over data- and context-parallel ranks and
@@ -16,7 +16,7 @@ from megarl.objectives.parts.sequences import sequence_sum
 def token_weights(
     loss_mask: torch.Tensor, cu_seqlens: torch.Tensor, aggregation: str, shard: ContextShard | None = None
 ) -> torch.Tensor:
-    """[T] float32, 0 where loss_mask is False."""
+    """The weights of the tokens' losses, [T] float32, 0 where loss_mask is False."""
     if aggregation == "token_mean":
         return loss_mask.float()
     lengths = sequence_sum(loss_mask, cu_seqlens, shard)  # [S]
@@ -33,6 +33,7 @@ def denominator(
 def sequence_count(
     loss_mask: torch.Tensor, cu_seqlens: torch.Tensor, shard: ContextShard | None = None
 ) -> torch.Tensor:
-    """0-d int64, responses with a trained token; a response spread over context-parallel ranks counts on the first."""
+    """0-d int64, number of responses with a trained token; responses that context-parallel ranks share count on the
+    first of these."""
     count = (sequence_sum(loss_mask, cu_seqlens, shard) > 0).sum()
     return count if shard is None or shard.rank == 0 else torch.zeros_like(count)

@@ -1,7 +1,8 @@
 """BAPO's search for clip bounds: its loop visits states on one fixed path, so one binned pass evaluates them all.
 
-For A > 0 a token contributes w A min(rho, c_high), for A < 0 it contributes w |A| max(rho, c_low): each is linear
-between two grid points, so per-bin sums of w and w rho give the contribution at every state. Sums are exact integers.
+A state is a pair (c_low, c_high) of grid points. For A > 0 a token contributes w A min(rho, c_high), for A < 0
+w |A| max(rho, c_low). Each is linear between two grid points, so per-bin sums of w |A| and w |A| rho give the
+contribution at every state. Sums are exact integers.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from megarl.kernels.tokens import Tokens
 
 
 def grid(start: float, end: float, step: float, device: torch.device, cut: bool = False) -> torch.Tensor:
-    """start, start + step, ... up to end, float64; `cut`: a shorter last step reaches end. The number of steps is
-    computed, since adding floats would lose the last one."""
+    """start, start + step, ... up to end, float64. cut: a shorter last step reaches end exactly. The number of steps is
+    computed beforehand, since rounding errors of repeated addition could lose the last one."""
     steps = (end - start) / step
     count = math.ceil(steps - 1e-9) if cut else math.floor(steps + 1e-9)
     points = start + step * torch.arange(count + 1, dtype=torch.float64, device=device)
@@ -29,13 +30,14 @@ def grid(start: float, end: float, step: float, device: torch.device, cut: bool 
 
 
 def path(first: int, second: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Grid indices [first + second - 1] of both bounds in the states: one goes to its end, then the other."""
+    """Grid indices [first + second - 1] of both bounds in the states visited: the first bound moves through its
+    ``first`` points to the end, then the second through its ``second`` points."""
     step = torch.arange(first + second - 1, device=device)
     return step.clamp(max=first - 1), (step - first + 1).clamp(min=0)
 
 
-POINTS = 256  # of a level of `first_high`
-BEYOND = 2.0**29  # above every ratio: a bound that clips nothing, and still a finite number for a metric
+POINTS = 256  # points that one level of the search in `first_high` evaluates
+BEYOND = 2.0**29  # larger than every ratio, so that it clips nothing, but finite, for a metric
 
 
 def first_high(
@@ -48,11 +50,12 @@ def first_high(
     group: ProcessGroup | None,
     backend: str = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first of start, start + step, ... without end at which `enough` holds, BEYOND if there is none; and the
-    positive and negative contributions there. All 0-d float64.
+    """The first c_high of the endless sequence start, start + step, ... at which `enough` holds, BEYOND if there is
+    none; and the positive and negative contributions there. All 0-d float64.
 
-    enough maps the contributions [POINTS] and 0-d to [POINTS] bool, and stays true once it is. Each level looks at
-    POINTS places of the last one's gap, in one pass and one all-reduce; there are as many as reach BEYOND.
+    enough maps positive contributions [POINTS] and the negative one, 0-d, to [POINTS] bool; it must stay true for all
+    larger c_high. The search narrows the place level by level: each level evaluates POINTS points in the gap that the
+    level before it found, in one pass and one all-reduce. The number of levels suffices to reach BEYOND.
     """
     levels = math.ceil(math.log((BEYOND - start) / step + 1, POINTS))
     first = torch.zeros((), dtype=torch.int64, device=low.device)
@@ -65,7 +68,7 @@ def first_high(
         short = (~enough(positive, negative[0])).long().cumprod(0).sum()
         found = found & (short < POINTS)
         first = first + stride * short.clamp(max=POINTS - 1)
-    at = short.clamp(max=POINTS - 1)  # of the last level, whose gaps are single steps
+    at = short.clamp(max=POINTS - 1)  # index in the last level, whose points are one step apart
     return torch.where(found, highs.take(at), BEYOND), positive.take(at), negative[0]
 
 
@@ -77,8 +80,8 @@ def contributions(
     group: ProcessGroup | None,
     backend: str = "torch",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of w A min(rho, c_high) over A > 0 for every high [H], and of w |A| max(rho, c_low) over A < 0 for every low
-    [L], float64, over all ranks: one all-reduce of 6 (H + L + 4) int64."""
+    """Sums over the tokens of all ranks, float64: of w A min(rho, c_high) over A > 0 for every c_high in ``high`` [H],
+    and of w |A| max(rho, c_low) over A < 0 for every c_low in ``low`` [L]. One all-reduce of 6 (H + L + 4) int64."""
     highs = high.numel()
     table = binned_contributions(Tokens.of(batch), low, high, weighted, backend)
     if group is not None:

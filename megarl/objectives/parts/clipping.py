@@ -1,4 +1,5 @@
-"""Hard clip (no gradient outside the bounds), and two that keep every token's gradient, with a bounded weight."""
+"""Kinds of clipping: the hard clip (no gradient outside the bounds), dual clip, and two clips that keep every token's
+gradient with a bounded weight."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from megarl.kernels.constants import SEQUENCE_LOG_RATIO_LIMIT
 def hard_clip(
     ratio: torch.Tensor, advantages: torch.Tensor, ratio_min: float | torch.Tensor, ratio_max: float | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """min(r A, clip(r, ratio_min, ratio_max) A) [T] and [T] bool where the clipped branch is strictly smaller.
+    """min(r A, clip(r, ratio_min, ratio_max) A) [T], and [T] bool where the clipped branch is strictly smaller.
 
-    There the value is constant in r: no gradient. That is A > 0 and r > ratio_max, or A < 0 and r < ratio_min.
+    These are the tokens with A > 0 and r > ratio_max, or A < 0 and r < ratio_min. Their value does not depend on r, so
+    they get no gradient.
     """
     ratio_value, advantages = ratio.detach(), advantages.detach()
     clipped = ((advantages > 0) & (ratio_value > ratio_max)) | ((advantages < 0) & (ratio_value < ratio_min))
@@ -26,7 +28,7 @@ def hard_clip(
 def preserving_clip(
     ratio: torch.Tensor, advantages: torch.Tensor, ratio_min: float, ratio_max: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The value of `hard_clip` [T], and [T] bool where it is bounded. There the gradient is that of bound * log pi."""
+    """The value of `hard_clip` [T], and [T] bool where it is clipped; the gradient there is bound * A * grad log pi."""
     value, clipped = hard_clip(ratio, advantages, ratio_min, ratio_max)
     # ratio / sg(ratio) is 1 with the gradient of log pi
     return torch.where(clipped, value.detach() * (ratio / ratio.detach()), value), clipped
@@ -37,7 +39,7 @@ def prior_bounds(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """DCPO's clip bounds of each token [T], from its probability q under the behaviour policy.
 
-    They solve |(r - 1) r q| = eps for the ratio r: the rarer the token, the wider.
+    They solve |(r - 1) r q| = eps for the ratio r: the rarer the token, the wider the bounds.
     """
     rollout = torch.where(batch.loss_mask, batch.rollout_logprobs.detach(), 0)
     inverse = (-rollout).clamp(0, SEQUENCE_LOG_RATIO_LIMIT).exp()  # 1 / q
@@ -60,9 +62,11 @@ def soft_clip(
 
 
 def dual_clip(value: torch.Tensor, advantages: torch.Tensor, ratio_c: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """max(value, c A) for A < 0 (arXiv:1912.09729) and [T] bool where the bound is strictly larger: no gradient.
+    """max(value, ratio_c A) for A < 0, value elsewhere (arXiv:1912.09729), and [T] bool where the bound is strictly
+    larger, so that there is no gradient.
 
-    value [T]: a clipped objective of the form ratio * A. This bounds the loss of a token with A < 0 and a large ratio.
+    value [T]: a clipped objective of the form ratio * A. The bound limits the loss of tokens with A < 0 and a large
+    ratio.
     """
     advantages = advantages.detach()
     capped = (advantages < 0) & (value.detach() < ratio_c * advantages)
@@ -71,7 +75,7 @@ def dual_clip(value: torch.Tensor, advantages: torch.Tensor, ratio_c: float) -> 
 
 @dataclass(frozen=True)
 class RatioBounds:
-    """Clip bounds of a whole batch, and the contributions at them where they were searched for; all 0-d tensors."""
+    """BAPO's clip bounds of a whole batch, and the positive and negative contributions at them; all 0-d tensors."""
 
     ratio_min: torch.Tensor
     ratio_max: torch.Tensor
@@ -80,7 +84,7 @@ class RatioBounds:
 
     @property
     def positive_share(self) -> torch.Tensor:
-        """Positive contribution over the whole of it, 0 for an empty batch."""
+        """Positive contribution divided by the sum of both contributions; 0 for an empty batch."""
         assert self.positive is not None and self.negative is not None, "these bounds were not searched for"
         whole = self.positive + self.negative
         return self.positive / torch.where(whole > 0, whole, 1)

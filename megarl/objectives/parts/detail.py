@@ -1,6 +1,7 @@
-"""The papers' diagnostics that cost more than a sum: prefix occupancy, and what a token's distance from 1 goes with.
+"""The papers' diagnostics that cost more than a sum: prefix occupancy, and entropy and probability by the ratio.
 
-For every objective and backend, from the batch and the tokens that keep their gradient. Nothing waits for the device.
+They are computed for every objective and backend from the batch and the tokens that keep their gradient. Nothing waits
+for the device.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from megarl.objectives.parts.metrics import Metric, mean_metric
 from megarl.objectives.parts.prefix_ratio import prefix_log_ratio
 from megarl.objectives.parts.ratios import log_ratio
 
-DISTANCES = 16  # of |rho - 1|: less than 2^-10, octaves from there, 16 or more
-COLUMNS = 2 * DISTANCES  # rho < 1, farthest first, then rho >= 1
-ROWS = 16  # of entropy: 1/4 nat each, the last one 3.75 or more; of probability: octaves from (1/2, 1] downwards
+DISTANCES = 16  # bins of |rho - 1|: less than 2^-10, then an octave each, the last one 16 or more
+COLUMNS = 2 * DISTANCES  # rho < 1, farthest from 1 first, then rho >= 1
+ROWS = 16  # bins of entropy: 1/4 nat each, the last one 3.75 or more; of probability: octaves from (1/2, 1] downwards
 
 
 def detailed(batch: TokenBatch, kept: torch.Tensor) -> tuple[dict[str, Metric], dict[str, torch.Tensor]]:
@@ -28,8 +29,8 @@ def detailed(batch: TokenBatch, kept: torch.Tensor) -> tuple[dict[str, Metric], 
     bins; ``prefix/reverse_chi2``: mean of 1 / Gamma_t - 1, the reverse Pearson divergence of the prefixes (mu-GRPO,
     appendix D), each 1 / Gamma_t at most e^80. ``entropy_by_ratio`` (M2PO, Fig. 4b; BAPO, Fig. 9) and
     ``probability_by_ratio`` (BAPO, Fig. 5): [ROWS, COLUMNS] int64 counts of the current policy's entropy and
-    probability against rho. ``covariance/*``: log pi, A X and their product, X = 1 for a token that keeps its gradient:
-    of them `summarise` makes the covariance of BAPO's Eq. 6, here over the batch's tokens.
+    probability against rho. ``covariance/*``: means of log pi, of A X and of their product, X = 1 for tokens that keep
+    their gradient and else 0; from these `summarise` computes the covariance of BAPO's Eq. 6, over the batch's tokens.
     """
     mask = batch.loss_mask
     l, _ = log_ratio(batch.logprobs.detach(), batch.rollout_logprobs, mask)

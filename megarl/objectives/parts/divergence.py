@@ -1,4 +1,5 @@
-"""Divergences of two policies at a token of which only its own probability is known: all other tokens are one."""
+"""Divergences of two policies at a position where only the sampled token's probabilities are known: all other tokens of
+the vocabulary are counted as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fields of objective dataclasses with their allowed values, and the check that names a wrong value."""
+"""Fields of objective dataclasses with their allowed values, and the check whose error names a wrong value."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def choice(default: str, *others: str) -> Any:
 
 
 def check_fields(settings: Any) -> None:
-    """Raise `UserError` for a field of a frozen dataclass whose type or value is wrong; whole numbers become floats."""
+    """Raise `UserError` if a field of a frozen dataclass has a wrong type or value; ints in `number` fields become
+    floats."""
     for f in fields(settings):
         value, owner = getattr(settings, f.name), f"{type(settings).__name__}.{f.name}"
         if "choices" in f.metadata and (not isinstance(value, str) or value not in f.metadata["choices"]):

@@ -1,4 +1,4 @@
-"""Evaluates an objective by the fused token pass: the same `Terms` as its definition, from one kernel."""
+"""Evaluates an objective with the fused token pass: the same `Terms` as its definition, but from one kernel."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from megarl.objectives.parts.terms import Terms
 
 @functools.lru_cache(maxsize=64)
 def constants(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Rule parameters [P] float64 on the device, made once: a copy to a GPU in every call would be a host sync."""
+    """Rule parameters [P] float64 on the device, cached, since a copy to a GPU in every call would be a host sync."""
     return torch.tensor(values or (0.0,), dtype=torch.float64, device=device)
 
 
 def fused_terms(rule: Rule, batch: TokenBatch, aggregation: str, dampened_below: float, backend: str) -> Terms:
-    """`Terms` of the objective that `rule` stands for; loss and metrics agree with its definition to rounding."""
+    """`Terms` of the objective with this rule; loss and metrics equal those of its definition up to rounding."""
     tokens = Tokens.of(batch)
     places = tie_places(batch) if rule.quantity == "ties" else None
     inherited, counts = None, None
@@ -75,8 +75,8 @@ def _metrics(s: dict[str, torch.Tensor], rule: Rule) -> dict[str, Metric]:
 def _loss_metric(
     segment_sums: torch.Tensor, counts: torch.Tensor | None, batch: TokenBatch, aggregation: str
 ) -> Metric:
-    """As `parts.metrics.loss_metric`, from the sums of the segments. counts [segments]: trained tokens of the whole
-    sequence of each segment; None: segments are whole sequences."""
+    """As `parts.metrics.loss_metric`, computed from the sums of segments. counts [segments]: number of trained tokens
+    in the whole sequence to which each segment belongs; None: segments are whole sequences."""
     trained, loss = segment_sums.unbind(1)
     if aggregation == "token_mean":
         return loss.sum(), trained.sum()
@@ -87,7 +87,7 @@ def _loss_metric(
 
 
 def _inherit(rule: Rule, tokens: Tokens, batch: TokenBatch, backend: str) -> tuple[Inherited, torch.Tensor]:
-    """What this rank's chunks must know of their whole sequences, and [segments] the trained tokens of these: one
+    """What this rank's chunks need of their whole sequences, and [segments] the number of trained tokens in these. One
     all-gather and two all-reduces of a few numbers per sequence."""
     shard = batch.shard
     assert shard is not None

@@ -1,4 +1,7 @@
-"""Histograms of log-ratios, whose counts add over ranks and micro-batches: 16 bins to an octave of |l|, by its bits."""
+"""Histograms of log-ratios, whose counts can be added over ranks and micro-batches: 16 bins per octave of |l|.
+
+The bin is taken from the upper bits of |l| in float32.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ def histogram(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 
 
 def quantiles(counts: torch.Tensor, levels: tuple[float, ...] = QUANTILES) -> list[float]:
-    """Log-ratio quantiles (the smallest value with at least that share at or below it), exact to half a bin: 3.1 % of
-    the log-ratio, or 2^-14 nats. NaN for an empty histogram."""
+    """Quantiles of the log-ratio (the smallest value with at least the given share of values at or below it), exact to
+    half a bin: 3.1 % of the log-ratio, or 2^-14 nats. NaN for an empty histogram."""
     cumulative = counts.double().cumsum(0)
     total = float(cumulative[-1])
     if total == 0:
@@ -34,7 +37,7 @@ def quantiles(counts: torch.Tensor, levels: tuple[float, ...] = QUANTILES) -> li
 
 
 def outer_edges(counts: torch.Tensor) -> tuple[float, float]:
-    """Log-ratios between which every counted token lies."""
+    """Lower and upper bound of all counted log-ratios, from the outermost non-empty bins."""
     used = counts.nonzero().flatten().tolist() or [BINS_PER_SIGN]
     low, high = used[0] - BINS_PER_SIGN, used[-1] - BINS_PER_SIGN
     return -_edge(max(-low, 0) + 1), _edge(max(high, 0) + 1)

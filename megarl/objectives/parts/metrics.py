@@ -1,4 +1,4 @@
-"""Metrics as pairs of sums, which add over ranks and micro-batches."""
+"""Metrics as pairs (sum, count), which are added over ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Metric = tuple[torch.Tensor, torch.Tensor]
 
 
 def mean_metric(values: torch.Tensor, where: torch.Tensor) -> Metric:
-    """(sum of values [T] where True, number of True): the mean over tokens, in float64."""
+    """(sum of ``values`` [T] over the tokens where ``where`` [T] is True, number of these), in float64."""
     return torch.where(where, values.detach(), 0).sum(dtype=torch.float64), where.sum(dtype=torch.float64)
 
 
 def fraction_metrics(name: str, where: torch.Tensor, batch: TokenBatch) -> dict[str, Metric]:
-    """Share of trained tokens where [T] bool is True: of all, of those with A > 0 and of those with A < 0."""
+    """Share of trained tokens for which ``where`` [T] is True: among all, those with A > 0, and those with A < 0."""
     batch.note(name, where)
     mask, values = batch.loss_mask, where.double()
     return {
@@ -33,17 +33,18 @@ def fraction_metrics(name: str, where: torch.Tensor, batch: TokenBatch) -> dict[
 
 
 def loss_metric(loss: torch.Tensor, batch: TokenBatch, aggregation: str) -> Metric:
-    """(sum of weight * loss, denominator): sum / count over all ranks is the loss that is minimised."""
+    """(sum of weight * loss, denominator): the sums over all ranks, divided, are the loss that is minimised."""
     weights = token_weights(batch.loss_mask, batch.cu_seqlens, aggregation, batch.shard)
     count = denominator(batch.loss_mask, batch.cu_seqlens, aggregation, batch.shard)
     return (loss.detach().double() * weights).sum(), count.double()
 
 
 def sign_metrics(ratio: torch.Tensor, loss: torch.Tensor, batch: TokenBatch) -> dict[str, Metric]:
-    """Mean ratio by the sign of the advantage (mu-GRPO, Fig. 3), and what good tokens have of all (BAPO, Fig. 4).
+    """Mean ratio by the sign of the advantage (mu-GRPO, Fig. 3), and the share of tokens with A > 0 (BAPO, Fig. 4).
 
-    ``positive_share/tokens`` counts tokens. ``token_loss`` is the loss of a token, with no weight, and
-    ``token_loss/positive`` what tokens with A > 0 have of it: all of one sign, so that `summarise` makes a share.
+    ``positive_share/tokens`` is their share of the tokens. ``token_loss`` is the mean unweighted loss, and
+    ``token_loss/positive`` the part of it from tokens with A > 0. Losses of tokens with the same sign of A have the
+    same sign, so `summarise` can compute the share of the magnitudes from these two.
     """
     above, below = batch.loss_mask & (batch.advantages > 0), batch.loss_mask & (batch.advantages < 0)
     return {
@@ -56,15 +57,16 @@ def sign_metrics(ratio: torch.Tensor, loss: torch.Tensor, batch: TokenBatch) -> 
 
 
 def response_metrics(batch: TokenBatch) -> dict[str, Metric]:
-    """Mean and mean square of w_i = prod_t rho_t over the responses that train: `summarise` makes ``ess/responses``.
+    """Mean and mean square of w_i = prod_t rho_t over responses with trained tokens; `summarise` computes
+    ``ess/responses`` from them.
 
-    The log-ratios are clamped a token at a time, and their sum at +-SEQUENCE_LOG_RATIO_LIMIT.
+    The log-ratio of each token is clamped, and so is their sum, at +-SEQUENCE_LOG_RATIO_LIMIT.
     """
     l, _ = log_ratio(batch.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
     sums = sequence_sum(l, batch.cu_seqlens, batch.shard).clamp(-SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT)
     trains = sequence_sum(batch.loss_mask, batch.cu_seqlens, batch.shard) > 0
     if batch.shard is not None and batch.shard.rank:
-        trains = torch.zeros_like(trains)  # counted on the first of the ranks that share sequences
+        trains = torch.zeros_like(trains)  # only the first of the ranks that share sequences counts them
     return {
         "response_ratio/mean": mean_metric(sums.exp(), trains),
         "response_ratio/square_mean": mean_metric((2 * sums).exp(), trains),
@@ -76,8 +78,9 @@ def dampen_metrics(
 ) -> dict[str, Metric]:
     """How selectively an effective ratio dampens tokens after an unlikely prefix (Prefix-Ratio GRPO, Table 2).
 
-    The share of tokens whose effective ratio [T] is below a threshold, after good prefixes (m_t >= .8) and after bad
-    ones. prefix: log m_t [T]. Selectivity is the share after bad prefixes over that after good ones.
+    Two metrics: the share of tokens with an effective ratio ``ratio`` [T] below ``dampened_below``, after good prefixes
+    (m_t >= .8) and after bad ones. prefix: log m_t [T]. Selectivity, which `summarise` adds, is the share after bad
+    prefixes divided by that after good ones.
     """
     dampened = (ratio.detach() < dampened_below).double()
     bad = prefix < math.log(BAD_PREFIX)

@@ -1,4 +1,4 @@
-"""m_t, the smallest importance ratio of a token's prefix, in log space, also where ranks share sequences."""
+"""m_t, the smallest importance ratio in a token's prefix, in log space, also where ranks share sequences."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 from megarl.batch import ContextShard, TokenBatch, segment_ids
 
-_NONE = 0x7FFFFFFF  # key above that of +infinity: no trained token so far
-_NAN = -1  # bit pattern of a NaN, whose key is the lowest of all
+_NONE = 0x7FFFFFFF  # key for "no trained token so far", above that of +infinity
+_NAN = -1  # a NaN's bit pattern, whose key is the lowest of all
 
 
 def prefix_min_log_ratio(l: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """[T] without gradient: log m_t, m_t = min over the earlier trained tokens of the response, 1 for the first.
 
-    A trained NaN makes log m_t NaN for every later token of its response, on whichever rank; untrained tokens influence
-    nothing. Over a shard: one all-gather of [S, 2] minima.
+    A NaN at a trained token makes log m_t NaN for every later token of the response, also on other ranks; untrained
+    tokens have no effect. With a shard: one all-gather of [S, 2] minima.
     """
     values, shard = l.detach().float(), batch.shard
     if shard is None:
@@ -30,11 +30,12 @@ def exclusive_min(
     log_ratio: torch.Tensor,  # [T] float32
     mask: torch.Tensor,  # [T] bool, True = trained
     boundaries: torch.Tensor,  # [segments + 1], from 0 to T
-    before: torch.Tensor | None = None,  # [segments] float32, minimum of what precedes each segment, inf for nothing
+    before: torch.Tensor | None = None,  # [segments] float32, minimum over earlier segments of the sequence, inf: none
 ) -> torch.Tensor:
     """[T] float32: minimum of log_ratio over the earlier trained tokens of the segment and `before`, 0 for none.
 
-    One cummin over integer keys that sort like the floats, minus segment * 2^32, so that it starts afresh in each.
+    One cummin over integer keys that sort like the floats. The keys of a segment are lowered by segment * 2^32, below
+    those of all earlier segments, so the minimum starts afresh in each.
     """
     least = _exclusive_keys(log_ratio, mask, boundaries, before)
     return torch.where(least == _NONE, 0.0, _from_key(least))
@@ -47,7 +48,7 @@ def _exclusive_keys(
     ids = segment_ids(boundaries, mask.numel())
     offset = ids << 32
     inclusive = (torch.where(mask, _to_key(log_ratio), _NONE) - offset).cummin(0).values
-    # On the first token of a segment the sum is beyond 2^31: it comes from an earlier segment, and becomes _NONE.
+    # on a segment's first token the minimum is from an earlier segment: the sum exceeds 2^31, and is clamped to _NONE
     exclusive = torch.cat([inclusive.new_full((1,), _NONE), inclusive])[:-1] + offset
     least = exclusive.clamp(max=_NONE)
     if before is not None:
@@ -56,12 +57,13 @@ def _exclusive_keys(
 
 
 def sum_at_minima(l: torch.Tensor, values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """[T] float64 without gradient: sum of `values` [T] over the later tokens of the response whose m_t is this token.
+    """[T] float64 without gradient: for each token the sum of `values` [T] over the later tokens of the response whose
+    m_t is its ratio; among equal ratios m_t is the first.
 
-    The first of equals is the minimum. This is how a function of m_t reaches the tokens that m_t is a ratio of: its
-    derivative by log m_t, summed here, is one by their l. Over a shard: two all-gathers of [S, 2] numbers.
+    This is the backward pass of m_t: if ``values`` are derivatives by log m_t, the sums are derivatives by the l of the
+    tokens where the minima are. With a shard: two all-gathers of [S, 2] numbers.
     """
-    l = l.detach().float() + 0.0  # -0.0 is no less than 0.0
+    l = l.detach().float() + 0.0  # turns -0.0, whose key is lower, into 0.0
     values = torch.where(batch.loss_mask, values.detach().double(), 0)
     boundaries, tokens = batch.segments.long(), values.numel()
     ids = segment_ids(boundaries, tokens)
@@ -71,40 +73,41 @@ def sum_at_minima(l: torch.Tensor, values: torch.Tensor, batch: TokenBatch) -> t
     index = torch.where(record, torch.arange(tokens, device=l.device), -1)
     latest = torch.cat([index.new_full((1,), -1), index]).cummax(0).values  # [T + 1], the last record before each place
     owner = latest[:-1]
-    mine = owner >= boundaries[ids]  # not in an earlier segment
+    mine = owner >= boundaries[ids]  # the minimum is in this segment, not in an earlier one
     sums = values.new_zeros(tokens).index_add_(0, owner.clamp(min=0), torch.where(mine, values, 0))
     if batch.shard is None:
         return sums
     foreign = values.new_zeros(minima.numel()).index_add_(0, ids, torch.where(mine, 0, values))
     received = _from_later_chunks(foreign.view(-1, 2), minima.view(-1, 2), batch.shard).flatten()
-    place = latest[boundaries[1:]]  # the minimum of a chunk that is lower than all chunks before it
+    place = latest[boundaries[1:]]  # each chunk's minimum; used only if it is lower than all chunks before
     return sums.index_add_(0, place.clamp(min=0), received)
 
 
 def _from_later_chunks(amounts: torch.Tensor, minima: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-    """What this rank's chunks [S, 2] get from later ones, each of which sends its amount [S, 2] to the chunk that has
-    the first least of all minima [S, 2] before it. One all-gather."""
+    """[S, 2], sums of the amounts that later chunks send to each of this rank's chunks: a chunk sends its amount to the
+    chunk that has the lowest of all minima before it, the first among equals. amounts, minima: [S, 2] of this rank's
+    chunks. One all-gather."""
     sent = torch.stack([amounts, minima.double()], -1)
     gathered = [torch.empty_like(sent) for _ in range(shard.size)]
     dist.all_gather(gathered, sent, group=shard.group)
     amounts, minima = shard.in_order(torch.stack(gathered).transpose(1, 2)).unbind(-1)  # [chunks, S] each
     earlier = torch.cat([torch.full_like(minima[:1], math.inf), minima.cummin(0).values[:-1]])
     chunk = torch.arange(shard.chunks, device=minima.device)[:, None]
-    holder = torch.where(minima < earlier, chunk, -1).cummax(0).values[:-1]  # of the least of all up to and with each
+    holder = torch.where(minima < earlier, chunk, -1).cummax(0).values[:-1]  # chunk with the lowest minimum so far
     return torch.stack([torch.where(holder == held, amounts[1:], 0).sum(0) for held in shard.held], 1)
 
 
 def segment_minima(l: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """[segments] float32: least l of the trained tokens of each sequence, or of each of this rank's chunks; inf for
-    none, NaN where one is NaN."""
+    """[segments] float32: least l of the trained tokens of each sequence or, with a shard, of each chunk; inf for none,
+    NaN if one is NaN."""
     ids = segment_ids(batch.segments, l.numel())
     minima = l.new_full((batch.segments.numel() - 1,), math.inf)
     return minima.scatter_reduce_(0, ids, torch.where(batch.loss_mask, l, math.inf), "amin")
 
 
 def min_of_earlier_chunks(minima: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-    """Minima [S, 2] of this rank's two chunks of each sequence -> [S, 2], minimum of all chunks before each; inf for
-    none, NaN where one of them is NaN. One all-gather."""
+    """Minima [S, 2] of this rank's two chunks of each sequence -> [S, 2], for each of them the minimum of all chunks
+    before it; inf for none, NaN if one of them is NaN. One all-gather."""
     gathered = [torch.empty_like(minima) for _ in range(shard.size)]
     dist.all_gather(gathered, minima.contiguous(), group=shard.group)
     in_order = shard.in_order(torch.stack(gathered).transpose(1, 2))  # [chunks, S]

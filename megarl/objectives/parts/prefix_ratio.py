@@ -1,6 +1,7 @@
-"""rho_{1:t}, the importance ratio of a whole prefix, in log space: the same bits however sequences lie on ranks.
+"""rho_{1:t}, the importance ratio of a whole prefix, in log space; bitwise the same for every split over ranks.
 
-Log-ratios are added as integers, multiples of 2^-32, which have one sum in every order. float32 would lose as much.
+Log-ratios are rounded to integer multiples of 2^-32, whose sums do not depend on the order. The rounding loses no more
+than float32 arithmetic would.
 """
 
 from __future__ import annotations
@@ -13,28 +14,29 @@ from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch, segment_ids
 
-SCALE = 2.0**32  # |l| <= 20 and at most 2^22 tokens of a sequence: sums stay below 2^59
-DIGITS = tuple(range(48, -1, -12))  # shifts of the 12 bits of each level of a radix selection over 60 bits
-OFFSET = 1 << 59  # makes a sum positive
+SCALE = 2.0**32  # with |l| <= 20 and at most 2^22 tokens per sequence, sums stay below 2^59
+DIGITS = tuple(range(48, -1, -12))  # shifts of the 12-bit digits of a radix selection over 60 bits
+OFFSET = 1 << 59  # added to sums to make them positive
 
 
 @dataclass(frozen=True)
 class LowestPrefix:
-    """Of a whole batch, which tokens have the lowest prefix ratios."""
+    """Which tokens of a whole batch have the lowest prefix ratios: those with `prefix_sums` below ``threshold``."""
 
-    threshold: torch.Tensor  # 0-d int64, of `prefix_sums`: those below it
+    threshold: torch.Tensor  # 0-d int64
 
 
 def prefix_sums(l: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """[T] log-ratios -> [T] int64, SCALE times their sum over the trained tokens of the response up to and with each.
+    """[T] log-ratios -> [T] int64, SCALE times the sum over the trained tokens of the response up to and including each
+    token.
 
-    A NaN counts as 0. Over a shard: one all-gather of [S, 2] sums.
+    A NaN counts as 0. With a shard: one all-gather of [S, 2] sums.
     """
     steps = torch.where(batch.loss_mask, l.detach().double().nan_to_num() * SCALE, 0).round().long()
     sums = steps.cumsum(0)
     ids = segment_ids(batch.segments, steps.numel())
     starts = batch.segments[:-1].long()
-    before = torch.cat([sums.new_zeros(1), sums])[starts]  # of all earlier segments
+    before = torch.cat([sums.new_zeros(1), sums])[starts]  # sum over all earlier segments
     sums = sums - before[ids]
     if batch.shard is None:
         return sums
@@ -47,9 +49,9 @@ def prefix_sums(l: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 
 
 def prefix_log_ratio(l: torch.Tensor, batch: TokenBatch, exclusive: bool = False) -> torch.Tensor:
-    """[T] without gradient, dtype of l: log rho_{1:t}, or with ``exclusive`` that of the tokens before t alone.
+    """[T] without gradient, dtype of l: log rho_{1:t}; with ``exclusive`` over the tokens before t only.
 
-    Where l itself is NaN, so is the result.
+    NaN where l itself is NaN.
     """
     sums = prefix_sums(l, batch)
     if exclusive:
@@ -63,16 +65,17 @@ def lowest_threshold(
     fraction: float,
     group: ProcessGroup | None,
 ) -> torch.Tensor:
-    """0-d int64: the tokens below it are the lowest ``fraction`` of all ranks' tokens, at most floor(fraction n).
+    """0-d int64 threshold: the tokens with sums below it are the lowest ``fraction`` of all ranks' n tokens, at most
+    floor(fraction n).
 
-    It is the sum of the first token that stays, so that tokens equal to it all stay. Radix selection: one all-reduce
+    It is the lowest sum that is not filtered out, so all tokens with the same sum stay. Radix selection: one all-reduce
     of a scalar and five of 32 KiB; no host sync.
     """
     keys = sums + OFFSET
     total = mask.sum()
     if group is not None:
         dist.all_reduce(total, group=group)
-    rank = (total.double() * fraction).floor().long()  # tokens that may go: the key of this rank (from 0) stays
+    rank = (total.double() * fraction).floor().long()  # number of tokens that may go; the key with this rank stays
     prefix = torch.zeros_like(total)
     for shift in DIGITS:
         inside = mask & ((keys >> (shift + 12)) == (prefix >> (shift + 12)))
@@ -81,7 +84,8 @@ def lowest_threshold(
         if group is not None:
             dist.all_reduce(table, group=group)
         below = table.cumsum(0) - table
-        bin_ = ((below <= rank).long() * (table > 0)).cumsum(0).argmax()  # the last used bin that begins at or before
+        # the last non-empty bin that begins at or before the rank
+        bin_ = ((below <= rank).long() * (table > 0)).cumsum(0).argmax()
         rank = rank - below.take(bin_)
         prefix = prefix + (bin_ << shift)
     return prefix - OFFSET

@@ -12,9 +12,9 @@ from megarl.objectives.parts.sequences import sequence_sum
 def log_ratio(
     logprobs: torch.Tensor, anchor: torch.Tensor, loss_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """l = logprobs - anchor, clamped to +-LOG_RATIO_LIMIT, 0 where not trained; and [T] bool where the clamp bites.
+    """l = logprobs - anchor, clamped to +-LOG_RATIO_LIMIT, 0 where not trained; and [T] bool where it was clamped.
 
-    Gradient flows into logprobs where the clamp does not bite. Untrained values may be anything, NaN included.
+    Gradient flows into logprobs where l was not clamped. Values of untrained tokens are ignored, NaN included.
     """
     raw = torch.where(loss_mask, logprobs, 0) - torch.where(loss_mask, anchor.detach(), 0)
     return raw.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), raw.detach().abs() > LOG_RATIO_LIMIT

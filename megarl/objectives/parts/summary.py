@@ -1,4 +1,4 @@
-"""How far the policy has moved from the data it trains on: quantities that add over ranks, and what they mean.
+"""Turns sums and histograms of objectives into the metrics of an update, such as how far the policy is off-policy.
 
 Objectives return sums (`Terms.metrics`) and histograms (`Terms.histograms`). Add both over micro-batches and ranks,
 then `summarise` them.
@@ -16,14 +16,14 @@ from megarl.objectives.parts.metrics import Metric
 
 
 def summarise(metrics: dict[str, Metric], histograms: dict[str, torch.Tensor] | None = None) -> dict[str, Any]:
-    """Numbers of one update from summed metrics and histograms; waits for the device.
+    """The metrics of one update from summed metrics and histograms; waits for the device.
 
     Every metric becomes sum / count (left out if the count is 0). Added: ``ess`` (effective sample size as a share of
-    the tokens: mean(rho)^2 / mean(rho^2)) and ``ess/responses`` (of whole responses), ``positive_share/loss`` (what
-    tokens with A > 0 have of the magnitudes of all losses: BAPO, Fig. 4), ``selectivity`` (dampen rate after bad
-    prefixes over that after good ones), ``entropy_covariance`` (BAPO, Eq. 6), ``ratio/q50`` ... ``prefix_min/q01``
-    (quantiles of the ratios), ``chi2/bound`` (Theorem 5.1 of M2PO: chi2 <= R^2 M2, R the largest ratio or inverse
-    ratio). Tables stay counts.
+    the tokens: mean(rho)^2 / mean(rho^2)) and ``ess/responses`` (the same for whole responses), ``positive_share/loss``
+    (share of tokens with A > 0 in the sum of the losses' magnitudes: BAPO, Fig. 4), ``selectivity`` (dampen rate after
+    bad prefixes divided by that after good ones), ``entropy_covariance`` (BAPO, Eq. 6), ``ratio/q50`` ...
+    ``prefix_min/q01`` (quantiles of the ratios), ``chi2/bound`` (Theorem 5.1 of M2PO: chi2 <= R^2 M2, R the largest
+    ratio or inverse ratio). Two-dimensional histograms are returned as counts.
     """
     rows = torch.stack([torch.stack(pair) for pair in metrics.values()]).tolist() if metrics else []
     out = {name: total / count for name, (total, count) in zip(metrics, rows, strict=True) if count}

@@ -1,4 +1,4 @@
-"""What an objective returns, and the metrics that all of them share."""
+"""`Terms`, the result of an objective, and the metrics that all objectives have."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Terms:
 
 
 def require(batch: TokenBatch, name: str, who: str) -> torch.Tensor:
-    """The optional field of that name, or `UserError`."""
+    """The batch's optional field ``name``; `UserError` if it is None. who: what needs it, for the message."""
     tensor = getattr(batch, name)
     if tensor is None:
-        raise UserError(f"{who} needs TokenBatch.{name}, which is None")
+        raise UserError(f"{who} needs TokenBatch.{name}, but it is None")
     return tensor
 
 
 def trust_region(log_ratio: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """[T] bool, trained tokens that already moved along their advantage (A > 0, rho > 1 or A < 0, rho < 1), where a
-    clip can bite: M2PO's set T."""
+    """[T] bool, trained tokens whose ratio has already moved in the direction of their advantage (A > 0, rho > 1 or
+    A < 0, rho < 1), which are those that a clip can affect: M2PO's set T."""
     l, a = log_ratio.detach(), batch.advantages
     return batch.loss_mask & (((a > 0) & (l > 0)) | ((a < 0) & (l < 0)))
 
 
 class Settings(Protocol):
-    """What every objective has."""
+    """The settings of an objective that `make_terms` reads."""
 
     @property
     def aggregation(self) -> str: ...
@@ -64,16 +64,16 @@ def make_terms(
     loss: torch.Tensor,  # [T], any value where loss_mask is False
     kept: torch.Tensor,  # [T] bool
     log_ratio: torch.Tensor,  # [T], clamped, 0 where loss_mask is False
-    clamped: torch.Tensor,  # [T] bool, where the clamp of the log-ratio bites
-    metrics: dict[str, Metric],
+    clamped: torch.Tensor,  # [T] bool, where the log-ratio was clamped
+    metrics: dict[str, Metric],  # the objective's own
 ) -> Terms:
-    """Mask the loss and add the metrics every objective has.
+    """Mask the loss and add the metrics that every objective has.
 
     ``ratio/mean`` and ``ratio/square_mean`` give the effective sample size mean^2 / square_mean; ``kl/k1`` and
     ``kl/k3`` estimate KL(behaviour || current) from behaviour samples (http://joschu.net/blog/kl-approx.html);
     ``m2/before`` is the mean squared log-ratio of trust-region tokens, ``m2/after`` that of those that are kept;
     ``dampen/token`` and ``dampen/prefix`` are the dampen rates of rho_t and of m_t rho_t (Prefix-Ratio GRPO, Table 2).
-    `sign_metrics` are by the sign of the advantage.
+    `sign_metrics` adds metrics by the sign of the advantage.
     """
     mask = batch.loss_mask
     loss, kept = torch.where(mask, loss, 0), kept & mask

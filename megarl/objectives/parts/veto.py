@@ -1,4 +1,4 @@
-"""Negative-advantage veto of mu-GRPO: which tokens of a triggered response lose their gradient."""
+"""Negative-advantage veto of mu-GRPO: which tokens of a response with a trigger lose their gradient."""
 
 from __future__ import annotations
 
