@@ -111,7 +111,7 @@ def test_mistakes(tokenizer, tmp_path):
     with pytest.raises(UserError, match="less than one of 1000 prompts"):
         build_prompts(mixed(a, {**b, "weight": 1e-6}), tokenizer)
     words = {"source": "reasoning_gym", "train": "spell_backward"}
-    with pytest.raises(UserError, match=r'generator .spell_backward. with other options.*train = "composite"'):
+    with pytest.raises(UserError, match=r'generator .spell_backward. with different options.*train = "composite"'):
         build_prompts(mixed(words, {**words, "options": {"min_word_len": 4}}), tokenizer)
     with pytest.raises(ValueError, match=r"with \[\[data.sources\]\], set source in each of them"):
         DataTable.model_validate({"sources": [a], "source": "file"})
