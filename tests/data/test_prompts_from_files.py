@@ -69,7 +69,7 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tokenizer, tmp_path):
 def test_separate_suite(tokenizer, tmp_path):
     suite = write(tmp_path / "suite.jsonl", [{"prompt": f"{i}+1", "answer": "1"} for i in range(5)])
     file = numbers(tmp_path, 20)
-    with pytest.warns(UserWarning, match="evaluation uses 5 distinct prompts"):
+    with pytest.warns(UserWarning, match="evaluation uses only the 5 distinct prompts"):
         prompts = build_prompts(recipe(file=file, heldout=9, evaluation={"suite": str(suite)}), tokenizer)
     assert sorted(p.text for p in prompts.heldout()) == [f"{i}+1" for i in range(5)]
     assert {prompts.train(i).text for i in range(15)} == {f"{i}+1" for i in range(5, 20)}
@@ -111,7 +111,7 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
         ("p.csv", b'prompt,answer\n1,"2', "cannot read .*p.csv: unexpected end of data"),
         ("p.json", GOOD, r"p.json: expected a list of rows, got dict"),
         ("p.json", b"[1, ", r"p.json is not JSON"),
-        ("p.txt", GOOD, "ends in .jsonl, .json, .csv or .parquet"),
+        ("p.txt", GOOD, "must end in .jsonl, .json, .csv or .parquet"),
     ],
 )
 def test_damage_is_named(tokenizer, tmp_path, name, content, message):

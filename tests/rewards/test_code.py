@@ -108,12 +108,12 @@ def test_tests_that_no_program_can_pass_are_a_mistake():
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({}, "tests are a list"),
+        ({}, "tests must be a list"),
         ({"tests": [{"input": "1"}]}, "a test needs input and output"),
         ({"tests": {"inputs": ["1"], "outputs": []}}, "two lists of the same length"),
         ({"tests": {"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}}, "a list of arguments"),
         ({"tests": {"inputs": [[1]], "outputs": [1], "fn_name": "f()[0]; g"}}, "is not the name of a function"),
-        ({"tests": "assert f( == 1"}, "no Python"),
+        ({"tests": "assert f( == 1"}, "not valid Python"),
         ({"tests": "f(1)"}, "no assert statement"),
         ({"tests": "import numpy\nassert f(1) == 1"}, "import 'numpy', but"),
         ({"tests": "assert f(1) == 1", "language": "cpp"}, "assert statements and fn_name are for Python only"),
