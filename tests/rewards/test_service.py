@@ -183,7 +183,7 @@ def test_mistakes_are_told_before_the_run(tmp_path, server, monkeypatch):
         ({"url": "http://127.0.0.1:9"}, "nothing answers at http://127.0.0.1:9: .*refused"),
         ({"seconds": 300.0}, "3 attempts of 300 seconds may take 908 s"),
         ({"prompt": str(tmp_path / "none")}, "none cannot be read"),
-        ({"prompt": str(tmp_path / "p.jsonl")}, r"has no \{response\}"),
+        ({"prompt": str(tmp_path / "p.jsonl")}, r"does not contain \{response\}"),
         ({"api_key": "NO_SUCH_KEY"}, "environment variable NO_SUCH_KEY, which is not set"),
     ):
         with pytest.raises(UserError, match=message):
