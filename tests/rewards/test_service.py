@@ -178,7 +178,7 @@ def test_a_refusal_is_a_mistake_and_keeps_the_key_to_itself(tmp_path, server):
 
 def test_mistakes_are_told_before_the_run(tmp_path, server, monkeypatch):
     for settings, message in (
-        ({"model": "grande"}, r"does not serve model = 'grande'; it has \['grader'\]"),
+        ({"model": "grande"}, r"does not serve model = 'grande'; it serves \['grader'\]"),
         ({"url": "judge:8000"}, "is not an http:// or https:// address"),
         ({"url": "http://127.0.0.1:9"}, "nothing answers at http://127.0.0.1:9: .*refused"),
         ({"seconds": 300.0}, "3 attempts of 300 seconds may take 908 s"),
