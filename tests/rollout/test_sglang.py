@@ -142,7 +142,7 @@ def test_a_stop_token_of_the_policy_that_a_request_lacks_is_named(engine, tmp_pa
     shutil.copytree(model, policy)
     (policy / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 30]}))
     engine.load_weights(policy, 5)
-    with pytest.raises(UserError, match=r"stop tokens \[30\] lack \[4\] of .*policy, at which SGLang ends"):
+    with pytest.raises(UserError, match=r"stop tokens \[30\] do not include \[4\], at which SGLang ends .*policy"):
         generate(engine, PROMPTS, sampling(PROMPTS, stop=(30,)))
     engine.load_weights(model, 3)
 
