@@ -1,1 +1,1 @@
-"""Prompts: where they come from and how they are rendered."""
+"""Prompts: reading them from files and generators, and rendering them as tokens."""

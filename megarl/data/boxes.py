@@ -1,4 +1,4 @@
-r"""``\boxed{...}``, where answers of mathematics stand, in responses and in solutions of data sets."""
+r"""Finds ``\boxed{...}``, which marks the final answer in mathematical responses and in solutions of data sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 def last_box(response: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}`` or ``\fbox{...}`` whose braces close; None if there is none."""
+    r"""The content of the last ``\boxed{...}`` or ``\fbox{...}`` with matching braces; None if there is none."""
     for match in reversed(list(BOX.finditer(response))):
         depth = 1
         for at in range(match.end(), len(response)):

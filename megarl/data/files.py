@@ -1,4 +1,4 @@
-"""Prompt files: rows of JSON lines, JSON, CSV or Parquet, whatever their columns are called."""
+"""Reads prompt files (JSON lines, JSON, CSV, Parquet) and brings their columns to a common form."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ from megarl.data.formats import FORMATS, Format
 from megarl.errors import UserError, nearest
 from megarl.recipe.data_table import FILES, SourceTable
 
-MAX_LINE = 16 << 20  # bytes of a row of a .jsonl file: no prompt is as long, and a file that is no JSON lines has one
-Item = dict[str, Any]  # {"question": str | chat messages, "answer": str, "metadata": dict}, as reasoning-gym has it
-Rows = Iterator[tuple[str, Any]]  # each with its place
+MAX_LINE = 16 << 20  # most bytes of a line of a .jsonl file; a longer one means that the file is not JSON lines
+Item = dict[str, Any]  # {"question": str | chat messages, "answer": str, "metadata": dict}, reasoning-gym's form
+Rows = Iterator[tuple[str, Any]]  # (where, row): where names file and line for error messages
 
 
 def read_rows(table: SourceTable) -> list[tuple[str, Item]]:
-    """The rows of a file, each with its place; `UserError` for the first that is no prompt."""
+    """(where, item) of every row of a file; `UserError` for the first row that is not a valid prompt."""
     found = []
     for where, item in scan_rows(table):
         if isinstance(item, UserError):
             raise item
         found.append((where, item))
     if not found:
-        raise UserError(f"{table.train} holds no prompts")
+        raise UserError(f"{table.train} contains no prompts")
     return found
 
 
 def scan_rows(table: SourceTable) -> Iterator[tuple[str, Item | UserError]]:
-    """`read_rows`, with what is wrong with a row in its place; `UserError` for a file that cannot be read on."""
+    """As `read_rows`, but yield the `UserError` of an invalid row instead of raising it.
+
+    Raises `UserError` only if the file itself cannot be read.
+    """
     path, form = Path(table.train), find_format(table.format)
     if path.suffix not in FILES:
-        raise UserError(f"{path}: a prompt file ends in {', '.join(FILES[:-1])} or {FILES[-1]}")
+        raise UserError(f"{path}: the name of a prompt file must end in {', '.join(FILES[:-1])} or {FILES[-1]}")
     if not path.is_file():
-        raise UserError(f"no prompt file {path}")
+        raise UserError(f"there is no prompt file {path}")
     reader = dict(zip(FILES, (_read_jsonl, _read_json, _read_csv, _read_parquet), strict=True))[path.suffix]
     try:
         for where, row in reader(path, form):
@@ -50,7 +53,7 @@ def scan_rows(table: SourceTable) -> Iterator[tuple[str, Item | UserError]]:
 
 
 def find_format(name: str | None) -> Format | None:
-    """`UserError` for a name that is none."""
+    """The format called ``name``, or None for None; `UserError` for an unknown name."""
     if name is not None and name not in FORMATS:
         close = nearest(name, FORMATS)
         hint = f"did you mean {close!r}? " if close else ""
@@ -109,7 +112,7 @@ def _read_parquet(path: Path, form: Format | None) -> Rows:
 
 
 def _renamed(row: Any, table: SourceTable, form: Format | None, where: str) -> Any:
-    """The row with the columns prompt and answer, as the recipe's ``columns`` or ``format`` find them."""
+    """The row with its columns renamed or converted as the recipe's ``columns`` or ``format`` say."""
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected an object with prompt and answer, got {type(row).__name__}")
     if form is None:
@@ -117,15 +120,15 @@ def _renamed(row: Any, table: SourceTable, form: Format | None, where: str) -> A
         return {**{name: value for name, value in row.items() if name not in table.columns.values()}, **found}
     for name in form.columns:
         if name not in row:
-            raise UserError(f"{where}: no column {name!r}, which data.format = {table.format!r} has")
+            raise UserError(f"{where}: no column {name!r}, which data.format = {table.format!r} needs")
     try:
         return form.convert(row)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise UserError(f"{where} is no row of data.format = {table.format!r}: {error!r}") from error
+        raise UserError(f"{where} is not a row of data.format = {table.format!r}: {error!r}") from error
 
 
 def _at(row: dict[str, Any], path: str, where: str) -> Any:
-    """The column of this name, or what stands inside one: "reward_model.ground_truth", "prompt.0.content"."""
+    """The column called ``path``, or a value inside a column: "reward_model.ground_truth", "prompt.0.content"."""
     if path in row:
         return row[path]
     value: Any = row
@@ -140,23 +143,23 @@ def _at(row: dict[str, Any], path: str, where: str) -> Any:
 def _item_of_row(row: Any, where: str) -> Item:
     if "prompt" not in row or not {"answer", "tests"} & row.keys():
         missing = "answer" if "prompt" in row else "prompt"
-        programs = " (or 'tests', where programs are judged)" if missing == "answer" else ""
+        programs = " (or 'tests', for programs)" if missing == "answer" else ""
         raise UserError(f"{where}: no column {missing!r}{programs}; it has {', '.join(row) or 'none'}")
     prompt, answer = row["prompt"], row.get("answer")
     chat = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
     if not prompt or not (chat or isinstance(prompt, str)):
         raise UserError(
-            f"{where}: prompt must be a text or a list of messages with role and content, got {prompt!r:.60}"
+            f"{where}: prompt must be a string or a list of messages with role and content, got {prompt!r:.60}"
         )
     number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
     given = number or (isinstance(answer, str) and answer.strip())
-    if not given and (answer is not None or not row.get("tests")):  # which are all that a program is judged by
+    if not given and (answer is not None or not row.get("tests")):  # a row with tests needs no answer
         if answer is None and "tests" in row:
-            raise UserError(f"{where}: tests must not be empty where there is no answer, got {row['tests']!r:.60}")
-        raise UserError(f"{where}: answer must be a text or a finite number, got {answer!r:.60}")
+            raise UserError(f"{where}: a row without answer must have tests, got {row['tests']!r:.60}")
+        raise UserError(f"{where}: answer must be a non-empty string or a finite number, got {answer!r:.60}")
     try:
         json.dumps(row, ensure_ascii=False, default=str).encode()
-    except (ValueError, RecursionError) as error:  # half of a surrogate pair, which no tokenizer takes
+    except (ValueError, RecursionError) as error:  # such as half of a surrogate pair, which no tokenizer accepts
         raise UserError(f"{where}: not valid text: {error}") from error
     metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
     return {"question": prompt, "answer": str(answer) if given else "", "metadata": metadata}

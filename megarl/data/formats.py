@@ -1,7 +1,7 @@
-"""Public data sets as they are published: from a row of one to ``prompt``, ``answer`` and what verifiers need.
+"""Converts rows of public data sets, as they are published, to ``prompt``, ``answer`` and what verifiers need.
 
-Prompts are bare questions, for ``data.prompt_template`` to say how they are to be answered. The columns are those of
-the data sets' cards, or of public programs that read them.
+Prompts are bare questions; ``data.prompt_template`` adds how to answer them. The columns are taken from the data sets'
+cards, or from public programs that read them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 from megarl.data.boxes import last_box
 
 Row = dict[str, Any]
-LARGEST_TESTS = 1 << 30  # bytes of a row's compressed tests, unpacked
+LARGEST_TESTS = 1 << 30  # most bytes of a row's compressed tests after decompression
 LETTERS = "ABCDEFGHIJ"
-# what DAPO-Math-17k puts around every question, to ask for its own way to mark an answer
+# the text that DAPO-Math-17k puts before and after every question, to ask for its own way of marking an answer
 DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
 DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
-# the part of numpy that tests of EvalPlus use, which the sandbox lacks: no array ever comes out of it
+# a replacement of the part of numpy that EvalPlus' tests use, since the sandbox has no numpy; it makes no arrays
 NUMPY = """class np:
     class ndarray: pass
     float32 = float64 = float
@@ -41,9 +41,10 @@ NUMPY = """class np:
 
 @dataclass(frozen=True)
 class Format:
-    """``convert`` makes a row of the columns ``prompt``, ``answer`` or ``tests``, and others, of a published one.
+    """How to read one public data set.
 
-    columns: those that it reads. Of a Parquet file no others are loaded.
+    convert: from a published row to one with ``prompt``, ``answer`` or ``tests``, and other columns. columns, optional:
+    the published columns that it reads; no others are loaded from a Parquet file.
     """
 
     convert: Callable[[Row], Row]
@@ -52,11 +53,11 @@ class Format:
 
 
 def dapo_math(row: Row) -> Row:
-    """https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, without its own wrapping of the question.
+    """https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, without the instructions around each question.
 
-    Columns: the card of its copy LuyiCui/DAPO-Math-17k.
+    The columns are taken from the card of its copy LuyiCui/DAPO-Math-17k.
     """
-    question = _said(row["prompt"]).removeprefix(DAPO_BEFORE).removesuffix(DAPO_AFTER)
+    question = _user_text(row["prompt"]).removeprefix(DAPO_BEFORE).removesuffix(DAPO_AFTER)
     return {"prompt": question, "answer": row["reward_model"]["ground_truth"]}
 
 
@@ -68,27 +69,30 @@ def deepscaler(row: Row) -> Row:
 def skywork_or1(row: Row) -> Row:
     """https://huggingface.co/datasets/Skywork/Skywork-OR1-RL-Data: mathematics and programs.
 
-    The truth is JSON: a list of answers, of which the first is taken, or one of two kinds of tests, as `compute_score`
-    of https://github.com/SkyworkAI/Skywork-OR1 reads them.
+    The ground truth is JSON: a list of answers, of which the first is used, or one of two kinds of tests, which are
+    read as `compute_score` of https://github.com/SkyworkAI/Skywork-OR1 does.
     """
     truth = json.loads(row["reward_model"]["ground_truth"])
     if isinstance(truth, list):
-        return {"prompt": _said(row["prompt"]), "answer": truth[0]}
+        return {"prompt": _user_text(row["prompt"]), "answer": truth[0]}
     if truth.get("test_code") is not None:
         names = {"tests": "test_code", "test_setup": "import_prefix", "entry_point": "entry_point"}
-        return {"prompt": _said(row["prompt"]), **{name: truth[column] for name, column in names.items()}}
-    return {"prompt": _said(row["prompt"]), "tests": truth}
+        return {"prompt": _user_text(row["prompt"]), **{name: truth[column] for name, column in names.items()}}
+    return {"prompt": _user_text(row["prompt"]), "tests": truth}
 
 
 def math(row: Row) -> Row:
-    """https://huggingface.co/datasets/EleutherAI/hendrycks_math; https://huggingface.co/datasets/HuggingFaceH4/MATH-500,
-    math-ai/aime25 and HuggingFaceH4/aime_2024 have a column ``answer``, math-ai/aime24 a box in ``solution``."""
+    """https://huggingface.co/datasets/EleutherAI/hendrycks_math and similar ones: HuggingFaceH4/MATH-500,
+    HuggingFaceH4/aime_2024, math-ai/aime24, math-ai/aime25.
+
+    The answer is the column ``answer`` or, without one, the last box in ``solution``.
+    """
     answer = row.get("answer") or last_box(row["solution"])
     return {"prompt": row["problem"], "answer": answer, "level": row.get("level"), "subject": _subject(row)}
 
 
 def gsm8k(row: Row) -> Row:
-    """https://huggingface.co/datasets/openai/gsm8k: the answer stands behind ####."""
+    """https://huggingface.co/datasets/openai/gsm8k: the answer follows ####."""
     _, marker, answer = row["answer"].rpartition("####")
     if not marker:
         raise ValueError("no #### in the column answer")
@@ -102,17 +106,17 @@ def big_math(row: Row) -> Row:
 
 
 def code_contests(row: Row) -> Row:
-    """https://huggingface.co/datasets/deepmind/code_contests: public, private and generated tests together."""
+    """https://huggingface.co/datasets/deepmind/code_contests, with its public, private and generated tests."""
     groups = [row.get(name) or {} for name in ("public_tests", "private_tests", "generated_tests")]
     tests = {f"{side}s": [text for group in groups for text in group.get(side) or []] for side in ("input", "output")}
     return {"prompt": row["description"], "tests": tests, "name": row.get("name"), "difficulty": row.get("difficulty")}
 
 
 def livecodebench(row: Row) -> Row:
-    """https://huggingface.co/datasets/livecodebench/code_generation_lite: public and private tests together.
+    """https://huggingface.co/datasets/livecodebench/code_generation_lite, with its public and private tests.
 
-    Arguments and results of functions are lines of JSON. Private tests may be compressed, and then pickled: their text
-    is read from the pickle's code, of which nothing is executed.
+    Arguments and results of functions are lines of JSON. Private tests may be pickled and compressed; their text is
+    then extracted from the pickle's opcodes without executing them.
     """
     tests = [*_json_or_packed(row["public_test_cases"]), *_json_or_packed(row["private_test_cases"])]
     question, starter = row["question_content"], row.get("starter_code")
@@ -131,15 +135,15 @@ def livecodebench(row: Row) -> Row:
 def evalplus(row: Row) -> Row:
     """https://huggingface.co/datasets/evalplus/humanevalplus and https://huggingface.co/datasets/evalplus/mbppplus.
 
-    A question of the latter does not name the function: its first short test, ``test_list[0]``, does.
+    Questions of the latter do not name the function, so their first short test, ``test_list[0]``, is appended.
     """
-    shown = "".join(f"\n\n{test}" for test in (row.get("test_list") or [])[:1])
+    example = "".join(f"\n\n{test}" for test in (row.get("test_list") or [])[:1])
     tests = row["test"].replace("import numpy as np", NUMPY, 1)
-    return {"prompt": f"{row['prompt']}{shown}", "tests": tests, "entry_point": row.get("entry_point")}
+    return {"prompt": f"{row['prompt']}{example}", "tests": tests, "entry_point": row.get("entry_point")}
 
 
 def gpqa(row: Row) -> Row:
-    """https://huggingface.co/datasets/Idavidrein/gpqa: the right answer among three others, in an order of its own."""
+    """https://huggingface.co/datasets/Idavidrein/gpqa: four choices, in an order that depends only on the question."""
     right = row["Correct Answer"].strip()
     choices = [right, *(row[f"Incorrect Answer {n}"].strip() for n in (1, 2, 3))]
     random.Random(row["Question"]).shuffle(choices)
@@ -151,14 +155,17 @@ def arc(row: Row) -> Row:
     """https://huggingface.co/datasets/allenai/ai2_arc"""
     labels, choices = row["choices"]["label"], row["choices"]["text"]
     if row["answerKey"] not in labels:
-        raise ValueError(f"answerKey {row['answerKey']!r} is none of {labels}")
+        raise ValueError(f"answerKey {row['answerKey']!r} is not one of {labels}")
     return {"prompt": _choices(row["question"], labels, choices), "answer": row["answerKey"]}
 
 
 def enigmata(row: Row) -> Row:
-    """https://huggingface.co/datasets/BytedTsinghua-SIA/Enigmata-Eval, and what the generators of
-    https://github.com/BytedTsinghua-SIA/Enigmata make: for a verifier of kind "python", which gets the
-    puzzle's ``task_name`` and ``meta``; ``answer`` is there where the puzzle has a single one."""
+    """https://huggingface.co/datasets/BytedTsinghua-SIA/Enigmata-Eval, and output of the generators of
+    https://github.com/BytedTsinghua-SIA/Enigmata.
+
+    It needs a verifier of kind "python", which gets the puzzle's ``task_name`` and ``meta``. The answer is the column
+    ``answer`` or, without one, that of ``meta``.
+    """
     meta = row.get("meta")
     meta = json.loads(meta) if isinstance(meta, str) and meta else meta or {}
     answer = row.get("answer") or meta.get("answer")
@@ -188,10 +195,10 @@ FORMATS = {
 }
 
 
-def _said(messages: list[dict[str, Any]]) -> str:
-    """What the user says in a chat of one message."""
+def _user_text(messages: list[dict[str, Any]]) -> str:
+    """The text of a chat that is a single user message."""
     if len(messages) != 1 or messages[0]["role"] != "user":
-        raise ValueError("the prompt is not one message of the user")
+        raise ValueError("the prompt is not a single message of the user")
     return str(messages[0]["content"])
 
 
@@ -204,6 +211,7 @@ def _choices(question: str, labels: Any, choices: list[str]) -> str:
 
 
 def _json_or_packed(text: str) -> list[dict[str, Any]]:
+    """LiveCodeBench's tests, from JSON or from base64 of a compressed pickle of JSON."""
     if text.lstrip()[:1] != "[":
         unpacker = zlib.decompressobj()
         packed = unpacker.decompress(base64.b64decode(text, validate=True), LARGEST_TESTS)

@@ -1,4 +1,4 @@
-"""Which training prompts are also in an examination: word for word, or in 13 words that follow each other."""
+"""Finds training prompts that are also held-out prompts, or share 13 consecutive words with one."""
 
 from __future__ import annotations
 
@@ -6,25 +6,28 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-WORDS = 13  # n of the n-grams, and the next constant: GPT-3 (arXiv:2005.14165), appendix C
-COMMON = 10  # training prompts beyond which an n-gram is a common phrase, such as an instruction, and no overlap
+# both constants are from GPT-3 (arXiv:2005.14165), appendix C
+WORDS = 13  # length of the n-grams
+COMMON = 10  # an n-gram in more training prompts than this is a common phrase, such as an instruction, not an overlap
 WORD = re.compile(r"\w+")
 
 
 def normalized(text: str) -> str:
-    """A text in lower case with single spaces; its signs stay, since 2 + 2 is not 2 - 2."""
+    """A text in lower case with single spaces. Punctuation stays, since 2 + 2 is not 2 - 2."""
     return " ".join(text.lower().split())
 
 
 def repeated(texts: Iterable[str]) -> int:
-    """How many of the texts are, as `normalized`, one that came before."""
+    """How many of the texts repeat an earlier one, after `normalized`."""
     found = [normalized(text) for text in texts]
     return len(found) - len(set(found))
 
 
 def overlapping(train: Sequence[str], exam: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Positions in ``train`` of texts that are one of ``exam`` as `normalized`, and of others that share an n-gram of
-    words with one. Of the latter, repetitions in ``train`` count once."""
+    """Positions in ``train`` of texts that are in ``exam`` after `normalized`, and of others that share an n-gram.
+
+    Of the latter only the first of equal texts in ``train`` is listed.
+    """
     whole = {normalized(text) for text in exam}
     grams = {gram for text in exam for gram in _grams(text)}
     exact: list[int] = []
@@ -37,8 +40,8 @@ def overlapping(train: Sequence[str], exam: Sequence[str]) -> tuple[list[int], l
         elif plain not in seen and (found := {gram for gram in _grams(text) if gram in grams}):
             shared[position] = found
         seen.add(plain)
-    often = Counter(gram for found in shared.values() for gram in found)
-    return exact, [n for n, found in shared.items() if any(often[gram] <= COMMON for gram in found)]
+    counts = Counter(gram for found in shared.values() for gram in found)
+    return exact, [n for n, found in shared.items() if any(counts[gram] <= COMMON for gram in found)]
 
 
 def _grams(text: str) -> Iterable[tuple[str, ...]]:

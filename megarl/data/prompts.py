@@ -1,7 +1,7 @@
-"""The prompts of a run: in which order it sees them, and which it holds out for evaluation.
+"""The prompts of a run: the order of training, and those held out for evaluation.
 
-A `PromptSource` has random access: the index-th prompt of a run depends on the recipe and the index alone. So a worker
-that takes group 70000 builds that prompt and no other, and a resumed phase sees what the killed one saw.
+A `PromptSource` has random access: the index-th prompt of a run depends only on the recipe and the index. So a worker
+that takes group 70000 builds only that prompt, and a resumed phase sees the same prompts as the killed one.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from megarl.recipe.tables import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-REDRAWS = 64  # at most half of a generator's prompts are held out: 2**-64 is the chance that 64 draws all meet them
+REDRAWS = 64  # at most half of a generator's prompts are held out, so 64 draws all meet them with probability 2**-64
 
 
 def check_data(recipe: Recipe, hf: dict[str, Any]) -> None:
-    """`UserError` for an unfit tokenizer, unreadable prompts, or prompts and responses longer than the model's context.
+    """Check everything about a recipe's prompts before a run; `UserError` for the first problem.
 
-    hf: the model's settings, from `read_hf_config`.
+    Checked are the tokenizer, the prompts, and that the longest prompt with its response fits the model's context. hf:
+    the model's configuration, from `read_hf_config`.
     """
     tokenizer = load_tokenizer(recipe.model.tokenizer_path)
     check_tokenizer_fits(tokenizer, recipe.model.path)
@@ -51,21 +52,24 @@ def check_data(recipe: Recipe, hf: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Prompt:
+    """A prompt as the model gets it, with what a verifier needs."""
+
     index: int  # position in the run's training order, or in the held-out list
     text: str
     tokens: tuple[int, ...]
-    answer: str  # "" where the generator has no single right answer
-    entry: dict[str, Any]  # what the verifier needs: the item of the data set and the generator's name
-    truncated: bool = False  # to data.max_prompt_tokens
+    answer: str  # "" if the generator gives no single right answer, or the row has only tests
+    entry: dict[str, Any]  # for the verifier: the item of the data set; for a generator's also its name
+    truncated: bool = False  # whether it was cut to data.max_prompt_tokens
 
 
-Build = Callable[[int, Item, str], Prompt | None]  # None: too long, and to be left out
+# (index, item, words that name it in errors) -> the prompt, or None if it is too long and to be left out
+Build = Callable[[int, Item, str], Prompt | None]
 
 
 class PromptSource:
     """The prompts of a run: ``train(index)`` in training order, ``heldout(suite)`` to evaluate; no prompt is in both.
 
-    Prompts with the same tokens are the same prompt: to a tokenizer that folds case, "Ada=" and "ada=" are one.
+    Prompts with the same tokens are the same prompt: for a tokenizer that folds case, "Ada=" and "ada=" are one.
     """
 
     def __init__(
@@ -79,23 +83,23 @@ class PromptSource:
     ) -> None:
         self._items, self._heldout, self._build, self._seed = items, heldout, build, seed
         self._banned = {prompt.tokens for prompt in banned}
-        self.scorers = scorers  # generator name -> the reasoning-gym data set whose score_answer judges its responses
+        self.scorers = scorers  # generator name -> the reasoning-gym data set whose score_answer scores its responses
 
     def train(self, index: int) -> Prompt:
-        """The index-th training prompt (0-based, unbounded)."""
+        """The index-th training prompt; indices begin at 0 and have no upper limit."""
         for attempt in range(REDRAWS):
             item = self._items.train(self._seed, index, attempt)
             prompt = self._build(index, item, f"training prompt {index}")
             if prompt is not None and prompt.tokens not in self._banned:
                 return prompt
         raise UserError(
-            f"no training prompt {index}: {REDRAWS} draws all gave held-out or overlong prompts; lower eval.prompts or "
-            "raise data.max_prompt_tokens"
+            f"there is no training prompt {index}: {REDRAWS} draws gave only held-out or overlong prompts; lower "
+            "eval.prompts or raise data.max_prompt_tokens"
         )
 
     def check(self, count: int) -> None:
-        """Build, of the first ``count`` prompts, those of a first epoch of each file, and one of each generator;
-        `UserError` if one is unfit."""
+        """Build the prompts of `first_epoch` and all held-out ones: `UserError` for an unusable one, and a warning with
+        the number of those that are truncated."""
         for name, prompts in (("training", list(self.first_epoch(count))), ("held-out", self.heldout())):
             if truncated := sum(prompt.truncated for prompt in prompts):
                 warnings.warn(
@@ -103,7 +107,7 @@ class PromptSource:
                 )
 
     def first_epoch(self, count: int) -> Iterator[Prompt]:
-        """Of the first ``count`` training prompts those of a first epoch of each file, and one of each generator."""
+        """Among the first ``count`` training prompts: each row of a file once, and one prompt of each generator."""
         left = [len(items.rows) if isinstance(items, FileItems) else 1 for items in self._items.sources]
         for index in range(count):
             source, _ = self._items.place(self._seed, index)
@@ -114,12 +118,12 @@ class PromptSource:
                 return
 
     def heldout(self, suite: str | None = None) -> list[Prompt]:
-        """The prompts of a suite, by default of all suites, one after another."""
+        """The prompts of a suite; by default those of all suites, one suite after the other."""
         return [prompt for name, prompts in self._heldout.items() if suite in (None, name) for prompt in prompts]
 
 
 def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
-    """Open the recipe's data; `UserError` for anything wrong with the file, the generator or the template."""
+    """Open the recipe's data and choose the held-out prompts; `UserError` for a wrong file, generator or template."""
     renderer, build = _builder(recipe.data, tokenizer)
     sources, weights = recipe.data.mixture, [table.weight for table in recipe.data.mixture]
     items = [open_items(table) for table in sources]
@@ -131,7 +135,7 @@ def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptS
             (table,) = suite.data.mixture
             exam = open_items(table)
             scorers |= _scorers([exam], [table])
-            heldout[suite.name] = _drawn(exam, _builder(suite.data, tokenizer)[1], suite.prompts)
+            heldout[suite.name] = _draw(exam, _builder(suite.data, tokenizer)[1], suite.prompts)
             _warn_if_fewer(len(heldout[suite.name]), suite.prompts, table.train)
             banned += _as_trained(build, heldout[suite.name])
         else:
@@ -152,27 +156,27 @@ def _builder(data: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Rende
 
 
 def _as_trained(build: Build, prompts: list[Prompt]) -> Iterator[Prompt]:
-    """Of the prompts of a suite, which may have a template of its own, as they would look in training."""
+    """The prompts of a suite, which may have its own template, as they would look in training, in order to ban them."""
     for prompt in prompts:
-        with contextlib.suppress(UserError):  # its row has not even what the template of training needs
+        with contextlib.suppress(UserError):  # a row that does not fit the training template cannot be trained on
             if trained := build(prompt.index, prompt.entry, "a row"):
                 yield trained
 
 
 def _scorers(items: Sequence[GymItems | FileItems], tables: Sequence[SourceTable]) -> dict[str, Any]:
-    """Of generators, by name; `UserError` where one has two."""
+    """Generator name -> its scorer; `UserError` if two sources are one generator with different options."""
     options: dict[str, Any] = {}
     for table in tables:
         if table.source == "reasoning_gym" and options.setdefault(table.train, table.options) != table.options:
             raise UserError(
-                f"two of [[data.sources]] are the generator {table.train!r} with other options, and only one could "
-                'score: use train = "composite", which mixes generators by itself'
+                f"two of [[data.sources]] are the generator {table.train!r} with different options, but each generator "
+                'can have only one scorer: use train = "composite", which mixes generators itself'
             )
     return {own.name: own.scorer for own in items if isinstance(own, GymItems)}
 
 
 def _renumbered(prompts: list[Prompt]) -> list[Prompt]:
-    """Held-out prompts of several sources as one list without repetitions."""
+    """The held-out prompts of several sources, numbered as one list without duplicates."""
     found: dict[tuple[int, ...], Prompt] = {}
     for prompt in prompts:
         found.setdefault(prompt.tokens, prompt)
@@ -182,11 +186,14 @@ def _renumbered(prompts: list[Prompt]) -> list[Prompt]:
 def _training_rows(
     data: DataTable, name: str, rows: list[Item], renderer: Renderer, build: Build, heldout: set[str]
 ) -> list[Item]:
-    """Those that are neither held out nor to be dropped for their length; `UserError` if none are left."""
+    """The rows that are neither held out nor dropped for their length; `UserError` if none are left.
+
+    heldout: the texts of held-out prompts. name: the file, for messages.
+    """
 
     def text_of(item: Item) -> str | None:
         if data.overlong == "error":
-            return renderer.text(item, "a row")  # its tokens, which take longer, do not matter
+            return renderer.text(item, "a row")  # skip the tokens, which take longer and are not needed
         prompt = build(0, item, "a row")
         return None if prompt is None else prompt.text
 
@@ -207,6 +214,8 @@ def _training_rows(
 
 @dataclass(frozen=True)
 class _Opened:
+    """The last result of `open_prompts`, and the state of recipe and files that it belongs to."""
+
     key: object
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
@@ -216,10 +225,9 @@ _last_opened: _Opened | None = None
 
 
 def open_prompts(recipe: Recipe, tokenizer_dir: Path) -> tuple[PreTrainedTokenizerBase, PromptSource]:
-    """The tokenizer of a directory and the recipe's prompts for it, as `load_tokenizer` and `build_prompts` make them.
+    """`load_tokenizer` and `build_prompts`, cached as long as recipe and files do not change.
 
-    They are kept, and given again while recipe and files stay as they are: the forks of a process that has opened them
-    neither read the prompt files nor draw the held-out prompts again.
+    Forks of a process that has called this neither read the prompt files nor draw the held-out prompts again.
     """
     global _last_opened
     key = recipe.model_dump_json(), _tokenizer_content(tokenizer_dir), _prompt_file_states(recipe)
@@ -230,41 +238,42 @@ def open_prompts(recipe: Recipe, tokenizer_dir: Path) -> tuple[PreTrainedTokeniz
 
 
 def _tokenizer_content(path: Path) -> dict[str, bytes]:
-    """Of the files of a tokenizer: each policy of a run has a copy of them."""
+    """The contents of a tokenizer's files, not their paths, since each policy of a run has a copy of them."""
     if not path.is_dir():
-        return {}  # `load_tokenizer` says so
+        return {}  # `load_tokenizer` reports this
     return {f.name: f.read_bytes() for f in path.iterdir() if f.name.startswith(TOKENIZER_FILES) and f.is_file()}
 
 
 def _prompt_file_states(recipe: Recipe) -> list[tuple[int, int]]:
-    """Size and time of the last change of each and of the chat template; `RunDir.check_prompts` compares contents."""
+    """Size and modification time of each prompt file and chat template; `RunDir.check_prompts` compares contents."""
     files = [Path(name) for name in recipe.prompt_files() + recipe.template_files() if Path(name).is_file()]
     return [(state.st_size, state.st_mtime_ns) for state in map(os.stat, files)]
 
 
 def _split(items: GymItems | FileItems, build: Build, count: int, name: str) -> list[Prompt]:
-    """Hold out ``count`` distinct prompts, but never more than half of what there is."""
+    """Choose ``count`` distinct prompts to hold out, but at most half of those that the source has."""
     if isinstance(items, FileItems):
         heldout = _distinct(itertools.islice(items.candidates(), len(items.rows) // 2), build, count)
     else:
-        # 2 n ln 2 = 1.39 n draws from 2 n prompts give n different ones. If more are needed, the generator has
-        # fewer than 2 n, and half of those drawn are held out.
-        heldout = _drawn(items, build, count)
+        # 2 n ln 2 = 1.39 n draws from 2 n prompts give n different ones on average. If these draws give fewer, the
+        # generator has fewer than 2 n prompts, and only half of those drawn are held out.
+        heldout = _draw(items, build, count)
         if len(heldout) < count:
             heldout = heldout[: len(heldout) // 2]
     if not heldout:
-        raise UserError(f"{name} has too few different prompts to hold one out; give eval.suite or set eval.every = 0")
+        raise UserError(f"{name} has too few different prompts to hold one out; set eval.suite, or eval.every = 0")
     _warn_if_fewer(len(heldout), count, name)
     return heldout
 
 
-def _drawn(items: GymItems | FileItems, build: Build, count: int) -> list[Prompt]:
-    candidates = itertools.islice(items.candidates(), REDRAWS * count)  # should nearly all be too long
+def _draw(items: GymItems | FileItems, build: Build, count: int) -> list[Prompt]:
+    """Up to ``count`` distinct prompts among 1.4 ``count`` draws."""
+    candidates = itertools.islice(items.candidates(), REDRAWS * count)  # bounded, in case nearly all are too long
     return _distinct(candidates, build, count, math.ceil(1.4 * count))
 
 
 def _distinct(items: Iterable[Item], build: Build, count: int, draws: int | None = None) -> list[Prompt]:
-    """Up to ``count`` different prompts, of the first ``draws`` that are not too long."""
+    """Up to ``count`` different prompts among the first ``draws`` that are not too long."""
     found: dict[tuple[int, ...], Prompt] = {}
     built = (prompt for item in items if (prompt := build(len(found), item, f"held-out prompt {len(found)}")))
     for prompt in itertools.islice(built, draws):
@@ -277,14 +286,19 @@ def _distinct(items: Iterable[Item], build: Build, count: int, draws: int | None
 def _warn_if_fewer(found: int, asked: int, name: str) -> None:
     if found < asked:
         warnings.warn(
-            f"evaluation uses {found} distinct prompts of {name}; eval.prompts asks for {asked}", stacklevel=3
+            f"evaluation uses only the {found} distinct prompts of {name}, but eval.prompts asks for {asked}",
+            stacklevel=3,
         )
 
 
 def _build_prompt(
     renderer: Renderer, unknown: int | None, drop: bool, index: int, item: Item, where: str
 ) -> Prompt | None:
-    """unknown: the token of what the tokenizer does not know. drop: None for an overlong prompt, not `Overlong`."""
+    """Build a prompt; see `Build`.
+
+    unknown: the tokenizer's token for unknown text, if it has one. drop: return None for an overlong prompt instead of
+    raising `Overlong`.
+    """
     try:
         rendered = renderer.render(item, where)
     except Overlong:
@@ -293,6 +307,6 @@ def _build_prompt(
         raise
     if unknown is not None and unknown in rendered.tokens:
         warnings.warn(
-            "the tokenizer does not know some characters of the prompts; the model cannot see them", stacklevel=2
+            "the tokenizer does not know some characters of the prompts, so the model will not see them", stacklevel=2
         )
     return Prompt(index, rendered.text, rendered.tokens, item["answer"] or "", item, rendered.truncated)

@@ -1,4 +1,4 @@
-"""Where prompts come from: generators of reasoning-gym, files, and mixtures of them, all with random access."""
+"""Sources of prompts with random access: generators of reasoning-gym, files, and mixtures of them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from megarl.data.files import Item, read_rows
 from megarl.errors import UserError, nearest
 from megarl.recipe.data_table import SourceTable
 
-# reasoning-gym draws item i of a data set from Random(seed + i), so seeds next to each other share all but one of
-# their items. Therefore seeds are used in blocks: 4096 for prompts of a run, then 4096 for spare items that replace
+# reasoning-gym draws item i of a data set from Random(seed + i), so data sets with neighbouring seeds share all but one
+# of their items. Therefore seeds are used in blocks: 4096 for prompts of a run, then 4096 for spare items that replace
 # prompts which turn out to be held out. Seeds stay below 2**32, as one generator (pool_matrix) passes them to NumPy.
 BLOCK = 4096
 BLOCK_SEEDS = 2 * BLOCK
 HELDOUT_BLOCKS = 1024  # the first blocks are for evaluation, whatever run.seed is, so that runs can be compared
 TRAIN_BLOCKS = 2**32 // BLOCK_SEEDS - HELDOUT_BLOCKS
-BLOCKS_PER_RUN_SEED = 4096  # 16.8 million prompts before a run meets those of the next run.seed
+BLOCKS_PER_RUN_SEED = 4096  # a run has 16.8 million prompts before it meets those of the next run.seed
 
-PATTERN = 1000  # prompts in which each of several sources has exactly its share
+PATTERN = 1000  # in every so many prompts of a mixture each source has exactly its share
 
-# reasoning-gym 0.1.25: the items of these depend on the order of a Python set, hence on the hash seed of the process.
+# Generators of reasoning-gym 0.1.25 whose items depend on the order of a Python set, hence on the process's hash seed.
 HASH_DEPENDENT = {"codeio", "isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"}
 
 
 class GymItems:
-    """Items of one reasoning-gym generator. The last blocks are cached, so neighbouring items are cheap."""
+    """Items of one reasoning-gym generator. The latest blocks are cached, so neighbouring items are cheap."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self.name = name
@@ -41,14 +41,14 @@ class GymItems:
         self.scorer = self.block(0)
 
     def train(self, seed: int, index: int, attempt: int) -> Item:
-        """The index-th training item of a run with this seed; attempts above 0 give other items to replace it."""
+        """The index-th training item of a run with this seed; an ``attempt`` above 0 gives a replacement for it."""
         number, item = divmod(index, BLOCK)
         if attempt:
             item = BLOCK + random.Random(f"{item}/{attempt}").randrange(BLOCK)
         return self._item(HELDOUT_BLOCKS + (seed * BLOCKS_PER_RUN_SEED + number) % TRAIN_BLOCKS, item)
 
     def candidates(self) -> Iterator[Item]:
-        """Items that evaluation may take, in a fixed order."""
+        """Items from which held-out prompts are chosen, in a fixed order."""
         for number in range(HELDOUT_BLOCKS):
             for item in range(BLOCK_SEEDS):
                 yield self._item(number, item)
@@ -57,7 +57,9 @@ class GymItems:
         return {**self.block(number)[item], "generator": self.name}
 
 
-class _LoadedWhenUsed(ModuleType):
+class _LazyModule(ModuleType):
+    """A placeholder for a module, which is imported when an attribute of it is first used."""
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -67,8 +69,8 @@ class _LoadedWhenUsed(ModuleType):
 
 
 def import_reasoning_gym() -> Any:
-    """Without matplotlib, which takes half a second: cellpylib, which plots with it, is loaded when it is used."""
-    sys.modules.setdefault("cellpylib", _LoadedWhenUsed("cellpylib"))
+    """Import reasoning-gym, but its dependency cellpylib, which takes half a second for matplotlib, only when used."""
+    sys.modules.setdefault("cellpylib", _LazyModule("cellpylib"))
     import reasoning_gym
 
     return reasoning_gym
@@ -84,11 +86,11 @@ def _gym_dataset(name: str, options: dict[str, Any], seed: int) -> Any:
         hint = f"; did you mean {close!r}?" if close else f"; known are {', '.join(sorted(DATASETS))}"
         raise UserError(f"reasoning-gym has no generator {name!r}{hint}")
     if reserved := {"seed", "size"} & options.keys():
-        raise UserError(f"data.options: {sorted(reserved)[0]!r} is set by megarl; use run.seed")
+        raise UserError(f"data.options: {sorted(reserved)[0]!r} is set by megarl, from run.seed: leave it out")
     if name in HASH_DEPENDENT and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
         raise UserError(
-            f"reasoning-gym's {name!r} orders its items by Python's string hash, so a continued run would see other "
-            "prompts: set PYTHONHASHSEED=0 in the environment"
+            f"items of reasoning-gym's {name!r} depend on Python's string hashes, which change with each process, so a "
+            "resumed run would see other prompts: set PYTHONHASHSEED=0 in the environment"
         )
     try:
         if name == "composite" and "datasets" in options:
@@ -96,11 +98,11 @@ def _gym_dataset(name: str, options: dict[str, Any], seed: int) -> Any:
         return reasoning_gym.create_dataset(name, seed=seed, size=BLOCK_SEEDS, **options)
     except (TypeError, ValueError, AssertionError) as error:
         known = ", ".join(f.name for f in fields(DATASETS[name][1]) if f.name not in ("seed", "size"))
-        raise UserError(f"data.options do not suit the generator {name!r}: {error} (its options: {known})") from error
+        raise UserError(f"data.options do not fit the generator {name!r}: {error} (its options: {known})") from error
 
 
 class FileItems:
-    """Rows of a prompt file, in another order in each epoch."""
+    """Rows of a prompt file, in a different random order in each epoch."""
 
     def __init__(self, rows: list[Item]) -> None:
         self.rows = rows
@@ -124,27 +126,28 @@ class FileItems:
 
 
 class Mixture:
-    """Several sources, each with its share of the prompts: the same in every `PATTERN` prompts, in another order.
+    """Several sources, each with its share of the prompts.
 
-    Where there is one source, its order is that of the mixture.
+    The shares are exact in every `PATTERN` prompts, in a different random order each time. The prompts of each source
+    come in the same order as in a run on that source alone.
     """
 
     def __init__(self, sources: Sequence[GymItems | FileItems], weights: Sequence[float]) -> None:
         self.sources = list(sources)
         self.counts = shares(weights, PATTERN)
         if 0 in self.counts:
-            raise UserError(f"a weight of [[data.sources]] gives less than one of {PATTERN} prompts")
+            raise UserError(f"a weight of [[data.sources]] is too small: it gives less than one of {PATTERN} prompts")
         self._pattern = functools.lru_cache(2)(self._shuffled)
 
     def place(self, seed: int, index: int) -> tuple[int, int]:
-        """(source, which of its prompts) of the index-th training prompt."""
+        """(number of the source, index of the prompt within the source) of the index-th training prompt."""
         number, position = divmod(index, PATTERN)
         pattern = self._pattern(f"{seed}/{number}/sources")
         source = pattern[position]
         return source, number * self.counts[source] + pattern[:position].count(source)
 
     def train(self, seed: int, index: int, attempt: int) -> Item:
-        """As in `GymItems`; what replaces an item is of the same source."""
+        """As in `GymItems`; a replacement comes from the same source."""
         source, nth = self.place(seed, index)
         return self.sources[source].train(seed, nth, attempt)
 
@@ -155,7 +158,7 @@ class Mixture:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """``total`` shared out by weights in whole numbers; what is left over goes to the largest remainders."""
+    """Divide ``total`` by weights into whole numbers; the rest goes to the largest remainders."""
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [math.floor(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda n: counts[n] - exact[n])
@@ -165,7 +168,7 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 def open_items(table: SourceTable) -> GymItems | FileItems:
-    """The items of a generator or of a file; `UserError` for anything wrong with either."""
+    """Open a generator or a file; `UserError` for anything wrong with it."""
     if table.source == "reasoning_gym":
         return GymItems(table.train, table.options)
     return FileItems([item for _, item in read_rows(table)])

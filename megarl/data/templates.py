@@ -1,4 +1,4 @@
-"""From an item of a source to the text of a prompt and its tokens: ``[data]``'s templates, and the tokenizer's."""
+"""Renders an item of a source as a prompt's text and tokens, with the templates of ``[data]`` and the tokenizer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megarl.recipe.data_table import DataTable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Templates such as Llama 3.2's write today's date into the prompt, so that a run would see other prompts when it is
-# continued tomorrow. They see this day, which the same templates name where there is no clock.
+# Chat templates such as Llama 3.2's write today's date into the prompt, so a run that is resumed on another day would
+# see other prompts. They always get this day, which is these templates' own default if no clock is available.
 TODAY = datetime.datetime(2024, 7, 26)
 
 
@@ -37,20 +37,20 @@ class Rendered:
     truncated: bool = False
 
 
-_TURN = "\ufdd0turn\ufdd1"  # what the model said, where only what follows it is asked for
+_TURN = "\ufdd0turn\ufdd1"  # stands for a turn of the model, of which `Renderer.chat` wants only what follows
 
 
 class Renderer:
-    """``[data]`` of a recipe and a tokenizer: how an item becomes a prompt.
+    """Turns items into prompts, by the ``[data]`` table of a recipe and a tokenizer.
 
-    Special tokens that stand in the item are text: a question about "<|im_end|>" ends nobody's turn. Those of the
-    templates, which the recipe's author and the tokenizer's wrote, are tokens.
+    Special tokens that an item spells out are encoded as plain text, so that a question about "<|im_end|>" ends no turn
+    (unless ``allow_special``). Those of the templates are encoded as special tokens.
     """
 
     def __init__(self, table: DataTable, tokenizer: PreTrainedTokenizerBase) -> None:
         self._table, self._tokenizer = table, tokenizer
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        special.sort(key=len, reverse=True)  # as the tokenizer, the longest that matches
+        special.sort(key=len, reverse=True)  # the longest match wins, as in the tokenizer
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
         self._fields = {re.split(r"[.\[]", name)[0] for name in _names(table.prompt_template)}
         first = tokenizer("")["input_ids"][:1]
@@ -63,19 +63,22 @@ class Renderer:
             )
 
     def text(self, item: Item, where: str) -> str:
-        """The prompt's text; ``where`` names the item in a `UserError` about a template that does not fit it."""
+        """The prompt's text; `UserError`, which names the item by ``where``, if the template does not fit it."""
         question, template = item["question"], self._table.prompt_template
         if isinstance(question, str):
             filled = _fill(template, {**item["metadata"], "prompt": question}, where)
             return filled if self._table.template == "raw" else self._chat([_message("user", filled)], where)
         if self._table.template == "raw":
-            raise UserError(f'{where} is a list of chat messages: set data.template = "chat", or to a .jinja file')
+            raise UserError(f'{where} is a list of chat messages: set data.template to "chat" or to a .jinja file')
         if template != "{prompt}":
-            raise UserError(f"{where} is a list of chat messages, with which data.prompt_template cannot be combined")
+            raise UserError(
+                f"{where} is a list of chat messages, which cannot be combined with data.prompt_template: leave it out"
+            )
         return self._chat(question, where)
 
     def render(self, item: Item, where: str) -> Rendered:
-        """The prompt, cut to `data.max_prompt_tokens` where it is longer and the recipe says so; else `Overlong`."""
+        """The prompt. If it is longer than `data.max_prompt_tokens`, it is truncated or `Overlong` is raised, as
+        ``data.overlong`` says."""
         rendered, limit = self._whole(item, where), self._table.max_prompt_tokens
         if not rendered.tokens:
             raise UserError(f"{where} has no tokens: {rendered.text!r}")
@@ -89,50 +92,52 @@ class Renderer:
         )
 
     def chat(self, messages: list[dict[str, Any]], tools: list[Any] | None, after: int | None, where: str) -> list[int]:
-        """Tokens of a conversation up to where the model speaks next; of an agent's, with its ``tools``.
+        """The tokens of a conversation up to the beginning of the model's next turn; ``tools``: those of an agent.
 
-        after: of messages that follow this one, which the model wrote, alone: the tokens that end its turn come first.
-        Its own text is not rendered, so that nothing of it depends on the template. `UserError` for messages that the
-        template does not take.
+        after: the index of a message that the model wrote; only the tokens after its text are returned, beginning with
+        those that end its turn. The text itself is not rendered, so that the result cannot depend on it. Raises
+        `UserError` for messages that the template does not accept.
         """
-        hidden = self._stand_ins(messages)
+        hidden = self._placeholders(messages)
         shown = _replaced(messages, hidden)
         if after is not None:
             shown[after] = _message("assistant", _TURN)
         text = self._chat(shown, where, tools)
         if after is not None:
             if text.count(_TURN) != 1:
-                raise UserError(f"the chat template does not show the turns of {where} once each, as they are")
+                raise UserError(f"the chat template does not render each turn of {where} exactly once and unchanged")
             text = text.partition(_TURN)[2]
-        return self._encode(text, {stand_in: token for token, stand_in in hidden.items()})
+        return self._encode(text, {placeholder: token for token, placeholder in hidden.items()})
 
     def length(self, item: Item, where: str) -> int:
-        """Tokens of the whole prompt."""
+        """The number of tokens of the whole prompt, before it is truncated."""
         return len(self._whole(item, where).tokens)
 
     def _whole(self, item: Item, where: str) -> Rendered:
-        # of the columns, which may hold megabytes of tests, only those that are shown
+        # only the columns that the template uses: others may hold megabytes of tests
         used = {name: value for name, value in item["metadata"].items() if name in self._fields}
-        hidden = self._stand_ins([item["question"], used])
+        hidden = self._placeholders([item["question"], used])
         question, metadata = _replaced([item["question"], used], hidden)
         text = self.text({**item, "question": question, "metadata": {**item["metadata"], **metadata}}, where)
-        shown = {stand_in: token for token, stand_in in hidden.items()}
+        shown = {placeholder: token for token, placeholder in hidden.items()}
         return Rendered(_replaced(text, shown), tuple(self._encode(text, shown)))
 
     def _cut(self, item: Item, whole: Rendered, where: str) -> Rendered:
-        """With as many characters of what the user says as there is room for."""
+        """The prompt with as many characters of the user's text as fit into `data.max_prompt_tokens`."""
         limit = self._table.max_prompt_tokens
 
         def attempt(kept: int) -> Rendered:
             return self._whole({**item, "question": _shortened(item["question"], kept)}, where)
 
         kept = bisect.bisect_right(range(len(whole.text)), limit, key=lambda n: len(attempt(n).tokens)) - 1
-        while kept > 0:  # a text may have fewer tokens than one that it begins with
+        while kept > 0:  # the search is not exact: a longer text may have fewer tokens than a shorter one
             rendered = attempt(kept)
             if len(rendered.tokens) <= limit:
                 return Rendered(rendered.text, rendered.tokens, truncated=True)
             kept -= 1
-        raise Overlong(f"{where} has more than data.max_prompt_tokens = {limit} tokens without what could be cut")
+        raise Overlong(
+            f"{where} has more than data.max_prompt_tokens = {limit} tokens even without the text that may be cut"
+        )
 
     def _chat(self, messages: list[dict[str, Any]], where: str, tools: list[Any] | None = None) -> str:
         if self._table.system is not None and messages[0]["role"] != "system":
@@ -146,12 +151,12 @@ class Renderer:
                 add_generation_prompt=True,
                 strftime_now=TODAY.strftime,
             )
-        except Exception as error:  # Jinja's, and whatever Python raises in a template that does not fit
+        except Exception as error:  # a template that does not fit can raise errors of Jinja and any of Python's
             raise UserError(f"the chat template does not fit {where}: {type(error).__name__}: {error}") from error
         return str(text)
 
-    def _stand_ins(self, shown: list[Any]) -> dict[str, str]:
-        """Special tokens that ``shown`` spells out -> texts that no tokenizer knows, to hide them behind."""
+    def _placeholders(self, shown: list[Any]) -> dict[str, str]:
+        """Special tokens that are spelled out in ``shown`` -> placeholders that occur nowhere in it, to hide them."""
         if self._table.allow_special:
             return {}
         texts = list(_texts(shown))
@@ -163,11 +168,11 @@ class Renderer:
         return dict(zip(found, (text for text in unused if text not in everything), strict=False))
 
     def _encode(self, text: str, shown: dict[str, str]) -> list[int]:
-        """Tokens of ``text``, with those that stand-ins hide as text."""
+        """The tokens of ``text``; ``shown`` maps placeholders to special tokens, which are encoded as plain text."""
         if not shown:
             return self._with_begin(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         tokens: list[int] = []
-        # between two special tokens nothing depends on what is beyond them, so these stretches are encoded alone
+        # tokenization does not reach across special tokens, so the stretches between them can be encoded separately
         for stretch in re.split(f"({self._special.pattern})", text):
             spelled = _replaced(stretch, shown)
             plain = {"split_special_tokens": True} if spelled != stretch else {}
@@ -175,7 +180,7 @@ class Renderer:
         return self._with_begin(tokens)
 
     def _with_begin(self, tokens: list[int]) -> list[int]:
-        """A chat template has written its own beginning-of-sequence token, or wants none."""
+        """Add the beginning-of-sequence token to a raw prompt; a chat template writes its own, or needs none."""
         raw = self._table.template == "raw" and tokens and tokens[:1] != self._begin
         return [*self._begin, *tokens] if raw else tokens
 
@@ -191,7 +196,7 @@ def _names(template: str) -> list[str]:
     try:
         return [name for _, name, _, _ in string.Formatter().parse(template) if name]
     except ValueError:
-        return []  # `_fill` says what is wrong with it
+        return []  # `_fill` reports what is wrong with it
 
 
 def _fill(template: str, fields: dict[str, Any], where: str) -> str:
@@ -209,7 +214,7 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in a value of lists and dictionaries."""
+    """All strings in nested lists and dictionaries."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -218,7 +223,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _replaced(value: Any, new: dict[str, str]) -> Any:
-    """``value`` with the keys of ``new`` replaced in all its texts."""
+    """``value`` with the keys of ``new`` replaced by their values in all its strings."""
     if not new:
         return value
     if isinstance(value, str):
@@ -231,7 +236,7 @@ def _replaced(value: Any, new: dict[str, str]) -> Any:
 
 
 def _shortened(question: Any, kept: int) -> Any:
-    """The first ``kept`` characters of a text, or of the last message of the user's in a chat."""
+    """The question cut to ``kept`` characters; of a chat, its last user message is cut."""
     if isinstance(question, str):
         return question[:kept]
     for number, message in reversed(list(enumerate(question))):

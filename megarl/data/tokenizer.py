@@ -1,4 +1,4 @@
-"""The tokenizer of a model: read from disk, checked against the model, and the tokens that end a response."""
+"""The tokenizer of a model: loading it, checking it against the model, and finding the tokens that end a response."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megarl.models.hf_config import language_settings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# how the names of the files begin that make a tokenizer
+# prefixes of the names of a tokenizer's files
 TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template")
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """The Hugging Face tokenizer of a local directory; nothing is ever downloaded."""
+    """Load the Hugging Face tokenizer of a local directory; nothing is ever downloaded."""
     path = Path(path)
     if not path.is_dir():
-        raise UserError(f"no tokenizer: {path} is not a directory; set model.path or model.tokenizer")
+        raise UserError(f"there is no tokenizer: {path} is not a directory; set model.path or model.tokenizer")
     from transformers import AutoTokenizer
 
     try:
@@ -32,9 +32,9 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
-    """From token ids to text, special tokens included.
+    """A function from token ids to text, special tokens included.
 
-    Of tokenizer.json alone where there is one: transformers takes seconds to import.
+    It uses only tokenizer.json if there is one, because importing transformers takes seconds.
     """
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
@@ -44,7 +44,7 @@ def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
 
     try:
         fast = Tokenizer.from_file(str(file))
-    except Exception as error:  # as above
+    except Exception as error:  # the tokenizers library raises bare Exception
         raise UserError(f"cannot read {file}: {str(error).strip() or type(error).__name__}") from error
     return lambda ids: fast.decode(list(ids), skip_special_tokens=False)
 
@@ -66,12 +66,12 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model_dir: Path) ->
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> tuple[int, ...]:
-    """Token ids that end a response: the tokenizer's end-of-sequence token and those of the model, ascending."""
+    """The token ids that end a response, ascending: the end-of-sequence tokens of tokenizer and model."""
     ids = end_of_sequence(model_dir)
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     if not ids:
-        raise UserError(f"no stop token: neither the tokenizer nor {model_dir} names an eos token")
+        raise UserError(f"there is no stop token: neither the tokenizer nor {model_dir} names an eos token")
     return tuple(sorted(ids))
 
 

@@ -1,4 +1,4 @@
-"""What a run is: tables, files, schedules, layouts. Imports no torch."""
+"""Recipes: their tables and keys, reading and checking recipe files, schedules, parallel layouts. Imports no torch."""
 
 from megarl.recipe.load import dump_recipe, load_recipe, override_recipe, parse_recipe, recipe_diff
 from megarl.recipe.tables import Recipe

@@ -1,4 +1,4 @@
-"""What all tables of a recipe have in common."""
+"""The base class of all tables of a recipe, and a validator that several of them use."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from megarl.errors import nearest
 
 
 class Table(BaseModel):
+    """A table of a recipe: immutable, without unknown keys, type conversions, NaN or infinities."""
+
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -21,7 +23,7 @@ class Table(BaseModel):
 
 
 def one_of(known: Iterable[str]) -> AfterValidator:
-    """Of a text field: one of these, or an error that names the nearest."""
+    """A validator for a string field: the value must be one of ``known``; the error suggests the nearest name."""
 
     def check(name: str) -> str:
         if name not in known:

@@ -1,4 +1,4 @@
-"""``[data]`` of a recipe: where prompts come from, and how a model is asked them."""
+"""``[data]`` of a recipe: where prompts come from, and how they are put to the model."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pydantic import Field, model_validator
 
 from megarl.recipe.base import Table
 
-OF_A_SOURCE = ("source", "train", "options", "format", "columns")  # what each file or generator has of its own
-FILES = (".jsonl", ".json", ".csv", ".parquet")  # how the names of prompt files end
-MESSAGES = ("raw", "chat")  # what `DataTable.template` may be beside a file
+OF_A_SOURCE = ("source", "train", "options", "format", "columns")  # the keys that describe one source of prompts
+FILES = (".jsonl", ".json", ".csv", ".parquet")  # suffixes of prompt files
+MESSAGES = ("raw", "chat")  # the values of `DataTable.template` that are not the path of a file
 
 
 class SourceTable(Table):
-    """``[[data.sources]]``: one of several places that prompts come from."""
+    """``[[data.sources]]``: one of several sources of prompts."""
 
     source: Literal["file", "reasoning_gym"]
     train: str  # a .jsonl, .json, .csv or .parquet file; or the name of a reasoning-gym generator
     options: dict[str, Any] = Field({})  # reasoning-gym: the generator's own settings, for example { min_word_len = 3 }
     format: str | None = None  # file: a public data set as it is published, one of megarl.data.formats.FORMATS
-    # file: which column is the prompt, which the answer, ..., for example { prompt = "problem", answer = "truth.0" }
+    # file: the column to read each field from, for example { prompt = "problem", answer = "truth.0" }
     columns: dict[str, str] = Field({})
-    weight: float = Field(1.0, gt=0)  # of this source's prompts among those of all
+    weight: float = Field(1.0, gt=0)  # this source's share of the prompts is its weight over the sum of all weights
 
     @model_validator(mode="after")
     def _settings_are_of_this_kind(self) -> SourceTable:
@@ -31,28 +31,32 @@ class SourceTable(Table):
         if (self.format or self.columns) and self.source != "file":
             raise ValueError('data.format and data.columns describe a file, but data.source = "reasoning_gym"')
         if self.format and self.columns:
-            raise ValueError("data.format says where prompt and answer are: leave out data.columns")
+            raise ValueError("data.format already says which columns hold prompt and answer: leave out data.columns")
         return self
 
 
 class DataTable(Table):
-    source: Literal["file", "reasoning_gym"] | None = None  # these five: as in `SourceTable`, where there is one
+    """``[data]``: one source of prompts, or several in ``sources``, and how prompts become tokens."""
+
+    # the next five keys are those of `SourceTable`, for a run with a single source
+    source: Literal["file", "reasoning_gym"] | None = None
     train: str | None = None
     options: dict[str, Any] = Field({})
     format: str | None = None
     columns: dict[str, str] = Field({})
-    sources: tuple[SourceTable, ...] = Field((), strict=False)  # instead of these five
-    prompt_template: str = Field("{prompt}", max_length=1_000_000)  # what the user says, of a prompt that is a text
+    sources: tuple[SourceTable, ...] = Field((), strict=False)  # several sources, instead of these five keys
+    # the text of the user's message, for prompts that are plain text; prompts that are lists of messages do not use it
+    prompt_template: str = Field("{prompt}", max_length=1_000_000)
     # raw: that text alone; chat: in the tokenizer's chat template; FILE.jinja: in this chat template
     template: str = "raw"
-    system: str | None = Field(None, min_length=1, max_length=1_000_000)  # of chats without a system message
-    allow_special: bool = False  # special tokens that a prompt spells out are tokens; else they are text
+    system: str | None = Field(None, min_length=1, max_length=1_000_000)  # system message of chats that have none
+    allow_special: bool = False  # true: special tokens spelled out in a prompt are encoded as such, not as plain text
     max_prompt_tokens: int = Field(1024, ge=1, le=10**9)  # tokens, all markup included
-    overlong: Literal["error", "drop", "truncate"] = "error"  # what becomes of longer prompts
+    overlong: Literal["error", "drop", "truncate"] = "error"  # what to do with longer prompts
 
     @property
     def mixture(self) -> tuple[SourceTable, ...]:
-        """All sources, one or more."""
+        """All sources, at least one."""
         if self.sources:
             return self.sources
         assert self.source is not None and self.train is not None
@@ -61,21 +65,22 @@ class DataTable(Table):
 
     @property
     def files(self) -> list[str]:
-        """Those of prompts."""
+        """The prompt files among the sources."""
         return [table.train for table in self.mixture if table.source == "file"]
 
     @property
     def template_file(self) -> str | None:
+        """The path of the chat template; None if ``template`` names no file."""
         return None if self.template in MESSAGES else self.template
 
     @model_validator(mode="after")
     def _has_sources(self) -> DataTable:
         own = [name for name in OF_A_SOURCE if getattr(self, name) != DataTable.model_fields[name].default]
         if self.sources and own:
-            raise ValueError(f"{own[0]} stands in each of [[data.sources]], where there are any")
+            raise ValueError(f"with [[data.sources]], set {own[0]} in each of them instead of in [data]")
         if not self.sources and not {"source", "train"} <= set(own):
-            raise ValueError("source and train say where prompts come from, or each of [[data.sources]] does")
-        self.mixture  # noqa: B018 - raises where the settings are not of one kind
+            raise ValueError("needs source and train, or [[data.sources]], to say where prompts come from")
+        self.mixture  # noqa: B018 - raises if the settings do not fit the kind of source
         return self
 
     @model_validator(mode="after")

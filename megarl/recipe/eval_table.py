@@ -16,9 +16,9 @@ HELDOUT = "heldout"  # the suite of prompts that are held out of [data] train
 
 
 class SuiteTable(Table):
-    """``[[eval.suites]]``: prompts that are evaluated together. What it leaves out is as in ``[eval]``."""
+    """``[[eval.suites]]``: a set of prompts that are evaluated together. Keys that it omits default to ``[eval]``."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$", max_length=64)  # of its folder in the run directory
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$", max_length=64)  # also of its folder in evaluations/
     source: Literal["file", "reasoning_gym"] | None = None  # default: [data] source
     suite: str | None = None  # file or generator; default: held-out prompts of [data] train
     data: dict[str, Any] = Field({})  # other keys of [data] for this file or generator; the rest is as in [data]
@@ -31,20 +31,20 @@ class SuiteTable(Table):
 
 
 class EvalTable(Table):
-    """Without ``suites`` its keys describe the one suite, with them what a suite leaves out."""
+    """``[eval]``: the single suite, or with ``suites`` the defaults of each, and when to evaluate."""
 
     source: Literal["file", "reasoning_gym"] | None = None  # default: [data] source
     suite: str | None = None  # file or generator; default: held-out prompts of [data] train
     data: dict[str, Any] = Field({})  # other keys of [data] for this file or generator; the rest is as in [data]
     prompts: int = Field(1024, ge=1, le=10**6)
-    samples: int = Field(1, ge=1, le=10**5)  # n responses to a prompt; avg@n, maj@n, and pass@k for k up to n
+    samples: int = Field(1, ge=1, le=10**5)  # n responses to a prompt; gives avg@n, maj@n, and pass@k for k up to n
     temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)  # sample among the most probable tokens with this probability together
-    greedy: bool = False  # the most probable token each time: one response to a prompt
+    top_p: float = Field(1.0, gt=0, le=1)  # nucleus sampling: from the top tokens with this total probability
+    greedy: bool = False  # greedy decoding, one response to a prompt
     max_response_tokens: int | None = Field(None, ge=1, le=10**9)  # default: that of [rollout]
-    best: Literal["first", "mean"] = "first"  # best/ has the highest accuracy on the first suite, or on the mean of all
-    every: int = Field(1, ge=0)  # stages
-    every_updates: int = Field(0, ge=0)  # also after each so many updates of the run; 0 in both turns evaluation off
+    best: Literal["first", "mean"] = "first"  # best/ is chosen by accuracy on the first suite, or by the mean over all
+    every: int = Field(1, ge=0)  # evaluate each time after this many stages
+    every_updates: int = Field(0, ge=0)  # also each time after this many updates; 0 in both turns evaluation off
     suites: list[SuiteTable] = Field([])
 
     @property
@@ -55,16 +55,18 @@ class EvalTable(Table):
     @model_validator(mode="after")
     def _suites_are_whole(self) -> EvalTable:
         if self.suites and (self.suite or self.source or self.data):
-            raise ValueError("suite, source and data stand in each of [[eval.suites]], where there are any")
+            raise ValueError("with [[eval.suites]], set suite, source and data in each of them instead of in [eval]")
         tables: list[EvalTable | SuiteTable] = [self, *self.suites]
         for table in tables:
             where = f"suite {table.name!r}: " if isinstance(table, SuiteTable) else ""
             if table.data and not table.suite:
-                raise ValueError(f"{where}data is for a suite of its own: held-out prompts are those of [data]")
+                raise ValueError(
+                    f"{where}data needs suite = FILE OR GENERATOR: without it the suite is held-out prompts of [data]"
+                )
             if wrong := {"source", "train", "sources"} & table.data.keys():
-                raise ValueError(f"{where}data.{min(wrong)}: say suite = FILE OR GENERATOR, and source, instead")
+                raise ValueError(f"{where}data.{min(wrong)}: set suite = FILE OR GENERATOR, and source, instead")
             if table.greedy and (table.samples or 1) > 1:
-                raise ValueError(f"{where}greedy = true gives the same response again: leave out samples")
+                raise ValueError(f"{where}greedy = true gives the same response every time: leave out samples")
         names = [table.name for table in self.suites]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two suites have the name {repeated[0]!r}")
@@ -73,21 +75,21 @@ class EvalTable(Table):
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite with everything that its table leaves out."""
+    """A suite with all its defaults filled in."""
 
     name: str
-    place: str  # in the recipe, for messages
-    own: bool  # False: held out of the training prompts
-    data: DataTable  # of its prompts
+    place: str  # in the recipe, for error messages
+    own: bool  # whether it has prompts of its own; False: prompts held out of training
+    data: DataTable  # how its prompts are read
     prompts: int
-    samples: int
-    temperature: float  # 0: greedy
+    samples: int  # responses to each prompt
+    temperature: float  # 0: greedy decoding
     top_p: float
     max_response_tokens: int
 
 
 def make_suites(table: EvalTable, data: DataTable, max_response_tokens: int) -> list[Suite]:
-    """All suites of a recipe; none where evaluation is off. The rest: what ``[data]`` and ``[rollout]`` say."""
+    """All suites of a recipe; none if evaluation is off. data, max_response_tokens: those of training."""
     suites: list[SuiteTable | None] = [*table.suites] or [None]
     return [_make(table, suite, data, max_response_tokens) for suite in suites if table.on]
 
@@ -95,7 +97,7 @@ def make_suites(table: EvalTable, data: DataTable, max_response_tokens: int) -> 
 def _make(shared: EvalTable, own: SuiteTable | None, data: DataTable, max_response_tokens: int) -> Suite:
     table, place = own or shared, f"eval.suites {own.name!r}" if own else "[eval]"
     if table.suite and not (table.source or data.source):
-        raise ValueError(f'{place.strip("[]")}.source: "file" or "reasoning_gym", which {table.suite!r} is')
+        raise ValueError(f'{place.strip("[]")}.source: set "file" or "reasoning_gym", whichever {table.suite!r} is')
     described = {"source": table.source or data.source, "train": table.suite or data.train, **table.data}
     apart = any(getattr(data, key, None) != value for key, value in described.items())
     name = own.name if own else default_name(str(described["source"]), str(described["train"])) if apart else HELDOUT
@@ -119,7 +121,7 @@ def _make(shared: EvalTable, own: SuiteTable | None, data: DataTable, max_respon
 
 
 def _merged(data: DataTable, changes: dict[str, Any], place: str) -> DataTable:
-    """``data`` with other prompts; ValueError for what is no key of it."""
+    """``[data]`` for the prompts of a suite: ``changes`` describe them. ValueError for a wrong key or value."""
     kept = {key: value for key, value in data.model_dump().items() if key not in (*OF_A_SOURCE, "sources")}
     try:
         return DataTable.model_validate(kept | changes)
@@ -129,6 +131,6 @@ def _merged(data: DataTable, changes: dict[str, Any], place: str) -> DataTable:
 
 
 def default_name(source: str, data: str) -> str:
-    """Of the suite of a file or generator that was given no name."""
+    """The name of a suite that was given none: that of its generator, or of its file without suffix."""
     name = re.sub(r"[^A-Za-z0-9_.+-]", "_", Path(data).stem if source == "file" else data)[:64]
     return name if name[:1].isalnum() else f"suite{name}"[:64]

@@ -1,4 +1,4 @@
-"""Which parallel layouts a model can have, and the nearest valid one where the requested one is not.
+"""Which parallel layouts a model can have, and the nearest valid one to an invalid request.
 
 Megatron checks some of these rules only after all processes have started, and others not at all: it then trains
 wrongly without an error. Here they are checked by arithmetic before any process starts.
@@ -16,7 +16,7 @@ from typing import Any
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
 
-# settings of TransformerConfig that follow from [actor], and those without which megarl's loss would be wrong
+# settings of TransformerConfig that megarl derives itself, and what to set instead
 _OWNED = {
     "tensor_model_parallel_size": "[actor] tensor_parallel",
     "pipeline_model_parallel_size": "[actor] pipeline_parallel",
@@ -25,7 +25,7 @@ _OWNED = {
     "expert_tensor_parallel_size": "[actor] expert_tensor_parallel",
     "sequence_parallel": "[actor] tensor_parallel, which implies it",
     "variable_seq_lengths": "neither value, it follows from the pipeline schedule",
-    # other ways to say what the two settings of `_ENDS` say
+    # alternatives to the two settings of `_ENDS`
     **dict.fromkeys(
         (
             "pipeline_model_parallel_layout",
@@ -35,17 +35,18 @@ _OWNED = {
         "num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
     ),
 }
-# of ``[megatron]``, by the field of `Layout`: the layers of the first and the last pipeline stage, where these differ
+# field of `Layout` -> key of ``[megatron]``: the layers of the first and the last pipeline stage, if they differ
 _ENDS = {
     "first_layers": "num_layers_in_first_pipeline_stage",
     "last_layers": "num_layers_in_last_pipeline_stage",
 }
+# key of ``[megatron]`` -> the only value that gives a correct loss, and why
 _REQUIRED = {
     "calculate_per_token_loss": (True, "micro-batches and ranks would be averaged with wrong weights"),
-    "batch_p2p_comm": (False, "messages between virtual pipeline stages would cross without a word"),
+    "batch_p2p_comm": (False, "virtual pipeline stages could receive each other's messages without an error"),
 }
 
-# tables that leave the rollouts as they are: the same rollouts can be trained with others
+# tables that do not affect rollouts: the same rollouts can be trained with other values
 TRAINING_TABLES = ("objective.", "optimizer.", "actor.", "megatron.", "megatron_ddp.", "megatron_optimizer.")
 
 # settings that decide where things are computed and what is kept, but not the result: a run may change them midway
@@ -77,8 +78,8 @@ LAYOUT_SETTINGS = (
     "run.mlflow",
 )
 _STAGE_LAYOUT = re.compile(r"stages\.\d+\.(workers|tensor_parallel|memory_fraction)")
-# cost of changing a factor in the search for the nearest layout: these cut every layer, the last ones nothing, and
-# the others only experts
+# Cost of changing a factor in the search for the nearest layout; 1 for the others, which divide only experts. The first
+# three divide every layer or sequence, those of `_ENDS` only move layers between stages.
 _WEIGHT = {"tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": 2} | dict.fromkeys(_ENDS, 0.1)
 
 
@@ -89,7 +90,7 @@ def is_layout_setting(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of ranks and how the model is divided among them; names as in ``[actor]``."""
+    """The number of ranks and how the model is divided among them; fields are named as in ``[actor]``."""
 
     ranks: int
     tensor_parallel: int = 1
@@ -97,12 +98,13 @@ class Layout:
     context_parallel: int = 1
     expert_parallel: int = 1
     expert_tensor_parallel: int = 1
-    virtual_stages: int = 1  # of each pipeline rank
-    first_layers: int = 0  # of the first pipeline stage; 0: as many as those between
-    last_layers: int = 0  # of the last one
+    virtual_stages: int = 1  # model chunks of each pipeline rank
+    first_layers: int = 0  # layers of the first pipeline stage; 0: as many as the stages between first and last
+    last_layers: int = 0  # the same of the last one
 
     @classmethod
     def of(cls, recipe: Recipe, ranks: int) -> Layout:
+        """The layout that a recipe asks for on ``ranks`` processes."""
         actor = recipe.actor
         return cls(
             ranks,
@@ -116,8 +118,10 @@ class Layout:
         )
 
     def stage_layers(self, layers: int) -> list[int]:
-        """How many of a model's ``layers`` each pipeline stage has; those between the first and the last have equally
-        many."""
+        """How many of a model's ``layers`` each pipeline stage has.
+
+        The stages between the first and the last get equal shares, rounded down; `problems` reports a remainder.
+        """
         ends = self.first_layers, self.last_layers
         between = self.pipeline_parallel - sum(size > 0 for size in ends)
         each = (layers - sum(ends)) // between if between > 0 else 0
@@ -126,15 +130,16 @@ class Layout:
         return [ends[0] or each, *[each] * (self.pipeline_parallel - 2), ends[1] or each]
 
     def chunks(self, layers: int) -> list[range]:
-        """The layers, from 0, of each part of the model that is run in one go: a stage, or a virtual one."""
+        """The layers, counted from 0, of each model chunk: a pipeline stage, or one of its virtual stages."""
         sizes = [size // self.virtual_stages for size in self.stage_layers(layers)] * self.virtual_stages
         ends = list(itertools.accumulate(sizes))
         return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
     def balanced(self, layers: int) -> Layout:
-        """With stages as equal as they can be where ``pipeline_parallel`` does not divide the layers.
+        """This layout with stages as equal as possible even if ``pipeline_parallel`` does not divide the layers.
 
-        The first stage has most micro-batches in flight, and the last one the head: these two have fewer.
+        The first and the last stage then have fewer layers than the others: the first has the most micro-batches in
+        flight, and the last has the head.
         """
         stages = self.pipeline_parallel
         if layers % stages == 0 or self.virtual_stages > 1:
@@ -143,7 +148,7 @@ class Layout:
         return replace(self, first_layers=left // 2, last_layers=left - left // 2)
 
     def problems(self, hf: dict[str, Any]) -> Iterator[str]:
-        """Every rule that the layout breaks for a model (`megarl.models.hf_config.read_hf_config`)."""
+        """Describe every rule that the layout breaks for a model; ``hf``: its configuration, from `read_hf_config`."""
         for key, size in hf["divided"].items():
             if size % self.tensor_parallel:
                 yield f"tensor_parallel = {self.tensor_parallel} does not divide the model's {key} = {size}"
@@ -162,8 +167,8 @@ class Layout:
             yield f"expert_tensor_parallel = {self.expert_tensor_parallel} does not divide the model's {name} = {width}"
         if self.expert_tensor_parallel > 1 and hf.get("undivided_experts"):
             yield (
-                f"expert_tensor_parallel = {self.expert_tensor_parallel}: experts with biases are not divided, so it "
-                "must be 1"
+                f"expert_tensor_parallel = {self.expert_tensor_parallel}: this model's experts have biases and cannot "
+                "be divided, so it must be 1"
             )
         if experts and self.expert_parallel == 1 and self.expert_tensor_parallel != self.tensor_parallel:
             yield (
@@ -177,7 +182,7 @@ class Layout:
         ):
             product = math.prod(getattr(self, n) for n in names)
             if self.ranks % product and (experts or "expert_parallel" not in names):
-                yield f"processes_per_node * nodes = {self.ranks} is no multiple of {' * '.join(names)} = {product}"
+                yield f"processes_per_node * nodes = {self.ranks} is not a multiple of {' * '.join(names)} = {product}"
 
     def _problems_of_stages(self, layers: int) -> Iterator[str]:
         given = {name: getattr(self, field) for field, name in _ENDS.items() if getattr(self, field)}
@@ -190,7 +195,7 @@ class Layout:
         said = " and ".join(f"{name} = {size}" for name, size in given.items())
         sizes = self.stage_layers(layers)
         if self.pipeline_parallel == 1:
-            yield f"{said}: there is one pipeline stage; set pipeline_parallel, or leave it out"
+            yield f"{said}: pipeline_parallel = 1 makes only one stage; set it higher, or leave this setting out"
         elif sum(sizes) != layers or min(sizes) < 1:
             yield (
                 f"{said}: the other {self.pipeline_parallel - len(given)} pipeline stages cannot share the rest of the "
@@ -202,11 +207,11 @@ class Layout:
                 f"pipeline stage, {', '.join(map(str, sizes))}"
             )
         elif self.virtual_stages > 1 and len(given) == self.pipeline_parallel:
-            # Megatron-Core 0.16.1 divides by the number of stages between them
-            yield f"{said}: with virtual stages on two pipeline ranks give num_layers_in_first_pipeline_stage alone"
+            # Megatron-Core 0.16.1 would divide by the number of stages between them, which is 0
+            yield f"{said}: with virtual stages on two pipeline ranks set only num_layers_in_first_pipeline_stage"
 
     def nearest(self, hf: dict[str, Any]) -> Layout | None:
-        """The valid layout on the same ranks that differs least from this one; None if there is none."""
+        """The valid layout on the same number of ranks that differs least from this one; None if there is none."""
         sizes = [n for n in range(1, self.ranks + 1) if self.ranks % n == 0]
         best: tuple[float, Layout] | None = None
         for tensor, pipeline, context in itertools.product(sizes, repeat=3):
@@ -227,7 +232,7 @@ class Layout:
         return sum(_WEIGHT.get(key, 1) * abs(math.log2(theirs[key] / size)) for key, size in mine.items())
 
     def changes(self, other: Layout) -> str:
-        """The factors in which ``other`` differs, with its values, as a recipe writes them."""
+        """The settings in which ``other`` differs, with the values of ``other``, written as in a recipe."""
         mine, theirs = asdict(self), asdict(other)
         names = {"virtual_stages": "virtual_pipeline_model_parallel_size"} | _ENDS
         names = {field: f"[megatron] {name}" for field, name in names.items()}
@@ -240,9 +245,10 @@ class Layout:
 
 
 def check_layout(recipe: Recipe, hf: dict[str, Any], nodes: int | None = 1) -> None:
-    """`UserError` for a layout that Megatron would refuse or silently get wrong, with the nearest that works.
+    """Raise `UserError`, naming the nearest valid layout, if Megatron would refuse a layout or compute wrongly in it.
 
-    nodes: None where the number of ranks is not known yet and not checked.
+    hf: the model's configuration, from `read_hf_config`. nodes: None if their number is not known yet; then it is not
+    checked.
     """
     for key, owner in _OWNED.items():
         if key in recipe.megatron:
@@ -252,7 +258,7 @@ def check_layout(recipe: Recipe, hf: dict[str, Any], nodes: int | None = 1) -> N
             raise UserError(f"[megatron] {key} = {recipe.megatron[key]!r}: {reason}")
     for key in _ENDS.values():
         if recipe.megatron.get(key, 1) < 1:
-            raise UserError(f"[megatron] {key} = {recipe.megatron[key]}: at least 1")
+            raise UserError(f"[megatron] {key} = {recipe.megatron[key]}: must be at least 1")
     _check_routing(recipe, hf)
     layout = Layout.of(recipe, (nodes or 1) * recipe.actor.processes_per_node)
     if nodes is None:
@@ -274,8 +280,11 @@ def _check_routing(recipe: Recipe, hf: dict[str, Any]) -> None:
         raise UserError(f"[actor] routing_replay = {replay!r}: this model has no experts")
     if replay == "engine" and hf["dense_layers"]:
         raise UserError(
-            f'[actor] routing_replay = "engine": {hf["dense_layers"]} layers of this model have no experts, and what '
-            'engines record of such a model was never checked; use "actor" or "none"'
+            f'[actor] routing_replay = "engine": {hf["dense_layers"]} layers of this model have no experts, and the '
+            'records of engines were never checked for such models; use "actor" or "none"'
         )
     if recipe.megatron.get("moe_router_fusion"):
-        raise UserError(f"[megatron] moe_router_fusion = true decides before [actor] routing_replay = {replay!r} can")
+        raise UserError(
+            f"[megatron] moe_router_fusion = true chooses experts in a fused kernel, which [actor] routing_replay = "
+            f"{replay!r} cannot override: leave one of them out"
+        )

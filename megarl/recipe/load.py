@@ -1,6 +1,6 @@
-"""Recipes as files: read, overridden, checked, written, compared. Every mistake is named before a process starts.
+"""Reads, overrides, checks, writes and compares recipe files, so that mistakes are reported before a process starts.
 
-Imports no engine. The fields of ``[objective]`` are checked last, since the objectives need torch.
+Imports no engine. The fields of ``[objective]`` are checked last, because the objectives need torch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from megarl.recipe.data_table import MESSAGES, DataTable, SourceTable
 from megarl.recipe.eval_table import EvalTable, SuiteTable
 from megarl.recipe.tables import ObjectiveTable, Recipe
 
-MAX_SIZE = 16 << 20  # bytes of a recipe
+MAX_SIZE = 16 << 20  # largest recipe file in bytes
 AnySuite = TypeVar("AnySuite", EvalTable, SuiteTable)
 AnyTable = TypeVar("AnyTable", bound=BaseModel)
 Setting = tuple[str, Any]  # "section.key" and its value
-Overrides = Sequence[str | Setting]  # a text is ``section.key=value``, with a TOML value
+Overrides = Sequence[str | Setting]  # a string has the form ``section.key=value``, with a TOML value
 
 
 def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
-    """Read a TOML recipe, apply overrides and check all of it.
+    """Read a TOML recipe, apply overrides and check the result. Raises `UserError` with one line per mistake.
 
-    Relative paths in ``[model]`` and ``[data] train`` are relative to the working directory, as on the command line.
-    Raises `UserError` with one line per mistake.
+    Relative paths, such as ``[model] path`` and ``[data] train``, are taken from the working directory, as on the
+    command line, and made absolute.
     """
     tables = read_tables(path)
     apply_overrides(tables, overrides)
@@ -38,7 +38,7 @@ def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
 
 
 def load_without_objective(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """`load_recipe` for where torch is not installed: leaves out the objective's name and its own fields."""
+    """`load_recipe` for environments without torch: ignores the objective's name and its specific fields."""
     shared = set(ObjectiveTable.model_fields) - {"name"}
     tables = read_tables(path)
     if isinstance(objective := tables.pop("objective", {}), dict):
@@ -51,12 +51,15 @@ def load_without_objective(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_tables(path: Path, kind: str = "recipe") -> dict[str, Any]:
-    """What a TOML file says, unchecked; `UserError` where it cannot be read. kind: what it is, for messages."""
+    """Parse a TOML file without checking its keys; `UserError` if it cannot be read.
+
+    kind: the kind of file, for error messages.
+    """
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_SIZE + 1)
         if len(text) > MAX_SIZE:
-            raise UserError(f"{path} is longer than {MAX_SIZE >> 20} MB, so it is no {kind}")
+            raise UserError(f"{path} is larger than {MAX_SIZE >> 20} MB: it cannot be a {kind}")
         return tomllib.loads(text.decode())
     except OSError as error:
         raise UserError(f"cannot read the {kind} {path}: {error.strerror}") from error
@@ -65,14 +68,14 @@ def read_tables(path: Path, kind: str = "recipe") -> dict[str, Any]:
 
 
 def override_recipe(recipe: Recipe, overrides: Overrides) -> Recipe:
-    """The recipe with settings changed, checked again."""
+    """A copy of the recipe with ``overrides`` applied, checked again."""
     tables = tomllib.loads(dump_recipe(recipe))
     apply_overrides(tables, overrides)
     return _absolute_paths(parse_recipe(tables))
 
 
 def _drop_foreign_fields(table: dict[str, Any]) -> None:
-    """Keep of ``[objective]`` only what all objectives share: the objective's name has changed."""
+    """After a change of the objective's name: keep only those keys of ``[objective]`` that all objectives share."""
     from megarl.objectives import OPTIONS
 
     shared = {*ObjectiveTable.model_fields, *OPTIONS}
@@ -81,14 +84,14 @@ def _drop_foreign_fields(table: dict[str, Any]) -> None:
 
 
 def _absolute_paths(recipe: Recipe) -> Recipe:
-    """A run is continued from any directory, so its recipe holds no relative path."""
+    """Make all paths absolute, because a run can be resumed from any directory."""
     model, data, evaluation = recipe.model, recipe.data, recipe.eval
     tokenizer = model.tokenizer and model.tokenizer.resolve()
     model = model.model_copy(update={"path": model.path.resolve(), "tokenizer": tokenizer})
     suites = [_absolute_suite(suite, data.source) for suite in evaluation.suites]
     evaluation = _absolute_suite(evaluation, data.source).model_copy(update={"suites": suites})
     rollout = recipe.rollout
-    if rollout.sglang_python:  # not resolved: an environment's interpreter is a link, and works only under that name
+    if rollout.sglang_python:  # links are kept: an environment's interpreter is a link that must be called by its name
         rollout = rollout.model_copy(update={"sglang_python": rollout.sglang_python.absolute()})
     return recipe.model_copy(
         update={"model": model, "data": _absolute_data(data), "eval": evaluation, "rollout": rollout}
@@ -123,7 +126,10 @@ def _validate(tables: dict[str, Any]) -> Recipe:
 
 
 def validate(tables: dict[str, Any], kind: type[AnyTable], name: str) -> AnyTable:
-    """The tables of a file, checked; `UserError` with one line a mistake. name: what the file is."""
+    """Check the tables of a file against the model ``kind``; `UserError` with one line per mistake.
+
+    name: the kind of file, for error messages.
+    """
     try:
         return kind.model_validate(tables)
     except ValidationError as error:
@@ -132,7 +138,7 @@ def validate(tables: dict[str, Any], kind: type[AnyTable], name: str) -> AnyTabl
 
 
 def parse_recipe(tables: dict[str, Any]) -> Recipe:
-    """The checked recipe, with every field of the objective set. `UserError` with one line per mistake."""
+    """Check a recipe and fill in every field of its objective; `UserError` with one line per mistake."""
     recipe = _validate(tables)
     from megarl.objectives import build_objective, resolved_fields  # imports torch, so after all other checks
 
@@ -142,7 +148,7 @@ def parse_recipe(tables: dict[str, Any]) -> Recipe:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The fully resolved recipe as TOML (unset optional keys left out)."""
+    """The fully resolved recipe as TOML; optional keys that are not set are left out."""
     return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
 
 
@@ -160,7 +166,7 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def apply_overrides(tables: dict[str, Any], overrides: Overrides) -> None:
-    """Change ``tables`` in place; another objective loses the fields of the one before."""
+    """Apply overrides to ``tables`` in place. A change of the objective drops the previous objective's own fields."""
     before = tables.get("objective", {}).get("name")
     for override in overrides:
         _apply_override(tables, parse_override(override))
@@ -170,7 +176,7 @@ def apply_overrides(tables: dict[str, Any], overrides: Overrides) -> None:
 
 
 def parse_override(override: str | Setting) -> Setting:
-    """Of ``section.key=value``; `UserError` where that is something else."""
+    """Parse ``section.key=value``; `UserError` if a string has another form."""
     if not isinstance(override, str):
         return override
     try:
@@ -196,14 +202,13 @@ def _apply_override(tables: dict[str, Any], setting: Setting) -> None:
     *sections, key = name.split(".")
     found: Any = tables
     for section in sections:
-        if isinstance(found, list):  # of tables with names: eval.suites.NAME.samples
+        if isinstance(found, list):  # a list of tables with names, as in eval.suites.NAME.samples
             found = next((table for table in found if table.get("name") == section), None)
         else:
             found = found.setdefault(section, {})
         if not isinstance(found, dict | list):
-            raise UserError(
-                f"--set {name}: {section!r} is {'the name of none' if found is None else 'a key, not a table'}"
-            )
+            problem = "no table has this name" if found is None else "this is a key, not a table"
+            raise UserError(f"--set {name}: {section!r}: {problem}")
     if isinstance(found, list):
         raise UserError(f"--set {name}: expected {'.'.join(sections)}.NAME.{key}")
     found[key] = value
@@ -224,7 +229,7 @@ def _short(value: Any, name: str) -> str:
 
 
 def _places(key: str) -> list[str]:
-    """``section.key`` of the tables that have such a key, or the nearest to it."""
+    """``section.key`` for each table that has this key, or else the key with the nearest name."""
     tables = {name: field.annotation for name, field in Recipe.model_fields.items()}
     named = {name: set(getattr(table, "model_fields", ())) for name, table in tables.items()}
     known = sorted(set().union(*named.values()))
@@ -233,12 +238,13 @@ def _places(key: str) -> list[str]:
 
 
 def _unknown(loc: tuple[Any, ...], table: Any) -> str:
+    """The end of a message "... unknown": key or table, and what may have been meant. loc: its path in ``table``."""
     of_recipe = table is Recipe
     kind = "key" if len(loc) > 1 or not of_recipe else "table"
     for part in loc[:-1]:
-        inside = get_args(table)  # of a list or dict of tables
+        inside = get_args(table)  # not empty for a list or dict of tables
         table = next(t for t in inside if hasattr(t, "model_fields")) if inside else table.model_fields[part].annotation
-        if isinstance(table, UnionType):  # a table that may be left out
+        if isinstance(table, UnionType):  # an optional table
             table = next(t for t in get_args(table) if hasattr(t, "model_fields"))
     known = list(table.model_fields)
     places = _places(str(loc[-1])) if of_recipe and len(loc) < 3 else []

@@ -1,6 +1,6 @@
-"""Checks ``[megatron]``, ``[megatron_ddp]`` and ``[megatron_optimizer]`` against Megatron-Core's source, unimported.
+"""Checks ``[megatron]``, ``[megatron_ddp]`` and ``[megatron_optimizer]`` against Megatron-Core's source.
 
-Its three configurations are dataclasses in files of their own; importing them would load torch.
+Its configuration dataclasses are parsed as text, not imported, since importing them would load torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.errors import nearest
 
-CONFIGS = {  # table: file and class, base classes last
+CONFIGS = {  # table of the recipe -> (file, dataclass), base classes last
     "megatron": (
         ("transformer/transformer_config.py", "TransformerConfig"),
         ("model_parallel_config.py", "ModelParallelConfig"),
@@ -22,13 +22,13 @@ CONFIGS = {  # table: file and class, base classes last
     "megatron_ddp": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
     "megatron_optimizer": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
-DTYPES = ("float32", "bfloat16", "float16", "uint8")  # how a recipe names a torch.dtype
+DTYPES = ("float32", "bfloat16", "float16", "uint8")  # the names for a torch.dtype in a recipe
 _TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
 
 @functools.cache
 def fields(table: str) -> dict[str, str]:
-    """{field: its type as Megatron-Core's source states it}; empty where Megatron-Core is not installed."""
+    """{field: its type annotation in Megatron-Core's source}; empty if Megatron-Core is not installed."""
     found = importlib.util.find_spec("megatron")
     roots = [Path(root) / "core" for root in (found.submodule_search_locations or ())] if found else []
     root = next((root for root in roots if root.is_dir()), None)
@@ -55,11 +55,11 @@ def problems(table: str, settings: Mapping[str, Any]) -> Iterator[str]:
             hint = f"; did you mean {close!r}?" if close else ""
             yield f"[{table}] {name}: Megatron-Core's {CONFIGS[table][0][1]} has no such field{hint}"
         elif not _fits(value, known[name]):
-            yield f"[{table}] {name} = {value!r}: Megatron-Core wants {known[name]}"
+            yield f"[{table}] {name} = {value!r}: Megatron-Core expects a value of type {known[name]}"
 
 
 def _fits(value: Any, annotation: str) -> bool:
-    """Whether a TOML value can be of the type; True for types that TOML cannot express or that are not plain."""
+    """Whether a TOML value fits a type annotation; True for all types that are not checked, such as unions."""
     kind = annotation.removeprefix("Optional[").removesuffix("]") if annotation.startswith("Optional[") else annotation
     if kind == "torch.dtype":
         return value in DTYPES

@@ -1,9 +1,9 @@
-"""What megarl can do of Megatron's optimizers beyond plain Adam: moments in bfloat16, and an optimizer on the host.
+"""The options of Megatron's optimizer that megarl supports: moments in bfloat16, and an optimizer in host memory.
 
-Of Megatron-Core 0.16.1: ``use_precision_aware_optimizer`` is Transformer Engine's FusedAdam, which keeps master weights
-and moments in types of their own; with ``optimizer_cpu_offload`` it is Megatron's HybridDeviceOptimizer, which keeps
-master weights, moments and a copy of the gradients of a share of the parameters in host memory, all in float32, and
-updates them there.
+In Megatron-Core 0.16.1 ``use_precision_aware_optimizer`` selects Transformer Engine's FusedAdam, which keeps master
+weights and moments in configurable types. With ``optimizer_cpu_offload`` as well it selects Megatron's
+HybridDeviceOptimizer: for a share of the parameters, master weights, moments and a copy of the gradients are kept in
+host memory, all in float32, and updated there.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ _MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Of a parameter, on the data-parallel rank that owns it."""
+    """Bytes of optimizer state per parameter, on the data-parallel rank that owns the parameter."""
 
     gpu: float
     host: float
-    checkpoint: int  # beside the weights
+    checkpoint: int  # master weight and moments, in addition to the model's weight
 
     @classmethod
     def of(cls, recipe: Recipe) -> OptimizerBytes:
+        """The bytes with the recipe's ``[megatron_optimizer]``."""
         table = recipe.megatron_optimizer
         state = 4 + sum(_BYTES[table.get(name, "float32")] for name in _MOMENTS)
         share = offloaded(recipe)
@@ -35,15 +36,15 @@ class OptimizerBytes:
 
 
 def offloaded(recipe: Recipe) -> float:
-    """Share of the parameters whose optimizer is in host memory."""
+    """The share of parameters whose optimizer state is in host memory, 0 to 1."""
     table = recipe.megatron_optimizer
     return float(table.get("optimizer_offload_fraction", 0.0)) if table.get("optimizer_cpu_offload") else 0.0
 
 
 def check_optimizer(recipe: Recipe, here: bool = True) -> None:
-    """`UserError` for what Megatron would refuse late, or megarl's checkpoints could not keep.
+    """Raise `UserError` for settings that Megatron would refuse late or that megarl's checkpoints cannot hold.
 
-    here: False asks nothing of this machine, as for a plan.
+    here: whether the run happens on this machine, which then needs Transformer Engine; False for `megarl plan`.
     """
     table = recipe.megatron_optimizer
     aware, offload = table.get("use_precision_aware_optimizer", False), table.get("optimizer_cpu_offload", False)
@@ -58,18 +59,18 @@ def check_optimizer(recipe: Recipe, here: bool = True) -> None:
         refuse("store_param_remainders", "checkpoints hold whole master weights; leave it out")
     for name in _MOMENTS:
         if name in table and table[name] not in _BYTES:
-            refuse(name, "its scaling factors are in no checkpoint; use bfloat16 or float32")
+            refuse(name, "checkpoints do not hold the scaling factors of such a type; use bfloat16 or float32")
         if name in table and (offload or not aware):
             what = "the optimizer on the host keeps float32" if offload else "it needs use_precision_aware_optimizer"
             refuse(name, f"{what}; leave it out" if offload else what)
     if (aware or offload) and recipe.actor.backend == "cpu":
         name = "optimizer_cpu_offload" if offload else "use_precision_aware_optimizer"
-        refuse(name, 'on [actor] backend = "cuda" alone')
+        refuse(name, 'needs [actor] backend = "cuda"')
     if offload and not aware:
         why = "without use_precision_aware_optimizer = true master weights would stay on the GPU as well"
         refuse("optimizer_cpu_offload", why)
     if offload and not 0 < offloaded(recipe) <= 1:
-        refuse("optimizer_cpu_offload", "optimizer_offload_fraction says of what share, above 0 and up to 1")
+        refuse("optimizer_cpu_offload", "set optimizer_offload_fraction, the share to offload, above 0 and up to 1")
     if aware and not offload and here and importlib.util.find_spec("transformer_engine") is None:
-        why = "it is Transformer Engine's Adam, which is not installed; optimizer_cpu_offload = true does without"
+        why = "it needs Transformer Engine, which is not installed; optimizer_cpu_offload = true works without it"
         refuse("use_precision_aware_optimizer", why)

@@ -16,10 +16,11 @@ class OptimizerTable(Table):
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.01, ge=0)
     warmup_updates: int = Field(0, ge=0)  # linear warm-up over the run's first updates
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"  # after it
-    min_lr: float = Field(0.0, ge=0)  # at the last update of the run, where the schedule falls
-    decay_updates: int | None = Field(None, ge=1)  # wsd: how many updates at the end of the run fall, linearly
-    # the learning rate times sqrt(ESS / responses), ESS of the weights prod_t rho_t (VCPO, arXiv:2602.17616)
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"  # after the warm-up; wsd: stable, then decay
+    min_lr: float = Field(0.0, ge=0)  # learning rate at the last update of the run, unless it is constant
+    decay_updates: int | None = Field(None, ge=1)  # wsd: length of the linear decay at the end of the run
+    # multiply the learning rate by sqrt(ESS / responses), the effective sample size of the weights prod_t rho_t of the
+    # update's responses (VCPO, arXiv:2602.17616)
     ess_scaling: bool = False
     clip_grad: float = Field(1.0, ge=0)  # global L2 norm; 0 turns clipping off
 
@@ -33,19 +34,19 @@ class OptimizerTable(Table):
     @model_validator(mode="after")
     def _schedule_agrees(self) -> OptimizerTable:
         if (self.decay_updates is None) == (self.schedule == "wsd"):
-            raise ValueError('schedule = "wsd", and no other, needs decay_updates: of the end of the run')
+            raise ValueError('schedule = "wsd" needs decay_updates, the length of its decay; no other schedule has it')
         if self.min_lr and self.schedule == "constant":
-            raise ValueError('min_lr is where a learning rate falls to: schedule = "constant" does not fall')
+            raise ValueError('min_lr is the end of a decay, but schedule = "constant" has none: leave min_lr out')
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr = {self.min_lr} is above lr = {self.lr}")
         return self
 
     def learning_rate(self, update: int, total: int) -> float:
-        """Of an ``update`` of a run of ``total`` updates, both counted from 1.
+        """The learning rate of update number ``update``, from 1 to ``total``, the updates of the whole run.
 
-        Rises linearly to `lr` at update ``warmup_updates``, then stays (constant), falls linearly or as half a cosine
-        to `min_lr` at the last update, or stays and falls linearly over the last ``decay_updates`` (warm-up, stable,
-        decay).
+        It rises linearly to `lr` at update ``warmup_updates``. Then it stays there (constant); or it falls to `min_lr`
+        at the last update, linearly (linear), as half a cosine (cosine), or linearly over only the last
+        ``decay_updates`` (wsd: warm-up, stable, decay).
         """
         if update < self.warmup_updates:
             return self.lr * update / self.warmup_updates
@@ -54,6 +55,6 @@ class OptimizerTable(Table):
         begin = max(1, self.warmup_updates)
         if self.decay_updates is not None:
             begin = max(begin, total - self.decay_updates)
-        done = min(1.0, max(0.0, (update - begin) / max(1, total - begin)))
-        left = 0.5 + 0.5 * math.cos(math.pi * done) if self.schedule == "cosine" else 1 - done
-        return self.min_lr + (self.lr - self.min_lr) * left
+        progress = min(1.0, max(0.0, (update - begin) / max(1, total - begin)))
+        factor = 0.5 + 0.5 * math.cos(math.pi * progress) if self.schedule == "cosine" else 1 - progress
+        return self.min_lr + (self.lr - self.min_lr) * factor

@@ -1,6 +1,6 @@
-"""``[actor] recompute``: what the backward pass computes again from its input instead of keeping all of it.
+"""``[actor] recompute``: activations that the backward pass recomputes from their input, instead of storing them.
 
-"none", "full" (whole layers), or a list of Megatron-Core 0.16.1's ``recompute_modules``, parts of layers.
+"none", "full" (whole layers), or a list of parts of layers, which are ``recompute_modules`` of Megatron-Core 0.16.1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field
 from megarl.errors import nearest
 
 MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
-# of ``[megatron]``: other ways to say what ``[actor] recompute`` says
+# keys of ``[megatron]`` that ``[actor] recompute`` replaces
 OWNED = ("recompute_granularity", "recompute_modules", "moe_layer_recompute")
 
 
@@ -27,9 +27,9 @@ def _known(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if name not in MODULES:
             close = nearest(name, MODULES)
             hint = f"did you mean {close!r}? " if close else ""
-            raise ValueError(f"{name!r} is no part of a layer; {hint}known are {', '.join(MODULES)}")
+            raise ValueError(f"{name!r} is not a part of a layer; {hint}known are {', '.join(MODULES)}")
     if not value or len(set(value)) < len(value):
-        raise ValueError("name each part of a layer once, or use 'none'")
+        raise ValueError("the list must name at least one part of a layer, and none twice; or use 'none'")
     return value
 
 
@@ -38,16 +38,16 @@ Setting = Annotated[str | Annotated[tuple[str, ...], Field(strict=False)], After
 
 @dataclass(frozen=True)
 class Recompute:
-    """Effective setting of a recipe."""
+    """What a recipe recomputes: parts of every layer (``modules``), whole layers (``whole``), or nothing."""
 
-    modules: frozenset[str] = frozenset()  # parts of every layer
-    whole: bool = False  # whole layers:
-    method: str = "uniform"  # "block": the first ``layers`` of a model chunk, "uniform": all, ``layers`` at a time
+    modules: frozenset[str] = frozenset()
+    whole: bool = False
+    method: str = "uniform"  # "block": the first ``layers`` of a model chunk; "uniform": all, ``layers`` at a time
     layers: int = 1
 
     @classmethod
     def of(cls, setting: str | Sequence[str], megatron: dict[str, Any]) -> Recompute:
-        """Of ``[actor] recompute`` and what ``[megatron]`` says of it."""
+        """From ``[actor] recompute`` and, for "full", ``recompute_method`` and ``_num_layers`` of ``[megatron]``."""
         if setting == "none":
             return cls()
         if setting == "full":
@@ -56,7 +56,7 @@ class Recompute:
         return cls(modules=frozenset(setting))
 
     def megatron_settings(self) -> dict[str, Any]:
-        """Fields of Megatron's TransformerConfig."""
+        """The corresponding fields of Megatron's TransformerConfig."""
         if self.whole:
             return dict(recompute_granularity="full", recompute_method=self.method, recompute_num_layers=self.layers)
         if self.modules:
@@ -64,7 +64,7 @@ class Recompute:
         return {}
 
     def again(self, layers: int) -> int:
-        """How many of a chunk's ``layers`` are repeated whole."""
+        """How many layers of a model chunk of ``layers`` layers are recomputed as a whole."""
         if not self.whole:
             return 0
         return min(layers, self.layers) if self.method == "block" else layers

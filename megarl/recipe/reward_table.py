@@ -1,4 +1,4 @@
-"""``[reward]`` of a recipe: who says what is right, and what a reward is made of."""
+"""``[reward]`` of a recipe: which verifier scores responses, and how the reward is computed from its score."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ VerifierKind = Annotated[str, one_of(VERIFIERS)]
 
 
 class RewardPart(Table):
-    """``[[reward.parts]]``: what a response gets beside 1 for being right."""
+    """``[[reward.parts]]``: a term that is added to the verifier's reward."""
 
-    # 1 for a \boxed{}; DAPO's penalty of 0 to -1; length among the group's, 0.5 to -0.5; a function of the user's
+    # box: 1 if there is a \boxed{}; overlong: DAPO's length penalty, 0 to -1; length: from 0.5 for the shortest
+    # response of the group to -0.5 for the longest; python: a function of the user's
     kind: Literal["box", "overlong", "length", "python"]
     weight: float
-    buffer: int | None = Field(None, ge=1)  # overlong: tokens before rollout.max_response_tokens in which it grows
+    # overlong: the penalty grows over this many tokens, up to rollout.max_response_tokens
+    buffer: int | None = Field(None, ge=1)
     path: str | None = None  # python: FILE.py:FUNCTION
 
     @model_validator(mode="after")
@@ -38,31 +40,34 @@ def _check_function(path: str | None) -> None:
 
 
 class ServiceTable(Table):
-    """``[reward.service]``: the server that kind = "judge" or "http" asks."""
+    """``[reward.service]``: the server that scores responses for kind = "judge" or "http"."""
 
-    url: str  # judge: an OpenAI-compatible server's, as "http://judge:8000/v1"; http: where questions are posted
-    model: str | None = None  # judge: as the server calls it
-    prompt: Path | None = Field(None, strict=False)  # judge: a file with {prompt}, {answer} and {response}
-    api_key: str | None = None  # name of the environment variable that has it
-    seconds: float = Field(120.0, gt=0, le=86400)  # until a request counts as unanswered
-    attempts: int = Field(4, ge=1, le=20)  # of a request, with pauses of 1, 2, 4, .. seconds
-    at_once: int = Field(16, ge=1, le=512)  # requests under way, of each engine replica
+    # judge: base URL of an OpenAI-compatible server, such as "http://judge:8000/v1"; http: receives the POST requests
+    url: str
+    model: str | None = None  # judge: the server's name for the model
+    prompt: Path | None = Field(None, strict=False)  # judge: prompt file with {prompt}, {answer} and {response} in it
+    api_key: str | None = None  # name of the environment variable that holds the key
+    seconds: float = Field(120.0, gt=0, le=86400)  # timeout of a request
+    attempts: int = Field(4, ge=1, le=20)  # tries of a request, with pauses of 1, 2, 4, .. seconds between them
+    at_once: int = Field(16, ge=1, le=512)  # concurrent requests of each engine replica
 
 
 class RewardTable(Table):
+    """``[reward]``: the verifier and its settings, and the other parts of the reward."""
+
     kind: VerifierKind
-    correct_above: float = Field(0.999, gt=0, le=1)  # a verifier's score at or above this is reward 1, else 0
-    require_stop: bool = True  # a response cut off by the token limit scores 0
-    boxed: bool = False  # kind = "math": a response without \boxed{} is wrong; else its answer is looked for
+    correct_above: float = Field(0.999, gt=0, le=1)  # the reward is 1 if the verifier's score is at least this, else 0
+    require_stop: bool = True  # a response cut off by the token limit or by time scores 0
+    boxed: bool = False  # kind = "math": true: an answer counts only in \boxed{}; false: it is searched for elsewhere
     path: str | None = None  # kind = "python": FILE.py:FUNCTION, which takes (prompt, response, row)
     group: bool = False  # kind = "python": it takes (prompt, responses, row), all responses to a prompt together
-    partial_credit: bool = False  # the reward is the verifier's score, instead of 1 or 0
-    weight: float = 1.0  # of what the verifier gives, beside the parts
-    parts: tuple[RewardPart, ...] = Field((), strict=False)  # what the reward has beside
+    partial_credit: bool = False  # the reward is the verifier's score itself, instead of 1 or 0
+    weight: float = 1.0  # of the verifier's reward in the sum with ``parts``
+    parts: tuple[RewardPart, ...] = Field((), strict=False)  # terms added to the verifier's reward
     service: ServiceTable | None = None  # kind = "judge" and "http"
-    # of kind = "code" alone:
-    language: Literal["python", "cpp"] = "python"  # of programs, where a row has no column "language"
-    seconds: int = Field(6, ge=1, le=600)  # processor time of a program on one test
+    # for kind = "code" only:
+    language: Literal["python", "cpp"] = "python"  # of programs, unless a row has a column "language"
+    seconds: int = Field(6, ge=1, le=600)  # CPU seconds of a program on one test
     memory_mb: int = Field(1024, ge=64, le=1 << 20)  # MiB of a program's address space
 
     @model_validator(mode="after")
@@ -71,9 +76,9 @@ class RewardTable(Table):
         if self.kind == "python" and self.path is None:
             raise ValueError('kind = "python" needs path: FILE.py:FUNCTION')
         if (self.service is not None) != (self.kind in ("judge", "http")):
-            raise ValueError('kind = "judge" and "http" need [reward.service], and no other kind has it')
+            raise ValueError('kind = "judge" and kind = "http" need [reward.service]; other kinds do not have it')
         if self.service and (self.service.model is not None) != (self.kind == "judge"):
-            raise ValueError('kind = "judge" needs service.model, and kind = "http" has none')
+            raise ValueError('kind = "judge" needs service.model; kind = "http" does not have it')
         if self.service and self.service.prompt and self.kind == "http":
             raise ValueError('service.prompt is a setting of kind = "judge"')
         kinds = {"boxed": "math", "path": "python", "group": "python"}

@@ -1,4 +1,4 @@
-"""The tables of a recipe about rollouts, with their defaults, units and allowed values."""
+"""``[rollout]`` and ``[stages.N]`` of a recipe: how responses are generated."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ Engine = Annotated[str, one_of(ENGINES)]
 
 
 class RolloutTable(Table):
+    """``[rollout]``: the engine, its replicas, and how responses are sampled."""
+
     engine: Engine = "builtin"
     workers: int = Field(1, ge=1, le=1024)  # engine replicas on each node
     tensor_parallel: int = Field(1, ge=1, le=1024)  # GPUs per replica
     temperature: float = Field(1.0, gt=0)
     max_response_tokens: int = Field(1024, ge=1, le=10**9)  # tokens, stop token included
     responses_per_prompt: int = Field(8, ge=1, le=10**5)  # G, the size of a group
-    oversample: float = Field(1.0, ge=1, le=1000)  # candidates for each group that is trained
-    # of a staged run: tokens that a response gets in one stage; what is unfinished then goes on in the next one
+    oversample: float = Field(1.0, ge=1, le=1000)  # candidate groups per group that is trained (dynamic sampling)
+    # staged runs: the most tokens that a response gets in one stage; unfinished ones are continued in the next stage
     token_budget: int | None = Field(None, ge=1)
     groups_per_chunk: int = Field(128, ge=1, le=10**6)  # groups that an engine is given at a time
     memory_fraction: float | None = Field(None, gt=0, le=1)  # share of GPU memory; default: the engine's own
-    float32_head: bool = True  # logits from the bf16 head in float32, as the actor computes them
-    response_timeout: float = Field(3600.0, gt=0)  # seconds from its start until a response is cut off
+    float32_head: bool = True  # compute logits in float32 from the bf16 head, as the actor does
+    response_timeout: float = Field(3600.0, gt=0)  # seconds from a response's start until it is cut off
     sglang_python: Path | None = Field(None, strict=False)  # interpreter that has SGLang; default: megarl's own
     vllm: dict[str, Any] = Field({})  # passed through to vLLM's EngineArgs
     sglang: dict[str, Any] = Field({})  # passed through to sglang.launch_server

@@ -1,4 +1,4 @@
-"""A sweep file: which runs to make beside each other. Its settings are a recipe's, so it is checked as a recipe is."""
+"""Sweep files: which combinations of settings to run and compare. They are checked like recipes."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from megarl.recipe.base import Table
 from megarl.recipe.load import Setting, read_tables, validate
 from megarl.recipe.tables import Recipe
 
-BASE = "base"  # the directory of the runs whose rollouts others share
-_LABEL = re.compile(r"[A-Za-z0-9][\w.+-]*")  # a part of the name of a directory
+BASE = "base"  # the directory of the runs whose rollouts the points share
+_LABEL = re.compile(r"[A-Za-z0-9][\w.+-]*")  # valid as a part of a directory's name
 Tables = dict[str, dict[str, Any]]  # section -> key -> value
 
 
 class SweepTable(Table):
-    """Every combination of one point of each axis, once for each seed or given run.
+    """A sweep: every combination of one value of each axis is a point, which is run once per seed or given run.
 
-    recipe alone: whole runs. recipe and stage: a run for each seed as far as the rollouts of the stage, which all
-    points then optimise. runs and stage: the same with stages that are there.
+    With only ``recipe`` a point is a whole run. With ``recipe`` and ``stage`` one run per seed generates rollouts up to
+    that stage, and all points optimise that stage's rollouts. With ``runs`` and ``stage`` they optimise existing ones.
     """
 
     recipe: Path | None = Field(None, strict=False)
-    runs: tuple[Path, ...] = Field((), strict=False)  # run directories, instead of a recipe and seeds
-    stage: int | None = Field(None, ge=0)  # whose sealed rollouts every point optimises; default: whole runs
-    seeds: tuple[int, ...] = Field((), strict=False)  # run.seed; default: the recipe's
+    runs: tuple[Path, ...] = Field((), strict=False)  # existing run directories, instead of a recipe and seeds
+    stage: int | None = Field(None, ge=0)  # the stage whose sealed rollouts every point optimises; default: whole runs
+    seeds: tuple[int, ...] = Field((), strict=False)  # values of run.seed; default: the recipe's
     baseline: str | None = None  # the name of the point that the others are compared with; default: the first
-    set: Tables = Field({})  # settings of every run
-    # a setting and its values, "optimizer.lr" = [1e-4, 3e-4]; or names and the settings behind them
+    set: Tables = Field({})  # settings of every point
+    # either a setting and its values, "optimizer.lr" = [1e-4, 3e-4]; or names of values, each with its settings
     axes: dict[str, list[Any] | dict[str, Tables]]
 
     @field_validator("axes", mode="before")
@@ -44,7 +44,10 @@ class SweepTable(Table):
             if not axis or not isinstance(axis, list | dict):
                 raise ValueError(f"{name}: expected a list of values, or a table of names and settings")
             if isinstance(axis, list) and name.count(".") != 1:
-                raise ValueError(f'{name}: a list is of the values of a setting, as "optimizer.lr" = [1e-4, 3e-4]')
+                raise ValueError(
+                    f"{name}: the name of a list must be a setting, in quotes and with its table, as in "
+                    '"optimizer.lr" = [1e-4, 3e-4]'
+                )
             for label, tables in axis.items() if isinstance(axis, dict) else ():
                 if isinstance(tables, list):
                     raise ValueError(f'{name}.{label} is a list: put quotes around the setting, "{name}.{label}" = ...')
@@ -60,14 +63,14 @@ class SweepTable(Table):
     @model_validator(mode="after")
     def _sources_agree(self) -> SweepTable:
         if bool(self.runs) == bool(self.recipe):
-            raise ValueError("either recipe, or runs and stage, say what every run begins with")
+            raise ValueError("set either recipe, or runs and stage")
         if self.runs and self.stage is None:
-            raise ValueError("stage says which stage of the runs is optimised")
+            raise ValueError("runs needs stage: which stage of the runs to optimise")
         if self.runs and self.seeds:
-            raise ValueError("seeds belong to a recipe: the runs that are given have theirs")
+            raise ValueError("leave out seeds: they are for a recipe, and existing runs have theirs")
         for name in ("seeds", "runs"):
             if len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise ValueError(f"{name}: one of them stands there twice")
+                raise ValueError(f"{name}: one of them is listed twice")
         points = [point.name for point in self.points()]
         if len(set(points)) < len(points):
             raise ValueError("axes: two points have the same name")
@@ -75,11 +78,13 @@ class SweepTable(Table):
             raise ValueError(f"axes: a point cannot be called {BASE!r}, which names the runs whose rollouts are shared")
         if self.baseline is not None and self.baseline not in points:
             close = nearest(self.baseline, points)
-            raise ValueError(f"baseline = {self.baseline!r} is no point; did you mean {close or points[0]!r}?")
+            raise ValueError(
+                f"baseline = {self.baseline!r} is not the name of a point; did you mean {close or points[0]!r}?"
+            )
         return self
 
     def points(self) -> list[Point]:
-        """Every combination, the last axis fastest."""
+        """Every combination of the axes' values; the last axis varies fastest."""
         given = tuple(_settings(self.set))
         combinations = itertools.product(*(_values(name, axis) for name, axis in self.axes.items()))
         return [
@@ -98,15 +103,15 @@ class SweepTable(Table):
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of the axes."""
+    """One combination of the axes' values."""
 
-    values: dict[str, Any]  # axis -> its value, or the name of one
+    values: dict[str, Any]  # axis -> its value, or the value's name
     name: str
-    settings: tuple[Setting, ...]
+    settings: tuple[Setting, ...]  # those of ``set``, then those of each axis
 
 
 def load_sweep(path: Path) -> SweepTable:
-    """A sweep file, checked but for the settings, which only a whole recipe shows to be right. `UserError`."""
+    """Read a sweep file; `UserError` for mistakes, except in settings: these are checked with a whole recipe."""
     return validate(read_tables(path, "sweep"), SweepTable, "sweep")
 
 
@@ -125,7 +130,7 @@ def _check_tables(tables: Any, where: str) -> None:
 
 def _settings(tables: Tables) -> Iterator[Setting]:
     for section, keys in tables.items():
-        # another objective lets go of the settings of the one before
+        # objective.name goes first, because a change of the objective drops the previous one's settings
         for key in sorted(keys, key=lambda key: (section, key) != ("objective", "name")):
             yield f"{section}.{key}", keys[key]
 
@@ -145,8 +150,8 @@ def _text(value: Any) -> str:
 def _label(axis: str, label: str) -> str:
     if not all(map(_LABEL.fullmatch, label.split("=", 1))):
         raise ValueError(
-            f"axes.{axis}: {label!r} cannot name a directory: use a table of names and settings, with letters, digits, "
-            "dots, + and - in the names"
+            f"axes.{axis}: {label!r} cannot be part of a directory's name: instead of a list use a table of names and "
+            "settings, with only letters, digits, _, dots, + and - in the names"
         )
     return label
 
@@ -155,5 +160,5 @@ def seeds_of(table: SweepTable, recipe: Recipe) -> tuple[int, ...]:
     """The seeds of a sweep over ``recipe``."""
     seeds = table.seeds or (recipe.run.seed,)
     if any(name == "run.seed" for point in table.points() for name, _ in point.settings):
-        raise UserError("run.seed: seeds = [...] of the sweep says which")
+        raise UserError("run.seed: set the seeds with seeds = [...] of the sweep, not as a setting of its points")
     return seeds

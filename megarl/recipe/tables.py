@@ -1,6 +1,6 @@
 """The tables and keys of a recipe, with their defaults, units and allowed values. Imports neither torch nor an engine.
 
-`megarl.recipe.load` checks the fields of ``[objective]``, against the objective's own dataclass.
+Longer tables have modules of their own here. `megarl.recipe.load` checks ``[objective]`` against the objective.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class ModelTable(Table):
 class ScheduleTable(Table):
     kind: Literal["staged", "live"] = "staged"
     stages: int = Field(4, ge=1, le=10**5)
-    updates_per_stage: int = Field(1024, ge=1, le=10**7)  # S; of a staged run also the largest staleness
+    updates_per_stage: int = Field(1024, ge=1, le=10**7)  # S; also bounds the staleness of a staged run
     prompts_per_update: int = Field(32, ge=1, le=10**6)
-    passes: int = Field(1, ge=1, le=10**4)  # times that a staged run trains each group of a stage, in the same order
-    # the rest is for live runs alone (docs/schedules.md)
-    sync_every: int | None = Field(None, ge=1)  # updates between two versions of the policy that engines may load
-    max_lag: int | None = Field(None, ge=0)  # updates; default with lockstep or delay: what follows from them
+    passes: int = Field(1, ge=1, le=10**4)  # staged runs: times that a stage trains its groups, in the same order
+    # the rest is only for live runs (docs/schedules.md)
+    sync_every: int | None = Field(None, ge=1)  # updates between two policy versions that engines may load
+    max_lag: int | None = Field(None, ge=0)  # updates; default: what lockstep or delay imply, else required
     lockstep: bool = False  # wait for the newest version before each batch: staleness 0 to sync_every - 1
-    delay: int = Field(0, ge=0)  # versions; lockstep, but with an older version: staleness delay * sync_every and up
-    partial: bool = False  # responses that a new version interrupts are continued under it
+    delay: int = Field(0, ge=0)  # as lockstep, but that many versions behind: staleness delay * sync_every and more
+    partial: bool = False  # continue responses that a new version interrupts under that version
     colocate: bool = False  # engines and trainer take turns on the same GPUs
 
     @property
@@ -64,7 +64,7 @@ class ScheduleTable(Table):
 
     @property
     def lag_rule(self) -> LagRule:
-        """For live runs only."""
+        """Which version may generate which batch; for live runs only."""
         assert self.sync_every is not None
         delay = self.delay if self.lockstep or self.delay else None
         implied = (self.delay + 1) * self.sync_every - 1
@@ -75,12 +75,12 @@ class ScheduleTable(Table):
         if self.kind == "staged":
             for name in ("sync_every", "max_lag", "lockstep", "delay", "partial", "colocate"):
                 if getattr(self, name) != ScheduleTable.model_fields[name].default:
-                    raise ValueError(f'{name} is a setting of kind = "live": leave it out, or set kind')
+                    raise ValueError(f'{name} is a setting of kind = "live": leave it out, or set kind = "live"')
             if self.updates_per_stage % self.passes:
                 nearest = nearest_divisor(self.updates_per_stage, self.passes)
                 raise ValueError(
-                    f"passes = {self.passes} does not divide updates_per_stage = {self.updates_per_stage}, which are "
-                    f"the updates of all passes; the nearest that does is {nearest}"
+                    f"passes = {self.passes} does not divide updates_per_stage = {self.updates_per_stage}, which "
+                    f"counts the updates of all passes; the nearest divisor is {nearest}"
                 )
             return self
         if self.passes > 1:
@@ -91,29 +91,30 @@ class ScheduleTable(Table):
             nearest = nearest_divisor(self.updates_per_stage, self.sync_every)
             raise ValueError(
                 f"sync_every = {self.sync_every} does not divide updates_per_stage = {self.updates_per_stage}; "
-                f"the nearest that does is {nearest}"
+                f"the nearest divisor is {nearest}"
             )
         exact = self.lockstep or self.delay > 0
         if self.max_lag is None and not exact:
             raise ValueError('kind = "live" needs max_lag, how many updates old a sample may be, or lockstep = true')
         if self.partial and (exact or self.colocate):
             other = "colocate = true" if self.colocate else "lockstep and delay"
-            why = "no new version comes while engines generate" if self.colocate else "want one version a batch"
-            raise ValueError(f"partial = true continues responses under newer weights, but {other}: {why}")
-        self.lag_rule  # noqa: B018 - raises where max_lag is too small
+            why = "never updates weights during generation" if self.colocate else "need a single version per batch"
+            raise ValueError(f"partial = true continues responses under newer weights, but {other} {why}")
+        self.lag_rule  # noqa: B018 - raises if max_lag is too small
         return self
 
 
 class ObjectiveTable(BaseModel):
-    """``name`` and the objective's own fields, checked against its dataclass by `megarl.objectives`."""
+    """``[objective]``: shared keys, and the objective's own, which `megarl.objectives` checks against its dataclass."""
 
     model_config = ConfigDict(extra="allow", frozen=True, ser_json_inf_nan="constants")
     name: str = "mu_grpo"
     advantage: Literal["group_mean_std", "group_mean", "leave_one_out", "batch_normalised"] = "group_mean_std"
-    zero_variance: Literal["keep", "drop"] = "keep"  # keep: groups without variance stay in the denominator
+    zero_variance: Literal["keep", "drop"] = "keep"  # keep: groups without reward variance count in the denominator
 
     @property
     def fields(self) -> dict[str, Any]:
+        """The objective's own fields."""
         return dict(self.model_extra or {})
 
 
@@ -125,26 +126,25 @@ class ActorTable(Table):
     context_parallel: int = Field(1, ge=1)
     expert_parallel: int = Field(1, ge=1)
     expert_tensor_parallel: int | None = Field(None, ge=1)  # default: tensor_parallel
-    tokens_per_micro_batch: int = Field(
-        16384, ge=1, le=10**9
-    )  # tokens; a longer response gets a micro-batch of its own
+    # a response with more tokens gets a micro-batch of its own
+    tokens_per_micro_batch: int = Field(16384, ge=1, le=10**9)
     statistics_scope: Literal["exact", "lagged", "micro"] = "exact"
     kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
     recompute: RecomputeSetting = "none"
-    # what the model's modules are made of; auto: Transformer Engine where it is installed, on GPUs
+    # the library of the model's layers; auto: Transformer Engine if it is installed and backend = "cuda", else torch
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
-    # who chooses a token's experts: the current policy; the policy at the start of the stage; the rollout engine
+    # whose choice of experts trains: none: the policy's own; actor: the stage's first policy's; engine: the engine's
     routing_replay: Literal["none", "actor", "engine"] = "none"
-    checkpoint_every: int = Field(64, ge=1)  # updates
-    max_skipped_updates: int = Field(0, ge=0)  # of the whole run; more non-finite updates than this stop it
-    keep_checkpoints: int = Field(2, ge=1)  # of a stage; older ones are removed
-    keep_stages: int | None = Field(None, ge=1)  # finished stages whose checkpoints are kept; default: all
-    keep_policies: int | None = Field(None, ge=1)  # those whose policy is kept, beside the first; default: all
+    checkpoint_every: int = Field(64, ge=1)  # updates between checkpoints
+    max_skipped_updates: int = Field(0, ge=0)  # non-finite updates that the whole run may skip; one more stops it
+    keep_checkpoints: int = Field(2, ge=1)  # newest checkpoints of a stage that are kept
+    keep_stages: int | None = Field(None, ge=1)  # newest finished stages whose checkpoints are kept; default: all
+    keep_policies: int | None = Field(None, ge=1)  # those whose policy is kept, besides the run's first; default: all
     lora: LoraTable | None = None  # train low-rank adapters instead of the model's weights (docs/scale.md)
 
     @property
     def layer_kind(self) -> Literal["torch", "transformer_engine"]:
-        """``layers``, with "auto" decided for this machine."""
+        """``layers`` with "auto" resolved for this machine."""
         if self.layers != "auto":
             return self.layers
         installed = self.backend == "cuda" and importlib.util.find_spec("transformer_engine") is not None
@@ -156,25 +156,25 @@ class ActorTable(Table):
 
     @property
     def head_backend(self) -> str:
-        """Of the fused lm head, which has no C++ or CUDA backend."""
+        """The kernel backend of the fused lm head, which has no C++ or CUDA version."""
         return "triton" if self.kernel_backend in ("triton", "cuda") else "torch"
 
 
 class MetricsTable(Table):
-    # updates from one with the diagnostics of docs/objectives.md that cost a pass over the tokens to the next; 0: none
+    # every how many updates the costly diagnostics of docs/objectives.md (another pass over the tokens) run; 0: never
     detail: int = Field(0, ge=0)
-    listed_tokens: int = Field(50, ge=1, le=10**4)  # of those that lose their gradient most often
+    listed_tokens: int = Field(50, ge=1, le=10**4)  # length of the list of tokens that lose their gradient most often
 
 
 class RunTable(Table):
     seed: int = Field(0, ge=0, lt=2**32)
     max_restarts: int = Field(0, ge=0)  # times a failed phase is started again
-    # how long a process may give no sign of progress: docs/running.md
+    # how long a process may make no progress before its phase is restarted: docs/running.md
     stall_seconds: float = Field(600.0, gt=0, le=10**7)
     tensorboard: bool = True
     wandb: bool = False
     mlflow: bool = False
-    rehearse: bool = True  # on GPUs, before the first rollouts: an update on synthetic responses, export, checkpoint
+    rehearse: bool = True  # on GPUs: try an update, an export and a checkpoint before the first rollouts
 
 
 class Recipe(Table):
@@ -182,45 +182,45 @@ class Recipe(Table):
     data: DataTable
     reward: RewardTable
     rollout: RolloutTable = RolloutTable()
-    stages: dict[str, StageTable] = Field({})  # by stage number, from 0
+    stages: dict[str, StageTable] = Field({})  # stage number, from 0 -> settings that differ from [rollout]
     schedule: ScheduleTable = ScheduleTable()
     objective: ObjectiveTable = ObjectiveTable()
     optimizer: OptimizerTable = OptimizerTable()
     actor: ActorTable = ActorTable()
     megatron: dict[str, Any] = Field({})  # passed through to megatron.core's TransformerConfig
-    megatron_ddp: dict[str, Any] = Field({})  # and to its DistributedDataParallelConfig
-    megatron_optimizer: dict[str, Any] = Field({})  # and to its OptimizerConfig; a torch.dtype by name, as "bfloat16"
+    megatron_ddp: dict[str, Any] = Field({})  # passed through to its DistributedDataParallelConfig
+    megatron_optimizer: dict[str, Any] = Field({})  # passed through to its OptimizerConfig; dtypes as "bfloat16"
     eval: EvalTable = EvalTable()
     metrics: MetricsTable = MetricsTable()
     run: RunTable = RunTable()
 
     def prompt_sources(self) -> list[SourceTable]:
-        """Where the prompts of training and evaluation come from."""
+        """The sources of all prompts, for training and for evaluation."""
         return [*self.data.mixture, *(table for suite in self.suites if suite.own for table in suite.data.mixture)]
 
     def prompt_files(self) -> list[str]:
-        """The files of prompts, for training and for evaluation."""
+        """The prompt files among them."""
         return [table.train for table in self.prompt_sources() if table.source == "file"]
 
     def template_files(self) -> list[str]:
-        """The chat templates that are files, of training and of suites."""
+        """The files of chat templates, for training and for evaluation."""
         tables = [self.data, *(suite.data for suite in self.suites)]
         return sorted({table.template_file for table in tables if table.template_file})
 
     @property
     def suites(self) -> list[Suite]:
-        """What is evaluated each time; none with evaluation turned off."""
+        """The suites of every evaluation; none if evaluation is off."""
         return make_suites(self.eval, self.data, self.rollout.max_response_tokens)
 
     def is_evaluated(self, version: int) -> bool:
-        """Whether the policy after so many updates is to be evaluated."""
+        """Whether the policy after ``version`` updates is to be evaluated."""
         every = [self.eval.every * self.schedule.updates_per_stage, self.eval.every_updates]
         at_end = version == self.schedule.total_updates
         return self.eval.on and (at_end or any(n and version % n == 0 for n in every))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with its response, in rollouts and evaluations."""
+        """The largest number of tokens of a prompt with its response, in rollouts and evaluations."""
         suites = ((suite.data.max_prompt_tokens, suite.max_response_tokens) for suite in self.suites)
         return max(map(sum, [(self.data.max_prompt_tokens, self.rollout.max_response_tokens), *suites]))
 
@@ -248,7 +248,7 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _suites_have_data(self) -> Recipe:
-        self.suites  # noqa: B018 - raises where their settings do not fit
+        self.suites  # noqa: B018 - raises if their settings do not fit
         return self
 
     @model_validator(mode="after")
@@ -256,8 +256,8 @@ class Recipe(Table):
         every, sync = self.eval.every_updates, self.schedule.sync_every
         if every and sync and every % sync:
             raise ValueError(
-                f"eval.every_updates = {every} is no multiple of schedule.sync_every = {sync}: a live run exports no "
-                f"other policies; the nearest is {max(1, round(every / sync)) * sync}"
+                f"eval.every_updates = {every} is not a multiple of schedule.sync_every = {sync}: a live run exports "
+                f"only such policies; the nearest multiple is {max(1, round(every / sync)) * sync}"
             )
         return self
 
@@ -265,7 +265,7 @@ class Recipe(Table):
     def _groups_can_be_compared(self) -> Recipe:
         if self.rollout.responses_per_prompt == 1 and self.objective.advantage != "batch_normalised":
             raise ValueError(
-                f"objective.advantage = {self.objective.advantage!r} compares the responses of a prompt: "
+                f"objective.advantage = {self.objective.advantage!r} compares the responses to a prompt: "
                 "rollout.responses_per_prompt must be at least 2"
             )
         if self.rollout.responses_per_prompt == 1 and self.objective.zero_variance == "drop":
@@ -275,7 +275,8 @@ class Recipe(Table):
             )
         if self.rollout.responses_per_prompt * self.schedule.prompts_per_update == 1:
             raise ValueError(
-                "an update of one response has nothing to compare: schedule.prompts_per_update must be at least 2"
+                "an update of one response has nothing to compare it with: schedule.prompts_per_update must be at "
+                "least 2"
             )
         return self
 
@@ -285,7 +286,7 @@ class Recipe(Table):
         if oversample > 1 and self.schedule.kind == "live":
             raise ValueError(
                 f"rollout.oversample = {oversample} chooses groups when a stage is sealed, but a live run trains each "
-                'as soon as it is there: leave it out, or set schedule.kind = "staged"'
+                'group as soon as it is complete: leave it out, or set schedule.kind = "staged"'
             )
         if oversample > 1 and self.rollout.responses_per_prompt == 1 and not self.rollout.token_budget:
             raise ValueError(
@@ -295,23 +296,23 @@ class Recipe(Table):
         return self
 
     @model_validator(mode="after")
-    def _something_can_wait(self) -> Recipe:
+    def _responses_can_be_carried_on(self) -> Recipe:
         budget, longest = self.rollout.token_budget, self.rollout.max_response_tokens
         if budget is None:
             return self
         here = f"rollout.token_budget = {budget}"
         if self.schedule.kind == "live":
             raise ValueError(
-                f'{here} cuts responses at the end of a stage of kind = "staged"; in a live run schedule.partial = '
-                "true continues them when new weights come"
+                f'{here} is only for schedule.kind = "staged", where it interrupts responses until the next stage; in '
+                "a live run schedule.partial = true continues responses when new weights arrive"
             )
         if budget >= longest:
-            raise ValueError(f"{here} cuts nothing: it must be below rollout.max_response_tokens = {longest}")
+            raise ValueError(f"{here} has no effect: it must be below rollout.max_response_tokens = {longest}")
         if self.candidates_per_stage == self.groups_per_stage:
             raise ValueError(
-                f"{here}, but with rollout.oversample = {self.rollout.oversample} each of the "
-                f"{self.groups_per_stage} groups of a stage is needed at once, and no response could wait for the "
-                "next: set rollout.oversample above 1, for example to 2"
+                f"{here}, but with rollout.oversample = {self.rollout.oversample} a stage trains all of its "
+                f"{self.groups_per_stage} groups, so none could be continued in the next stage: set "
+                "rollout.oversample above 1, for example to 2"
             )
         return self
 
@@ -333,20 +334,20 @@ class Recipe(Table):
         return self
 
     def rollout_of(self, stage: int) -> RolloutTable:
-        """``[rollout]`` with the changes of ``[stages.N]``; the final evaluation uses those of the last stage."""
+        """``[rollout]`` with the changes of ``[stages.N]``; the final evaluation uses the last stage's."""
         own = self.stages.get(str(min(stage, self.schedule.stages - 1)), StageTable())
         return self.rollout.model_copy(update=own.model_dump(exclude_none=True))
 
     @property
     def distinct_rollouts(self) -> dict[int, RolloutTable]:
-        """`rollout_of` the stages that ``[stages.N]`` changes, and of the first that it does not."""
+        """`rollout_of` every stage that has a ``[stages.N]``, and of the first stage that has none for all others."""
         numbers = {int(name) for name in self.stages}
         others = (stage for stage in range(self.schedule.stages) if stage not in numbers)
         return {stage: self.rollout_of(stage) for stage in sorted({*numbers, next(others, 0)})}
 
     @property
     def devices_per_node(self) -> int:
-        """GPUs, or cores, that a node needs: trainers and engines take turns, or run side by side in a live run."""
+        """GPUs, or CPU cores, that a node needs. Trainers and engines share them, except in a live run side by side."""
         trainers = self.actor.processes_per_node
         engines = max(table.workers * table.tensor_parallel for table in self.distinct_rollouts.values())
         side_by_side = self.schedule.kind == "live" and not self.schedule.colocate
@@ -354,7 +355,7 @@ class Recipe(Table):
 
     @property
     def virtual_pipeline_stages(self) -> int | None:
-        """Model chunks of each pipeline rank; None: one, without the interleaved schedule."""
+        """Model chunks of each pipeline rank; None: a single one, without the interleaved schedule."""
         return self.megatron.get("virtual_pipeline_model_parallel_size")
 
     @property
@@ -364,15 +365,15 @@ class Recipe(Table):
 
     @property
     def candidates_per_stage(self) -> int:
-        """Groups that a stage generates at most, from which `groups_per_stage` are chosen."""
-        # the decimal number in the recipe, not its float: 10 groups at 1.1 are 11 candidates, not 12
+        """The most groups that a stage generates, of which `groups_per_stage` are chosen."""
+        # computed with the recipe's decimal number, not its float: 10 groups at 1.1 are 11 candidates, not 12
         return math.ceil(self.groups_per_stage * Fraction(str(self.rollout.oversample)))
 
     def groups_begun(self, stage: int) -> range:
-        """The groups that a stage begins. A group's id is the place of its prompt in the whole run's order.
+        """The ids of the groups that a stage begins. A group's id is the index of its prompt in the run's sequence.
 
-        With ``rollout.token_budget`` those that the stage before has not trained are candidates again, and as many as
-        it has trained are begun in their place.
+        With ``rollout.token_budget`` the groups that the previous stage did not train remain candidates, so a stage
+        only begins as many new ones as the previous stage trained.
         """
         size = self.candidates_per_stage
         if self.rollout.token_budget is None or stage == 0:
@@ -381,7 +382,7 @@ class Recipe(Table):
         return range(end - self.groups_per_stage, end)
 
     def stage_that_begins(self, group: int) -> int:
-        """The inverse of `groups_begun`."""
+        """The stage that begins the group with this id: the inverse of `groups_begun`."""
         size = self.candidates_per_stage
         if self.rollout.token_budget is None or group < size:
             return group // size
@@ -389,7 +390,7 @@ class Recipe(Table):
 
     @property
     def prompts_needed(self) -> int:
-        """Prompts of the whole run."""
+        """The number of prompts that the whole run may need."""
         return self.groups_begun(self.schedule.stages - 1).stop
 
     @property

@@ -1,6 +1,6 @@
-"""Verifiers: a response's text becomes a score, and the score becomes the reward.
+"""Verifiers turn the text of a response into a score, and the score becomes the reward.
 
-Of all verifiers only `megarl.rewards.code` runs a response as code, in a sandbox.
+Only the verifier `megarl.rewards.code` runs responses as code, in a sandbox.
 """
 
 from __future__ import annotations
@@ -15,45 +15,47 @@ from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
 
-BAD_ROWS_TOLD = 5  # of a prompt file, in one message
+BAD_ROWS_TOLD = 5  # the most bad rows of a prompt file that one message lists
 
 
 @dataclass(frozen=True)
 class Score:
-    """How right a response is, in [0, 1], and what else decides its reward (`megarl.rewards.parts.total`)."""
+    """How correct a response is, and what else its reward depends on (see `megarl.rewards.parts.total`)."""
 
-    value: float
-    over: str | None = None  # a limit of the verifier's own that it exceeded
-    reward: float | None = None  # what takes the place of ``value`` in the reward
-    extra: float = 0.0  # what is added
+    value: float  # correctness, from 0 (wrong) to 1 (right)
+    over: str | None = None  # the verifier's own limit that the response exceeded, if it exceeded one
+    reward: float | None = None  # replaces ``value`` when the reward is computed
+    extra: float = 0.0  # added to the reward
 
 
 class VerifierUnavailable(RuntimeError):
-    """What a verifier asks says nothing now. It ends the phase, which can be started again; it is no score."""
+    """A service that a verifier needs does not answer. It ends the phase, which can be restarted; no score is given."""
 
 
 class Verifier(Protocol):
-    def score(self, prompt: Prompt, response: str) -> float | Score:
-        """How right ``response`` is, in [0, 1]; 0 for garbage, and no exception because of its text but MemoryError.
+    """Scores responses."""
 
-        It may take as long, and as much memory, as the response makes it: `megarl.rewards.pool` has the limits.
+    def score(self, prompt: Prompt, response: str) -> float | Score:
+        """How correct ``response`` is, in [0, 1]; 0 for garbage. No text may make it raise, except MemoryError.
+
+        It needs no limits of its own on time and memory: `megarl.rewards.pool` enforces them.
         """
         ...
 
 
 class GroupVerifier(Verifier, Protocol):
-    """Of a recipe with ``reward.group``: no response is scored without the others to its prompt."""
+    """The verifier of a recipe with ``reward.group``: it scores all responses to a prompt together."""
 
     def score_group(self, prompt: Prompt, responses: Sequence[str]) -> list[Score]:
-        """How right each of them is."""
+        """The score of each response."""
         ...
 
 
 class VerifierModule(Protocol):
-    """What the module of a verifier offers; the rest of megarl knows it by its line in `megarl.recipe.names`."""
+    """The interface of a verifier's module, which `VERIFIERS` in `megarl.recipe.names` maps to ``[reward] kind``."""
 
     def check(self, recipe: Recipe) -> None:
-        """`UserError` if the verifier cannot judge responses to the recipe's training or evaluation prompts."""
+        """Raise `UserError` if the verifier cannot score responses to the recipe's training or evaluation prompts."""
 
     def build(self, table: RewardTable, prompts: PromptSource) -> Verifier:
         """The verifier for all training and held-out prompts of ``prompts``."""
@@ -63,29 +65,28 @@ class VerifierModule(Protocol):
 def is_scored(finish_reason: str, table: RewardTable) -> bool:
     """Whether a verifier reads a response at all.
 
-    With ``table.require_stop`` one that did not end by itself (``finish_reason`` other than "stop") is wrong, whatever
-    it says.
+    With ``table.require_stop`` a response that was cut off (``finish_reason`` other than "stop") is wrong unread.
     """
     return finish_reason == "stop" or not table.require_stop
 
 
 def reward(score: float, table: RewardTable) -> float:
-    """1.0 for a right response, one with a score of ``table.correct_above`` or more, else 0.0.
+    """1.0 for a right response, whose score is at least ``table.correct_above``; else 0.0.
 
-    `megarl.rewards.parts.total` is what such a response gets where the recipe has partial credit or parts.
+    `megarl.rewards.parts.total` computes the full reward, with partial credit and parts.
     """
     return 1.0 if score >= table.correct_above else 0.0
 
 
 def read_score(found: Any, who: str) -> Score:
-    """What a user's function or service says: a number, or {"score": ..} with, if it likes, "reward".
+    """Check what a user's function or service returned: a number, or {"score": ..} with an optional "reward".
 
-    ``who`` says it, for the `UserError` when it is neither.
+    who: names the function or service in the `UserError` for anything else.
     """
     if not isinstance(found, dict):
         return Score(_number(found, who))
     if unknown := found.keys() - {"score", "reward"}:
-        raise UserError(f"{who} gave {sorted(unknown)[0]!r}: a score has the keys score and reward")
+        raise UserError(f"{who} returned the key {sorted(unknown)[0]!r}: only score and reward are known")
     reward = found.get("reward")
     return Score(_number(found.get("score"), who), reward=None if reward is None else _number(reward, who))
 
@@ -93,17 +94,17 @@ def read_score(found: Any, who: str) -> Score:
 def _number(value: Any, who: str) -> float:
     number = float(value) if isinstance(value, bool | int | float) else float("nan")
     if not isfinite(number):
-        raise UserError(f"{who} gave {value!r:.60}: a score is a finite number")
+        raise UserError(f"{who} returned {value!r:.60}: a score must be a finite number")
     return number
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """The columns of the prompt's row."""
+    """The columns of the prompt's row in its file or generator, by name."""
     return {"prompt": prompt.text, "answer": prompt.answer, **prompt.entry.get("metadata", {})}
 
 
 def check_rows(recipe: Recipe, read: Callable[[Prompt], object]) -> None:
-    """``read`` every row of the recipe's prompt files; one `UserError` for all whose reading raises one."""
+    """Call ``read`` with every row of the recipe's prompt files; report all its `UserError`s of a file as one."""
     for table in recipe.prompt_sources():
         wrong: list[str] = []
         for where, item in read_rows(table) if table.source == "file" else ():
@@ -117,10 +118,10 @@ def check_rows(recipe: Recipe, read: Callable[[Prompt], object]) -> None:
 
 
 def right_answer(prompt: Prompt) -> str:
-    """The answer to compare with; `UserError` where a generator names none, because only its own scorer can judge."""
+    """The reference answer; `UserError` if the prompt has none, as with generators that only their scorer can judge."""
     if not prompt.answer:
         raise UserError(
-            f'prompt {prompt.text[:60]!r} names no answer; use reward.kind = "reasoning_gym" for a generator\'s, and '
-            '"code" or "python" for a file of other rows'
+            f'prompt {prompt.text[:60]!r} has no answer to compare with; use reward.kind = "reasoning_gym" for prompts '
+            'of a generator, and "code" or "python" for those of a file'
         )
     return prompt.answer

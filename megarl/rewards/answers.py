@@ -1,7 +1,7 @@
-"""What a response gives as its answer, by which the responses to a prompt are compared with each other: maj@k.
+"""Extracts the final answer of a response as text, to compare the responses to a prompt with each other for maj@k.
 
-The text decides, not the verifier: 0.5 and 1/2 are two answers. Among right responses that makes no difference, since
-these are known to agree; wrong ones that are the same but look different count as several.
+Answers are compared as text, not by the verifier: 0.5 and 1/2 are different answers. For right responses this makes no
+difference, since they are known to agree; equal wrong answers that are written differently count as several.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import re
 
 from megarl.data.boxes import BOX, last_box
 
-COMPARED = ("exact", "math", "reasoning_gym")  # verifiers of short answers; programs have none to compare
-LONGEST = 1000  # characters of an answer
-BOXES = 8  # of a response that are looked at, from the last one on
+COMPARED = ("exact", "math", "reasoning_gym")  # kinds of verifiers whose responses have a short final answer
+LONGEST = 1000  # characters after which an answer is cut
+BOXES = 8  # the last boxes of a response, among which the last complete one is its answer
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 DRESSING = re.compile(r"[\s$]|\\[,;!]|\\left|\\right|\\text")
 
 
 def answer_of(kind: str, response: str) -> str | None:
-    """The answer of a response under ``reward.kind``; None where it gives none, or the kind compares none."""
+    """The answer of a response to a verifier of this ``kind``; None if it has none, or kind is not in `COMPARED`."""
     if kind not in COMPARED:
         return None
     if kind != "math":

@@ -1,8 +1,8 @@
-"""Programs, run against the tests of their row in a sandbox (`megarl.rewards.sandbox`).
+"""The verifier that runs programs against the tests of their row in a sandbox (`megarl.rewards.sandbox`).
 
-The last fenced code block of a response is the program; without a fence the whole response is. Of a test pair only the
-input enters the sandbox: output is compared here. Assertions run in a second sandbox, which the program's own cannot
-reach (`megarl.rewards.inside`). A program that crashes, hangs or exceeds a limit is wrong.
+The program is the last fenced code block of a response, or the whole response if it has none. Of a pair of input and
+output only the input enters the sandbox; the output is compared here. Assertions run in a second sandbox, which the
+program cannot reach (`megarl.rewards.inside`). A program that crashes, hangs or exceeds a limit is wrong.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{0,40})?")
 
 
 def check(recipe: Recipe) -> None:
-    """There must be a sandbox here, with the languages of all rows, and every row must have tests."""
+    """Raise `UserError` if a row has no tests, or if its language cannot be run in a sandbox on this machine."""
     if any(table.source != "file" for table in recipe.prompt_sources()):
-        raise UserError('reward.kind = "code" needs prompt files, whose rows have tests; no generator has any')
+        raise UserError('reward.kind = "code" needs prompt files, whose rows have tests; generators have none')
     languages: set[str] = set()
     check_rows(recipe, lambda prompt: languages.add(read_tests(prompt, recipe.reward.language).language))
     check_sandbox()
@@ -54,12 +54,12 @@ def build(table: RewardTable, prompts: PromptSource) -> Verifier:
     """See `VerifierModule`."""
     check_sandbox()
     if table.language == "cpp":
-        cpp_headers.make_headers()  # on a node where `check` was not called
+        cpp_headers.make_headers()  # this node may not be the one where `check` was called
     return Code(table)
 
 
 class Code:
-    """Scores 1 or 0; with ``reward.partial_credit`` the share of the pairs that are right."""
+    """Scores 1 if all tests pass, else 0; with ``reward.partial_credit`` the share of input/output pairs that pass."""
 
     def __init__(self, table: RewardTable) -> None:
         self._language, self._partial = table.language, table.partial_credit
@@ -97,17 +97,17 @@ class Code:
                     raise
         if tests.over is None and tests.code == UNUSABLE:
             raise UserError(
-                f"the tests of prompt {prompt.text[:60]!r} pass an object to the program that is no plain value, "
-                "such as a function: only plain values cross between the two sandboxes"
+                f"the tests of prompt {prompt.text[:60]!r} pass an object that is not plain data, such as a function, "
+                "to the program: only plain data can be sent between the sandboxes of tests and program"
             )
         return Score(float(tests.over is None and tests.code == PASSED), over=program.over or tests.over)
 
 
-UNUSABLE, PASSED = 3, -1000  # `asserting.UNUSABLE`; the status that was drawn, replaced where it was met
+UNUSABLE, PASSED = 3, -1000  # exit codes: `asserting.UNUSABLE`; what `asserted` returns if all tests passed
 
 
 def program_of(response: str) -> str:
-    """The content of the last fenced code block; without a fence the whole response."""
+    """The content of the last fenced code block; the whole response if it has none."""
     found: str | None = None
     block: list[str] | None = None
     for line in response.splitlines(keepends=True):
@@ -124,9 +124,9 @@ def program_of(response: str) -> str:
 
 
 def is_right(outcome: Outcome, pair: InputOutput) -> bool:
-    """Whether a program ended well and wrote what it had to.
+    """Whether a program succeeded and wrote the expected output.
 
-    White space at the ends of lines and of the output does not count, and a number may be written otherwise: 2.50, 2.5.
+    White space at the ends of lines and of the output is ignored, and equal numbers may differ in form: 2.50 and 2.5.
     """
     if not outcome.succeeded:
         return False
@@ -135,8 +135,11 @@ def is_right(outcome: Outcome, pair: InputOutput) -> bool:
 
 
 def asserted(source: str, assertions: Assertions, limits: Limits) -> tuple[Outcome, Outcome]:
-    """How the tests ended, with the code `PASSED` if all held, and how the program did."""
-    passed = 100 + secrets.randbelow(100)
+    """Run a row's assertions on a program; returns how the tests ended, and how the program ended.
+
+    The tests' outcome has the code `PASSED` if all assertions held.
+    """
+    passed = 100 + secrets.randbelow(100)  # the tests' exit status for success, drawn anew for each run
     task = {"tests": assertions.text, "entry_point": assertions.entry_point, "passed": passed}
     files = {"/box/values.py": (INSIDE / "values.py").read_bytes()}
     solution = _with(files, "solution.py", {"/box/program.py": _bytes(source)})
@@ -156,14 +159,15 @@ def asserted(source: str, assertions: Assertions, limits: Limits) -> tuple[Outco
             if tests.is_asleep(program):
                 program.stop("asleep")
         program.stop()
-        outcome = tests.finish()
-        ended = program.finish()
-    if outcome.over is None and outcome.code == passed:
-        return Outcome(None, PASSED, b""), ended
-    return outcome, ended
+        tests_outcome = tests.finish()
+        program_outcome = program.finish()
+    if tests_outcome.over is None and tests_outcome.code == passed:
+        return Outcome(None, PASSED, b""), program_outcome
+    return tests_outcome, program_outcome
 
 
 def _with(files: dict[str, bytes], script: str, more: dict[str, bytes]) -> Program:
+    """A program for the sandbox that runs ``script`` of `megarl.rewards.inside` beside these files."""
     content = {f"/box/{script}": (INSIDE / script).read_bytes()}
     return Program(python_command(f"/box/{script}"), files | content | more)
 

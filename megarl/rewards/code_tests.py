@@ -1,4 +1,4 @@
-"""The tests of a row, which decide whether a program is right."""
+"""Reads the tests of a prompt's row, which decide whether a program is right."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LANGUAGES = {"python": "python", "python3": "python", "py": "python", "cpp": "cp
 
 @dataclass(frozen=True)
 class InputOutput:
-    """What a program reads from its standard input, and what it has to write to its standard output."""
+    """The standard input of a program, and the standard output that is expected of it."""
 
     stdin: str
     stdout: str
@@ -25,15 +25,15 @@ class InputOutput:
 
 @dataclass(frozen=True)
 class Assertions:
-    """Python whose assertions must hold for what the program defines."""
+    """Python code with assertions about names that the program defines."""
 
     text: str
-    entry_point: str | None  # the function they are about; needed only where it is named like a builtin function
+    entry_point: str | None  # the function under test; needed only if its name is that of a builtin function
 
 
 @dataclass(frozen=True)
 class Tests:
-    """Of one row: pairs of input and output, or assertions."""
+    """The tests of one row: either pairs of input and output, or assertions."""
 
     language: str
     pairs: tuple[InputOutput, ...] = ()
@@ -41,9 +41,9 @@ class Tests:
 
 
 def read_tests(prompt: Prompt, language: str) -> Tests:
-    """The tests in the column ``tests`` of the prompt's row, or else in its answer; `UserError` if there are none.
+    """The tests in the column ``tests`` of the prompt's row, or else in its answer; `UserError` if they are unusable.
 
-    language: of programs, where the row has no column ``language``.
+    language: that of programs for rows without a column ``language``.
     """
     row = prompt.entry["metadata"]
     language = _language(row.get("language") or language)
@@ -58,13 +58,13 @@ def read_tests(prompt: Prompt, language: str) -> Tests:
         found = "\n".join(found)
     if not isinstance(found, str) or not found.strip():
         raise UserError(
-            'tests are a list of {"input": ..., "output": ...}, {"inputs": [...], "outputs": [...]}, or Python '
+            'tests must be a list of {"input": ..., "output": ...}, {"inputs": [...], "outputs": [...]}, or Python '
             f"with assert statements; got {found!r:.60}"
         )
     if language != "python":
         raise UserError(
-            f"this row's language is {language!r}, which pairs of input and output test; assert statements and fn_name "
-            f"are for Python; got {found!r:.60}"
+            f"this row's language is {language!r}, which needs pairs of input and output; assert statements and "
+            f"fn_name are for Python only; got {found!r:.60}"
         )
     return Tests(language, assertions=_assertions(found, row))
 
@@ -80,11 +80,14 @@ def _from_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        return text  # Python can begin with a bracket, too
+        return text  # it may be Python code, which can begin with a bracket, too
 
 
 def _pairs_of_lists(found: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
-    """{"inputs": [...], "outputs": [...]}, as APPS and TACO have it; with "fn_name" inputs are lists of arguments."""
+    """Convert {"inputs": [...], "outputs": [...]}, the form of APPS and TACO, to pairs, or to assert statements.
+
+    The latter with "fn_name": each of the inputs is then a list of the function's arguments.
+    """
     inputs, outputs = found.get("inputs"), found.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
         raise UserError("tests need inputs and outputs, two lists of the same length")
@@ -92,18 +95,18 @@ def _pairs_of_lists(found: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
     if name is None:
         return [{"input": given, "output": expected} for given, expected in zip(inputs, outputs, strict=True)]
     if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
-        raise UserError(f"fn_name {name!r} is no name of a function")
+        raise UserError(f"fn_name {name!r} is not the name of a function")
     if not all(isinstance(given, list) for given in inputs):
-        raise UserError("with fn_name each of inputs is a list of arguments")
+        raise UserError("with fn_name each of inputs must be a list of arguments")
     return [f"assert {name}(*{given!r}) == {expected!r}" for given, expected in zip(inputs, outputs, strict=True)]
 
 
 def _pair(test: Mapping[str, Any]) -> InputOutput:
     given, expected = test.get("input"), test.get("output")
-    if isinstance(given, list) and isinstance(expected, list):  # lines
+    if isinstance(given, list) and isinstance(expected, list):  # lists of lines
         given, expected = "\n".join(map(str, given)), "\n".join(map(str, expected))
     if not isinstance(given, str) or not isinstance(expected, str):
-        raise UserError(f"a test needs input and output, both texts; got {dict(test)!r:.60}")
+        raise UserError(f"a test needs input and output, both strings; got {dict(test)!r:.60}")
     return InputOutput(given, expected)
 
 
@@ -113,15 +116,15 @@ def _assertions(text: str, row: Mapping[str, Any]) -> Assertions:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
-        raise UserError(f"the tests are no Python: {error}") from error
+        raise UserError(f"the tests are not valid Python: {error}") from error
     if any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body) and entry_point:
         text += f"\ncheck({entry_point})\n"
     elif not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
-        raise UserError("the tests hold no assert statement")
+        raise UserError("the tests contain no assert statement")
     for node in ast.walk(tree):
         for name in _imported(node):
             if name not in sys.stdlib_module_names:
-                raise UserError(f"the tests import {name!r}, but the sandbox has Python's standard library alone")
+                raise UserError(f"the tests import {name!r}, but the sandbox has only Python's standard library")
     return Assertions(text, entry_point)
 
 

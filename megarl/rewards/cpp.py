@@ -1,4 +1,4 @@
-"""C++ programs, compiled in the sandbox with headers that were compiled beforehand (`cpp_headers`)."""
+"""Compiles C++ programs in the sandbox, with precompiled headers (`cpp_headers`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ COMPILING = Limits(seconds=30, memory=4 << 30, output=64 << 20, disk=128 << 20, 
 
 
 def compiled(source: bytes) -> Outcome:
-    """The binary of a program as the outcome's output, where the compiler succeeded."""
+    """Compile and link a program. If the outcome succeeded, its output is the binary."""
     headers, binds = options(source)
-    # gold takes a third of the time of the default linker
+    # the gold linker takes a third of the default linker's time
     linker = "-fuse-ld=gold" if Path("/usr/bin/ld.gold").exists() else ""
     command = f"g++ {FLAGS} {headers} {linker} -pipe -o /tmp/program -x c++ /box/main.cpp && cat /tmp/program"
     return run(Program(("/bin/sh", "-c", command), {"/box/main.cpp": source}, binds), limits=COMPILING)

@@ -1,12 +1,12 @@
-"""Standard headers of C++ compiled beforehand, once a machine and compiler, and which of them a program is given.
+"""Precompiles standard headers of C++ once per machine and compiler, and chooses the one that a program can use.
 
-A header that is compiled already stands for the header alone: GCC uses it only where that is the first thing of a
-program, under the same settings and compiler, and otherwise reads the header as ever. So no program compiles with it
-that would not without.
+GCC uses a precompiled header only if its include is the first thing in a program and the compiler and its options are
+the same; otherwise it reads the header's text as usual. So every program that compiles with a precompiled header would
+also compile without.
 
-``<bits/stdc++.h>`` costs more than the programs that begin with it, so there is a second one of the headers that most
-of them need. It stands for the whole one where nobody could tell the difference: in a program that contains no name
-which only the whole one declares, neither as a use nor as a name of its own.
+Reading the precompiled ``<bits/stdc++.h>`` takes longer than the rest of most programs, so a second, smaller one
+(`COMMON`) has only the headers that most programs need. It replaces the whole one if that makes no difference: if the
+program contains no name that only the whole one declares, neither as a use nor as a name of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megarl.storage.files import make_directory, write_atomic
 COMPILER = Path("/usr/bin/g++")
 FLAGS = "-std=gnu++17 -O2"
 WHOLE = "bits/stdc++.h"
-HEADERS = (WHOLE, "iostream")  # of several in a program the first one is taken, which has the others
+HEADERS = (WHOLE, "iostream")  # if a program includes both, the first, which contains the other, is used
 COMMON = "common/bits/stdc++.h"
 COMMON_HEADERS = (
     *("algorithm", "array", "bitset", "cassert", "cctype", "cfloat", "climits", "cmath", "complex", "cstdint"),
@@ -54,27 +54,27 @@ TEXTS = {header: f"#include <{header}>\n" for header in HEADERS} | {
     "#undef _GLIBCXX_USE_STD_SPEC_FUNCS\n" + "".join(f"#include <{header}>\n" for header in COMMON_HEADERS) + "#endif\n"
 }
 REST = "rest.json"  # the names that a program must not contain for `COMMON` to stand for `WHOLE`
-# declared by both, but with less behind them in `COMMON`: aliases of classes that only `WHOLE` defines, overloads for
-# streams, and internals of the library
+# declared by both, but less complete in `COMMON`: aliases of classes that only `WHOLE` defines, overloads for streams,
+# and internals of the library
 LESS = {b"pmr", b"uniform_int_distribution", b"__detail"}
-MODULE = Path(__file__).read_bytes()  # another one may make other headers, or find other names
-INSIDE = "/headers"  # where a compiler in the sandbox finds what `precompile` made
+MODULE = Path(__file__).read_bytes()  # part of the cache key: another version may make other headers or names
+INSIDE = "/headers"  # the folder in the sandbox where the compiler finds the output of `precompile`
 PRECOMPILING = Limits(seconds=120, memory=4 << 30, output=1 << 30, file_size=1 << 30, disk=1 << 30, forks=True)
-# standard headers can be read in any order, and twice; whatever else stands before one may change what it means
-# (and a comment that ends with \\ takes the next line, too)
+# The beginning of a program before which nothing but standard headers is included: these may come in any order, and
+# twice, but anything else before one may change its meaning (a comment that ends with \\ continues on the next line).
 BEGINNING = re.compile(rb"(?:\s+|//[^\n\\]*\n|#[ \t]*include[ \t]*<[a-z_/+.0-9]+>[ \t\r]*(?://[^\n\\]*)?\n)*")
 INCLUDE = re.compile(rb"^[ \t]*#[ \t]*include[ \t]*<([a-z_/+.0-9]+)>", re.MULTILINE)
 WORD = re.compile(rb"[A-Za-z_][A-Za-z_0-9]*")
 NUMBER = re.compile(rb"(?<!\w)\.?[0-9](?:[eEpP][+-]|[\w.'])*")
-SUFFIXES = (b"h", b"min", b"s")  # with which those of <chrono> end, which are names as well
-# what makes one word of two; other ways to include, and to name a suffix; a function of <cmath> as a template, whose
-# overloads for <valarray> make it ambiguous
+SUFFIXES = (b"h", b"min", b"s")  # ends of the literals of <chrono>, which are names as well
+# Text that makes the search for names unreliable: joined tokens or lines, imports, user-defined literals, and functions
+# of <cmath> called as templates, which are ambiguous with the overloads of <valarray>
 UNSURE = re.compile(
     rb"##|%:%:|\\[^\S\n]*\n|\bimport\b|\boperator\s*\""
     rb"|\b(?:abs|a?(?:cos|sin|tan)h?|atan2|exp|log|log10|pow|sqrt)\s*<\s*\w"
 )
-# of a preprocessed header: the name of a macro, one that a using-declaration brings into a namespace, a word that is
-# not the member of something, a brace or a semicolon
+# Tokens of a preprocessed header. Groups: the name of a macro; a name that a using-declaration brings into a namespace;
+# a word that is not a member of something; a brace or a semicolon
 TOKEN = re.compile(
     rb"""^\#define[ ](\w+).*
     | (?:u8|[uUL])?"(?:[^"\\\n]|\\.)*"\w* | (?:u8|[uUL])?'(?:[^'\\\n]|\\.)*' | \.?[0-9](?:[eEpP][+-]|[0-9A-Za-z_.'])*
@@ -86,25 +86,28 @@ KEYWORDS = {b"const_cast", b"reinterpret_cast", b"static_cast", b"typename", b"v
 
 
 def options(source: bytes) -> tuple[str, dict[str, str]]:
-    """What the compiler is told of precompiled headers for a program, and the folders that it then has to see."""
+    """The compiler's options to use a precompiled header for a program, and the folders to bind for it.
+
+    The folders map a path outside the sandbox to the path inside; both are empty if no header can be used.
+    """
     header, folder = header_of(source), headers_folder()
     if header is None or not (folder / f"{header}.gch").is_file():
         return "", {}
     use = f"-include {INSIDE}/{header}"
     if header == WHOLE and (folder / f"{COMMON}.gch").is_file() and needs_common_alone(source, folder):
-        use = f"-I {INSIDE}/common -include {INSIDE}/{COMMON}"  # where <bits/stdc++.h> is this one
+        use = f"-I {INSIDE}/common -include {INSIDE}/{COMMON}"  # in this folder <bits/stdc++.h> is `COMMON`
     return use, {str(folder): INSIDE}
 
 
 def header_of(source: bytes) -> str | None:
-    """Which of `HEADERS` the program may begin with: one of the standard headers that it includes before all else."""
+    """The one of `HEADERS` that a program includes before anything but standard headers; None if there is none."""
     beginning = BEGINNING.match(source)
     names = INCLUDE.findall(beginning.group() if beginning else b"")
     return next((header for header in HEADERS if header.encode() in names), None)
 
 
 def needs_common_alone(source: bytes, folder: Path) -> bool:
-    """Whether `COMMON` instead of `WHOLE` changes nothing for the program."""
+    """Whether the program means the same with `COMMON` as with `WHOLE`; False in case of doubt."""
     includes, rest = [name.decode() for name in INCLUDE.findall(source)], _rest(folder)
     if len(includes) < source.count(b"include") or not {WHOLE, *COMMON_HEADERS}.issuperset(includes):
         return False
@@ -114,7 +117,7 @@ def needs_common_alone(source: bytes, folder: Path) -> bool:
 
 
 def _rest(folder: Path) -> frozenset[bytes] | None:
-    """None where it is missing or damaged."""
+    """The names in the file `REST`; None if it is missing or damaged."""
     with contextlib.suppress(UserError):
         return _read_rest(folder / REST)
     return None
@@ -126,29 +129,29 @@ def _read_rest(path: Path) -> frozenset[bytes]:
 
 
 def headers_folder() -> Path:
-    """Of this compiler and this module, in the user's cache."""
+    """The folder for the headers of this compiler and this version of the module, in the user's cache."""
     cache = Path(os.environ.get("MEGARL_CACHE") or "~/.cache/megarl").expanduser()
     state = COMPILER.resolve().stat()
-    made_by = f"{state.st_size} {state.st_mtime_ns} ".encode() + MODULE
-    return cache / f"headers-{hashlib.sha256(made_by).hexdigest()[:16]}"
+    version = f"{state.st_size} {state.st_mtime_ns} ".encode() + MODULE
+    return cache / f"headers-{hashlib.sha256(version).hexdigest()[:16]}"
 
 
 def make_headers() -> None:
-    """Compile `TEXTS` once on this machine. Without them programs are compiled as well, only not as fast."""
+    """Precompile `TEXTS` if this machine has not done so. Failures are only printed: programs then compile slower."""
     folder = headers_folder()
     for header, text in TEXTS.items():
         if not _is_made(header, folder):
             try:
-                with _alone(folder):
+                with _locked(folder):
                     if not _is_made(header, folder):
                         _make(header, text.encode())
             except (OSError, UserError, PhaseFailed) as error:
-                print(f"C++ programs are compiled without a precompiled {header}: {error}", file=sys.stderr)
+                print(f"C++ programs will compile slower, without a precompiled {header}: {error}", file=sys.stderr)
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other process adds headers at the same time: two that write one file may leave half of it."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from adding headers: two that write the same file could leave half of it."""
     make_directory(folder)
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -167,16 +170,16 @@ def _make(header: str, text: bytes) -> None:
 
 
 def declared(text: bytes) -> set[tuple[str, bytes]]:
-    """(kind, name) of what a header with this text declares, and some more: all words outside of bodies.
+    """A superset of what a header with this text declares, as (kind, name): all words outside of bodies.
 
-    Kinds: "macro", "using", "body" (a class is more than announced), "word". What stands in the body of a class is
-    reached by the class alone, and what stands in a function's by nobody. Namespaces and plain enumerations hide
-    nothing.
+    Kinds: "macro", "using", "body" (a class is defined, not only declared), "word". Names in the body of a class can be
+    reached only through the class, and names in a function's body not at all, so both are left out. Namespaces and
+    plain enumerations hide nothing.
     """
     names: set[tuple[str, bytes]] = set()
     head: list[bytes] = []  # words since the last brace or semicolon
-    hides: list[bool] = []  # of each brace that is open
-    for macro, using, word, mark in TOKEN.findall(_ran(f"g++ {FLAGS} -E -P -dD -x c++ /box/header.hpp", text)):
+    hides: list[bool] = []  # for each open brace: whether it hides the names in it
+    for macro, using, word, mark in TOKEN.findall(_run_gcc(f"g++ {FLAGS} -E -P -dD -x c++ /box/header.hpp", text)):
         if macro:
             names.add(("macro", macro))
         elif (using or word) and not any(hides):
@@ -197,17 +200,17 @@ def declared(text: bytes) -> set[tuple[str, bytes]]:
 
 
 def precompile(header: str, text: bytes) -> None:
-    """Add a header of this name and text to `headers_folder`, and beside it what the compiler reads instead."""
-    made = _ran(f"g++ {FLAGS} -x c++-header -o /tmp/made /box/header.hpp && cat /tmp/made", text)
+    """Write a header of this name and text, and its precompiled form ``.gch`` beside it, into `headers_folder`."""
+    compiled = _run_gcc(f"g++ {FLAGS} -x c++-header -o /tmp/made /box/header.hpp && cat /tmp/made", text)
     _write(header, text)
-    _write(f"{header}.gch", made)
+    _write(f"{header}.gch", compiled)
 
 
-def _ran(command: str, text: bytes) -> bytes:
-    """What a command in the sandbox says of a header with this text; OSError if it fails."""
+def _run_gcc(command: str, text: bytes) -> bytes:
+    """The output of a shell command in the sandbox, in which /box/header.hpp has this text; OSError if it fails."""
     outcome = run(Program(("/bin/sh", "-c", command), {"/box/header.hpp": text}), limits=PRECOMPILING)
     if not outcome.succeeded:
-        raise OSError("g++ refuses it")
+        raise OSError("g++ cannot compile it in the sandbox")
     return outcome.output
 
 

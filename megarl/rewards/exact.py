@@ -1,4 +1,4 @@
-"""The response must equal the answer, letter by letter; white space around either does not count."""
+"""The verifier for exact answers: response and answer must be equal, except for white space around them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.rewards import Verifier, check_rows, right_answer
 
 
 def check(recipe: Recipe) -> None:
-    """Every row of a prompt file must have an answer; a generator's item without is a `UserError` when it is met."""
+    """Raise `UserError` if a row of a prompt file has no answer. Items of generators are checked when scored."""
     check_rows(recipe, right_answer)
 
 

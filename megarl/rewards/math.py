@@ -1,10 +1,10 @@
-"""Mathematical equality of the final answers, decided by math-verify.
+"""The verifier for mathematics: math-verify decides whether the final answer equals the reference answer.
 
-The last ``\\boxed{...}`` of a response is its answer. In a response without one math-verify looks for the answer,
-unless ``reward.boxed`` asks for a box.
+The answer of a response is its last ``\\boxed{...}``. In a response without one math-verify looks for an answer, unless
+``reward.boxed`` requires a box.
 
-A hostile formula can cost SymPy hours or all memory, and math-verify's own time limit works only in the main thread and
-between two bytecodes: so it is told to keep none, and `megarl.rewards.pool` ends what takes too long.
+A hostile formula can cost SymPy hours or all memory. math-verify's own timeout works only in the main thread and
+between two bytecodes, so it is turned off, and `megarl.rewards.pool` ends a worker that takes too long.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import Verifier, check_rows, right_answer
 
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
-DOLLAR = re.compile(r"(?<!\\)\$")  # of a formula; \$ is money
+DOLLAR = re.compile(r"(?<!\\)\$")  # delimits a formula, whereas \$ is a dollar sign
 
 
 def check(recipe: Recipe) -> None:
-    """Every answer of a prompt file must be mathematics; a generator's is a `UserError` when it is met."""
+    """Raise `UserError` if an answer in a prompt file cannot be parsed. Items of generators are checked when scored."""
     verifier = Math(recipe.reward)
-    # numbers are most of most files, and take a millisecond each to parse
+    # plain numbers are most of the answers in most files; parsing them would take a millisecond each
     check_rows(recipe, lambda prompt: NUMBER.fullmatch(prompt.answer.strip()) or verifier.gold(prompt))
 
 
@@ -39,10 +39,10 @@ class Math:
     """Scores 1 or 0."""
 
     def __init__(self, table: RewardTable) -> None:
-        import math_verify  # a second, which only the process that scores has to wait for
+        import math_verify  # takes a second, so only processes that score import it
 
         self._library, self._boxed = math_verify, table.boxed
-        self._parse_answer = functools.lru_cache(1024)(self._parse_answer_anew)
+        self._parse_answer = functools.lru_cache(1024)(self._parse_uncached)
 
     def score(self, prompt: Prompt, response: str) -> float:
         gold, answer = self.gold(prompt), last_box(response)
@@ -53,21 +53,21 @@ class Math:
             return float(self._library.verify(gold, found, timeout_seconds=None))
         except MemoryError:
             raise
-        except Exception:  # whatever SymPy raises on what it cannot read or compare: it is wrong
+        except Exception:  # SymPy raises many kinds on text that it cannot parse or compare: the response is wrong
             return 0.0
 
     def gold(self, prompt: Prompt) -> list[Any]:
-        """The right answer, parsed; `UserError` where it is no mathematics."""
+        """The parsed reference answer; `UserError` if math-verify cannot parse it."""
         answer = right_answer(prompt)
         gold = self._parse_answer(answer)
         if not gold:
             raise UserError(
-                f"the answer {answer[:60]!r} of prompt {prompt.text[:60]!r} is no mathematics; "
+                f"the answer {answer[:60]!r} of prompt {prompt.text[:60]!r} cannot be parsed as mathematics; "
                 'use reward.kind = "exact"'
             )
         return gold
 
-    def _parse_answer_anew(self, answer: str) -> list[Any]:
-        """The right answer: bare (42, 1/2, \\frac{1}{2}, \\$18.90) or in a text with $...$ or \\boxed{...}."""
-        dressed = answer if DOLLAR.search(answer) or "\\boxed" in answer else f"${answer}$"
-        return self._library.parse(dressed, parsing_timeout=None)
+    def _parse_uncached(self, answer: str) -> list[Any]:
+        """Parse a reference answer: bare (42, 1/2, \\frac{1}{2}, \\$18.90), or text with $...$ or \\boxed{...}."""
+        formula = answer if DOLLAR.search(answer) or "\\boxed" in answer else f"${answer}$"
+        return self._library.parse(formula, parsing_timeout=None)

@@ -1,4 +1,4 @@
-"""The reward of a recipe: its verifier, and ``[[reward.parts]]``, each with a weight."""
+"""The reward of a recipe: the weighted sum of the verifier's reward and ``[[reward.parts]]``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.rewards.python import Python, load_function
 
 
 def check_reward(recipe: Recipe) -> None:
-    """`UserError` if the verifier that ``[reward] kind`` names does not suit the recipe's data."""
+    """Raise `UserError` if the recipe's verifier cannot score its prompts, or a part's function cannot be loaded."""
     _module(recipe).check(recipe)
     for part in recipe.reward.parts:
         if part.path is not None:
@@ -36,7 +36,7 @@ def _module(recipe: Recipe) -> VerifierModule:
 
 
 class WithParts:
-    """A verifier, and the parts that read the response: their weighted sum is the score's ``extra``."""
+    """A verifier with the parts that read the response's text: their weighted sum is added as ``Score.extra``."""
 
     def __init__(self, verifier: Verifier, parts: Sequence[RewardPart]) -> None:
         self._verifier = verifier
@@ -47,7 +47,7 @@ class WithParts:
         return self._with_parts(self._verifier.score(prompt, response), prompt, response)
 
     def score_group(self, prompt: Prompt, responses: Sequence[str]) -> list[Score]:
-        """As `GroupVerifier`, which the verifier must be."""
+        """As `GroupVerifier.score_group`; the wrapped verifier must be a `GroupVerifier`."""
         found = cast(GroupVerifier, self._verifier).score_group(prompt, responses)
         return [self._with_parts(score, prompt, text) for score, text in zip(found, responses, strict=True)]
 
@@ -59,32 +59,36 @@ class WithParts:
 
 
 def total(score: Score, tokens: int, table: RewardTable, longest: int) -> tuple[float, float]:
-    """(reward, correct) of a response of so many ``tokens``; ``longest``: what it may have at most."""
+    """(reward, correct) of a response with this score: all parts of the reward but "length"; 1.0 if right, else 0.0.
+
+    tokens: the response's length; longest: ``rollout.max_response_tokens``.
+    """
     correct = reward(score.value, table)
-    worth = score.value if table.partial_credit else correct
+    base = score.value if table.partial_credit else correct
     if score.reward is not None:
-        worth = score.reward
-    worth = table.weight * worth + score.extra
+        base = score.reward
+    result = table.weight * base + score.extra
     for part in table.parts:
         if part.kind == "overlong":
             assert part.buffer is not None
-            worth += part.weight * overlong(tokens, longest, part.buffer)
-    return worth, correct
+            result += part.weight * overlong(tokens, longest, part.buffer)
+    return result, correct
 
 
 def totals(
     scores: Sequence[Score], tokens: Sequence[int], table: RewardTable, longest: int
 ) -> list[tuple[float, float]]:
-    """`total` of all responses to a prompt, and what they get for their lengths among each other."""
+    """(reward, correct) of each response to a prompt: `total` plus the reward of its length within the group."""
     found = [total(score, length, table, longest) for score, length in zip(scores, tokens, strict=True)]
-    among = by_length(tokens, [correct == 1 for _, correct in found], table)
-    return [(reward + extra, correct) for (reward, correct), extra in zip(found, among, strict=True)]
+    length_rewards = by_length(tokens, [correct == 1 for _, correct in found], table)
+    return [(reward + extra, correct) for (reward, correct), extra in zip(found, length_rewards, strict=True)]
 
 
 def by_length(tokens: Sequence[int], right: Sequence[bool], table: RewardTable) -> list[float]:
-    """Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3), times its weight, of each response to a prompt.
+    """Kimi k1.5's length reward (arXiv:2501.12599, section 2.3.3) of each response to a prompt, times its weight.
 
-    0.5 for the shortest to -0.5 for the longest; a wrong one gets nothing above 0. All 0 where all are as long.
+    It falls linearly from 0.5 for the shortest response to -0.5 for the longest, but is at most 0 for wrong ones; it is
+    0 if all have the same length.
     """
     weight = sum(part.weight for part in table.parts if part.kind == "length")
     least, most = min(tokens), max(tokens)
@@ -95,5 +99,5 @@ def by_length(tokens: Sequence[int], right: Sequence[bool], table: RewardTable) 
 
 
 def overlong(tokens: int, longest: int, buffer: int) -> float:
-    """DAPO's soft penalty (arXiv:2503.14476, Eq. 13): 0 up to ``longest - buffer`` tokens, then linear to -1."""
+    """DAPO's soft length penalty (arXiv:2503.14476, Eq. 13): 0 up to ``longest - buffer`` tokens, then linear to -1."""
     return -min(1.0, max(0, tokens - (longest - buffer)) / buffer)

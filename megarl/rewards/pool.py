@@ -1,13 +1,13 @@
-"""Verifiers in processes of their own: no response stops a generation, or keeps it waiting.
+"""Runs verifiers in separate processes, so that no response can crash the process that generates or make it wait.
 
-The process that generates asks and goes on; verdicts are there when it looks. It forks one process, the keeper, before
-it starts threads or CUDA. The keeper builds the verifier, forks workers that score one response at a time, and ends
-those that take too long, wherever they are: a hostile formula can keep C code busy for hours. Whatever is forked dies
-with the process that forked it, by the end of its socket at the latest. Responses travel in batches, because a word
-compared takes less time than a message.
+That process, the client, submits responses, goes on, and collects the verdicts later. Before it starts threads or CUDA
+it forks one process, the supervisor, which builds the verifier, forks workers that score one response at a time, and
+replaces those that exceed a limit. Limits hold inside C code, too, which a hostile formula can keep busy for hours. A
+forked process ends with the one that forked it, at the latest when its socket closes. Responses travel in batches,
+because a message takes longer than comparing two short answers.
 
-A verdict depends on the response alone. So the limit is one of processor time, which a busy machine does not change,
-and a worker that ended for another reason, such as a kill, does not count against the response that it had.
+A verdict depends only on the response. So the time limit counts CPU time, which does not depend on the machine's load,
+and if a worker ends for another reason, such as a kill, the response that it was scoring is scored again.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from megarl.rewards import GroupVerifier, Score, Verifier, VerifierUnavailable
 from megarl.rewards.messages import MESSAGE, Channel, pack_answers, pack_question, split, unpack_question
 
 NUMBER = struct.Struct("=Q")
-BATCH = 32  # questions in a message, at most
-SECONDS_TO_ANSWER = 0.01  # that an answer may wait for others to be sent with
-POLL_SECONDS = 0.5  # between two looks at workers that say nothing
-ATTEMPTS = 2  # of a response whose worker ended, but not because of the limits
+BATCH = 32  # the most questions in a message
+SECONDS_TO_ANSWER = 0.01  # how long an answer may be held back to send it with others
+POLL_SECONDS = 0.5  # between two checks of workers that send nothing
+ATTEMPTS = 2  # times that a response is scored if its worker is killed from outside
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one response, and of all."""
+    """Limits on scoring one response, and the number of workers."""
 
-    seconds: float = 5.0  # processor time
-    memory: int = 4 << 30  # bytes beyond those of a worker that has scored nothing; 10**10**10 would take all there are
-    patience: float = 60.0  # seconds in which a worker that scores must run at all: else somebody has stopped it
-    workers: int = 4  # at most; another one is forked when a response would wait for those there are
+    seconds: float = 5.0  # CPU time
+    memory: int = 4 << 30  # bytes in addition to those of a new worker; evaluating 10**10**10 would take all memory
+    patience: float = 60.0  # a worker that scores but gets no CPU time for so many seconds is replaced: it was stopped
+    workers: int = 4  # the most workers; one is forked only when a response would have to wait for the others
 
     @classmethod
     def of_this_process(cls, recipe: Recipe) -> Limits:
-        """With this process's share of its node's cores; a worker is replaced before the phase seems to stand still.
+        """Limits for this process's share of its node's cores, with a patience well below ``run.stall_seconds``.
 
-        Workers that wait for a service need no core, and wait for as long as that may take.
+        Workers that wait for a service need no core, and may wait as long as its requests take.
         """
         stall_seconds = recipe.run.stall_seconds
         if service := recipe.reward.service:
@@ -71,16 +71,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a response is worth, in [0, 1]; ``over`` says which limit it exceeded, which makes the score 0."""
+    """The result of scoring a response. A response that exceeded a limit of the pool has the score 0."""
 
-    score: float
-    over: str | None = None  # "time" | "memory" | "died", or a limit of the verifier's own
+    score: float  # in [0, 1]
+    over: str | None = None  # the exceeded limit: "time" | "memory" | "died" (crashed), or one of the verifier's own
     reward: float | None = None  # as in `Score`
-    extra: float = 0.0
+    extra: float = 0.0  # as in `Score`
 
     @property
     def found(self) -> Score:
-        """What it says of the reward."""
+        """The verdict as a `Score`."""
         return Score(self.score, self.over, self.reward, self.extra)
 
 
@@ -89,37 +89,40 @@ def _verdict(answer: dict[str, Any]) -> Verdict:
 
 
 class VerifierPool:
-    """To be made before this process starts threads or initialises CUDA, which its fork could not use.
+    """The client's side. Construct it before the process starts threads or initialises CUDA, since it forks.
 
-    ``build`` makes the verifier, in the keeper. A `UserError` that it or the verifier raises is raised by `verdicts`.
+    ``build`` makes the verifier, in the supervisor. `verdicts` raises any `UserError` that it or the verifier raises.
     """
 
     def __init__(self, build: Callable[[], Verifier], limits: Limits) -> None:
         ours, theirs = socket.socketpair()
         self._pid = os.fork()
         if not self._pid:
-            _in_fork(theirs, lambda: _Keeper(theirs, build, limits).serve())
+            _in_fork(theirs, lambda: _Supervisor(theirs, build, limits).serve())
         theirs.close()
-        self._keeper = Channel(ours)
-        self._asked = self._answered = 0  # responses
+        self._supervisor = Channel(ours)
+        self._asked = self._answered = 0  # responses submitted and scored
         self._unsent: list[bytes] = []
-        self._prompt: tuple[Prompt, bytes] | None = None  # the last one that was asked about, as it is sent
+        self._prompt: tuple[Prompt, bytes] | None = None  # the last prompt submitted, and its pickled form
 
     def ask(self, prompt: Prompt, response: str) -> int:
-        """Have a response scored, from the next call of `verdicts` on at the latest.
+        """Submit a response for scoring; returns its number at once.
 
-        Returns at once, with the number of the question.
+        It may be sent to the supervisor only at the next call of `verdicts`.
         """
         return self._ask(prompt, response, 1)
 
     def ask_group(self, prompt: Prompt, responses: Sequence[str]) -> range:
-        """The same for all responses to a prompt together, by a `GroupVerifier`; limits are then of the whole group."""
+        """Submit all responses to a prompt, for a `GroupVerifier`; returns their numbers.
+
+        The limits then hold for the group as a whole.
+        """
         first = self._ask(prompt, tuple(responses), len(responses))
         return range(first, first + len(responses))
 
     def _ask(self, prompt: Prompt, responses: str | tuple[str, ...], count: int) -> int:
         if self._prompt is None or self._prompt[0] is not prompt:
-            # tokens, which no verifier reads, may be most of a prompt
+            # without tokens: they may be most of a prompt, and no verifier reads them
             self._prompt = prompt, pickle.dumps(replace(prompt, tokens=()))
         number = self._asked
         self._asked += count
@@ -130,27 +133,27 @@ class VerifierPool:
 
     def _send(self) -> None:
         if self._unsent:
-            self._keeper.send(len(self._unsent), b"".join(self._unsent))
+            self._supervisor.send(len(self._unsent), b"".join(self._unsent))
             self._unsent = []
 
     def verdicts(self, wait: bool = False, unless: Callable[[], bool] = lambda: False) -> list[tuple[int, Verdict]]:
-        """(number of the question, verdict) of what has been scored since the last call, in any order.
+        """(number of the response, verdict) of all responses scored since the last call, in any order.
 
-        wait: until there is one, if there are questions without an answer, or until ``unless`` becomes true.
+        wait: if responses are still being scored, wait until there is a verdict or ``unless()`` is true.
         """
         if self._asked == self._answered:
             return []
         self._send()
         while not (answers := self._receive()) and wait and not unless():
-            unsent = [self._keeper.socket] if self._keeper.unsent else []
-            select.select([self._keeper.socket], unsent, [], POLL_SECONDS)
+            unsent = [self._supervisor.socket] if self._supervisor.unsent else []
+            select.select([self._supervisor.socket], unsent, [], POLL_SECONDS)
         self._answered += len(answers)
         return answers
 
     def _receive(self) -> list[tuple[int, Verdict]]:
-        self._keeper.flush()
+        self._supervisor.flush()
         answers = []
-        for number, answer in [item for _, body in self._keeper.receive() for item in json.loads(body)]:
+        for number, answer in [item for _, body in self._supervisor.receive() for item in json.loads(body)]:
             if "mistake" in answer:
                 raise UserError(answer["mistake"])
             if "unavailable" in answer:
@@ -158,34 +161,40 @@ class VerifierPool:
             if "error" in answer:
                 raise RuntimeError(f"the verifier failed:\n{answer['error']}")
             answers.append((number, _verdict(answer)))
-        if self._keeper.closed:
-            raise RuntimeError("the process that keeps the verifiers ended; its own message is above, if it had one")
+        if self._supervisor.closed:
+            raise RuntimeError(
+                "the process that supervises the verifiers ended; if it printed an error, it is above in this log"
+            )
         return answers
 
     def close(self) -> None:
-        """End all processes, and wait for them."""
+        """End all processes of the pool, and wait for them."""
         if self._pid:
-            self._keeper.socket.close()
+            self._supervisor.socket.close()
             os.waitpid(self._pid, 0)
             self._pid = 0
 
 
 @dataclass(eq=False)
 class _Question:
-    number: int
+    """A response, or a group of responses, to be scored."""
+
+    number: int  # of its first response
     responses: int
-    packed: bytes
-    attempts: int = 0
+    packed: bytes  # as `pack_question` returns it
+    attempts: int = 0  # times that its worker ended while scoring it
 
 
 @dataclass
 class _Worker:
+    """The supervisor's view of a worker process."""
+
     pid: int
     channel: Channel
-    current: mmap.mmap  # the number of the question that it scores
-    questions: deque[_Question] = field(default_factory=deque)  # that it has not answered, in order
-    ran: int = 0  # nanoseconds of processor time when it was last seen to run
-    seen: float = 0.0  # when that was, `time.monotonic`
+    current: mmap.mmap  # shared memory: the number of the question that the worker is scoring
+    questions: deque[_Question] = field(default_factory=deque)  # sent to it and not yet answered, in order
+    ran: int = 0  # nanoseconds of CPU time when it was last seen to run
+    seen: float = 0.0  # when that was, by `time.monotonic`
     ended: bool = False
 
     def begin(self, questions: Iterable[_Question]) -> None:
@@ -194,7 +203,7 @@ class _Worker:
         self.channel.send(len(self.questions), b"".join(question.packed for question in self.questions))
 
     def is_stuck(self, patience: float) -> bool:
-        """Whether it has not run at all for so many seconds, though it has questions."""
+        """Whether it has questions but has got no CPU time for ``patience`` seconds."""
         if not self.questions or time.monotonic() - self.seen <= patience:
             return False
         if (ran := self._processor_time()) == self.ran:
@@ -208,14 +217,14 @@ class _Worker:
         return self.ran  # it has just ended
 
 
-class _Keeper:
-    """Hands questions to workers, and verdicts back."""
+class _Supervisor:
+    """Distributes the client's questions to workers, and forwards their verdicts to the client."""
 
-    def __init__(self, asker: socket.socket, build: Callable[[], Verifier], limits: Limits) -> None:
-        self.asker, self.limits = Channel(asker), limits
+    def __init__(self, client: socket.socket, build: Callable[[], Verifier], limits: Limits) -> None:
+        self.client, self.limits = Channel(client), limits
         self.waiting: deque[_Question] = deque()
         self.workers: list[_Worker] = []
-        os.nice(19)  # scoring takes only time that the generation leaves; what is left at its end has all of it
+        os.nice(19)  # score only with CPU time that the generation leaves, and with all of it once that has ended
         try:
             self.verifier = build()
         except UserError as error:
@@ -224,31 +233,32 @@ class _Keeper:
             self._end({"error": traceback.format_exc()})
 
     def serve(self) -> None:
-        """Until the asker is gone."""
-        while not self.asker.closed:
+        """Run until the client closes its socket or ends."""
+        while not self.client.closed:
             self._select()
-            for _, body in self.asker.receive():
+            for _, body in self.client.receive():
                 self.waiting += [_Question(*question) for question in split(body)]
             for worker in self.workers:
-                self._hear(worker)
+                self._poll(worker)
             self.workers = [worker for worker in self.workers if not worker.ended]
-            self._hand_out()
+            self._dispatch()
         for worker in self.workers:
             os.kill(worker.pid, signal.SIGKILL)
             os.waitpid(worker.pid, 0)
 
     def _select(self) -> None:
-        channels = [self.asker, *(worker.channel for worker in self.workers)]
+        """Wait until a socket can be read, or written if it has unsent data; no longer than a poll if workers score."""
+        channels = [self.client, *(worker.channel for worker in self.workers)]
         unsent = [channel.socket for channel in channels if channel.unsent]
         busy = any(worker.questions for worker in self.workers)
         select.select([channel.socket for channel in channels], unsent, [], POLL_SECONDS if busy else None)
         for channel in channels:
             channel.flush()
 
-    def _hear(self, worker: _Worker) -> None:
-        """Take a worker's verdicts, notice its end, or end it."""
+    def _poll(self, worker: _Worker) -> None:
+        """Forward a worker's verdicts. If it has ended, or is stuck and is killed, requeue its open questions."""
         for answered, body in worker.channel.receive():
-            self.asker.send(answered, body)
+            self.client.send(answered, body)
             for _ in range(answered):
                 worker.questions.popleft()
         if worker.is_stuck(self.limits.patience):
@@ -264,22 +274,26 @@ class _Keeper:
         self.waiting.extendleft(reversed(left))
 
     def _ended_by(self, question: _Question, current: int, code: int) -> bool:
-        """Whether a worker ended because of this question of those it had, which is then answered."""
+        """Whether a worker that ended with exit ``code`` ended because of this question; if so, answer it.
+
+        current: the number of the question that the worker was scoring.
+        """
         if question.number != current:
             return False
         question.attempts += 1
-        if code == -signal.SIGKILL and question.attempts < ATTEMPTS:  # by a person, the kernel, or `_hear`
+        if code == -signal.SIGKILL and question.attempts < ATTEMPTS:  # killed by a person, the kernel or `_poll`
             return False
-        over = "time" if code == -signal.SIGPROF else "died"  # as C code does that gets no memory, or recurs too deep
+        over = "time" if code == -signal.SIGPROF else "died"  # died: for example C code without memory or stack
         numbers = range(question.number, question.number + question.responses)
-        self.asker.send(1, pack_answers((number, {"score": 0.0, "over": over}) for number in numbers))
+        self.client.send(1, pack_answers((number, {"score": 0.0, "over": over}) for number in numbers))
         return True
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
+        """Send waiting questions to idle workers, and fork new workers up to the limit."""
         idle = [worker for worker in self.workers if not worker.questions]
         while self.waiting and (idle or len(self.workers) < self.limits.workers):
             worker = idle.pop() if idle else self._fork()
-            # fewer the fewer are left, so that no worker is still busy for long when the others have no more
+            # batches shrink towards the end, so that no worker is busy for long after the others have finished
             share = min(BATCH, -(-len(self.waiting) // (2 * self.limits.workers)))
             worker.begin([self.waiting.popleft() for _ in range(share)])
 
@@ -294,17 +308,18 @@ class _Keeper:
         return self.workers[-1]
 
     def _end(self, answer: dict[str, str]) -> NoReturn:
-        self.asker.socket.setblocking(True)
-        self.asker.send(1, pack_answers([(0, answer)]))
+        """Tell the client why there is no verifier, and exit."""
+        self.client.socket.setblocking(True)
+        self.client.send(1, pack_answers([(0, answer)]))
         sys.exit(1)
 
 
 def _in_fork(end: socket.socket, run: Callable[[], None]) -> NoReturn:
-    """Run in a fork that keeps no file but ``end`` and what it prints to, then end it."""
+    """In a forked child: close all files but ``end`` and the standard streams, call ``run``, and exit."""
     code = 1
     try:
         name_process("verifier")
-        for number in STOP_SIGNALS:  # a scheduler sends them to all processes, but the asker still needs this one
+        for number in STOP_SIGNALS:  # a scheduler sends them to all processes, but the client still needs this one
             signal.signal(number, signal.SIG_IGN)
         os.closerange(3, end.fileno())
         os.closerange(end.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
@@ -315,21 +330,21 @@ def _in_fork(end: socket.socket, run: Callable[[], None]) -> NoReturn:
     finally:
         with contextlib.suppress(Exception):
             sys.stderr.flush()
-        os._exit(code)  # what it inherited is not its to clean up
+        os._exit(code)  # skip cleanup: the inherited resources belong to the parent
 
 
-def _work(keeper: socket.socket, verifier: Verifier, limits: Limits, current: mmap.mmap) -> None:
-    """In a worker: score one response after another."""
+def _work(supervisor: socket.socket, verifier: Verifier, limits: Limits, current: mmap.mmap) -> None:
+    """In a worker: score one response after another. Ends early if one left too much memory in use or exceeded it."""
     logging.disable(logging.CRITICAL)  # math-verify logs every formula that it cannot read
     with open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # if memory is short, the kernel is to take this process
+        file.write("1000")  # if memory runs out, the kernel should kill this process first
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     begin = _memory()
     resource.setrlimit(resource.RLIMIT_AS, (begin + limits.memory,) * 2)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action ends the process, also inside C code
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
-    keeper.setblocking(True)
-    with keeper.makefile("rb") as messages:
+    supervisor.setblocking(True)
+    with supervisor.makefile("rb") as messages:
         while header := messages.read(MESSAGE.size):
             answers: list[tuple[int, dict[str, Any]]] = []
             answered, sent = 0, time.monotonic()
@@ -340,23 +355,23 @@ def _work(keeper: socket.socket, verifier: Verifier, limits: Limits, current: mm
                 signal.setitimer(signal.ITIMER_PROF, limits.seconds)
                 found = _score(verifier, prompt, responses)
                 signal.setitimer(signal.ITIMER_PROF, 0)
-                # one answer to a group is that to each of it
+                # a single answer to a group holds for each of its responses
                 answers += zip(range(number, number + count), found * count if len(found) == 1 else found, strict=True)
                 answered, left = answered + 1, left - 1
-                # what this response left behind is not to count against the next one
+                # memory that this response left in use must not count against the next one
                 worn = found[0].get("over") or _memory() - begin > limits.memory // 8
                 if worn or not left or time.monotonic() - sent > SECONDS_TO_ANSWER:
                     body = pack_answers(answers)
-                    keeper.sendall(MESSAGE.pack(answered, len(body)) + body)
+                    supervisor.sendall(MESSAGE.pack(answered, len(body)) + body)
                     answers, answered, sent = [], 0, time.monotonic()
                 if worn:
                     return
 
 
 def _score(verifier: Verifier, prompt: Prompt, responses: str | tuple[str, ...]) -> list[dict[str, Any]]:
-    """The answer to each of the responses; a single one where it is the same for all."""
+    """The answer to each response of a question; a single one if it is the same for all."""
     random.seed(0)
-    if "sympy.core.random" in sys.modules:  # it tests equality at random points
+    if "sympy.core.random" in sys.modules:  # SymPy tests equality at random points
         sys.modules["sympy.core.random"].seed(0)
     try:
         if isinstance(responses, str):
@@ -370,7 +385,7 @@ def _score(verifier: Verifier, prompt: Prompt, responses: str | tuple[str, ...])
         return [{"unavailable": str(error)}]
     except Exception:
         text = responses if isinstance(responses, str) else responses[0]
-        return [{"error": f"{prompt.text[:60]!r}, answered by {text[:60]!r}:\n{traceback.format_exc()}"}]
+        return [{"error": f"on prompt {prompt.text[:60]!r} with response {text[:60]!r}:\n{traceback.format_exc()}"}]
 
 
 def _answer(found: float | Score) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""A verifier of the user's own: a Python function in a file, ``score(prompt, response, row) -> float | dict``.
+"""The verifier that calls a function in the user's own Python file: ``score(prompt, response, row) -> float | dict``.
 
-It runs in the processes of `megarl.rewards.pool`, within their limits, and sees texts and the row alone.
+It runs in the processes of `megarl.rewards.pool`, within their limits, and gets only texts and the prompt's row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Function = Callable[[str, Any, dict[str, Any]], Any]
 
 
 def check(recipe: Recipe) -> None:
-    """The file must load, and have the function."""
+    """Raise `UserError` unless the file loads and has the function."""
     load_function(str(recipe.reward.path))
 
 
@@ -30,31 +30,33 @@ def build(table: RewardTable, prompts: PromptSource) -> Verifier:
 
 
 class Python:
-    """Scores as the function at ``path``, FILE.py:FUNCTION, does."""
+    """Scores with the function at ``path``, FILE.py:FUNCTION."""
 
     def __init__(self, path: str) -> None:
         self._path, self._function = path, load_function(path)
 
     def score(self, prompt: Prompt, response: str) -> Score:
-        """The function gives the score, or {"score": ...} with, if it likes, "reward", what is trained on."""
+        """The function returns the score, or {"score": ...} with an optional "reward" to train on instead."""
         return read_score(self._function(prompt.text, response, row_of(prompt)), self._path)
 
     def score_group(self, prompt: Prompt, responses: Sequence[str]) -> list[Score]:
-        """The function takes a list of texts in the place of one, and gives a list of as many scores."""
+        """The function gets a list of responses instead of one, and returns a list of as many scores."""
         found = self._function(prompt.text, list(responses), row_of(prompt))
         if not isinstance(found, list | tuple) or len(found) != len(responses):
-            raise UserError(f"{self._path} gave {found!r:.60} for {len(responses)} responses: expected as many scores")
+            raise UserError(
+                f"{self._path} returned {found!r:.60} for {len(responses)} responses: expected a list of as many scores"
+            )
         return [read_score(each, self._path) for each in found]
 
 
 def load_function(path: str) -> Function:
-    """The function at ``path``; `UserError` where there is none that takes prompt, response and row."""
+    """Load the function at ``path``, FILE.py:FUNCTION; `UserError` unless it takes (prompt, response, row)."""
     file, _, name = path.rpartition(":")
     if not Path(file).is_file():
         raise UserError(f"[reward] path = {path!r}: there is no file {file}")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     if spec is None or spec.loader is None:
-        raise UserError(f"[reward] path = {path!r}: {file} is no Python file")
+        raise UserError(f"[reward] path = {path!r}: {file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -1,8 +1,9 @@
-"""The scorer of the generator that made the prompt, with a guard: some of the library's scorers evaluate the response.
+"""The verifier that calls the scorer of the prompt's generator, but keeps executable responses from it.
 
-reasoning-gym 0.1.25 passes the response to Python's ``eval`` (string_insertion, spiral_matrix, binary_matrix, n_queens)
-or to SymPy's ``parse_expr``, which evaluates too (countdown, puzzle24, polynomial_multiplication, the integrations).
-Only plain literals and plain formulas are passed on to those; anything else would be wrong anyway and scores 0.
+Some scorers of reasoning-gym 0.1.25 pass the response to Python's ``eval`` (string_insertion, spiral_matrix,
+binary_matrix, n_queens) or to SymPy's ``parse_expr``, which evaluates too (countdown, puzzle24,
+polynomial_multiplication, the integrations). They get only plain literals and plain formulas; any other response would
+be wrong anyway and scores 0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FORMULA_SCORERS = {
     "intermediate_integration",
 }
 
-LITERAL = re.compile(r"[\w\s\[\],'\"-]*")  # nested lists of words and numbers: no call, no attribute, no product
+LITERAL = re.compile(r"[\w\s\[\],'\"-]*")  # nested lists of words and numbers, but no calls, attributes or products
 FUNCTIONS = {"sqrt", "exp", "log", "ln", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "Abs"}
 FORMULA_NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name, ast.Load)
 LONGEST_FORMULA = 1000  # characters
@@ -33,7 +34,7 @@ LARGEST_POWER = 64
 
 
 def check(recipe: Recipe) -> None:
-    """Training and evaluation prompts must come from generators, because a file has no scorer."""
+    """Raise `UserError` if training or evaluation prompts come from a file, which has no scorer."""
     if recipe.data.files:
         raise UserError('reward.kind = "reasoning_gym" needs data.source = "reasoning_gym"')
     for suite in recipe.suites:
@@ -50,13 +51,13 @@ def build(table: RewardTable, prompts: PromptSource) -> Verifier:
 
 
 class ReasoningGym:
-    """Scores in [0, 1], with the partial credit that the generator's scorer gives."""
+    """Scores in [0, 1], with the partial credit of the generator's scorer."""
 
     def __init__(self, scorers: dict[str, Any]) -> None:
         self._scorers = scorers  # generator name -> data set
 
     def score(self, prompt: Prompt, response: str) -> float:
-        # of a composite generator, the one that made this item
+        # for a composite generator: the generator inside it that made this item
         source = prompt.entry["metadata"].get("source_dataset", prompt.entry["generator"])
         if source in EVAL_SCORERS and not LITERAL.fullmatch(response):
             return 0.0
@@ -67,12 +68,12 @@ class ReasoningGym:
         except MemoryError:
             raise
         except Exception:
-            return 0.0  # scorers such as prime_factorization's raise on text that they cannot parse: it is wrong
-        return score if 0.0 <= score <= 1.0 else 0.0  # also NaN
+            return 0.0  # some scorers, as of prime_factorization, raise on text that they cannot parse
+        return score if 0.0 <= score <= 1.0 else 0.0  # 0 for NaN, too
 
 
 def is_plain_formula(text: str) -> bool:
-    """True for sums, products, small powers and elementary functions of numbers and one-letter symbols."""
+    """Whether a text has only sums, products, small powers, elementary functions, numbers and one-letter symbols."""
     if len(text) > LONGEST_FORMULA:
         return False
     try:

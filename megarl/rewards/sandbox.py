@@ -1,12 +1,12 @@
-"""Runs programs that nobody trusts: each in namespaces of its own, without rights, and never outside them.
+"""Runs untrusted programs, each in Linux namespaces of its own and without privileges.
 
-A program sees a read-only tree of compilers, libraries and one Python without packages, its own file, and a /tmp that
-nobody else has; no home, no /proc, no network, no process but its own. It has a list of system calls, none of which
-makes a socket, a process or a namespace. What it may use is limited, and when it ends, or is ended, the kernel ends
-whatever it started. `csrc/sandbox` does that; where bubblewrap is installed and the user is not root, bubblewrap makes
-the namespaces and the tree.
+A program sees a read-only tree of compilers, libraries and one Python without packages, its own files, and a private
+/tmp; no home, /proc, network or other processes. Only listed system calls are allowed, none of which can create a
+socket, process or namespace. Its resources are limited, and when it ends or is stopped, the kernel kills everything
+that it started. The launcher in `csrc/sandbox` does this; if bubblewrap is installed and the user is not root,
+bubblewrap sets up the namespaces and the tree.
 
-Its output is read here, outside. `SandboxError` means that the sandbox failed: that says nothing about the program.
+Its output is read here, outside. `SandboxError` means that the sandbox failed, which says nothing about the program.
 """
 
 from __future__ import annotations
@@ -28,48 +28,49 @@ from pathlib import Path
 
 from megarl.errors import UserError
 
-POLL_SECONDS = 0.5  # between two looks at a program that says nothing
-PYTHON = "/python/bin/python"  # as programs see it, unless it is the system's
+POLL_SECONDS = 0.5  # between two checks of a program that writes nothing
+PYTHON = "/python/bin/python"  # path inside the sandbox, unless megarl runs on the system's Python
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # the order of a set decides no score
+    "PYTHONHASHSEED": "0",  # so that no score depends on the order of a set
     "OMP_NUM_THREADS": "1",
 }
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed: an error of the run, and never a score."""
+    """The sandbox itself failed. This is an error of the run and never affects a score."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program."""
+    """Resource limits of one program."""
 
-    seconds: int = 6  # processor time
-    asleep: float = 10.0  # seconds in which it neither ran nor waited for a processor; waits for memory count
-    memory: int = 1 << 30  # bytes of address space; of each process where there may be several
-    output: int = 4 << 20  # bytes
-    file_size: int = 64 << 20  # bytes of a file
-    disk: int = 64 << 20  # bytes of all its files, which are in memory
+    seconds: int = 6  # CPU time
+    asleep: float = 10.0  # seconds in which it neither ran nor waited for a CPU, but for example for memory or input
+    memory: int = 1 << 30  # bytes of address space, of each process if there may be several
+    output: int = 4 << 20  # bytes of standard output
+    file_size: int = 64 << 20  # bytes of the largest file
+    disk: int = 64 << 20  # bytes of all its files in /tmp, which is in memory
     files: int = 1024
     open_files: int = 64
     threads: int = 64
-    forks: bool = False  # whether it may start processes: compilers do
+    forks: bool = False  # whether it may start processes, as compilers must
 
     @property
     def wall(self) -> int:
-        """Seconds after which it is ended in any case: what is left of one processor in a hundred."""
+        """Seconds of wall-clock time after which it is stopped, even if it has got only a hundredth of a CPU."""
         return 100 * self.seconds + int(self.asleep) + 1
 
 
 @dataclass(frozen=True)
 class Program:
-    """What is run: ``command`` inside, where ``files`` (name inside -> content) are readable and executable.
+    """A command to run in the sandbox, and what it finds there.
 
-    binds: folders (path outside -> inside) that it sees beside the system's, read-only.
+    files: absolute name inside -> content; they are readable and executable. binds: additional read-only folders, path
+    outside -> path inside.
     """
 
     command: tuple[str, ...]
@@ -79,25 +80,25 @@ class Program:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended; ``over`` names the limit it exceeded, None if it ended by itself."""
+    """How a program ended."""
 
-    over: str | None  # "time" | "asleep" | "memory" | "output"
-    code: int  # exit status; minus the signal's number
-    output: bytes  # what it wrote to its standard output, at most `Limits.output` bytes
+    over: str | None  # the limit that it exceeded: "time" | "asleep" | "memory" | "output"; None: it ended by itself
+    code: int  # exit status, or minus the number of the signal that ended it
+    output: bytes  # its standard output, at most `Limits.output` bytes
 
     @property
     def succeeded(self) -> bool:
-        """Whether it ended by itself with status 0."""
+        """Whether it ended by itself with exit status 0."""
         return self.over is None and self.code == 0
 
 
 def python_command(*arguments: str) -> tuple[str, ...]:
-    """A command that runs the Python that programs see; no path but the standard library's is searched."""
+    """The command that runs Python in the sandbox; it can import only the standard library."""
     return (_python()[0], "-s", "-P", "-B", *arguments)
 
 
 def run(program: Program, stdin: bytes = b"", limits: Limits = Limits()) -> Outcome:
-    """Run a program to its end; `SandboxError` when the sandbox fails twice."""
+    """Run a program to its end. A failure of the sandbox is retried once, then raised as `SandboxError`."""
     for attempt in (1, 2):
         try:
             with _sealed(stdin) as source, Run(program, limits, source) as running:
@@ -110,19 +111,25 @@ def run(program: Program, stdin: bytes = b"", limits: Limits = Limits()) -> Outc
 
 @functools.cache
 def check_sandbox() -> None:
-    """`UserError` with a remedy where this machine cannot run programs in a sandbox."""
+    """Raise `UserError`, with a remedy, if this machine cannot run programs in a sandbox."""
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
-        raise UserError("programs are not run in a sandbox here: /proc lacks the children of a process")
+        raise UserError(
+            "programs cannot be run in a sandbox here: /proc has no files task/*/children, which need a kernel with "
+            "CONFIG_PROC_CHILDREN"
+        )
     if not launcher().exists():
-        raise UserError(f"{launcher()} is missing: install megarl where there is a C++ compiler, pip install .")
+        raise UserError(
+            f"{launcher()} is missing, because megarl was installed without a C++ compiler: install one, then megarl "
+            "again (pip install .)"
+        )
     try:
         outcome = run(Program(python_command("-c", "print(6 * 7)"), {}))
     except SandboxError as error:
         raise UserError(
-            f"programs cannot be run in a sandbox here ({error}), and without one none is run. On a machine of "
-            "your own allow user namespaces (sysctl user.max_user_namespaces, and on Ubuntu "
+            f"programs cannot be run in a sandbox here ({error}), and they are never run without one. On your own "
+            "machine allow user namespaces (sysctl user.max_user_namespaces, and on Ubuntu "
             "kernel.apparmor_restrict_unprivileged_userns=0) or install bubblewrap (apt install bubblewrap); "
-            "in a container allow them (podman, or docker --security-opt seccomp=unconfined)"
+            "in a container allow user namespaces (podman, or docker --security-opt seccomp=unconfined)"
         ) from error
     if not outcome.succeeded or outcome.output != b"42\n":
         raise UserError(f"Python does not run in the sandbox of this machine: {outcome}")
@@ -134,18 +141,20 @@ def launcher() -> Path:
     try:
         distribution = importlib.metadata.distribution("megarl")
     except importlib.metadata.PackageNotFoundError:
-        raise UserError("megarl is not installed: the sandbox needs its compiled launcher, pip install .") from None
+        raise UserError(
+            "megarl is not installed, and the sandbox needs its compiled launcher: run pip install . in its clone"
+        ) from None
     return Path(str(distribution.locate_file("megarl"))) / "rewards/bin/megarl_sandbox"
 
 
 class Run:
-    """A program that runs. As a context: at its end nothing of the program is left."""
+    """A running program. Used as a context manager it kills all that is left of the program at the end."""
 
     def __init__(self, program: Program, limits: Limits, stdin: int, stdout: int | None = None) -> None:
-        """stdin, stdout: descriptors; without ``stdout`` the output is for `finish`."""
-        self.limits, self._output, self._said = limits, bytearray(), b""
-        self._stopped: str | None = None  # why
-        self._ran = 0.0  # what `_busy` found last
+        """Start it. stdin, stdout: file descriptors; without ``stdout`` the output is returned by `finish`."""
+        self.limits, self._output, self._status_text = limits, bytearray(), b""
+        self._stopped: str | None = None  # the reason given to `stop`
+        self._busy_seconds = 0.0  # the largest result of `_busy` so far
         self._begin = time.monotonic()
         output, output_end = os.pipe() if stdout is None else (None, stdout)
         self._status, status_end = os.pipe()
@@ -172,17 +181,17 @@ class Run:
             os.close(end)
 
     def fileno(self) -> int:
-        """Readable when the program has ended."""
+        """A descriptor that becomes readable when the program ends."""
         return self._status
 
     def stop(self, why: str = "stopped") -> None:
-        """Have it ended, with everything that it started. ``why``: the limit that it exceeded, if it did."""
+        """Ask the launcher to kill it and everything that it started. why: the limit that it exceeded, if it did."""
         self._stopped = self._stopped or why
         with contextlib.suppress(ProcessLookupError):
             self._supervisor.send_signal(signal.SIGTERM)
 
     def finish(self) -> Outcome:
-        """Wait for its end, which its limits bring about; `SandboxError` if it is not known how it ended."""
+        """Wait for its end, which its limits guarantee; `SandboxError` if it is not known how it ended."""
         while self._stdout is not None or not self.ended():
             end = self._status if self._stdout is None else self._stdout
             if not select.select([end], [], [], POLL_SECONDS)[0]:
@@ -194,17 +203,17 @@ class Run:
         return self._outcome()
 
     def is_asleep(self, *others: Run) -> bool:
-        """Whether neither it nor ``others`` have run, or waited for a processor, for as long as its limit says."""
+        """Whether it and ``others`` have neither run nor waited for a CPU for ``limits.asleep`` seconds in all."""
         busy = sum(run._busy() for run in (self, *others))
         return time.monotonic() - self._begin - busy > self.limits.asleep
 
     def ended(self) -> bool:
-        """Whether nothing of it is left."""
+        """Whether it and everything that it started has ended."""
         while select.select([self._status], [], [], 0)[0]:
             data = os.read(self._status, 4096)
             if not data:
                 return True
-            self._said += data
+            self._status_text += data
         return False
 
     def _read(self, stdout: int) -> None:
@@ -217,35 +226,36 @@ class Run:
             self._stdout = None
 
     def _busy(self) -> float:
-        """Seconds in which its threads ran, or waited for a processor. What has ended is not seen any more."""
+        """Seconds in which its threads ran or waited for a CPU; the largest value seen, since ended threads vanish."""
         nanoseconds, pending = 0, [self._supervisor.pid]
         while pending:
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the process has just ended
                 for task in Path(f"/proc/{pending.pop()}/task").iterdir():
                     nanoseconds += sum(map(int, (task / "schedstat").read_text().split()[:2]))
                     pending += map(int, (task / "children").read_text().split())
-        self._ran = max(self._ran, nanoseconds / 1e9)
-        return self._ran
+        self._busy_seconds = max(self._busy_seconds, nanoseconds / 1e9)
+        return self._busy_seconds
 
     def _outcome(self) -> Outcome:
-        words = self._said.decode(errors="replace").split()
+        """How it ended, by the launcher's report: "ended", "time" or "wall", wait status, CPU microseconds, memory."""
+        words = self._status_text.decode(errors="replace").split()
         output = bytes(self._output[: self.limits.output])
         if words[:1] == ["failed"] or not (self._stopped or len(words) == 4):
-            raise SandboxError(" ".join(words) or "it was ended from outside")
+            raise SandboxError(" ".join(words) or "its launcher was killed from outside")
         if len(words) != 4 or self._stopped == "output":
             return Outcome(None if self._stopped == "stopped" else self._stopped, -signal.SIGKILL, output)
         code = os.waitstatus_to_exitcode(int(words[1]))
         over = None
         if words[0] != "ended" or int(words[2]) >= self.limits.seconds * 1_000_000:  # microseconds
             over = "time"
-        elif code == -signal.SIGKILL:  # by the kernel, unless it killed itself
+        elif code == -signal.SIGKILL:  # the kernel killed it because memory ran out, unless it killed itself
             over = "memory"
         return Outcome(over, code, output)
 
 
 @contextlib.contextmanager
 def _sealed(content: bytes) -> Iterator[int]:
-    """A descriptor of a file in memory that cannot be changed any more."""
+    """A descriptor of a read-only file in memory with this content."""
     descriptor = os.memfd_create("program", os.MFD_ALLOW_SEALING)
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:
@@ -260,11 +270,12 @@ def _sealed(content: bytes) -> Iterator[int]:
 
 @functools.cache
 def _python() -> tuple[str, dict[str, str], tuple[str, ...]]:
-    """Of the Python that programs see: its path inside, what is bound for it, and what of that is hidden."""
+    """`python_of` the Python that runs megarl."""
     return python_of(Path(sys.base_prefix))
 
 
 def python_of(prefix: Path) -> tuple[str, dict[str, str], tuple[str, ...]]:
+    """For a Python installed at ``prefix``: its path inside, binds (outside -> inside), folders inside to hide."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     if prefix == Path("/usr"):
         return f"/usr/bin/{version}", {}, ()
@@ -274,7 +285,7 @@ def python_of(prefix: Path) -> tuple[str, dict[str, str], tuple[str, ...]]:
 
 @functools.cache
 def _tree() -> tuple[dict[str, str], dict[str, str]]:
-    """What every program sees of the system: bound folders and files, and links (name inside -> target)."""
+    """The parts of the system that every program sees: binds (path outside -> inside) and links (name -> target)."""
     binds, links = {"/usr": "/usr"}, {}
     for name in ("/bin", "/lib", "/lib32", "/lib64"):
         if os.path.islink(name):
@@ -287,7 +298,7 @@ def _tree() -> tuple[dict[str, str], dict[str, str]]:
 
 @functools.cache
 def bubblewrap() -> str | None:
-    """Its path where it is to be used. Root needs none: then the program is another user outside, too."""
+    """The path of bubblewrap, or None not to use it: as root the launcher itself can switch to another user."""
     return None if os.geteuid() == 0 else shutil.which("bwrap")
 
 
@@ -321,7 +332,7 @@ def _command(program: Program, limits: Limits, status: int, contents: list[int])
 def _bubblewrap_arguments(
     binds: dict[str, str], links: dict[str, str], hidden: tuple[str, ...], files: dict[str, int]
 ) -> list[str]:
-    # CAP_SYS_ADMIN, of the new user namespace, is for the guard, which mounts /tmp and drops it
+    # CAP_SYS_ADMIN, in the new user namespace, is for the guard, which mounts /tmp and then drops the capability
     arguments = [
         "--unshare-all", "--unshare-user", "--as-pid-1", "--die-with-parent", "--new-session", "--clearenv",
         "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN", "--uid", "65534", "--gid", "65534",

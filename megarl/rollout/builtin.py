@@ -1,4 +1,4 @@
-"""The built-in engine: a decode loop with a KV cache on the exported Hugging Face model, for one CPU.
+"""The built-in engine: a decode loop with a KV cache on the exported Hugging Face model, in one process.
 
 All rows of a batch are at the same absolute position: a prompt joins when the loop has reached its length, and its
 responses leave when they are finished. So neither padding nor an attention mask is needed.
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 RECORDS_EXPERTS: frozenset[str] = frozenset()
 COLD_START = False
-DRAWS = 64  # uniform numbers made at a time for a response; a multiple of the 4 that one Philox counter gives
+DRAWS = 64  # uniform numbers drawn at a time for a response; a multiple of 4, the output of one Philox counter value
 
 
 def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
-    """`UserError` for a replica of several GPUs."""
+    """Raise `UserError` if the recipe asks for several GPUs a replica."""
     table = recipe.rollout_of(stage)
     if table.tensor_parallel > 1:
         raise UserError(
             f"{section(recipe, stage)} tensor_parallel = {table.tensor_parallel}: "
-            "the built-in engine runs a replica in one process"
+            "the built-in engine runs each replica on one device; set it to 1"
         )
 
 
@@ -50,7 +50,7 @@ def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_exp
 class BuiltinEngine:
     """A `RolloutEngine` on transformers. On one machine the same request always gives the same bytes.
 
-    ``policy_dir`` is a local directory with config.json and safetensors; an incomplete one is a `UserError`.
+    ``policy_dir`` is a local directory with config.json and safetensors; `UserError` if it is incomplete.
     """
 
     repeats_chunks = True
@@ -67,7 +67,7 @@ class BuiltinEngine:
         return score(self._model, sequences)
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
-        self._model = None  # never two copies at a time
+        self._model = None  # free the old weights first, so that memory never holds two copies
         self.policy_dir, self.version = Path(policy_dir), version
         self._model = _load(self.policy_dir, self.dtype)
         self._model.to(self.device)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ class BuiltinEngine:
         return False
 
     def checksum(self) -> str | None:
-        return None  # each load makes another model
+        return None  # each load builds a new model, so no previous weights can be left in it
 
     def sleep(self) -> None:
         """Free the weights; `wake` reads them from ``policy_dir`` again."""
@@ -92,7 +92,7 @@ class BuiltinEngine:
     def serve(
         self, requests: Iterator[Request | None], interrupted: Callable[[], bool] = never
     ) -> Iterator[tuple[int, Completion]]:
-        """One request after another, because responses that decode together change each other's last bits."""
+        """Serves one request after another, because responses that decode together change each other's last bits."""
         for number, request in enumerate(request for request in requests if request is not None):
             for completion in self._start(request, interrupted):
                 yield number, completion
@@ -158,7 +158,10 @@ class BuiltinEngine:
 
 
 def _starts(request: Request) -> tuple[list[list[int]], int]:
-    """The token sequences to prefill, and how many rows begin with each: a prompt's responses, or one continuation."""
+    """The token sequences to prefill, and how many rows start from each.
+
+    Without prefixes each prompt starts ``samples`` rows; with prefixes each response starts from its own sequence.
+    """
     prompts, prefixes, samples = request.prompts, request.sampling.prefixes, request.sampling.samples
     if not prefixes:
         return prompts, samples
@@ -166,20 +169,20 @@ def _starts(request: Request) -> tuple[list[list[int]], int]:
 
 
 def _nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """[n, V] log-probs of the distributions cut to their fewest most probable tokens with a mass of ``top_p`` or more.
+    """Nucleus sampling: [n, V] log-probs renormalised over the smallest set of top tokens with a mass >= ``top_p``.
 
-    Holtzman et al. 2020 (arXiv 1904.09751), Equations 2 and 3; of equally probable tokens the first ones stay.
+    Holtzman et al. 2020 (arXiv 1904.09751), Equations 2 and 3. Ties are broken by the lower token id.
     """
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.double().exp_()
-    kept = probabilities.cumsum(-1) - probabilities < top_p  # what comes before a token has less than top_p
+    kept = probabilities.cumsum(-1) - probabilities < top_p  # the more probable tokens have a mass below top_p
     kept[:, 0] = True
     cut = torch.full_like(logprobs, -torch.inf)
     return cut.scatter(-1, order, ordered.masked_fill(~kept, -torch.inf)).log_softmax(-1)
 
 
 class _Decoder:
-    """The rows that are being decoded, all at ``position``, with the logits of their next tokens and their KV cache."""
+    """The rows being decoded, all at the same ``position``, with their KV cache and the logits of their next tokens."""
 
     def __init__(self, model: PreTrainedModel, sampling: Sampling, fanout: int) -> None:
         self.model, self.fanout, self.temperature, self.top_p = model, fanout, sampling.temperature, sampling.top_p
@@ -191,20 +194,23 @@ class _Decoder:
 
     @torch.inference_mode()
     def join(self, indices: list[int], starts: list[list[int]]) -> None:
-        """Add starts, all ``position`` tokens long, with their indices; each is prefilled once for ``fanout`` rows."""
+        """Prefill each of ``starts``, all ``position`` tokens long, and add ``fanout`` rows that continue it.
+
+        indices: the index of each start in the request; its rows get the numbers ``index * fanout + k``.
+        """
         cache = _empty_cache(self.model)
         logits = self._forward(torch.tensor(starts), cache).repeat_interleave(self.fanout, 0)
         _take_rows(cache, torch.arange(len(starts)).repeat_interleave(self.fanout))
         if len(self.rows):
-            for mine, theirs in zip(cache.layers, self.cache.layers, strict=True):
-                _append(mine, theirs)
+            for new_layer, layer in zip(cache.layers, self.cache.layers, strict=True):
+                _prepend(new_layer, layer)
         self.cache, self.logits = cache, torch.cat([self.logits, logits])
         new = np.array(indices)[:, None] * self.fanout + np.arange(self.fanout)
         self.rows = np.concatenate([self.rows, new.ravel()])
 
     @torch.inference_mode()
     def sample(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Next tokens [n] by the inverse CDF at ``uniforms`` [n] float64, their log-probs [n], and which stop [n]."""
+        """Next tokens [n] by the inverse CDF at ``uniforms`` [n] float64, their log-probs [n], which are stops [n]."""
         logprobs = (self.logits / (self.temperature or 1.0)).log_softmax(-1)
         if self.temperature == 0:
             tokens = logprobs.argmax(-1, keepdim=True)
@@ -212,7 +218,7 @@ class _Decoder:
             if self.top_p < 1:
                 logprobs = _nucleus(logprobs, self.top_p)
             cdf = logprobs.double().exp_().cumsum(-1)
-            # u <= 1 - 2**-53, so u * total rounds to less than the total: no token of probability 0 can come out.
+            # u <= 1 - 2**-53, so u * total rounds to less than the total: no token of probability 0 can be drawn.
             target = torch.from_numpy(uniforms)[:, None].to(cdf.device) * cdf[:, -1:]
             tokens = torch.searchsorted(cdf, target, right=True)
         sampled = tokens[:, 0].cpu().numpy()
@@ -220,7 +226,7 @@ class _Decoder:
 
     @torch.inference_mode()
     def advance(self, sampled: np.ndarray, finished: np.ndarray) -> None:
-        """Drop the finished rows and feed the others their sampled token [n]."""
+        """Drop the rows marked in ``finished`` [n] and feed each other row its token of ``sampled`` [n]."""
         if finished.any():
             keep = np.flatnonzero(~finished)
             self.rows, sampled = self.rows[keep], sampled[keep]
@@ -230,7 +236,7 @@ class _Decoder:
         self.logits = self._forward(torch.from_numpy(sampled)[:, None], self.cache) if len(sampled) else self.logits[:0]
 
     def _forward(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """Logits [n, V] float32 after ``tokens`` [n, t], which are added to ``cache``."""
+        """Logits [n, V] float32 of the token after ``tokens`` [n, t], which are appended to ``cache``."""
         output = self.model(
             input_ids=tokens.to(self.model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
         )
@@ -238,12 +244,12 @@ class _Decoder:
 
 
 def _take_rows(cache: Any, rows: torch.Tensor) -> None:
-    """Keep these rows of all layers; a row may be there several times."""
-    cache.reorder_cache(rows)  # of transformers' methods the one that layers with a state have
+    """Keep only these rows in all layers of the cache, in this order; a row may occur several times."""
+    cache.reorder_cache(rows)  # the only method for this that transformers' recurrent layers have, too
 
 
-def _append(layer: Any, before: Any) -> None:
-    """Put the rows of ``before``, the same layer of another cache, before those of ``layer``."""
+def _prepend(layer: Any, before: Any) -> None:
+    """Insert the rows of ``before``, the same layer of another cache, before those of ``layer``."""
     if hasattr(layer, "keys"):
         layer.keys, layer.values = torch.cat([before.keys, layer.keys]), torch.cat([before.values, layer.values])
         return
@@ -255,7 +261,7 @@ def _append(layer: Any, before: Any) -> None:
 
 
 class _Uniforms:
-    """Uniform numbers in [0, 1): a response's number t depends only on its seed and t (Philox, counter t // 4)."""
+    """Uniform numbers in [0, 1): number t of a response depends only on its seed and t (Philox, counter t // 4)."""
 
     def __init__(self, seeds: tuple[int, ...]) -> None:
         self.seeds = seeds
@@ -266,11 +272,11 @@ class _Uniforms:
         self._drawn = np.full(len(seeds), -1)  # which block of each response `_block` holds
 
     def draw(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Number ``steps[i]`` of response ``rows[i]``, [n] float64."""
+        """[n] float64: number ``steps[i]`` of response ``rows[i]`` for each i."""
         blocks = steps // DRAWS
         due = self._drawn[rows] != blocks
         for row, block in zip(rows[due], blocks[due], strict=True):
-            # One generator is set to key after key: making one for each response takes ten times as long.
+            # One generator is rekeyed for each response: constructing one for each takes ten times as long.
             self._state["state"]["key"][0] = self.seeds[row]
             self._state["state"]["counter"][0] = block * (DRAWS // 4)
             self._bits.state = self._state
@@ -280,7 +286,7 @@ class _Uniforms:
 
 
 def _empty_cache(model: PreTrainedModel) -> DynamicCache:
-    from transformers import DynamicCache  # here and below: the import takes seconds that `check` need not wait for
+    from transformers import DynamicCache  # imported late, here and below: it takes seconds that `check` can do without
 
     return DynamicCache(config=model.config)
 
@@ -292,7 +298,7 @@ def _load(policy_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
     if not (policy_dir / "config.json").is_file():
-        raise UserError(f"{policy_dir} is no Hugging Face model directory: it has no config.json")
+        raise UserError(f"{policy_dir} is not a Hugging Face model directory: it has no config.json")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             policy_dir,
@@ -300,21 +306,21 @@ def _load(policy_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # they are then listed in the report
+            ignore_mismatched_sizes=True,  # so that they are listed in the report below
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         raise UserError(f"cannot load the policy in {policy_dir}: {error}") from error
     model, report = loaded
-    # transformers only warns about these, and fills gaps with random numbers
+    # transformers only warns about these, and initialises missing weights at random
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if report[problem]:
             names = ", ".join(sorted(map(str, report[problem]))[:4])
             raise UserError(f"the weights in {policy_dir} do not fit its config.json: {problem} {names}")
-    served = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)  # which `_append` knows
+    served = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer)  # the kinds that `_prepend` supports
     if not all(type(layer) in served for layer in _empty_cache(model).layers):
         raise UserError(
-            f"{policy_dir} has layers that keep neither keys and values nor a state: the built-in engine does not "
-            "serve them, use another [rollout] engine"
+            f"{policy_dir} has layers whose cache is neither keys and values nor a recurrent state: the built-in "
+            "engine cannot serve them, use another [rollout] engine"
         )
     return model.eval()

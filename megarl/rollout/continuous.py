@@ -1,8 +1,8 @@
-"""What engines share that decode the responses of many requests together: vLLM and SGLang.
+"""The part that vLLM and SGLang share: engines that decode the responses of many requests together.
 
-Each response is a request of its own to such an engine, which takes the next as soon as one has ended. What else is in
-the batch changes the last bits of a response's log-probs and so, now and then, its tokens: the same seeds do not
-promise the same bytes.
+Each response is a request of its own to such an engine, which takes the next as soon as one has ended (continuous
+batching). The rest of the batch changes the last bits of a response's log-probs and so, now and then, its tokens: the
+same seeds need not give the same bytes.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import Completion, Request, Sampling, expert_type, never, section
 
-CHANCE = 256  # as many tokens and layers do not go to the same of several experts by chance
+# A record with more ids than this that all name the same expert was not filled in: chance does not route tokens so.
+CHANCE = 256
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a replica may use, in tokens, responses and GPUs."""
+    """Limits and options of one engine replica."""
 
     device: str  # "cpu" | "cuda"
     context: int  # tokens of the longest prompt with its response
-    responses: int  # decoded together
-    memory_fraction: float | None = None  # of a GPU; None: the engine's own default
-    tensor_parallel: int = 1  # GPUs
-    float32_head: bool = True  # logits are not rounded to the precision of the weights
+    responses: int  # the most responses that decode together
+    memory_fraction: float | None = None  # share of a GPU's memory; None: the engine's own default
+    tensor_parallel: int = 1  # GPUs of the replica
+    float32_head: bool = True  # compute logits in float32 instead of the precision of the weights
     routed_experts: bool = False  # record them; only for a model with experts
-    options: Mapping[str, Any] = field(default_factory=dict)  # the engine's own, from its table in the recipe
+    options: Mapping[str, Any] = field(default_factory=dict)  # [rollout.vllm] or [rollout.sglang] of the recipe
 
     @classmethod
     def of(cls, recipe: Recipe, stage: int, **more: Any) -> Self:
-        """Of a stage's engine; ``more``: what the recipe's tables do not say."""
+        """The settings of a stage's engine; ``more``: fields that do not come from the recipe's tables."""
         table = recipe.rollout_of(stage)
         return cls(
             device=recipe.actor.backend,
@@ -55,24 +56,27 @@ class Settings:
 
 
 def check_table(recipe: Recipe, stage: int, temperatures: tuple[float, float]) -> None:
-    """`UserError` for GPUs on a CPU, or a temperature outside ``temperatures``, the engine's lowest and highest."""
+    """Raise `UserError` for tensor parallelism on a CPU, or a temperature outside the engine's range ``temperatures``.
+
+    Temperatures of evaluation suites are checked too, except 0 (greedy decoding), which every engine can do.
+    """
     table = recipe.rollout_of(stage)
     if recipe.actor.backend == "cpu" and table.tensor_parallel > 1:
         raise UserError(
             f"{section(recipe, stage)} tensor_parallel = {table.tensor_parallel} is for GPUs; "
-            'backend = "cpu" has one replica'
+            'with [actor] backend = "cpu" it must be 1'
         )
     low, high = temperatures
     evaluated = [(suite.place, suite.temperature) for suite in recipe.suites if suite.temperature]  # 0: greedy
     for place, value in (("[rollout]", table.temperature), *evaluated):
         if not low <= value <= high:
-            raise UserError(f"{place} temperature = {value}: {table.engine} samples at {low} to {high}")
+            raise UserError(f"{place} temperature = {value}: {table.engine} samples at temperatures {low} to {high}")
 
 
 def out_of_memory(engine: str, doing: str, cause: str, settings: Settings, share: str, remedy: str) -> UserError:
-    """The error for a replica that ran out of memory, with the settings that a person can change.
+    """The error for a replica that ran out of memory; it names the settings that a person can change.
 
-    share: what ``memory_fraction`` is a share of; remedy: how else than by lowering a limit it may be answered.
+    share: explains what ``memory_fraction`` means to this engine; remedy: what helps besides lowering a limit.
     """
     fraction = "(not set)" if settings.memory_fraction is None else f"= {settings.memory_fraction}"
     return UserError(
@@ -84,11 +88,12 @@ def out_of_memory(engine: str, doing: str, cause: str, settings: Settings, share
 
 
 def checked_experts(found: np.ndarray | None, length: int, hf: dict[str, Any], cut_off: bool) -> np.ndarray:
-    """[length, layers, top_k] of `expert_type`, from what an engine recorded of all tokens of a response but the last.
+    """Check an engine's record of routed experts and return it as [length, layers, top_k] of `expert_type`.
 
-    cut_off: the response was ended early and its record may lack its end, where ids then are -1: not known.
-    RuntimeError for a record of another shape and for ids that no router gives: outside the model's, one twice for a
-    token (an empty record is 0 throughout), or the same one everywhere.
+    found: the experts of the first ``length`` tokens of prompt and response, as recorded; None: there is no record.
+    cut_off: the response was ended early, so the record may be too short; missing ids become -1 (unknown).
+    Raises RuntimeError for a record of another shape and for ids that no router returns: ids the model does not have,
+    one id twice for a token (a record that was never filled in is 0 throughout), or the same id everywhere.
     """
     shape = length, hf["num_hidden_layers"], hf["num_experts_per_tok"]
     found = np.empty((0, *shape[1:]), np.int32) if found is None else found[:length]
@@ -101,7 +106,10 @@ def checked_experts(found: np.ndarray | None, length: int, hf: dict[str, Any], c
     ordered = np.sort(found, axis=-1)
     twice = bool((ordered[..., 1:] == ordered[..., :-1]).any())
     if twice or (found.size > CHANCE and hf["num_experts"] > 1 and found.min() == found.max()):
-        raise RuntimeError("the engine recorded one expert twice for a token, or no other one: it is not filled")
+        raise RuntimeError(
+            "the engine recorded one expert twice for a token, or the same expert for all tokens: its record of routed "
+            "experts was not filled in"
+        )
     result = np.full(shape, -1, expert_type(hf["num_experts"]))
     result[: len(found)] = found
     return result
@@ -109,34 +117,34 @@ def checked_experts(found: np.ndarray | None, length: int, hf: dict[str, Any], c
 
 @dataclass
 class Running:
-    """A response that the engine is working on."""
+    """A response that the engine has accepted and not yet finished."""
 
     request: int  # number of its request
     prompt: int  # as in `Completion`
     sample: int
-    tokens: list[int]  # that it continues: the prompt, and the prefix if there is one
+    tokens: list[int]  # the tokens that it continues: the prompt and, if there is one, the prefix
     seed: int
     done: int  # tokens of the prefix
     limit: int  # tokens that may still follow
-    timeout: float  # seconds
-    deadline: float = math.inf  # monotonic seconds; not counted before it begins and once it has been told to end
-    cut_off: str | None = None  # the finish reason, once it has been told to end before its time
+    timeout: float  # seconds from `begin` on
+    deadline: float = math.inf  # on the monotonic clock; inf before `begin`, and once the engine was told to end it
+    cut_off: str | None = None  # the finish reason, once the engine was told to end it early
 
     def begin(self) -> None:
-        """Its time starts to count."""
+        """Start its timeout."""
         if self.cut_off is None:
             self.deadline = time.monotonic() + self.timeout
 
     def end(self, why: str) -> None:
-        """It has been told to end before its time, for this reason if it had not been before."""
+        """Note that the engine was told to end it early; of several reasons the first one counts."""
         self.cut_off, self.deadline = self.cut_off or why, math.inf
 
 
 class ContinuousEngine(ABC):
-    """The part of a `RolloutEngine` that decides which responses run: submission, time limits, interruption.
+    """The part of a `RolloutEngine` that decides which responses run: submission, timeouts, interruption.
 
-    An engine that derives from it says how responses are handed over, decoded and ended early. Weights are computed
-    with in float32 on a CPU and in bfloat16 on a GPU, unless its options quantise them.
+    A subclass defines how responses are submitted, decoded and ended early. Weights are float32 on a CPU and bfloat16
+    on a GPU, unless the engine's options quantise them.
     """
 
     repeats_chunks = False
@@ -146,16 +154,16 @@ class ContinuousEngine(ABC):
         self.precision = "float32" if settings.device == "cpu" else "bfloat16"
         if "quantization" in settings.options:
             self.precision = "quantised"
-        self.cache_tokens = math.inf  # that the engine's cache holds; known once it has started
-        self._done = self._done_tokens = 0  # responses, and their lengths with the prompts
-        # Unique for the engine's lifetime, and none is the beginning of another: SGLang aborts all names that begin
-        # with the given one, and does it once more two seconds after it has answered.
+        self.cache_tokens = math.inf  # capacity of the KV cache; known once the engine has started
+        self._done = self._done_tokens = 0  # finished responses, and the sum of their lengths with the prompts
+        # Unique for the engine's lifetime, and none is a prefix of another: SGLang aborts all responses whose names
+        # begin with the given one, and does so once more two seconds after it has answered.
         self._names = (f"{number}/" for number in itertools.count())
 
     def serve(
         self, requests: Iterator[Request | None], interrupted: Callable[[], bool] = never
     ) -> Iterator[tuple[int, Completion]]:
-        """The next request is taken when fewer responses run than there is room for, though others have not ended."""
+        """Takes the next request as soon as there is room for another response, while earlier ones are decoded."""
         number, more = 0, True
         running: dict[str, Running] = {}
         self._begin()
@@ -179,14 +187,14 @@ class ContinuousEngine(ABC):
                     late = [name for name, response in running.items() if response.deadline < now]
                     yield from self._cut_off(late, running, "timeout")
         finally:
-            if running:  # an error, or the caller takes no more
+            if running:  # after an error, or when the caller closes this generator
                 self._abandon(running)
 
     def _has_room(self, running: Mapping[str, Running]) -> bool:
-        """For another request: by the recipe, and in the cache.
+        """Whether to take another request: fewer responses run than the recipe allows, and the KV cache has room.
 
-        A response is counted with the mean length so far, where those that run count with the full one: short ones end
-        first. An engine that has taken more than its cache holds throws responses out, and computes them again.
+        Each response is assumed to have the mean length so far. In this mean running responses count with the full
+        length, because short ones end first. An engine whose cache is full evicts responses and recomputes them later.
         """
         if len(running) >= self.settings.responses:
             return False
@@ -220,7 +228,7 @@ class ContinuousEngine(ABC):
         finish_reason: str,
         routed_experts: np.ndarray | None = None,
     ) -> tuple[int, Completion]:
-        """What `serve` hands out of a response, from tokens [n] and log-probs [n]."""
+        """The pair that `serve` yields for a response, from its tokens [n] and log-probs [n]."""
         if finish_reason != "interrupted":
             self._done, self._done_tokens = self._done + 1, self._done_tokens + len(response.tokens) + len(tokens)
         return response.request, Completion(
@@ -238,24 +246,24 @@ class ContinuousEngine(ABC):
 
     @abstractmethod
     def _check(self, request: Request) -> None:
-        """`UserError` for a request that the engine cannot serve, RuntimeError if the engine sleeps."""
+        """Raise `UserError` for a request that the engine cannot serve, RuntimeError if the engine sleeps."""
 
     @abstractmethod
     def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:
-        """Hand the responses of one request to the engine; each begins (`Running.begin`) now or in a `_step`."""
+        """Submit the responses of one request; call `Running.begin` of each here or in a later `_step`."""
 
     @abstractmethod
     def _step(self, running: dict[str, Running]) -> Iterator[tuple[int, Completion]]:
-        """Decode for a moment; remove from ``running`` the responses that have ended, and hand them out."""
+        """Decode briefly; remove the responses that have ended from ``running`` and yield them."""
 
     @abstractmethod
     def _cut_off(self, names: list[str], running: dict[str, Running], why: str) -> Iterator[tuple[int, Completion]]:
-        """End responses early, with ``why`` as their finish reason.
+        """End the responses ``names`` early, with ``why`` as their finish reason.
 
-        "interrupted": all that run; they are handed out here, however short they are. "timeout": these, here or by a
-        later `_step`; none is handed out without a token.
+        "interrupted": ``names`` are all running responses; all are yielded here, even those without a token.
+        "timeout": they are yielded here or by a later `_step`; each gets at least one token first.
         """
 
     @abstractmethod
     def _abandon(self, running: dict[str, Running]) -> None:
-        """End what still runs when nobody waits for it any more."""
+        """Abort the running responses; nobody waits for them any more."""

@@ -1,20 +1,22 @@
-"""The weight-drift check: an engine has the right weights if it makes of text of the run what the actor does.
+"""The weight-drift check: does an engine with newly loaded weights give text of the run the actor's log-probs?
 
-A wrong weight sync raises no error anywhere; rewards collapse some updates later. So this check follows every load.
+A wrong weight sync raises no error anywhere; rewards collapse some updates later. So every load is checked.
 
-In bfloat16 two implementations differ by more than a policy moves in a few updates, so a tolerance alone cannot see
-weights that are a little old. With e the engine's log-probs, n the new policy's and p the previous one's, as the actor
-computes both, and q what the engine made of the same text when it had the previous policy, sums over the tokens can,
-because rounding that does not know of the updates averages out of them:
+In bfloat16 two implementations differ by more than a policy moves in a few updates, so a tolerance alone cannot detect
+slightly stale weights. Two sums over the tokens can, because rounding errors are independent of the updates and average
+out. With e the engine's log-probs, n those of the new policy and p those of the previous one (both computed by the
+actor), and q the log-probs that the engine stored for the same text when it had the previous policy:
 
-- |e - p|^2 - |e - n|^2 is negative where the engine is nearer to the previous policy;
-- (e - n)(p - n) + (q - p)(p - n) is 0 in the mean where e has the new weights as q had the previous ones, whatever the
-  rounding of actor and engine, and |p - n|^2 times the share of the change that is missing where some of e's are old.
+- |e - p|^2 - |e - n|^2 is negative if the engine is nearer to the previous policy;
+- (e - n)(p - n) + (q - p)(p - n) has mean 0 if the engine has the new weights now and had the previous ones then,
+  however actor and engine round. If some of its weights are stale, the mean is |p - n|^2 times the missing share of the
+  change.
 
-Where an engine offers checksums of its weights, they must also be other ones after another policy was loaded: that sees
-the old ones however little the policy has moved.
+If an engine offers checksums of its weights, the checksum must also change when another policy is loaded. This detects
+stale weights however little the policy has moved.
 
-Differences are clipped, for a token whose experts are nearly tied may be routed elsewhere and then differs by nats.
+Differences are clipped, because a token whose experts are nearly tied may be routed elsewhere, which moves its log-prob
+by whole nats.
 """
 
 from __future__ import annotations
@@ -32,41 +34,44 @@ from megarl.errors import UserError
 from megarl.rollout.engine import Request, RolloutEngine, Sampling
 from megarl.storage.reference_logprobs import Reference
 
-# nats: (largest at a token, mean over all). Two float32 implementations differ by about 1e-5. In bfloat16 a token whose
-# experts are nearly tied may be routed to others, so the mean decides; quantised weights differ at every token.
+# Allowed distance in nats: (at a single token, mean over all). Two float32 implementations differ by about 1e-5. In
+# bfloat16 a token whose experts are nearly tied may be routed elsewhere, so only the mean is limited; quantised weights
+# change every token's log-prob.
 TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (math.inf, 0.1), "quantised": (math.inf, 0.5)}
-NOISES, LEAST_NOISE = 3.0, 0.02  # allowed in the mean: so many times the distance of q from p, but at least this
-SIGNIFICANT, MISSING = 4.0, 0.1  # standard errors, and a share of the change between two policies, that are too much
-BLOCK = 16  # tokens whose rounding is counted as one: what it does to a token it carries on to the following ones
-TOKENS_AT_ONCE = 512  # that transformers scores, with their padding; the logits of a large vocabulary are .6 MB a token
-SAMPLES, SAMPLED_TOKENS = 4, 16  # responses that are sampled, to compare their log-probs with the engine's own scores
+# A tighter limit for the mean distance where q is known: this multiple of q's mean distance from p, but at least LEAST
+NOISES, LEAST_NOISE = 3.0, 0.02
+SIGNIFICANT, MISSING = 4.0, 0.1  # limits: standard errors, and the missing share of the change between two policies
+BLOCK = 16  # tokens summed before the standard error is estimated: an error at one token carries over to the next ones
+TOKENS_AT_ONCE = 512  # batch of transformers, padding included; logits of a large vocabulary take 0.6 MB per token
+SAMPLES, SAMPLED_TOKENS = 4, 16  # responses (and tokens of each) sampled to compare with the engine's own scores
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Distance of an engine's log-probs from the actor's, in nats, and where between two policies it stands."""
+    """Distance in nats of an engine's log-probs from the actor's, and its position between new and previous policy."""
 
-    max: float  # of a token
-    mean: float  # over all tokens
+    max: float  # largest distance at a token
+    mean: float  # mean distance over all tokens
     tokens: int
-    precision: str
-    nearer: float | None = None  # standard errors by which it is nearer to the new policy than to the one before
-    missing: float | None = None  # share of the change between the two that it lacks
-    missing_errors: float | None = None  # the same in standard errors
-    sampled: float = 0.0  # mean distance of the log-probs of sampled tokens from the engine's own scores
-    checksum: str | None = None  # of the engine's weights, where it offers one
+    precision: str  # a key of TOLERANCES: the coarser of the engine's and the actor's
+    nearer: float | None = None  # by how many standard errors it is nearer to the new policy than to the previous one
+    missing: float | None = None  # the share of the change from the previous to the new policy that it lacks
+    missing_errors: float | None = None  # ``missing`` in standard errors
+    sampled: float = 0.0  # mean distance of the log-probs of sampled tokens from the engine's own scores of them
+    checksum: str | None = None  # of the engine's weights, if the engine offers one
 
 
 def check_weights(engine: RolloutEngine, reference: Reference, before: str | None = None) -> Drift:
-    """Compare ``engine`` with the actor, and what it samples with what it scores; `UserError` where they differ.
+    """Compare the engine's log-probs with the actor's, and those of tokens it samples with its own scores of them.
 
-    before: the checksum of its weights when it had another policy, if it had one and offers checksums.
+    Raises `UserError` if they differ by more than rounding. before: the checksum of the engine's weights when it had
+    another policy; None if it had none or offers no checksums.
     """
     checksum = engine.checksum()
     if checksum is not None and checksum == before:
         raise UserError(
-            "the engine's weights are not the policy's: to the bit they are those that it had before they were "
-            "loaded. Nothing was generated with them"
+            "the engine's weights are not the policy's: loading the policy left the engine's previous weights "
+            "unchanged, bit for bit. Nothing was generated with them"
         )
     drift = judge(engine.score(reference.sequences), reference, engine.precision)
     prompts = [sequence[: max(1, len(sequence) // 2)] for sequence in reference.sequences[:SAMPLES]]
@@ -78,15 +83,18 @@ def check_weights(engine: RolloutEngine, reference: Reference, before: str | Non
     sampled = _distances([c.logprobs for c in completions], own)
     if not _tolerable(sampled, TOLERANCES[engine.precision]):
         raise UserError(
-            f"the engine's log-probs of what it samples are not its own: of {len(sampled)} tokens they are "
-            f"{sampled.mean():.3g} nats off its scores in the mean and up to {sampled.max():.3g} at a token. Does an "
-            "option of [rollout.vllm] or [rollout.sglang], such as speculative decoding, change them?"
+            f"the log-probs that the engine returns for tokens it samples differ from its own scores of the same "
+            f"{len(sampled)} tokens, by {sampled.mean():.3g} nats in the mean and up to {sampled.max():.3g} at a "
+            "token. Does an option of [rollout.vllm] or [rollout.sglang], such as speculative decoding, change them?"
         )
     return Drift(**(vars(drift) | {"sampled": float(sampled.mean()), "checksum": checksum}))
 
 
 def judge(scored: Sequence[np.ndarray], reference: Reference, precision: str) -> Drift:
-    """Of an engine of some ``precision`` that scores the reference's sequences so. `UserError` for wrong weights."""
+    """Compare ``scored``, an engine's log-probs of the reference's sequences, with the actor's.
+
+    precision: the engine's, a key of `TOLERANCES`. Raises `UserError` if the engine must have wrong weights.
+    """
     precision = max(precision, reference.precision, key=lambda name: TOLERANCES[name][1])
     distances = _distances(scored, reference.logprobs)
     place: dict[str, Any] = _place(scored, reference)
@@ -97,26 +105,26 @@ def judge(scored: Sequence[np.ndarray], reference: Reference, precision: str) ->
     if not _tolerable(distances, (largest, mean)):
         raise UserError(
             f"the engine's weights are not the policy's: its log-probs of {drift.tokens} tokens are "
-            f"{drift.mean:.3g} nats off in the mean and up to {drift.max:.3g} at a token; {precision} allows "
-            f"{mean:.3g} and {largest:g} here. Nothing was generated with them"
+            f"{drift.mean:.3g} nats off in the mean and up to {drift.max:.3g} at a token; the limits for {precision} "
+            f"are {mean:.3g} and {largest:g} here. Nothing was generated with them"
         )
     if place and place["nearer"] < -SIGNIFICANT:
         raise UserError(
-            f"the engine's weights are not the policy's but those of the policy before: its log-probs of "
-            f"{drift.tokens} tokens are nearer to it by {-place['nearer']:.1f} standard errors. Nothing was generated "
-            "with them"
+            f"the engine's weights are not the policy's but those of the previous policy: its log-probs of "
+            f"{drift.tokens} tokens are nearer to that one by {-place['nearer']:.1f} standard errors. Nothing was "
+            "generated with them"
         )
     if place.get("missing", 0) > MISSING and place["missing_errors"] > SIGNIFICANT:
         raise UserError(
-            f"the engine's weights are not the policy's: some are those of the policy before. Its log-probs of "
-            f"{drift.tokens} tokens lack {place['missing']:.0%} of the change ({place['missing_errors']:.1f} standard "
-            "errors). Nothing was generated with them"
+            f"the engine's weights are not the policy's: some are those of the previous policy. Its log-probs of "
+            f"{drift.tokens} tokens lack {place['missing']:.0%} of the change from that policy to this one "
+            f"({place['missing_errors']:.1f} standard errors). Nothing was generated with them"
         )
     return drift
 
 
 def _usual_distance(reference: Reference) -> float | None:
-    """Nats: the mean distance of engine and actor with the previous policy."""
+    """Mean distance of q from p in nats: how far engine and actor differed with the previous policy; None: unknown."""
     if reference.previous is None or not reference.stored or not any(map(len, reference.stored)):
         return None
     pairs = [(q, p[-len(q) :]) for q, p in zip(reference.stored, reference.previous, strict=True) if len(q)]
@@ -124,16 +132,16 @@ def _usual_distance(reference: Reference) -> float | None:
 
 
 def _tolerable(distances: np.ndarray, limits: tuple[float, float]) -> bool:
-    return bool(distances.max() <= limits[0] and distances.mean() <= limits[1])  # NaN is not
+    return bool(distances.max() <= limits[0] and distances.mean() <= limits[1])  # False for NaN
 
 
 def _distances(scored: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> np.ndarray:
-    """[tokens] float64."""
+    """[tokens] float64: absolute differences at the tokens of all sequences."""
     return np.abs(np.concatenate(scored).astype(np.float64) - np.concatenate(expected))
 
 
 def _place(scored: Sequence[np.ndarray], reference: Reference) -> dict[str, float]:
-    """The fields of `Drift` that compare with the previous policy; none without one, or one that is the same."""
+    """The fields of `Drift` that compare with the previous policy; {} if there is none or it has not changed."""
     if reference.previous is None:
         return {}
     all_changes = np.abs(np.concatenate(reference.previous).astype(np.float64) - np.concatenate(reference.logprobs))
@@ -155,21 +163,21 @@ def _place(scored: Sequence[np.ndarray], reference: Reference) -> dict[str, floa
 
 
 def _blocks(values: np.ndarray) -> list[float]:
-    """Sums over `BLOCK` tokens."""
+    """Sums over blocks of `BLOCK` tokens."""
     sums: list[float] = np.add.reduceat(values.astype(np.float64), np.arange(0, len(values), BLOCK)).tolist()
     return sums
 
 
 def _in_errors(parts: list[float]) -> float:
-    """A sum of independent parts over its standard error, which is estimated from the parts; 0 if all are 0."""
+    """A sum of independent parts divided by its standard error, estimated from the parts; 0 if all are 0."""
     error = float(np.sqrt(np.square(parts).sum()))
     return sum(parts) / error if error else 0.0
 
 
 def hugging_face_reference(policy_dir: Path, sequences: list[list[int]], temperature: float = 1.0) -> Reference:
-    """What transformers makes, on the CPU, of a base model, which no actor has exported.
+    """A reference for a base model, which no actor has exported: its log-probs by transformers on the CPU.
 
-    In the precision of the file.
+    The model is computed in the precision of its file.
     """
     model = load_model(policy_dir)
     return Reference(
@@ -180,7 +188,7 @@ def hugging_face_reference(policy_dir: Path, sequences: list[list[int]], tempera
 
 
 def load_model(policy_dir: Path) -> Any:
-    """transformers' model of a policy, on the CPU, in the precision of the file."""
+    """Load a policy as a transformers model on the CPU, in the precision of its file."""
     from transformers import AutoModelForCausalLM  # takes seconds
     from transformers.utils.logging import disable_progress_bar
 
@@ -190,17 +198,16 @@ def load_model(policy_dir: Path) -> Any:
 
 
 def score(model: torch.nn.Module, sequences: list[list[int]], temperature: float = 1.0) -> list[np.ndarray]:
-    """Log-probs of all but the first token of each sequence, [n - 1] float32."""
-    return [_taken(logprobs, tokens) for logprobs, tokens in _distributions(model, sequences, temperature)]
+    """For each sequence of n tokens, [n - 1] float32: the log-probs in nats of all tokens but the first."""
+    return [_logprobs_of(logprobs, tokens) for logprobs, tokens in _distributions(model, sequences, temperature)]
 
 
 def score_with_entropy(
     model: torch.nn.Module, sequences: list[list[int]], temperature: float = 1.0
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of all but the first token of each sequence its log-prob and the entropy of what it was drawn from, [n - 1]
-    float32 each, in nats."""
+    """As `score`, with the entropy of each of these tokens' distributions: two [n - 1] float32 in nats a sequence."""
     return [
-        (_taken(logprobs, tokens), torch.special.entr(logprobs.exp()).sum(-1).cpu().numpy())
+        (_logprobs_of(logprobs, tokens), torch.special.entr(logprobs.exp()).sum(-1).cpu().numpy())
         for logprobs, tokens in _distributions(model, sequences, temperature)
     ]
 
@@ -209,12 +216,12 @@ def score_with_entropy(
 def _distributions(
     model: torch.nn.Module, sequences: list[list[int]], temperature: float
 ) -> Iterator[tuple[torch.Tensor, list[int]]]:
-    """[n - 1, V] float32 log-probs and the sequence they belong to, for each."""
+    """Yield for each sequence its [n - 1, V] float32 log-probs, and the sequence itself."""
     done = 0
     while done < len(sequences):
         batch = _batch(sequences[done:])
         done += len(batch)
-        # padded on the right, where a causal model does not look
+        # padding on the right needs no mask: a causal model does not attend to later positions
         rows = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.long)
         for row, tokens in zip(rows, batch, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
@@ -224,13 +231,14 @@ def _distributions(
             yield row[: len(tokens) - 1], tokens
 
 
-def _taken(logprobs: torch.Tensor, tokens: list[int]) -> np.ndarray:
-    drawn = torch.tensor(tokens[1:], device=logprobs.device)
-    return logprobs.gather(1, drawn[:, None])[:, 0].cpu().numpy()
+def _logprobs_of(logprobs: torch.Tensor, tokens: list[int]) -> np.ndarray:
+    """[n - 1]: the log-probs of the sequence's own tokens, from those of the vocabulary [n - 1, V]."""
+    targets = torch.tensor(tokens[1:], device=logprobs.device)
+    return logprobs.gather(1, targets[:, None])[:, 0].cpu().numpy()
 
 
 def _batch(sequences: Sequence[list[int]]) -> Sequence[list[int]]:
-    """The first ones, as many as make `TOKENS_AT_ONCE` tokens with their padding, but at least one."""
+    """The first sequences that have at most `TOKENS_AT_ONCE` tokens together, padding included; at least one."""
     longest = 0
     for number, tokens in enumerate(sequences):
         longest = max(longest, len(tokens))

@@ -1,4 +1,4 @@
-"""The contract of a rollout engine: prompts in, completions with the log-probs of the sampled distribution out."""
+"""The contract of all rollout engines: prompts in, completions with the log-probs of the sampled distribution out."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from megarl.recipe.tables import Recipe
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. One seed a response, prompt-major: ``seeds[prompt * samples + sample]``.
+    """Sampling parameters of a request. Each response has its own seed: ``seeds[prompt * samples + sample]``.
 
     A response's randomness comes from its seed alone, so it does not depend on what else is in the batch.
 
-    prefixes: () or, for each response, the tokens that an earlier, interrupted request has generated of it. They count
-    towards ``max_tokens``; a completion holds only the tokens that follow them.
+    prefixes: () or, for each response, the tokens that an earlier, interrupted request already generated; the engine
+    continues after them. They count towards ``max_tokens``, but a completion holds only the tokens after the prefix.
     """
 
-    temperature: float  # 0: the most probable token each time
-    max_tokens: int  # tokens of a response, stop token included
+    temperature: float  # 0: greedy decoding
+    max_tokens: int  # longest response in tokens, prefix and stop token included
     samples: int  # responses per prompt
     stop_token_ids: tuple[int, ...]  # any of them ends a response and is its last token
     seeds: tuple[int, ...]  # [prompts * samples], each in [0, 2**63): see `_seed`
     prefixes: tuple[tuple[int, ...], ...] = ()  # [prompts * samples]
     timeout: float = math.inf  # seconds that a response may take; then it is cut off, but with at least one token
-    # tokens are drawn from the fewest most probable ones whose probability, after the temperature, is top_p or more
+    # nucleus sampling: the smallest set of most probable tokens with total probability (at the temperature) >= top_p
     top_p: float = 1.0
-    budget: float = math.inf  # tokens that this request adds to a response at most; its finish reason is then "length"
+    # the most tokens that this request may add to a response; one cut off by it also has the finish reason "length"
+    budget: float = math.inf
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "samples", "timeout", "top_p", "budget"):
@@ -47,14 +48,14 @@ class Sampling:
 
     @property
     def limits(self) -> list[int]:
-        """[prompts * samples], the tokens that each response may have after this request, its prefix included."""
-        begun = [len(prefix) for prefix in self.prefixes] or [0] * len(self.seeds)
-        return [int(min(self.max_tokens, done + self.budget)) for done in begun]
+        """[prompts * samples] tokens: the longest each response may be after this request, its prefix included."""
+        prefix_lengths = [len(prefix) for prefix in self.prefixes] or [0] * len(self.seeds)
+        return [int(min(self.max_tokens, length + self.budget)) for length in prefix_lengths]
 
 
 @dataclass(frozen=True)
 class Request:
-    """Prompts that an engine gets together, as token ids."""
+    """Prompts, as token ids, that are submitted to an engine together, and how to sample their responses."""
 
     prompts: list[list[int]]
     sampling: Sampling
@@ -62,36 +63,36 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One response. ``prompt`` is the index into the request, ``sample`` in [0, samples)."""
+    """One response: number ``sample``, in [0, samples), to the request's prompt with index ``prompt``."""
 
     prompt: int
     sample: int
     tokens: np.ndarray  # [n] int32, stop token included; n = 0 only when interrupted
-    # [n] float32, nats, of the distribution that was sampled, temperature applied. With temperature 0 they are those of
-    # temperature 1; whether top_p is applied depends on the engine, and no response is trained that it truncated
+    # [n] float32, nats, of the sampled distribution, that is after the temperature. At temperature 0 they are those of
+    # temperature 1. Whether top_p is applied depends on the engine; no response sampled with top_p < 1 is trained on
     logprobs: np.ndarray
     finish_reason: str  # "stop" | "length" | "timeout" | "interrupted"
-    # [prompt + n - 1, layers, top_k] of `expert_type`, or None if the engine does not record them: the experts of every
-    # token (prefix included) but the last, which no layer has processed; -1 where they are not known
+    # [prompt + prefix + n - 1, layers, top_k] of `expert_type`: the experts of each token of prompt, prefix and
+    # response but the last, which no layer has processed; -1 where unknown. None if the engine does not record them
     routed_experts: np.ndarray | None
     policy_version: int
 
 
 def expert_type(experts: int) -> np.dtype[Any]:
-    """The smallest signed integer type that holds expert ids below ``experts`` and -1."""
+    """The smallest signed integer type that holds the expert ids [0, experts) and -1."""
     return np.min_scalar_type(-experts)
 
 
 def never() -> bool:
-    """For `RolloutEngine.serve`: a generation that nothing interrupts."""
+    """The default ``interrupted`` callback of `RolloutEngine.serve`: nothing interrupts the generation."""
     return False
 
 
 class RolloutEngine(Protocol):
-    """What a rollout phase needs of an engine: one replica, with the weights of one policy.
+    """One engine replica, with the weights of one policy, as a rollout phase uses it.
 
-    repeats_chunks: the same request always gives the same bytes, so a resumed phase repeats whole requests. Engines
-    that decode several requests together cannot promise that; for them only the missing groups are generated again.
+    repeats_chunks: whether the same request always gives the same bytes. If so, a resumed phase repeats whole requests.
+    Engines that decode several requests together cannot promise it; for them only the missing groups are regenerated.
     """
 
     repeats_chunks: bool
@@ -100,89 +101,91 @@ class RolloutEngine(Protocol):
     def serve(
         self, requests: Iterator[Request | None], interrupted: Callable[[], bool] = never
     ) -> Iterator[tuple[int, Completion]]:
-        """Pairs (number of the request, completion) as responses end, in any order. Requests are numbered from 0.
+        """Yield a pair (number of the request, completion) whenever a response ends, in any order; numbers start at 0.
 
-        The engine takes the next request only when it has room for it; None instead of one says that there is none just
-        now, while others are decoded. Once ``interrupted()`` is true it takes no more,
-        and every unfinished response is handed out at once, as far as it got, with the finish reason "interrupted". A
-        request that cannot be served is a `UserError` when it is taken.
+        The engine takes the next item of ``requests`` only when it has room for it. An item None means that no request
+        is available yet: the engine goes on decoding and asks again. Once ``interrupted()`` is true it takes no more
+        requests and yields every unfinished response at once, as far as it got, with the finish reason "interrupted".
+        Raises `UserError` when it takes a request that it cannot serve.
         """
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """Log-probs at temperature 1 of all but the first token of each sequence, [n - 1] float32."""
+        """For each sequence of n tokens, [n - 1] float32: log-probs at temperature 1 of all tokens but the first."""
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
         """Load the Hugging Face export in ``policy_dir``; later completions carry ``version``. Also ends a `sleep`.
 
-        The result is that of a newly made engine, and an engine that cannot reload in place is made anew.
+        The engine then behaves like a newly started one; an engine that cannot reload in place is restarted.
         """
 
     def renew(self) -> bool:
-        """Make the engine anew, with the weights that were loaded last; False, where it is: nothing is done then.
+        """Restart the engine with the weights loaded last, after weights loaded in place turned out to be wrong.
 
-        For weights that were loaded in place and turn out to be wrong.
+        Returns False, and does nothing, if a restart could not change the weights.
         """
 
     def checksum(self) -> str | None:
-        """Of all weights as the engine holds them, which other weights do not have; None if it has none to offer.
+        """A checksum of all weights as the engine holds them; None if the engine offers none.
 
-        It says nothing beyond this engine and its kind: weights are fused, split and converted.
+        Comparable only between engines of the same kind and configuration: they fuse, split and convert weights.
         """
 
     def sleep(self) -> None:
-        """Free the memory of weights and caches."""
+        """Free the memory of weights and caches until `wake` or `load_weights` is called."""
 
     def wake(self) -> None:
-        """End a `sleep`, with the weights that were loaded last."""
+        """End a `sleep` by loading the weights that were loaded last."""
 
     def close(self) -> None:
-        """Release everything; the engine is not used again."""
+        """Release all resources; the engine cannot be used afterwards."""
 
 
 class EngineModule(Protocol):
-    """What the module of an engine offers; the rest of megarl knows it by its line in `megarl.recipe.names`.
+    """The interface of an engine's module, which `ENGINES` in `megarl.recipe.names` maps to the engine's name.
 
-    Importing the module must be cheap: the engine's own package is imported by ``build`` alone.
+    Importing the module must be cheap: only ``build`` may import the engine's own package.
     """
 
-    RECORDS_EXPERTS: frozenset[str]  # the backends, "cpu" or "cuda", on which completions can have `routed_experts`
-    COLD_START: bool  # whether its process must be a new interpreter, not a fork of one that has imported torch
+    RECORDS_EXPERTS: frozenset[str]  # backends, "cpu" or "cuda", on which the engine can fill `routed_experts`
+    COLD_START: bool  # whether its process must be a new interpreter instead of a fork of one that has imported torch
 
     def check(self, recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
-        """`UserError` if the engine is not installed or cannot serve the recipe; ``hf``: from `read_hf_config`."""
+        """Raise `UserError` if the engine is not installed or cannot serve the recipe; ``hf``: see `check_engine`."""
 
     def build(self, recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
-        """One replica with the policy of ``policy_dir``, which records experts if ``routed_experts``."""
+        """Start one replica with the policy of ``policy_dir``; it records experts if ``routed_experts``."""
 
 
 def section(recipe: Recipe, stage: int) -> str:
-    """The table of the recipe that an error about the engine of a stage should name."""
+    """The recipe table, ``[stages.N]`` or ``[rollout]``, that an error about the engine of a stage should name."""
     return f"[stages.{stage}]" if str(stage) in recipe.stages else "[rollout]"
 
 
 def response_seed(run_seed: int, group_id: int, sample: int) -> int:
-    """The seed of one response: the same on every machine, Python version and batch composition."""
+    """The seed of one response. It does not depend on the machine, the Python version or the batch."""
     return _seed(f"{run_seed}/{group_id}/{sample}")
 
 
 def continuation_seed(seed: int, done: int) -> int:
-    """The seed of a request that continues a response after ``done`` tokens, for engines that draw from its start on.
+    """The seed of a request that continues a response after ``done`` tokens.
 
-    With the response's own seed they would repeat the draws of its beginning.
+    It is for engines that restart their random stream with each request: with the response's own ``seed`` they would
+    repeat the random numbers of its first tokens.
     """
     return _seed(f"{seed}/{done}") if done else seed
 
 
 def _seed(name: str) -> int:
-    """In [0, 2**63). vLLM 0.32 on GPUs and SGLang 0.5.23 keep seeds as int64; vLLM takes -1 for none."""
+    """A hash of ``name`` in [0, 2**63): vLLM 0.32 on GPUs and SGLang 0.5.23 keep int64 seeds; -1 means none to vLLM."""
     digest = hashlib.blake2b(name.encode(), digest_size=8, person=b"megarl")
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def check_request(prompts: Sequence[Sequence[int]], sampling: Sampling, vocabulary: int, context: int) -> None:
-    """Refuse what an engine cannot serve, naming the prompt: empty, out of vocabulary, too long, wrong number of seeds.
+    """Raise `UserError` for a request that no engine can serve, naming the prompt that is at fault.
 
-    ``context`` is the largest number of positions of the engine, in tokens.
+    Refused are empty prompts, token ids outside the vocabulary, prompts that are too long, and a number of seeds or
+    prefixes that is not the number of responses. context: the engine's maximum sequence length in tokens.
     """
     if len(sampling.seeds) != len(prompts) * sampling.samples:
         raise UserError(
@@ -203,8 +206,8 @@ def check_request(prompts: Sequence[Sequence[int]], sampling: Sampling, vocabula
         if len(prompt) + sampling.max_tokens > context:
             raise UserError(
                 f"prompt {index} has {len(prompt)} tokens; with {sampling.max_tokens} response tokens that exceeds the "
-                f"engine's {context} positions (max_position_embeddings, or the longest that the recipe allows): "
-                "shorten the prompts or lower max_response_tokens"
+                f"engine's {context} positions (max_position_embeddings of the model, or the longest prompt and "
+                "response that the recipe allows): shorten the prompts or lower max_response_tokens"
             )
 
 
@@ -214,7 +217,8 @@ def _check_prefixes(sampling: Sampling, vocabulary: int) -> None:
     for index, prefix in enumerate(sampling.prefixes):
         if len(prefix) >= sampling.max_tokens:
             raise UserError(
-                f"the prefix of response {index} has {len(prefix)} tokens: nothing is left of {sampling.max_tokens}"
+                f"the prefix of response {index} has {len(prefix)} tokens, so none of its {sampling.max_tokens} tokens "
+                "are left to generate"
             )
         if prefix and not 0 <= min(prefix) <= max(prefix) < vocabulary:
             raise UserError(f"the prefix of response {index} has a token outside the vocabulary [0, {vocabulary})")

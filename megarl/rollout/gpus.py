@@ -1,4 +1,4 @@
-"""Which GPUs belong to whom on a node, as values of CUDA_VISIBLE_DEVICES."""
+"""Divides the GPUs of a node among processes, as values of CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def visible_gpus(first: int, count: int) -> str:
-    """``count`` of the GPUs that this process sees, from number ``first`` (counted from 0) on."""
+    """``count`` consecutive GPUs of those that this process sees, starting with number ``first`` (from 0)."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         return ",".join(visible.split(",")[first : first + count])
@@ -14,5 +14,5 @@ def visible_gpus(first: int, count: int) -> str:
 
 
 def replica_gpus(count: int) -> str:
-    """The ``count`` GPUs of this process' engine replica: replicas divide a node's GPUs in the order of LOCAL_RANK."""
+    """The ``count`` GPUs of this process' engine replica: a node's GPUs go to its replicas in order of LOCAL_RANK."""
     return visible_gpus(int(os.environ.get("LOCAL_RANK", "0")) * count, count)

@@ -1,4 +1,4 @@
-"""An engine's own settings, ``[rollout.vllm]`` and ``[rollout.sglang]``: checked by its own argument parser."""
+"""Checks the tables ``[rollout.vllm]`` and ``[rollout.sglang]`` with the engine's own argument parser."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 from megarl.errors import UserError
 
-# In an interpreter of its own, because importing an engine takes seconds and may look for GPUs.
+# Runs in a separate interpreter, because importing an engine takes seconds and may look for GPUs. It prints the names
+# that occur both in megarl's own arguments and in the recipe's table.
 _PROGRAM = """
 import argparse, json, sys
 {parser}
@@ -45,21 +46,22 @@ def check_options(
     parser: str,
     environment: Mapping[str, str],
 ) -> None:
-    """`UserError` for options that the engine does not know, or whose values it refuses, or that megarl sets itself.
+    """Raise `UserError` for options that the engine does not know, refuses, or that megarl sets itself.
 
-    own: the arguments with which megarl starts the engine; parser: statements that make ``parser``, the engine's own.
+    own: the arguments with which megarl starts the engine. python: the interpreter that has the engine. parser: Python
+    statements that assign the engine's argument parser to ``parser``. environment: of the interpreter's process.
     """
     if options:
         more, place = json.dumps(as_arguments(options)), f"[rollout.{engine}]"
         _check(place, json.dumps(list(own)), more, python, parser, json.dumps(dict(environment)))
 
 
-@functools.cache  # stages that use the same engine ask the same
+@functools.cache  # stages that use the same engine make the same check
 def _check(place: str, own: str, more: str, python: Path, parser: str, environment: str) -> None:
     command = [str(python), "-W", "ignore", "-c", _PROGRAM.format(parser=parser), f"[{own}, {more}]"]
-    asked = subprocess.run(command, capture_output=True, text=True, env=json.loads(environment))
-    if asked.returncode:
-        last = ([line for line in asked.stderr.splitlines() if line.strip()] or ["it gave no reason"])[-1]
+    result = subprocess.run(command, capture_output=True, text=True, env=json.loads(environment))
+    if result.returncode:
+        last = ([line for line in result.stderr.splitlines() if line.strip()] or ["it gave no reason"])[-1]
         raise UserError(f"{place}: the engine's own argument parser refuses {' '.join(json.loads(more))}: {last}")
-    if taken := json.loads(asked.stdout.splitlines()[-1]):
-        raise UserError(f"{place} {', '.join(taken)}: megarl sets this itself, from the recipe")
+    if reserved := json.loads(result.stdout.splitlines()[-1]):
+        raise UserError(f"{place} {', '.join(reserved)}: remove this here, megarl sets it itself from the recipe")

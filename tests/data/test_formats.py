@@ -180,7 +180,7 @@ class Bomb:
 
 
 def test_a_pickle_is_read_and_never_executed(tmp_path):
-    with pytest.raises(UserError, match=r"p\.jsonl, line 1 is no row of data\.format = 'livecodebench'"):
+    with pytest.raises(UserError, match=r"p\.jsonl, line 1 is not a row of data\.format = 'livecodebench'"):
         read(tmp_path / "p.jsonl", [live_code_bench([], packed(Bomb()))], format="livecodebench")
 
 
@@ -282,7 +282,7 @@ def test_arc(tmp_path):
     }
     (item,) = read(tmp_path / "p.parquet", [row], format="arc")
     assert (item["question"], item["answer"]) == ("Which is hot?\n\n1. ice\n2. fire\n3. air", "2")
-    with pytest.raises(UserError, match="answerKey 'E' is none of"):
+    with pytest.raises(UserError, match="answerKey 'E' is not one of"):
         read(tmp_path / "p.parquet", [{**row, "answerKey": "E"}], format="arc")
 
 
@@ -323,14 +323,14 @@ def test_a_column_that_is_not_there_is_named(tmp_path, path):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_file_of_another_format_is_named(tmp_path, name):
-    with pytest.raises(UserError, match=rf"line 1: no column .*, which data.format = '{name}' has"):
+    with pytest.raises(UserError, match=rf"line 1: no column .*, which data.format = '{name}' needs"):
         read(tmp_path / "p.jsonl", [{"text": "1"}], format=name)
 
 
 def test_a_row_that_does_not_fit_its_format_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"line 2 is no row of data.format = 'gsm8k': ValueError\('no ####"):
+    with pytest.raises(UserError, match=r"line 2 is not a row of data.format = 'gsm8k': ValueError\('no ####"):
         read(tmp_path / "p.jsonl", [GSM8K, {"question": "1", "answer": "2"}], format="gsm8k")
-    with pytest.raises(UserError, match="row 1: answer must be a text or a finite number, got None"):
+    with pytest.raises(UserError, match="row 1: answer must be a non-empty string or a finite number, got None"):
         read(tmp_path / "p.parquet", [{**MATH, "solution": "No box."}], format="math")
     with pytest.raises(UserError, match="data.format = 'gsm8': unknown; did you mean 'gsm8k'"):
         read(tmp_path / "p.jsonl", [GSM8K], format="gsm8")

@@ -111,13 +111,15 @@ def test_mistakes(tokenizer, tmp_path):
     with pytest.raises(UserError, match="less than one of 1000 prompts"):
         build_prompts(mixed(a, {**b, "weight": 1e-6}), tokenizer)
     words = {"source": "reasoning_gym", "train": "spell_backward"}
-    with pytest.raises(UserError, match=r'generator .spell_backward. with other options.*train = "composite"'):
+    with pytest.raises(UserError, match=r'generator .spell_backward. with different options.*train = "composite"'):
         build_prompts(mixed(words, {**words, "options": {"min_word_len": 4}}), tokenizer)
-    with pytest.raises(ValueError, match=r"source stands in each of \[\[data.sources\]\]"):
+    with pytest.raises(ValueError, match=r"with \[\[data.sources\]\], set source in each of them"):
         DataTable.model_validate({"sources": [a], "source": "file"})
-    with pytest.raises(ValueError, match=r"say where prompts come from, or each of \[\[data.sources\]\]"):
+    with pytest.raises(
+        ValueError, match=r"needs source and train, or \[\[data.sources\]\], to say where prompts come from"
+    ):
         DataTable.model_validate({"source": "file"})
-    with pytest.raises(ValueError, match="eval.source.* which .s.jsonl. is"):
+    with pytest.raises(ValueError, match="eval.source.* whichever .s.jsonl. is"):
         mixed(a, b, eval={"suite": "s.jsonl"})
 
 

@@ -69,7 +69,7 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tokenizer, tmp_path):
 def test_separate_suite(tokenizer, tmp_path):
     suite = write(tmp_path / "suite.jsonl", [{"prompt": f"{i}+1", "answer": "1"} for i in range(5)])
     file = numbers(tmp_path, 20)
-    with pytest.warns(UserWarning, match="evaluation uses 5 distinct prompts"):
+    with pytest.warns(UserWarning, match="evaluation uses only the 5 distinct prompts"):
         prompts = build_prompts(recipe(file=file, heldout=9, evaluation={"suite": str(suite)}), tokenizer)
     assert sorted(p.text for p in prompts.heldout()) == [f"{i}+1" for i in range(5)]
     assert {prompts.train(i).text for i in range(15)} == {f"{i}+1" for i in range(5, 20)}
@@ -83,23 +83,35 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("p.jsonl", b"", "holds no prompts"),
+        ("p.jsonl", b"", "contains no prompts"),
         ("p.jsonl", GOOD + b'{"prompt": "3"}\n', r"line 2: no column 'answer' \(or 'tests', .*\); it has prompt"),
-        ("p.jsonl", GOOD + b'{"prompt": "3", "tests": []}\n', r"line 2: tests must not be empty .*, got \[\]"),
+        (
+            "p.jsonl",
+            GOOD + b'{"prompt": "3", "tests": []}\n',
+            r"line 2: a row without answer must have tests, got \[\]",
+        ),
         ("p.jsonl", GOOD + b"\n" + b'{"prompt": "3", "ans', r"p.jsonl, line 3 is not JSON"),
         ("p.jsonl", GOOD + b"\xff\xfe\n", r"p.jsonl, line 2 is not JSON"),
         ("p.jsonl", b"[1, 2]\n", "line 1: expected an object with prompt and answer, got list"),
-        ("p.jsonl", b'{"prompt": 3, "answer": "2"}\n', "line 1: prompt must be a text or a list of messages"),
+        ("p.jsonl", b'{"prompt": 3, "answer": "2"}\n', "line 1: prompt must be a string or a list of messages"),
         ("p.jsonl", b'{"prompt": "", "answer": "2"}\n', "line 1: prompt must be"),
-        ("p.jsonl", b'{"prompt": "3", "answer": null}\n', "line 1: answer must be a text or a finite number, got None"),
+        (
+            "p.jsonl",
+            b'{"prompt": "3", "answer": null}\n',
+            "line 1: answer must be a non-empty string or a finite number, got None",
+        ),
         ("p.jsonl", GOOD, "too few different prompts to hold one out"),
         ("p.parquet", b"not parquet", "cannot read .*p.parquet"),
-        ("p.csv", GOOD, "holds no prompts"),
-        ("p.csv", b"prompt,answer\n1,2\n3\n", "p.csv, row 2: answer must be a text or a finite number, got None"),
+        ("p.csv", GOOD, "contains no prompts"),
+        (
+            "p.csv",
+            b"prompt,answer\n1,2\n3\n",
+            "p.csv, row 2: answer must be a non-empty string or a finite number, got None",
+        ),
         ("p.csv", b'prompt,answer\n1,"2', "cannot read .*p.csv: unexpected end of data"),
         ("p.json", GOOD, r"p.json: expected a list of rows, got dict"),
         ("p.json", b"[1, ", r"p.json is not JSON"),
-        ("p.txt", GOOD, "ends in .jsonl, .json, .csv or .parquet"),
+        ("p.txt", GOOD, "must end in .jsonl, .json, .csv or .parquet"),
     ],
 )
 def test_damage_is_named(tokenizer, tmp_path, name, content, message):

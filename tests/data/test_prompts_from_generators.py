@@ -68,7 +68,7 @@ def test_prompts_that_differ_in_case_are_one_prompt(tokenizer):
 def test_a_short_list_of_prompts_is_shared_out_and_said(tokenizer):
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": False}
     with pytest.warns(
-        UserWarning, match=r"evaluation uses \d+ distinct prompts of chain_sum; eval.prompts asks for 500"
+        UserWarning, match=r"evaluation uses only the \d+ distinct prompts of chain_sum, but eval.prompts asks for 500"
     ):
         prompts = build_prompts(recipe("chain_sum", options=options, heldout=500), tokenizer)
     heldout = {p.tokens for p in prompts.heldout()}
@@ -94,7 +94,7 @@ def test_composite_generator(tokenizer):
         ({"generator": "spell_backwards"}, "no generator 'spell_backwards'; did you mean 'spell_backward'"),
         ({"options": {"min_word_length": 3}}, "min_word_length.*its options: min_word_len, max_word_len"),
         ({"options": {"min_word_len": 9, "max_word_len": 3}}, "max_word_len must be >= min_word_len"),
-        ({"options": {"seed": 3}}, "'seed' is set by megarl; use run.seed"),
+        ({"options": {"seed": 3}}, "'seed' is set by megarl, from run.seed"),
         ({"prompt_template": "{wort}="}, r"'wort'.*known fields are .*\{prompt\}.*\{word\}"),
         ({"prompt_template": "{}="}, "known fields are"),
         ({"prompt_template": "{word"}, "does not fit"),

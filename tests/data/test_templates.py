@@ -174,7 +174,9 @@ def test_truncation_leaves_the_markup(tokenizer, spelled):
         kept = re.fullmatch(r"<\|start\|>user\nQ: (.*)\n\nIn a box.<\|end\|>\n<\|start\|>assistant\n", cut.text, re.S)
         assert words.startswith(kept[1])
     markup = len(render(tokenizer, "a", **settings).tokens)
-    with pytest.raises(UserError, match="row 1 has more than data.max_prompt_tokens .* without what could be cut"):
+    with pytest.raises(
+        UserError, match="row 1 has more than data.max_prompt_tokens .* even without the text that may be cut"
+    ):
         render(tokenizer, words, max_prompt_tokens=markup - 1, **settings)
 
 
@@ -254,9 +256,9 @@ def test_templates_that_do_not_fit(tokenizer, tmp_path):
         render(bpe(chat_template=None), "1", template="chat")
     with pytest.raises(UserError, match=r"cannot read data.template .*gone\.jinja"):
         render(tokenizer, "1", template=str(tmp_path / "gone.jinja"))
-    with pytest.raises(UserError, match='row 1 is a list of chat messages: set data.template = "chat"'):
+    with pytest.raises(UserError, match='row 1 is a list of chat messages: set data.template to "chat"'):
         render(tokenizer, [user("1")])
-    with pytest.raises(UserError, match="data.prompt_template cannot be combined"):
+    with pytest.raises(UserError, match="cannot be combined with data.prompt_template"):
         render(tokenizer, [user("1")], template="chat", prompt_template="Q: {prompt}")
     strict = bpe(chat_template="{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
     with pytest.raises(UserError, match="chat template does not fit row 1: TemplateError: no system"):

@@ -235,7 +235,9 @@ def test_tensor_parallelism_must_divide_every_width(tmp_path):
     oss = read_settings(tmp_path, "gpt_oss")
     layout = Layout(4, 2, expert_tensor_parallel=2, expert_parallel=2)
     (problem,) = layout.problems(oss)
-    assert problem == "expert_tensor_parallel = 2: experts with biases are not divided, so it must be 1"
+    assert (
+        problem == "expert_tensor_parallel = 2: this model's experts have biases and cannot be divided, so it must be 1"
+    )
     assert layout.nearest(oss) == Layout(4, 2, expert_tensor_parallel=1, expert_parallel=2)
     glm = read_settings(tmp_path, "glm4_moe", n_shared_experts=1, moe_intermediate_size=25)
     (problem,) = Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(glm)

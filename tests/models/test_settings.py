@@ -79,9 +79,9 @@ def test_recomputation_is_said_in_one_place(tmp_path):
     ("value", "said"),
     [
         ("some", "neither 'none' nor 'full' nor a list of core_attn"),
-        (["moee"], "'moee' is no part of a layer; did you mean 'moe'"),
-        ([], "each part of a layer once"),
-        (["mlp", "mlp"], "each part of a layer once"),
+        (["moee"], "'moee' is not a part of a layer; did you mean 'moe'"),
+        ([], "at least one part of a layer, and none twice"),
+        (["mlp", "mlp"], "at least one part of a layer, and none twice"),
     ],
 )
 def test_mistakes_in_what_is_recomputed(value, said):

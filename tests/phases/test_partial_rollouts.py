@@ -268,9 +268,9 @@ def change_seal(directory, **changes):
     ("changes", "message"),
     [
         ({"rollout__oversample": 1.0}, "token_budget = 2, but with rollout.oversample = 1.0 .*above 1"),
-        ({"rollout__token_budget": 6}, "token_budget = 6 cuts nothing.*below rollout.max_response_tokens = 6"),
+        ({"rollout__token_budget": 6}, "token_budget = 6 has no effect.*below rollout.max_response_tokens = 6"),
         ({"schedule__kind": "live", "schedule__sync_every": 1, "schedule__max_lag": 2, "rollout__oversample": 1.0},
-         "token_budget = 2 cuts .*live run schedule.partial"),
+         "token_budget = 2 is only for .*live run schedule.partial"),
     ],
 )  # fmt: skip
 def test_recipes_without_a_use_for_a_budget_are_refused(recipe, changes, message):

@@ -37,7 +37,7 @@ def warm(parent):
     return next(p for p in psutil.Process(parent).children() if p.name() == "warm:")
 
 
-def keeper(parent):
+def supervisor(parent):
     """Of the verifiers: the child of a generator."""
     return next(p for p in of_rank("rollout:0")(parent).children() if p.name() == "verifier")
 
@@ -67,7 +67,7 @@ def writes(run):
 CASES = {
     "trainer": (of_rank("optimize:0"), trains, (), "optimize", "update"),  # or the checkpoint update_000002
     "generator": (of_rank("rollout:0"), stores, (), "rollout", "chunk "),
-    "keeper of verifiers": (keeper, stores, (), "rollout", "chunk "),
+    "supervisor of verifiers": (supervisor, stores, (), "rollout", "chunk "),
     "evaluating": (of_rank("evaluate:0"), evaluates, (*LIVE, *EVALUATES), "evaluate", ""),  # a chunk or just before it
     "live trainer": (of_rank("live:0"), trains, LIVE, "live", ""),
     "live generator": (of_rank("live:1"), trains, LIVE, "live", ""),
@@ -121,7 +121,7 @@ def test_a_stopped_verifier_is_replaced(recipe, tmp_path):
     run = tmp_path / "run"
     command = start_megarl("train", recipe, "--run-dir", run, "--until", "rollout:0", *settings())
     wait_for(command, lambda: stores(run))
-    worker = keeper(command.pid).children()[0]
+    worker = supervisor(command.pid).children()[0]
     worker.suspend()
     assert command.wait(120) == 0, command.stderr
     assert not [event for event in read_lines(run / "events.jsonl") if event["event"] == "no_progress"]

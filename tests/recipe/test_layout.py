@@ -45,7 +45,7 @@ def test_sensible_layouts_pass(actor):
         (
             {"processes_per_node": 8, "tensor_parallel": 4, "context_parallel": 4},
             {},
-            ["no multiple", "= 16", "nearest"],
+            ["not a multiple", "= 16", "nearest"],
         ),
         (
             {"processes_per_node": 5, "pipeline_parallel": 5},
@@ -60,8 +60,8 @@ def test_sensible_layouts_pass(actor):
         ),
         ({"processes_per_node": 2}, {"virtual_pipeline_model_parallel_size": 2}, ["needs pipeline_parallel > 1"]),
         ({}, {"tensor_model_parallel_size": 2}, ["tensor_model_parallel_size", "[actor] tensor_parallel"]),
-        ({}, {"num_layers_in_first_pipeline_stage": 3}, ["= 3: there is one pipeline stage"]),
-        ({}, {"num_layers_in_last_pipeline_stage": 0}, ["num_layers_in_last_pipeline_stage = 0: at least 1"]),
+        ({}, {"num_layers_in_first_pipeline_stage": 3}, ["= 3: pipeline_parallel = 1 makes only one stage"]),
+        ({}, {"num_layers_in_last_pipeline_stage": 0}, ["num_layers_in_last_pipeline_stage = 0: must be at least 1"]),
         (
             {"processes_per_node": 4, "pipeline_parallel": 4},
             {"num_layers_in_first_pipeline_stage": 10},
@@ -79,12 +79,12 @@ def test_sensible_layouts_pass(actor):
                 "num_layers_in_last_pipeline_stage": 28,
                 "virtual_pipeline_model_parallel_size": 4,
             },
-            ["with virtual stages on two pipeline ranks give num_layers_in_first_pipeline_stage alone"],
+            ["with virtual stages on two pipeline ranks set only num_layers_in_first_pipeline_stage"],
         ),
         ({}, {"pipeline_model_parallel_layout": "Et|tL"}, ["use num_layers_in_first_pipeline_stage and"]),
         ({}, {"account_for_loss_in_pipeline_split": True}, ["use num_layers_in_first_pipeline_stage and"]),
         ({}, {"calculate_per_token_loss": False}, ["calculate_per_token_loss", "wrong weights"]),
-        ({}, {"batch_p2p_comm": True}, ["batch_p2p_comm", "cross"]),
+        ({}, {"batch_p2p_comm": True}, ["batch_p2p_comm", "each other's messages"]),
     ],
 )
 def test_others_are_refused_with_the_reason(actor, megatron, words):

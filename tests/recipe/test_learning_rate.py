@@ -40,7 +40,7 @@ def test_learning_rate(settings, expected):
     [
         ({"schedule": "wsd"}, "needs decay_updates"),
         ({"schedule": "cosine", "decay_updates": 5}, "needs decay_updates"),
-        ({"min_lr": 1e-7}, "does not fall"),
+        ({"min_lr": 1e-7}, "end of a decay"),
         ({"schedule": "linear", "lr": 1e-6, "min_lr": 1e-5}, "above lr"),
         ({"schedule": "cosin"}, "constant"),
     ],

@@ -21,21 +21,29 @@ HOST = AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0
             "main_params_dtype = float16: megarl keeps master weights in float32",
         ),
         (AWARE | {"store_param_remainders": True}, "cuda", "checkpoints hold whole master weights"),
-        (AWARE | {"exp_avg_dtype": "uint8"}, "cuda", "exp_avg_dtype = uint8: its scaling factors are in no checkpoint"),
+        (
+            AWARE | {"exp_avg_dtype": "uint8"},
+            "cuda",
+            "exp_avg_dtype = uint8: checkpoints do not hold the scaling factors",
+        ),
         (
             {"exp_avg_sq_dtype": "bfloat16"},
             "cuda",
             "exp_avg_sq_dtype = bfloat16: it needs use_precision_aware_optimizer",
         ),
         (HOST | {"exp_avg_dtype": "bfloat16"}, "cuda", "the optimizer on the host keeps float32; leave it out"),
-        (HOST, "cpu", 'optimizer_cpu_offload = true: on [actor] backend = "cuda" alone'),
+        (HOST, "cpu", 'optimizer_cpu_offload = true: needs [actor] backend = "cuda"'),
         (
             {"optimizer_cpu_offload": True},
             "cuda",
             "without use_precision_aware_optimizer = true master weights would stay",
         ),
-        (HOST | {"optimizer_offload_fraction": 0.0}, "cuda", "optimizer_offload_fraction says of what share"),
-        (AWARE, "cuda", "Transformer Engine's Adam, which is not installed; optimizer_cpu_offload = true does without"),
+        (HOST | {"optimizer_offload_fraction": 0.0}, "cuda", "set optimizer_offload_fraction, the share"),
+        (
+            AWARE,
+            "cuda",
+            "it needs Transformer Engine, which is not installed; optimizer_cpu_offload = true works without it",
+        ),
     ],
 )
 def test_what_megarl_does_not_have_is_refused(table, backend, message):

@@ -101,22 +101,22 @@ def test_assertions_of_other_shapes():
 
 
 def test_tests_that_no_program_can_pass_are_a_mistake():
-    with pytest.raises(UserError, match="only plain values cross"):
+    with pytest.raises(UserError, match="only plain data can be sent"):
         score(row(tests="assert apply(lambda a: a, 1) == 1"), "def apply(f, a): return f(a)")
 
 
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({}, "tests are a list"),
+        ({}, "tests must be a list"),
         ({"tests": [{"input": "1"}]}, "a test needs input and output"),
         ({"tests": {"inputs": ["1"], "outputs": []}}, "two lists of the same length"),
         ({"tests": {"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}}, "a list of arguments"),
-        ({"tests": {"inputs": [[1]], "outputs": [1], "fn_name": "f()[0]; g"}}, "no name of a function"),
-        ({"tests": "assert f( == 1"}, "no Python"),
+        ({"tests": {"inputs": [[1]], "outputs": [1], "fn_name": "f()[0]; g"}}, "is not the name of a function"),
+        ({"tests": "assert f( == 1"}, "not valid Python"),
         ({"tests": "f(1)"}, "no assert statement"),
         ({"tests": "import numpy\nassert f(1) == 1"}, "import 'numpy', but"),
-        ({"tests": "assert f(1) == 1", "language": "cpp"}, "assert statements and fn_name are for Python"),
+        ({"tests": "assert f(1) == 1", "language": "cpp"}, "assert statements and fn_name are for Python only"),
         ({"tests": "assert f(1) == 1", "language": "cobol"}, "'cobol' is not supported; known are python"),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_recipe_for_code_is_checked_row_by_row(tmp_path):
     good = {"prompt": "?", "answer": "see tests", "tests": "assert f(1) == 1"}
     bad = {"prompt": "?", "answer": "see tests", "tests": "f(1)"}
     file.write_text("\n".join(json.dumps(line) for line in (good, bad, good, bad)))
-    with pytest.raises(UserError, match=r"p.jsonl, line 2: the tests hold no assert statement\n[^\n]*line 4: "):
+    with pytest.raises(UserError, match=r"p.jsonl, line 2: the tests contain no assert statement\n[^\n]*line 4: "):
         check_reward(recipe(file=file, kind="code"))
     file.write_text(json.dumps(good))
     check_reward(recipe(file=file, kind="code"))

@@ -75,7 +75,7 @@ def test_a_function_of_the_users_own(tmp_path, file):
     credit = recipe(tmp_path, kind="python", path=f"{file}:score", partial_credit=True)
     assert [(r.reward, r.correctness) for r in scored(credit, ["share", "dict"])] == [(0.5, 0), (-2.5, 1)]
     for text in ("nan", "key"):
-        with pytest.raises(UserError, match=r"my.py:score gave (nan: a score is a finite|'rewrad': a score has)"):
+        with pytest.raises(UserError, match=r"my.py:score returned (nan: a score must be a finite|the key 'rewrad')"):
             scored(settings, [text])
 
 
@@ -181,7 +181,7 @@ def score(prompt, responses, row):
     check_reward(settings)
     assert [(r.reward, r.correctness) for r in scored(settings, ["b", "a", "c"])] == [(3, 0), (3, 1), (3, 0)]
     assert [r.reward for r in scored(settings, ["b", "spin", "c"])] == [0, 0, 0]
-    with pytest.raises(UserError, match=r"gave \[1.0\] for 2 responses: expected as many scores"):
+    with pytest.raises(UserError, match=r"returned \[1.0\] for 2 responses: expected a list of as many scores"):
         scored(settings, ["few", "a"])
     with pytest.raises(ValueError, match="group is a setting of kind = 'python'"):
         recipe(tmp_path, kind="exact", group=True)

@@ -132,7 +132,7 @@ def test_each_limit_costs_only_its_response():
     assert {verdict.score for verdict in wrong} == {0.0}
 
 
-def test_the_asker_goes_on_meanwhile():
+def test_the_client_goes_on_meanwhile():
     with pool(Scripted, Limits(seconds=0.5, workers=2)) as verifiers:
         stuck = [verifiers.ask(asked("a"), "spin") for _ in range(2)]
         # more than any socket holds, to workers that read nothing
@@ -165,9 +165,9 @@ def test_a_response_that_stops_each_of_its_workers_scores_0():
 
 
 def test_mistakes_and_bugs_are_told():
-    with pool(Exact) as verifiers, pytest.raises(UserError, match="names no answer"):
+    with pool(Exact) as verifiers, pytest.raises(UserError, match="has no answer to compare with"):
         score(verifiers, [(asked(""), "a")])
-    with pool(Scripted) as verifiers, pytest.raises(RuntimeError, match=r"'\?', answered by 'raise'[^$]*a bug"):
+    with pool(Scripted) as verifiers, pytest.raises(RuntimeError, match=r"'\?' with response 'raise'[^$]*a bug"):
         score(verifiers, [(asked("a"), "raise")])
 
     def fail():
@@ -177,7 +177,7 @@ def test_mistakes_and_bugs_are_told():
         score(verifiers, [(asked("a"), "a")])
     with pool(Scripted) as verifiers:
         os.kill(verifiers._pid, signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="the process that keeps the verifiers ended"):
+        with pytest.raises(RuntimeError, match="the process that supervises the verifiers ended"):
             score(verifiers, [(asked("a"), "a")])
 
 

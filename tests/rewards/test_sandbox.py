@@ -187,7 +187,9 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch, host):
     with pytest.raises(SandboxError, match="stat /nowhere"):
         verifier().score(row(tests=attacks.ASSERTIONS), "def answer(n): return 1")
     sandbox.check_sandbox.cache_clear()
-    with pytest.raises(UserError, match=r"cannot be run in a sandbox here .failed stat /nowhere.*without one none is"):
+    with pytest.raises(
+        UserError, match=r"cannot be run in a sandbox here .failed stat /nowhere.*never run without one"
+    ):
         sandbox.check_sandbox()
 
 
@@ -210,7 +212,7 @@ def test_a_sandbox_that_is_killed_from_outside_is_tried_again(host):
         most = 1
         assert judge.score(asked(host), slow).value == 1
         most = 3
-        with pytest.raises(SandboxError, match="ended from outside"):
+        with pytest.raises(SandboxError, match="launcher was killed from outside"):
             judge.score(asked(host), slow)
     assert len(killed) == 3
 

@@ -164,7 +164,7 @@ def test_requests_are_under_way_together(tmp_path, server):
 )
 def test_silence_ends_the_phase(tmp_path, server, text, why):
     settings = recipe(tmp_path, server.url, seconds=0.3 if text == "TRICKLE" else 30)
-    with pytest.raises(VerifierUnavailable, match=f"chat/completions was asked 3 times, and did not answer: .*{why}"):
+    with pytest.raises(VerifierUnavailable, match=f"chat/completions did not answer after 3 attempts: .*{why}"):
         scored(settings, ["RIGHT", text])
 
 
@@ -172,25 +172,25 @@ def test_a_refusal_is_a_mistake_and_keeps_the_key_to_itself(tmp_path, server):
     with pytest.raises(UserError, match=r"refuses the request: 401 Unauthorized.*no such key") as caught:
         scored(recipe(tmp_path, server.url), ["REFUSED"])
     assert KEY not in str(caught.value)
-    with pytest.raises(UserError, match=r"is no chat completion service: it said \{\}"):
+    with pytest.raises(UserError, match=r"is not a chat completion service: it answered \{\}"):
         scored(recipe(tmp_path, server.url), ["ODD"])
 
 
 def test_mistakes_are_told_before_the_run(tmp_path, server, monkeypatch):
     for settings, message in (
-        ({"model": "grande"}, r"does not serve model = 'grande'; it has \['grader'\]"),
-        ({"url": "judge:8000"}, "is no http:// or https:// address"),
+        ({"model": "grande"}, r"does not serve model = 'grande'; it serves \['grader'\]"),
+        ({"url": "judge:8000"}, "is not an http:// or https:// address"),
         ({"url": "http://127.0.0.1:9"}, "nothing answers at http://127.0.0.1:9: .*refused"),
         ({"seconds": 300.0}, "3 attempts of 300 seconds may take 908 s"),
         ({"prompt": str(tmp_path / "none")}, "none cannot be read"),
-        ({"prompt": str(tmp_path / "p.jsonl")}, r"has no \{response\}"),
+        ({"prompt": str(tmp_path / "p.jsonl")}, r"does not contain \{response\}"),
         ({"api_key": "NO_SUCH_KEY"}, "environment variable NO_SUCH_KEY, which is not set"),
     ):
         with pytest.raises(UserError, match=message):
             check_reward(recipe(tmp_path, **{"url": server.url} | settings))
     for reward, message in (
         ({"kind": "judge"}, "need .reward.service."),
-        ({"kind": "exact", "service": {"url": "http://a"}}, "no other kind has it"),
+        ({"kind": "exact", "service": {"url": "http://a"}}, "other kinds do not have it"),
         ({"kind": "judge", "service": {"url": "http://a"}}, "needs service.model"),
         ({"kind": "http", "service": {"url": "http://a", "prompt": "q"}}, "service.prompt is a setting of"),
     ):

@@ -296,7 +296,11 @@ def test_a_caller_that_leaves_leaves_nothing_behind(engine, name):
         ([[1], [2]], {"seeds": (1, 2, 3)}, "2 prompts with 3 samples each need 6 seeds, got 3"),
         ([[1]], {"prefixes": ((1,),)}, "3 responses need as many prefixes, got 1"),
         ([[1]], {"prefixes": ((1,), (), (39,))}, "prefix of response 2 has a token outside"),
-        ([[1]], {"prefixes": ((1,) * 10, (), ())}, "prefix of response 0 has 10 tokens: nothing is left of 10"),
+        (
+            [[1]],
+            {"prefixes": ((1,) * 10, (), ())},
+            "prefix of response 0 has 10 tokens, so none of its 10 tokens are left",
+        ),
     ],
     ids=["empty", "token 39", "token -1", "too long", "seeds", "few prefixes", "prefix outside", "prefix too long"],
 )

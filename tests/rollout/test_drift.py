@@ -49,7 +49,7 @@ def test_one_changed_tensor_is_enough(moe_dir, reference, tmp_path, name):
 def test_the_tolerance_is_of_the_coarser_precision_and_nan_fails(moe_dir, reference):
     engine = BuiltinEngine(moe_dir, 0)
     off = [scores + np.float32(2e-4) for scores in reference.logprobs]
-    with pytest.raises(UserError, match=r"0.0002 nats off in the mean .* float32 allows 0.0001"):
+    with pytest.raises(UserError, match=r"0.0002 nats off in the mean .* limits for float32 are 0.0001"):
         check_weights(engine, replace(reference, logprobs=off))
     assert check_weights(engine, replace(reference, logprobs=off, precision="bfloat16")).precision == "bfloat16"
     undefined = [np.full_like(scores, np.nan) for scores in reference.logprobs]
@@ -84,7 +84,9 @@ def test_samples_with_other_log_probs_than_the_engines_own_are_noticed(moe_dir, 
     engine.serve = lambda requests: (
         (number, replace(completion, logprobs=completion.logprobs * 0)) for number, completion in serve(requests)
     )
-    with pytest.raises(UserError, match="log-probs of what it samples are not its own"):
+    with pytest.raises(
+        UserError, match="log-probs that the engine returns for tokens it samples differ from its own scores"
+    ):
         check_weights(engine, reference)
 
 
@@ -117,7 +119,7 @@ def test_old_weights_are_noticed_by_their_checksum_however_near_they_are(moe_dir
     worker.check_weights(first, None)
     worker.load(moved)
     assert judge(worker.engine.score(reference_of(moved).sequences), reference_of(moved), "float32").max < 1e-4
-    with pytest.raises(UserError, match="to the bit they are those that it had before"):
+    with pytest.raises(UserError, match="left the engine's previous weights unchanged"):
         worker.check_weights(moved, None)
     worker.engine._model = None  # so that the next load has an effect
     worker.engine.load_weights(moved, 1)

@@ -103,7 +103,7 @@ def test_what_a_tolerance_cannot_see_is_told_by_the_policy_before(case):
     _, reference = case.update(0)
     with pytest.raises(UserError) as error:
         case.judge(case.before, replace(reference, stored=None))
-    assert ("those of the policy before" in str(error.value)) is (case.precision == "bfloat16")
+    assert ("those of the previous policy" in str(error.value)) is (case.precision == "bfloat16")
 
 
 def test_right_weights_raise_no_alarm(case):

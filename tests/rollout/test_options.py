@@ -79,10 +79,12 @@ def test_the_engines_own_parser_decides(engine, models):
 
     cases = ENGINES[engine]
     check(cases["good"], "cuda")
-    with pytest.raises(UserError, match=rf"\[rollout.{engine}\] (tp|tensor_parallel)_size: megarl sets this itself"):
+    with pytest.raises(
+        UserError, match=rf"\[rollout.{engine}\] (tp|tensor_parallel)_size: remove this here, megarl sets it itself"
+    ):
         check(cases["alias"])
     for name in cases["closed"]:  # who may connect is not the recipe's business
-        with pytest.raises(UserError, match=rf"\[rollout.{engine}\] {name}: megarl sets this itself"):
+        with pytest.raises(UserError, match=rf"\[rollout.{engine}\] {name}: remove this here, megarl sets it itself"):
             check({name: "0.0.0.0"})
     with pytest.raises(UserError, match=rf"\[rollout.{engine}\]: .*parser refuses --kv-cache-dtype fp7: .*invalid"):
         check(cases["value"])
@@ -94,9 +96,7 @@ def test_the_engines_own_parser_decides(engine, models):
 def test_layers_with_a_state_are_refused_on_a_cpu(tmp_path):
     hf = read_settings(tmp_path, "qwen3_next", head_dim=32)
     recipe = stage_recipe("vllm", model={"path": str(tmp_path)})
-    with pytest.raises(
-        UserError, match="engine = 'vllm' on a CPU has gated delta nets in bfloat16 alone; use 'builtin'"
-    ):
+    with pytest.raises(UserError, match="engine = 'vllm' on a CPU computes gated delta nets in bfloat16 only"):
         check_engine(recipe, 0, hf)
 
 
@@ -105,16 +105,16 @@ def test_layers_with_a_state_are_refused_on_a_cpu(tmp_path):
     ("family", "words"),
     [
         ("gpt_oss", "attention with sinks"),
-        ("qwen2_moe", "shared expert with a gate"),
-        ("qwen3_next", "shared expert with a gate"),
-        ("qwen3_5_moe", "shared expert with a gate"),
+        ("qwen2_moe", "shared experts with a gate"),
+        ("qwen3_next", "shared experts with a gate"),
+        ("qwen3_5_moe", "shared experts with a gate"),
     ],
 )
 def test_layers_that_sglang_has_on_gpus_alone_are_refused_on_a_cpu(tmp_path, family, words):
     hf = read_settings(tmp_path, family)
     tables = {"model": {"path": str(tmp_path)}}
     check_engine(stage_recipe("sglang", **tables, actor={"backend": "cuda", "kernels": "torch"}), 0, hf)
-    with pytest.raises(UserError, match=f"engine = 'sglang' on a CPU has no {words}; use 'builtin'"):
+    with pytest.raises(UserError, match=f"engine = 'sglang' on a CPU cannot compute {words}; use 'builtin'"):
         check_engine(stage_recipe("sglang", **tables), 0, hf)
 
 
@@ -122,10 +122,10 @@ def test_layers_that_sglang_has_on_gpus_alone_are_refused_on_a_cpu(tmp_path, fam
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps = 1e-05 whatever config.json says, which is 1e-06"),
-        ({"swiglu_limit": 10.0}, "swiglu_limit = 7.0 whatever config.json says, which is 10.0"),
-        ({"layer_types": ["full_attention"] * 2}, "windows in every second layer"),
-        ({"intermediate_size": 48}, "as wide as a multiple of 32"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps = 1e-05, but config.json has 1e-06"),
+        ({"swiglu_limit": 10.0}, "swiglu_limit = 7.0, but config.json has 10.0"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types alternating, beginning with sliding_attention"),
+        ({"intermediate_size": 48}, "is a multiple of 32, but config.json has 48; use 'builtin'"),
     ],
 )
 def test_a_gpt_oss_that_vllm_would_compute_as_another_is_refused(tmp_path, changes, words):

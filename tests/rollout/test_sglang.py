@@ -114,7 +114,7 @@ def test_signals_that_stop_a_run_do_not_reach_the_server(engine):
 def test_the_server_answers_nobody_without_its_key_which_no_command_line_shows(engine):
     server = engine._server
     key = server._key
-    (file,) = Path(engine._meeting.name).glob("*.yaml")
+    (file,) = Path(engine._folder.name).glob("*.yaml")
     assert key in file.read_text() and file.stat().st_mode & 0o77 == 0
     assert not any(key in part for process in server_processes() for part in process.cmdline())
     for wrong in ("", "0" * 64):
@@ -142,7 +142,7 @@ def test_a_stop_token_of_the_policy_that_a_request_lacks_is_named(engine, tmp_pa
     shutil.copytree(model, policy)
     (policy / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 30]}))
     engine.load_weights(policy, 5)
-    with pytest.raises(UserError, match=r"stop tokens \[30\] lack \[4\] of .*policy, at which SGLang ends"):
+    with pytest.raises(UserError, match=r"stop tokens \[30\] do not include \[4\], at which SGLang ends .*policy"):
         generate(engine, PROMPTS, sampling(PROMPTS, stop=(30,)))
     engine.load_weights(model, 3)
 
@@ -185,7 +185,7 @@ def test_weights_that_are_loaded_in_place_are_to_the_bit_those_of_the_start(engi
     assert len(first) > 2 * len(same) and all("norm" in name for name in same), "which are 1 in both models"
     assert checksums(one) == first
     assert sums[0] == sums[2] != sums[1]
-    with pytest.raises(UserError, match="to the bit they are those that it had before"):
+    with pytest.raises(UserError, match="left the engine's previous weights unchanged"):
         check_weights(engine, reference_of(one), before=sums[0])
 
 

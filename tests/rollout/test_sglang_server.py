@@ -84,9 +84,12 @@ def test_a_response_that_the_cache_cut_short_is_an_error():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"output_token_logprobs": [[-1.0, 5, None], [-2.0, 8, None]]}, "2 tokens, but 2 log-probs of other tokens"),
-        ({"output_token_logprobs": [[-1.0, 5, None]]}, "2 tokens, but 1 log-probs"),
-        ({"weight_versions": [{"version": "6"}, {"version": "7"}]}, r"weights \['6', '7'\], not with 7"),
+        (
+            {"output_token_logprobs": [[-1.0, 5, None], [-2.0, 8, None]]},
+            "2 tokens with 2 log-probs, which belong to other tokens",
+        ),
+        ({"output_token_logprobs": [[-1.0, 5, None]]}, "2 tokens with 1 log-probs"),
+        ({"weight_versions": [{"version": "6"}, {"version": "7"}]}, "weights of version 6, 7 instead of 7"),
     ],
 )
 def test_log_probs_of_other_tokens_or_weights_are_an_error(changes, message):

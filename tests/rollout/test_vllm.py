@@ -41,7 +41,7 @@ MOE = started("qwen3_moe", "vllm")
 @on(MOE)
 def test_temperatures_that_vllm_would_change_or_refuse(engine):
     for temperature in (0.009, 2.5):
-        with pytest.raises(UserError, match=rf"temperature {temperature}: vLLM samples at 0.01 to 2.0"):
+        with pytest.raises(UserError, match=rf"temperature {temperature}: vLLM samples at temperatures 0.01 to 2.0"):
             generate(engine, [[8]], sampling([[8]], temperature=temperature))
 
 

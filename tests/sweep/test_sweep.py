@@ -198,12 +198,12 @@ def test_a_run_that_fails_keeps_no_other_from_being_made_and_is_tried_again(swep
         (('baseline = "grpo"', 'baseline = "grp"'), "did you mean 'grpo'?"),
         (("stage = 0", "stage = 1"), "stages 0 to 0"),
         (("[3, 4]", "[3, 3]"), "twice"),
-        (("lr = 1e-3 } }", "lr = 1e-3 }, run = { seed = 1 } }"), "seeds = [...] of the sweep says which"),
+        (("lr = 1e-3 } }", "lr = 1e-3 }, run = { seed = 1 } }"), "set the seeds with seeds = [...] of the sweep"),
         (
             ("optimizer = { lr = 1e-3 }", "rollout = { temperature = 2.0 }"),
             "the rollouts are reused: rollout.temperature",
         ),
-        (("mu_grpo =", '"a/b" ='), "cannot name a directory"),
+        (("mu_grpo =", '"a/b" ='), "cannot be part of a directory's name"),
         (("lr = 1e-3", "lr = 2e-3"), "has a run with other settings (old -> new): optimizer.lr: 0.001 -> 0.002"),
     ],
 )

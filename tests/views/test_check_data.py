@@ -72,7 +72,7 @@ def test_a_file_that_breaks_off(check):
 
 def test_answers_that_a_verifier_cannot_read(check):
     code, said = check([*rows(8), {"prompt": "word?", "answer": "$$"}])
-    assert code == 1 and "line 9: the answer '$$' of prompt 'word?' is no mathematics" in said
+    assert code == 1 and "line 9: the answer '$$' of prompt 'word?' cannot be parsed as mathematics" in said
     code, said = check([*rows(8), {"prompt": "word?", "answer": "$$"}], kind="exact")
     assert code == 0
 
@@ -142,4 +142,4 @@ def test_what_a_start_refuses(check):
 
 def test_exact_needs_an_answer_in_every_row(check):
     code, said = check([*rows(8), {"prompt": "f", "tests": ["assert f()"]}], kind="exact")
-    assert code == 1 and "line 9: prompt 'f' names no answer" in said
+    assert code == 1 and "line 9: prompt 'f' has no answer to compare with" in said

@@ -1,1 +1,1 @@
-"""Python that runs inside the sandbox, where megarl is not: these files are read as text, and import no megarl."""
+"""Scripts that run inside the sandbox. They are copied into it as text, and cannot import megarl there."""

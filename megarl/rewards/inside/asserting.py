@@ -1,8 +1,8 @@
-"""Runs in a sandbox of its own: the tests of a row, which never meet the program.
+"""Runs the assertions of a row in a sandbox of their own, separate from the program that they test.
 
-What of the program they name is a stand-in that asks the program's sandbox, and gets plain data. So no operator, no
-patched function, no exit of the program's own decides a test. That all tests held is told by an exit status that is
-drawn for this run; an early end of any kind has another one.
+The program's names are proxies here, which send requests to the program's sandbox and get plain data back. So no
+operator, patched function or exit of the program can decide a test. Success is an exit status that is drawn anew for
+each run; any premature end gives another one.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import sys
 from typing import Any
 
 LONGEST = 16 << 20  # bytes of a reply
-UNUSABLE = 3  # exit status: the tests ask for what cannot be done, whatever the program is
+UNUSABLE = 3  # exit status: the tests cannot be run this way, whatever the program is
 
 
 class ProgramFailed(Exception):
-    """The program gave no answer, or none that can be read."""
+    """The program did not answer, or its answer cannot be read."""
 
 
 class Unusable(BaseException):
-    """The tests pass a function of their own to the program, or the like."""
+    """The tests pass something to the program that is not plain data, such as a function."""
 
 
 class Wire:
-    """To the program."""
+    """The connection to the program's sandbox: requests on standard output, replies on standard input."""
 
     def __init__(self) -> None:
         self.replies, self.requests = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -69,7 +69,7 @@ class Wire:
 
 
 class Remote:
-    """Stands for an object of the program. It equals nothing: its own comparison could say what it likes."""
+    """A proxy for an object of the program. It equals nothing, since the object's ``__eq__`` cannot be trusted."""
 
     def __init__(self, wire: Wire, target: Any) -> None:
         self._wire, self._target = wire, target
@@ -99,14 +99,14 @@ class Remote:
 
 
 def keep(value: Any) -> Any:
-    """A stand-in goes back as what it stands for; nothing else but plain values leaves this side."""
+    """For `encode`: a proxy is sent as a reference to its object; other objects that are not plain data are refused."""
     if isinstance(value, Remote):
         return value._target
     raise Unusable(f"tests pass a {type(value).__name__} to the program")
 
 
 def names_of(tests: ast.Module) -> set[str]:
-    """What the tests use and do not define."""
+    """The names that the tests use but do not define."""
     nodes = [node for node in ast.walk(tests) if isinstance(node, ast.Name)]
     defined = {node.id for node in nodes if not isinstance(node.ctx, ast.Load)}
     for node in ast.walk(tests):
@@ -129,7 +129,7 @@ def main() -> None:
     wire = Wire()
     code = 1
     try:
-        wire.answer()  # that it is loaded
+        wire.answer()  # the program has been loaded
         tests = ast.parse(task["tests"])
         space: dict[str, Any] = {"__name__": "tests"}
         for name in names_of(tests):

@@ -1,7 +1,7 @@
-"""Runs in the program's sandbox: loads the program, and does with it what its tests ask for.
+"""Runs in the program's sandbox: loads the program and executes the requests of its tests.
 
-Requests come on the standard input and replies go to the standard output, a line each. The program may read, change and
-forge all that is here. It sees what its functions are called with, as it would anyway, and what it forges is data.
+Requests are read from standard input and replies written to standard output, one line each. The program can read,
+change and forge everything here. That is safe: it learns only the arguments of its calls, and can forge only data.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def main() -> None:
 
 
 def named_in(program: types.ModuleType, name: str) -> Any:
-    """What the program calls so, or a method of its class ``Solution``, as some data sets want it."""
+    """The program's object of this name, or the method of its class ``Solution``, which some data sets require."""
     return getattr(program if hasattr(program, name) else program.Solution(), name)
 
 
 def answer_to(request: dict[str, Any], program: types.ModuleType, objects: list[Any]) -> Any:
-    """Do one thing: a call, an attribute, the items, the truth or the length of an object."""
+    """Execute one request: a call, or an attribute, the items, an item, the truth value or the length of an object."""
     from values import decode, encode  # type: ignore[import-not-found]
 
     def keep(value: Any) -> dict[str, int]:

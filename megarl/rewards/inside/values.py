@@ -1,6 +1,6 @@
-"""Plain values as JSON, between a program and its tests: what has crossed is data, whatever the program made of it.
+"""Encodes plain values as JSON between a program and its tests, so that a program can send its tests only data.
 
-An object that is no plain value stays where it is; what crosses is its number.
+Any other object stays where it is; its number is sent instead.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozense
 
 
 def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
-    """``value`` as what `json` can write; ``keep`` gives what crosses instead of an object that is no plain value.
+    """Convert ``value`` to what `json` can write. ``keep`` is called with an object that is not plain data.
 
-    An object of a program's own class that derives from list, set or dict is none: it may have methods.
+    keep returns what to send in its place. An instance of the program's own subclass of list, set or dict is not plain
+    data, because it may have methods.
     """
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
-        return {"int": hex(value)}  # decimals of a long one take quadratic time
+        return {"int": hex(value)}  # converting a long integer to decimals would take quadratic time
     if isinstance(value, float):
         return float(value)
     if isinstance(value, complex):
@@ -37,7 +38,7 @@ def encode(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def decode(found: Any, remote: Callable[[int], Any]) -> Any:
-    """The value that ``found`` stands for; ``remote`` makes what stands for an object that stayed on the other side."""
+    """The inverse of `encode`; ``remote`` returns what represents the object with a given number on the other side."""
     if not isinstance(found, dict):
         if found is None or isinstance(found, bool | str | float):
             return found

@@ -1,1 +1,1 @@
-"""SGLang: a server of its own on loopback, and the engine that speaks to it."""
+"""The rollout engine that runs SGLang as a separate server on loopback."""

@@ -1,4 +1,4 @@
-"""SGLang as a server process beside this one."""
+"""The rollout engine on an SGLang server, which is a child of this process."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from megarl.rollout.sglang.server import OWN, Server, ServerFailed, installed_ve
 
 RECORDS_EXPERTS = frozenset({"cpu", "cuda"})
 COLD_START = True
-TEMPERATURES = (1e-6, float("inf"))  # below, SGLang takes the most likely token
-POLL_SECONDS = 0.1  # longest wait for an event before `interrupted` and the time limits are looked at again
-IDLE_SECONDS = 60  # in which a server that has sent all responses lets go of them
+TEMPERATURES = (1e-6, float("inf"))  # below the minimum SGLang decodes greedily
+POLL_SECONDS = 0.1  # longest wait for an event before `interrupted` and the timeouts are checked again
+IDLE_SECONDS = 60  # how long a server that has sent all responses may take to release them
 WHOLE_RESPONSE = 1 << 30  # tokens between two events of a response: only its first token and its end are reported
-# positions that SGLang wants beyond those of a response at full length; without them it ends the response early
+# extra positions of the context, without which SGLang ends a response shortly before its full length
 SPARE_POSITIONS = 8
 _SHORT_OF_MEMORY = re.compile("out of memory|not enough memory|memory pool size is too small", re.IGNORECASE)
 _PARSER = """
@@ -49,20 +49,22 @@ ServerArgs.add_cli_args(parser)
 """
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    "GLOO_SOCKET_IFNAME": "lo",  # a replica lives on one node
-    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the spare positions, which no request ever reaches
+    "GLOO_SOCKET_IFNAME": "lo",  # a replica never spans nodes
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for `SPARE_POSITIONS`, which no request ever reaches
 }
 
 
 @dataclass(frozen=True)
 class SglangSettings(Settings):
-    python: Path = Path(sys.executable)  # interpreter that has SGLang
+    """`Settings` of a replica, and the interpreter in which SGLang is installed."""
+
+    python: Path = Path(sys.executable)
 
 
 def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
-    """`UserError` if the interpreter for SGLang has none, or for what SGLang does not serve.
+    """Raise `UserError` if the interpreter for SGLang lacks it, or if SGLang cannot serve the recipe.
 
-    That are temperatures, GPUs, and on a CPU some kinds of layers.
+    Checked are temperatures, tensor parallelism, SGLang's own options, and on a CPU the kinds of layers.
     """
     python = recipe.rollout.sglang_python or Path(sys.executable)
     try:
@@ -78,20 +80,20 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
     settings = SglangSettings.of(recipe, stage, python=python)
     own = server_arguments(recipe.model.path, 0, settings) + as_arguments(dict.fromkeys(OWN, 0))
     if recipe.actor.backend == "cpu" and (layers := _absent_on_cpus(hf)):
-        raise UserError(f"{section(recipe, stage)} engine = 'sglang' on a CPU has no {layers}; use 'builtin'")
+        raise UserError(f"{section(recipe, stage)} engine = 'sglang' on a CPU cannot compute {layers}; use 'builtin'")
     check_options("sglang", settings.options, own, python, _PARSER, server_environment(python, {}))
 
 
 def _absent_on_cpus(hf: dict[str, Any]) -> str | None:
-    """The layers of the model that SGLang 0.5.23 has in kernels for GPUs alone, or for CPUs with AMX units."""
+    """The model's layers for which SGLang 0.5.23 has no CPU kernel, as an error names them; None if there are none."""
     family = family_of(hf)
     if isinstance(family.attention, SinkAttention):  # refused by its `model_hook.py`
         return "attention with sinks"
     feed_forward = family.feed_forward
     if (
         isinstance(feed_forward, MixtureOfExperts) and feed_forward.shared_gate is not None
-    ):  # Triton's, in its `qwen2_moe.py`, of the later families too
-        return "shared expert with a gate"
+    ):  # its `qwen2_moe.py`, which later families use too, has only a Triton kernel for it
+        return "shared experts with a gate"
     return None
 
 
@@ -105,8 +107,8 @@ def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_exp
 class SglangEngine(ContinuousEngine):
     """A `RolloutEngine` on an SGLang server.
 
-    ``policy_dir`` is a local directory with config.json and safetensors. A server that dies is a `ServerFailed` with
-    the end of its log, one that lacks memory a `UserError` that names the settings.
+    ``policy_dir`` is a local directory with config.json and safetensors. If the server dies, `ServerFailed` shows the
+    end of its log; if it runs out of memory, `UserError` names the settings to change.
     """
 
     settings: SglangSettings
@@ -117,11 +119,13 @@ class SglangEngine(ContinuousEngine):
         self._events: queue.Queue[Any] = queue.Queue()  # of the current `serve`
         self._hf, self._own_stops = read_hf_config(self.policy_dir), end_of_sequence(self.policy_dir)
         arguments = server_arguments(self.policy_dir, version, settings) + as_arguments(settings.options)
-        self._meeting = tempfile.TemporaryDirectory(prefix="megarl-")  # where the server's processes find each other
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="megarl-"
+        )  # holds the key and the store of the server's ranks
         environment = _environment(settings) | {
-            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._meeting.name}/store"
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._folder.name}/store"
         }
-        self._server = Server(settings.python, arguments, environment, Path(self._meeting.name))
+        self._server = Server(settings.python, arguments, environment, Path(self._folder.name))
         try:
             with _memory_errors("starting", settings):
                 self._server.wait_until_healthy()
@@ -131,9 +135,9 @@ class SglangEngine(ContinuousEngine):
             raise
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
-        """In place, so the model must have the same architecture; a directory that SGLang cannot load is a `UserError`.
+        """Loads in place, so the model must have the same architecture, and drops the prefix cache of the old weights.
 
-        Cached prefixes of the previous weights are dropped.
+        Raises `UserError` for a directory that SGLang cannot load.
         """
         hf = read_hf_config(policy_dir)
         if self._asleep:
@@ -151,7 +155,7 @@ class SglangEngine(ContinuousEngine):
         self.policy_dir, self.version = Path(policy_dir), version
 
     def renew(self) -> bool:
-        """It loads weights in place by the same code as when it starts."""
+        """False: SGLang loads weights in place by the same code as when it starts, so a restart changes nothing."""
         return False
 
     def checksum(self) -> str | None:
@@ -159,43 +163,46 @@ class SglangEngine(ContinuousEngine):
         return hashlib.sha256(json.dumps([rank["checksums"] for rank in ranks], sort_keys=True).encode()).hexdigest()
 
     def sleep(self) -> None:
-        """On a GPU only the server's processes and its CUDA context stay; a server on a CPU frees nothing."""
+        """On a GPU only the server's processes and its CUDA context keep memory; on a CPU nothing is freed."""
         if not self._asleep:
             self._wait_until_idle()
             self._server.post("/release_memory_occupation", {})
             self._asleep = True
 
     def _wait_until_idle(self) -> None:
-        """The server may still hold a response that it has sent, and then neither loads weights nor frees memory."""
+        """Wait until the server holds no response: a busy server neither loads weights nor frees memory.
+
+        It may still hold a response for a moment after it has sent the whole of it.
+        """
         self._server.post(f"/flush_cache?timeout={IDLE_SECONDS}", {})
 
     def wake(self) -> None:
-        """The memory for the weights comes back empty, so they are read again."""
+        """Reads the weights again, because the memory that SGLang allocates for them is empty."""
         if self._asleep:
             self.load_weights(self.policy_dir, self.version)
 
     def close(self) -> None:
         self._server.stop()
-        self._meeting.cleanup()
+        self._folder.cleanup()
 
     def _begin(self) -> None:
-        """Threads of an earlier call may still have something to say; nobody listens to their queue any more."""
+        """Use a new queue, since threads of an earlier `serve` may still put events into the old one."""
         self._events = queue.Queue()
 
     def _check(self, request: Request) -> None:
-        """SGLang's CPU build dies of a token outside the vocabulary, so nothing is sent unchecked."""
+        """Nothing is sent unchecked, because a token outside the vocabulary crashes SGLang's CPU build."""
         if self._asleep:
             raise RuntimeError("the engine sleeps: call wake() before serve()")
         check_request(request.prompts, request.sampling, self._hf["vocab_size"], self.settings.context)
         stops = set(request.sampling.stop_token_ids)
         if stops and (more := self._own_stops - stops):
             raise UserError(
-                f"stop tokens {sorted(stops)} lack {sorted(more)} of {self.policy_dir}, at which SGLang ends a "
-                "response anyway (eos_token_id of config.json or generation_config.json)"
+                f"the stop tokens {sorted(stops)} do not include {sorted(more)}, at which SGLang ends a response "
+                f"anyway: eos_token_id in config.json or generation_config.json of {self.policy_dir}"
             )
 
     def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:
-        """Each begins with the event of its first token."""
+        """A response begins when the event of its first token arrives."""
         body = {
             "rid": list(responses),
             "input_ids": [response.tokens for response in responses.values()],
@@ -207,7 +214,7 @@ class SglangEngine(ContinuousEngine):
         threading.Thread(target=self._stream, args=(body, self._events), daemon=True).start()
 
     def _stream(self, body: dict[str, Any], events: queue.Queue[Any]) -> None:
-        """Pass the events of one request, or the exception that ended them, to the thread that serves."""
+        """In a thread of its own: put the events of one request, or the exception that ended them, into ``events``."""
         try:
             for event in self._server.stream("/generate", body):
                 events.put(event)
@@ -215,17 +222,17 @@ class SglangEngine(ContinuousEngine):
             events.put(error)
 
     def _step(self, running: dict[str, Running]) -> Iterator[tuple[int, Completion]]:
-        """Wait for the next event, but not for long."""
+        """Handle the next event, or return after `POLL_SECONDS` without one."""
         try:
             event = self._events.get(timeout=POLL_SECONDS)
         except queue.Empty:
-            due = all(response.cut_off for response in running.values())  # the server should have sent them by now
-            if self._server.answers() and not due:
+            overdue = all(response.cut_off for response in running.values())  # all aborted: the server must send them
+            if self._server.answers() and not overdue:  # without a heartbeat a server that stands still is noticed
                 beat("decoding")
             return
         beat("decoding")
         if isinstance(event, Exception):
-            running.clear()  # no event will tell of the other responses of this request
+            running.clear()  # no further events will arrive for the responses of this request
             with _memory_errors("decoding", self.settings):
                 raise event
         name = event["meta_info"]["id"]
@@ -235,7 +242,7 @@ class SglangEngine(ContinuousEngine):
             running[name].begin()
 
     def _cut_off(self, names: list[str], running: dict[str, Running], why: str) -> Iterator[tuple[int, Completion]]:
-        """The server reports what there is of an aborted response as the response's end."""
+        """Aborts the responses; the server then reports what it has of each as the response's last event."""
         for name in names:
             running[name].end(why)
         if why == "timeout":
@@ -243,7 +250,8 @@ class SglangEngine(ContinuousEngine):
                 self._server.post("/abort_request", {"rid": name})
             return
         while running:
-            self._server.post("/abort_request", {"abort_all": True})  # repeated: a response may have been on its way
+            # repeated, because a submitted response may not have reached the server at the last call
+            self._server.post("/abort_request", {"abort_all": True})
             yield from self._step(running)
             while running and not self._events.empty():
                 yield from self._step(running)
@@ -254,13 +262,19 @@ class SglangEngine(ContinuousEngine):
                 pass
 
     def _ended(self, response: Running, event: dict[str, Any]) -> tuple[int, Completion]:
+        """The completion of a response from its last event, which is checked for consistency."""
         info, tokens = event["meta_info"], event["output_ids"]
         scored = info.get("output_token_logprobs", [])
         if [token for _, token, *_ in scored] != tokens:
-            raise RuntimeError(f"SGLang gave {len(tokens)} tokens, but {len(scored)} log-probs of other tokens")
+            raise RuntimeError(
+                f"SGLang returned {len(tokens)} tokens with {len(scored)} log-probs, which belong to other tokens"
+            )
         versions = {span["version"] for span in info.get("weight_versions", [])}
         if tokens and versions != {str(self.version)}:
-            raise RuntimeError(f"SGLang sampled with the weights {sorted(versions)}, not with {self.version}")
+            raise RuntimeError(
+                f"SGLang sampled a response with weights of version {', '.join(sorted(versions)) or 'unknown'} instead "
+                f"of {self.version}"
+            )
         reason = _finish_reason(info["finish_reason"], response)
         if reason == "length" and len(tokens) < response.limit:
             fraction = self.settings.memory_fraction or "not set"
@@ -273,7 +287,7 @@ class SglangEngine(ContinuousEngine):
         return self._completion(response, np.array(tokens, np.int32), logprobs, reason, experts)
 
     def _routed_experts(self, info: dict[str, Any], length: int, reason: str) -> np.ndarray | None:
-        """Of all tokens but the last, which no forward pass has seen."""
+        """The experts of the first ``length`` tokens: all but the last, which no forward pass has processed."""
         if not self.settings.routed_experts:
             return None
         cut_off = reason in ("timeout", "interrupted")
@@ -284,7 +298,7 @@ class SglangEngine(ContinuousEngine):
         return checked_experts(found, length, self._hf, cut_off)
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
-        """One forward pass for each sequence."""
+        """Sends the sequences as prompts and takes their input log-probs: one forward pass for each."""
         body = {
             "input_ids": sequences,
             "sampling_params": {"max_new_tokens": 1, "ignore_eos": True},
@@ -301,11 +315,11 @@ def _finish_reason(reason: dict[str, Any], response: Running) -> str:
         return response.cut_off
     if kind == "length" or (kind == "stop" and isinstance(reason["matched"], int)):
         return str(kind)
-    raise RuntimeError(f"SGLang ended a response because of {reason}")  # for example logits that are not finite
+    raise RuntimeError(f"SGLang ended a response because of {reason}")  # for example because logits are not finite
 
 
 def _parameters(sampling: Sampling, response: Running) -> dict[str, Any]:
-    """Everything that shapes the distribution is set, because SGLang takes defaults from generation_config.json."""
+    """Sets everything that shapes the distribution, because SGLang takes defaults from generation_config.json."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -315,9 +329,10 @@ def _parameters(sampling: Sampling, response: Running) -> dict[str, Any]:
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
         "max_new_tokens": response.limit,
-        "sampling_seed": response.seed,  # a draw depends on it and the token's position: a continuation keeps it
+        # a draw depends on the seed and the token's position, so a continuation needs no seed of its own
+        "sampling_seed": response.seed,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": not sampling.stop_token_ids,  # it would ignore stop_token_ids, too
+        "ignore_eos": not sampling.stop_token_ids,  # true makes SGLang ignore stop_token_ids, too
     }
 
 
@@ -332,7 +347,7 @@ def server_arguments(policy_dir: Path, version: int, settings: SglangSettings) -
         "context-length": context,
         "max-running-requests": settings.responses,
         "tensor-parallel-size": settings.tensor_parallel,
-        # without seeds of their own the responses of two replicas must not be drawn from the same random numbers
+        # where SGLang ignores the responses' seeds, two replicas or starts must not draw the same random numbers
         "random-seed": response_seed(0, version, int(os.environ.get("RANK", "0"))) % 2**31,
         "stream-interval": WHOLE_RESPONSE,
         "grammar-backend": "none",
@@ -346,7 +361,8 @@ def server_arguments(policy_dir: Path, version: int, settings: SglangSettings) -
     if settings.device == "cpu":
         values |= {"attention-backend": "torch_native", "sampling-backend": "pytorch"}
         values["max-total-tokens"] = context * settings.responses
-        flags += ["disable-overlap-schedule", "enable-deterministic-inference"]  # the latter alone heeds seeds
+        # only the deterministic mode uses the responses' seeds
+        flags += ["disable-overlap-schedule", "enable-deterministic-inference"]
     else:
         flags.append("enable-memory-saver")  # for `sleep`
     if settings.memory_fraction is not None:
@@ -362,13 +378,13 @@ def _environment(settings: SglangSettings) -> dict[str, str]:
 
 @contextmanager
 def _memory_errors(doing: str, settings: Settings) -> Iterator[None]:
-    """The server's many lines about memory, as one `UserError` that says what a person can change."""
+    """Turn a `ServerFailed` whose log says that memory ran out into a `UserError` that names the settings to change."""
     try:
         yield
     except ServerFailed as error:
         cause = next((line for line in str(error).splitlines() if _SHORT_OF_MEMORY.search(line)), None)
         if cause is None:
             raise
-        share = "the share for weights and KV cache"
-        remedy = "raise memory_fraction where weights and cache do not fit into it"
+        share = "the share of memory for weights and KV cache"
+        remedy = "raise memory_fraction if weights and cache do not fit into it"
         raise out_of_memory("SGLang", doing, cause.strip(), settings, share, remedy) from error

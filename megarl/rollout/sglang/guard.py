@@ -1,9 +1,9 @@
-"""``python guard.py PARENT COMMAND ...``: runs a command, and ends all of its processes when it or PARENT ends.
+"""``python guard.py PARENT COMMAND ...``: runs a command and kills all of its processes when it or PARENT ends.
 
-PARENT is the process that started this one, a phase, which may be killed at any moment. The kernel can then signal its
-children, but not the children of a server. So this process runs between the two: it adopts those descendants that lose
-their parent, and kills them all. SIGUSR1 tells it to: signals that stop a run may reach every process of a job, and are
-the phase's business (`megarl.rollout.signals`).
+PARENT is the pid of the phase process that started this one; it may be killed at any moment. The kernel can then signal
+its children, but not the children of a server. So this process runs between phase and server: it adopts descendants
+that lose their parent, and kills all descendants. SIGUSR1 asks it to do so; signals that stop a run are ignored, since
+they may reach every process of a job and only the phase decides when its server ends (`megarl.rollout.signals`).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def main() -> None:
 
 
 def stop(*_: object) -> None:
-    """End by way of `main`'s ``finally``, and not be interrupted there."""
+    """Exit through the ``finally`` of `main`, which further signals must not interrupt."""
     signal.signal(END, signal.SIG_IGN)
     sys.exit(0)
 
 
 def kill_descendants() -> None:
-    """Kill until none is left."""
+    """Kill all descendants, repeatedly, until none is left."""
     while True:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

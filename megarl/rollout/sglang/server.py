@@ -1,4 +1,4 @@
-"""An SGLang server as a child of this process, and HTTP to it on 127.0.0.1."""
+"""Starts an SGLang server as a child of this process, and speaks HTTP to it on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from typing import Any
 from megarl.rollout.sglang import guard, start
 
 HOST = "127.0.0.1"
-HEALTH_SECONDS = 0.25  # between two looks at a server that is starting
-ANSWER_SECONDS = 10.0  # limit of a question whether the server has started
-QUESTION_SECONDS = 1.0  # between two questions whether a server that decodes still answers
-CLOSE_SECONDS = 10.0  # a server that broke a connection by ending has ended after this time
+HEALTH_SECONDS = 0.25  # between two health checks of a server that is starting
+ANSWER_SECONDS = 10.0  # timeout of `Server.get` and of a health check
+QUESTION_SECONDS = 1.0  # between two requests that ask whether a decoding server still answers
+CLOSE_SECONDS = 10.0  # how long a server that broke a connection may take to exit, to report its exit code
 LOG_LINES = 30  # last lines of the log that an error shows
-OWN = ("host", "port", "served-model-name", "config", "api-key")  # arguments that `Server` adds
-# Variables that the launcher sets for the phase process; a server would apply them to itself.
+OWN = ("host", "port", "served-model-name", "config", "api-key")  # arguments that `Server` adds itself
+# Variables that the launcher sets for the phase process; SGLang would take them for its own.
 NOT_FOR_THE_SERVER = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT"),
@@ -34,11 +34,14 @@ NOT_FOR_THE_SERVER = (
 
 
 class ServerFailed(Exception):
-    """The server ended or refused to serve; the message has the last lines of its log."""
+    """The server ended or refused a request. If it ended, the message has the last lines of its log."""
 
 
 def installed_version(python: Path) -> str | None:
-    """The version of SGLang that an interpreter would import, None if it has none; OSError if it cannot be run."""
+    """The version of SGLang installed for the interpreter ``python``; None if there is none.
+
+    Raises OSError if the interpreter cannot be run.
+    """
     probe = "from importlib import metadata; print(metadata.version('sglang'))"
     environment = server_environment(python, {})
     found = subprocess.run([python, "-c", probe], capture_output=True, text=True, env=environment)
@@ -46,30 +49,30 @@ def installed_version(python: Path) -> str | None:
 
 
 def server_environment(python: Path, settings: dict[str, str]) -> dict[str, str]:
-    """This process' environment without what is meant for it alone, and with ``settings``."""
+    """This process' environment with ``settings`` added and without the variables that concern only this process."""
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in NOT_FOR_THE_SERVER and not name.startswith("MEGARL_")
     }
-    if str(python) != sys.executable:  # these point to the packages of this interpreter
+    if str(python) != sys.executable:  # these variables point to the packages of this interpreter
         for name in ("PYTHONPATH", "PYTHONHOME"):
             environment.pop(name, None)
     return environment | settings
 
 
 class Server:
-    """``python -m sglang.launch_server``, from its start to `stop`; its output goes to this process' stderr.
+    """A running ``python -m sglang.launch_server``, from its start to `stop`; its output goes to this process' stderr.
 
-    It and all processes below it end when this process does, however that ends: see `megarl.rollout.sglang.guard`. It
-    answers nobody without a key, which it reads from a file in ``folder`` that its owner alone can read: arguments and
-    their values are for everybody to see in ``ps``.
+    The server and all its descendants end when this process does, however that ends: see `megarl.rollout.sglang.guard`.
+    It answers only requests with a random key, which it reads from a file in ``folder`` that only the owner can read,
+    because ``ps`` shows everybody the arguments of a process.
     """
 
     def __init__(self, python: Path, arguments: list[str], settings: dict[str, str], folder: Path) -> None:
         self.port, self._name, self._key = _free_port(), secrets.token_hex(8), secrets.token_hex(32)
         self._tail: deque[str] = deque(maxlen=LOG_LINES)
-        self._question: threading.Thread | None = None  # the last one, asked at `_asked`
+        self._question: threading.Thread | None = None  # the latest `_ask`, started at the monotonic time `_asked`
         self._asked, self._answered = 0.0, False
         command = [python, "-W", "ignore", start.__file__, "sglang.launch_server", "--config", self._key_file(folder)]
         command += ["--host", HOST, "--port", self.port, "--served-model-name", self._name]
@@ -79,7 +82,7 @@ class Server:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # A signal to the group of this process is not for the server. The session stays: see `end_sessions`.
+            # A signal to this process' group must not reach the server. The session stays: see `end_sessions`.
             process_group=0,
         )
         self._log = threading.Thread(target=self._copy_log, daemon=True)
@@ -95,7 +98,7 @@ class Server:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._tail.append(line.decode(errors="replace").rstrip())
-            with contextlib.suppress(OSError):  # full disk; the server would hang if nobody read its output
+            with contextlib.suppress(OSError):  # such as a full disk: go on, since the server hangs if nobody reads
                 os.write(2, line)
 
     @property
@@ -103,27 +106,31 @@ class Server:
         return self._process.poll() is None
 
     def wait_until_healthy(self) -> None:
-        """Wait as long as the server lives, because loading a large model takes minutes."""
+        """Wait until the server answers, without a timeout because loading a large model takes minutes.
+
+        Raises `ServerFailed` if it exits.
+        """
         while True:
             if not self.alive:
                 raise self.failure("did not start")
             try:
                 self._request("GET", "/health", timeout=ANSWER_SECONDS).read()
                 info = self.get("/model_info")
-                if info["served_model_name"] == self._name:  # it is this server, not another that took the port first
+                if info["served_model_name"] == self._name:  # else another server has taken the port
                     return
             except (OSError, http.client.HTTPException, ServerFailed, ValueError, LookupError, TypeError):
                 pass
             time.sleep(HEALTH_SECONDS)
 
     def get(self, path: str) -> Any:
-        """The JSON that the server answers."""
+        """Send a GET request and return the JSON of the answer."""
         return json.loads(self._request("GET", path, timeout=ANSWER_SECONDS).read())
 
     def answers(self) -> bool:
-        """Whether the server, its scheduler included, has answered a question since the last call. Never waits.
+        """Whether the server, its scheduler included, has answered a request since the last call. Never blocks.
 
-        It asks by itself, one question at a time, for which a server that hangs may take for ever.
+        The request is sent by a background thread, one at a time and without a timeout, at most once a
+        `QUESTION_SECONDS`.
         """
         answered, self._answered = self._answered, False
         asking = self._question is not None and self._question.is_alive()
@@ -139,7 +146,10 @@ class Server:
             self._answered = True
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON that the server answers, None for any other answer; `ServerFailed` with its words for a refusal."""
+        """Send a POST request; return the JSON of the answer, or None if the answer is not JSON.
+
+        Raises `ServerFailed` with the server's message if it refuses, or with its log if it breaks the connection.
+        """
         try:
             answer = self._request("POST", path, body).read()
         except (OSError, http.client.HTTPException) as error:
@@ -147,7 +157,7 @@ class Server:
         return json.loads(answer) if answer.startswith((b"{", b"[")) else None
 
     def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Server-sent events, decoded."""
+        """Send a POST request and yield the JSON of each server-sent event of the answer."""
         try:
             response = self._request("POST", path, body)
             for line in response:
@@ -174,7 +184,7 @@ class Server:
         return response
 
     def failure(self, what: str) -> ServerFailed:
-        """An error that says ``what`` the server did, its exit code if it ended, and the last lines of its log."""
+        """An error that says ``what`` the server did, its exit code if it exited, and the last lines of its log."""
         try:
             code = self._process.wait(CLOSE_SECONDS)
             self._log.join(CLOSE_SECONDS)
@@ -184,7 +194,7 @@ class Server:
         return ServerFailed("\n".join([f"the SGLang server {what}; the last lines of its log:", *self._tail]))
 
     def stop(self) -> None:
-        """End the server; returns when all of its processes have ended."""
+        """End the server and wait until all of its processes have ended."""
         self._process.send_signal(guard.END)
         self._process.wait()
         self._log.join()
@@ -198,7 +208,7 @@ def _free_port() -> int:
 
 
 def _message(answer: bytes) -> str:
-    """The text of an error, which comes as {"error": {"message": ...}}, {"message": ...} or {"error": ...}."""
+    """The message of an error answer: {"error": {"message": ...}}, {"message": ...}, {"error": ...} or plain text."""
     try:
         fields = json.loads(answer)
         fields = fields.get("error", fields)

@@ -1,6 +1,6 @@
-"""``python start.py MODULE ARGUMENT ...``: as ``python -m MODULE``, but signals that stop a run reach none of it.
+"""``python start.py MODULE ARGUMENT ...``: as ``python -m MODULE``, but with the signals that stop a run blocked.
 
-SGLang's interpreter runs it, which has no megarl: see `megarl.rollout.signals`, whose file is beside this one's folder.
+It runs in SGLang's interpreter, which cannot import megarl, so it runs the file of `megarl.rollout.signals` by path.
 """
 
 from __future__ import annotations
