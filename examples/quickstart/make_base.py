@@ -93,7 +93,7 @@ def sloppy(answer: str, rng: random.Random) -> str:
 
 
 def warm_up(recipe: Recipe, teach: Callable[[Prompt, random.Random], str], output: Path, steps: int) -> None:
-    """Train the recipe's model for ``steps`` on the answers that ``teach`` gives to its prompts; export to ``output``."""
+    """Train the recipe's model for ``steps`` on the answers of ``teach`` to its prompts; export it to ``output``."""
     initial = recipe.model.path
     device = parallel.initialize(recipe)
     from megarl.actor import hf, packing, step
