@@ -111,7 +111,7 @@ def measure(name: str, tokens: int, device: torch.device, backends: list[str], r
         functions["loss alone"] = alone
     expected = functions["torch"](batch)
 
-    def check(function: Callable[[TokenBatch], torch.Tensor]) -> None:  # what is fast and wrong shows nothing
+    def check(function: Callable[[TokenBatch], torch.Tensor]) -> None:  # a fast but wrong function is not measured
         torch.testing.assert_close(function(batch), expected, rtol=1e-4, atol=1e-5)
 
     right, failures = common.attempt({way: partial(check, function) for way, function in functions.items()})

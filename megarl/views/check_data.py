@@ -34,7 +34,7 @@ class File:
     longer: int = 0  # prompts with more than data.max_prompt_tokens
 
     def lines(self) -> Iterator[str]:
-        """For a person."""
+        """Lines of text for a terminal."""
         yield f"{self.path}: {self.prompts} prompts, {self.repetitions} of them repetitions of others"
         if self.tokens:
             median, high, longest = self.tokens.values()
@@ -51,7 +51,7 @@ class Overlap:
     shared: list[str]  # those that share `WORDS` consecutive words with one
 
     def lines(self) -> Iterator[str]:
-        """For a person."""
+        """Lines of text for a terminal."""
         yield (
             f"{self.heldout} held-out prompts: of the training files, {self.same} prompts are among them and are not "
             f"trained on, {len(self.nearly)} differ from one only in case or spaces, {len(self.shared)} share {WORDS} "
@@ -71,7 +71,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        """For a terminal."""
+        """The whole report as text for a terminal."""
         lines = [line for file in self.files for line in file.lines()] + self.notes
         lines += self.overlap.lines() if self.overlap else ()
         return "\n".join([*lines, *([f"WRONG: {problem}" for problem in self.problems] or ["no problems found"])])

@@ -40,7 +40,7 @@ class Fit:
         return self.plan.misfit()
 
     def text(self) -> str:
-        """For a terminal."""
+        """The plan, its misfit and the alternatives, as text for a terminal."""
         lines = [f"{self.title}\n\n{self.plan.table()}"]
         if self.misfit is not None:
             lines.append(f"\ndoes not fit: {self.misfit}")

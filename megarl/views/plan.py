@@ -167,7 +167,7 @@ class Plan:
         return self.usable - sum(self.optimize.values())
 
     def shared_misfit(self) -> str | None:
-        """With ``schedule.colocate`` trainers keep their memory: why engines do not fit beside it; None if they do."""
+        """Why engines do not fit in the memory that trainers leave with ``schedule.colocate``; None if they do."""
         if not self.recipe.schedule.colocate or self.engine_share <= self.left_to_engines:
             return None
         return (

@@ -22,7 +22,7 @@ def detail_charts(runs: list[Run]) -> list[Chart]:
             of = f" {html.escape(run.name)}, update {record['update']}."
             return [
                 _heat_map(
-                    record, "entropy_by_ratio", "Entropy against importance ratio", "nats a token",
+                    record, "entropy_by_ratio", "Entropy against importance ratio", "nats per token",
                     [f"{row / 4:g}" for row in range(ROWS)],
                     "Log of the number of tokens, by the distance of their ratio from 1 and by the entropy at their "
                     "position. The rare tokens far from 1 are those that a clip mutes." + of,

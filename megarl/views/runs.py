@@ -43,7 +43,7 @@ def _find(directory: Path) -> Iterator[Path]:
             {"prompts.json", "events.jsonl", "metrics.jsonl"} & {*files} or "stages" in below
         ):
             yield Path(folder)
-            below.clear()  # what is inside belongs to the run
+            below.clear()  # directories inside belong to the run
 
 
 def _describe(root: Path, name: str) -> RunLine:
@@ -95,7 +95,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def as_table(lines: list[RunLine]) -> str:
-    """For a terminal; stages count from 1 there."""
+    """The list as a table for a terminal; stages count from 1 there."""
     rows = [["run", "state", "stage", "update", "accuracy", "reward"]]
     rows += [
         [

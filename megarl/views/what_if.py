@@ -43,7 +43,7 @@ def estimates(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]], given: bool = False) -> str:
-    """For a terminal. given: whether the fresh responses come from a sealed stage (--fresh-stage)."""
+    """The rows as a table for a terminal. given: whether the fresh responses are those of --fresh-stage."""
     source = "the given fresh responses of the policy" if given else "new responses of the policy to the same prompts"
     lines = [
         f"means over {rows[0]['batches']} batches, ± 95 %: shares of tokens; norm of the gradient;",

@@ -43,7 +43,7 @@ class Audit:
     notes: list[str] = field(default_factory=list)  # checks that were not possible, and why
 
     def table(self) -> str:
-        """For a terminal."""
+        """A row of counts per stage, then notes and problems, as text for a terminal."""
         heads = [field.name.partition("_") for field in dataclasses.fields(StageTotals)]
         rows = [[first if rest else "" for first, _, rest in heads], [rest or first for first, _, rest in heads]]
         rows += [[f"{x:,}" if isinstance(x, int) else x[:HASH] for x in vars(row).values()] for row in self.stages]
