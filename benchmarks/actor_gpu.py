@@ -1,9 +1,9 @@
-"""An update of the actor on a GPU: tokens a second, share of the GPU's arithmetic, memory, by layers and kernels.
+"""An update of the actor on a GPU: tokens per second, share of the GPU's arithmetic, memory, by layers and kernels.
 
-Two layers of Qwen3-30B-A3B, with its 128 experts and its lm head, and four of Qwen3-8B: what of them fits on one GPU
-with gradients, master weights and Adam's moments. Random weights and responses; a product of large matrices in the same
-run is the measure of the arithmetic, and recomputation is not counted as work. Without a GPU every figure says "not
-measured".
+The models are two layers of Qwen3-30B-A3B, with its 128 experts and its lm head, and four layers of Qwen3-8B: as much
+as fits on one GPU with gradients, master weights and Adam's moments. Weights and responses are random. The share of the
+arithmetic is relative to a product of large matrices in the same run, and recomputation does not count as work. Without
+a GPU every figure is "not measured".
 
     python benchmarks/actor_gpu.py
 """
@@ -46,7 +46,7 @@ def tiny() -> dict[str, Any]:
     return cut("qwen3_30b_a3b", vocab_size=256, num_experts=8, moe_intermediate_size=32, **small)
 
 
-# by name: config.json, responses an update and their longest
+# name: (config.json, responses per update, tokens of the longest response)
 MODELS = {
     "Qwen3-30B-A3B, 2 layers": (cut("qwen3_30b_a3b", num_hidden_layers=2), 32, 4096),
     "Qwen3-8B, 4 layers": (cut("qwen3_8b", num_hidden_layers=4), 32, 4096),
@@ -93,7 +93,7 @@ def make_samples(rng: np.random.Generator, vocabulary: int, responses: int, long
 
 
 def measure(folder: Path, responses: int, longest: int, way: dict[str, Any], product: float) -> dict[str, Any]:
-    """Medians over updates, with the upload of their batches."""
+    """Medians over updates, which include the upload of their batches. product: FLOP/s of a matrix product."""
     from megarl.actor import packing, step
 
     recipe, hf = make_recipe(folder, longest, way), read_hf_config(folder)
@@ -120,13 +120,14 @@ def measure(folder: Path, responses: int, longest: int, way: dict[str, Any], pro
 
 
 def missing(way: dict[str, Any]) -> str:
+    """Why a way cannot run here; "" if it can."""
     if way["layers"] == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         return "transformer_engine is not installed"
     return "the CUDA kernels are not installed" if way["kernels"] == "cuda" and not find_library("cuda") else ""
 
 
 def rows(models: dict[str, tuple[dict[str, Any], int, int]], ways: list[str], side: int = 8192) -> list[dict[str, Any]]:
-    """side: of the square matrices whose product is the measure."""
+    """A row per model and way. side: of the square matrices whose product measures the GPU's arithmetic."""
     found = torch.cuda.is_available()
     if found:
         product = matmul_ceiling(side)
@@ -144,7 +145,7 @@ def rows(models: dict[str, tuple[dict[str, Any], int, int]], ways: list[str], si
                 if not row["note"]:
                     try:
                         row |= measure(Path(folder), responses, longest, way, product)
-                    except Exception as error:  # the other rows are to be measured all the same
+                    except Exception as error:  # the other rows are measured nevertheless
                         row["note"] = f"{type(error).__name__}: {error}".partition("\n")[0]
                 table.append(row)
     return table

@@ -1,12 +1,15 @@
-"""What an update of the actor costs, compared with the same forward, backward and step in plain Megatron-Core.
+"""The cost of an update of the actor, compared with the same forward, backward and step in plain Megatron-Core.
 
 All sides have the same weights, packed micro-batches, schedule, DDP and distributed optimizer. They run in one process
 and thread and take turns after each update, so that other load on the machine slows all of them alike. Times are
-CPU-seconds; ratios are medians over the turns. `plain` is GPTModel's own loss and MegatronOptimizer.step.
-`linear_logprob` replaces full logits and cross-entropy by megarl's log-prob op, with -log-prob * advantage as loss:
-what megarl costs beyond it is the objective, its metrics and the checks for finite numbers. m2po's exact threshold
-needs all log-probs before the first backward pass, so it is compared with sides that run the forward pass twice. Only
-megarl's time includes packing.
+CPU-seconds; ratios are medians over the turns.
+
+- `plain` is GPTModel's own loss and MegatronOptimizer.step.
+- `linear_logprob` replaces full logits and cross-entropy by megarl's log-prob op, with -log-prob * advantage as loss.
+  The cost of megarl beyond it is that of the objective, its metrics and the checks for finite numbers.
+
+m2po's exact threshold needs all log-probs before the first backward pass, so it is compared with sides that run the
+forward pass twice. Only megarl's time includes packing.
 
     python benchmarks/actor_overhead.py [--turns 15] [--objectives mu_grpo m2po] [--sizes small medium]
 """
@@ -41,7 +44,7 @@ SIZES = {
     "small": dict(hidden_size=128, num_hidden_layers=4, num_experts=8, moe_intermediate_size=64),
     "medium": dict(hidden_size=384, num_hidden_layers=6, num_experts=8, moe_intermediate_size=192),
 }
-LIMIT = 1.05
+LIMIT = 1.05  # accepted ratio of megarl to plain; printed with the worst ratio
 
 
 def make_recipe(folder: Path, size: str) -> Recipe:
@@ -88,7 +91,7 @@ def megarl_side(recipe: Recipe, name: str) -> Callable[[list[Any]], float]:
 
 
 def plain_side(recipe: Recipe, full_logits: bool, twice: bool) -> Callable[[list[Any]], float]:
-    """The training loop of Megatron-Core's examples; ``twice``: with a forward pass without gradient before."""
+    """The training loop of Megatron-Core's examples. twice: with a forward pass without gradient first."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -176,7 +179,7 @@ def main() -> None:
     rows = [row for size, name in pairs for row in measure(size, name, options.turns)]
     write_table("actor_overhead", rows)
     worst = max(row["megarl / plain"] for row in rows)
-    print(f"an update costs {worst:.3f}x plain Megatron-Core at most; the limit is {LIMIT}")
+    print(f"an update costs at most {worst:.3f} times one of plain Megatron-Core; the limit is {LIMIT}")
 
 
 if __name__ == "__main__":

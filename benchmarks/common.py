@@ -1,4 +1,4 @@
-"""What all benchmarks share: a table, printed and written as CSV with hardware, versions and commit; processes."""
+"""Shared code of the benchmarks: tables with hardware, versions and commit; processes; timing on a GPU."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
-NOT_MEASURED = "not measured"  # what a cell says where the hardware or the peer is missing; never an estimate
+NOT_MEASURED = "not measured"  # content of a cell if the hardware or the compared package is missing; never an estimate
 
 
 def write_table(name: str, rows: list[dict[str, Any]], directory: Path = RESULTS) -> Path:
-    """Print ``rows`` as one table and write them to ``directory/name.csv``; every line of it names its origin.
+    """Print ``rows`` as one table and write them to ``directory/name.csv``; returns the path of the CSV.
 
     The columns are the keys in order of first appearance; a row without a key has an empty cell. Floats get four
-    significant digits. The CSV has the columns of `origin` too. Returns its path.
+    significant digits. Each line of the CSV also has the columns of `origin`.
     """
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[_cell(row.get(column, "")) for column in columns] for row in rows]
@@ -45,16 +45,16 @@ def write_table(name: str, rows: list[dict[str, Any]], directory: Path = RESULTS
 
 
 def origin() -> dict[str, str]:
-    """Hardware, versions and commit of this process; ``+`` marks a commit with local changes."""
+    """Hardware, versions and commit of this process; ``+`` after the commit means local changes."""
     versions = {name: _version(name) for name in ("torch", "triton")}
     return {"cpu": _processor(), "gpu": _gpu()} | versions | {"commit": _commit()}
 
 
 def in_own_process(script: str, arguments: list[str], threads: int = 1) -> dict[str, Any]:
-    """Run ``script arguments`` alone; the JSON object in the last line of its output.
+    """Run ``script arguments`` in a new process; returns the JSON object in the last line of its output.
 
-    A process of its own is the only way to a peak of memory, and an OpenMP that starts with the number of threads
-    asked for. What the child says on stderr is this process's.
+    Only a new process shows its own peak memory, and starts OpenMP with the wanted number of threads. The child's
+    stderr is that of this process.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, "-W", "ignore", script, *arguments]
@@ -63,7 +63,7 @@ def in_own_process(script: str, arguments: list[str], threads: int = 1) -> dict[
 
 
 def parse_with_threads(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options, among them --threads, with which this process starts again if OpenMP has begun with another."""
+    """Parse the options and --threads; restarts this process if OpenMP began with another number of threads."""
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     if os.environ.get("OMP_NUM_THREADS") != str(arguments.threads):
@@ -74,11 +74,10 @@ def parse_with_threads(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def gpu_milliseconds(run: Callable[[], Any], repeats: int = 10) -> float:
-    """Median over ``repeats``, each between two events of its own, after three runs to warm up.
+    """Median milliseconds over ``repeats`` runs, each between two CUDA events, after three runs to warm up.
 
-    What a run finds in the GPU's L2 cache is not its input: before each, more than the cache holds is written. That
-    also keeps the GPU busy while the host launches, so that time is counted which the GPU waits for the host, and no
-    more.
+    Before each run, more bytes are written than the GPU's L2 cache holds, so that the cache has none of the input. This
+    also keeps the GPU busy while the host launches the run, so a time includes waits for the host only during the run.
     """
     flush = torch.empty(2 * torch.cuda.get_device_properties().L2_cache_size, dtype=torch.int8, device="cuda")
     for _ in range(3):
@@ -94,7 +93,7 @@ def gpu_milliseconds(run: Callable[[], Any], repeats: int = 10) -> float:
 
 
 def attempt(ways: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What each way returns, and why the others failed: one that cannot run here keeps nobody from being measured."""
+    """({name: result}, {name: error}) of calling each way; one that fails does not stop the others."""
     results, failures = {}, {}
     for name, way in ways.items():
         try:
@@ -105,7 +104,7 @@ def attempt(ways: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[st
 
 
 def launches_and_syncs(run: Callable[[], Any]) -> tuple[int, int]:
-    """Kernels (and copies) on the device, and waits of the host for it, of one run."""
+    """(kernels and copies on the device, waits of the host for the device) in one run."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run()
@@ -147,6 +146,6 @@ def _commit() -> str:
     head = git("rev-parse", "--short=12", "HEAD")
     if head.returncode:  # an unpacked archive
         return "unknown"
-    # The results a benchmark writes are no change of what it measured.
+    # the results that a benchmark writes do not count as local changes
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results").stdout.strip()
     return head.stdout.strip() + ("+" if changed else "")

@@ -1,4 +1,4 @@
-"""Registers, shared memory, spills and stack of the CUDA kernels, by architecture. Needs nvcc, no GPU.
+"""Registers, shared memory, spills and stack of the CUDA kernels, by architecture. Needs nvcc but no GPU.
 
 python benchmarks/cuda_resources.py
 """
@@ -25,10 +25,12 @@ _REPORT = re.compile(
 
 
 def resources(source: Path, architecture: int, *flags: str) -> list[dict[str, Any]]:
-    """Compile one file to machine code: a row for each kernel. `CalledProcessError` where it does not compile.
+    """Compile one file to machine code; returns a row for each kernel. `CalledProcessError` if it does not compile.
 
-    shared_bytes: static, a block; what a launch adds is not known to the compiler. stack_bytes: local memory a thread,
-    spilled registers or arrays that are indexed at run time. flags: more of them for nvcc.
+    The columns: shared_bytes is static shared memory per block, without the dynamic part that a launch adds;
+    stack_bytes is local memory per thread, for spilled registers or arrays that are indexed at run time.
+
+    flags: additional flags for nvcc.
     """
     with tempfile.TemporaryDirectory() as directory:
         command = ["nvcc", "-std=c++17", "-O3", f"-arch=sm_{architecture}", f"-I{ROOT / 'csrc/include'}", *flags]
@@ -65,7 +67,7 @@ def _readable(symbol: str) -> str:
 
 def main() -> None:
     if shutil.which("nvcc") is None:
-        sys.exit("nvcc is not on PATH: install the CUDA toolkit, or leave the table as it is")
+        sys.exit("nvcc is not on PATH: install the CUDA toolkit to measure; the stored table is unchanged")
     write_table("cuda_resources", [row for a in ARCHITECTURES for source in SOURCES for row in resources(source, a)])
 
 

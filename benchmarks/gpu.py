@@ -1,9 +1,9 @@
-"""All that is measured on a GPU, by one command: its ceilings, the token pass, batch statistics, the lm head.
+"""All benchmarks of single kernels on a GPU: its ceilings, the token pass, batch statistics, the lm head.
 
     python benchmarks/gpu.py [--tokens 1048576 16777216] [--repeats 20]
 
-Kernels are held against what this GPU copies and multiplies in the same run. Without a GPU every figure says "not
-measured".
+Kernels are compared with the speed at which this GPU copies and multiplies in the same run. Without a GPU every figure
+is "not measured".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common import NOT_MEASURED, write_table
 
 DEVICE = torch.device("cuda")
 BACKENDS = ["cuda", "triton"]
-LOOP_TOKENS = 1 << 16  # as many as a loop with a host sync a step is run for
+LOOP_TOKENS = 1 << 16  # the most tokens for which the released loops run, which wait for the device in every step
 
 
 def ceilings() -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def pass_rows(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
 
 
 def selection_rows(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
-    """The backend triton leaves these to torch."""
+    """Rows of batch statistics; the backend triton uses torch's for them."""
     cases = [(name, size) for name in ("m2po", "bapo") for size in sizes]
     if not torch.cuda.is_available():
         columns = ("torch ms", "cuda ms", "sort + cumsum ms")

@@ -1,12 +1,12 @@
-"""Looking inside a run of a million responses and four thousand million tokens: time and memory of each command.
+"""Time and memory of the commands that look inside a run, on a run of a million responses and 4e9 tokens.
 
     python benchmarks/large_run.py [--responses 1000000] [--tokens 4000] [--keep DIR]
 
-The run is made by the store's own writer, with a ledger, a seal, checksums and a line of metrics an update, so that
-`megarl audit --samples 0` closes; rewards and log-probs are made up, which `megarl audit` finds. Of its tokens all but
-the first few of a prompt's first response are 0, and blocks of zeros are holes in the files: a fraction of the disk
-holds what a real run would keep in 32 GB, and is read like that. Memory is the largest resident set of the command's
-process, in which pages of mapped files count.
+The run is made by the store's own writer, with a ledger, a seal, checksums and a line of metrics per update, so that
+`megarl audit --samples 0` finds no problem. Rewards and log-probs are made up, which `megarl audit` reports. All tokens
+are 0 except the first few of a prompt's first response, and blocks of zeros are holes in sparse files. So 32 GB of
+shards take a fraction of the disk, but are read like those of a real run. Memory is the largest resident set of the
+command's process, which includes pages of mapped files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.update_summary import ages, summary
 
 SAMPLES, GROUPS_A_SHARD, GROUPS_AN_UPDATE = 8, 125, 125
-TEXT = 64  # tokens that are not 0
+TEXT = 64  # tokens that are not 0, in the first response to each prompt
 BLOCK = 4096  # bytes
 SQL = {
     "by reward": "select reward, count(*), avg(length) from responses group by reward order by reward",
@@ -44,7 +44,7 @@ SQL = {
 }
 
 
-# a small process between this one and the command's: a process that starts another one hands on its largest size
+# a small process that starts the command: a child inherits the peak memory of the process that starts it
 WATCH = """
 import json, os, sys, time
 start = time.perf_counter()
@@ -56,7 +56,7 @@ os.write(out, json.dumps([os.waitstatus_to_exitcode(status), time.perf_counter()
 
 
 class SparseWriter(RolloutWriter):
-    """Leaves holes for blocks of zeros."""
+    """Writes shards as sparse files, with holes for blocks of zeros."""
 
     def _write_shard(self, name: str, payload: pa.Buffer) -> None:
         data = np.frombuffer(payload, np.uint8)
@@ -72,7 +72,7 @@ class SparseWriter(RolloutWriter):
 
 
 def make_run(root: Path, model: Path, responses: int, tokens: int) -> RunDir:
-    """A finished stage of so many responses of ``tokens`` tokens in the mean."""
+    """A run with one finished stage of ``responses`` responses of ``tokens`` tokens on average."""
     root.mkdir(parents=True)
     words = root.with_name(f"{root.name}.jsonl")
     words.write_text("".join(f'{{"prompt": "{word}", "answer": "a"}}\n' for word in _words()))
@@ -145,7 +145,7 @@ def _shards(stage: Stage, tokens: int) -> Iterator[list[Group]]:
 
 
 def _line(stage: Stage, groups: list[Group]) -> dict[str, Any]:
-    """An update's line of metrics, as far as the audit computes it again."""
+    """An update's line of metrics, with the metrics that the audit recomputes."""
     update = groups[0].group_id // GROUPS_AN_UPDATE
     trained = sum(len(response.tokens) for group in groups for response in group.responses)
     prompts = sum((len(group.prompt_tokens) - 1) * len(group.responses) for group in groups)
@@ -154,7 +154,7 @@ def _line(stage: Stage, groups: list[Group]) -> dict[str, Any]:
 
 
 def measure(name: str, arguments: list[str]) -> dict[str, Any]:
-    """A command's time and largest resident set; its output goes to this one's."""
+    """Run a ``megarl`` command and measure its time and largest resident set; its output is printed."""
     sys.stdout.flush()
     command = [sys.executable, "-S", "-c", WATCH, sys.executable, "-m", "megarl.cli", *arguments]
     code, seconds, kilobytes = json.loads(subprocess.run(command, check=True, stderr=subprocess.PIPE).stderr)
@@ -189,8 +189,8 @@ def size_of(stage: Stage) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--responses", type=int, default=1_000_000)
-    parser.add_argument("--tokens", type=int, default=4000, help="of a response, in the mean")
-    parser.add_argument("--keep", type=Path, help="make the run here, or use the one that is here, and leave it")
+    parser.add_argument("--tokens", type=int, default=4000, help="of a response, on average")
+    parser.add_argument("--keep", type=Path, help="directory to keep the run in; if it exists, the run in it is used")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="megarl-large-run-") as scratch:
         root = options.keep or Path(scratch) / "run"

@@ -1,7 +1,8 @@
-"""The lm head: log-probability and entropy of a token, forward and backward, fused and with materialised logits.
+"""The lm head (log-prob and entropy of a token, forward and backward), fused and with materialised logits.
 
-On the CPU the fused op is compared with log_softmax over materialised logits, each in a process of its own, by peak
-memory and time. `gpu.py` measures it on a GPU, beside Liger and CCE where installed, for shards of Qwen3's vocabulary.
+On the CPU the fused op is compared with log_softmax over materialised logits by peak memory and time, each in a
+separate process. `gpu.py` measures it on a GPU for shards of Qwen3's vocabulary, beside Liger and CCE if they are
+installed.
 
     python benchmarks/linear_logprob.py [--tokens 4096 --width 512 --vocabulary 151936] [--repeats 2]
 """
@@ -35,14 +36,14 @@ def fused(backend: str, chunk_tokens: int | None = None) -> Head:
 
 
 def liger(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Its log-probs; its entropy comes out in bfloat16."""
+    """Log-probs by Liger; it also computes the entropy, in bfloat16."""
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
 
     return -LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, weight, targets, 1.0, -100, 1, True)[0]
 
 
 def cut_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """No entropy and no temperature; its gradient filter is off, to be exact."""
+    """Log-probs by CCE; no entropy, no temperature. Its gradient filter is off, so that it is exact."""
     from cut_cross_entropy import linear_cross_entropy
 
     return -linear_cross_entropy(hidden, weight, targets, reduction="none", filter_eps=None)
@@ -67,19 +68,19 @@ def problem(
     return hidden.requires_grad_(), weight.requires_grad_(), targets
 
 
-# Matrix products of a forward and backward pass: logits, two gradients, and logits once more by those that do not keep
-# them (Liger 0.8 and CCE too). A method has credit for the products that it makes.
+# Matrix products of a forward and backward pass: the logits, two gradients, and the logits once more in methods that do
+# not keep them (also Liger 0.8 and CCE). Each method is credited with the products that it makes.
 PRODUCTS = dict.fromkeys(HEADS, 4) | {"materialised": 3}
 
 
 def operations(head: str, tokens: int, width: int, vocabulary: int) -> tuple[int, int]:
-    """Floating-point operations of a head's matrix products: forward; forward and backward."""
+    """Floating-point operations of a head's matrix products: (forward, forward and backward)."""
     product = 2 * tokens * width * vocabulary
     return product, PRODUCTS[head] * product
 
 
 def traffic(tokens: int, width: int, vocabulary: int, size: int) -> tuple[int, int]:
-    """Bytes that a fused op must read and write, elements of ``size`` bytes: forward; forward and backward."""
+    """Bytes that a fused op must read and write: (forward, forward and backward). size: bytes of an element."""
     inputs = (tokens + vocabulary) * width * size + tokens * 8
     outputs = tokens * 2 * 4
     return inputs + outputs, 2 * (inputs + outputs) + (tokens + vocabulary) * width * size
@@ -91,10 +92,10 @@ def traffic(tokens: int, width: int, vocabulary: int, size: int) -> tuple[int, i
 def cpu_child(
     head: str, tokens: int, width: int, vocabulary: int, repeats: int, chunk_tokens: int | None
 ) -> dict[str, float]:
-    """Best seconds (wall and CPU) of forward + backward, and the growth of peak memory, in MiB; runs alone."""
+    """Least wall and CPU seconds of forward + backward, and growth of peak memory in MiB; runs in its own process."""
     run = fused("torch", chunk_tokens) if head == "megarl torch" else HEADS[head]
     hidden, weight, targets = problem(tokens, width, vocabulary, "cpu", torch.float32)
-    run(hidden[:1], weight[:64], targets[:1] % 64).sum().backward()  # loads the libraries
+    run(hidden[:1], weight[:64], targets[:1] % 64).sum().backward()  # loads the libraries first
     hidden.grad = weight.grad = None
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wall, cpu = [], []
@@ -111,7 +112,7 @@ def cpu_child(
 def cpu_rows(
     tokens: int, width: int, vocabulary: int, repeats: int, chunk_tokens: int | None, threads: int
 ) -> list[dict[str, Any]]:
-    """Fused and materialised, and their ratios."""
+    """Rows of the fused and the materialised head, and of their ratios."""
     size = {"tokens": tokens, "width": width, "vocabulary": vocabulary}
     rows = []
     for head in ("megarl torch", "materialised"):
@@ -129,13 +130,13 @@ def cpu_rows(
 
 
 def matmul_ceiling(size: int = 8192) -> float:
-    """Floating-point operations a second of cuBLAS on square bfloat16 matrices."""
+    """Floating-point operations per second of cuBLAS on square bfloat16 matrices."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / gpu_milliseconds(lambda: a @ b, 20) * 1e3
 
 
 def copy_ceiling(elements: int = 2**30) -> float:
-    """Bytes a second, read and written, of a copy of 4 GiB."""
+    """Bytes per second, read and written, of a copy of 4 GiB."""
     source = torch.empty(elements, device="cuda")
     target = torch.empty_like(source)
     return 2 * 4 * elements / gpu_milliseconds(lambda: target.copy_(source), 20) * 1e3
@@ -172,7 +173,7 @@ MEASURED = ("peak_mib", "forward_ms", "forward_tflops", "forward_of_roof", "both
 
 
 def gpu_rows() -> list[dict[str, Any]]:
-    """Every head on a shard of the vocabulary of each tensor-parallel size, without the two all-reduces."""
+    """Every head on one shard of the vocabulary for each tensor-parallel size, without the two all-reduces."""
     available = torch.cuda.is_available()
     flops, copied = (matmul_ceiling(), copy_ceiling()) if available else (0.0, 0.0)
     rows = []
@@ -197,7 +198,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--chunk-tokens", type=int, help="default: what the op chooses")
+    parser.add_argument("--chunk-tokens", type=int, help="tokens of a chunk of the fused op; default: its own choice")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()

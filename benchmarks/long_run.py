@@ -1,9 +1,9 @@
-"""Starting a finished run of very many stages again: what `megarl train` costs beyond starting one of two stages.
+"""The cost of starting a finished run with very many stages again, compared with a run of two stages.
 
     python benchmarks/long_run.py [--stages 10000]
 
-One stage is trained and its directory copied, as hard links, into all others; `megarl train` then finds every stage
-complete and ends. Processor time, since it does not depend on what else the machine does.
+Two stages are trained, and the directory of the second is copied, as hard links, to make the others; `megarl train`
+then finds every stage complete and ends. Processor time is the measure, since it depends least on other load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SETTINGS = (
 
 
 def train(recipe: Path, root: Path, model: Path, stages: int) -> dict[str, Any]:
-    """Run ``megarl train`` to its end; its processor and wall-clock seconds."""
+    """Run ``megarl train`` to its end and measure its processor and wall-clock seconds."""
     command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--run-dir", str(root)]
     for setting in (*SETTINGS, f'model.path="{model}"', f"schedule.stages={stages}"):
         command += ["--set", setting]
@@ -45,7 +45,7 @@ def train(recipe: Path, root: Path, model: Path, stages: int) -> dict[str, Any]:
 
 
 def lengthen(root: Path, stages: int) -> None:
-    """Make ``stages`` finished stages of a finished run of two, with the policy after the last of them."""
+    """Turn a finished run of two stages into one of ``stages`` stages, by copies of the second."""
     two = RunDir.open(root)
     schedule = two.recipe.schedule.model_copy(update={"stages": stages})
     (root / "recipe.toml").write_text(dump(two.recipe.model_copy(update={"schedule": schedule})))

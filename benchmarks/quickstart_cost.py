@@ -1,8 +1,8 @@
-"""What megarl costs over a plain PyTorch loop: generation and optimisation of the quickstart, in CPU-seconds.
+"""The cost of megarl compared with a plain PyTorch loop: generation and optimisation of the quickstart in CPU-seconds.
 
-Both sides use the same model, prompts, responses and number of updates, in one process and thread, taking turns of a
-few updates so that the load of the machine falls on both. Left out on both sides: process start, imports, loading the
-model. Counted on megarl's side: rollout store, verification, packing, Megatron's schedule, DDP and optimizer, metrics,
+Both sides use the same model, prompts, responses and number of updates, in one process and thread, and take turns of a
+few updates, so that other load on the machine affects both. Not counted on either side: process start, imports, loading
+the model. Counted for megarl: rollout store, verification, packing, Megatron's schedule, DDP and optimizer, metrics,
 checkpoints.
 
     python benchmarks/quickstart_cost.py [--stages 1] [--updates 96] [--output benchmarks/results/quickstart_cost.json]
@@ -42,11 +42,11 @@ from megarl.storage.run_dir import RunDir
 from megarl.storage.update_summary import summary
 
 ROOT = Path(__file__).parents[1]
-TURN = 12  # updates a side makes before the other has its turn
+TURN = 12  # updates of one side before the other side has its turn
 
 
 class PlainLoop:
-    """The same algorithm in plain PyTorch and transformers: padded batches, AdamW, nothing durable."""
+    """The same algorithm in plain PyTorch and transformers: padded batches, AdamW, nothing stored on disk."""
 
     def __init__(self, recipe: Recipe, worker: RolloutWorker) -> None:
         self.recipe, self.worker = recipe, worker
@@ -128,7 +128,7 @@ class PlainLoop:
 
 
 def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
-    """CPU-seconds of both sides over the stages of ``recipe``, each stage from the base model."""
+    """CPU-seconds of both sides over the stages of ``recipe``; each stage generates with the base model."""
     from megarl.actor import checkpoint, packing, step
 
     seconds = dict.fromkeys(("plain/generate", "plain/optimize", "megarl/generate", "megarl/optimize"), 0.0)
@@ -173,7 +173,7 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
                 timed("plain/optimize", plain.update, stored[staleness])
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     worker.close()
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # with the processes that scored the responses
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)  # includes the processes that scored the responses
     seconds["megarl/generate"] += after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return seconds
 
@@ -181,9 +181,9 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, default=1)
-    parser.add_argument("--updates", type=int, default=96, help="updates a stage")
+    parser.add_argument("--updates", type=int, default=96, help="updates per stage")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--limit", type=float, help="exit with 1 when the ratio is above")
+    parser.add_argument("--limit", type=float, help="exit with 1 if the total ratio is above this")
     options = parser.parse_args()
     os.chdir(ROOT)
     torch.set_num_threads(1)
@@ -209,7 +209,7 @@ def main() -> None:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps({"cpu_seconds": seconds, "ratio": ratios, **facts}, indent=1) + "\n")
     if options.limit and ratios["total"] > options.limit:
-        raise SystemExit(f"megarl costs {ratios['total']:.2f}x the plain loop; the limit is {options.limit}")
+        raise SystemExit(f"megarl costs {ratios['total']:.2f} times the plain loop; the limit is {options.limit}")
 
 
 if __name__ == "__main__":

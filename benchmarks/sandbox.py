@@ -1,8 +1,8 @@
-"""Programs a minute that the sandbox runs and judges on this machine's processors, and the processor time of each.
+"""Programs per minute that the sandbox runs and judges on this machine's processors, and processor time per program.
 
-Python on a pair of input and output, Python against assertions (two sandboxes each), C++ (compiled, then run) with
-``<iostream>``, with ``<bits/stdc++.h>`` and with templates of it, and no program at all (``/bin/true``: what the
-sandbox itself costs). ``--plain``: C++ without precompiled headers.
+The programs: Python with one pair of input and output; Python with assertions (two sandboxes each); C++ (compiled, then
+run) with ``<iostream>``, with ``<bits/stdc++.h>`` and with templates of it; and ``/bin/true``, which shows the cost of
+the sandbox itself. ``--plain``: C++ without precompiled headers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ int main() {
 
 
 def judge(columns: dict[str, object], program: str, language: str = "python") -> Callable[[], None]:
-    """A call that judges a right program once."""
+    """A function that judges ``program``, which must be right, once."""
     verifier = Code(RewardTable(kind="code", language=language))  # type: ignore[arg-type]
     prompt = Prompt(0, "?", (1,), "", {"metadata": columns})
 

@@ -1,10 +1,10 @@
-"""Batch-level statistics: M2PO's mask and BAPO's bounds by integer histograms, against sorting and the released loops.
+"""Batch statistics: M2PO's mask and BAPO's bounds by integer histograms, compared with sorting and released loops.
 
     python benchmarks/selection.py [--tokens 65536 1048576 16777216] [--threads 1] [--repeats 5]
 
-In one process, taking turns; the least time counts: on a CPU, CPU time of all threads. The loops are the released
-codes' way: M2PO walks over the sorted squares, one ``.item()`` a step; BAPO evaluates both contributions over all
-tokens for every state of its bounds. They run up to --loop-tokens tokens.
+All ways run in one process and take turns; the least time counts (on a CPU, CPU time of all threads). The loops work
+like the released codes: M2PO goes through the sorted squares with one ``.item()`` per step; BAPO evaluates both
+contributions over all tokens for every state of its bounds. They run for up to --loop-tokens tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from megarl.objectives.parts.terms import trust_region
 
 
 def m2_ways(batch: TokenBatch, backends: list[str], loop: bool) -> dict[str, Callable[[], torch.Tensor]]:
-    """Each returns the largest |l| that keeps its gradient under M2PO's Algorithm 1, threshold .04; only the released
-    loop solves the released code's own equation, which takes as many steps."""
+    """Ways to compute the largest |l| that keeps its gradient under M2PO's Algorithm 1 with threshold .04.
+
+    The released loop alone solves the released code's own equation instead, which takes as many steps.
+    """
 
     def squares() -> torch.Tensor:
         l, _ = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
@@ -54,8 +56,10 @@ def m2_ways(batch: TokenBatch, backends: list[str], loop: bool) -> dict[str, Cal
 
 
 def bapo_ways(batch: TokenBatch, backends: list[str], loop: bool) -> dict[str, Callable[[], torch.Tensor]]:
-    """Each returns c_low for a target that no bounds reach: the search visits every state, as it does on old data. The
-    loop is that of the paper's Algorithm 1."""
+    """Ways to compute c_low for a target that no bounds reach, so that the search visits every state, as on old data.
+
+    The loop is that of the paper's Algorithm 1.
+    """
     target = 1.0
 
     def loop_over_states() -> torch.Tensor:
@@ -89,7 +93,7 @@ def measure(
 
     def check(way: str) -> None:
         found = float(ways[way]())
-        if (name, way) != ("m2po", "released loop"):  # another equation
+        if (name, way) != ("m2po", "released loop"):  # which solves another equation
             assert math.isclose(found, expected, rel_tol=1e-6), f"{found}, not {expected}"
 
     right, failures = common.attempt({way: partial(check, way) for way in ways})

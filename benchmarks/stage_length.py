@@ -1,7 +1,7 @@
-"""Does an update cost more in a longer stage? CPU-seconds an update and memory, for stages of different lengths.
+"""Whether an update costs more in a longer stage: CPU-seconds per update and memory, for stages of several lengths.
 
-Random responses fill sealed stages of --lengths updates; each length runs in a process of its own, which makes the same
-number of updates at the end of its stage and reports CPU time and peak memory beyond what it had after the first.
+Random responses fill sealed stages of --lengths updates. Each length runs in a separate process, which makes --updates
+updates at the end of its stage, and reports their CPU time and the growth of peak memory since its first updates.
 
     python benchmarks/stage_length.py [--lengths 32 1024] [--updates 32]
 """
@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def fill(run: RunDir, vocabulary: int = 28) -> None:
+    """Fill and seal the first stage of ``run`` with random responses."""
     rng = np.random.default_rng(0)
     size = run.recipe.rollout.groups_per_chunk
 
@@ -55,7 +56,7 @@ def fill(run: RunDir, vocabulary: int = 28) -> None:
 
 
 def measure(length: int, updates: int) -> dict[str, float]:
-    """CPU-seconds an update over the last updates of a stage, and growth of peak memory in MiB."""
+    """CPU-seconds per update over the last ``updates`` of a stage of ``length`` updates, and growth of peak memory."""
     torch.set_num_threads(1)
     recipe = load_recipe(ROOT / "examples/quickstart/recipe.toml", [f"schedule.updates_per_stage={length}"])
     become_single_process()
@@ -69,7 +70,7 @@ def measure(length: int, updates: int) -> dict[str, float]:
         actor = step.Actor.build(recipe, recipe.model.path, device)
         objective = build_objective("mu_grpo", {})
         metrics = MetricsWriter(run.metrics, NOTHING, b"", 0, recipe.run)
-        for _ in range(length):  # as long a history as the stage has
+        for _ in range(length):  # a history as long as that of the stage
             metrics.append({"update": 0, "loss": 0.0})
 
         def update(staleness: int) -> None:

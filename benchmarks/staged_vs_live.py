@@ -1,12 +1,13 @@
-"""What switching between generation and optimisation costs, and how long trainers wait: staged and live schedules.
+"""The cost of switching between generation and optimisation, and how long trainers wait, in staged and live schedules.
 
-- the quickstart as it is, on one device: three rollouts, three optimisations and four evaluations.
+The first run is the quickstart unchanged, on one device: three rollouts, three optimisations and four evaluations.
 
-The quickstart's task, model and budget of updates and samples on two devices (cores), evaluations off. Staged phases
-have both devices, two engines and then two trainers; live runs have one engine and one trainer.
+The others have the quickstart's task, model and budget of updates and samples on two devices (cores), without
+evaluations. Staged phases use both devices, for two engines and then two trainers; live runs have one engine and one
+trainer.
 
-- staged, S updates a stage, against live lockstep with new weights every 4 updates. Both alternate between generation
-  and optimisation; what is neither is start, export, load and switch. On a busy machine compare CPU seconds;
+- staged, S updates per stage, and live lockstep with new weights every 4 updates. Both alternate between generation and
+  optimisation; the remaining time is for start, export, load and switch. On a busy machine compare CPU seconds.
 - live with max_lag = 4, 16 and 64: the share of the trainer's time in which it waits for rollouts (mu-GRPO, Table 2).
 
     python benchmarks/staged_vs_live.py [--updates 288] [--stages 1]
@@ -31,14 +32,14 @@ SYNC_EVERY = 4
 
 
 def on_devices(processes: int, **schedule: Any) -> dict[str, Any]:
-    """Settings of the quickstart with another schedule and so many engines, and trainers."""
+    """Settings that give the quickstart another schedule, and ``processes`` engines and as many trainers."""
     settings = {f"schedule.{name}": value for name, value in schedule.items()}
     settings |= {"eval.every": 0, "run.tensorboard": False, "rollout.groups_per_chunk": 64}
     return settings | {"rollout.workers": processes, "actor.processes_per_node": processes}
 
 
 def train(run: Path, settings: dict[str, Any]) -> tuple[float, float]:
-    """`megarl train` of the quickstart; seconds of wall and of CPU time."""
+    """Run `megarl train` on the quickstart's recipe; returns (wall seconds, CPU seconds)."""
     command = [sys.executable, "-W", "ignore", "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
     command += ["--run-dir", str(run)]
     command += [part for name, value in settings.items() for part in ("--set", f"{name}={json.dumps(value)}")]
@@ -48,7 +49,7 @@ def train(run: Path, settings: dict[str, Any]) -> tuple[float, float]:
 
 
 def cpu_seconds() -> float:
-    """Of all processes that this one has started and waited for, and theirs."""
+    """CPU-seconds of all child processes that have ended, and of their children."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -58,7 +59,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def generation_seconds(events: list[dict[str, Any]]) -> float:
-    """Of a staged run, scoring included: the slowest engine of each rollout phase, and the evaluations."""
+    """Seconds of generation in a staged run, scoring included: the slowest engine of each phase, and evaluations."""
     slowest: dict[int, float] = {}
     for event in events:
         if event["event"] == "rollout_progress":
@@ -68,7 +69,7 @@ def generation_seconds(events: list[dict[str, Any]]) -> float:
 
 
 def account(name: str, run: Path, wall: float, cpu: float) -> dict[str, Any]:
-    """Where the wall time of a run went, in seconds."""
+    """A row with the parts of a run's wall time, in seconds, and its lags."""
     updates, events = read(run / "metrics.jsonl"), read(run / "events.jsonl")
     idle = {event["role"]: event for event in events if event["event"] == "idle"}
     exports = [e["seconds"] for e in events if e["event"] == "export" and "/policies/" in e["policy"]]
@@ -86,7 +87,7 @@ def account(name: str, run: Path, wall: float, cpu: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=288, help="updates a stage; the quickstart makes 288 in all")
+    parser.add_argument("--updates", type=int, default=288, help="updates per stage; the quickstart makes 288 in all")
     parser.add_argument("--stages", type=int, default=1)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -103,7 +104,7 @@ def main() -> None:
         for number, (name, settings) in enumerate(runs.items()):
             run = Path(scratch) / str(number)
             row = account(name, run, *train(run, settings))
-            if number < 3:  # side by side, generation and optimisation overlap: the rest is no sum
+            if number < 3:  # in the others generation and optimisation overlap, so there is no remainder
                 row["neither_s"] = row["wall_s"] - row["generate_s"] - row["optimise_s"]
             rows.append(row)
             print(json.dumps(row), flush=True)

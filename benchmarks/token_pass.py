@@ -1,11 +1,12 @@
-"""The fused token pass against eager torch and torch.compile: loss, gradient, kept tokens, every metric, histograms.
+"""The fused token pass compared with eager torch and torch.compile.
 
     python benchmarks/token_pass.py [--tokens 1048576 16777216] [--threads 1] [--repeats 5]
 
-All ways compute the same on the same tokens, in one process, taking turns; the least time counts: on a CPU, CPU time
-of all threads, which a busy machine changes least. "loss alone" is eager torch without metrics and histograms, the
-least that training needs. Bytes are those a single pass must move: 13 read, 9 written, 4 read and 4 written by the
-multiplication with the incoming gradient. `gpu.py` measures the same on a GPU, with launches and host syncs.
+All ways compute the same outputs (loss, gradient, kept tokens, every metric, histograms) on the same tokens. They run
+in one process and take turns; the least time counts (on a CPU, CPU time of all threads, which other load changes
+least). "loss alone" is eager torch without metrics and histograms, the least that training needs. Bytes are those that
+a single pass must move per token: 13 read, 9 written, and 4 read and 4 written by the multiplication with the incoming
+gradient. `gpu.py` measures the same on a GPU, with launches and host syncs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CASES = ("mu_grpo", "minpro", "prefix_ratio_grpo", "m2po", "grpo")
 
 
 def make_batch(tokens: int, device: torch.device) -> TokenBatch:
-    """Responses of 64 to 8192 tokens, log-ratios with a heavy tail, 10 % untrained."""
+    """Random responses of 64 to 8192 tokens, log-ratios with a heavy tail, 10 % of the tokens untrained."""
     g = torch.Generator().manual_seed(tokens)
     lengths = (64 * 128 ** torch.rand(tokens // 512, generator=g)).long()
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -110,7 +111,7 @@ def measure(name: str, tokens: int, device: torch.device, backends: list[str], r
         functions["loss alone"] = alone
     expected = functions["torch"](batch)
 
-    def check(function: Callable[[TokenBatch], torch.Tensor]) -> None:  # what is fast and wrong shows nothing
+    def check(function: Callable[[TokenBatch], torch.Tensor]) -> None:  # a fast but wrong function is not measured
         torch.testing.assert_close(function(batch), expected, rtol=1e-4, atol=1e-5)
 
     right, failures = common.attempt({way: partial(check, function) for way, function in functions.items()})

@@ -2,8 +2,8 @@
 
     python benchmarks/triton_resources.py
 
-Every way in which megarl launches a kernel is a `CompileSpec`, which Triton compiles ahead of time. Triton brings the
-compiler of machine code (ptxas) and the tool that reads it (cuobjdump).
+Every way in which megarl launches a kernel is a `CompileSpec`, which Triton compiles ahead of time. Triton includes the
+assembler (ptxas) and the tool that reads its machine code (cuobjdump).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SHARED_MEMORY = {80: 163, 90: 227, 100: 227}  # KiB a block may use, by architec
 
 @dataclass(frozen=True)
 class CompileSpec:
-    """One way to launch a kernel: what the just-in-time compiler would derive from the arguments of that launch.
+    """One way to launch a kernel, with the facts that the just-in-time compiler would derive from its arguments.
 
-    signature: a Triton type (``*bf16``, ``i32``, ``tensordesc<bf16[128, 64]>``) for each argument that is no constexpr.
-    aligned: the arguments (pointers, integers) that 16 divides; without it there are no 128-bit loads.
+    signature: a Triton type (``*bf16``, ``i32``, ``tensordesc<bf16[128, 64]>``) for each argument that is not
+    constexpr. aligned: the arguments (pointers, integers) that are multiples of 16; only these allow 128-bit loads.
     """
 
-    name: str  # of the launch: kernel, dtype, variant
-    kernel: Any  # what @triton.jit made
+    name: str  # kernel, dtype and variant, for the table
+    kernel: Any  # a function decorated by @triton.jit
     signature: Mapping[str, str]
     constants: Mapping[str, Any]
     architecture: int  # 80, 90, 100: sm_80, sm_90, sm_100
@@ -48,18 +48,18 @@ class CompileSpec:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the machine code of one kernel needs, and how often some instructions occur in it."""
+    """Resources that the machine code of one kernel needs, and counts of some of its instructions."""
 
     registers: int  # per thread
     shared_bytes: int  # per block
-    stack_bytes: int  # per thread; local memory: spilled registers or arrays that are indexed at run time
-    spills: int  # loads and stores of local memory
+    stack_bytes: int  # per thread: local memory for spilled registers or arrays that are indexed at run time
+    spills: int  # load and store instructions of local memory
     matrix_instructions: int
-    wide_loads: int  # global memory, 128 bits per thread, or a tile through the tensor memory accelerator
+    wide_loads: int  # of 128 bits per thread from global memory, or of a tile by the tensor memory accelerator
 
 
 def resources(spec: CompileSpec) -> Resources:
-    """Compile to machine code and measure; Triton's error where it cannot be compiled."""
+    """Compile to machine code and measure it; raises Triton's error if it cannot be compiled."""
     kernel = spec.kernel if hasattr(spec.kernel, "arg_names") else spec.kernel.fn
     names = kernel.arg_names
     signature = {name: spec.signature.get(name, "constexpr") for name in names}

@@ -1,9 +1,10 @@
-"""What verifying costs a generation: math-verify in the pool of workers, in the generating process, and nothing at all.
+"""The cost of verification for generation: math-verify in a pool of workers, in the same process, or not at all.
 
-One engine and the same prompts and seeds for all three, a small dense model on one CPU thread; every response reads as
-a worked solution of a few hundred letters. The three take turns, and the median over the turns counts. CPU-seconds are
-those of the generating process; the workers' are beside it, on other cores or in the time that it leaves. "asking" is
-the share of them that asking for rewards and taking them takes: a busy machine disturbs it least.
+All three use one engine with the same prompts and seeds: a small dense model on one CPU thread. Every response is given
+to the verifier as a worked solution of a few hundred letters. The three take turns, and the median over the turns
+counts. CPU-seconds are those of the generating process; the workers run on other cores, or in the time that it leaves.
+"asking" is the share of these CPU-seconds spent in requesting rewards and collecting them; other load disturbs it
+least.
 
     python benchmarks/verification.py [--groups 8] [--tokens 64] [--turns 8] [--limit 0.02]
 """
@@ -42,14 +43,14 @@ SOLUTION = (
 
 
 class Solutions:
-    """A tokenizer whose texts are solutions, another one for each response."""
+    """A tokenizer that decodes every response to a different solution."""
 
     def decode(self, tokens: Any, **options: Any) -> str:
         return SOLUTION.format(n=int(tokens[0]) + 2, m=int(tokens[-1]) + 3)
 
 
-class Timed:
-    """A pool, and the CPU seconds of its calls."""
+class TimedPool:
+    """A pool that sums the CPU-seconds of calls to it."""
 
     def __init__(self, pool: VerifierPool) -> None:
         self._pool, self.seconds = pool, 0.0
@@ -70,8 +71,8 @@ class Timed:
         self._pool.close()
 
 
-class Here:
-    """As `VerifierPool`, in the process that asks."""
+class InProcess:
+    """As `VerifierPool`, but scores in the calling process; every score is 0 without a verifier."""
 
     def __init__(self, verifier: Math | None) -> None:
         self._verifier, self._verdicts, self._asked = verifier, [], 0
@@ -91,7 +92,7 @@ class Here:
 
 def take_turns(worker: RolloutWorker, ways: dict[str, Any], size: int, turns: int) -> list[dict[str, Any]]:
     rows = []
-    for turn in range(-1, turns):  # the first is for warming up
+    for turn in range(-1, turns):  # the first one warms up
         groups = range((turn + 1) * size, (turn + 2) * size)
         names = list(ways) if turn % 2 else list(ways)[::-1]
         row: dict[str, Any] = {"turn": turn, "responses": size * SAMPLES}
@@ -109,10 +110,10 @@ def take_turns(worker: RolloutWorker, ways: dict[str, Any], size: int, turns: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=8, help=f"prompts of a turn, of {SAMPLES} responses each")
+    parser.add_argument("--groups", type=int, default=8, help=f"prompts per turn, with {SAMPLES} responses each")
     parser.add_argument("--tokens", type=int, default=64, help="of a response")
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--limit", type=float, help="exit with 1 when the pool's ratio is above")
+    parser.add_argument("--limit", type=float, help="exit with 1 if the share of the pool's calls is above this")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -120,11 +121,11 @@ def main() -> None:
         settings = [f"rollout.max_response_tokens={options.tokens}", f'model.path="{model}"']
         settings += ["reward.kind=math", "reward.require_stop=false", "eval.every=0"]
         recipe = load_recipe(ROOT / "examples/quickstart/recipe.toml", settings)
-        pool = Timed(VerifierPool(lambda: Math(recipe.reward), Limits.of_this_process(recipe)))
+        pool = TimedPool(VerifierPool(lambda: Math(recipe.reward), Limits.of_this_process(recipe)))
         copy_policy(model, model, policy)
         worker = RolloutWorker.build(recipe, 0, policy)
     worker.tokenizer, worker.stop_token_ids = Solutions(), ()
-    ways = {"unverified": Here(None), "pool": pool, "same process": Here(Math(RewardTable(kind="math")))}
+    ways = {"unverified": InProcess(None), "pool": pool, "same process": InProcess(Math(RewardTable(kind="math")))}
     rows = take_turns(worker, ways, options.groups, options.turns)
     worker.close()
     pool.close()
@@ -133,10 +134,10 @@ def main() -> None:
     write_table("verification", rows)
     ratios = {name: statistics.median(row[f"{name} / unverified"] for row in rows) for name in list(ways)[1:]}
     asking = statistics.median(row["asking"] for row in rows)
-    print(", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()), "of the CPU time without verification")
-    print(f"asking for rewards and taking them: {asking:.2%} of the generation (median)")
+    print(", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()), "times the CPU time without verification")
+    print(f"requesting and collecting rewards: {asking:.2%} of the CPU time of generation (median)")
     if options.limit and asking > options.limit:
-        raise SystemExit(f"the pool costs {asking:.2%} of the generation; the limit is {options.limit:.0%}")
+        raise SystemExit(f"the pool costs {asking:.2%} of the CPU time of generation; the limit is {options.limit:.0%}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Does a rollout phase keep vLLM as busy as vLLM alone? Tokens a second through the phase and of bare `LLM.generate`.
+"""Whether a rollout phase keeps vLLM as busy as vLLM alone: tokens per second of the phase and of `LLM.generate`.
 
-The same engine, prompts and seeds, on one CPU thread. The phase's way has the queue of requests, log-probs as arrays,
-decoding to text, rewards and the shards on disk besides. The two take turns, each first as often as the other; CPU
-seconds count, which other processes on the machine disturb least.
+Both use the same engine, prompts and seeds, on one CPU thread. The phase in addition has the queue of requests,
+log-probs as arrays, decoding to text, rewards and the shards on disk. The two take turns, and each goes first equally
+often. CPU seconds count, since other processes on the machine disturb them least.
 
     python benchmarks/vllm_throughput.py [--groups 32] [--tokens 32] [--turns 12]
 """
@@ -64,7 +64,7 @@ def make_model(folder: Path) -> Path:
 
 
 def phase(worker: RolloutWorker, groups: range, scratch: Path) -> int:
-    """Tokens of what a rollout phase does between its engine's start and its end."""
+    """Generate and store ``groups`` as a rollout phase does once its engine has started; returns the tokens."""
     tokens = 0
     with RolloutWriter(scratch, weights_hash=worker.weights_hash, logprob_mode="processed") as writer:
         for portion in generate_rollouts(worker, iter([[group] for group in groups])):
@@ -74,7 +74,7 @@ def phase(worker: RolloutWorker, groups: range, scratch: Path) -> int:
 
 
 def bare(llm: Any, worker: RolloutWorker, prompts: list[Prompt], groups: range) -> int:
-    """The same of `LLM.generate`."""
+    """Generate the same responses with `LLM.generate`; returns the tokens."""
     from vllm import SamplingParams
 
     table = worker.recipe.rollout
@@ -97,7 +97,7 @@ def bare(llm: Any, worker: RolloutWorker, prompts: list[Prompt], groups: range) 
 
 
 def timed(run: Callable[[], int]) -> tuple[int, float, float]:
-    """Tokens, CPU seconds, seconds."""
+    """(result of ``run``, CPU seconds, seconds)."""
     wall, cpu = time.perf_counter(), time.process_time()
     return run(), time.process_time() - cpu, time.perf_counter() - wall
 
@@ -112,7 +112,7 @@ def take_turns(recipe: Recipe, policy: Path, size: int, turns: int, scratch: Pat
     llm = LLM(**engine_arguments(policy, engine.settings))
     engine._engine = llm.llm_engine  # one engine for both
     rows = []
-    for turn in range(-1, turns):  # the first is for warming up
+    for turn in range(-1, turns):  # the first one warms up
         groups = range((turn + 1) * size, (turn + 2) * size)
         prompts = [worker.prompts.train(group) for group in groups]
         through_phase = partial(phase, worker, groups, scratch / str(turn))
@@ -141,8 +141,8 @@ def take_turns(recipe: Recipe, policy: Path, size: int, turns: int, scratch: Pat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=32, help=f"prompts of a turn, of {SAMPLES} responses each")
-    parser.add_argument("--tokens", type=int, default=32, help="limit of a response")
+    parser.add_argument("--groups", type=int, default=32, help=f"prompts per turn, with {SAMPLES} responses each")
+    parser.add_argument("--tokens", type=int, default=32, help="token limit of a response")
     parser.add_argument("--turns", type=int, default=12)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -156,7 +156,7 @@ def main() -> None:
     for row, share in zip(rows, shares, strict=True):
         row["share of bare"] = share
     write_table("vllm_throughput", rows)
-    print(f"through the phase: {statistics.median(shares):.1%} of bare LLM.generate (median, by CPU time)")
+    print(f"the phase reaches {statistics.median(shares):.1%} of bare LLM.generate (median, by CPU time)")
 
 
 if __name__ == "__main__":

@@ -15,10 +15,17 @@ from typing import Any
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 HEAD = """# What the papers say, and where megarl has it
 
-Made from [papers.toml](papers.toml) by `python tools/papers_table.py`; a test compares the two and looks for everything
-that a row names. "exact": as the paper has it. "outside": figures that only data and model weights give; the row says
-with which recipe. Keys are those of a recipe, metrics those of metrics.jsonl, rows those of
-[examples/README.md](../examples/README.md), charts those of the report.
+This page is generated from [papers.toml](papers.toml) by `python tools/papers_table.py`. A test compares the two and
+verifies that everything that a row names exists.
+
+| word | meaning |
+|---|---|
+| exact | as the paper has it |
+| deviates | different from the paper, with the difference or its reason |
+| outside | a result that needs the paper's data and model weights; the row names the recipe for it |
+| `key` or `metric` | a key of a recipe, or a metric of metrics.jsonl |
+| row | a row of [examples/README.md](../examples/README.md) |
+| chart | a chart of the report |
 """
 
 

@@ -1,7 +1,7 @@
-"""The quickstart's base model: supervised warm-up on a sloppy teacher, through the same Megatron actor as the RL run.
+"""Makes the quickstart's base model by supervised training on an imperfect teacher, with the RL run's Megatron actor.
 
-The teacher spells words backwards but gets about one letter in five wrong, so that the model knows the task, is unsure
-of it, and reinforcement learning has something to do: accuracy at T = 1 lands between .15 and .5.
+The teacher spells words backwards but gets about one letter in five wrong. So the model learns the task without being
+sure of it, and reinforcement learning can improve it: accuracy at temperature 1 is between .15 and .5 afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEPS, BATCH, PEAK_LR, WRONG_LETTERS = 800, 64, 3e-3, 0.2
 
 
 def write_initial_model(path: Path) -> None:
-    """A random Qwen3-MoE of 0.2M parameters and a tokenizer with one token a character."""
+    """Write a random Qwen3-MoE of 0.2M parameters, and a tokenizer with one token per character."""
     pieces = ["=", *string.ascii_lowercase]
     write_tokenizer(path, pieces, r"[\s\S]", normalizers.Lowercase())
     write_random_moe(path, len(pieces) + 2)
@@ -44,7 +44,7 @@ def write_initial_model(path: Path) -> None:
 def write_tokenizer(
     path: Path, pieces: Sequence[str], pattern: str, normalizer: normalizers.Normalizer | None = None
 ) -> None:
-    """One token for each of ``pieces``, behind padding (0) and the end (1); ``pattern`` cuts texts into them."""
+    """A tokenizer with padding (0), end (1) and one token per piece; the regex ``pattern`` splits texts into pieces."""
     vocabulary = {"<pad>": 0, "<eos>": 1, **{piece: 2 + i for i, piece in enumerate(pieces)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     if normalizer is not None:
@@ -55,7 +55,7 @@ def write_tokenizer(
 
 
 def write_random_moe(path: Path, vocabulary: int, **shape: int) -> None:
-    """A Qwen3-MoE of 0.2M parameters and its embeddings; ``shape`` replaces settings of its configuration."""
+    """A Qwen3-MoE of 0.2M parameters plus embeddings; ``shape`` overrides settings of its configuration."""
     torch.manual_seed(0)
     settings = dict(
         vocab_size=vocabulary,
@@ -72,7 +72,7 @@ def write_random_moe(path: Path, vocabulary: int, **shape: int) -> None:
         max_position_embeddings=128,
         initializer_range=0.08,
         tie_word_embeddings=False,
-        pad_token_id=None,  # transformers would start its row at zero, where RMSNorm multiplies gradients by 1000
+        pad_token_id=None,  # with one, its embedding starts at zero, where RMSNorm multiplies gradients by 1000
         bos_token_id=None,
         eos_token_id=1,
     )
@@ -80,19 +80,20 @@ def write_random_moe(path: Path, vocabulary: int, **shape: int) -> None:
 
 
 class Supervised(Objective):
-    """Plain cross-entropy on the teacher's tokens; in torch, whatever the recipe's kernels are."""
+    """Plain cross-entropy on the teacher's tokens; always computed in torch, whatever the recipe's kernels."""
 
     def __call__(self, batch: TokenBatch, statistics: None = None, backend: str = "torch") -> Terms:
-        still = torch.zeros_like(batch.logprobs)  # there is no behaviour policy to have moved away from
-        return make_terms(self, batch, -batch.logprobs, batch.loss_mask, still, still.bool(), {})
+        log_ratio = torch.zeros_like(batch.logprobs)  # there is no behaviour policy to compare with
+        return make_terms(self, batch, -batch.logprobs, batch.loss_mask, log_ratio, log_ratio.bool(), {})
 
 
 def sloppy(answer: str, rng: random.Random) -> str:
+    """``answer`` with each letter replaced, with probability WRONG_LETTERS, by a random letter of the answer."""
     return "".join(rng.choice(answer) if rng.random() < WRONG_LETTERS else letter for letter in answer)
 
 
 def warm_up(recipe: Recipe, teach: Callable[[Prompt, random.Random], str], output: Path, steps: int) -> None:
-    """The recipe's model after supervised ``steps`` on what ``teach`` answers to its training prompts."""
+    """Train the recipe's model for ``steps`` on the answers of ``teach`` to its prompts; export it to ``output``."""
     initial = recipe.model.path
     device = parallel.initialize(recipe)
     from megarl.actor import hf, packing, step
@@ -119,11 +120,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=HERE / "base")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="of recipe.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override recipe.toml")
     options = parser.parse_args()
     output = options.output
     if output.exists():
-        print(f"{output} is there already")
+        print(f"{output} exists already, nothing to do")
         return
     become_single_process()
     torch.set_num_threads(1)
@@ -139,7 +140,7 @@ def main() -> None:
             options.steps,
         )
     except KeyboardInterrupt:
-        sys.exit("interrupted; making the base model starts over next time")
+        sys.exit("interrupted; the next start makes the base model from the beginning")
     shutil.rmtree(initial)
     print(f"base model: {output}")
 

@@ -1,4 +1,4 @@
-"""`make quickstart`: make the base model once, train it with mu-GRPO, say what was gained.
+"""`make quickstart`: makes the base model if it is missing, trains it with mu-GRPO, prints the gain in accuracy.
 
 python examples/quickstart/run.py [--run-dir runs/quickstart] [--set section.key=value ...]
 """
@@ -21,7 +21,7 @@ def main() -> None:
         if made.returncode:
             sys.exit(made.returncode)
     command = [sys.executable, "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
-    command += ["--run-dir", "runs/quickstart", *sys.argv[1:]]  # the last one given counts
+    command += ["--run-dir", "runs/quickstart", *sys.argv[1:]]  # an option that is given twice: the last one counts
     os.execv(command[0], command)  # so that Ctrl-C and SIGTERM reach the run itself
 
 

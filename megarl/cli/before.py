@@ -61,7 +61,7 @@ def _on_gpus(sub: argparse.ArgumentParser) -> None:
         sub.add_argument(option, type=float, metavar=shown, help=f"{unit} {meaning}".strip().replace("%", "%%"))
 
 
-DAYS = (  # options of `megarl.views.simulate.Days`
+DAYS = (  # options of `megarl.views.simulate.Scenario`
     ("updates", positive, "updates of the whole run; default: the recipe's"),
     ("stage", positive, "updates in a stage of the staged run; default: the recipe's"),
     (

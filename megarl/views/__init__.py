@@ -1,1 +1,1 @@
-"""What a person reads: plan, progress, report, doctor."""
+"""Plans, progress displays, reports and tables for people."""

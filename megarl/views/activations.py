@@ -15,7 +15,7 @@ from megarl.views.census import StageCensus
 
 
 def keeping(recipe: Recipe) -> Keeping:
-    """How the recipe's layers keep what their backward pass needs; those that "auto" chooses are torch's."""
+    """What the recipe's layers keep for their backward pass; with layers = "auto" the torch-native ones are assumed."""
     scaling = scaling_of(recipe.megatron)
     fused = scaling is not None or recipe.actor.layers == "transformer_engine"
     return Keeping(Recompute.of(recipe.actor.recompute, recipe.megatron).modules, fused, scaling)
@@ -31,10 +31,14 @@ def layer_bytes(
     linear: bool = False,
     how: Keeping | None = None,
 ) -> float:
-    """What one layer keeps for the backward pass of a micro-batch of ``tokens``, on one rank.
+    """Bytes that one layer keeps for the backward pass of a micro-batch of ``tokens``, on one rank.
 
-    width: bytes of an activation; dense: whether of a layer that lacks the experts which others have; linear: whether
-    of one that has a state in the place of keys and values.
+    Args:
+        imbalance: tokens of the fullest expert rank over the mean.
+        width: bytes of an activation.
+        dense: whether it is a layer without experts in a model that has experts in other layers.
+        linear: whether it is a layer that has a state instead of keys and values.
+        how: which parts are recomputed, and the kind of layers; None: nothing is recomputed, torch-native layers.
     """
     kept = family_of(hf).kept(hf, layout, tokens, imbalance, dense, linear, how)
     of_input = width if how is None or how.fp8 is None else SCALINGS[how.fp8].input
@@ -44,7 +48,7 @@ def layer_bytes(
 def all_layers_bytes(
     hf: dict[str, Any], layout: Layout, tokens: int, census: StageCensus, imbalance: float, how: Keeping | None = None
 ) -> tuple[float, float]:
-    """What all layers of a pipeline stage keep of a micro-batch, and the largest of them."""
+    """Bytes that all layers of a pipeline stage keep of a micro-batch, and those of the layer that keeps most."""
 
     def of_kind(dense: bool, linear: bool) -> float:
         return layer_bytes(hf, layout, tokens, imbalance, dense=dense, linear=linear, how=how)
@@ -59,7 +63,10 @@ def all_layers_bytes(
 
 
 def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a pipeline stage holds at its peak; a model chunk counts as its share of one."""
+    """Micro-batches whose activations a pipeline stage holds at its peak.
+
+    With virtual stages a model chunk of a micro-batch counts as its share of one.
+    """
     if layout.virtual_stages == 1:
         return min(micro_batches, layout.pipeline_parallel - stage)
     chunks = 2 * (layout.pipeline_parallel - stage - 1) + (layout.virtual_stages - 1) * layout.pipeline_parallel + 1
@@ -67,17 +74,17 @@ def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> f
 
 
 def hidden_bytes(hf: dict[str, Any], layout: Layout, tokens: int) -> float:
-    """Of what goes from layer to layer, on one rank."""
+    """Bytes of the hidden states between two layers, on one rank."""
     return 2.0 * tokens / (layout.context_parallel * layout.tensor_parallel) * hf["hidden_size"]
 
 
 def kept_bytes(
     hf: dict[str, Any], recipe: Recipe, layout: Layout, census: StageCensus, tokens: int, imbalance: float
 ) -> tuple[float, float]:
-    """What the layers of a pipeline stage keep of a micro-batch, and at most hold of it beside that.
+    """(bytes that the layers of a pipeline stage keep of a micro-batch, most bytes that they hold in addition).
 
-    The layer in its backward pass holds the gradients of its activations, and before them what its forward pass makes
-    again.
+    The second are of the one layer that is in its backward pass: the activations that it has recomputed, and the
+    gradients of its activations.
     """
     again, how = Recompute.of(recipe.actor.recompute, recipe.megatron), keeping(recipe)
     whole = Keeping(fused=how.fused, fp8=how.fp8)
@@ -103,17 +110,20 @@ def stage_bytes(
     in_flight: float,
     imbalance: float,
 ) -> float:
-    """Of a pipeline stage at its peak, with ``in_flight`` micro-batches of ``tokens``."""
+    """Bytes of activations of a pipeline stage at its peak, with ``in_flight`` micro-batches of ``tokens``."""
     kept, beside = kept_bytes(hf, recipe, layout, census, tokens, imbalance)
     hidden, virtual = hidden_bytes(hf, layout, tokens), layout.virtual_stages
-    # Megatron's schedules keep what a model chunk has sent to the next; the last one has a norm behind its layers
+    # Megatron's schedules keep the output that a model chunk has sent to the next; the last chunk ends with a norm
     last = stage == layout.pipeline_parallel - 1
     sent = virtual - last
     return in_flight * (kept + sent * hidden) + beside + last * hidden
 
 
 def repeated_share(hf: dict[str, Any], recipe: Recipe, layout: Layout, forward: float, length: float) -> float:
-    """Of the operations of a forward pass, ``forward``, those that the backward pass repeats."""
+    """Share of the operations of a forward pass that the backward pass repeats.
+
+    forward: operations of a forward pass over a sequence of ``length`` tokens.
+    """
     again = Recompute.of(recipe.actor.recompute, recipe.megatron)
     if again.whole:
         chunk = max(map(len, layout.chunks(hf["num_hidden_layers"])))

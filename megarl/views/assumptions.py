@@ -1,4 +1,4 @@
-"""What a plan assumes of GPUs, storage and responses: numbers that no recipe has, and the options that set them."""
+"""Assumptions of a plan about GPUs, storage and responses, which are in no recipe, and the options that set them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _number(value: float, of: str, unit: float = 1.0, least: float = 0.0) -> Any
 
 @dataclass(frozen=True)
 class Assumptions:
-    """With their meaning; bytes, seconds and shares. What is computed from them is an estimate."""
+    """Bytes, seconds and shares, each with its meaning; every number computed from them is an estimate."""
 
     mean_prompt: float = _share(0.25, "of data.max_prompt_tokens")
     mean_response: float = _share(0.5, "of rollout.max_response_tokens")
@@ -30,13 +30,13 @@ class Assumptions:
     fragmentation: float = _share(0.05, "of a GPU that the allocator cannot use")
     engine_bytes: float = _number(6 * GIB, "activations and CUDA graphs of a rollout engine", GIB)
     mfu_dense: float = _share(0.35, "of the GPU's bf16 peak, in an update of a dense model")
-    mfu_experts: float = _share(0.15, "the same with experts")
+    mfu_experts: float = _share(0.15, "of the GPU's bf16 peak, in an update of a model with experts")
     engine_start: float = _number(120, "seconds: imports, compilation and CUDA graphs of a rollout engine")
     decode_efficiency: float = _share(0.5, "of memory bandwidth or of the peak, in decoding")
     storage: float = _number(2e9, "bytes a second to shared storage, all nodes together", 1e9)
 
 
-# option: the assumptions that it sets; the value's unit is that of the option
+# option: the assumptions that it sets; the fields' metadata has the unit of the option's value
 OPTIONS = {
     "mfu": ("mfu_dense", "mfu_experts"),
     "mean_response": ("mean_response",),
@@ -54,7 +54,7 @@ _FIELDS = {item.name: item for item in fields(Assumptions)}
 
 
 def unit_of(option: str) -> str:
-    """ "" of a share or a plain number."""
+    """Unit of an option's value: "GiB" or "GB/s"; "" for a share or a plain number."""
     return UNITS.get(_FIELDS[OPTIONS[option][0]].metadata["unit"], "")
 
 
@@ -63,7 +63,7 @@ def meaning_of(option: str) -> str:
 
 
 def assume(given: dict[str, float | None]) -> Assumptions:
-    """With the options that are given, in their units; `UserError` for a value out of its range."""
+    """The assumptions with the values of the options that are given; `UserError` for a value out of range."""
     values = {}
     for option, value in given.items():
         if value is None:

@@ -1,4 +1,4 @@
-"""How many parameters each rank of a layout has, asked of `megarl.actor.census` in a process that imports Megatron."""
+"""How many parameters each rank of a layout has; `megarl.actor.census` counts them in a process with Megatron."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class StageCensus:
     layers: int
     dense: int
     expert: int
-    dense_layers: int = 0  # of ``layers``, those that lack the experts which others have
-    linear_layers: int = 0  # of ``layers``, those that have a state in the place of keys and values
-    dense_adapters: int = 0  # of ``[actor.lora]``: beside these weights, which are then frozen
+    dense_layers: int = 0  # of ``layers``, those without experts in a model that has experts in other layers
+    linear_layers: int = 0  # of ``layers``, those that have a state instead of keys and values
+    dense_adapters: int = 0  # parameters of ``[actor.lora]``, in addition to the weights, which are then frozen
     expert_adapters: int = 0
-    matrices: int = 0  # of ``dense``, those in matrices of layers, routers left out
+    matrices: int = 0  # of ``dense``, those in matrices of layers, without routers
 
     @property
     def adapters(self) -> int:
@@ -35,7 +35,7 @@ class StageCensus:
 
     @property
     def trained_dense(self) -> int:
-        """Those with gradients and an optimizer, outside experts."""
+        """Parameters outside experts that have gradients and an optimizer."""
         return self.dense_adapters if self.adapters else self.dense
 
     @property
@@ -48,7 +48,7 @@ class StageCensus:
 
 
 class Census:
-    """`megarl.actor.census`, run as a separate process."""
+    """Runs `megarl.actor.census` as a separate process, which ends with the context."""
 
     def __enter__(self) -> Census:
         self._counted: dict[str, list[StageCensus]] = {}
@@ -65,10 +65,10 @@ class Census:
         self._errors.close()
 
     def count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
-        """Parameters of each pipeline stage."""
+        """Parameters of each pipeline stage; `UserError` if Megatron-Core cannot build the layout."""
         layout = asdict(Layout.of(recipe, ranks))
         adapters = recipe.actor.lora and recipe.actor.lora.model_dump()
-        asked = json.dumps([hf, layout, recipe.megatron, adapters])  # all on which the numbers depend
+        asked = json.dumps([hf, layout, recipe.megatron, adapters])  # everything on which the numbers depend
         if asked not in self._counted:
             self._counted[asked] = self._count(hf, recipe, ranks)
         return self._counted[asked]
@@ -76,7 +76,7 @@ class Census:
     def _count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
         question, answer = self._process.stdin, self._process.stdout
         assert question is not None and answer is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and stderr says why
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its stderr, reported below, says why
             question.write(json.dumps({"hf": hf, "recipe": dump_recipe(recipe), "ranks": ranks}) + "\n")
             question.flush()
         line = answer.readline()

@@ -8,10 +8,10 @@ from typing import Any
 
 @dataclass
 class Chart:
-    """One chart of the page."""
+    """A Plotly chart with its heading."""
 
     title: str
-    hint: str  # a sentence: what to look for
+    hint: str  # a sentence below the title: what the chart shows and what to look for
     traces: list[dict[str, Any]] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
-    empty: str = ""  # shown when there is nothing to draw; "" leaves the chart out
+    empty: str = ""  # text shown if there is nothing to draw; "" leaves the chart out

@@ -1,4 +1,4 @@
-"""`megarl data check`: every row of a recipe's files, and whether a run on them would meet one that it cannot use."""
+"""`megarl data check`: checks every row of a recipe's prompt files for errors that would stop a run."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from megarl.recipe.data_table import DataTable, SourceTable
 from megarl.recipe.tables import Recipe
 from megarl.rewards.parts import check_reward
 
-TOLD = 5  # rows that are named of each kind of mistake
+SHOWN = 5  # rows that are named for each kind of mistake
 
 
 @dataclass
 class File:
-    """A file of prompts."""
+    """What was found in a prompt file."""
 
     path: str
     prompts: int
-    repetitions: int  # prompts that stood there before
-    tokens: dict[str, int] | None = None  # of prompts with their markup: median, 99 % quantile, longest
+    repetitions: int  # prompts that equal an earlier one
+    tokens: dict[str, int] | None = None  # lengths with markup: median, 99 % quantile, longest
     longer: int = 0  # prompts with more than data.max_prompt_tokens
 
     def lines(self) -> Iterator[str]:
-        """For a person."""
+        """Lines of text for a terminal."""
         yield f"{self.path}: {self.prompts} prompts, {self.repetitions} of them repetitions of others"
         if self.tokens:
             median, high, longest = self.tokens.values()
@@ -43,27 +43,27 @@ class File:
 
 @dataclass
 class Overlap:
-    """Prompts of the training files that are like held-out ones."""
+    """Prompts of the training files that equal or resemble held-out ones."""
 
-    heldout: int  # prompts
-    same: int  # that are among them, and are not trained
-    nearly: list[str]  # that differ in case or spaces alone
-    shared: list[str]  # that share `WORDS` words in a row with one
+    heldout: int  # number of held-out prompts
+    same: int  # number of those that are held-out prompts themselves, and so not trained on
+    nearly: list[str]  # those that differ only in case or spaces
+    shared: list[str]  # those that share `WORDS` consecutive words with one
 
     def lines(self) -> Iterator[str]:
-        """For a person."""
+        """Lines of text for a terminal."""
         yield (
-            f"{self.heldout} held-out prompts: of the training files {self.same} prompts are among them and are not "
-            f"trained, {len(self.nearly)} differ in case or spaces alone, {len(self.shared)} share {WORDS} words in a "
-            "row with one"
+            f"{self.heldout} held-out prompts: of the training files, {self.same} prompts are among them and are not "
+            f"trained on, {len(self.nearly)} differ from one only in case or spaces, {len(self.shared)} share {WORDS} "
+            "consecutive words with one"
         )
-        yield from (f"  differs in case or spaces alone: {text[:100]!r}" for text in self.nearly[:TOLD])
-        yield from (f"  shares {WORDS} words: {text[:100]!r}" for text in self.shared[:TOLD])
+        yield from (f"  differs only in case or spaces: {text[:100]!r}" for text in self.nearly[:SHOWN])
+        yield from (f"  shares {WORDS} words: {text[:100]!r}" for text in self.shared[:SHOWN])
 
 
 @dataclass
 class Report:
-    """What there is, what a person should know of it, and what would go wrong."""
+    """Findings of the check: files, notes, overlap with held-out prompts, and problems that would stop a run."""
 
     files: list[File] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -71,17 +71,17 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        """For a terminal."""
+        """The whole report as text for a terminal."""
         lines = [line for file in self.files for line in file.lines()] + self.notes
         lines += self.overlap.lines() if self.overlap else ()
-        return "\n".join([*lines, *([f"WRONG: {problem}" for problem in self.problems] or ["nothing would go wrong"])])
+        return "\n".join([*lines, *([f"WRONG: {problem}" for problem in self.problems] or ["no problems found"])])
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
 
 
 def check_prompts(recipe: Recipe) -> Report:
-    """Read all files of prompts from the first row to the last. `UserError` for an unfit tokenizer alone."""
+    """Read all prompt files to their end. `UserError` only for an unfit tokenizer; other errors are in the report."""
     report, tokenizer = Report(), load_tokenizer(recipe.model.tokenizer_path)
     train: list[str] = []
     for data in (recipe.data, *(suite.data for suite in recipe.suites if suite.own)):
@@ -91,12 +91,12 @@ def check_prompts(recipe: Recipe) -> Report:
                 _measure(report, file, table, data, items, _renderer(report, data, tokenizer))
                 train += [_asked(item) for item in items if data is recipe.data]
     if not report.problems:
-        _rehearse(report, recipe, tokenizer, train)
+        _check_start(report, recipe, tokenizer, train)
     return report
 
 
 def _read(report: Report, table: SourceTable) -> tuple[list[Item], File]:
-    """The rows that are prompts; what is wrong with the others, and with the file, goes to the report."""
+    """The valid rows of a file, and a record of it; errors of the other rows, or of the file, go to the report."""
     good: list[Item] = []
     wrong: list[str] = []
     try:
@@ -122,7 +122,7 @@ def _renderer(report: Report, data: DataTable, tokenizer: Any) -> Renderer | Non
 def _measure(
     report: Report, file: File, table: SourceTable, data: DataTable, items: Sequence[Item], renderer: Renderer | None
 ) -> None:
-    """Lengths of a file's prompts with all their markup."""
+    """Measure the lengths of a file's prompts with all their markup; those that are too long go to the report."""
     if renderer is None or not items:
         return
     lengths: list[int] = []
@@ -138,14 +138,14 @@ def _measure(
         file.tokens = {"median": round(median), "high": round(high), "longest": max(lengths)}
     file.longer = sum(length > data.max_prompt_tokens for length in lengths)
     if file.longer:
-        fate = {"error": "the run stops at them", "drop": "left out", "truncate": "cut"}[data.overlong]
+        fate = {"error": "the run would stop", "drop": "they are left out", "truncate": "they are cut"}[data.overlong]
         line = f"{file.longer} prompts of {table.train} have more than data.max_prompt_tokens = "
         line += f"{data.max_prompt_tokens}: {fate}"
         (report.problems if data.overlong == "error" else report.notes).append(line)
 
 
-def _rehearse(report: Report, recipe: Recipe, tokenizer: Any, train: list[str]) -> None:
-    """What a start of the run does with all of it, and how held-out prompts and training ones overlap."""
+def _check_start(report: Report, recipe: Recipe, tokenizer: Any, train: list[str]) -> None:
+    """Do what a start of the run does with the prompts, and look for overlap of training and held-out prompts."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -166,12 +166,13 @@ def _rehearse(report: Report, recipe: Recipe, tokenizer: Any, train: list[str]) 
 
 
 def _tell(report: Report, wrong: list[str], what: str) -> None:
-    report.problems += wrong[:TOLD]
-    if len(wrong) > TOLD:
-        report.problems.append(f"and {len(wrong) - TOLD} more {what}")
+    """Add the first errors to the report, and the number of the others, which are called ``what``."""
+    report.problems += wrong[:SHOWN]
+    if len(wrong) > SHOWN:
+        report.problems.append(f"and {len(wrong) - SHOWN} more {what}")
 
 
 def _asked(item: Item) -> str:
-    """The question of an item as one text."""
+    """The question of an item as one text; of chat messages, their contents line by line."""
     question = item["question"]
     return question if isinstance(question, str) else "\n".join(str(message["content"]) for message in question)

@@ -1,4 +1,4 @@
-"""Chance in a cluster's days: how long responses get, how long a batch of them decodes, and what failures cost."""
+"""Random effects in a cluster: lengths of responses, the time to decode a batch of them, and the cost of failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of responses: log-normal, cut at ``longest``."""
+    """Distribution of the tokens of responses: log-normal, cut at ``longest``."""
 
     longest: float
     log_median: float
@@ -22,7 +22,7 @@ class Lengths:
 
     @classmethod
     def of_mean(cls, mean: float, longest: float, spread: float) -> Lengths:
-        """Those whose mean, after the cut, is ``mean``; found by bisection."""
+        """The distribution whose mean, after the cut, is ``mean``; found by bisection."""
         if spread == 0 or mean >= longest:
             return cls(longest, math.log(mean), 0.0)
         # without a cut the mean would be exp(log_median + spread^2 / 2)
@@ -48,8 +48,8 @@ def decode_seconds(lengths: np.ndarray, step: np.ndarray) -> np.ndarray:
 
     Args:
         lengths: [replicas, responses] tokens.
-        step: [slots + 1] seconds of a decoding step, by the number of responses that take part. A response waits while
-            all slots are taken; the others go on without those that have ended.
+        step: [slots + 1] seconds of a decoding step, by the number of responses in it. A response waits while all slots
+            are taken. As responses end, steps have fewer of them.
 
     Returns: [replicas].
     """
@@ -63,7 +63,7 @@ def decode_seconds(lengths: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def _refilled(lengths: np.ndarray, step: np.ndarray) -> float:
-    """Of one replica with fewer slots than responses: a slot takes the next response at the token where it is free."""
+    """Seconds of one replica with fewer slots than responses; a slot takes the next response as soon as it is free."""
     slots = len(step) - 1
     ends: list[float] = lengths[:slots].tolist()
     heapq.heapify(ends)
@@ -76,9 +76,9 @@ def _refilled(lengths: np.ndarray, step: np.ndarray) -> float:
 
 
 def ends_of_batches(lengths: np.ndarray, step: np.ndarray, replicas: int) -> np.ndarray:
-    """Seconds until the longest response of each batch has ended, of batches begun together and followed by none.
+    """[batches] seconds until the longest response of each batch has ended; all batches begin together.
 
-    lengths: [batches, responses] tokens; all of them have a slot. step: as in `decode_seconds`.
+    lengths: [batches, responses] tokens, not more than there are slots. step: as in `decode_seconds`.
     """
     tokens = np.sort(lengths, axis=None)
     running = np.ceil(np.arange(len(tokens), 0, -1) / replicas).astype(int)
@@ -87,13 +87,13 @@ def ends_of_batches(lengths: np.ndarray, step: np.ndarray, replicas: int) -> np.
 
 
 def with_failures(rng: np.random.Generator, segments: np.ndarray, rate: float, restart: float) -> tuple[float, int]:
-    """Seconds lost to failures, and their number, on the way through ``segments``.
+    """(seconds lost to failures, number of failures) in the course of ``segments``.
 
-    A failure comes at ``rate`` a second and loses what its segment has done; the segment begins anew ``restart``
-    seconds later. The mean of all seconds that a segment of s takes is (exp(rate s) - 1) (1 / rate + restart).
+    Failures come at ``rate`` per second. A failure loses the work of its segment, which begins anew ``restart`` seconds
+    later. The mean of all seconds that a segment of s seconds takes is (exp(rate s) - 1) (1 / rate + restart).
 
     Args:
-        segments: [n] seconds of work between two points from which a run continues.
+        segments: [n] seconds of work between two points from which a run resumes.
     """
     if rate == 0:
         return 0.0, 0
@@ -106,9 +106,9 @@ def with_failures(rng: np.random.Generator, segments: np.ndarray, rate: float, r
 
 
 def pauses(rng: np.random.Generator, seconds: float, rate: float, away: float, restart: float) -> float:
-    """Seconds that preemptions take in ``seconds`` of work; a preempted run saves what it has.
+    """Seconds that preemptions take in ``seconds`` of work; a preempted run loses no work, since it saves.
 
-    rate: preemptions a second; away: mean seconds until the job has its nodes again, exponential.
+    rate: preemptions per second; away: mean seconds until the job has its nodes again (exponentially distributed).
     """
     number = rng.poisson(rate * seconds)
     return float(rng.exponential(away, number).sum()) + restart * number

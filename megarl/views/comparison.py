@@ -1,4 +1,4 @@
-"""``megarl compare A B``: two policies on the same prompts, from the responses that evaluations stored."""
+"""``megarl compare A B``: compares two policies on the same prompts, from the responses that evaluations stored."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from megarl.storage.best import best_version
 from megarl.storage.evaluations import Answered
 from megarl.storage.run_dir import RunDir
 
-TOLD = 60  # characters of a prompt in a message
+SHOWN = 60  # characters of a prompt in a message
 
 
 @dataclass(frozen=True)
 class Side:
-    """A policy of a run."""
+    """A policy of a run, one of the two that are compared."""
 
-    name: str  # as it was asked for
+    name: str  # as it was given on the command line
     run: Path
-    version: int | None  # None: the last that a suite was answered by
+    version: int | None  # updates of the policy; None: the last one that was evaluated on a suite
 
     @classmethod
     def parse(cls, text: str) -> Side:
-        """Of ``DIR``, ``DIR:UPDATE`` or ``DIR:best``."""
+        """From ``DIR``, ``DIR:UPDATE`` or ``DIR:best``; `UserError` for anything else."""
         path, colon, place = text.rpartition(":")
         if not colon or Path(text).exists():
             path, place = text, ""
@@ -36,31 +36,31 @@ class Side:
         if place == "best":
             return cls(text, run.root, best_version(run))
         if place and not place.isdecimal():
-            raise UserError(f"{text}: after the colon stands the number of an update, or best")
+            raise UserError(f"{text}: after the colon write the number of an update, or best")
         return cls(text, run.root, int(place) if place else None)
 
     def newest(self, suite: str) -> int | None:
-        """Updates of the last policy that answered a suite."""
+        """Updates of the last policy that was evaluated on a suite; None if there is none."""
         return max(Answered.of(self.run, suite).versions(), default=None)
 
     def suites(self) -> list[str]:
         return sorted(path.parent.name for path in self.run.glob("evaluations/*/prompts.jsonl"))
 
     def correct(self, suite: str) -> tuple[int, np.ndarray]:
-        """(updates of the policy, [prompts, samples] of 1 and 0); `UserError` where it has not answered the suite."""
+        """(updates of the policy, [prompts, samples] of 1 for right and 0); `UserError` without a whole evaluation."""
         answered = Answered.of(self.run, suite)
         versions = answered.versions()
         version = self.version if self.version is not None else self.newest(suite)
         if version is None or version not in versions:
-            there = f"evaluated are updates {', '.join(map(str, versions))}" if versions else "nothing is evaluated"
-            raise UserError(f"{self.name} has no whole evaluation of suite {suite!r} there: {there}")
+            found = f"it has those of updates {', '.join(map(str, versions))}" if versions else "it has none at all"
+            raise UserError(f"{self.name} has no complete evaluation of this policy on suite {suite!r}: {found}")
         return version, np.array([[r.correctness for r in group.responses] for group in answered.read(version)])
 
 
 def compare(a: str, b: str, suite: str | None = None, as_json: bool = False) -> str:
-    """B less A on each suite that both have, or on ``suite``; `UserError` where they were asked other prompts.
+    """B minus A on each suite that both have, or on ``suite``; `UserError` if their prompts differ.
 
-    Two runs of which no policy is named are compared after the last update at which both were evaluated.
+    Two runs without a named policy are compared after the last update at which both were evaluated.
     """
     left, right = Side.parse(a), Side.parse(b)
     suites = [suite] if suite else [name for name in left.suites() if name in right.suites()]
@@ -74,7 +74,7 @@ def compare(a: str, b: str, suite: str | None = None, as_json: bool = False) -> 
 
 
 def _estimates(suite: str, a: Side, b: Side) -> dict[str, Any]:
-    """Of one suite; accuracies and their paired difference, avg@n and pass@k."""
+    """avg@n and pass@k of both policies on one suite, with their paired differences."""
     check_same_prompts(Answered.of(a.run, suite), Answered.of(b.run, suite))
     (first, ours), (second, theirs) = (side.correct(suite) for side in at_equal_updates(a, b, suite))
     estimates, shared = [], min(ours.shape[1], theirs.shape[1])
@@ -107,7 +107,7 @@ def _table(found: dict[str, Any]) -> str:
 
 
 def at_equal_updates(a: Side, b: Side, suite: str) -> tuple[Side, Side]:
-    """Both after the last update, but the base model, at which both were evaluated, unless one was asked for."""
+    """Both sides with the last update after 0 at which both were evaluated, unless one of them names its policy."""
     shared = {*Answered.of(a.run, suite).versions()} & {*Answered.of(b.run, suite).versions()} - {0}
     if a.version is None and b.version is None and shared:
         return replace(a, version=max(shared)), replace(b, version=max(shared))
@@ -115,27 +115,27 @@ def at_equal_updates(a: Side, b: Side, suite: str) -> tuple[Side, Side]:
 
 
 def difference_at(a: Path, b: Path, suite: str, update: int) -> Difference:
-    """avg@n of the run in ``b`` less that of ``a`` after so many updates, paired; `UserError` as in `compare`."""
+    """avg@n of the run in ``b`` minus that of ``a`` after ``update`` updates, paired; `UserError` as in `compare`."""
     check_same_prompts(Answered.of(a, suite), Answered.of(b, suite))
     ours, theirs = (Side(str(run), run, update).correct(suite)[1].mean(1) for run in (a, b))
     return paired(ours, theirs)
 
 
 def check_same_prompts(a: Answered, b: Answered) -> None:
-    """`UserError` with the first prompt that is another one. Questions and answers count, not how they are rendered."""
+    """`UserError` with the first prompt that differs in question or answer; the rendering does not matter."""
     ours, theirs = ([_question(line) for line in side.read_prompts()] for side in (a, b))
     for number, (one, other) in enumerate(zip(ours, theirs, strict=False)):
         if one != other:
             raise UserError(
-                f"prompt {number} of {a.directory} is {one[0]:.{TOLD}} with the answer {one[1]!r:.{TOLD}}, of "
-                f"{b.directory} {other[0]:.{TOLD}} with {other[1]!r:.{TOLD}}: only the same prompts can be compared"
+                f"prompt {number} of {a.directory} is {one[0]:.{SHOWN}} with the answer {one[1]!r:.{SHOWN}}, that of "
+                f"{b.directory} {other[0]:.{SHOWN}} with {other[1]!r:.{SHOWN}}: only the same prompts can be compared"
             )
     if len(ours) != len(theirs):
         both = min(len(ours), len(theirs))
         extra, place = (ours[both], a) if len(ours) > both else (theirs[both], b)
         raise UserError(
-            f"{a.directory} has {len(ours)} prompts, {b.directory} {len(theirs)}: prompt {both}, {extra[0]:.{TOLD}}, "
-            f"is in {place.directory} alone; only the same prompts can be compared"
+            f"{a.directory} has {len(ours)} prompts, {b.directory} {len(theirs)}: prompt {both}, {extra[0]:.{SHOWN}}, "
+            f"is only in {place.directory}; only the same prompts can be compared"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a recipe's prompts are: `megarl data show`."""
+"""`megarl data show`: prints prompts of a recipe as the model sees them."""
 
 from __future__ import annotations
 

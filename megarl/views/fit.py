@@ -1,4 +1,4 @@
-"""``megarl plan``: whether a recipe fits some GPUs, and the layouts that do where it does not."""
+"""``megarl plan``: whether a recipe fits the given GPUs, and if not, which layouts would fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megarl.views.sizes import GPUS
 
 @dataclass(frozen=True)
 class Fit:
-    """A plan, and where it does not fit up to two layouts that do, each as changes of the recipe."""
+    """A plan, and if it does not fit, up to two layouts that do, each as ``--set`` changes of the recipe."""
 
     title: str
     plan: Plan
@@ -40,14 +40,14 @@ class Fit:
         return self.plan.misfit()
 
     def text(self) -> str:
-        """For a terminal."""
+        """The plan, its misfit and the alternatives, as text for a terminal."""
         lines = [f"{self.title}\n\n{self.plan.table()}"]
         if self.misfit is not None:
             lines.append(f"\ndoes not fit: {self.misfit}")
             quoted = [" ".join(f"--set {shlex.quote(change)}" for change in changes) for changes in self.layouts]
             lines += [f"  this fits: {changes}" for changes in quoted]
             if not self.layouts:
-                lines.append("  no layout of these GPUs does: add nodes or shorten responses")
+                lines.append("  no layout on these GPUs fits: add nodes or shorten responses")
         return "\n".join(lines)
 
     def as_json(self) -> str:
@@ -63,7 +63,10 @@ def make_plan(
     hbm: float | None = None,
     change: Callable[[Recipe], Recipe] = lambda recipe: recipe,
 ) -> Fit:
-    """`UserError` for what cannot be planned at all. hbm: GiB of a GPU."""
+    """Size a recipe on ``nodes`` nodes of GPUs of kind ``gpu``; `UserError` if it cannot be planned at all.
+
+    hbm: GiB of a GPU that a process can allocate; default: those of ``gpu``. change: applied to the recipe first.
+    """
     recipe, gpu = change(load_recipe(recipe_path, overrides)), gpu.lower()
     if gpu not in GPUS:
         raise UserError(f"--gpu {gpu}: known are {', '.join(GPUS)}")
@@ -91,9 +94,9 @@ def make_plan(
 def _check_gpu(recipe: Recipe, gpu: str) -> None:
     scaling, kind = scaling_of(recipe.megatron), GPUS[gpu]
     if scaling is not None and not kind.fp8:
-        raise UserError(f"[megatron] fp8 = {recipe.megatron['fp8']!r}: --gpu {gpu} multiplies no 8 bits")
+        raise UserError(f"[megatron] fp8 = {recipe.megatron['fp8']!r}: --gpu {gpu} cannot multiply in 8 bits")
     if scaling == "mxfp8" and kind.fp8_transposes:
-        raise UserError(f"[megatron] fp8_recipe = 'mxfp8': of GPUs from Blackwell on, not --gpu {gpu}")
+        raise UserError(f"[megatron] fp8_recipe = 'mxfp8' needs a GPU from Blackwell on, not --gpu {gpu}")
 
 
 def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
@@ -106,7 +109,7 @@ def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
         return
     for changes, layout in _layouts(plan):
         recipe = override_recipe(plan.recipe, rollout + changes)
-        # a rank holds at least an even share of the parameters: where that does not fit, nothing need be counted
+        # a rank holds at least an even share of the parameters; if that does not fit, the layout need not be counted
         pipeline, split = layout.pipeline_parallel, layout.expert_parallel * layout.expert_tensor_parallel
         dense, expert = plan.whole.dense // layout.tensor_parallel, plan.whole.expert // split
         least = StageCensus(
@@ -123,7 +126,7 @@ def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
 
 
 def _memory_that_fits(plan: Plan) -> Iterator[list[str]]:
-    """The largest share of a GPU that an engine can have beside trainers that stay in memory."""
+    """The largest ``rollout.memory_fraction`` with which an engine fits beside trainers that stay in memory."""
     table, memory = plan.recipe.rollout, plan.device.memory
     beyond = plan.engine_share - (table.memory_fraction or 0) * memory if table.engine == "sglang" else 0.0
     hundredths = int(100 * (plan.left_to_engines - beyond) / memory)
@@ -145,10 +148,11 @@ def _rollout_that_fits(plan: Plan) -> list[str] | None:
 
 
 def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
-    """Changes to each valid layout, the least divided first.
+    """Each valid layout, as changes of the recipe and as `Layout`; the least divided layouts first.
 
-    All layouts with the recipe's other settings come first, then with parts of layers recomputed, then with whole ones,
-    then with smaller micro-batches, then with the optimizer on the host too, and then with gradients in bfloat16.
+    All layouts come first with the recipe's other settings. Then they are repeated with settings that take less memory:
+    parts of layers recomputed, whole layers recomputed, also smaller micro-batches, also the optimizer on the host, and
+    also gradients in bfloat16.
     """
     ranks, table, names = plan.layout.ranks, plan.recipe.actor, ("tensor", "pipeline", "expert", "expert_tensor")
     layers, asked = plan.hf["num_hidden_layers"], plan.layout.first_layers + plan.layout.last_layers > 0
@@ -156,7 +160,7 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
     for tensor, pipeline, expert in itertools.product(_divisors(table.processes_per_node), *[_divisors(ranks)] * 2):
         for expert_tensor in {1, tensor} if plan.hf["num_experts"] else {tensor}:
             layout = Layout(ranks, tensor, pipeline, table.context_parallel, expert, expert_tensor).balanced(layers)
-            if asked:  # what the recipe says of the stages must be said anew
+            if asked:  # the recipe sets the sizes of the stages, which fit only its own layout
                 stages = layout.stage_layers(layers)
                 layout = replace(layout, first_layers=stages[0], last_layers=stages[-1])
             if not any(layout.problems(plan.hf)):
@@ -179,7 +183,7 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
 
 
 def _parts(plan: Plan) -> Iterator[list[str]]:
-    """Parts of layers that can be recomputed, the cheapest first; of a recipe that recomputes nothing."""
+    """Changes that recompute parts of layers, the cheapest first; none unless the recipe recomputes nothing."""
     if plan.recipe.actor.recompute != "none":
         return
     family, length = family_of(plan.hf), sizes.mean_sequence(plan.recipe, plan.assume)
@@ -194,7 +198,7 @@ def _parts(plan: Plan) -> Iterator[list[str]]:
             yield changes
 
 
-# settings of Megatron that take less memory, unless the recipe says something of them
+# settings of Megatron that take less memory; a setting that the recipe has itself is left alone
 _LESS_MEMORY = {
     "megatron_optimizer.use_precision_aware_optimizer": [
         "megatron_optimizer.use_precision_aware_optimizer=true",

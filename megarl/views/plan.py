@@ -21,7 +21,7 @@ from megarl.views.sizes import GPUS, Gpu
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes (bytes) and times (seconds) of one recipe on some nodes."""
+    """Sizes (bytes) and times (seconds) of one recipe on ``nodes`` nodes."""
 
     recipe: Recipe
     hf: dict[str, Any]
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def device(self) -> Gpu:
-        """The GPU, with its memory as it was given."""
+        """The GPU; its memory is ``hbm`` if that is set."""
         kind = GPUS[self.gpu]
         return kind if self.hbm is None else replace(kind, memory=self.hbm)
 
@@ -62,21 +62,24 @@ class Plan:
 
     @cached_property
     def frozen(self) -> int:
-        """Number of frozen policies that the objective needs, each another model on the same ranks."""
+        """Number of frozen policies that the objective needs; each is one more model on the same ranks."""
         objective = build_objective(self.recipe.objective.name, self.recipe.objective.fields)
         options = objective.options if isinstance(objective, WithOptions) else ()
         return len({name for option in options for name in option.requires} & {"ref_logprobs", "old_logprobs"})
 
     @cached_property
     def extra_passes(self) -> float:
-        """Forward passes of an update without a backward pass; a step's proximal policy needs none for its first."""
+        """Forward passes of an update that have no backward pass.
+
+        The proximal policy of a step needs such a pass for every update of the step except the first.
+        """
         objective = build_objective(self.recipe.objective.name, self.recipe.objective.fields)
         exact = objective.needs_statistics and self.recipe.actor.statistics_scope == "exact"
         return self.frozen + int(exact) + 1 - 1 / objective.updates_a_step
 
     @cached_property
     def optimize(self) -> dict[str, float]:
-        """Bytes on a GPU of the pipeline stage that needs most."""
+        """Bytes on a GPU of the pipeline stage that needs most memory, by what holds them."""
         return max(map(self.optimize_stage, range(len(self.stages))), key=lambda items: sum(items.values()))
 
     def optimize_stage(self, stage: int) -> dict[str, float]:
@@ -85,7 +88,7 @@ class Plan:
 
     @cached_property
     def optimizer_on_host(self) -> float:
-        """Bytes of host memory on the node that needs most."""
+        """Bytes of host memory for the optimizer, on the node that needs most."""
         owned = max(sizes.owned_parameters(self.layout, stage) for stage in self.stages)
         return OptimizerBytes.of(self.recipe).host * owned * self.recipe.actor.processes_per_node
 
@@ -111,16 +114,16 @@ class Plan:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether engines and trainers have GPUs of their own."""
+        """Whether engines and trainers use different GPUs."""
         return self.recipe.schedule.kind == "live" and not self.recipe.schedule.colocate
 
     @property
     def overlaps(self) -> bool:
-        """Whether engines generate while trainers train: not where each waits for the other."""
+        """Whether engines generate while trainers train; in lock-step each waits for the other."""
         return self.side_by_side and not self.recipe.schedule.lockstep
 
     def misfit(self) -> str | None:
-        """The first thing that does not fit, in the order in which a run allocates; None if all of it fits."""
+        """The first item that does not fit, in the order in which a run allocates memory; None if everything fits."""
         return self.rollout_misfit() or self.optimize_misfit() or self.shared_misfit()
 
     def rollout_misfit(self) -> str | None:
@@ -134,8 +137,8 @@ class Plan:
         memory, whole = self.engine_share, self.device.memory
         if memory > whole:
             return (
-                f"rollout.memory_fraction = {table.memory_fraction} of SGLang is of weights and KV cache alone: with "
-                f"what comes on top {_gib(memory)} of a GPU's {_gib(whole)}"
+                f"rollout.memory_fraction = {table.memory_fraction}: SGLang's share is of weights and KV cache alone; "
+                f"with activations and CUDA graphs an engine takes {_gib(memory)} of a GPU's {_gib(whole)}"
             )
         used = sum(self.rollout.values()) - self.rollout["KV cache"]
         if used > memory:
@@ -145,7 +148,7 @@ class Plan:
         if self.kv_tokens < longest:
             return (
                 f"KV cache of a rollout engine: room for {self.kv_tokens} tokens, but one response of full length "
-                f"with its prompt is {longest}"
+                f"with its prompt has {longest}"
             )
         return None
 
@@ -164,7 +167,7 @@ class Plan:
         return self.usable - sum(self.optimize.values())
 
     def shared_misfit(self) -> str | None:
-        """Of ``schedule.colocate``, where the trainers keep their memory while engines generate."""
+        """Why engines do not fit in the memory that trainers leave with ``schedule.colocate``; None if they do."""
         if not self.recipe.schedule.colocate or self.engine_share <= self.left_to_engines:
             return None
         return (
@@ -179,7 +182,7 @@ class Plan:
         )
 
     def record(self) -> dict[str, Any]:
-        """The same for programs: bytes on a GPU or disk, seconds of a stage."""
+        """The plan for programs, as JSON values: bytes on a GPU or disk, seconds of a stage."""
         table = self.recipe.rollout
         return {
             "model_type": self.hf["model_type"],
@@ -238,11 +241,14 @@ class Plan:
         yield f"optimize, GiB on each GPU ({sizes.micro_batch_tokens(self.recipe):,} tokens in the largest micro-batch)"
         yield from _rows(self.optimize, f"of this GPU, {1 - self.assume.fragmentation:.0%}", self.usable)
         if self.optimizer_on_host:
-            yield _row("beside it in a node's host memory: optimizer", self.optimizer_on_host)
+            yield _row("and in a node's host memory: optimizer", self.optimizer_on_host)
             yield "  (the time of Adam on the host is not in the estimate below)"
 
     def _preemption(self, allowed: int) -> Iterator[str]:
-        """Where responses of the mean length do not all fit, an engine waits with some; longer ones it throws out."""
+        """Whether the KV cache holds all responses that a replica is asked for.
+
+        If they do not fit at the mean length, some wait; if they grow longer than the mean, the engine evicts some.
+        """
         recipe, gpu = self.recipe, self.device
         asked = min(allowed, math.ceil(sizes.responses_of_version(recipe, self.nodes)))
         mean, longest = sizes.mean_sequence(recipe, self.assume), sizes.longest_sequence(recipe)
@@ -251,13 +257,13 @@ class Plan:
             for tokens in (mean, longest)
         )
         if asked <= at_worst:
-            yield "  all of them fit at full length: none is thrown out of the cache and computed again"
+            yield "  all of them fit at full length: none is evicted from the cache and computed again"
         elif asked <= fit:
-            yield f"  {at_worst:,} fit at full length: beyond the mean length some are thrown out and computed again"
+            yield f"  {at_worst:,} fit at full length: beyond the mean length some are evicted and computed again"
         else:
             groups = max(1, fit // recipe.rollout.responses_per_prompt)
             yield f"  warning: of {asked:,} responses {fit:,} fit in the cache at the mean length; the others wait"
-            yield f"  rollout.groups_per_chunk={groups} is what fits, more tensor_parallel or another GPU fit more"
+            yield f"  rollout.groups_per_chunk={groups} fits; with more tensor_parallel or another GPU more would fit"
 
     def _disk(self) -> Iterator[str]:
         yield "disk, GiB"
@@ -269,13 +275,13 @@ class Plan:
         return self.seconds_of_update(0.0)
 
     def seconds_of_update(self, more: float) -> float:
-        """With so many forward passes beside those that the objective needs."""
+        """Seconds of an update with ``more`` forward passes in addition to those that the objective needs."""
         recipe, passes = self.recipe, self.extra_passes + more
         return sizes.optimize_seconds(self.hf, recipe, self.layout, self.parameters, passes, self.device, self.assume)
 
     @cached_property
     def disk(self) -> dict[str, float]:
-        """Bytes of what a run keeps."""
+        """Bytes on disk, by kind of file."""
         return disk_bytes(self.hf, self.recipe, self.parameters, self.assume, self.whole.trained)
 
     @cached_property

@@ -1,8 +1,8 @@
-"""What a person sees while a phase runs: a live display on a terminal, plain lines elsewhere.
+"""The progress display of a run: live on a terminal, plain lines elsewhere.
 
-It belongs to the process that starts the phases and only follows files of the run directory, so it cannot disturb
-training: events.jsonl, metrics.jsonl and the ledgers of the stage that is generated. Each look reads only what was
-appended since the last.
+It runs in the process that starts the phases and only reads files of the run directory (events.jsonl, metrics.jsonl and
+the ledgers of the current stage), so it cannot disturb training. Each poll reads only lines that were appended
+since the last.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 POLL_SECONDS = 1.0
-LINE_SECONDS = 10.0  # between two plain lines about a phase; phases and evaluations have lines of their own
+LINE_SECONDS = 10.0  # between two plain lines about the state; events get lines of their own at once
 SHOWN = {"loss": "loss", "grad_norm": "grad_norm", "staleness": "lag", "ess": "ess", "clip_fraction": "clipped"}
 
 
 class Progress:
-    """``with Progress(run_dir, recipe): ...`` shows the run until the block ends, whichever way it ends."""
+    """``with Progress(run_dir, recipe): ...`` shows the run until the block ends, normally or by an exception."""
 
     def __init__(self, run_dir: Path, recipe: Recipe, stream: TextIO | None = None) -> None:
         self._state = RunState(Path(run_dir), recipe)
@@ -37,7 +37,7 @@ class Progress:
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def __enter__(self) -> Progress:
-        self._state.poll()  # what is there already is not announced
+        self._state.poll()  # earlier events are not announced
         self._view: _Terminal | _Lines = _Terminal(self._stream) if _is_terminal(self._stream) else _Lines(self._stream)
         self._thread.start()
         return self
@@ -66,7 +66,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 class _Lines:
-    """For output that is no terminal: one plain line now and then."""
+    """For output that is not a terminal: one plain line now and then."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._next = stream, time.monotonic() + LINE_SECONDS
@@ -84,7 +84,7 @@ class _Lines:
 
 
 class _Terminal:
-    """A few lines that stay at the bottom of the terminal; what is printed meanwhile scrolls above them."""
+    """A few lines that stay at the bottom of the terminal; other output scrolls above them."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -128,7 +128,7 @@ def _panel(state: RunState) -> RenderableType:
 
 
 def describe_event(event: dict[str, Any], state: RunState) -> str:
-    """One line about an event; "" for those that only repeat another."""
+    """One line about an event; "" for an event that only repeats another one."""
     kind, stage, phase = event["event"], event.get("stage", 0), event.get("phase", "")
     place = _place(stage, phase, state)
     if kind == "evaluation" and "accuracy" in event:
@@ -138,7 +138,7 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
         estimate = f"{event['accuracy']:.3f} +- {half_width(event):.3f} ({event.get('prompts', '?')} prompts)"
         return f"{name} accuracy {estimate}, {whose}"
     if kind == "resume" and phase == "train":
-        return f"continues after {event['skipped']} of {event['total']} stages"
+        return f"resumes after {event['skipped']} of {event['total']} stages"
     if kind == "dynamic_sampling":
         filled = f", {event['filled']} of them without variance" if event["filled"] else ""
         return f"{place} chose {event['chosen']} of {event['generated']} groups{filled}"

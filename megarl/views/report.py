@@ -1,6 +1,6 @@
 """One self-contained HTML page about one run or several side by side: `write_report`.
 
-The page loads nothing: plotly.js stands in it, and a content security policy forbids the browser any request.
+The page loads nothing: it contains plotly.js, and a content security policy forbids the browser any request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.views.run_reader import Run, half_width, read_run
 
 
 def write_report(run_dirs: list[Path], output: Path) -> Path:
-    """Write the page about ``run_dirs`` to ``output`` and return that; `UserError` for what is no run directory."""
+    """Write the page about ``run_dirs`` to ``output``, which is returned; `UserError` if one is not a run directory."""
     runs = [read_run(Path(path), name) for path, name in zip(run_dirs, short_names(run_dirs), strict=True)]
     output = Path(output)
     if output.is_dir():
@@ -62,7 +62,7 @@ def render(runs: list[Run], samples: str = "") -> str:
 
 
 def page(title: str, notes: str, summary: str, charts: list[Chart], below: str = "") -> str:
-    """A page that loads nothing, with charts between a table and what stands ``below``. All texts are HTML."""
+    """A self-contained page: notes, summary table, charts, and ``below`` at its end. All texts are HTML."""
     from plotly.offline import get_plotlyjs
 
     charts = [chart for chart in charts if chart.traces or chart.empty]
@@ -73,13 +73,13 @@ def page(title: str, notes: str, summary: str, charts: list[Chart], below: str =
         "summary": f'<div class="scroll">{summary}</div>' if summary else "",
         "charts": "\n".join(_card(number, chart) for number, chart in enumerate(charts)),
         "below": below,
-        # inside <script> only "</" and "<!--" could end the text; JSON may write < as an escape
+        # inside <script> only "</" and "<!--" could end the text, so < is written as an escape, which JSON allows
         "figures": json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
-        # 2 MB instead of 5: the page unpacks it
+        # 2 MB instead of 5; the page decompresses it
         "plotly": base64.b64encode(gzip.compress(get_plotlyjs().encode(), 4, mtime=0)).decode(),
     }
     text = Path(__file__).with_name("report_page.html").read_text()
-    pieces = text.split("@@")  # text, name, text, name, ..., text: nothing that is filled in is searched for names
+    pieces = text.split("@@")  # text, name, text, name, ..., text; inserted text is not searched for names again
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 
 
@@ -121,13 +121,13 @@ def _settings_table(runs: list[Run]) -> str:
 
 
 def summary(run: Run, pair: dict[str, str] | None = None) -> dict[str, str]:
-    """The cells of a run's row in the table at the top; ``pair``: those of `pair_columns`."""
+    """The cells of a run's row in the table at the top. pair: the cells of `pair_columns`."""
     evaluations = run.evaluations
     base = evaluations[0] if evaluations and evaluations[0]["update"] == run.begins else None
     final = evaluations[-1] if len(evaluations) > 1 else None
     gain = "-"
     if base and final:
-        # the two estimates as if independent; on the same prompts they are not, and the true interval is narrower
+        # treats the two estimates as independent; they share prompts, so the true interval is narrower
         half = math.hypot(half_width(base), half_width(final))
         gain = f"{final['accuracy'] - base['accuracy']:+.3f} ± {half:.3f}"
     ages = run.column("staleness")[1]
@@ -150,7 +150,7 @@ def summary(run: Run, pair: dict[str, str] | None = None) -> dict[str, str]:
 
 
 def _idle_shares(run: Run) -> dict[str, str]:
-    """Of a live run, how much of their time trainers and engines waited for each other; the mean age of a token."""
+    """Cells for a live run: mean staleness of a token, and the share of time that trainers and engines waited."""
     if run.settings.get("schedule.kind") != "live":
         return {}
     waited, seconds = (sum(run.column(name)[1]) for name in ("idle_seconds", "seconds"))
@@ -165,7 +165,7 @@ def _idle_shares(run: Run) -> dict[str, str]:
 
 
 def _best(evaluations: list[Record]) -> dict[str, str]:
-    """Of a run with three evaluations or more: the highest accuracy, of equal ones the earliest."""
+    """The cell with the highest accuracy (of equal ones the earliest), for runs with three evaluations or more."""
     if len(evaluations) < 3:
         return {}
     best = max(evaluations, key=lambda event: event["accuracy"])

@@ -1,4 +1,4 @@
-"""Charts of the last update with detailed metrics (``metrics.detail``): tables of counts, and tokens by name."""
+"""Charts of the last update with detailed metrics (``metrics.detail``): heat maps of counts, and muted tokens."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from megarl.storage.json_lines import Record
 from megarl.views.chart import Chart
 from megarl.views.run_reader import Run
 
-TOKENS = 30  # bars
-# the columns and rows of `megarl.objectives.parts.detail`, which the report does not import: it would load torch
+TOKENS = 30  # bars in the chart of muted tokens
+# columns and rows as in `megarl.objectives.parts.detail`, which the report does not import, since it loads torch
 COLUMNS, ROWS = 32, 16
 
 
 def detail_charts(runs: list[Run]) -> list[Chart]:
-    """Of the first run that has such metrics; none without."""
+    """Charts of the first run that has such metrics; none if no run has them."""
     for run in runs:
         if record := _last(run):
             of = f" {html.escape(run.name)}, update {record['update']}."
             return [
                 _heat_map(
-                    record, "entropy_by_ratio", "Entropy against importance ratio", "nats a token",
+                    record, "entropy_by_ratio", "Entropy against importance ratio", "nats per token",
                     [f"{row / 4:g}" for row in range(ROWS)],
-                    "Tokens by how far their ratio is from 1 and by the entropy behind them: log of the counts. Rare "
-                    "tokens far from 1 are the ones that a clip mutes." + of,
+                    "Log of the number of tokens, by the distance of their ratio from 1 and by the entropy at their "
+                    "position. The rare tokens far from 1 are those that a clip mutes." + of,
                 ),
                 _heat_map(
                     record, "probability_by_ratio", "Probability against importance ratio", "probability",
                     [f"2^-{row}" for row in range(ROWS)],
-                    "Tokens by how far their ratio is from 1 and by their probability now: log of the counts." + of,
+                    "Log of the number of tokens, by the distance of their ratio from 1 and by their present "
+                    "probability." + of,
                 ),
                 _muted_tokens(record, of),
             ]  # fmt: skip
@@ -42,7 +43,7 @@ def _last(run: Run) -> Record | None:
 
 
 def column_labels() -> list[str]:
-    """rho - 1 at the edge of each column that is nearer to 1."""
+    """Label of each column: rho - 1 at the edge that is nearer to rho = 1."""
     octaves = ["0", *(f"{2.0 ** (k - 11):.2g}" for k in range(1, COLUMNS // 2))]
     return [*(f"-{edge}" for edge in reversed(octaves)), *(f"+{edge}" for edge in octaves)]
 
@@ -62,7 +63,7 @@ def _heat_map(record: Record, name: str, title: str, axis: str, rows: list[str],
             "hovertemplate": "ratio - 1 from %{x}, " + axis + " from %{y}: %{customdata} tokens<extra></extra>",
         }
         chart.traces.append(trace)
-        # categories: the axes are not of equal steps
+        # categories, because the steps of the axes are not equal
         chart.layout = {
             "xaxis": {"type": "category", "title": {"text": "ratio - 1", "standoff": 6}},
             "yaxis": {"type": "category", "title": {"text": axis}},
@@ -74,7 +75,7 @@ def _heat_map(record: Record, name: str, title: str, axis: str, rows: list[str],
 def _muted_tokens(record: Record, of: str) -> Chart:
     chart = Chart(
         "Tokens that lose their gradient",
-        "Which tokens clip, veto or mask take out most often, with counts." + of,
+        "The tokens that most often lose their gradient to clip, veto or mask, with counts." + of,
     )
     tokens = record.get("muted_tokens", {})
     bars = [(t, n) for t, n in zip(tokens.get("text", []), tokens.get("muted", []), strict=False) if n][:TOKENS]

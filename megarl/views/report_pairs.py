@@ -1,4 +1,4 @@
-"""Charts and columns of the report that set runs against each other: at equal updates, and seed by seed."""
+"""Charts and columns of the report that compare runs: differences at equal updates, and means over seeds."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from megarl.views.comparison import difference_at
 from megarl.views.report_charts import colour, line
 from megarl.views.run_reader import Run
 
-POINTS = 8  # updates at which two runs are compared at most: each reads all responses of two evaluations
+POINTS = 8  # updates at which two runs are compared, at most; each one reads all responses of two evaluations
 Series = Callable[[Run], dict[int, float]]
 
 
 def equal_updates(runs: list[Run]) -> list[int]:
-    """Updates after which all runs were evaluated on their first suite, without those that came before all of them."""
+    """Updates after which all runs were evaluated on their first suite, from where all of them have own updates."""
     versions = [{event["update"] for event in run.evaluations} for run in runs]
     return sorted(update for update in set.intersection(*versions) if update > max(run.begins for run in runs))
 
 
 def differences(runs: list[Run], updates: list[int]) -> dict[int, dict[int, Difference]]:
-    """Of each run but the first, by its number: accuracy less the first run's, paired, by update.
+    """{number of a run: {update: its accuracy minus the first run's, paired}}, for all runs but the first.
 
-    Without runs that answered other prompts, or whose responses are gone.
+    Runs with other prompts, or whose responses are gone, are left out.
     """
     found: dict[int, dict[int, Difference]] = {}
     for number, run in enumerate(runs[1:], 1):
@@ -41,7 +41,7 @@ def differences(runs: list[Run], updates: list[int]) -> dict[int, dict[int, Diff
 
 
 def pair_columns(runs: list[Run]) -> list[dict[str, str]]:
-    """Cells of the summary for each run: its accuracy where all runs can be compared, and the paired difference."""
+    """Cells of the summary for each run: its accuracy at the last equal update, and its difference from the first."""
     last = equal_updates(runs)[-1:] if len(runs) > 1 else []
     if not last:
         return [{} for _ in runs]
@@ -51,20 +51,20 @@ def pair_columns(runs: list[Run]) -> list[dict[str, str]]:
         accuracy = next(event["accuracy"] for event in run.evaluations if event["update"] == last[0])
         one = found.get(number, {}).get(last[0])
         text = f"{one.mean:+.3f} [{one.ci95[0]:+.3f}, {one.ci95[1]:+.3f}]" if one else "-"
-        cells.append({f"At update {last[0]:,}": f"{accuracy:.3f}", f"From {runs[0].name} there": text})
+        cells.append({f"At update {last[0]:,}": f"{accuracy:.3f}", f"Difference from {runs[0].name}": text})
     return cells
 
 
 def pair_charts(runs: list[Run]) -> list[Chart]:
-    """Differences from the first run, and means over seeds, where there are some."""
+    """Charts of differences from the first run and of means over seeds, if there are any."""
     return [chart for chart in (_differences(runs), *_seeds(runs)) if chart.traces]
 
 
 def _differences(runs: list[Run]) -> Chart:
     chart = Chart(
-        f"Held-out accuracy less that of {html.escape(runs[0].name)}",
-        "After equal numbers of updates, on the same prompts; bars are paired 95 % intervals over prompts. One that "
-        "crosses 0 may be noise.",
+        f"Held-out accuracy minus that of {html.escape(runs[0].name)}",
+        "After equal numbers of updates, on the same prompts; bars are paired 95 % intervals over prompts. A "
+        "difference whose bar crosses 0 may be noise.",
         layout={
             "yaxis": {"tickformat": "+.0%", "rangemode": "tozero"},
             "xaxis": {"title": {"text": "update", "standoff": 6}},
@@ -90,7 +90,7 @@ def _differences(runs: list[Run]) -> Chart:
 
 
 def of_seeds(runs: list[Run]) -> list[list[Run]]:
-    """Runs that differ in nothing but their seed and where their first policy and rollouts lie, two or more."""
+    """Groups of two or more runs that differ only in their seed and the path of their first policy."""
     kinds: dict[str, list[Run]] = {}
     for run in runs:
         settings = {key: value for key, value in run.settings.items() if key not in ("run.seed", "model.path")}
@@ -99,7 +99,7 @@ def of_seeds(runs: list[Run]) -> list[list[Run]]:
 
 
 def _seeds(runs: list[Run]) -> list[Chart]:
-    """Of each kind of runs the mean over seeds, with a band."""
+    """Charts with the mean over seeds of each group of runs, with a band."""
     kinds: tuple[tuple[str, Series, dict[str, Any]], ...] = (
         ("Held-out accuracy", lambda run: {e["update"]: e["accuracy"] for e in run.evaluations}, {"tickformat": ".0%"}),
         ("Training reward", _column("reward/mean"), {}),
@@ -110,7 +110,7 @@ def _seeds(runs: list[Run]) -> list[Chart]:
     for title, series, yaxis in kinds:
         chart = Chart(
             f"{title}, mean over seeds",
-            "Runs that differ in nothing but their seed; the band is the 95 % interval of their mean.",
+            "Runs that differ only in their seed; the band is the 95 % interval of their mean.",
             layout={"yaxis": yaxis, "xaxis": {"title": {"text": "update", "standoff": 6}}},
         )
         for number, group in enumerate(of_seeds(runs)):
@@ -125,7 +125,7 @@ def _column(name: str) -> Series:
 
 
 def _band(number: int, runs: list[Run], series: Series) -> list[dict[str, Any]]:
-    """Lower and upper bound, filled between, and the mean; where all the runs have a value, in bins of neighbours."""
+    """Traces of the bounds, filled between, and of the mean, for updates at which all runs have a value, in bins."""
     values = [series(run) for run in runs]
     shared = sorted(set.intersection(*(set(one) for one in values)))
     if not shared:

@@ -1,4 +1,4 @@
-"""The report's samples: some responses of each stage, in the page but not laid out before they are opened."""
+"""The report's samples: some responses of each stage, which the browser lays out only when they are opened."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megarl.storage.rollouts import RolloutStore
 from megarl.views.responses.select import Decode, Found, decoder, open_shard, stages, title
 from megarl.views.responses.text import escape, shorten
 
-BYTES = 250_000  # of all samples of a page
-STAGES, PROMPTS = 12, 3  # of a run, spread evenly; of a stage
-CHARACTERS = 1600  # of a text
+BYTES = 250_000  # of all samples on a page, at most
+STAGES, PROMPTS = 12, 3  # stages per run and prompts per stage, spread evenly
+CHARACTERS = 1600  # of a text; the middle of longer ones is left out
 
 
 def samples_section(runs: Sequence[tuple[str, Path]]) -> str:
-    """HTML about the runs (name, directory) that have responses; a run whose responses cannot be read says why."""
+    """HTML with samples of the runs (name, directory); for a run whose responses cannot be read it says why."""
     parts, left = [], BYTES
     for name, root in runs:
         heading = f"{html.escape(name)}, " if len(runs) > 1 else ""
@@ -45,13 +45,13 @@ def _of_run(root: Path, heading: str, left: int) -> Iterator[str]:
         part = f'<details class="samples"><summary>{summary}</summary><template>{body}</template></details>'
         left -= len(part.encode())
         if left < 0:
-            yield f"<p>{heading}stages from {number + 1} on: megarl samples {html.escape(str(root))}</p>"
+            yield f"<p>{heading}for stages from {number + 1} on use: megarl samples {html.escape(str(root))}</p>"
             return
         yield part
 
 
 def _chosen(stage: int, directory: Path, store: RolloutStore) -> Iterator[Found]:
-    """Of some prompts of a stage the response with the lowest and the one with the highest reward."""
+    """For some prompts of a stage, the responses with the lowest and with the highest reward."""
     for prompt in _spread(store.group_ids, PROMPTS):
         entry = next(entry for entry in store.entries if prompt in entry.groups)
         group = open_shard(directory, entry).group(prompt)
@@ -61,7 +61,7 @@ def _chosen(stage: int, directory: Path, store: RolloutStore) -> Iterator[Found]
 
 
 def _spread(items: list[int], count: int) -> list[int]:
-    """At most ``count`` of them, the first and the last included."""
+    """At most ``count`` of the items, evenly spread, with the first and the last."""
     if len(items) <= count:
         return items
     return [items[place * (len(items) - 1) // (count - 1)] for place in range(count)]

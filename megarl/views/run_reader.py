@@ -1,7 +1,7 @@
-"""What the files of a run directory say about a run, for the report.
+"""Reads recipe.toml, metrics.jsonl and events.jsonl of a run, for the report and other views.
 
-Reads recipe.toml, metrics.jsonl and events.jsonl alone. A run that has just begun, or was killed in the middle of a
-line, gives what it has, with a note on what is missing.
+A run that has just begun, or was killed in the middle of a line, is read as far as possible, with notes on what is
+missing.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from megarl.storage.json_lines import Record, read_intact_lines
 
 @dataclass
 class Run:
-    """What a run directory says about a run, or about a branch, which has updates of its own stages alone."""
+    """A run or a branch, as its files describe it; a branch has only the updates of its own stages."""
 
     root: Path
     name: str
     recipe: str  # TOML
     settings: dict[str, Any]  # the recipe, flat: "schedule.stages" -> 4
-    updates: list[Record]  # by update, each once
+    updates: list[Record]  # lines of metrics.jsonl, ordered by update, each once
     events: list[Record]
     notes: list[str] = field(default_factory=list)
-    own_stages: range = range(0)  # those whose updates the run makes
+    own_stages: range = range(0)  # stages whose updates this run makes; not those of a branch's origin
 
     @property
     def begins(self) -> int:
-        """Updates before its own."""
+        """Number of updates before its own: 0, unless it is a branch."""
         return self.own_stages.start * self.updates_per_stage
 
     @property
     def last(self) -> int:
-        """The number of its last update, made or not."""
+        """The number of its last update when it is finished."""
         return self.own_stages.stop * self.updates_per_stage
 
     @property
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def evaluations(self) -> list[Record]:
-        """`suites`' evaluations on the first suite."""
+        """The evaluations on the first suite, as in `suites`."""
         return next(iter(self.suites.values()), [])
 
     @property
@@ -74,7 +74,7 @@ class Run:
         return seconds
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """(updates, values) of a metric, where it is a finite number."""
+        """(updates, values) of a metric, for the updates in which it is a finite number."""
         x, y = [], []
         for record in self.updates:
             value = record.get(name)
@@ -85,7 +85,7 @@ class Run:
 
 
 def read_run(root: Path, name: str) -> Run:
-    """The run in directory ``root``, to be shown as ``name``; `UserError` where no resolved recipe is there."""
+    """The run in directory ``root``, to be shown as ``name``; `UserError` if it has no resolved recipe."""
     path = root / "recipe.toml"
     if not path.is_file():
         raise UserError(f"{root} is not a run directory: it has no recipe.toml")
@@ -96,7 +96,7 @@ def read_run(root: Path, name: str) -> Run:
         raise UserError(f"cannot read {path}: {error}") from error
     for key in ("schedule.stages", "schedule.updates_per_stage"):
         if not isinstance(settings.get(key), int) or settings[key] < 1:
-            raise UserError(f"{path} is no resolved recipe: {key} is {settings.get(key)!r}")
+            raise UserError(f"{path} is not a resolved recipe: {key} is {settings.get(key)!r}")
     run = Run(root, name, recipe, settings, [], [])
     run.own_stages = _own_stages(root, run.stages)
     records = _read_lines(root / "metrics.jsonl", run.notes)
@@ -113,14 +113,14 @@ def read_run(root: Path, name: str) -> Run:
 
 
 def _own_stages(root: Path, stages: int) -> range:
-    """All of them; of a branch the one whose rollouts are another run's, and those that follow it here."""
+    """All stages; of a branch the stage whose rollouts are links to another run's, and the later ones it has."""
     rollouts = {int(path.parent.name): path.is_symlink() for path in sorted(root.glob("stages/[0-9]*/rollouts"))}
     branched = [number for number, elsewhere in rollouts.items() if elsewhere]
     return range(branched[0], max(rollouts) + 1) if branched else range(stages)
 
 
 def _warnings(events: list[Record]) -> list[tuple[int, int, str]]:
-    """(first update, last update, cause) of what kept a run from learning; each cause at its first place."""
+    """(first update, last update, cause) for each reason why the run learnt nothing, at its first occurrence."""
     found: dict[str, tuple[int, int, str]] = {}
     for event in events:
         if event.get("event") == "learns_nothing" and isinstance(event.get("update"), int):
@@ -151,7 +151,7 @@ def _flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def interval(event: Record) -> tuple[float, float]:
-    """The 95 % interval of an evaluation; of no width where none was recorded."""
+    """The 95 % interval of an evaluation; of zero width if none was recorded."""
     match event.get("ci95"):
         case [int() | float() as low, int() | float() as high]:
             return float(low), float(high)

@@ -1,4 +1,4 @@
-"""How far a run is, as its files tell: what the display of `megarl.views.progress` shows."""
+"""The progress of a run, read from its files as they grow; `megarl.views.progress` displays it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megarl.storage.json_lines import JsonTail
 from megarl.storage.ledger import is_sealed
 from megarl.views.run_reader import half_width
 
-METRICS_BYTES = 1 << 20  # of the metrics of earlier updates, more than those of the last RATE_UPDATES
+METRICS_BYTES = 1 << 20  # read from the end of metrics.jsonl at the start: more than RATE_UPDATES lines
 RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
-GENERATES = ("rollout", "evaluate")  # the phases that begin with the load of an engine
-TRAINS = ("optimize", "live")  # the phases that make updates
-BESIDE = ("what_if", "export")  # the phases that are asked something of a stage, and are no part of the run
-ANNOUNCED = (
+GENERATES = ("rollout", "evaluate")  # phases that begin by loading an engine
+TRAINS = ("optimize", "live")  # phases that make updates
+BESIDE = ("what_if", "export")  # phases that compute something from a stage, and are not part of the run
+ANNOUNCED = (  # events that get a line of their own
     "phase_start",
     "phase_end",
     "phase_failed",
@@ -38,7 +38,7 @@ ANNOUNCED = (
 
 
 class Evaluating:
-    """How far the evaluations at the beginning of a stage are: of policy after policy, suite after suite."""
+    """Progress of the evaluations at the beginning of a stage, which go policy by policy and suite by suite."""
 
     def __init__(self, run_dir: Path, recipe: Recipe, stage: int) -> None:
         policies = (run_dir / f"stages/{stage - 1:03d}/policies").glob("[0-9]*")
@@ -49,10 +49,10 @@ class Evaluating:
             for suite in recipe.suites
         )
         self._ledgers: dict[Path, JsonTail] = {}
-        self._shards: dict[tuple[Path, str], int] = {}  # prompts of each
+        self._shards: dict[tuple[Path, str], int] = {}  # (store, shard) -> number of prompts
 
     def poll(self) -> tuple[int, int, str]:
-        """(prompts answered, all of them, name) of the first suite that is not sealed; without any: zeros."""
+        """(prompts answered, all prompts, name) of the first suite that is not sealed; (0, 0, "") if all are."""
         while self._left:
             _, suite, prompts, place = self._left[0]
             if not is_sealed(place):
@@ -61,7 +61,7 @@ class Evaluating:
         return 0, 0, ""
 
     def over(self, version: int, suite: str) -> bool:
-        """That evaluation is made; whether it was the last."""
+        """Record that an evaluation is done; returns whether it was the last one."""
         self._left = deque(one for one in self._left if one[:2] != (version, suite))
         return not self._left
 
@@ -73,22 +73,22 @@ class Evaluating:
 
 
 class RunState:
-    """How far a run is, as its files tell."""
+    """The progress of a run; `poll` brings it up to date."""
 
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
         self.run_dir, self.schedule, self.candidates = run_dir, recipe.schedule, recipe.candidates_per_stage
         self._recipe = recipe
         self._unit = "groups" if self.candidates == recipe.groups_per_stage else "candidates"
         self.phase, self.stage, self.phase_since = "", 0, 0.0
-        self.doing = ""  # "loading" or "evaluating", where a phase with engines is not yet at its own work
-        self.work_since = 0.0  # the start of that work, or of the phase
-        self.answered = 0, 0, ""  # prompts of the suite that is evaluated: how many, of how many, its name
+        self.doing = ""  # "loading" or "evaluating" while a phase with engines has not begun its own work
+        self.work_since = 0.0  # time at which the phase began its own work; until then, at which it started
+        self.answered = 0, 0, ""  # of the suite that is being evaluated: prompts answered, all prompts, name
         self._evaluating: Evaluating | None = None
-        self.accuracies: dict[int, tuple[float, float]] = {}  # update -> accuracy on the first suite, half an interval
+        self.accuracies: dict[int, tuple[float, float]] = {}  # update -> accuracy on the first suite, half its interval
         self._suite = next((suite.name for suite in recipe.suites), HELDOUT)
         self.seconds: dict[str, float] = {}  # phase -> duration of the last one that ended
         self.recent: deque[dict[str, Any]] = deque(maxlen=RATE_UPDATES)
-        self._compared = 0, 0  # batches of a what-if: how many, of how many
+        self._compared = 0, 0  # batches of a what-if: done, all
         self._replicas: dict[int, dict[str, Any]] = {}  # the last `rollout_progress` of each in the current phase
         self._events, self._metrics = (
             JsonTail(run_dir / "events.jsonl"),
@@ -96,11 +96,11 @@ class RunState:
         )
         self._ledgers: dict[Path, JsonTail] = {}
         self._shards: dict[str, tuple[int, int, int, float]] = {}  # shard -> groups, responses, tokens, sum of rewards
-        self._begins = False  # a phase that `poll` has not looked at
-        self._shards_before: set[str] = set()  # of an earlier, killed attempt: no measure of speed
+        self._begins = False  # whether a phase has begun since the last `poll`
+        self._shards_before: set[str] = set()  # of an earlier, killed attempt; they do not count for the speed
 
     def poll(self) -> list[dict[str, Any]]:
-        """Read what is new; return the new events that are worth a line."""
+        """Read the new lines of all files; returns the new events that deserve a line (`ANNOUNCED`)."""
         events = self._events.read()[1]
         for event in events:
             self._apply(event)
@@ -129,14 +129,14 @@ class RunState:
             self._ledgers, self._shards, self._replicas, self._begins = {}, {}, {}, True
         elif kind == "restart" and self.phase in GENERATES:
             self.doing = "loading"
-        elif kind == "weight_drift" and self.doing == "loading":  # the first engine is there
+        elif kind == "weight_drift" and self.doing == "loading":  # the first engine has loaded
             self.doing = "" if event.get("phase") == self.phase else "evaluating"
             if event.get("phase") == "evaluate":
                 self._evaluating = Evaluating(self.run_dir, self._recipe, self.stage)
             self.work_since = event.get("time", self.work_since)
         elif kind in ("phase_end", "phase_failed", "phase_stopped"):
             self.phase = ""
-            if kind == "phase_end" and event.get("phase") != "rehearse":  # which is no part of a stage
+            if kind == "phase_end" and event.get("phase") != "rehearse":  # it is not part of a stage
                 self.seconds[str(event.get("phase"))] = float(event.get("seconds", 0.0))
         elif kind == "rollout_progress":
             self._replicas[event.get("rank", 0)] = event
@@ -152,7 +152,7 @@ class RunState:
 
     def _read_ledgers(self) -> None:
         for path in (self.run_dir / f"stages/{self.stage:03d}/rollouts").rglob("ledger*.jsonl"):
-            rewarded = path.parent.name == "rollouts"  # unfinished ones have no reward yet
+            rewarded = path.parent.name == "rollouts"  # those in unfinished/ have no reward yet
             for entry in self._ledgers.setdefault(path, JsonTail(path)).read()[1]:
                 counts = len(entry.get("groups", ())), entry.get("responses", 0) * rewarded, entry.get("tokens", 0)
                 self._shards[f"{path.parent.name}/{entry.get('shard')}"] = (*counts, entry.get("reward_sum", 0.0))
@@ -179,7 +179,7 @@ class RunState:
 
     @property
     def reward(self) -> float | None:
-        """Mean reward: of the stage while it is generated, else of the last updates."""
+        """Mean reward: of the stage's responses while it is generated, else of the last updates."""
         if self.phase == "rollout":
             responses = sum(shard[1] for shard in self._shards.values())
             return sum(shard[3] for shard in self._shards.values()) / responses if responses else None
@@ -187,16 +187,16 @@ class RunState:
 
     @property
     def _recent_of_stage(self) -> list[dict[str, Any]]:
-        """Without updates of another stage: these trained on responses of another policy, with other lengths."""
+        """The recent updates of this stage; those of another trained on responses of other lengths."""
         return [update for update in self.recent if update.get("stage", self.stage) == self.stage]
 
     def of_replicas(self, name: str) -> float:
-        """Sum over the replicas of what each last reported in the current phase, restarts included."""
+        """Sum over the replicas of a number in their last report of the current phase, restarts included."""
         return sum(replica.get(name, 0) for replica in self._replicas.values())
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the current phase: response tokens generated since it began, or trained in the last updates."""
+        """Speed of the current phase: response tokens generated since it began, or tokens of the last updates."""
         if self.phase == "rollout":
             tokens = sum(shard[2] for name, shard in self._shards.items() if name not in self._shards_before)
             return tokens / max(1e-3, time.time() - self.work_since) if tokens else None
@@ -205,7 +205,7 @@ class RunState:
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimate for the current phase; None where there is nothing to estimate from."""
+        """Estimate for the current phase; None if there is nothing to estimate from."""
         done, total, _ = self.done
         if self.phase in TRAINS:
             pace = _mean("seconds", self.recent)
@@ -220,7 +220,7 @@ class RunState:
 
     @property
     def run_seconds_left(self) -> float | None:
-        """Estimate for the whole run; None until each kind of phase has shown how long it takes."""
+        """Estimate for the whole run; None until each kind of phase has ended once."""
         left = self.seconds_left if self.phase else 0.0
         if self.stage == self.schedule.stages:
             return left  # the final evaluation
@@ -236,7 +236,7 @@ class RunState:
 
 
 def version_of(event: dict[str, Any], schedule: ScheduleTable) -> int:
-    """Updates of the policy that an evaluation is of."""
+    """Updates of the policy that an evaluation evaluated."""
     return int(event.get("update", event.get("stage", 0) * schedule.updates_per_stage))
 
 

@@ -1,4 +1,4 @@
-"""``megarl runs``: the runs below a directory, how far each is, and the last numbers it has."""
+"""``megarl runs``: the runs below a directory, their progress and their latest numbers."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megarl.views.run_reader import Run, read_run
 class RunLine:
     """A run in the list."""
 
-    run: str  # below the directory that was asked about
+    run: str  # path below the directory that is listed
     state: str  # running | finished | failed | stopped | unreadable
     stage: int | None = None  # from 0, of the newest update or phase
     update: int = 0
-    updates: int = 0  # with which it ends: of a branch those of its stage
-    accuracy: float | None = None  # the last, on the first suite
+    updates: int = 0  # number of its last update; for a branch the last of its stage
+    accuracy: float | None = None  # of the last evaluation, on the first suite
     reward: float | None = None  # of the newest update, mean
 
 
 def list_runs(directory: Path) -> list[RunLine]:
-    """All runs below ``directory``, itself included, by path; `UserError` where that is no directory."""
+    """All runs below ``directory``, and itself if it is one, by path; `UserError` if it is not a directory."""
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory")
     return [_describe(path, str(path.relative_to(directory))) for path in _find(directory)]
@@ -43,7 +43,7 @@ def _find(directory: Path) -> Iterator[Path]:
             {"prompts.json", "events.jsonl", "metrics.jsonl"} & {*files} or "stages" in below
         ):
             yield Path(folder)
-            below.clear()  # what is inside belongs to the run
+            below.clear()  # directories inside belong to the run
 
 
 def _describe(root: Path, name: str) -> RunLine:
@@ -66,8 +66,11 @@ def _describe(root: Path, name: str) -> RunLine:
 
 
 def _state(root: Path, run: Run, last_phase: str) -> str:
-    """A process that works on a run holds its lock; one that has ended well has made its last policy, a branch that of
-    the stage it was made for."""
+    """running, finished, failed or stopped.
+
+    A process that works on a run holds its lock. A finished run has its last policy, a finished branch the policy after
+    the stage for which it was made.
+    """
     if _is_locked(root / ".lock"):
         return "running"
     borrowed = [int(path.parent.name) for path in root.glob("stages/[0-9]*/rollouts") if path.is_symlink()]
@@ -92,7 +95,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def as_table(lines: list[RunLine]) -> str:
-    """For a terminal; stages count from 1 there."""
+    """The list as a table for a terminal; stages count from 1 there."""
     rows = [["run", "state", "stage", "update", "accuracy", "reward"]]
     rows += [
         [

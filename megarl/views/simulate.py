@@ -1,4 +1,7 @@
-"""``megarl simulate``: hours to N updates of a staged, a lock-step and a live run on the same GPUs, over seeds."""
+"""``megarl simulate``: hours to N updates of a staged, a lock-step and a live run on the same GPUs, over seeds.
+
+Times of decoding steps and updates come from a `megarl.views.plan.Plan`; random effects from `megarl.views.cluster`.
+"""
 
 from __future__ import annotations
 
@@ -23,43 +26,46 @@ HOUR, DAY = 3600.0, 86400.0
 
 
 @dataclass(frozen=True)
-class Days:
-    """What happens in a cluster, and the schedules that are compared."""
+class Scenario:
+    """The schedules that are compared, and the conditions in the cluster; most fields are options of the command."""
 
     updates: int
     stage: int  # S: updates of a stage of the staged run
     sync_every: int  # updates between two versions of the lock-step and the live run
     lag: int  # largest, of the live run
     spread: float = 0.6  # standard deviation of the logarithm of a response's length; 0: all are equally long
-    failures: float = 0.004  # of a node in a day: those of Llama 3's training, docs/scale.md
+    failures: float = 0.004  # per node and day; as in Llama 3's training, see docs/scale.md
     restart: float = 600.0  # seconds until a failed or preempted job runs again, without loading of engines
-    preemptions: float = 0.0  # of the job in a day
-    away: float = HOUR  # seconds until a preempted job has its nodes again, in the mean
-    handover: float | None = None  # seconds to give engines new weights; default: through shared storage, as megarl
-    passes: float = 0.0  # forward passes of the lock-step run's updates beside the plan's
+    preemptions: float = 0.0  # of the job, per day
+    away: float = HOUR  # mean seconds until a preempted job has its nodes again
+    handover: float | None = None  # seconds to give engines new weights; None: through shared storage, as megarl does
+    passes: float = 0.0  # additional forward passes per update of the lock-step run
     seeds: int = 20
 
     @classmethod
-    def of(cls, schedule: ScheduleTable, given: dict[str, float | None]) -> Days:
-        """Of a recipe's schedule, with options that are given; `UserError` for what is no setting of a run."""
+    def of(cls, schedule: ScheduleTable, given: dict[str, float | None]) -> Scenario:
+        """Defaults from a recipe's schedule, replaced by the options that are given; `UserError` as in `check`."""
         live = schedule.kind == "live"
         stage = schedule.updates_per_stage
         k = schedule.sync_every or math.gcd(4, stage)
         lag = schedule.lag_rule.max_lag if live else stage - 1
         defaults = {"updates": schedule.total_updates, "stage": stage, "sync_every": k, "lag": lag}
-        days = cls(**defaults | {name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-        days.check()
-        return days
+        scenario = cls(**defaults | {name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        scenario.check()
+        return scenario
 
     def check(self) -> None:
-        """`UserError` for what is no setting of a run."""
+        """`UserError` for values that no run can have."""
         if self.updates % self.stage or self.stage % self.sync_every:
             raise UserError(
                 f"--updates {self.updates}, --stage {self.stage} and --sync-every {self.sync_every}: "
                 "each must be a multiple of the next"
             )
         if self.lag < self.sync_every - 1:
-            raise UserError(f"--lag {self.lag}: with new weights every {self.sync_every} updates at least one less")
+            raise UserError(
+                f"--lag {self.lag}: with new weights every {self.sync_every} updates it must be at least "
+                f"{self.sync_every - 1}"
+            )
         for name in ("spread", "failures", "restart", "preemptions", "away", "handover", "passes"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
@@ -77,19 +83,19 @@ class Run:
     storage: float  # starts and loads of engines, exports, checkpoints
     lost: float  # to failures and preemptions
     total: float
-    idle: float = 0.0  # share of the trainers' time in which they wait; of the live run
+    idle: float = 0.0  # share of the trainers' time in which they wait; live run only
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Of a staged plan in which trainers and engines have all GPUs in turns."""
+    """Simulates runs from a plan of a staged run, in which trainers and engines take turns on all GPUs."""
 
     plan: Plan
-    days: Days
+    scenario: Scenario
 
     @classmethod
     def recipe(cls, recipe: Recipe, stage: int) -> Recipe:
-        """A staged run of ``recipe`` on all GPUs that it has, of stages of so many updates."""
+        """``recipe`` as a staged run with ``stage`` updates per stage, whose engines use all its GPUs."""
         devices, tensor = recipe.devices_per_node, recipe.rollout.tensor_parallel
         schedule = ScheduleTable(updates_per_stage=stage, prompts_per_update=recipe.schedule.prompts_per_update)
         rollout = {"workers": devices // tensor, "memory_fraction": None, "oversample": 1.0, "token_budget": None}
@@ -108,7 +114,7 @@ class Simulation:
     @cached_property
     def lengths(self) -> Lengths:
         longest = self.plan.recipe.rollout.max_response_tokens
-        return Lengths.of_mean(self.plan.assume.mean_response * longest, longest, self.days.spread)
+        return Lengths.of_mean(self.plan.assume.mean_response * longest, longest, self.scenario.spread)
 
     @cached_property
     def step(self) -> np.ndarray:
@@ -117,7 +123,7 @@ class Simulation:
 
     @cached_property
     def beside_trainers(self) -> np.ndarray | None:
-        """The same where trainers keep their memory; None where no engine fits beside them."""
+        """As `step`, for engines in the memory that trainers leave; None if no engine fits beside them."""
         table, memory = self.plan.recipe.rollout, self.plan.device.memory
         share = min(self.plan.engine_share, self.plan.left_to_engines) / memory
         if share <= 0:
@@ -145,7 +151,7 @@ class Simulation:
         return 2.0 * self.plan.parameters / self.plan.assume.storage
 
     def load(self, replicas: int) -> float:
-        """Seconds in which engines read new weights."""
+        """Seconds in which ``replicas`` engines read new weights from shared storage."""
         return self.export * replicas
 
     @property
@@ -153,26 +159,26 @@ class Simulation:
         return self.plan.disk["one checkpoint"] / self.plan.assume.storage
 
     def batch(self, rng: np.random.Generator, updates: int) -> np.ndarray:
-        """[replicas, responses] lengths of what so many updates train; replicas share them as evenly as can be."""
+        """[replicas, responses] random lengths of the responses of ``updates`` updates, shared evenly (rounded up)."""
         each = math.ceil(updates * sizes.responses_per_update(self.plan.recipe) / self.replicas)
         return self.lengths.draw(rng, (self.replicas, each))
 
     # -------------------------------------------------------------------------------------------------- the schedules
 
     def staged(self, rng: np.random.Generator) -> Run:
-        """Stages of ``days.stage`` updates: engines start, generate and end; then trainers train."""
+        """Stages of ``scenario.stage`` updates: engines start, generate and end; then trainers train."""
         update = self.plan.update_seconds
-        return self._in_turns(rng, self.days.stage, self.step, self.plan.assume.engine_start, None, update)
+        return self._in_turns(rng, self.scenario.stage, self.step, self.plan.assume.engine_start, None, update)
 
     def lockstep(self, rng: np.random.Generator) -> Run:
-        """Turns of ``days.sync_every`` updates. Engines stay beside the trainers, in the memory that these leave them.
+        """Turns of ``scenario.sync_every`` updates. Engines stay in memory beside the trainers.
 
-        Where that is too little, they start anew each time.
+        If trainers leave too little memory for that, engines start anew in each turn.
         """
-        beside, days = self.beside_trainers, self.days
+        beside, scenario = self.beside_trainers, self.scenario
         step, start = (self.step, self.plan.assume.engine_start) if beside is None else (beside, 0.0)
-        update = self.plan.seconds_of_update(days.passes)
-        return self._in_turns(rng, days.sync_every, step, start, days.handover, update)
+        update = self.plan.seconds_of_update(scenario.passes)
+        return self._in_turns(rng, scenario.sync_every, step, start, scenario.handover, update)
 
     def _in_turns(
         self,
@@ -183,81 +189,89 @@ class Simulation:
         handover: float | None,
         update: float,
     ) -> Run:
-        """Turns of ``size`` updates of ``update`` seconds.
+        """Turns of ``size`` updates of ``update`` seconds, each after generation.
 
-        A stage ends in a checkpoint; shorter turns share one each `checkpoint_every`.
+        A turn of `checkpoint_every` updates or more ends with a checkpoint; of shorter turns several share one.
+
+        Args:
+            step: seconds of a decoding step, as in `step`.
+            start: seconds in which engines start, in each turn.
+            handover: seconds to give engines new weights; None: through shared storage.
         """
-        days, every = self.days, self.plan.recipe.actor.checkpoint_every
+        scenario, every = self.scenario, self.plan.recipe.actor.checkpoint_every
         exchange = self.export + self.load(self.replicas) if handover is None else handover
         mean_end = float(step[-1]) * self.plan.assume.mean_response * self.plan.recipe.rollout.max_response_tokens
         segments, generating, saved = [], 0.0, 0
-        pending = 0.0  # of short turns, since the last checkpoint
-        for first in range(0, days.updates, size):
+        pending = 0.0  # seconds of short turns since the last checkpoint
+        for first in range(0, scenario.updates, size):
             took = float(decode_seconds(self.batch(rng, size), step).max())
             generating += took
             train = [min(every, size - done) * update for done in range(0, size, every)]
             if size >= every:
-                # a failure of the engines loses what is under way, some responses' time
+                # a failure of the engines loses the responses in flight: about one response's time
                 parts = max(1, round(took / mean_end))
                 segments += [start + exchange, *[took / parts] * parts, *(work + self.checkpoint for work in train)]
                 saved += len(train)
             else:
                 pending += start + exchange + took + sum(train)
-                if (first + size) % every < size or first + size == days.updates:
+                if (first + size) % every < size or first + size == scenario.updates:
                     segments.append(pending + self.checkpoint)
                     saved, pending = saved + 1, 0.0
-        turns = days.updates // size
+        turns = scenario.updates // size
         storage = turns * (start + exchange) + saved * self.checkpoint
-        return self._run(rng, np.array(segments), generating, storage, days.updates * update)
+        return self._run(rng, np.array(segments), generating, storage, scenario.updates * update)
 
     def live(self, rng: np.random.Generator, engines: int) -> Run:
-        """Engines on so many GPUs of a node generate while the other GPUs train.
+        """Engines on ``engines`` GPUs of each node generate while the other GPUs train.
 
-        A batch is begun as soon as engines have room and its policy is not older than the lag allows; it has ended when
-        its longest response has. What is generated survives a failure; updates since the last checkpoint do not.
+        A batch begins as soon as engines have room and a policy exists that is not older than the lag allows; it ends
+        with its longest response. Generated batches survive a failure; updates since the last checkpoint do not.
         """
-        plan, days, k = self.plan, self.days, self.days.sync_every
+        plan, scenario, k = self.plan, self.scenario, self.scenario.sync_every
         devices = plan.recipe.actor.processes_per_node
         replicas = max(1, plan.nodes * engines // plan.recipe.rollout.tensor_parallel)
         update = plan.update_seconds * devices / (devices - engines)
         each = sizes.responses_per_update(plan.recipe)
-        sync = self.load(replicas) if days.handover is None else days.handover
-        export = self.export if days.handover is None else 0.0
-        ended = np.zeros(days.updates + 1)  # seconds at which so many updates are done, and published
+        sync = self.load(replicas) if scenario.handover is None else scenario.handover
+        export = self.export if scenario.handover is None else 0.0
+        ended = np.zeros(scenario.updates + 1)  # [n]: the second at which n updates are done, and published
         begun, idle = plan.assume.engine_start, 0.0
-        for first in range(0, days.updates, k):
+        for first in range(0, scenario.updates, k):
             lengths = self.lengths.draw(rng, (k, each))
-            allowed = [float(ended[max(0, -(-(first + i - days.lag) // k) * k)]) for i in range(k)]
+            allowed = [float(ended[max(0, -(-(first + i - scenario.lag) // k) * k)]) for i in range(k)]
             begun, there = self._generated(lengths, max(begun, allowed[0]) + sync, allowed, replicas)
             for batch, at in enumerate(there, first):
                 idle += max(0.0, at - ended[batch])
                 work = update + (export if (batch + 1) % k == 0 else 0.0)
-                if (batch + 1) % plan.recipe.actor.checkpoint_every == 0 or batch + 1 == days.updates:
+                if (batch + 1) % plan.recipe.actor.checkpoint_every == 0 or batch + 1 == scenario.updates:
                     work += self.checkpoint
                 ended[batch + 1] = max(ended[batch], at) + work
-        marks = [*range(0, days.updates, plan.recipe.actor.checkpoint_every), days.updates]
+        marks = [*range(0, scenario.updates, plan.recipe.actor.checkpoint_every), scenario.updates]
         segments = np.diff(ended[marks])
-        saved = len(segments) * self.checkpoint + days.updates // k * export
-        run = self._run(rng, segments, 0.0, saved, days.updates * update)
+        saved = len(segments) * self.checkpoint + scenario.updates // k * export
+        run = self._run(rng, segments, 0.0, saved, scenario.updates * update)
         return replace(run, generating=float(begun), idle=idle / float(ended[-1]))
 
     def _generated(
         self, lengths: np.ndarray, begun: float, allowed: list[float], replicas: int
     ) -> tuple[float, list[float]]:
-        """When the next batches can begin, and when each of these has ended.
+        """(second at which the next batches can begin, second at which each of these batches ends).
 
-        lengths: [batches, responses] tokens. allowed: when the policy of each batch is there.
+        Args:
+            lengths: [batches, responses] tokens.
+            begun: second at which the engines are free.
+            allowed: second at which a policy exists that may generate the batch, for each batch.
         """
         slots, together = len(self.step) - 1, math.ceil(lengths.size / replicas)
-        if self.days.lag < 2 * self.days.sync_every - 1:
-            # no batch of the next policy is begun beside them, so that engines run empty
+        if self.scenario.lag < 2 * self.scenario.sync_every - 1:
+            # no batch of the next policy may begin before these have ended, so engines run empty
             if together <= slots:
                 there = begun + ends_of_batches(lengths, self.step, replicas)
             else:
                 last = decode_seconds(np.resize(lengths, (replicas, together)), self.step).max()
                 there = begun + last * np.arange(1, len(lengths) + 1) / len(lengths)
             return float(there.max()), there.tolist()
-        running = max(1, min(slots, math.ceil((self.days.lag + 1) * lengths.shape[1] / replicas)))
+        running = max(1, min(slots, math.ceil((self.scenario.lag + 1) * lengths.shape[1] / replicas)))
         token, ends = float(self.step[running]), []
         for batch, policy in zip(lengths, allowed, strict=True):
             begun = max(begun, policy)
@@ -269,49 +283,51 @@ class Simulation:
     def _run(
         self, rng: np.random.Generator, segments: np.ndarray, generating: float, storage: float, training: float
     ) -> Run:
-        days, plan = self.days, self.plan
-        rate = days.failures * plan.nodes / DAY
+        scenario, plan = self.scenario, self.plan
+        rate = scenario.failures * plan.nodes / DAY
         if rate * segments.max() > 10:
             raise UserError(
-                f"--failures {days.failures:g}: what lies between two checkpoints, {segments.max() / HOUR:.1f} hours, "
-                "hardly ever ends; lower actor.checkpoint_every"
+                f"--failures {scenario.failures:g}: the {segments.max() / HOUR:.1f} hours of work between two "
+                "checkpoints hardly ever end without a failure; lower actor.checkpoint_every"
             )
         work = float(segments.sum())
-        lost, _ = with_failures(rng, segments, rate, days.restart)
-        lost += pauses(rng, work + lost, days.preemptions / DAY, days.away, days.restart)
+        lost, _ = with_failures(rng, segments, rate, scenario.restart)
+        lost += pauses(rng, work + lost, scenario.preemptions / DAY, scenario.away, scenario.restart)
         return Run(generating, training, storage, lost, work + lost)
 
     @cached_property
     def engines(self) -> int:
-        """GPUs of a node for the engines of the live run: those with which the slower role is fastest."""
+        """GPUs of a node for the engines of the live run: the number with which the run is fastest."""
         devices, tensor = self.plan.recipe.actor.processes_per_node, self.plan.recipe.rollout.tensor_parallel
         choices = range(tensor, devices, tensor)
         if not choices:
             raise UserError(f"a live run needs more than {devices} GPUs a node with rollout.tensor_parallel = {tensor}")
-        calm = replace(self, days=replace(self.days, spread=0.0, failures=0.0, preemptions=0.0))
-        few = replace(calm, days=replace(calm.days, updates=self.days.stage))
+        calm = replace(self, scenario=replace(self.scenario, spread=0.0, failures=0.0, preemptions=0.0))
+        few = replace(calm, scenario=replace(calm.scenario, updates=self.scenario.stage))
         return min(choices, key=lambda engines: few.live(np.random.default_rng(0), engines).total)
 
     # ----------------------------------------------------------------------------------------------------- the answer
 
     def runs(self) -> dict[str, list[Run]]:
-        """Of each schedule, one a seed."""
-        days, devices = self.days, self.plan.recipe.actor.processes_per_node
+        """{description of a schedule: its runs, one per seed}."""
+        scenario, devices = self.scenario, self.plan.recipe.actor.processes_per_node
         schedules: dict[str, Callable[[np.random.Generator], Run]] = {
-            f"staged, S = {days.stage}": self.staged,
-            f"lock-step, new weights every {days.sync_every}": self.lockstep,
-            f"live, lag up to {days.lag}, engines on {self.engines} of {devices}": lambda r: self.live(r, self.engines),
+            f"staged, S = {scenario.stage}": self.staged,
+            f"lock-step, new weights every {scenario.sync_every}": self.lockstep,
+            f"live, lag up to {scenario.lag}, engines on {self.engines} of {devices}": lambda r: self.live(
+                r, self.engines
+            ),
         }
         return {
-            name: [simulate(np.random.default_rng(seed)) for seed in range(days.seeds)]
+            name: [simulate(np.random.default_rng(seed)) for seed in range(scenario.seeds)]
             for name, simulate in schedules.items()
         }
 
     def table(self) -> Iterator[str]:
-        days, plan = self.days, self.plan
+        scenario, plan = self.scenario, self.plan
         recipe, gpus = plan.recipe, f"{plan.nodes} x {plan.recipe.actor.processes_per_node} {plan.gpu}"
         batch = f"{recipe.schedule.prompts_per_update} prompts x {recipe.rollout.responses_per_prompt} responses"
-        yield f"{days.updates} updates of {batch} on {gpus}: hours, mean of {days.seeds} seeds [5 % .. 95 %]"
+        yield f"{scenario.updates} updates of {batch} on {gpus}: hours, mean of {scenario.seeds} seeds [5 % .. 95 %]"
         yield f"  {'':<44}{'total':>8}{'':<20}{'generate':>10}{'train':>8}{'storage':>9}{'lost':>7}  trainers wait"
         for schedule, runs in self.runs().items():
             total = np.array([run.total for run in runs]) / HOUR
@@ -335,9 +351,12 @@ def make_simulation(
     hbm: float | None,
     given: dict[str, float | None],
 ) -> Simulation:
-    """`UserError` where the recipe, as a staged run, does not fit these GPUs, or for options out of range."""
-    days = Days.of(load_recipe(recipe_path, overrides).schedule, given)
-    fit = make_plan(recipe_path, nodes, gpu, overrides, assume, hbm, lambda r: Simulation.recipe(r, days.stage))
+    """`UserError` if the recipe, as a staged run, does not fit these GPUs, or for options out of range.
+
+    given: options of the command by the names of the fields of `Scenario`; None: not given.
+    """
+    scenario = Scenario.of(load_recipe(recipe_path, overrides).schedule, given)
+    fit = make_plan(recipe_path, nodes, gpu, overrides, assume, hbm, lambda r: Simulation.recipe(r, scenario.stage))
     if fit.misfit is not None:
         raise UserError(fit.text())
-    return Simulation(fit.plan, days)
+    return Simulation(fit.plan, scenario)

@@ -1,7 +1,8 @@
 """Bytes and floating-point operations of a run, by formulas that the tests check by hand and against real models.
 
 Sizes of the optimize phase are for the torch-native modules in bfloat16 with float32 gradients, Megatron's distributed
-optimizer, and `kernels.linear_logprob`. What depends on the model family comes from `megarl.models`.
+optimizer, and `kernels.linear_logprob`. Sizes that depend on the model family come from `megarl.models`. In all
+functions ``hf`` is the model's config.json and ``parameters`` the number of all its parameters.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Gpu:
     memory: float  # bytes that a process can allocate
     flops: float  # bfloat16 a second, dense, as the vendor states it
     bandwidth: float  # bytes a second of its memory
-    fp8: bool = True  # whether it multiplies 8 bits
-    fp8_transposes: bool = True  # whether it needs a transpose of what it multiplies in the backward pass
+    fp8: bool = True  # whether it can multiply in 8 bits
+    fp8_transposes: bool = True  # whether its 8-bit products of the backward pass need transposed copies of the weights
 
 
 GPUS = {
@@ -59,7 +60,10 @@ def optimize_memory(
     gpu: Gpu,
     assume: Assumptions,
 ) -> dict[str, float]:
-    """Bytes on one GPU of a pipeline stage at the peak of an update, by what holds them."""
+    """Bytes on one GPU of a pipeline stage at the peak of an update, by what holds them.
+
+    stage: number of the pipeline stage, whose parameters are ``census``. frozen: number of frozen policies.
+    """
     tokens = micro_batch_tokens(recipe)
     parameters = census.dense + census.expert
     in_flight = activations.micro_batches_in_flight(layout, stage, micro_batches_per_rank(recipe, layout, assume))
@@ -73,16 +77,16 @@ def optimize_memory(
         "optimizer, fp32 master and two moments": OptimizerBytes.of(recipe).gpu * owned_parameters(layout, census),
         "frozen policies, bf16": 2.0 * parameters * frozen,
         "weights, fp8 and transposed": fp8_copies(recipe, gpu) * (census.matrices + census.expert) * (1 + frozen),
-        "activations": kept,  # with adapters too, which keep what frozen matrices do not
+        "activations": kept,  # also with adapters: they keep the inputs that frozen matrices do not
         "log-probs, chunked, and the head's gradient": head,
-        # when the optimizer steps, these are gone
+        # when the optimizer steps, activations and log-probs have been freed
         "widened gradients, beyond activations": max(0.0, widened_bytes(recipe, layout, census) - kept - head),
     }
     return {"CUDA, NCCL and workspaces": assume.runtime_bytes} | items
 
 
 def fp8_copies(recipe: Recipe, gpu: Gpu) -> float:
-    """Bytes of the copies in 8 bits of a weight that Transformer Engine multiplies."""
+    """Bytes of the 8-bit copies that Transformer Engine caches of each weight; 0 without fp8."""
     name = scaling_of(recipe.megatron)
     if name is None:
         return 0.0
@@ -91,13 +95,16 @@ def fp8_copies(recipe: Recipe, gpu: Gpu) -> float:
 
 
 def owned_parameters(layout: Layout, census: StageCensus) -> float:
-    """Whose optimizer a rank has."""
+    """Number of parameters whose optimizer state a rank holds."""
     dense = census.trained_dense / (data_parallel(layout) * layout.context_parallel)
     return dense + census.trained_expert / expert_data_parallel(layout)
 
 
 def widened_bytes(recipe: Recipe, layout: Layout, census: StageCensus) -> float:
-    """Of gradients in bfloat16, which the optimizer takes in float32, but for the precision-aware one on the GPU."""
+    """Bytes of the float32 copies that the optimizer makes of bfloat16 gradients when it steps.
+
+    The precision-aware optimizer on the GPU needs no copies.
+    """
     host = offloaded(recipe)
     aware = recipe.megatron_optimizer.get("use_precision_aware_optimizer", False) and not host
     if aware or recipe.megatron_ddp.get("grad_reduce_in_fp32", True):
@@ -108,8 +115,8 @@ def widened_bytes(recipe: Recipe, layout: Layout, census: StageCensus) -> float:
 def head_bytes(hf: dict[str, Any], layout: Layout, tokens: int, gpu: Gpu, frozen: bool = False) -> float:
     """Bytes of `kernels.linear_logprob` with backend torch, in its backward pass on the last pipeline stage.
 
-    Of a chunk of tokens: logits in float32, their exponentials in float32 and their gradient in bf16. Of the head: its
-    gradient in float32 and in bf16, unless it is frozen. Of the trained tokens: hidden states, gathered, and their
+    For a chunk of tokens: logits in float32, their exponentials in float32 and their gradient in bf16. For the head,
+    unless it is frozen: its gradient in float32 and in bf16. For the trained tokens: gathered hidden states and their
     gradient.
     """
     rows = math.ceil(hf["vocab_size"] / layout.tensor_parallel)
@@ -125,7 +132,7 @@ def micro_batch_tokens(recipe: Recipe) -> int:
 
 
 def longest_sequence(recipe: Recipe) -> int:
-    """Tokens of a prompt and response at their limits."""
+    """Tokens of a prompt and response of the greatest length that the recipe allows."""
     return recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
 
 
@@ -140,18 +147,18 @@ def responses_per_update(recipe: Recipe) -> int:
 
 
 def micro_batches_per_rank(recipe: Recipe, layout: Layout, assume: Assumptions) -> int:
-    """Of one update."""
+    """Micro-batches of one update on each data-parallel rank."""
     tokens = responses_per_update(recipe) * mean_sequence(recipe, assume) / data_parallel(layout)
     return max(1, math.ceil(tokens / recipe.actor.tokens_per_micro_batch))
 
 
 def kv_bytes_per_token(hf: dict[str, Any], tensor_parallel: int) -> int:
-    """bf16 keys and values of all layers on one GPU."""
+    """Bytes of the bf16 keys and values of one token in all layers, on one GPU."""
     return 2 * family_of(hf).cached_elements(hf, tensor_parallel)
 
 
 def state_bytes(hf: dict[str, Any], tensor_parallel: int) -> float:
-    """bf16 states of a running response on one GPU, in layers that have no keys and values."""
+    """Bytes of a running response's bf16 states on one GPU, in layers with a state instead of keys and values."""
     return 2 * family_of(hf).state_elements(hf, tensor_parallel)
 
 
@@ -170,23 +177,27 @@ def rollout_memory(
 
 
 def in_8_bits(recipe: Recipe) -> bool:
-    """Whether the engine is told to multiply in 8 bits what it reads in bfloat16."""
+    """Whether the recipe tells the engine to quantise the bfloat16 weights to 8 bits."""
     options = getattr(recipe.rollout, recipe.rollout.engine, {})
     return bool(options) and options.get("quantization") == "fp8"
 
 
 def engine_weights(hf: dict[str, Any], recipe: Recipe, parameters: float) -> float:
-    """Bytes of so many parameters in an engine. In 8 bits, embeddings and head stay bfloat16; routers and norms, which
-    do too, and scales are left out. (vLLM 0.32 converts layer by layer while it loads.)"""
+    """Bytes of ``parameters`` weights in an engine.
+
+    In 8 bits, embeddings and head stay bfloat16. Routers and norms do too, but are not counted, nor are scales. (vLLM
+    0.32 converts layer by layer while it loads, so it needs no more memory then.)
+    """
     if not in_8_bits(recipe):
         return 2.0 * parameters
     return parameters + (1 if hf.get("tie_word_embeddings") else 2) * float(hf["vocab_size"] * hf["hidden_size"])
 
 
 def engine_share(hf: dict[str, Any], recipe: Recipe, gpu: Gpu, assume: Assumptions) -> float:
-    """Bytes of a GPU that an engine fills. SGLang's fraction is of weights and KV cache alone, without the rest.
+    """Bytes of a GPU that an engine fills.
 
-    Without a fraction: vLLM 0.32 takes .92, SGLang 0.5.23 leaves 10 GiB to the rest on GPUs of more than 60 GiB.
+    ``rollout.memory_fraction`` is the share of the whole engine, but in SGLang of weights and KV cache alone. Without
+    it vLLM 0.32 takes .92, and SGLang 0.5.23 leaves 10 GiB to everything else on GPUs of more than 60 GiB.
     """
     fraction = recipe.rollout.memory_fraction
     if recipe.rollout.engine == "sglang":
@@ -196,15 +207,18 @@ def engine_share(hf: dict[str, Any], recipe: Recipe, gpu: Gpu, assume: Assumptio
 
 
 def decoding_logit_bytes(hf: dict[str, Any], recipe: Recipe) -> float:
-    """Of one token of every response that decodes: logits as the head gives them, a rank's share and all ranks', a copy
-    in float32 if the head gives bf16, and log-probs in float32."""
+    """Bytes of logits and log-probs in a decoding step, for one token of every response.
+
+    These are the logits as the head gives them, of this rank's share and of all ranks; a copy in float32 if the head
+    gives bf16; and log-probs in float32.
+    """
     tensor, width = recipe.rollout.tensor_parallel, 4 if recipe.rollout.float32_head else 2
     share = width / tensor if tensor > 1 else 0
     return engine_responses(recipe) * hf["vocab_size"] * (width + share + 4 * (width == 2) + 4)
 
 
 def active_parameters(hf: dict[str, Any], parameters: int) -> int:
-    """Parameters used by a token: all but the input embedding and the experts to which it is not routed."""
+    """Parameters used by a token: all except the input embedding and the experts to which it is not routed."""
     embedding = 0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * hf["hidden_size"]
     if not hf["num_experts"]:
         return int(parameters - embedding)
@@ -212,13 +226,13 @@ def active_parameters(hf: dict[str, Any], parameters: int) -> int:
 
 
 def _expert_parameters(hf: dict[str, Any]) -> int:
-    """Of one expert in every layer that has experts."""
+    """Parameters of one expert, summed over all layers that have experts."""
     family = family_of(hf)
     return family.feed_forward.expert_parameters(hf) * family.sparse_layers(hf)
 
 
 def forward_flops(hf: dict[str, Any], active: int, length: float) -> float:
-    """Of one sequence of ``length`` tokens: two for each active weight and token, and attention."""
+    """Operations for one sequence of ``length`` tokens: two per active weight and token, plus those of attention."""
     return 2 * active * length + family_of(hf).mixing_flops(hf, length)
 
 
@@ -231,10 +245,10 @@ def optimize_seconds(
     gpu: Gpu,
     assume: Assumptions,
 ) -> float:
-    """Of one update: forward, backward, recompute and forward-only passes, with the pipeline's bubble.
+    """Seconds of one update: forward, backward, recompute and forward-only passes, with the pipeline's bubble.
 
-    The stage of most layers sets the pace of all. Frozen weights have half a backward pass, without their gradients;
-    the arithmetic of adapters is left out.
+    The stage with the most layers sets the pace of all. Frozen weights need only half of the backward pass, since they
+    have no gradients; the arithmetic of adapters is not counted.
     """
     length = mean_sequence(recipe, assume)
     one = forward_flops(hf, active_parameters(hf, parameters), length)
@@ -261,7 +275,7 @@ def cached_tokens(recipe: Recipe, assume: Assumptions) -> float:
 def running_responses(
     hf: dict[str, Any], recipe: Recipe, parameters: int, nodes: int, gpu: Gpu, assume: Assumptions
 ) -> float:
-    """Responses that a replica decodes together: the least of its limit, the room in its KV cache, and its share."""
+    """Responses that a replica decodes together: the least of its limit, the room in its KV cache, and its work."""
     fit = responses_that_fit(hf, recipe, parameters, gpu, assume, cached_tokens(recipe, assume))
     return max(1.0, min(fit, engine_responses(recipe), responses_of_version(recipe, nodes)))
 
@@ -272,7 +286,7 @@ def responses_of_version(recipe: Recipe, nodes: int) -> float:
 
 
 def groups_of_version(recipe: Recipe) -> int:
-    """Groups that one policy generates: of a live run, what the schedule allows of a stage."""
+    """Groups that one policy generates; in a live run as many of a stage as the schedule allows."""
     schedule = recipe.schedule
     if schedule.kind == "staged":
         return recipe.candidates_per_stage
@@ -284,21 +298,21 @@ def groups_of_version(recipe: Recipe) -> int:
 def responses_that_fit(
     hf: dict[str, Any], recipe: Recipe, parameters: int, gpu: Gpu, assume: Assumptions, tokens: float
 ) -> float:
-    """Responses of so many tokens in the cache of a replica."""
+    """Number of responses of ``tokens`` tokens each that the cache of a replica holds."""
     cache = rollout_memory(hf, recipe, parameters, gpu, assume)["KV cache"]
     tensor = recipe.rollout.tensor_parallel
     return cache / (tokens * kv_bytes_per_token(hf, tensor) + state_bytes(hf, tensor))
 
 
 def versions_of_stage(recipe: Recipe) -> int:
-    """Policies that engines load, and trainers export, in a stage."""
+    """Number of policies that trainers export and engines load in a stage."""
     return recipe.schedule.updates_per_stage // (recipe.schedule.sync_every or recipe.schedule.updates_per_stage)
 
 
 def load_seconds(recipe: Recipe, parameters: int, replicas: int, assume: Assumptions) -> float:
-    """Of a stage's engines: starts, and the weights that every replica reads for itself from shared storage.
+    """Seconds for starting a stage's engines and loading weights, which every replica reads from shared storage.
 
-    Engines that share their GPUs with trainers start anew each time that trainers have trained all there is.
+    Engines that share their GPUs with trainers start anew each time that the trainers have used up the rollouts.
     """
     schedule, starts = recipe.schedule, 1
     if schedule.colocate:
@@ -310,7 +324,8 @@ def load_seconds(recipe: Recipe, parameters: int, replicas: int, assume: Assumpt
 def responses_per_replica(recipe: Recipe, nodes: int) -> float:
     """Responses of a stage that each replica generates.
 
-    With a token budget these are as many as are trained, in the mean of the stages: each begins what later ones finish.
+    With a token budget this is the number that a stage trains, on average: each stage also begins responses that later
+    stages finish.
     """
     partial = recipe.rollout.token_budget is not None
     groups = recipe.groups_per_stage if partial else recipe.candidates_per_stage
@@ -320,7 +335,7 @@ def responses_per_replica(recipe: Recipe, nodes: int) -> float:
 def rollout_seconds(
     hf: dict[str, Any], recipe: Recipe, parameters: int, nodes: int, gpu: Gpu, assume: Assumptions
 ) -> float:
-    """For all responses of a stage; a decoding step is bound by reading weights and KV cache, or by arithmetic."""
+    """Seconds for all responses of a stage."""
     response = assume.mean_response * recipe.rollout.max_response_tokens
     running = running_responses(hf, recipe, parameters, nodes, gpu, assume)
     step = decode_step_seconds(hf, recipe, parameters, running, gpu, assume)
@@ -330,7 +345,10 @@ def rollout_seconds(
 def decode_step_seconds(
     hf: dict[str, Any], recipe: Recipe, parameters: int, running: float, gpu: Gpu, assume: Assumptions
 ) -> float:
-    """Of a replica that generates a token of each of ``running`` responses."""
+    """Seconds in which a replica generates one token of each of ``running`` responses.
+
+    The step is limited by reading weights and KV cache, or by arithmetic, whichever takes longer.
+    """
     tensor = recipe.rollout.tensor_parallel
     held = cached_tokens(recipe, assume)
     cached = held * kv_bytes_per_token(hf, tensor) + state_bytes(hf, tensor)
@@ -340,7 +358,7 @@ def decode_step_seconds(
 
 
 def touched_parameters(hf: dict[str, Any], parameters: int, tokens: float) -> float:
-    """Expected number of parameters that a step of ``tokens`` tokens reads, with uniform routing."""
+    """Expected number of parameters that a decoding step of ``tokens`` tokens reads, with uniform routing."""
     if not hf["num_experts"]:
         return parameters
     idle: float = (1 - hf["num_experts_per_tok"] / hf["num_experts"]) ** tokens

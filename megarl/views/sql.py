@@ -1,7 +1,8 @@
-"""``megarl sql``: a run as tables that DuckDB reads where they lie, locked away from everything else.
+"""``megarl sql``: SQL queries over a run, by DuckDB.
 
-Shards are scanned as mapped Arrow files, of which a query touches the columns that it names; metrics and events are
-read once. The database lives in memory, has a limit, and may read and write nothing: no file, no network, no extension.
+Shards are scanned in place as memory-mapped Arrow files, of which a query reads only the columns that it names; metrics
+and events are read once. The database is in memory, with a limit. Queries are sandboxed: they can open no file, reach
+no network and load no extension.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from megarl.views.run_reader import interval, read_run
 if TYPE_CHECKING:
     import duckdb
 
-MEMORY = "1GB"  # what DuckDB may use, without the pages of mapped files
-SHOWN_ROWS, SHOWN_CHARACTERS = 100, 60  # of a table in a terminal
+MEMORY = "1GB"  # limit of DuckDB's memory, which does not count pages of mapped files
+SHOWN_ROWS, SHOWN_CHARACTERS = 100, 60  # in a terminal: rows of a table, characters of a cell
 _BATCH = 1024  # rows that are fetched at a time
 _COLUMNS = [*SCHEMA, VERSIONS, CORRECT, ANSWER, LOSS_MASK]
-_PLACES = {
+_PLACES = {  # columns that each table of shards gets in addition, which say where a row comes from
     "shards": [("stage", pa.int32()), ("shard", pa.string())],
     "unfinished_shards": [("stage", pa.int32()), ("shard", pa.string())],  # cut at the token budget of their stage
     "evaluation_shards": [("suite", pa.string()), ("update", pa.int64()), ("shard", pa.string())],
@@ -66,7 +67,7 @@ _EVALUATIONS = {
     "prompts": pa.int64(),
     "samples": pa.int64(),
 }
-# derived columns, and null where a shard leaves out what goes without saying
+# the tables that queries see; a column that a shard leaves out is null
 _VIEW = """
 create view {name} as select
     {places}, group_id as prompt, sample, reward, coalesce(correct, reward) as correct, finish_reason,
@@ -77,10 +78,10 @@ from {table}
 
 
 def query(root: Path, text: str, memory: str = MEMORY) -> Iterator[Record]:
-    """The rows of a query over the run directory ``root``, as they are asked for.
+    """The rows of a query over the run directory ``root``, fetched as they are iterated over.
 
-    memory: DuckDB's limit, as ``"500MB"``; what does not fit is spilled to a temporary directory. `UserError` in one
-    line for what DuckDB refuses.
+    memory: DuckDB's limit, such as ``"500MB"``; data beyond it is spilled to a temporary directory. A query that DuckDB
+    refuses raises a `UserError` of one line.
     """
     duckdb = _duckdb()
     with tempfile.TemporaryDirectory(prefix="megarl-sql-") as spill:
@@ -104,12 +105,12 @@ def _duckdb() -> Any:
 
 
 def _first_lines(message: str) -> str:
-    """Without the query that DuckDB repeats below what it says."""
+    """DuckDB's message in one line, without the query that it repeats at the end."""
     return escape(" ".join(message.partition("\n\nLINE ")[0].split()), newlines=False)
 
 
 def _open(root: Path, spill: str, memory: str) -> duckdb.DuckDBPyConnection:
-    """A database with all tables of the run, in which nothing can be configured any more."""
+    """A database with all tables of the run, whose configuration is locked."""
     duckdb = _duckdb()
     config = {
         "memory_limit": memory,
@@ -148,7 +149,7 @@ def _tables(root: Path) -> dict[str, Any]:
 
 
 def _register_decode(connection: Any, root: Path) -> None:
-    """The function ``decode``: tokens -> text. The tokenizer is read when it is called first."""
+    """Register the SQL function ``decode``, from tokens to text. The tokenizer is loaded at its first call."""
     decode: list[Any] = []
 
     def texts(tokens: pa.ChunkedArray) -> pa.Array:
@@ -185,7 +186,7 @@ def _evaluation_shards(root: Path) -> ds.Dataset:
 
 
 def _dataset(name: str, files: list[tuple[Path, dict[str, Any]]]) -> ds.Dataset:
-    """Mapped shards with columns that say where each lies; of a run without any an empty table."""
+    """Mapped shards with the columns of `_PLACES`; an empty table if there are no shards."""
     schema = pa.schema([*_PLACES[name], *_COLUMNS])
     if not files:
         return ds.dataset(schema.empty_table())
@@ -214,7 +215,7 @@ def _ledger(root: Path) -> pa.Table:
 
 
 def _metrics(records: list[Record]) -> pa.Table:
-    """A column for each name; one whose values are of several kinds, or tables of their own, as JSON."""
+    """A column for each metric; as JSON if its values have several types, or are tables such as histograms."""
     columns: dict[str, pa.Array] = {"update": pa.array([], pa.int64())}
     for name in dict.fromkeys(name for record in records for name in record):
         values = [record.get(name) for record in records]
@@ -228,18 +229,18 @@ def _metrics(records: list[Record]) -> pa.Table:
 
 
 def _table(records: list[Record], kinds: dict[str, pa.DataType]) -> pa.Table:
-    """These columns, and each record whole as JSON."""
+    """The columns ``kinds`` of the records, and a column ``fields`` with each whole record as JSON."""
     columns = {name: pa.array([record.get(name) for record in records], kind) for name, kind in kinds.items()}
     return pa.table(columns | {"fields": pa.array([json.dumps(record) for record in records], pa.string())})
 
 
 def as_json(row: Record) -> str:
-    """A row as a line of JSON; what JSON has no kind for as text."""
+    """A row as a line of JSON; values that JSON has no type for become text."""
     return json.dumps(row, default=str)
 
 
 def as_table(rows: Iterator[Record]) -> str:
-    """The first rows for a terminal, harmless and cut to its cells."""
+    """The first rows as a table for a terminal, with long cells cut and control characters escaped."""
     shown = list(itertools.islice(rows, SHOWN_ROWS + 1))
     if not shown:
         return "no rows"

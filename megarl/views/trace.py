@@ -18,11 +18,11 @@ RUN, REPLICAS = 1, 2  # the processes of the trace
 LANES = {"phases": 1, "updates": 2, "exports and evaluations": 3, "trouble": 4}
 _ENDS = ("phase_end", "phase_failed", "phase_stopped")
 _TROUBLE = ("restart", "phase_failed", "no_progress", "damaged_checkpoint", "restored_metrics", "learns_nothing")
-_COUNTED = ("decoding", "responses", "tokens", "truncated")  # of a replica
+_COUNTED = ("decoding", "responses", "tokens", "truncated")  # counters of a replica
 
 
 def write_trace(root: Path, output: Path) -> str:
-    """Write the trace of a run, also of one that is going on: the text to print."""
+    """Write the trace of a run, which may be in progress, to ``output``; returns the text to print."""
     run = read_run(root, root.name)
     events = sorted(filter(_has_place, run.events), key=_time)
     begin = _time(events[0]) if events else 0.0
@@ -56,7 +56,7 @@ def _span(name: str, lane: int, end: float, seconds: float, **args: Any) -> dict
 
 
 def _phases(events: Sequence[Record]) -> Iterator[dict[str, Any]]:
-    """From each start to its end, or to the last event where none is known: a kill, or a run that is going on."""
+    """Phases from start to end; without a known end (killed, or in progress), up to the next start or last event."""
     begun: Record | None = None
     for event in [*events, {"event": "phase_start", "time": _time(events[-1])}] if events else []:
         if begun is not None and event["event"] in ("phase_start", *_ENDS):
@@ -69,7 +69,7 @@ def _phases(events: Sequence[Record]) -> Iterator[dict[str, Any]]:
 
 
 def _updates(run: Run, events: Sequence[Record]) -> Iterator[dict[str, Any]]:
-    """One after another up to the export that follows the last of a stage: their lines say how long, not when."""
+    """The updates of a stage one after another, ending at its export: metrics say how long they took, not when."""
     for stage in sorted({line.get("stage", 0) for line in run.updates}):
         lines = [line for line in run.updates if line.get("stage", 0) == stage and "seconds" in line]
         ends = [_time(e) - e.get("seconds", 0.0) for e in events if e["event"] == "export" and e.get("stage") == stage]

@@ -1,4 +1,4 @@
-"""The table and the figure of ``megarl what-if``, from its records."""
+"""The table and the figure of ``megarl what-if``, from its records (one per policy, objective and batch)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from megarl.views.report_charts import COLOURS
 
 COLUMNS = ("kept", "clipped", "vetoed", "masked", "norm", "cosine", "cosine_to_grpo")
 HEADS = ("kept", "clipped", "vetoed", "masked", "gradient norm", "cosine to fresh", "cosine to GRPO")
-# of the terminal's table, which fits into 80 columns: shares of tokens without their intervals
+# columns of the terminal's table, which fits into 80 characters because shares have no intervals there
 _WIDTHS = {"kept": 6, "clipped": 8, "vetoed": 7, "masked": 7, "norm": 12, "to fresh": 11, "to GRPO": 11}
 
 
 def estimates(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One object a policy and objective: of each column [mean, low, high], 95 % intervals over batches, whose own
-    numbers are its ``values``.
+    """One object per policy and objective.
 
-    A column that an objective does not have is left out, and so is a cosine of a gradient that is 0 in every batch.
+    It has [mean, low, high] of each column, with 95 % intervals over batches; ``values`` has the numbers of the single
+    batches. A column that an objective does not have is left out, and so is the cosine of a gradient that is 0 in every
+    batch.
     """
     found: list[dict[str, Any]] = []
     for update, objective in dict.fromkeys((r["update"], r["objective"]) for r in records):
@@ -42,12 +43,13 @@ def estimates(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]], given: bool = False) -> str:
-    """For a terminal. given: whether the fresh responses are a stage's, and not new ones to the same prompts."""
-    whose = "the given responses of the policy" if given else "new responses of the policy to the same prompts"
+    """The rows as a table for a terminal. given: whether the fresh responses are those of --fresh-stage."""
+    source = "the given fresh responses of the policy" if given else "new responses of the policy to the same prompts"
     lines = [
-        f"means over {rows[0]['batches']} batches, ± 95 %: shares of tokens, norm of the gradient,",
-        f"and its cosine to GRPO's on {whose} (to",
-        "fresh) and on the same batch; row fresh: such a gradient, what sampling leaves",
+        f"means over {rows[0]['batches']} batches, ± 95 %: shares of tokens; norm of the gradient;",
+        f"its cosine to GRPO's gradient on {source}",
+        "(to fresh) and on the same batch (to GRPO). Row fresh: GRPO on one fresh batch,",
+        "so its cosine to fresh shows the noise of sampling alone",
     ]
     for update in dict.fromkeys(row["update"] for row in rows):
         head = "".join(f"{name:>{width}}" for name, width in _WIDTHS.items())
@@ -69,14 +71,14 @@ def _text(estimate: list[float] | None, digits: str = ".3f") -> str:
 
 
 def write_figure(rows: Sequence[dict[str, Any]], name: str, output: Path) -> None:
-    """A self-contained page with a chart each for cosine, norm, tokens with a gradient and effective sample size."""
+    """Write a self-contained page with a table, and charts of the cosines, the norm and the tokens with a gradient."""
     kinds = (
         (
             "cosine",
             "Cosine to a fresh on-policy gradient",
-            "Of each objective's gradient on stored batches to GRPO's on fresh responses of the policy; bars are "
-            "95 % intervals over batches. Fresh is the responses of one such batch beside the others': what sampling "
-            "alone leaves of it.",
+            "Between each objective's gradient on stored batches and GRPO's on fresh responses of the policy; bars are "
+            "95 % intervals over batches. Fresh is GRPO's gradient on one fresh batch: its distance from 1 is "
+            "the noise of sampling.",
         ),
         ("cosine_to_grpo", "Cosine to GRPO on the same batch", "How far an objective turns GRPO's gradient."),
         ("norm", "Gradient norm", "Before clipping, of one batch."),
@@ -87,7 +89,7 @@ def write_figure(rows: Sequence[dict[str, Any]], name: str, output: Path) -> Non
 
 
 def _chart(rows: Sequence[dict[str, Any]], column: str, title: str, hint: str) -> Chart:
-    """Objectives beside each other, a colour for each policy."""
+    """One column of the table, with the objectives beside each other and a colour per policy."""
     chart = Chart(title, hint, layout={"scattermode": "group", "xaxis": {"tickangle": -45}, "hovermode": "closest"})
     for number, update in enumerate(dict.fromkeys(row["update"] for row in rows)):
         mine = [row for row in rows if row["update"] == update and column in row]

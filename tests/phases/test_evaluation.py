@@ -253,7 +253,7 @@ def test_compare_names_what_differs(whole, tmp_path):
     result = megarl("compare", whole.root, other)
     assert result.returncode == 2 and "prompt 3 of" in result.stderr and "with 'z'" in result.stderr
     for arguments, message in {
-        (f"{whole.root}:3", whole.root): "evaluated are updates 0, 2, 4, 6, 8",
+        (f"{whole.root}:3", whole.root): "it has those of updates 0, 2, 4, 6, 8",
         (f"{whole.root}:x", whole.root): "the number of an update, or best",
         (tmp_path / "no", whole.root): "is not a run directory",
     }.items():
@@ -278,8 +278,8 @@ def test_runs_of_different_lengths_are_compared_after_equal_updates(whole, tmp_p
     runs = [read_run(path, name) for path, name in ((whole.root, "whole"), (short, "short"))]
     means = [np.mean([row["reward"] for row in table(whole, "heldout", update)]) for update in (4, 8)]
     assert pair_columns(runs) == [
-        {"At update 4": f"{means[0]:.3f}", "From whole there": "-"},
-        {"At update 4": f"{means[0]:.3f}", "From whole there": "+0.000 [+0.000, +0.000]"},
+        {"At update 4": f"{means[0]:.3f}", "Difference from whole": "-"},
+        {"At update 4": f"{means[0]:.3f}", "Difference from whole": "+0.000 [+0.000, +0.000]"},
     ]
     (trace,) = pair_charts(runs)[0].traces
     assert (trace["x"], trace["y"]) == ([2, 4], [0, 0])

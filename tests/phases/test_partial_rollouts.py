@@ -255,7 +255,7 @@ def test_what_is_not_carried_or_not_gone_on_from_is_found(undisturbed, tmp_path)
     change_seal(run / "stages/000/rollouts", carried=lambda ids: ids[1:])
     change_seal(run / "stages/002/rollouts", chosen=lambda ids: [*ids[:-1], ids[-1] + 1])
     problems = "\n".join(audit(run, 0).problems)
-    for said in ("does not go on in stage 1 from", "stage 0 does not carry just what", "stage 2 is sealed with other"):
+    for said in ("does not continue in stage 1 from", "stage 0 does not carry on exactly", "stage 2 is sealed with"):
         assert said in problems, problems
 
 

@@ -267,7 +267,7 @@ def test_the_audit_reports_what_retention_would_have_kept(recipe, tmp_path):
     problems, notes = audit_policies(run)
     assert len(problems) == 2
     assert "stages/000/policy is gone, but stage 5 has begun" in problems[0]
-    assert "stages/004/policy was removed, more than retention would have: [actor] keep_policies = 2" in problems[1]
+    assert "stages/004/policy was removed, but retention would have kept it: [actor] keep_policies = 2" in problems[1]
     assert any(note.endswith("the policy of stages 1, 2, 4") for note in notes)
 
 

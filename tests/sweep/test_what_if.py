@@ -122,7 +122,7 @@ def test_the_stage_that_a_policy_generated_is_fresh_for_it_alone(run, recipe, tm
     options = ("--batches", 4, "--fresh", tmp_path / "next", "--fresh-stage", 0)
     result = megarl("what-if", run.root, "--stage", 0, "--update", 6, *options)
     assert result.returncode == 0, result.stderr
-    assert "and its cosine to GRPO's on the given responses of the policy (to" in result.stdout
+    assert "its cosine to GRPO's gradient on the given fresh responses of the policy\n" in result.stdout
     assert "policy after 6 updates" in result.stdout
     result = megarl("what-if", run.root, "--stage", 0, "--update", 5, *options)
     assert result.returncode == 2

@@ -49,7 +49,7 @@ def test_a_staged_run_closes(staged):
         assert (row.generated, row.trained, row.not_chosen, row.pending, row.updates) == (16, 16, 0, 0, 4)
         assert row.tokens == row.trained_tokens > 0
     above, head, first, *_, end = found.table().splitlines()
-    assert len(head) <= 80 and end == "all that was looked at agrees"
+    assert len(head) <= 80 and end == "everything that was checked agrees"
     assert above[: head.index("chosen") + 6].endswith("not") and first.split()[:3] == ["0", "16", "16"]
 
 

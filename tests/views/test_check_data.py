@@ -50,7 +50,7 @@ def rows(count):
 
 def test_nothing_is_wrong_with_good_rows(check):
     code, said = check([*rows(20), *rows(3)])
-    assert code == 0 and said.endswith("nothing would go wrong\n")
+    assert code == 0 and said.endswith("no problems found\n")
     assert "p.jsonl: 23 prompts, 3 of them repetitions of others" in said
     assert "tokens: median 9, 99 % up to 10, longest 10" in said
 
@@ -78,7 +78,7 @@ def test_answers_that_a_verifier_cannot_read(check):
 
 
 @pytest.mark.parametrize(
-    ("overlong", "code", "fate"), [("error", 1, "stops"), ("drop", 0, "left out"), ("truncate", 0, "cut")]
+    ("overlong", "code", "fate"), [("error", 1, "the run would stop"), ("drop", 0, "left out"), ("truncate", 0, "cut")]
 )
 def test_lengths(check, overlong, code, fate):
     long = [{"prompt": "1 " * 300, "answer": "1"}] * 2
@@ -109,9 +109,9 @@ def test_overlap_with_an_examination(check):
     code, said = check(train, exam=exam)
     assert code == 0
     assert (
-        "2 held-out prompts: of the training files 1 prompts are among them and are not trained, 1 differ in case "
-        "or spaces alone, 1 share 13 words in a row with one\n"
-        "  differs in case or spaces alone: 'Two plus  two'\n  shares 13 words: 'once more: a train leaves"
+        "2 held-out prompts: of the training files, 1 prompts are among them and are not trained on, 1 differ from "
+        "one only in case or spaces, 1 share 13 consecutive words with one\n"
+        "  differs only in case or spaces: 'Two plus  two'\n  shares 13 words: 'once more: a train leaves"
     ) in said
 
 

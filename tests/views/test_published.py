@@ -8,7 +8,7 @@ import pytest
 
 from megarl.views import sizes
 from megarl.views.assumptions import Assumptions
-from megarl.views.simulate import Days, Simulation
+from megarl.views.simulate import Scenario, Simulation
 from tests.views.moe import EXAMPLES
 from tests.views.simulated import plan_of
 
@@ -34,7 +34,7 @@ def trained(found):
 
 def step(found, updates):
     """(generation, updates) of a step whose engines and trainers take turns on the GPUs, in seconds."""
-    turns = Simulation(found, Days(updates, updates, updates, updates - 1, handover=0.0))
+    turns = Simulation(found, Scenario(updates, updates, updates, updates - 1, handover=0.0))
     assert turns.beside_trainers is not None
     run = turns.lockstep(np.random.default_rng(0))
     return run.generating, run.training
@@ -83,7 +83,7 @@ def test_nemo_rl():
     seconds = sum(step(found, 4))
     in_document("NeMo-RL 0.6: 32 H100, on-policy, s a step", seconds, 192)
     in_document("NeMo-RL 0.6: 32 H100, on-policy, tokens/s/GPU", 2048 * 3306 / 32 / seconds, 1102)
-    live = Simulation(found, Days(400, 4, 4, 7, handover=0.0)).live(np.random.default_rng(0), 4)
+    live = Simulation(found, Scenario(400, 4, 4, 7, handover=0.0)).live(np.random.default_rng(0), 4)
     seconds = (live.total - found.assume.engine_start) / 100
     in_document("NeMo-RL 0.6: 32 H100, one step off, s a step", seconds, 152)
 

@@ -135,7 +135,7 @@ def test_the_command(stored):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--stage", "2"], "stage 2 of .* has no rollouts: there are those of stages 0, 1"),
+        (["--stage", "2"], "stage 2 of .* has no rollouts; those that have: stages 0, 1"),
         (["--prompt", "12"], "no stage of .* has prompt 12"),
         (["--finish", "end"], "does not end with 'end', but with stop, length, timeout"),
         (["--reward", "much"], "'much' is neither a number nor a range"),

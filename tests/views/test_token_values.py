@@ -99,7 +99,7 @@ def test_the_command(trained):
     assert result.returncode == 2
     assert "exported are those after update 0, 1, 2, 3, 4, final, best" in result.stderr
     result = megarl("samples", trained.root, *some, "--set", "rollout.temperature=1")
-    assert result.returncode == 2 and "may change objective alone" in result.stderr
+    assert result.returncode == 2 and "may change only [objective]" in result.stderr
 
 
 def test_colours_tell_what_is_lost(trained):

@@ -1,4 +1,4 @@
-"""With a token budget: what each stage leaves to later ones, and that these go on from it."""
+"""With a token budget: checks which groups each stage carries on, and that later stages continue them correctly."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megarl.views.audit.totals import StageTotals
 
 
 def check_carried(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
+    """Problems of a run with `rollout.token_budget`; fills in the counts of ``totals``, one for each stage."""
     if run.recipe.rollout.token_budget is None:
         return
     before: list[RolloutStore] = []  # the stores of the stage before, the complete groups first
@@ -33,7 +34,7 @@ def check_carried(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
             continue
         for entry in stores[1].entries:
             yield from check_shard(stage, stage.unfinished, entry)
-        with contextlib.suppress(UserError):  # `check_shard` says so
+        with contextlib.suppress(UserError):  # `check_shard` reports it
             yield from _check_groups(stage, stores, before, totals[stage.number])
         knows = stage.number == 0 or (bool(before) and stage.previous.is_sealed())
         yield from _check_seal(stage, stores, knows)
@@ -51,14 +52,16 @@ def _check_groups(
         found = [store.read([group])[0] for store in stores if not store.missing([group])]
         versions = np.concatenate([response.versions for response in found[0].responses])
         row.tokens += int((versions == stage.first_update).sum())
-        # what this stage finished beyond its budget goes on from what there was then, and that from an earlier stage's
+        # three versions of a group, newest first: finished by this stage beyond the budget, unfinished at the budget,
+        # unfinished in the stage before; each must begin with the tokens of the next older one
         found += [store.read([group])[0] for store in before if not store.missing([group])]
         for new, old in itertools.pairwise(found):
-            if not all(map(_goes_on, old.responses, new.responses)):
-                yield f"group {group} does not go on in stage {stage.number} from what was unfinished of it"
+            if not all(map(_continues, old.responses, new.responses)):
+                yield f"group {group} does not continue in stage {stage.number} from its unfinished responses"
 
 
-def _goes_on(old: Response, new: Response) -> bool:
+def _continues(old: Response, new: Response) -> bool:
+    """Whether ``new`` begins with the tokens, log-probs and versions of ``old``."""
     columns = ((response.tokens, response.rollout_logprobs, response.versions) for response in (old, new))
     return all(np.array_equal(a, b[: len(a)]) for a, b in zip(*columns, strict=True))
 
@@ -68,13 +71,13 @@ def _check_seal(stage: Stage, stores: list[RolloutStore], knows_candidates: bool
     where, wanted = f"stage {stage.number}", stage.run.recipe.groups_per_stage
     carried = sealed_groups(stage.rollouts, "carried") or []
     if stage.is_sealed() and list(complete.chosen) != complete.group_ids[:wanted]:
-        yield f"{where} is sealed with other groups to train than the first {wanted} that are complete"
+        yield f"{where} is sealed with other groups to train than the first {wanted} complete ones"
     if lost := set(carried).difference(there):
-        yield f"{where} carries group {min(lost)}, which is in no shard"
+        yield f"{where} carries group {min(lost)} on, which is in no shard"
     if not knows_candidates:
-        return  # of a branch, which has the stages before it not
+        return  # of a branch, which lacks the stages before
     known = set(candidates(stage))
     if foreign := there.difference(known):
-        yield f"{where} has group {min(foreign)}, which is none of its candidates"
+        yield f"{where} has group {min(foreign)}, which is not one of its candidates"
     if stage.is_sealed() and carried != sorted(known.difference(complete.chosen)):
-        yield f"{where} does not carry just what it has not trained"
+        yield f"{where} does not carry on exactly the groups that it did not train"

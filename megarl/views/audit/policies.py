@@ -1,6 +1,6 @@
-"""Policies: whole, of the version that their place says, and the ones that generated their stage's rollouts.
+"""Policies: checks that they are undamaged, have the right version, and generated their stage's rollouts.
 
-Of one that `megarl.storage.retention` removed, version and hash are those that it left.
+For a policy that `megarl.storage.retention` removed, version and hash come from the record that it left.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.views.audit.totals import StageTotals
 
-_KEPT = re.compile(r"actor\.keep_policies: ([0-9]{1,9}) -> ")  # of a line of `recipe_diff`
+_KEPT = re.compile(r"actor\.keep_policies: ([0-9]{1,9}) -> ")  # in a line of `recipe_diff`: the earlier value
 
 
 def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> Iterator[str]:
+    """Problems of all policies; fills in the hashes of ``totals``, and names removed policies in ``notes``."""
     reached = max((stage.number for stage in [*run.stages(), run.end] if _has_begun(stage)), default=-1)
     gone: list[int] = []
     let_go = _let_go(run, reached)
@@ -37,9 +38,9 @@ def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> 
             gone.append(stage.number)
             if stage.number not in let_go:
                 yield (
-                    f"{stage.policy} was removed, more than retention would have: [actor] keep_policies "
-                    f"{_setting(run)}, stage {reached} has begun, and events.jsonl tells of no lower setting that "
-                    "explains it"
+                    f"{stage.policy} was removed, but retention would have kept it: [actor] keep_policies "
+                    f"{_setting(run)}, stage {reached} has begun, and events.jsonl has no change from a lower setting "
+                    "that explains it"
                 )
         if info.version != stage.first_update:
             yield f"{stage.policy} has had {info.version} updates, but the stages before it make {stage.first_update}"
@@ -57,10 +58,10 @@ def _setting(run: RunDir) -> str:
 
 
 def _let_go(run: RunDir, reached: int) -> set[int]:
-    """The stages whose policies retention may have removed, under the recipe's setting and those of before.
+    """The stages whose policies retention may have removed, under the recipe's present and earlier settings.
 
-    An earlier one counts up to the change of which an event tells: for the stages that had begun then, and the next,
-    which may begin with removals before its first event.
+    An earlier setting held until the event that records its change. It explains removals up to the stages that had
+    begun then, and up to the next one, which may begin with removals before its first event.
     """
     stages, begun = set(may_be_removed(run.recipe.actor.keep_policies, reached)), 0
     for event in read_intact_lines(run.events)[0] if run.events.is_file() else []:
@@ -73,7 +74,7 @@ def _let_go(run: RunDir, reached: int) -> set[int]:
 
 
 def _whole(stage: Stage) -> PolicyInfo | None:
-    """None where the stage has no policy; `UserError` where it is damaged."""
+    """The record of a stage's policy; None if the stage has no policy, `UserError` if it is damaged."""
     if not stage.policy.exists():
         return None
     check_policy(stage.policy, "Restore it from a copy")
@@ -85,18 +86,18 @@ def _has_begun(stage: Stage) -> bool:
 
 
 def _is_own(stage: Stage) -> bool:
-    """A branch has the stages before it only as links, and not all of them."""
+    """Whether the run has all its stages itself; a branch has those before it as links, and not all of them."""
     return not any(other.rollouts.is_symlink() for other in stage.run.stages())
 
 
 def _check_origin(stage: Stage, weights_hash: str) -> Iterator[str]:
-    """Of rollouts that one policy generated: that it was this one, and that its engine was compared with the actor."""
+    """For a staged run: that the stage's policy, by its hash, generated the stage's rollouts."""
     if stage.run.recipe.schedule.kind == "live" or not stage.rollouts.exists():
         return
     try:
         entries = RolloutStore(stage.rollouts).entries
     except UserError:
-        return  # `check_rollouts` says so
+        return  # `check_rollouts` reports it
     for entry in entries:
         if entry.weights_hash != weights_hash:
             yield (

@@ -1,4 +1,4 @@
-"""Of some groups of each stage, everything once more: the prompt, its rewards, and the log-probs of its responses."""
+"""Recomputes prompt, rewards and log-probs of some groups of each stage, and compares them with the stored ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.weights import weight_files
 
-LARGEST_MODEL = 2 << 30  # bytes of weights with which this machine is asked to compute log-probs
-TOKENS = 1024  # of a stage's responses whose log-probs are computed
+LARGEST_MODEL = 2 << 30  # bytes of weights; log-probs of larger models are not recomputed
+TOKENS = 1024  # response tokens per stage whose log-probs are recomputed
 
 
 def check_samples(run: RunDir, count: int, notes: list[str]) -> Iterator[str]:
-    """``count`` groups a stage, another choice in each stage. ``notes`` gets what could not be computed, and why."""
+    """Problems of ``count`` random groups per stage. ``notes`` gets what could not be recomputed, and why."""
     stages = [stage for stage in run.stages() if count and stage.rollouts.exists() and _had_policy(stage)]
     if not stages:
         return
@@ -32,11 +32,11 @@ def check_samples(run: RunDir, count: int, notes: list[str]) -> Iterator[str]:
         whole = next((stage.policy for stage in stages if stage.policy.exists()), run.base)
         tokenizer, prompts = open_prompts(run.recipe, whole)
     except UserError as error:
-        notes.append(f"no prompt and no reward was computed again: {error}")
+        notes.append(f"no prompt and no reward was recomputed: {error}")
         return
-    pools: dict[str, VerifierPool] = {}  # by the reward, which may change from a stage on
+    pools: dict[str, VerifierPool] = {}  # by the settings of the reward, which may change from a stage on
     if run.recipe.reward.service:
-        notes.append("no reward was computed again: a service gives them, and may say something else now")
+        notes.append("no reward was recomputed: a service gives them, and its answers may differ now")
     try:
         for stage in stages:
             groups, recipe = sample(stage, count), stage.run.recipe
@@ -51,7 +51,7 @@ def check_samples(run: RunDir, count: int, notes: list[str]) -> Iterator[str]:
                     yield from _check_rewards(stage, groups, prompts, tokenizer, pool)
             yield from _check_logprobs(stage, groups, notes)
     except (UserError, RuntimeError) as error:
-        notes.append(f"rewards were not all computed again: {error}")
+        notes.append(f"not all rewards were recomputed: {error}")
     finally:
         for pool in pools.values():
             pool.close()
@@ -62,19 +62,20 @@ def _had_policy(stage: Stage) -> bool:
 
 
 def sample(stage: Stage, count: int) -> list[Group]:
+    """``count`` random groups that the stage trains; the same ones each time."""
     try:
         store = RolloutStore(stage.rollouts, one_policy=stage.run.recipe.schedule.kind == "staged")
         present = [group for group in store.chosen if not store.missing([group])]
         chosen = random.Random(stage.number).sample(present, min(count, len(present)))
         return store.read(sorted(chosen))
     except UserError:
-        return []  # `check_rollouts` says so
+        return []  # `check_rollouts` reports it
 
 
 def _check_prompts(stage: Stage, groups: Sequence[Group], prompts: PromptSource) -> Iterator[str]:
     for group in groups:
         if prompts.train(group.group_id).tokens != tuple(group.prompt_tokens.tolist()):
-            yield f"group {group.group_id} of stage {stage.number} has another prompt than the data have in its place"
+            yield f"group {group.group_id} of stage {stage.number} has another prompt than the data has for this number"
 
 
 def _check_rewards(
@@ -109,7 +110,7 @@ def _check_rewards(
 
 def _check_logprobs(stage: Stage, groups: Sequence[Group], notes: list[str]) -> Iterator[str]:
     if why := _cannot_score(stage):
-        notes.append(f"no log-prob of stage {stage.number} was computed again: {why}")
+        notes.append(f"no log-prob of stage {stage.number} was recomputed: {why}")
         return
     pairs, left = [], TOKENS
     for group in groups:
@@ -121,26 +122,26 @@ def _check_logprobs(stage: Stage, groups: Sequence[Group], notes: list[str]) -> 
         return
     sequences = [[*group.prompt_tokens.tolist(), *response.tokens.tolist()] for group, response in pairs]
     reference = hugging_face_reference(stage.policy, sequences, stage.rollout.temperature)
-    # without what policies of earlier stages sampled of a response that this one continued
+    # without the tokens of a continued response that policies of earlier stages sampled
     here = [response.sampled & (response.versions == stage.first_update) for _, response in pairs]
     stored = [response.rollout_logprobs[mine] for (_, response), mine in zip(pairs, here, strict=True)]
     own = [scores[-len(mine) :][mine] for scores, mine in zip(reference.logprobs, here, strict=True)]
     distances = np.abs(np.concatenate(own) - np.concatenate(stored))
-    # an engine that computes in bfloat16 is compared with this machine's float32 by the mean alone
+    # TOLERANCES of bfloat16 bound the mean difference alone: the engine's bfloat16 is compared with float32 here
     engine = "float32" if stage.rollout.engine == "builtin" and stage.run.recipe.actor.backend == "cpu" else "bfloat16"
     largest, mean = TOLERANCES[engine]
     if not (distances.max() <= largest and distances.mean() <= mean):
         group, _ = pairs[int(np.argmax([np.abs(a - b).max() for a, b in zip(own, stored, strict=True)]))]
         yield (
-            f"the log-probs of stage {stage.number} are not its policy's: of {len(distances)} tokens they are "
-            f"{distances.mean():.3g} nats off in the mean and up to {distances.max():.3g}, the most in group "
+            f"the log-probs of stage {stage.number} are not its policy's: over {len(distances)} tokens they differ by "
+            f"{distances.mean():.3g} nats in the mean and up to {distances.max():.3g}, the most in group "
             f"{group.group_id}"
         )
 
 
 def _cannot_score(stage: Stage) -> str | None:
     if stage.run.recipe.schedule.kind == "live":
-        return "several policies generated it, which are removed"
+        return "several policies generated it, which have been removed"
     if not stage.policy.exists():
         return "its policy was removed by retention"
     size = sum(path.stat().st_size for path in weight_files(stage.policy))

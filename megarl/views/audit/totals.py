@@ -1,4 +1,4 @@
-"""What an audit counts."""
+"""The counts of an audit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass
 class StageTotals:
-    """The closing ledger of a stage: generated = trained + not chosen + carried + pending, in groups.
+    """Where the groups of a stage went: generated = trained + not chosen + carried + pending.
 
-    What several passes train counts once. With a token budget, what earlier stages carried into this one is generated
-    here too, but ``tokens`` are those that its own policy sampled.
+    A group that several passes train counts once. With a token budget, groups that earlier stages carried into this one
+    count as generated here too, but ``tokens`` are only those that the stage's own policy sampled.
     """
 
     stage: int
@@ -18,8 +18,8 @@ class StageTotals:
     trained: int = 0
     not_chosen: int = 0
     carried: int = 0  # into the next stage
-    pending: int = 0
+    pending: int = 0  # not trained yet
     tokens: int = 0
     trained_tokens: int = 0
     updates: int = 0
-    weights: str = ""  # the beginning of the hash of the policy that generated them
+    weights: str = ""  # the beginning of the hash of the policy that generated the stage

@@ -1,4 +1,4 @@
-"""Updates: each exactly once, and its line of metrics.jsonl computed again from the groups in the store."""
+"""Updates: checks that each is there exactly once, and recomputes its metrics from the groups in the store."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from megarl.views.audit.totals import StageTotals
 
 
 def check_updates(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
+    """Problems of metrics.jsonl and of checkpoints; fills in the counts of ``totals``."""
     lines, damaged = read_intact_lines(run.metrics) if run.metrics.is_file() else ([], 0)
     if damaged:
         yield f"{run.metrics} has {damaged} lines that cannot be read"
@@ -51,7 +52,7 @@ def _check_stage(stage: Stage, lines: list[dict[str, Any]], row: StageTotals) ->
     try:
         store = RolloutStore(stage.rollouts, one_policy=stage.run.recipe.schedule.kind == "staged")
     except UserError:
-        return  # `check_rollouts` says so
+        return  # `check_rollouts` reports it
     trained: set[int] = set()
     passes: dict[int, set[int]] = {}
     for line in lines:
@@ -69,7 +70,7 @@ def _check_stage(stage: Stage, lines: list[dict[str, Any]], row: StageTotals) ->
         try:
             groups = store.read(ids)
         except UserError:
-            continue  # `check_rollouts` says so
+            continue  # `check_rollouts` reports it
         row.trained_tokens += 0 if again else line.get("trained_tokens", 0)
         yield from compare(stage, line, groups)
     row.trained = len(trained)
@@ -77,9 +78,9 @@ def _check_stage(stage: Stage, lines: list[dict[str, Any]], row: StageTotals) ->
 
 
 def compare(stage: Stage, line: dict[str, Any], groups: Sequence[Group]) -> Iterator[str]:
-    """Where a line of metrics.jsonl is not what its groups make."""
+    """Problems where a line of metrics.jsonl differs from the metrics that its groups give."""
     if len({len(group.responses) for group in groups}) > 1:
-        return  # `check_rollouts` says so
+        return  # `check_rollouts` reports it
     recipe, inside = stage.run.recipe, line["update"] - 1 - stage.first_update
     expected: dict[str, Any] = summary(list(groups)) | _tokens(groups, recipe.objective.zero_variance == "drop")
     expected |= ages(stage, inside, groups)
@@ -87,11 +88,11 @@ def compare(stage: Stage, line: dict[str, Any], groups: Sequence[Group]) -> Iter
         expected.pop("trained_tokens")
     for name, value in expected.items():
         if line.get(name) != value:
-            yield f"update {line['update']}: {name} is {line.get(name)} in metrics.jsonl, but its groups make {value}"
+            yield f"update {line['update']}: {name} is {line.get(name)} in metrics.jsonl, but its groups give {value}"
 
 
 def _tokens(groups: Sequence[Group], drops: bool) -> dict[str, int]:
-    """All tokens of the responses that are trained, with their prompts, and those that have a loss."""
+    """``tokens``: all that pass through the model, prompts included; ``trained_tokens``: those that have a loss."""
     kept = [g for g in groups if not drops or len({response.reward for response in g.responses}) > 1]
     trained = sum(response.sampled_tokens for group in kept for response in group.responses)
     passed = sum(len(response.tokens) for group in kept for response in group.responses)
@@ -104,7 +105,7 @@ def _tokens(groups: Sequence[Group], drops: bool) -> dict[str, int]:
 
 def _check_checkpoints(stage: Stage, done: int) -> Iterator[str]:
     if stage.checkpoints.is_symlink():
-        return  # of the run that this one branched from
+        return  # checkpoints of the run from which this one branched
     for update, path in checkpoints(stage.checkpoints):
         try:
             manifest = read_manifest(path)
@@ -117,4 +118,4 @@ def _check_checkpoints(stage: Stage, done: int) -> Iterator[str]:
         if update > done:
             yield f"{path} is of update {update} of the stage, but metrics.jsonl has {done}"
         elif not agrees(stage.run.metrics, manifest.position):
-            yield f"{path} was taken after other lines than metrics.jsonl has"
+            yield f"{path} does not belong to the lines that metrics.jsonl has"

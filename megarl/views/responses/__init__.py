@@ -1,3 +1,3 @@
-"""Responses of a run as people look at them: found in the store, shown in a terminal, as JSON and in the report."""
+"""Responses of a run for people: found in the store, and shown in a terminal, as JSON and in the report."""
 
-COLOURINGS = ("ratio", "kept", "entropy", "logprob")  # by what tokens are coloured
+COLOURINGS = ("ratio", "kept", "entropy", "logprob")  # quantities by which tokens can be coloured

@@ -1,8 +1,8 @@
-"""Which responses of a run to show: read from the shards that the ledgers name, a shard at a time.
+"""Selects responses of a run by filters, from the shards that the ledgers name, one shard at a time.
 
-Only what a question needs is touched: lengths and rewards are columns of their own, and a file that is mapped costs no
-memory for tokens that nobody asks for. Checksums of shards are not verified, which would read everything: `megarl
-audit` does. A run may be going on. Nothing here imports torch.
+Only the needed columns are read: lengths and rewards are separate columns, and a mapped file costs no memory for tokens
+that no filter needs. Checksums of shards are not verified, since that would read everything; `megarl audit` does it.
+The run may be in progress. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Decode = Callable[[np.ndarray], str]
 
 @dataclass(frozen=True)
 class Filter:
-    """What to look for; None: anything."""
+    """Conditions that a response must meet; None: any."""
 
     stage: int | None = None
     prompt: int | None = None  # group id
-    sample: int | None = None  # place in its group
+    sample: int | None = None  # number in its group
     reward: tuple[float, float] = (-math.inf, math.inf)  # both inclusive
     finish: str | None = None
     longer: int = 0  # tokens, more than this
     shorter: int | None = None  # tokens, fewer than this
-    pattern: re.Pattern[str] | None = None  # somewhere in the text of the response
+    pattern: re.Pattern[str] | None = None  # must match somewhere in the text of the response
 
     def rows(self, shard: Shard) -> np.ndarray:
-        """[rows of the shard] bool, by all that needs no text."""
+        """[rows of the shard] bool: which rows meet the conditions on reward, length and finish reason."""
         lengths = np.diff(shard.tokens[0])
         found = (shard.rewards >= self.reward[0]) & (shard.rewards <= self.reward[1]) & (lengths > self.longer)
         if self.shorter is not None:
@@ -62,14 +62,14 @@ class Found:
 
 
 def title(one: Found) -> str:
-    """A line about a response, without its place in the run."""
+    """Reward, length and finish reason of a response, as one line of text."""
     response = one.response
     right = "" if response.correct is None else f" ({'right' if response.correct else 'wrong'})"
     return f"reward {response.reward:g}{right} · {len(response.tokens):,} tokens · {response.finish_reason}"
 
 
 def stages(root: Path) -> dict[int, Path]:
-    """The rollouts of each stage of the run directory ``root`` that has some; `UserError` for another directory."""
+    """{stage: directory of its rollouts}, for the stages that have some; `UserError` if ``root`` is not a run."""
     if not (root / "recipe.toml").is_file():
         raise UserError(f"{root} is not a run directory: it has no recipe.toml")
     found = (path for path in root.glob("stages/[0-9]*/rollouts") if path.is_dir())
@@ -77,7 +77,7 @@ def stages(root: Path) -> dict[int, Path]:
 
 
 def decoder(root: Path) -> Decode:
-    """From the tokens of a run to text, by the tokenizer of its first policy or else of its recipe."""
+    """A function from tokens to text, by the tokenizer of the run's first policy or else of its recipe."""
     place = root / "stages/000/policy"
     if not place.is_dir():
         place = _tokenizer_of_recipe(root / "recipe.toml")
@@ -94,15 +94,17 @@ def _tokenizer_of_recipe(path: Path) -> Path:
 
 
 def select(root: Path, wanted: Filter, decode: Decode) -> Iterator[Found]:
-    """The responses that ``wanted`` describes, by stage, prompt and sample; `UserError` where there is no such stage or
-    prompt."""
+    """The responses that meet ``wanted``, in the order of stage, prompt and sample.
+
+    `UserError` if no stage has rollouts, if the wanted stage or prompt has none, or for an unknown finish reason.
+    """
     if wanted.finish not in (None, *FINISH_REASONS):
         raise UserError(f"a response does not end with {wanted.finish!r}, but with {', '.join(FINISH_REASONS)}")
     there = stages(root)
     if not there:
         raise UserError(f"{root} has no rollouts yet")
     if wanted.stage is not None and wanted.stage not in there:
-        raise UserError(f"stage {wanted.stage} of {root} has no rollouts: there are those of {_numbers(list(there))}")
+        raise UserError(f"stage {wanted.stage} of {root} has no rollouts; those that have: {_numbers(list(there))}")
     seen = False
     for stage, directory in there.items():
         if wanted.stage is None or wanted.stage == stage:
@@ -112,7 +114,7 @@ def select(root: Path, wanted: Filter, decode: Decode) -> Iterator[Found]:
                     seen = True
                     yield from _of_shard(stage, directory, entry, wanted, decode)
     if wanted.prompt is not None and not seen:
-        raise UserError(f"no stage of {root} has prompt {wanted.prompt}: `megarl samples {root}` shows which there are")
+        raise UserError(f"no stage of {root} has prompt {wanted.prompt}: `megarl samples {root}` lists prompts")
 
 
 def _numbers(stages: list[int]) -> str:
@@ -133,12 +135,12 @@ def _of_shard(stage: int, directory: Path, entry: LedgerEntry, wanted: Filter, d
 
 
 def open_shard(directory: Path, entry: LedgerEntry) -> Shard:
-    """Mapped; `UserError` where it is not the file of the ledger's line, by its size and groups."""
+    """The mapped shard of a line of the ledger; `UserError` if its size or its groups differ from the line."""
     check_size(directory / entry.shard, entry)
     try:
         shard = Shard(directory / entry.shard)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{directory / entry.shard} is damaged: {error}; `megarl audit` says more") from error
+        raise UserError(f"{directory / entry.shard} is damaged: {error}; `megarl audit` gives details") from error
     if tuple(shard.rows) != entry.groups:
-        raise UserError(f"{directory / entry.shard} has other groups than its line in the ledger: see `megarl audit`")
+        raise UserError(f"{directory / entry.shard} has other groups than its line in the ledger; see `megarl audit`")
     return shard

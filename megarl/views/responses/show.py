@@ -22,9 +22,9 @@ from megarl.views.responses.text import escape, shorten
 if TYPE_CHECKING:
     from megarl.views.responses.tokens import Tokens
 
-PANEL = 36  # columns of a terminal that a response beside others has at least
+PANEL = 36  # columns of the terminal that each of several responses side by side gets, at least
 # background colours of a 256-colour terminal, from little to much
-_BELOW = (None, 153, 111, 69, 27)  # of ratios below 1, by octaves of how far
+_BELOW = (None, 153, 111, 69, 27)  # of ratios below 1, by their distance from 1 (_RATIO_STEPS)
 _ABOVE = (None, 223, 216, 209, 196)
 _HEAT = (None, 194, 190, 220, 208, 196)
 _RATIO_STEPS = (0.05, 0.2, 0.7, 2.0)  # |log ratio|, nats
@@ -33,7 +33,7 @@ _LOGPROB_STEPS = (0.1, 0.7, 2.3, 4.6, 9.2)  # -log p, nats: p of .9, .5, .1, .01
 _LEGENDS = {
     "ratio": "policy / rollout: blue below 1, red above; steps at a factor of "
     + ", ".join(f"{math.exp(step):.2f}" for step in _RATIO_STEPS),
-    "kept": "red: the gradient is lost, with the reason in brackets where it begins; yellow: bounded, but kept",
+    "kept": "red: no gradient, with the reason in brackets at the first token; yellow: bounded, but keeps a gradient",
     "entropy": f"of the policy, nats; steps at {', '.join(map(str, _ENTROPY_STEPS))}",
     "logprob": f"of the policy, -log p in nats; steps at {', '.join(map(str, _LOGPROB_STEPS))}",
 }
@@ -51,17 +51,19 @@ def show_samples(
     overrides: list[str] | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print the first ``limit`` responses that ``wanted`` describes; with ``wanted.prompt`` beside each other.
+    """Print the first ``limit`` responses that meet ``wanted``; with ``wanted.prompt`` side by side.
 
-    whole: texts uncut. colouring: of `megarl.views.responses.COLOURINGS`, by which tokens are coloured, under
-    ``policy`` and an objective with ``overrides``; JSON lines then have every token.
+    Args:
+        whole: print long texts uncut.
+        colouring: one of `megarl.views.responses.COLOURINGS`, by which tokens are coloured, with the log-probs of
+            ``policy`` and an objective with ``overrides``. JSON lines then have every token.
     """
-    stages(root)  # before what the directory's recipe says is asked for
+    stages(root)  # raises for a directory that is not a run, before its recipe is read
     decode = decoder(root)
     found = itertools.islice(select(root, wanted, decode), limit)
     if colouring is None:
         if policy or overrides:
-            raise UserError("--policy and --set say under what tokens are coloured: give --tokens with them")
+            raise UserError("--policy and --set only change how tokens are coloured: give --tokens with them")
         pairs: Iterator[tuple[Found, Tokens | None]] = ((one, None) for one in found)
     else:
         pairs = _annotated(root, list(found), policy, overrides or [])
@@ -91,7 +93,7 @@ def _annotated(
 
 
 def as_record(one: Found, decode: Decode, tokens: Tokens | None = None) -> dict[str, Any]:
-    """A response as an object for JSON."""
+    """A response as an object for JSON; with ``tokens`` also all its tokens."""
     response = one.response
     record: dict[str, Any] = {
         "stage": one.stage,
@@ -138,7 +140,7 @@ def _print_list(
         count += 1
         place = f"stage {one.stage} · prompt {one.prompt} · sample {one.sample} · "
         console.print(Text(f"{place}{title(one)} · policy {one.response.policy_version}", style="bold"))
-        # what a model wrote never begins a line, where it could pass for one of ours
+        # text of a model never begins a line, so that it cannot be taken for output of megarl
         table = Table.grid(padding=(0, 1))
         table.add_row(Text("  prompt", style="dim"), _text(decode(one.prompt_tokens), whole))
         table.add_row(Text("response", style="dim"), _body(one, tokens, decode, whole, colouring))

@@ -1,23 +1,23 @@
-"""Text that a model wrote, made harmless for a terminal."""
+"""Makes text that a model wrote harmless for a terminal."""
 
 from __future__ import annotations
 
 import unicodedata
 
-SHOWN = 1200  # characters of a text that is cut: this many at most, half of them from its end
-_JOINERS = "\u200c\u200d"  # which scripts and emoji need, and which move nothing
+SHOWN = 1200  # characters that are left of a long text, half of them from its end
+_JOINERS = "\u200c\u200d"  # harmless formatting characters that some scripts and emoji need
 
 
 def escape(text: str, newlines: bool = True) -> str:
-    r"""``text`` with whatever could drive a terminal or change the order of what it shows written as an escape.
+    r"""``text`` with everything written as escapes that could control a terminal or change the order of its text.
 
-    Control characters (the C1 set too), formatting such as directions, separators of lines, and what is no character
-    become ``\x1b`` or ``\u202e``. newlines: leave line feeds and tabs as they are.
+    Control characters (also of the C1 set), formatting such as directions, line separators, and surrogates become
+    escapes such as ``\x1b`` or ``\u202e``. newlines: leave line feeds and tabs as they are.
     """
-    return "".join(_escaped(c, newlines) for c in text) if _needs_it(text) else text
+    return "".join(_escaped(c, newlines) for c in text) if _may_need_escapes(text) else text
 
 
-def _needs_it(text: str) -> bool:
+def _may_need_escapes(text: str) -> bool:
     return not (text.isascii() and text.isprintable())
 
 
@@ -31,7 +31,7 @@ def _escaped(character: str, newlines: bool) -> str:
 
 
 def shorten(text: str, longest: int = SHOWN) -> str:
-    """Beginning and end of a text that is longer."""
+    """``text`` without its middle if it has more than ``longest`` characters."""
     left_out = len(text) - longest
     if left_out <= 0:
         return text

@@ -1,7 +1,7 @@
-"""What an objective does to each token of stored responses, under a policy of the run: `annotate`.
+"""What an objective does to each token of stored responses, given a policy of the run: `annotate`.
 
-The policy is scored by transformers on the CPU, as `megarl audit` does it. An objective that looks at the whole
-optimizer batch gets the batch in which the response is trained, and then all of that is scored.
+transformers computes the policy's log-probs on the CPU, as for `megarl audit`. For an objective that uses the whole
+optimizer batch, the batch in which the response is trained is scored as a whole.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.update_summary import rewards_of
 from megarl.views.responses.select import Found
 
-Scores = list[tuple[np.ndarray, np.ndarray]]  # of each response log-probs and entropies [n] float32, in nats
+Scores = list[tuple[np.ndarray, np.ndarray]]  # (log-probs, entropies) of each response; [n] float32, nats
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of one response; [n] each."""
+    """Values of the n tokens of one response; arrays are [n]."""
 
-    advantage: float
+    advantage: float  # of the response
     rollout_logprobs: np.ndarray  # float32
-    logprobs: np.ndarray  # float32, of the policy that is looked at
+    logprobs: np.ndarray  # float32, of the given policy
     entropy: np.ndarray  # float32, nats
-    kept: np.ndarray  # bool, False where the policy gradient is lost
-    causes: list[str]  # "clip", "veto", "not sampled" ..., several with a +; also of tokens that are bounded, but kept
+    kept: np.ndarray  # bool, False where the token loses its policy gradient
+    causes: list[str]  # "clip", "veto", "not sampled" ..., joined by +; also for tokens that are bounded, but kept
 
     @property
     def ratios(self) -> np.ndarray:
-        """Policy over rollout, float64."""
+        """Probability by the policy over that at rollout, float64."""
         return np.exp(self.logprobs.astype(np.float64) - self.rollout_logprobs)
 
 
 @dataclass(frozen=True)
-class _Noting(TokenBatch):
-    """Keeps what objectives say of single tokens."""
+class _NotingBatch(TokenBatch):
+    """A batch that records which tokens objectives clip, veto or mask."""
 
     noted: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -58,17 +58,18 @@ class _Noting(TokenBatch):
 
 
 def with_objective(recipe: Recipe, overrides: list[str]) -> Recipe:
-    """With another ``[objective]``; `UserError` for a setting of anything else."""
+    """``recipe`` with another ``[objective]``; `UserError` for overrides of anything else."""
     changed = override_recipe(recipe, overrides)
     if other := [line for line in recipe_diff(recipe, changed) if not line.startswith("objective.")]:
-        raise UserError(f"--set may change objective alone here: {other[0]}")
+        raise UserError(f"--set may change only [objective] here: {other[0]}")
     return changed
 
 
 def find_policy(run: RunDir, name: str | None, stage: Stage) -> Path:
-    """``final``, ``best``, the number of an update after which a policy was exported, or a Hugging Face directory.
+    """The directory of a policy; `UserError` if there is none.
 
-    None: the one that the updates on ``stage`` ended with, or where there is none yet the one that generated it.
+    name: ``final``, ``best``, the number of an update after which a policy was exported, or a Hugging Face directory.
+    None: the policy after the last update of ``stage`` or, while it is not trained, the one that generated it.
     """
     if name is None:
         return require_policy(stage.next if stage.is_trained() else stage)
@@ -82,12 +83,12 @@ def find_policy(run: RunDir, name: str | None, stage: Stage) -> Path:
     if not (place / "config.json").is_file():
         own = [other.first_update for other in [*run.stages(), run.end] if other.policy.exists()]
         there = ", ".join(map(str, sorted({*own, *run.versions()})))
-        raise UserError(f"--policy {name}: {place} is no policy; exported are those after update {there}, final, best")
+        raise UserError(f"--policy {name}: {place} is not a policy; exported ones: after update {there}; final, best")
     return place
 
 
 def annotate(run: RunDir, found: Sequence[Found], recipe: Recipe, policy: str | None) -> list[Tokens]:
-    """Of each of ``found``, under ``recipe``'s objective. policy: for `find_policy`."""
+    """The `Tokens` of each of ``found``, with ``recipe``'s objective. policy: a name for `find_policy`."""
     table = recipe.objective
     objective = build_objective(table.name, table.fields)
     whole = objective.needs_statistics or table.advantage == "batch_normalised"
@@ -108,15 +109,15 @@ def annotate(run: RunDir, found: Sequence[Found], recipe: Recipe, policy: str | 
 
 
 def _batch_of(stage: Stage, store: RolloutStore, prompt: int) -> tuple[int, ...]:
-    """The groups that are trained with one."""
+    """Ids of the groups in the optimizer batch that has ``prompt``."""
     if prompt not in store.chosen:
-        raise UserError(f"prompt {prompt} was not chosen to be trained, so that no optimizer batch has it")
+        raise UserError(f"prompt {prompt} was not chosen for training, so no optimizer batch has it")
     size, place = stage.run.recipe.schedule.prompts_per_update, list(store.chosen).index(prompt)
     return tuple(store.chosen[place // size * size : (place // size + 1) * size])
 
 
 class _Scorer:
-    """Scores responses of a stage with the policy and what an objective compares it with."""
+    """Scores responses of a stage with the policy, and with the other policies that the objective needs."""
 
     def __init__(self, stage: Stage, policy: Path, objective: Objective | WithOptions) -> None:
         self._temperature = stage.rollout.temperature
@@ -133,7 +134,7 @@ class _Scorer:
         for name, model in self._models.items():
             scores = score_with_entropy(model, sequences, self._temperature)
             found[name] = [(own[-n:], entropy[-n:]) for (own, entropy), n in zip(scores, lengths, strict=True)]
-        # of the first update of a step, whose proximal policy is the one that it begins with
+        # as in the first update of a step, which begins with its proximal policy
         return {"old_logprobs": found["logprobs"]} | found
 
 
@@ -144,7 +145,10 @@ def _judge(
     objective: Objective | WithOptions,
     table: ObjectiveTable,
 ) -> dict[tuple[int, int], Tokens]:
-    """Of the responses at ``places`` (prompt, sample), or of all."""
+    """{(prompt, sample): Tokens} of the responses at ``places``, or of all responses of ``groups``.
+
+    groups: an optimizer batch, or one group if the objective treats each response by itself.
+    """
     rewards = rewards_of(groups)
     advantages = group_advantages(rewards, table.advantage)
     dropped = zero_variance(rewards) if table.zero_variance == "drop" else torch.zeros(len(groups), dtype=torch.bool)
@@ -161,7 +165,7 @@ def _judge(
     fields: dict[str, Any] = {
         name: torch.from_numpy(np.concatenate([own for own, _ in found])) for name, found in scores.items()
     }
-    batch = _Noting(
+    batch = _NotingBatch(
         **fields,
         rollout_logprobs=torch.from_numpy(
             np.concatenate([groups[row].responses[sample].rollout_logprobs for row, sample in pairs])
@@ -191,7 +195,7 @@ def _judge(
     }
 
 
-def _names(batch: _Noting) -> list[list[str]]:
-    """Of each token what was noted of it, but not that it is kept."""
+def _names(batch: _NotingBatch) -> list[list[str]]:
+    """The names that were noted for each token, except "kept"."""
     noted = {name: where.tolist() for name, where in batch.noted.items() if name != "kept"}
     return [[name for name, where in noted.items() if where[t]] for t in range(batch.loss_mask.numel())]
