@@ -12,7 +12,7 @@ from typing import Any
 
 from lab.claims import END
 from lab.results import Sweep, Value, at, difference, estimate, last
-from lab.tables import SETS, STALENESS, read_all, sizes_of, text
+from lab.tables import ONE_STAGE, SETS, STALENESS, read_all, sizes_of, text
 from megarl.views.chart import Chart
 from megarl.views.report import page
 from megarl.views.report_charts import COLOURS
@@ -28,7 +28,7 @@ MUTED = ("grpo", "grpo_tight", "dapo", "bapo", "dppo", "m2po_low", "m2po", "m2po
 def charts(sweeps: Mapping[str, Sweep]) -> dict[str, Chart]:
     """By the name of the file."""
     found = {}
-    for name in ("frozen", "learn"):
+    for name in ONE_STAGE:
         sweep = sweeps[name]
         found[f"{name}_clips"] = _curves(sweep, CLIPS, "accuracy", "Accuracy, clips")
         found[f"{name}_stale"] = _curves(sweep, STALE, "accuracy", "Accuracy, made for staleness")

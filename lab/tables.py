@@ -11,7 +11,8 @@ from lab.results import Sweep, Value, at, difference, estimate, last, mean, read
 from megarl.sweep.results import Estimate
 
 SETS = (FIRST, SECOND)
-NAMES = ("frozen", "learn", "staleness", "batches")  # of the sweeps that claims are about
+NAMES = ("frozen", "learn", "long", "staleness", "batches")  # of the sweeps that claims are about
+ONE_STAGE = ("frozen", "learn", "long")  # of those of one stage of `END` updates
 STALENESS = ("quick", "staleness")  # of those with an axis S
 FRESH = 4  # updates in a stage, at most
 Rows = list[list[str]]
@@ -40,14 +41,14 @@ def text(sweeps: Mapping[str, Sweep]) -> str:
         "they mean. Brackets are 95 % intervals over seeds (Student's), differences are within a seed.",
         *_claims(sweeps),
     ]
-    for name in ("frozen", "learn"):
+    for name in ONE_STAGE:
         if sweeps[name].points:
             parts += [*_accuracies(name, sweeps[name]), *_tokens(name, sweeps[name]), *_warnings(name, sweeps[name])]
     for name in STALENESS:
         if name in sweeps and sweeps[name].points:
             parts += _staleness(name, sweeps[name])
     for name, sweep in sweeps.items():
-        if name not in ("frozen", "learn", *STALENESS) and sweep.points:
+        if name not in (*ONE_STAGE, *STALENESS) and sweep.points:
             parts += _plain(name, sweep)
     parts += _times(sweeps)
     return "\n\n".join(parts) + "\n"

@@ -7,7 +7,7 @@ import pytest
 from lab.claims import CLAIMS, FIRST, SECOND, UNSTABLE, Claim, Part, collapse, find, lead, outlives, prosperity, verdict
 from lab.figures import charts
 from lab.results import Sweep, at, difference, estimate
-from lab.tables import half_gain, read_all, same_runs, text
+from lab.tables import NAMES, half_gain, read_all, same_runs, text
 from megarl.objectives import OBJECTIVES
 from megarl.recipe.sweep import load_sweep
 from megarl.sweep import describe
@@ -220,6 +220,6 @@ def test_times_are_means_with_the_smallest_beside_them():
     seconds = {
         ("x", seed): dict(updates=256, rollout=0, optimize=t, evaluate=t / 2, live=0) for seed, t in enumerate((16, 32))
     }
-    empty = {name: Sweep() for name in ("frozen", "learn", "staleness", "batches")}
+    empty = {name: Sweep() for name in NAMES}
     line = text(empty | {"batches": Sweep({}, {}, seconds)}).splitlines()[-1]
     assert line == "| `lab/batches.toml` | 2 | 256 | - | 24.0 (16.0) | 12.0 (8.0) | - | 0.094 (0.062) |"
