@@ -161,7 +161,7 @@ def test_target_outside_the_vocabulary_is_nan() -> None:
 
 def test_float64_is_refused() -> None:
     hidden, weight, targets = problem(4, 8, 20, 20, torch.float64)
-    with pytest.raises(UserError, match='"triton" got torch.float64; .* "torch"'):
+    with pytest.raises(UserError, match='"triton" got torch.float64, .* "torch"'):
         linear_logprob(hidden, weight, targets, backend="triton")
 
 
