@@ -101,3 +101,9 @@ def test_a_guard_whose_client_is_gone_starts_nothing(tmp_path):
     command = [sys.executable, guard.__file__, "1", sys.executable, "-c", f"open('{tmp_path}/started', 'w')"]
     assert subprocess.run(command).returncode == 1
     assert not (tmp_path / "started").exists()
+
+
+def test_the_server_has_no_signal_blocked():
+    code = "import signal; raise SystemExit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
+    command = [sys.executable, guard.__file__, str(os.getpid()), sys.executable, "-c", code]
+    assert subprocess.run(command).returncode == 0

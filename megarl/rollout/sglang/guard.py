@@ -25,26 +25,27 @@ IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     kernel = ctypes.CDLL(None)
-    signal.signal(END, stop)
+    # not handled: Python would run a handler only after a wait for the server that begins just after the signal
+    awaited = {END, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     kernel.prctl(PR_SET_CHILD_SUBREAPER, 1)
     kernel.prctl(PR_SET_PDEATHSIG, END)
     if os.getppid() != parent:
         sys.exit(1)  # the parent ended before the line above
+
+    def in_server() -> None:
+        kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # if this process itself is killed, the kernel kills the command
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, awaited)
+
     try:
-        # if this process itself is killed, the kernel kills the command
-        server = subprocess.Popen(command, preexec_fn=lambda: kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL))
-        code = server.wait()
+        server = subprocess.Popen(command, preexec_fn=in_server)
+        while (code := server.poll()) is None and signal.sigwait(awaited) != END:
+            pass
     finally:
         kill_descendants()
-    sys.exit(code if code >= 0 else 128 - code)
-
-
-def stop(*_: object) -> None:
-    """Exit through the ``finally`` of `main`, which further signals must not interrupt."""
-    signal.signal(END, signal.SIG_IGN)
-    sys.exit(0)
+    sys.exit(0 if code is None else code if code >= 0 else 128 - code)
 
 
 def kill_descendants() -> None:
