@@ -61,9 +61,9 @@ def _trial(stage: Stage) -> Stage:
 class SyntheticBatches:
     """Groups of random tokens with the actor's own log-probs; implements `megarl.phases.updates.Batches`.
 
-    Response lengths are uniform between 1 and the length with which all responses together would fill `MICRO_BATCHES`
-    micro-batches on each data-parallel rank, but one response has the maximum length. Half of a group's responses have
-    reward 1, the others 0.
+    Response lengths are uniform, with the mean at which all responses together fill `MICRO_BATCHES` micro-batches on each
+    data-parallel rank (at most the maximum length); one response has the maximum length. Half of a group's responses
+    have reward 1, the others 0.
     """
 
     def __init__(self, actor: Actor) -> None:
@@ -93,11 +93,12 @@ def _groups(recipe: Recipe, hf: dict[str, Any], rng: np.random.Generator, ranks:
     tokens = MICRO_BATCHES * ranks * recipe.actor.tokens_per_micro_batch
     number = recipe.schedule.prompts_per_update
     mean = max(1, min(longest, tokens // (number * size)))
+    spread = min(mean - 1, longest - mean)
     for index in range(number):
         prompt = rng.integers(0, hf["vocab_size"], min(8, recipe.data.max_prompt_tokens)).astype(np.int32)
         responses = []
         for sample in range(size):
-            length = longest if index == sample == 0 else int(rng.integers(1, mean + 1))
+            length = longest if index == sample == 0 else int(rng.integers(mean - spread, mean + spread + 1))
             answer = rng.integers(0, hf["vocab_size"], length).astype(np.int32)
             experts = None
             if recipe.actor.routing_replay == "engine":
