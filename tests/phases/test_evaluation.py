@@ -246,7 +246,7 @@ def test_compare_names_what_differs(whole, tmp_path):
     changed = json.loads(lines[3])
     (other / "evaluations/heldout/prompts.jsonl").write_text("\n".join(lines[:3]) + "\n")
     result = megarl("compare", whole.root, other)
-    assert result.returncode == 2 and f"prompt 3, {changed['question']!r}, is in" in result.stderr
+    assert result.returncode == 2 and f"prompt 3, {changed['question']!r}, is only in" in result.stderr
     changed = {key: changed[key] for key in changed if key != "crc"} | {"answer": "z"}
     lines[3] = json.dumps(changed)
     (other / "evaluations/heldout/prompts.jsonl").write_text("\n".join(lines) + "\n")

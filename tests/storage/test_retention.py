@@ -285,7 +285,7 @@ def test_a_setting_that_was_raised_explains_what_had_gone_before(recipe, tmp_pat
     run.stage(4).log_event("phase_start", phase="rollout")
     remove(run.stage(2))  # not under the lower setting
     problems, _ = audit_policies(run)
-    assert len(problems) == 1 and "stages/002/policy was removed, more than" in problems[0]
+    assert len(problems) == 1 and "stages/002/policy was removed, but retention would have kept it" in problems[0]
     assert f"keep_policies {'= 4' if later else 'keeps all'}, stage 5 has begun" in problems[0]
 
 
@@ -297,7 +297,7 @@ def test_a_setting_that_was_lower_later_explains_nothing_of_stages_after_it(reci
         run.stage(stage).log_event("phase_start", phase="rollout")
     remove(run.stage(3))
     problems, _ = audit_policies(run)
-    assert len(problems) == 1 and "stages/003/policy was removed, more than" in problems[0]
+    assert len(problems) == 1 and "stages/003/policy was removed, but retention would have kept it" in problems[0]
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ def test_what_is_no_run_directory(tmp_path):
     with pytest.raises(UserError, match="gone is not a run directory"):
         write_report([tmp_path / "gone"], tmp_path / "r.html")
     (tmp_path / "empty/recipe.toml").write_text("[schedule]\nstages = 'many'\n")
-    with pytest.raises(UserError, match=r"no resolved recipe: schedule\.stages is 'many'"):
+    with pytest.raises(UserError, match=r"not a resolved recipe: schedule\.stages is 'many'"):
         write_report([tmp_path / "empty"], tmp_path / "r.html")
     (tmp_path / "empty/recipe.toml").write_text("[schedule")
     with pytest.raises(UserError, match=r"cannot read .*recipe\.toml"):

@@ -62,7 +62,7 @@ def test_a_page_stays_small_however_much_was_written(tmp_path):
     roots = [make_stored_run(tmp_path / name, long, recipe=recipe) for name in "ab"]
     section = samples_section([(root.name, root) for root in roots])
     assert len(section.encode()) < 1.1 * BYTES
-    assert section.count("on: megarl samples") == 2, "what is left out is said"
+    assert section.count("on use: megarl samples") == 2, "what is left out is said"
     assert write_report(roots, tmp_path / "page.html").stat().st_size < 3 << 20
 
 

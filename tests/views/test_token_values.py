@@ -97,7 +97,7 @@ def test_the_command(trained):
         assert {token["ratio"] != 1 for token in record["tokens"]} == {True}
     result = megarl("samples", trained.root, *some, "--policy", "9")
     assert result.returncode == 2
-    assert "exported are those after update 0, 1, 2, 3, 4, final, best" in result.stderr
+    assert "exported ones: after update 0, 1, 2, 3, 4; final, best" in result.stderr
     result = megarl("samples", trained.root, *some, "--set", "rollout.temperature=1")
     assert result.returncode == 2 and "may change only [objective]" in result.stderr
 
