@@ -42,7 +42,7 @@ def result_of(root: Path) -> tuple[Path, Path]:
     if not run.final.exists() or path is None:
         what = run.final if not run.final.exists() else f"the last checkpoint in {last.checkpoints}"
         raise UserError(
-            f"--continue-from {root}: {what} does not exist: that run is unfinished, or [actor] keep_stages removed it"
+            f"--continue-from {root}: {what} does not exist: that run is not finished, or keep_stages removed it"
         )
     return run.final, path
 
