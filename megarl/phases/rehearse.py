@@ -61,9 +61,9 @@ def _trial(stage: Stage) -> Stage:
 class SyntheticBatches:
     """Groups of random tokens with the actor's own log-probs; implements `megarl.phases.updates.Batches`.
 
-    Response lengths are uniform, with the mean at which all responses together fill `MICRO_BATCHES` micro-batches on each
-    data-parallel rank (at most the maximum length); one response has the maximum length. Half of a group's responses
-    have reward 1, the others 0.
+    Response lengths are uniform. Their mean is the length with which all responses together fill `MICRO_BATCHES`
+    micro-batches on each data-parallel rank, or the maximum length if that is less. One response has the maximum length.
+    Half of a group's responses have reward 1, the others 0.
     """
 
     def __init__(self, actor: Actor) -> None:
