@@ -20,7 +20,10 @@ def find(records: list[dict[str, Any]]) -> dict[str, str]:
     rewards = [record.get("reward/mean") for record in records]
     if _all(records, "zero_variance_fraction", 1.0, 1.0):
         if len(set(rewards)) == 1:
-            found["equal_rewards"] = f"every response had the reward {rewards[0]:g}: none is better than another"
+            found["equal_rewards"] = (
+                f"the responses to each prompt had equal rewards, {rewards[0]:g} on average in every update: "
+                "no advantage differs from 0"
+            )
         else:
             found["no_variance"] = "the responses to each prompt had equal rewards: no advantage differs from 0"
     elif _all(records, "grad_norm", 0.0, 0.0):
