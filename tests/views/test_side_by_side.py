@@ -107,7 +107,7 @@ def test_a_run_that_learns_nothing_says_so_on_the_screen_in_events_and_in_the_re
     result = megarl("train", recipe, "--run-dir", tmp_path / "run", *(w for s in settings for w in ("--set", s)))
     assert result.returncode == 0, result.stderr
     run = RunDir.open(tmp_path / "run")
-    said = f"learns nothing, updates 1 to {UPDATES}: every response had the reward 0: none is better than another"
+    said = f"learns nothing, updates 1 to {UPDATES}: the responses to each prompt had equal rewards, 0 on average in"
     assert said in result.stdout + result.stderr
     assert [event["kind"] for event in events(run, "learns_nothing")] == ["equal_rewards"]
     notes = (run.root / "report.html").read_text().partition('<ul class="notes">')[2].partition("</ul>")[0]
