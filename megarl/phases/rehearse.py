@@ -62,7 +62,7 @@ class SyntheticBatches:
     """Groups of random tokens with the actor's own log-probs; implements `megarl.phases.updates.Batches`.
 
     Response lengths are uniform. Their mean is the length with which all responses together fill `MICRO_BATCHES`
-    micro-batches on each data-parallel rank, or the maximum length if that is less. One response has the maximum length.
+    micro-batches on each data-parallel rank, but at most the maximum, which one response has.
     Half of a group's responses have reward 1, the others 0.
     """
 
