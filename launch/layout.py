@@ -15,7 +15,7 @@ from megarl.recipe.tables import Recipe
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainJob:
     """One job in the chain of jobs that make a run."""
 
     name: str
@@ -25,19 +25,19 @@ class Link:
     partition: str | None
 
 
-def plan_links(recipe: Recipe, options: argparse.Namespace) -> list[Link]:
+def plan_chain(recipe: Recipe, options: argparse.Namespace) -> list[ChainJob]:
     """The jobs of a run, in order: a single one, or with ``--chain`` one per phase and one for the end of the run."""
     name = "".join(c if c.isalnum() else "-" for c in options.recipe.stem)
     if options.chain and recipe.schedule.kind == "live":
         raise UserError("--chain makes a job of each phase, but a live run has only one phase per stage: do not use it")
     if not options.chain:
-        return [Link(name, None, True, options.nodes, options.partition)]
+        return [ChainJob(name, None, True, options.nodes, options.partition)]
     optimize = options.optimize_nodes or options.nodes, options.optimize_partition or options.partition
     links = []
     for stage in range(recipe.schedule.stages):
-        links.append(Link(f"{name}-rollout-{stage}", f"rollout:{stage}", False, options.nodes, options.partition))
-        links.append(Link(f"{name}-optimize-{stage}", f"optimize:{stage}", True, *optimize))
-    return [*links, Link(f"{name}-end", None, False, options.nodes, options.partition)]  # last evaluation, report
+        links.append(ChainJob(f"{name}-rollout-{stage}", f"rollout:{stage}", False, options.nodes, options.partition))
+        links.append(ChainJob(f"{name}-optimize-{stage}", f"optimize:{stage}", True, *optimize))
+    return [*links, ChainJob(f"{name}-end", None, False, options.nodes, options.partition)]  # last evaluation, report
 
 
 def recipes_of_sweep(path: Path) -> list[Recipe]:
@@ -71,7 +71,7 @@ def missing_here(recipe: Recipe) -> list[str]:
     ]
 
 
-def check_layout(recipe: Recipe, link: Link, gpus: int | None) -> None:
+def check_layout(recipe: Recipe, link: ChainJob, gpus: int | None) -> None:
     """`UserError` for a layout that leaves GPUs of a node idle, needs more than it has, or does not divide."""
     actor = recipe.actor
     if link.nodes < 1:

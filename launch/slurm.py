@@ -38,10 +38,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # megarl is not installed in this environment; only its modules that read recipes are used
 
 from launch.layout import (  # noqa: E402
-    Link,
+    ChainJob,
     check_layout,
     missing_here,
-    plan_links,
+    plan_chain,
     recipes_of_sweep,
     toml_value,
 )
@@ -58,7 +58,7 @@ def main() -> None:
         else:
             recipes = [load_without_objective(options.recipe, options.set)]
         recipe = max(recipes, key=lambda recipe: recipe.devices_per_node)
-        links = plan_links(recipe, options)
+        links = plan_chain(recipe, options)
         for link, each in itertools.product(links, recipes):
             check_layout(each, link, options.gpus_per_node)
         if options.dry_run:
@@ -158,7 +158,7 @@ def problem_with_variable(variable: str) -> str | None:
     return None
 
 
-def agent_arguments(recipe: Recipe, link: Link, options: argparse.Namespace) -> list[str]:
+def agent_arguments(recipe: Recipe, link: ChainJob, options: argparse.Namespace) -> list[str]:
     """The arguments of ``megarl train``, or for an array of ``megarl sweep``, with absolute paths from the recipe."""
     if options.array:
         return ["sweep", str(options.recipe.resolve()), "--output", str(options.run_dir.resolve()), "--jobs", "1"]
@@ -182,7 +182,7 @@ def agent_arguments(recipe: Recipe, link: Link, options: argparse.Namespace) -> 
     return arguments + (["--until", link.until] if link.until else [])
 
 
-def slurm_executor(recipe: Recipe, link: Link, first: bool, options: argparse.Namespace) -> run.SlurmExecutor:
+def slurm_executor(recipe: Recipe, link: ChainJob, first: bool, options: argparse.Namespace) -> run.SlurmExecutor:
     """The settings of a Slurm job. first: whether it is the first of the chain, which waits for ``--after``."""
     # Slurm ends the job `margin` seconds after the signal: nine tenths of that time are for the processes to finish an
     # update and save, the rest is for the job to requeue itself
@@ -233,7 +233,7 @@ def packager(options: argparse.Namespace) -> run.Packager:
     return run.GitArchivePackager() if options.packager == "git" else run.Packager()
 
 
-def submit(recipe: Recipe, links: list[Link], options: argparse.Namespace) -> None:
+def submit(recipe: Recipe, links: list[ChainJob], options: argparse.Namespace) -> None:
     """Submit the jobs as one nemo-run experiment and wait until they are done, with ``--detach`` only submit them.
 
     Exits with a message if a job that was waited for did not succeed.

@@ -19,13 +19,13 @@ from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import Overrides, load_recipe, override_recipe, parse_override, recipe_diff
 from megarl.recipe.tables import Recipe
 from megarl.scratch import check_updates, open_stage, run_scratch_phase
-from megarl.storage.best import settle_evaluations
+from megarl.storage.best import update_best_and_remove_policies
 from megarl.storage.checkpoints import checkpoints
-from megarl.storage.evaluations import Answered
+from megarl.storage.evaluations import SuiteResponses
 from megarl.storage.files import make_directory
 from megarl.storage.ledger import sealed_external
 from megarl.storage.origin import RESCORED, SCORED_BEFORE, link_start, start_of
-from megarl.storage.policies import check_policy, copy_policy, unquantised
+from megarl.storage.policies import check_policy, copy_policy, dequantised_model
 from megarl.storage.retention import check_kept, require_policy
 from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir, Stage
@@ -71,7 +71,7 @@ def rollout_stage(nodes: Nodes, stage: Stage) -> None:
     require_policy(stage)
     with Progress(run.root, run.recipe):
         run_phase(nodes, stage, "rollout", stage.rollout.workers)
-    settle_evaluations(stage)
+    update_best_and_remove_policies(stage)
     print(f"sealed {stage.rollouts}")
 
 
@@ -104,7 +104,7 @@ def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: Overri
         optimize_stage(nodes, stage)
         if stage.run.unevaluated(stage.next.first_update):
             run_phase(nodes, stage.next, "evaluate", stage.next.rollout.workers)
-        settle_evaluations(stage.next)
+        update_best_and_remove_policies(stage.next)
     write_report([stage.run.root], stage.run.root / "report.html")
 
 
@@ -207,7 +207,7 @@ def branch(source: Stage, target: Path, recipe: Recipe) -> Stage:
 
 
 def _link_evaluation(source: Stage, stage: Stage, suite: str) -> None:
-    theirs, ours = (Answered.of(each.run.root, suite) for each in (source, stage))
+    theirs, ours = (SuiteResponses.of(each.run.root, suite) for each in (source, stage))
     if theirs.prompts.exists():
         make_directory(ours.directory)
         for place in (theirs.prompts, theirs.responses(source.first_update)):
@@ -294,7 +294,7 @@ def evaluate_model(
         model = recipe.model.model_copy(update={"path": policy, "tokenizer": None})
         check(nodes.starter, recipe.model_copy(update={"model": model}), optimizes=False)
         root = (output or Path(scratch) / "run").resolve()
-        results = _evaluate_in(RunDir(root, recipe), unquantised(policy, root / "policies"), nodes)
+        results = _evaluate_in(RunDir(root, recipe), dequantised_model(policy, root / "policies"), nodes)
     return [{**result, "policy": str(policy)} for result in results]
 
 

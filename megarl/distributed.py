@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.beats import WAITS, beat
+from megarl.heartbeats import WAITS, beat
 from megarl.keystore import SECRET, StoreClient
 
 PHASE_ID = "MEGARL_PHASE_ID"  # environment variable: prefix of the keys of one attempt at a phase in the agents' store

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 from megarl.errors import PhaseFailed, UserError
-from megarl.storage.best import settle_evaluations
+from megarl.storage.best import update_best_and_remove_policies
 from megarl.storage.policies import copy_policy
 from megarl.storage.retention import require_policy
 from megarl.storage.run_checks import check_run
@@ -38,7 +38,7 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
             if stage.due_evaluations() and (recipe.schedule.kind == "live" or stage.is_sealed()):
                 run_phase(nodes, stage, "evaluate", replicas)  # otherwise the rollout phase's engines evaluate
             if recipe.schedule.kind == "live":
-                settle_evaluations(stage)
+                update_best_and_remove_policies(stage)
                 if not (stage.is_sealed() and stage.is_trained()):
                     require_policy(stage)
                     run_phase(nodes, stage, "live", trainers + replicas)  # engines and trainers at the same time
@@ -46,7 +46,7 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
                 if not stage.is_sealed():
                     require_policy(stage)
                     run_phase(nodes, stage, "rollout", replicas)  # pi_stage generates; engines have all GPU memory
-                settle_evaluations(stage)
+                update_best_and_remove_policies(stage)
                 if until == ("rollout", stage.number):
                     return
                 if not stage.is_trained():
@@ -56,7 +56,7 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
                 return
         if run.end.due_evaluations():
             run_phase(nodes, run.end, "evaluate", run.end.rollout.workers)
-        settle_evaluations(run.end)
+        update_best_and_remove_policies(run.end)
     write_report([run.root], run.root / "report.html")
 
 

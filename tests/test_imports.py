@@ -45,7 +45,7 @@ WITHOUT_TORCH = [  # and without any of the heavy packages
 LAYERS = (
     "errors",
     "linux",
-    "beats",
+    "heartbeats",
     "batch",
     "advantages",
     "estimates",

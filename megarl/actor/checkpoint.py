@@ -31,8 +31,8 @@ from megarl.actor.optimizer import gather_parameters
 from megarl.actor.optimizer_state import adam_step, set_adam_step, sharded_adam_state
 from megarl.actor.step import Actor
 from megarl.actor.writers import ForkedResults
-from megarl.beats import beat
 from megarl.errors import UserError
+from megarl.heartbeats import beat
 from megarl.objectives.m2po import LogRatioBound
 from megarl.objectives.parts.clipping import RatioBounds
 from megarl.objectives.parts.prefix_ratio import LowestPrefix

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megarl.actor import routing
 from megarl.actor.packing import MicroBatch
 from megarl.batch import TokenBatch
-from megarl.beats import beat
+from megarl.heartbeats import beat
 from megarl.objectives import Metric
 
 

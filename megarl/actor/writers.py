@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from torch.distributed.checkpoint import CheckpointException
 
-from megarl.beats import beat
+from megarl.heartbeats import beat
 from megarl.storage.checkpoints import FileSum
 from megarl.storage.files import disk_errors
 

@@ -35,7 +35,7 @@ class GroupedQueryAttention:
         return self.qk_norm == "all heads"
 
     @property
-    def torch_layers_alone(self) -> bool:
+    def torch_layers_only(self) -> bool:
         return self.norms_all_heads or self.output_gate
 
     def norms(self, hf: Hf) -> bool:

@@ -80,7 +80,7 @@ class Attention(TokenMixer, Protocol):
         """Whether the norm of queries and keys, if there is one, is over all heads of a token."""
 
     @property
-    def torch_layers_alone(self) -> bool:
+    def torch_layers_only(self) -> bool:
         """Whether only the torch-native layers may be used: Transformer Engine's lack this attention, or were never
         compared with it."""
 

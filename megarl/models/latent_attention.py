@@ -22,7 +22,7 @@ class MultiHeadLatentAttention:
     rope_types: ClassVar[tuple[str, ...]] = ("default", "yarn")
     partial_rotary: ClassVar[bool] = False
     norms_all_heads: ClassVar[bool] = False
-    torch_layers_alone: ClassVar[bool] = True  # never compared with Transformer Engine's
+    torch_layers_only: ClassVar[bool] = True  # never compared with Transformer Engine's
 
     def problems(self, hf: Hf) -> Iterator[str]:
         for name, only in (("attention_bias", False), ("rope_interleave", True)):

@@ -23,7 +23,7 @@ def check_layers(recipe: Recipe, hf: dict[str, Any], here: bool = True) -> None:
             "[megatron] qk_layernorm: it normalises each head by itself, but this model normalises queries and keys "
             "over all heads; leave it out"
         )
-    if _fused(recipe, here) and attention.torch_layers_alone:
+    if _fused(recipe, here) and attention.torch_layers_only:
         raise UserError(
             f"[actor] layers = {recipe.actor.layers!r}: the attention of {hf['model_type']} was never compared with "
             'Transformer Engine\'s layers; use "torch"'

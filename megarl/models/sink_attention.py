@@ -24,7 +24,7 @@ class SinkAttention(GroupedQueryAttention):
     rope_types: tuple[str, ...] = ("default", "yarn")
 
     @property
-    def torch_layers_alone(self) -> bool:
+    def torch_layers_only(self) -> bool:
         return True
 
     def problems(self, hf: Hf) -> Iterator[str]:

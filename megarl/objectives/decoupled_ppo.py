@@ -36,7 +36,7 @@ class DecoupledPpo(Objective):
     behaviour_weight_max: float = number(math.inf, 0)
 
     @property
-    def updates_a_step(self) -> int:
+    def updates_per_proximal_policy(self) -> int:
         return self.proximal_updates
 
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:

@@ -78,7 +78,7 @@ class Objective:
             )
 
     @property
-    def updates_a_step(self) -> int:
+    def updates_per_proximal_policy(self) -> int:
         """Number of successive updates that share a proximal policy: the batches of all of them get the log-probs of
         the policy before the first one as ``old_logprobs``."""
         return 1

@@ -209,8 +209,8 @@ class WithOptions:
         return self.objective.requires + tuple(name for option in self.options for name in option.requires)
 
     @property
-    def updates_a_step(self) -> int:
-        return self.objective.updates_a_step
+    def updates_per_proximal_policy(self) -> int:
+        return self.objective.updates_per_proximal_policy
 
     def check(self, backend: str, mixes_policies: bool) -> None:
         """As `Objective.check`, and for the options."""

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.beats import beat
 from megarl.errors import STOP_SIGNALS, UserError
+from megarl.heartbeats import beat
 
 if TYPE_CHECKING:
     from megarl.storage.run_dir import Stage

@@ -18,13 +18,13 @@ from megarl.data.prompts import Prompt
 from megarl.distributed import ReplicaGroup
 from megarl.estimates import summarise
 from megarl.phases.generation import generate, missing_chunks
-from megarl.phases.rollout_worker import Draws, RolloutWorker
+from megarl.phases.rollout_worker import RolloutWorker, SamplingSettings
 from megarl.phases.scoring import SeededPrompt
 from megarl.recipe.tables import Suite
 from megarl.rewards.answers import COMPARED, answer_of
 from megarl.rollout.engine import never
 from megarl.storage import tensorboard_events, trackers
-from megarl.storage.evaluations import Answered
+from megarl.storage.evaluations import SuiteResponses
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 
@@ -37,7 +37,7 @@ def evaluate(stage: Stage) -> None:
     replicas = ReplicaGroup.join()
     due = set(stage.due_evaluations())
     # who starts this phase wants the stage's own policy evaluated, even if the recipe's schedule does not
-    if stage.run.unevaluated(stage.first_update) and not stage.lost_policy():
+    if stage.run.unevaluated(stage.first_update) and not stage.policy_was_removed():
         due.add(stage.first_update)
     due = set(replicas.from_first("due", sorted(due)))
     if not due:
@@ -123,7 +123,7 @@ class _Evaluation:
     def __init__(self, stage: Stage, version: int, suite: Suite, worker: RolloutWorker, replicas: ReplicaGroup) -> None:
         self.stage, self.version, self.suite, self.worker, self.replicas = stage, version, suite, worker, replicas
         self.prompts: list[Prompt] = worker.prompts.heldout(suite.name)
-        self.place = Answered.of(stage.run.root, suite.name)
+        self.place = SuiteResponses.of(stage.run.root, suite.name)
         self.directory = self.place.responses(version)
         self.key = f"{version}/{suite.name}"  # part of its keys in the replicas' store
 
@@ -141,7 +141,7 @@ class _Evaluation:
             resumed = {"phase": "evaluate", "skipped": there, "total": len(self.prompts), "unit": "prompts"}
             self.stage.log_event("resume", suite=self.suite.name, **resumed)
         suite, worker = self.suite, self.worker
-        draws = Draws(suite.samples, suite.temperature, suite.max_response_tokens, suite.top_p)
+        draws = SamplingSettings(suite.samples, suite.temperature, suite.max_response_tokens, suite.top_p)
         whole = draws.temperature > 0 and draws.top_p == 1
         mode = "processed" if whole else "engine"  # with top_p < 1 or temperature 0 log-probs depend on the engine
         with RolloutWriter(

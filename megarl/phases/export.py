@@ -11,8 +11,8 @@ from pathlib import Path
 from megarl.actor import checkpoint, hf, parallel, peft
 from megarl.actor.optimizer import gather_parameters
 from megarl.actor.step import Actor
-from megarl.beats import beat
 from megarl.errors import UserError
+from megarl.heartbeats import beat
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.policies import PolicyInfo, check_policy
 from megarl.storage.requests import read_request, write_answer

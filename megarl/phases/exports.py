@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megarl.actor import hf, parallel, reference
 from megarl.actor.optimizer import gather_parameters
 from megarl.actor.step import Actor
-from megarl.beats import beat
+from megarl.heartbeats import beat
 from megarl.storage.files import make_directory
 from megarl.storage.reference_logprobs import Reference, cut_text, read_reference, write_reference
 from megarl.storage.rollouts import Group, Response

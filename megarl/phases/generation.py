@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
-from megarl.phases.rollout_worker import Draws, RolloutWorker
+from megarl.phases.rollout_worker import RolloutWorker, SamplingSettings
 from megarl.phases.scoring import ScoredGroup, SeededPrompt
 from megarl.recipe.schedule import cut_chunks
 from megarl.rollout.engine import never
@@ -49,7 +49,7 @@ def generate_rollouts(
     budget: largest number of tokens to add to each response.
     """
     table = worker.recipe.rollout
-    draws = Draws(table.responses_per_prompt, table.temperature, table.max_response_tokens, budget=budget)
+    draws = SamplingSettings(table.responses_per_prompt, table.temperature, table.max_response_tokens, budget=budget)
 
     def prompt(group: int) -> SeededPrompt:
         return SeededPrompt(group, worker.prompts.train(group), earlier(group))
@@ -61,7 +61,7 @@ def generate(
     worker: RolloutWorker,
     chunks: Iterator[Sequence[int]],
     prompt: Callable[[int], SeededPrompt],
-    draws: Draws,
+    draws: SamplingSettings,
     interrupted: Callable[[], bool] = never,
     store_seconds: float = STORE_SECONDS,
     on_scored: Callable[[ScoredGroup], None] = lambda group: None,

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megarl.beats import beat
 from megarl.data.prompts import open_prompts
+from megarl.heartbeats import beat
 from megarl.phases.generation import STORE_SECONDS
 from megarl.phases.scoring import PendingGroup, Scoring, SeededPrompt
 from megarl.phases.stop import StopRequest

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from megarl.beats import beat
 from megarl.data.prompts import PromptSource, open_prompts
 from megarl.data.tokenizer import stop_token_ids
 from megarl.distributed import ReplicaGroup
 from megarl.errors import UserError
+from megarl.heartbeats import beat
 from megarl.phases.scoring import PendingGroup, ScoredGroup, Scoring, SeededPrompt
 from megarl.recipe.tables import Recipe
 from megarl.rewards.parts import build_verifier
@@ -34,7 +34,7 @@ _Place = tuple[PendingGroup, int]  # a response: its group and its index in the 
 
 
 @dataclass(frozen=True)
-class Draws:
+class SamplingSettings:
     """How the responses to each prompt are sampled; fields as in `Sampling`."""
 
     samples: int
@@ -115,7 +115,7 @@ class RolloutWorker:
         try:
             drift = check_weights(self.engine, reference, self.other_checksum)
         except UserError as error:
-            if not self.engine.renew():
+            if not self.engine.restart():
                 raise
             print(f"{error}; the engine was created anew because of that", file=sys.stderr)
             drift = check_weights(self.engine, reference, self.other_checksum)
@@ -125,7 +125,7 @@ class RolloutWorker:
     def generate(
         self,
         chunks: Iterator[Sequence[SeededPrompt]],
-        draws: Draws,
+        draws: SamplingSettings,
         interrupted: Callable[[], bool] = never,
         on_scored: Callable[[ScoredGroup], None] = lambda group: None,
     ) -> Iterator[ScoredGroup]:
@@ -174,11 +174,11 @@ class RolloutWorker:
         for group in self.unfinished:
             group.chunk = CONTINUED
 
-    def _request(self, groups: Sequence[PendingGroup], draws: Draws) -> Request:
+    def _request(self, groups: Sequence[PendingGroup], draws: SamplingSettings) -> Request:
         seeds = [self._seed(group.seeded, k) for group in groups for k in range(draws.samples)]
         return Request([list(group.seeded.prompt.tokens) for group in groups], self._sampling(draws, seeds))
 
-    def _continuation(self, places: Sequence[_Place], draws: Draws) -> Request:
+    def _continuation(self, places: Sequence[_Place], draws: SamplingSettings) -> Request:
         """A request that continues responses: it repeats the prompt for each response, with the response's prefix."""
         seeds = [self._seed(group.seeded, k) for group, k in places]
         parts = [group.parts.get(k, ()) for group, k in places]
@@ -186,7 +186,7 @@ class RolloutWorker:
         sampling = replace(self._sampling(draws, seeds), samples=1, prefixes=prefixes)
         return Request([list(group.seeded.prompt.tokens) for group, _ in places], sampling)
 
-    def _sampling(self, draws: Draws, seeds: Sequence[int]) -> Sampling:
+    def _sampling(self, draws: SamplingSettings, seeds: Sequence[int]) -> Sampling:
         return Sampling(
             temperature=draws.temperature,
             max_tokens=draws.max_tokens,
@@ -201,7 +201,7 @@ class RolloutWorker:
     def _seed(self, seeded: SeededPrompt, sample: int) -> int:
         return response_seed(self.recipe.run.seed, seeded.number, sample)
 
-    def _score(self, group: PendingGroup, sample: int, parts: Sequence[Completion], draws: Draws) -> None:
+    def _score(self, group: PendingGroup, sample: int, parts: Sequence[Completion], draws: SamplingSettings) -> None:
         """Have a response scored. parts: its spans of tokens, each sampled by one policy.
 
         Where responses may stay unfinished, those of a group are scored only once all have ended.

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from megarl.beats import beat
 from megarl.data.prompts import Prompt
+from megarl.heartbeats import beat
 from megarl.recipe.tables import RewardTable
 from megarl.rewards import Score, is_scored
 from megarl.rewards.parts import totals

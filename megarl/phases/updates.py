@@ -21,8 +21,8 @@ from megarl.actor.frozen import Field, FrozenPolicy
 from megarl.actor.nonfinite import NonFiniteUpdate
 from megarl.actor.packing import Sample
 from megarl.actor.step import Actor, train_step, with_proximal
-from megarl.beats import beat
 from megarl.errors import STOPPED, UserError
+from megarl.heartbeats import beat
 from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.phases.exports import Exporter
 from megarl.phases.samples import describe, lengths_by_sign, throughput, to_samples, token_texts
@@ -172,7 +172,7 @@ def _read_step(
     update starts from that policy anyway. Returns [] if a stop was asked for. Collective.
     """
     step: list[Prepared] = []
-    for update in range(first, min(last, first + objective.updates_a_step)):
+    for update in range(first, min(last, first + objective.updates_per_proximal_policy)):
         groups = batches.read(update)
         if groups is None:
             return []  # no update of the step is made yet

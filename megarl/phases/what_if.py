@@ -16,12 +16,12 @@ import torch
 
 from megarl.actor import packing, parallel
 from megarl.actor.step import Actor, compute_gradients
-from megarl.beats import beat
 from megarl.errors import UserError
+from megarl.heartbeats import beat
 from megarl.objectives import OBJECTIVES, Objective, build_objective
 from megarl.phases.export import load_policy, write_policy
 from megarl.phases.generation import generate
-from megarl.phases.rollout_worker import Draws, RolloutWorker
+from megarl.phases.rollout_worker import RolloutWorker, SamplingSettings
 from megarl.phases.samples import to_samples
 from megarl.phases.scoring import SeededPrompt
 from megarl.phases.updates import frozen_policies
@@ -177,7 +177,7 @@ class Comparison:
     def _answer(self, worker: RolloutWorker, groups: list[Group]) -> list[Group]:
         """Fresh responses to the prompts of ``groups``, scored, sorted by group id."""
         table = self.stage.run.recipe.rollout
-        draws = Draws(table.responses_per_prompt, table.temperature, table.max_response_tokens)
+        draws = SamplingSettings(table.responses_per_prompt, table.temperature, table.max_response_tokens)
 
         def prompt(group: int) -> SeededPrompt:
             return SeededPrompt(OTHER_SEEDS + group, worker.prompts.train(group))

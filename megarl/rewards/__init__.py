@@ -15,7 +15,7 @@ from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
 
-BAD_ROWS_TOLD = 5  # the most bad rows of a prompt file that one message lists
+MAX_ROWS_LISTED = 5  # the most bad rows of a prompt file that one message lists
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ def check_rows(recipe: Recipe, read: Callable[[Prompt], object]) -> None:
             except UserError as error:
                 wrong.append(f"{where}: {error}")
         if wrong:
-            more = f"\nand {len(wrong) - BAD_ROWS_TOLD} more rows" if len(wrong) > BAD_ROWS_TOLD else ""
-            raise UserError("\n".join(wrong[:BAD_ROWS_TOLD]) + more)
+            more = f"\nand {len(wrong) - MAX_ROWS_LISTED} more rows" if len(wrong) > MAX_ROWS_LISTED else ""
+            raise UserError("\n".join(wrong[:MAX_ROWS_LISTED]) + more)
 
 
 def right_answer(prompt: Prompt) -> str:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from megarl.beats import beat
 from megarl.errors import UserError
+from megarl.heartbeats import beat
 from megarl.recipe.tables import Recipe
 from megarl.rollout.drift import score
 from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, check_request, never, section
@@ -72,7 +72,7 @@ class BuiltinEngine:
         self._model = _load(self.policy_dir, self.dtype)
         self._model.to(self.device)  # type: ignore[arg-type]
 
-    def renew(self) -> bool:
+    def restart(self) -> bool:
         return False
 
     def checksum(self) -> str | None:

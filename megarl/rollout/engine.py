@@ -118,7 +118,7 @@ class RolloutEngine(Protocol):
         The engine then behaves like a newly started one; an engine that cannot reload in place is restarted.
         """
 
-    def renew(self) -> bool:
+    def restart(self) -> bool:
         """Restart the engine with the weights loaded last, after weights loaded in place turned out to be wrong.
 
         Returns False, and does nothing, if a restart could not change the weights.

@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 import torch
 
-from megarl.beats import beat
 from megarl.errors import UserError
+from megarl.heartbeats import beat
 from megarl.models import family_of
 from megarl.models.clamped_experts import ClampedExperts
 from megarl.models.hf_config import read_hf_config
@@ -129,7 +129,7 @@ class VllmEngine(ContinuousEngine):
     def load_weights(self, policy_dir: Path, version: int) -> None:
         """Loads in place, but restarts vLLM for models with experts on a CPU: version 0.32 reloads those wrongly.
 
-        Other reloads may be wrong as well, without an error; a caller that detects this calls `renew`.
+        Other reloads may be wrong as well, without an error; a caller that detects this calls `restart`.
         """
         reloads = self._engine is not None and (self.settings.device == "cuda" or not self._has_experts)
         self.policy_dir, self.version = Path(policy_dir), version
@@ -145,7 +145,7 @@ class VllmEngine(ContinuousEngine):
         self._engine.reset_prefix_cache()
         self._reloaded = True
 
-    def renew(self) -> bool:
+    def restart(self) -> bool:
         """Restart vLLM if its weights were loaded in place: weights loaded at its start are not affected by reloads."""
         if not self._reloaded:
             return False

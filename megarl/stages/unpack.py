@@ -35,10 +35,10 @@ from megarl.stages.packed import (
 )
 from megarl.stages.target import new_directory
 from megarl.storage.checked_json import write_checked
-from megarl.storage.eras import EVALUATION
 from megarl.storage.files import file_sha256, make_directory
 from megarl.storage.ledger import check_seal
 from megarl.storage.policies import check_policy, check_weights, copy_weights, is_mxfp4, read_info
+from megarl.storage.recipe_history import EVALUATION
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.trackers import NONE as NO_TRACKERS

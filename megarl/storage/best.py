@@ -12,7 +12,7 @@ from megarl.storage.retention import remove_policies
 from megarl.storage.run_dir import RunDir, Stage
 
 
-def settle_evaluations(stage: Stage) -> None:
+def update_best_and_remove_policies(stage: Stage) -> None:
     """Update ``best``, then remove policies that are no longer needed; called when ``stage`` begins and is evaluated.
 
     Removed are policies exported between two stages, and stages' own policies as `megarl.storage.retention` decides.

@@ -23,7 +23,7 @@ from megarl.storage.rollouts import Group, RolloutStore
 
 
 @dataclass(frozen=True)
-class Answered:
+class SuiteResponses:
     """The prompts of a suite and the responses to them, in a run directory."""
 
     directory: Path  # evaluations/NAME

@@ -142,7 +142,7 @@ def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int
     return info
 
 
-def unquantised(model_dir: Path, folder: Path) -> Path:
+def dequantised_model(model_dir: Path, folder: Path) -> Path:
     """``model_dir`` itself, or for an MXFP4 model its bfloat16 copy in ``folder``, made at the first call."""
     if not is_mxfp4(model_dir):
         return model_dir

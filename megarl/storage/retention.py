@@ -68,7 +68,7 @@ def _is_own(stage: Stage) -> bool:
 
 def removed(stage: Stage) -> PolicyInfo | None:
     """The record of the stage's policy if that was removed, else None; `UserError` if the record is damaged."""
-    if not stage.lost_policy():
+    if not stage.policy_was_removed():
         return None
     remedy = "Restore it from a copy"
     record = read_checked(stage.removed_policy, remedy, needs_checksum=True)
@@ -100,7 +100,7 @@ def require_policy(stage: Stage) -> Path:
 
 def check_kept(stage: Stage) -> None:
     """`UserError` if the stage's policy was removed, with the way to get it or a similar policy."""
-    if stage.lost_policy():
+    if stage.policy_was_removed():
         raise UserError(f"{stage.policy} was removed, as [actor] keep_policies says; {_alternative(stage)}")
 
 

@@ -18,12 +18,12 @@ from megarl.errors import Busy, UserError
 from megarl.recipe.layout import TRAINING_TABLES, is_layout_setting
 from megarl.recipe.load import recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
-from megarl.storage.eras import eras, from_next_stage, remember
 from megarl.storage.files import make_directory, remove_directory, write_atomic
 from megarl.storage.json_lines import StrictTail, append_json
 from megarl.storage.ledger import is_sealed
 from megarl.storage.longer import adds_stages, free_result
 from megarl.storage.pinned import check_pinned, pin
+from megarl.storage.recipe_history import from_next_stage, recipes_by_stage, remember
 from megarl.storage.run_recipe import dump, load
 
 # what only a run with a recipe can have written
@@ -154,7 +154,7 @@ class RunDir:
 
     def _era(self, number: int) -> RunDir:
         """This run with the recipe that applies to stage ``number``."""
-        return next((run for end, run in self.newest._eras if number < end), self.newest)
+        return next((run for end, run in self.newest._recipes_by_stage if number < end), self.newest)
 
     @property
     def newest(self) -> RunDir:
@@ -162,8 +162,8 @@ class RunDir:
         return self._newest or self
 
     @functools.cached_property
-    def _eras(self) -> list[tuple[int, RunDir]]:
-        return [(end, RunDir(self.root, recipe, self)) for end, recipe in eras(self.root, self.recipe)]
+    def _recipes_by_stage(self) -> list[tuple[int, RunDir]]:
+        return [(end, RunDir(self.root, recipe, self)) for end, recipe in recipes_by_stage(self.root, self.recipe)]
 
     def _next_stage(self) -> Stage:
         """The first stage that is not trained, or the end."""
@@ -357,9 +357,9 @@ class Stage:
 
     def is_trained(self) -> bool:
         """Whether all updates of the stage were made and its result was exported."""
-        return self.next.policy.exists() or self.next.lost_policy()
+        return self.next.policy.exists() or self.next.policy_was_removed()
 
-    def lost_policy(self) -> bool:
+    def policy_was_removed(self) -> bool:
         """Whether `megarl.storage.retention` has removed the stage's policy, which its record shows.
 
         The record counts only for stages whose policy may be removed: sealed, and neither the first nor the end. So it
@@ -379,7 +379,7 @@ class Stage:
         """
         run = self.run
         published = run.versions([run.stage(self.number - 1)] if self.number else [])
-        own = [] if self.lost_policy() else [self.first_update]
+        own = [] if self.policy_was_removed() else [self.first_update]
         return [v for v in [*published, *own] if run.lacks_evaluation(v)]
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 from megarl.errors import UserError
 from megarl.estimates import Interval, mean_of_replicates, paired
 from megarl.recipe.sweep import Point
-from megarl.storage.evaluations import Answered
+from megarl.storage.evaluations import SuiteResponses
 from megarl.sweep.plan import Job, Plan
 from megarl.views.comparison import check_same_prompts
 from megarl.views.run_reader import Run, interval, read_run
@@ -118,7 +118,7 @@ def _differences(pairs: list[tuple[FinishedRun, int | None, FinishedRun]], suite
 
 def _over_prompts(first: FinishedRun, update: int | None, second: FinishedRun, suite: str) -> Interval:
     """The paired interval of the difference of two policies over prompts; NaN if the prompts differ."""
-    sides = [Answered.of(each.job.directory, suite) for each in (first, second)]
+    sides = [SuiteResponses.of(each.job.directory, suite) for each in (first, second)]
     versions = [
         first.run.suites[suite][-1]["update"] if update is None else update,
         second.run.suites[suite][-1]["update"],

@@ -12,7 +12,7 @@ import numpy as np
 from megarl.errors import UserError
 from megarl.estimates import Difference, paired, pass_at
 from megarl.storage.best import best_version
-from megarl.storage.evaluations import Answered
+from megarl.storage.evaluations import SuiteResponses
 from megarl.storage.run_dir import RunDir
 
 SHOWN = 60  # characters of a prompt in a message
@@ -41,14 +41,14 @@ class Side:
 
     def newest(self, suite: str) -> int | None:
         """Updates of the last policy that was evaluated on a suite; None if there is none."""
-        return max(Answered.of(self.run, suite).versions(), default=None)
+        return max(SuiteResponses.of(self.run, suite).versions(), default=None)
 
     def suites(self) -> list[str]:
         return sorted(path.parent.name for path in self.run.glob("evaluations/*/prompts.jsonl"))
 
     def correct(self, suite: str) -> tuple[int, np.ndarray]:
         """(updates of the policy, [prompts, samples] of 1 for right and 0); `UserError` without a whole evaluation."""
-        answered = Answered.of(self.run, suite)
+        answered = SuiteResponses.of(self.run, suite)
         versions = answered.versions()
         version = self.version if self.version is not None else self.newest(suite)
         if version is None or version not in versions:
@@ -75,7 +75,7 @@ def compare(a: str, b: str, suite: str | None = None, as_json: bool = False) -> 
 
 def _estimates(suite: str, a: Side, b: Side) -> dict[str, Any]:
     """avg@n and pass@k of both policies on one suite, with their paired differences."""
-    check_same_prompts(Answered.of(a.run, suite), Answered.of(b.run, suite))
+    check_same_prompts(SuiteResponses.of(a.run, suite), SuiteResponses.of(b.run, suite))
     (first, ours), (second, theirs) = (side.correct(suite) for side in at_equal_updates(a, b, suite))
     estimates, shared = [], min(ours.shape[1], theirs.shape[1])
     for k in sorted({1, shared}):
@@ -108,7 +108,7 @@ def _table(found: dict[str, Any]) -> str:
 
 def at_equal_updates(a: Side, b: Side, suite: str) -> tuple[Side, Side]:
     """Both sides with the last update after 0 at which both were evaluated, unless one of them names its policy."""
-    shared = {*Answered.of(a.run, suite).versions()} & {*Answered.of(b.run, suite).versions()} - {0}
+    shared = {*SuiteResponses.of(a.run, suite).versions()} & {*SuiteResponses.of(b.run, suite).versions()} - {0}
     if a.version is None and b.version is None and shared:
         return replace(a, version=max(shared)), replace(b, version=max(shared))
     return a, b
@@ -116,12 +116,12 @@ def at_equal_updates(a: Side, b: Side, suite: str) -> tuple[Side, Side]:
 
 def difference_at(a: Path, b: Path, suite: str, update: int) -> Difference:
     """avg@n of the run in ``b`` minus that of ``a`` after ``update`` updates, paired; `UserError` as in `compare`."""
-    check_same_prompts(Answered.of(a, suite), Answered.of(b, suite))
+    check_same_prompts(SuiteResponses.of(a, suite), SuiteResponses.of(b, suite))
     ours, theirs = (Side(str(run), run, update).correct(suite)[1].mean(1) for run in (a, b))
     return paired(ours, theirs)
 
 
-def check_same_prompts(a: Answered, b: Answered) -> None:
+def check_same_prompts(a: SuiteResponses, b: SuiteResponses) -> None:
     """`UserError` with the first prompt that differs in question or answer; the rendering does not matter."""
     ours, theirs = ([_question(line) for line in side.read_prompts()] for side in (a, b))
     for number, (one, other) in enumerate(zip(ours, theirs, strict=False)):

@@ -75,7 +75,7 @@ class Plan:
         """
         objective = build_objective(self.recipe.objective.name, self.recipe.objective.fields)
         exact = objective.needs_statistics and self.recipe.actor.statistics_scope == "exact"
-        return self.frozen + int(exact) + 1 - 1 / objective.updates_a_step
+        return self.frozen + int(exact) + 1 - 1 / objective.updates_per_proximal_policy
 
     @cached_property
     def optimize(self) -> dict[str, float]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.recipe.eval_table import HELDOUT
 from megarl.recipe.tables import Recipe, ScheduleTable
-from megarl.storage.evaluations import Answered
+from megarl.storage.evaluations import SuiteResponses
 from megarl.storage.json_lines import JsonTail
 from megarl.storage.ledger import is_sealed
 from megarl.views.run_reader import half_width
@@ -44,7 +44,7 @@ class Evaluating:
         policies = (run_dir / f"stages/{stage - 1:03d}/policies").glob("[0-9]*")
         versions = [*sorted(int(path.name) for path in policies), stage * recipe.schedule.updates_per_stage]
         self._left = deque(
-            (version, suite.name, suite.prompts, Answered.of(run_dir, suite.name).responses(version))
+            (version, suite.name, suite.prompts, SuiteResponses.of(run_dir, suite.name).responses(version))
             for version in filter(recipe.is_evaluated, versions)
             for suite in recipe.suites
         )

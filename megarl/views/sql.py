@@ -22,7 +22,7 @@ import pyarrow.fs as fs
 
 from megarl.errors import UserError
 from megarl.recipe.eval_table import HELDOUT
-from megarl.storage.evaluations import Answered
+from megarl.storage.evaluations import SuiteResponses
 from megarl.storage.json_lines import Record
 from megarl.storage.ledger import check_size
 from megarl.storage.rollouts import RolloutStore
@@ -175,7 +175,7 @@ def _shards(root: Path, name: str) -> ds.Dataset:
 def _evaluation_shards(root: Path) -> ds.Dataset:
     found = []
     for prompts in sorted(root.glob("evaluations/*/prompts.jsonl")):
-        answered = Answered.of(root, prompts.parent.name)
+        answered = SuiteResponses.of(root, prompts.parent.name)
         for update in answered.versions():
             directory = answered.responses(update)
             for entry in RolloutStore(directory).entries:

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megarl.beats import FILE
 from megarl.distributed import PATIENCE, PHASE_ID
 from megarl.errors import STOPPED, PhaseFailed, UserError
+from megarl.heartbeats import FILE
 from megarl.keystore import SECRET
 from megarl.phases.entry import ERROR_FILE, NOTHING_TO_SAVE
 from megarl.rollout import engine_module

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from megarl.errors import PhaseFailed
 from megarl.keystore import StoreClient, StoreServer, new_secret
 from megarl.workers.activity import Activity
-from megarl.workers.meeting import join, make_secret, publish
 from megarl.workers.node_rank import NodeRank
 from megarl.workers.processes import Starter
+from megarl.workers.rendezvous import join, make_secret, publish
 
 HEARTBEAT_SECONDS = 0.5
 DEAD_AFTER_SECONDS = 15.0  # without a heartbeat; less than Slurm's KillWait, so the cause is logged before a job dies

@@ -63,7 +63,7 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
     check_layers(recipe, hf)
     objective = build_objective(recipe.objective.name, recipe.objective.fields)
     objective.check(recipe.actor.kernel_backend, recipe.mixes_policies)
-    _check_steps(recipe, objective.updates_a_step)
+    _check_steps(recipe, objective.updates_per_proximal_policy)
     if recipe.mixes_policies and recipe.actor.routing_replay == "actor":
         raise UserError(
             '[actor] routing_replay = "actor" replays the routing of the one policy that generated a stage, but in a '
@@ -78,7 +78,7 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
 def _check_steps(recipe: Recipe, updates: int) -> None:
     """`UserError` unless stages, checkpoints and exports end with a whole step of ``updates`` updates.
 
-    updates: `Objective.updates_a_step`, the updates that share one proximal policy.
+    updates: `Objective.updates_per_proximal_policy`, the updates that share one proximal policy.
     """
     periods = {"schedule.updates_per_stage": recipe.schedule.updates_per_stage}
     periods["actor.checkpoint_every"] = recipe.actor.checkpoint_every

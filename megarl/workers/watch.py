@@ -1,4 +1,4 @@
-"""Notices a stalled process of a phase by its missing heartbeats (`megarl.beats`), and reports where it is stuck.
+"""Notices a stalled process of a phase by its missing heartbeats (`megarl.heartbeats`), and reports where it is stuck.
 
 A step may take ``[run] stall_seconds``, or several times as long as the longest step of its kind so far; the first step
 of a kind, which may load or compile, has more time. Only time in which the watch itself runs is counted, so a job that
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.beats import WAITS, Beat, read_beat
+from megarl.heartbeats import WAITS, Beat, read_beat
 
 FIRST = 6  # limit of the first step of a kind, in units of `stall_seconds`
 SLOWER = 5  # limit of a later step, in units of the longest step of its kind so far

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.beats import read_beat
+from megarl.heartbeats import read_beat
 from megarl.rollout.builtin import DRAWS, BuiltinEngine
 from megarl.rollout.engine import Request, Sampling, response_seed
 from tests.live.conftest import histogram, metrics

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.beats import read_beat
 from megarl.data.prompts import open_prompts
+from megarl.heartbeats import read_beat
 from megarl.recipe.load import load_recipe
 from tests.helpers import megarl, processes_of, read_lines, start_megarl, wait_for
 

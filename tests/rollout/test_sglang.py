@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.beats import FILE, read_beat
 from megarl.distributed import become_single_process
 from megarl.errors import UserError
+from megarl.heartbeats import FILE, read_beat
 from megarl.phases.rollout import rollout
 from megarl.rollout.drift import check_weights
 from megarl.rollout.engine import Request

@@ -186,8 +186,8 @@ def test_a_wrong_reload_is_caught_and_mended(engine, tmp_path):
     worker.engine = engine
     assert worker.check_weights(tmp_path, None).max < TOLERANCE
     assert (engine._engine is not started) is bool(engine._has_experts), "started anew only where it was wrong"
-    engine.renew()
-    assert check_weights(engine, reference).max < TOLERANCE and not engine.renew()
+    engine.restart()
+    assert check_weights(engine, reference).max < TOLERANCE and not engine.restart()
 
 
 def test_workers_of_an_engine_outlive_a_signal_to_all_processes(models):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from launch.layout import Link, check_layout
+from launch.layout import ChainJob, check_layout
 from megarl.errors import UserError
 from megarl.recipe.load import load_without_objective
 from tests.helpers import ROOT
@@ -103,9 +103,9 @@ def test_four_nodes(launch, qwen):
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
 def test_all_30b_recipes_fill_four_nodes_of_8_gpus_and_no_others(path):
     recipe = load_without_objective(path)
-    check_layout(recipe, Link("run", None, True, 4, None), 8)
+    check_layout(recipe, ChainJob("run", None, True, 4, None), 8)
     with pytest.raises(UserError, match="does not fill the 4 GPUs of a node"):
-        check_layout(recipe, Link("run", None, True, 4, None), 4)
+        check_layout(recipe, ChainJob("run", None, True, 4, None), 4)
 
 
 def test_all_of_a_recipe_but_its_objectives_own_fields_is_read(qwen):
@@ -240,8 +240,8 @@ def test_an_array_that_cannot_be_is_refused(launch, sweep_of_qwen):
 def test_layouts_that_do_not_fill_the_nodes(qwen, nodes, gpus, settings, message):
     recipe = load_without_objective(qwen, settings)
     with pytest.raises(UserError, match=re.escape(message)):
-        check_layout(recipe, Link("run", None, True, nodes, None), gpus)
-    check_layout(load_without_objective(qwen), Link("run", None, True, 4, None), 8)
+        check_layout(recipe, ChainJob("run", None, True, nodes, None), gpus)
+    check_layout(load_without_objective(qwen), ChainJob("run", None, True, 4, None), 8)
 
 
 def test_a_refused_layout_prints_no_script(launch, qwen):

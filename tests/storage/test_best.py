@@ -6,7 +6,7 @@ import pytest
 
 from megarl.recipe.load import load_recipe
 from megarl.storage import best
-from megarl.storage.best import best_version, keep_best, settle_evaluations
+from megarl.storage.best import best_version, keep_best, update_best_and_remove_policies
 from megarl.storage.policies import PolicyInfo, read_info, write_info
 from megarl.storage.run_dir import RunDir
 
@@ -47,20 +47,20 @@ def test_a_resume_keeps_the_only_copy_of_the_best_policy_after_a_change_of_the_r
     for number in range(2):
         write_policy(run.stage(number))
         evaluate(run, number, SCORES[number])
-        settle_evaluations(run.stage(number))
+        update_best_and_remove_policies(run.stage(number))
     assert held(run) == 0
     run = RunDir.create(run.root, settings("eval.best=mean"))
     for number in (2, 3):
         write_policy(run.stage(number))
         evaluate(run, number, SCORES[number])
-        settle_evaluations(run.stage(number))
+        update_best_and_remove_policies(run.stage(number))
     run.end.policy.mkdir()
-    settle_evaluations(run.end)
+    update_best_and_remove_policies(run.end)
     assert held(run) == 2 and not run.stage(2).policy.exists()
     resumed = RunDir.open(run.root)
     assert resumed.stage(0).run.recipe.eval.best == "first"
     for stage in [*resumed.stages(), resumed.end]:
-        settle_evaluations(stage)
+        update_best_and_remove_policies(stage)
         assert held(run) == 2
         assert best_version(stage.run) == run.stage(2).first_update
 
@@ -123,8 +123,8 @@ def test_a_link_in_the_place_of_best_becomes_a_copy_before_its_target_is_removed
         evaluate(run, number, SCORES[number])
     evaluate(run, 0, (0.0, 0.0))
     run.best.symlink_to(run.stage(2).policy)
-    settle_evaluations(run.stage(3))
+    update_best_and_remove_policies(run.stage(3))
     run.end.policy.mkdir()
-    settle_evaluations(run.end)
+    update_best_and_remove_policies(run.end)
     assert not run.stage(2).policy.exists()
     assert held(run) == 2 and not run.best.is_symlink()

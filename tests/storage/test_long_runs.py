@@ -6,7 +6,7 @@ import pytest
 
 from megarl.recipe.load import dump_recipe
 from megarl.storage import json_lines, ledger
-from megarl.storage.best import settle_evaluations
+from megarl.storage.best import update_best_and_remove_policies
 from megarl.storage.checkpoints import checkpoint_path, checkpoints
 from megarl.storage.rollouts import RolloutStore, RolloutWriter
 from megarl.storage.run_dir import RunDir
@@ -73,7 +73,7 @@ def test_each_stage_looks_at_the_directory_of_the_one_before_alone(run, monkeypa
     stage = run.stage(700)
     assert stage.due_evaluations() == [1399, 1400]
     run.log_event("evaluation", stage=700, update=1399, accuracy=0.5)
-    settle_evaluations(stage)
+    update_best_and_remove_policies(stage)
     assert not run.version(1399).exists() and run.version(1397).exists() and run.version(1401).exists()
     there = [path for path in looked_at if run.root / "stages" in path.parents]
     assert there == [run.stage(699).directory / "policies/[0-9]*"] * 2

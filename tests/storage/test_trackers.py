@@ -13,7 +13,7 @@ import pytest
 
 from megarl.data.tokenizer import load_decoder
 from megarl.storage import trackers
-from megarl.storage.evaluations import Answered
+from megarl.storage.evaluations import SuiteResponses
 from megarl.storage.run_dir import RunDir
 from tests.helpers import events, megarl, metrics
 from tests.phases.test_changes import SMALL, settings
@@ -54,7 +54,7 @@ def trained(recipe, environment, tmp_path_factory):
 
 def samples(run, update):
     """[(prompt, response)] of the first prompts, as the run directory has them."""
-    decode, groups = load_decoder(run.stage(0).policy), Answered.of(run.root, "heldout").read(update)
+    decode, groups = load_decoder(run.stage(0).policy), SuiteResponses.of(run.root, "heldout").read(update)
     return [(decode(group.prompt_tokens.tolist()), decode(group.responses[0].tokens.tolist())) for group in groups[:4]]
 
 

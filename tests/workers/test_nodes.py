@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megarl.distributed import ReplicaGroup
 from megarl.errors import PhaseFailed, UserError
 from megarl.keystore import StoreServer, new_secret
-from megarl.workers import activity, meeting, nodes
+from megarl.workers import activity, nodes, rendezvous
 from megarl.workers.nodes import NodeRank, Nodes, Report
 
 
@@ -76,27 +76,27 @@ def test_who_waits_for_peers_can_leave():
 
 def test_the_secret_is_its_owners_alone_and_that_of_all_starts(tmp_path):
     run = tmp_path / "run"
-    secret = meeting.make_secret(run)
+    secret = rendezvous.make_secret(run)
     assert (run / "secret").stat().st_mode & 0o777 == 0o600
-    assert meeting.make_secret(run) == meeting.read_secret(run) == secret
+    assert rendezvous.make_secret(run) == rendezvous.read_secret(run) == secret
     os.chmod(run / "secret", 0o640)
     with pytest.raises(UserError, match="readable by nobody else"):
-        meeting.make_secret(run)
+        rendezvous.make_secret(run)
     os.chmod(run / "secret", 0o600)
     if os.geteuid() == 0:
         os.chown(run / "secret", 65534, 65534)
         with pytest.raises(UserError, match="readable by nobody else"):
-            meeting.read_secret(run)
+            rendezvous.read_secret(run)
         os.chown(run / "secret", 0, 0)
     (run / "secret").write_bytes(b"short")
     with pytest.raises(UserError, match="damaged"):
-        meeting.read_secret(run)
+        rendezvous.read_secret(run)
 
 
 def test_a_follower_waits_for_the_leader_past_what_an_earlier_start_left(tmp_path):
-    meeting.make_secret(tmp_path)
+    rendezvous.make_secret(tmp_path)
     other = StoreServer(new_secret())  # of another run, on the port that this one had
-    meeting.publish(tmp_path, "127.0.0.1", other.port)
+    rendezvous.publish(tmp_path, "127.0.0.1", other.port)
     joined = []
 
     def follow():

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megarl.beats import WAITS, beat
 from megarl.distributed import ReplicaGroup, Role
 from megarl.errors import STOPPED, UserError
+from megarl.heartbeats import WAITS, beat
 from megarl.phases.generation import generate_rollouts, missing_chunks
 from megarl.phases.live.state import LiveState
 from megarl.phases.rollout_stats import RolloutStats

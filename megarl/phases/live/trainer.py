@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.actor import parallel
-from megarl.beats import WAITS, beat
 from megarl.distributed import Role
 from megarl.errors import UserError
+from megarl.heartbeats import WAITS, beat
 from megarl.phases.exports import Exporter
 from megarl.phases.live.publish import Publisher
 from megarl.phases.live.service import serve

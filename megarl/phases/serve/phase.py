@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.beats import WAITS, beat
 from megarl.data.templates import Renderer
 from megarl.distributed import ReplicaGroup
 from megarl.errors import STOPPED, UserError
+from megarl.heartbeats import WAITS, beat
 from megarl.phases.evaluate import start_evaluated
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.serve import KEY

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from megarl.beats import beat
 from megarl.data.tokenizer import end_of_sequence
 from megarl.errors import UserError
+from megarl.heartbeats import beat
 from megarl.models import family_of
 from megarl.models.feed_forward import MixtureOfExperts
 from megarl.models.hf_config import read_hf_config
@@ -154,7 +154,7 @@ class SglangEngine(ContinuousEngine):
         self._hf, self._own_stops = hf, end_of_sequence(policy_dir)
         self.policy_dir, self.version = Path(policy_dir), version
 
-    def renew(self) -> bool:
+    def restart(self) -> bool:
         """False: SGLang loads weights in place by the same code as when it starts, so a restart changes nothing."""
         return False
 

@@ -58,7 +58,7 @@ def check_samples(run: RunDir, count: int, notes: list[str]) -> Iterator[str]:
 
 
 def _had_policy(stage: Stage) -> bool:
-    return stage.policy.exists() or stage.lost_policy()
+    return stage.policy.exists() or stage.policy_was_removed()
 
 
 def sample(stage: Stage, count: int) -> list[Group]:

@@ -50,7 +50,7 @@ def remember(root: Path, before: Recipe, stage: int) -> tuple[Path, str] | None:
     return (path, dump(before)) if stage and not path.exists() else None
 
 
-def eras(root: Path, now: Recipe) -> list[tuple[int, Recipe]]:
+def recipes_by_stage(root: Path, now: Recipe) -> list[tuple[int, Recipe]]:
     """(number of the first stage that no longer uses it, recipe) of each earlier recipe, oldest first."""
     found = ((_NAME.fullmatch(path.name), path) for path in root.glob("recipe_until_*.toml"))
     ends = sorted((int(match[1]), path) for match, path in found if match)
