@@ -16,7 +16,7 @@ def test_what_needs_the_one_policy_of_a_stage(recipe):
     check_recipe(load_recipe(recipe, LIVE))
     with pytest.raises(UserError, match="old_logprobs.*in a live run.* several policies generate it.*staged"):
         check_recipe(load_recipe(recipe, [*LIVE, "objective.icepop={}"]))
-    with pytest.raises(UserError, match='routing_replay = "actor".*in a live run.* several do'):
+    with pytest.raises(UserError, match='routing_replay = "actor".*in a live run.* several policies generate it'):
         check_recipe(load_recipe(recipe, [*LIVE, "actor.routing_replay=actor"]))
     check_recipe(load_recipe(recipe, ["objective.icepop={}"]))
     current = ["objective.name=decoupled_ppo", "objective.proximal_updates=2"]  # its proximal policy is a current one

@@ -79,11 +79,11 @@ def fails(capfd, monkeypatch):
         ("rollout.responses_per_prompt=1", ["responses_per_prompt", "at least 2"]),
         ("rollout.max_response_tokens=125", ["133", "max_position_embeddings = 128"]),
         ("rollout.engine=vlm", ["rollout.engine", "'vllm'"]),
-        ("rollout.tensor_parallel=2", ["[rollout] tensor_parallel = 2", "one process"]),
+        ("rollout.tensor_parallel=2", ["[rollout] tensor_parallel = 2", "on one device"]),
         ("stages.2.engine=builtin", ["[stages.2]", "stages 0 to 1"]),
         ("stages.0.engin=builtin", ["stages.0.engin", "'engine'"]),
         ("stages.0.workers=0", ["stages.0.workers", "greater than or equal to 1"]),
-        ("stages.1.tensor_parallel=2", ["[stages.1] tensor_parallel = 2", "one process"]),
+        ("stages.1.tensor_parallel=2", ["[stages.1] tensor_parallel = 2", "on one device"]),
         ("actor.layers=transformer_engine", ["transformer_engine", "backend"]),
         ("actor.routing_replay=engine", ["routing_replay", "'builtin' of stage 0 records none", "'sglang'", '"actor"']),
         ("megatron.calculate_per_token_loss=false", ["calculate_per_token_loss", "wrong weights"]),
@@ -168,7 +168,7 @@ def test_a_model_that_would_be_computed_wrongly(fails, recipe, tiny_model, tmp_p
         (model / "config.json").write_text(json.dumps(config | {key: value}))
         command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", f"model.path={model}"]
         fails(*command, words=["config.json", key])
-    for text, words in {"[]": ["no object"], "[" * 100_000: ["JSON", "recursion"]}.items():
+    for text, words in {"[]": ["must hold a JSON object"], "[" * 100_000: ["JSON", "recursion"]}.items():
         (model / "config.json").write_text(text)
         fails(*command, words=["config.json", *words])
 
