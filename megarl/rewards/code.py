@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import select
+import warnings
 from decimal import Decimal
 from pathlib import Path
 
@@ -38,11 +39,24 @@ NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{0,40})?")
 
 
 def check(recipe: Recipe) -> None:
-    """Raise `UserError` if a row has no tests, or if its language cannot be run in a sandbox on this machine."""
+    """Raise `UserError` if a row has no tests, or if its language cannot be run in a sandbox on this machine.
+
+    Warns of rows whose tests every program passes that prints nothing.
+    """
     if any(table.source != "file" for table in recipe.prompt_sources()):
         raise UserError('reward.kind = "code" needs prompt files, whose rows have tests; generators have none')
     languages: set[str] = set()
-    check_rows(recipe, lambda prompt: languages.add(read_tests(prompt, recipe.reward.language).language))
+    silent: list[Prompt] = []
+
+    def check_row(prompt: Prompt) -> None:
+        tests = read_tests(prompt, recipe.reward.language)
+        languages.add(tests.language)
+        if tests.pairs and not any(pair.stdout.strip() for pair in tests.pairs):
+            silent.append(prompt)
+
+    check_rows(recipe, check_row)
+    if silent:
+        warnings.warn(f"{len(silent)} prompts have only tests that expect no output", stacklevel=2)
     check_sandbox()
     if "cpp" in languages:
         if not cpp_headers.COMPILER.exists() or not cpp.compiled(b"int main() {}").succeeded:

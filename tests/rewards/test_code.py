@@ -138,6 +138,15 @@ def test_a_recipe_for_code_is_checked_row_by_row(tmp_path):
         check_reward(recipe("chain_sum", kind="code"))
 
 
+def test_rows_whose_tests_expect_no_output_are_counted(tmp_path):
+    file = tmp_path / "p.jsonl"
+    some = [{"input": "1", "output": ""}, {"input": "2", "output": "2"}]
+    tests = [some[:1], some, [some[0] | {"output": " \n"}], "assert f(1) == 1"]
+    file.write_text("\n".join(json.dumps({"prompt": "?", "answer": "see tests", "tests": one}) for one in tests))
+    with pytest.warns(UserWarning, match="^2 prompts have only tests that expect no output"):
+        check_reward(recipe(file=file, kind="code"))
+
+
 def test_settings_of_code_are_of_no_other_kind():
     with pytest.raises(ValueError, match="seconds is a setting of kind = 'code'"):
         RewardTable(kind="math", seconds=3)
