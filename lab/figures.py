@@ -29,11 +29,12 @@ def charts(sweeps: Mapping[str, Sweep]) -> dict[str, Chart]:
     """By the name of the file."""
     found = {}
     for name in ONE_STAGE:
+        found[f"{name}_stale"] = _curves(sweeps[name], STALE, "accuracy", "Accuracy, made for staleness")
+        found[f"{name}_ess"] = _curves(sweeps[name], STALE, "ess", "Effective sample size")
+    for name in ("frozen", "learn"):  # `long` has too few points for these
         sweep = sweeps[name]
         found[f"{name}_clips"] = _curves(sweep, CLIPS, "accuracy", "Accuracy, clips")
-        found[f"{name}_stale"] = _curves(sweep, STALE, "accuracy", "Accuracy, made for staleness")
         found[f"{name}_scopes"] = _curves(sweep, SCOPES, "accuracy", "Accuracy, scopes of mu-GRPO's veto")
-        found[f"{name}_ess"] = _curves(sweep, STALE, "ess", "Effective sample size")
         found[f"{name}_muted"] = _curves(sweep, MUTED, "kept_fraction", "Tokens with a gradient")
         found[f"{name}_final"] = _final(sweep)
     for name in STALENESS:
