@@ -47,14 +47,13 @@ def what_if(stage: Stage) -> None:
     given = request["fresh"] and RolloutStore(Path(request["fresh"]))
     comparison = Comparison(stage, actor, RolloutStore(stage.rollouts), objectives_of(stage), given)
     total = len(request["updates"]) * len(request["batches"])
-    found: list[dict[str, Any]] = []
+    found: list[list[dict[str, Any]]] = []  # of one policy and batch each
     for updates in request["updates"]:
         for records in comparison.measure(updates, request["batches"]):
-            found += records
-            done = len({(record["update"], record["batch"]) for record in found})
-            stage.log_event("what_if_progress", done=done, total=total)
+            found.append(records)
+            stage.log_event("what_if_progress", done=len(found), total=total)
     comparison.close()
-    write_answer(stage.run.root, found)
+    write_answer(stage.run.root, [record for records in found for record in records])
 
 
 def objectives_of(stage: Stage) -> dict[str, Objective]:

@@ -212,17 +212,13 @@ def test_every_end_of_forks_that_end_together_is_told(warm):
         assert [ended[pid] for pid in pids] == list(range(8))
 
 
-def test_an_end_just_before_the_warm_process_waits_is_told(tmp_path, monkeypatch):
+def test_an_end_just_before_the_warm_process_waits_is_told(monkeypatch, request):
     """The handler of its signal runs only after the wait, which nothing else would end."""
-    monkeypatch.setenv("FORKS_LOG", str(tmp_path / "log"))
     monkeypatch.setenv("WAITS_FIRST", "1")
-    process = WarmProcess("tests.workers.trivial_forks")
-    try:
-        for code in range(5):
-            (pid,) = process.fork([{"code": code}])
-            assert process.ended([pid], 60) == {pid: code}
-    finally:
-        process.close()
+    warm = request.getfixturevalue("warm")
+    for code in range(5):
+        (pid,) = warm.fork([{"code": code}])
+        assert warm.ended([pid], 60) == {pid: code}
 
 
 def test_what_fails_in_a_fork_before_the_phase_is_printed(warm, tmp_path):
