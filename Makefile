@@ -41,9 +41,10 @@ test-megatron-next: .venv/.stamp
 	    --ignore-requires-python --platform manylinux_2_28_x86_64 megatron-core==0.19.2
 	PYTHONPATH=build/megatron-next $(RUN) -m pytest -q tests/actor
 
-# Weights & Biases, offline, and MLflow, in front of the tested packages and in their versions, but for a cachetools
-# that MLflow refuses; its store of the tests is a data base in a file
-TRACKERS := wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1
+# Weights & Biases and MLflow, in front of the tested packages and in their versions, but for a cachetools that MLflow
+# refuses. The packages after mlflow-skinny are what its tracking server needs
+TRACKERS := wandb==0.31.0 mlflow-skinny==3.17.2 sqlalchemy==2.1.9 alembic==1.20.1 \
+    aiohttp flask==3.1.3 flask-cors==6.0.5 pandas==3.1.1
 test-trackers: .venv/.stamp
 	grep -v ^cachetools== constraints.txt > build/trackers.txt
 	test -d build/trackers || $(RUN) -m pip install -q --target build/trackers -c build/trackers.txt $(TRACKERS)

@@ -103,7 +103,7 @@ def link_venv(link: Path, dependencies: Path) -> None:
 
 def make_venv(dependencies: Path) -> None:
     """``.venv`` has of its own only megarl's compiled kernels; .pth files add the dependencies and this clone."""
-    if VENV.exists() and not MARK.exists():
+    if VENV.is_symlink() or (VENV.exists() and not MARK.exists()):
         sys.exit(f"{VENV} exists, but `make` did not make it; move it away, then try again")
     shutil.rmtree(VENV, ignore_errors=True)
     VENV.mkdir()

@@ -1,13 +1,20 @@
 """Weights & Biases and MLflow, each by its own package: what they keep of a run is what the run directory says.
 
-`make test-trackers` installs both, and needs neither an account nor a server.
+`make test-trackers` installs both. MLflow logs to a real tracking server on this machine; W&B, which would need an
+account, logs offline.
 """
 
 import importlib.util
 import json
 import os
 import shutil
+import signal
+import socket
 import struct
+import subprocess
+import sys
+import time
+import urllib.request
 
 import pytest
 
@@ -29,14 +36,51 @@ def required(package):
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
+def mlflow_server(tmp_path_factory):
+    """The URI of an MLflow tracking server on loopback, with a data base and a folder of artifacts of its own."""
+    required("mlflow")
+    root, port = tmp_path_factory.mktemp("mlflow"), free_port()
+    options = {
+        "host": "127.0.0.1",
+        "port": port,
+        "workers": 1,
+        "backend-store-uri": f"sqlite:///{root}/runs.db",
+        "artifacts-destination": root / "artifacts",
+    }
+    command = [sys.executable, "-m", "mlflow", "server", *(f"--{name}={value}" for name, value in options.items())]
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with (root / "log").open("wb") as log:
+        server = subprocess.Popen(command, env=os.environ | quiet, stdout=log, stderr=log, start_new_session=True)
+    try:
+        uri = f"http://127.0.0.1:{port}"
+        while not answers(f"{uri}/health"):
+            assert server.poll() is None, (root / "log").read_text()
+            time.sleep(0.1)
+        yield uri
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def answers(url):
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def environment(mlflow_server):
     """Of processes that log to this machine alone."""
-    found = dict(os.environ)
-    found |= {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    root = tmp_path_factory.mktemp("mlflow")
-    found |= {"MLFLOW_TRACKING_URI": f"sqlite:///{root}/runs.db", "_MLFLOW_SERVER_ARTIFACT_ROOT": (root / "a").as_uri()}
-    # models are not registered, but a client asks for a place where they could be
-    return found | {"MLFLOW_REGISTRY_URI": (root / "models").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
+    quiet = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    return os.environ | quiet | {"MLFLOW_TRACKING_URI": mlflow_server}
 
 
 @pytest.fixture(scope="module")
