@@ -1,0 +1,270 @@
+"""docs/moving.md: every key, command and link in it is there, its TOML is of recipes, and what it shows runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+import typing
+from collections.abc import Iterator
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from megarl.cli import main
+from megarl.data.prompts import open_prompts
+from megarl.errors import UserError
+from megarl.objectives import OBJECTIVES, OPTIONS
+from megarl.recipe.load import load_recipe, parse_recipe
+from megarl.recipe.tables import ObjectiveTable, Recipe
+from megarl.rewards.parts import build_verifier, check_reward, total
+from megarl.rollout.drift import hugging_face_reference
+from megarl.stages.ingest import ingest
+from megarl.storage.rollouts import RolloutStore
+from megarl.storage.run_dir import RunDir
+from tests.helpers import RECIPE, ROOT
+
+PAGE = (ROOT / "docs/moving.md").read_text()
+OURS = ("", "megarl", "what differs", "as a stage")  # "" is text; the other columns of tables name settings of theirs
+CODE = re.compile(r"`([^`]+)`")
+KEY = re.compile(r"(?:\[+([\w.]+)\]+(?: (\w+))?|([a-z_]+(?:\.[a-z_]+)*)\.([a-z_]+))(?: = (.+))?")
+FILES = (".md", ".py", ".pt", ".toml", ".jsonl", ".jinja")
+GROUPS, SIZE = 4, 4  # of the stage that the page makes
+
+
+def blocks(language: str) -> list[str]:
+    """The code blocks of the page in this language."""
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def cells() -> Iterator[tuple[str, str]]:
+    """(column, text) of every cell of the page's tables, and ("", text) of every line outside tables and blocks."""
+    columns: list[str] = []
+    for line in re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL).splitlines():
+        row = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        columns = (columns or row) if row else []
+        yield from zip(columns, row, strict=True) if row else [("", line)]
+
+
+THEIRS = {name for column, text in cells() if column not in OURS for name in CODE.findall(text)}
+SPANS = sorted({name for column, text in cells() if column in OURS for name in CODE.findall(text)})
+SHELL = [line.partition(" #")[0] for line in blocks("sh")[0].replace("\\\n", "").splitlines()]
+COMMANDS = [text for text in SPANS + SHELL if text.startswith("megarl ")]
+
+
+def model_at(table: str) -> type[BaseModel] | None:
+    """The model of a recipe's table; None if megarl passes its keys through. KeyError if there is no such table."""
+    found: Any = Recipe
+    for part in table.split("."):
+        kinds = found.model_fields[part].annotation
+        found = next(
+            (k for k in (kinds, *typing.get_args(kinds)) if isinstance(k, type) and issubclass(k, BaseModel)), None
+        )
+        if found is None and typing.get_origin(kinds) is not dict:
+            raise KeyError(table)
+    return found
+
+
+def check_value(kind: Any, metadata: list[Any], text: str) -> None:
+    TypeAdapter(Annotated[kind, *metadata] if metadata else kind).validate_python(tomllib.loads(f"x = {text}")["x"])
+
+
+def check_objective(table: str, key: str, value: str | None) -> None:
+    """As `check_key`, for [objective] and the tables of its options."""
+    _, _, option = table.partition(".")
+    owners = [OPTIONS[option]] if option else list(OBJECTIVES.values())
+    if not option and key in ObjectiveTable.model_fields:
+        field = ObjectiveTable.model_fields[key]
+        return None if value is None else check_value(field.annotation, field.metadata, value)
+    having = [owner for owner in owners if key in {field.name for field in fields(owner)}]
+    if not having and (option or key not in OPTIONS):
+        raise KeyError(key)
+    if value is not None:
+        having[0](**{key: tomllib.loads(f"x = {value}")["x"]})
+    return None
+
+
+def check_key(table: str, key: str | None, value: str | None) -> None:
+    """Raise unless recipes have this table, key and value."""
+    if table.startswith("objective") and (key or "." in table):
+        return check_objective(table, key, value) if key else OPTIONS[table.partition(".")[2]] and None
+    model = model_at(table)
+    if model is not None and key is not None:
+        field = model.model_fields[key]
+        if value is not None:
+            check_value(field.annotation, field.metadata, value)
+    return None
+
+
+def problem(span: str) -> str | None:
+    """Why a piece of code that is megarl's names nothing of megarl."""
+    match = KEY.fullmatch(span)
+    if not match or span.endswith(FILES) or span in THEIRS:
+        return None
+    table, key = match[1] or match[3], match[2] or match[4]
+    if not match[1] and table.partition(".")[0] not in Recipe.model_fields:  # another key of a table of theirs
+        return None if any(name.startswith(f"{table.partition('.')[0]}.") for name in THEIRS) else f"{span}: whose?"
+    try:
+        check_key(table, key, match[5])
+    except (KeyError, UserError, ValidationError, tomllib.TOMLDecodeError) as error:
+        return f"{span}: {error!r}"
+    return None
+
+
+def test_every_key_is_one_of_recipes() -> None:
+    assert [found for span in SPANS if (found := problem(span))] == []
+    assert sum(bool(KEY.fullmatch(span)) for span in SPANS) > 60
+
+
+@pytest.mark.parametrize(
+    "span",
+    ["schedule.gone", "scedule.stages", "[objective.gone] maximum", "[objective.opsm] gone", "[rollout] gone",
+     "[[gone]]", "objective.gone", 'data.overlong = "left"', 'objective.aggregation = "mean"', "eval.suites.gone"],
+)  # fmt: skip
+def test_what_is_not_there_is_found(span: str) -> None:
+    assert problem(span) is not None
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_there(command: str) -> None:
+    words = shlex.split(command)[1:]
+    name = words[: 1 + (words[0] == "stage")]
+    with contextlib.redirect_stdout(io.StringIO()) as told, pytest.raises(SystemExit) as end:
+        main([*name, "--help"])
+    assert end.value.code == 0
+    assert [word for word in words if word.startswith("--") and word not in told.getvalue()] == []
+
+
+def test_every_link_leads_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
+        path, _, anchor = target.partition("#")
+        text = (ROOT / "docs" / path).read_text() if path else PAGE
+        headings = [re.sub(r"[^\w -]", "", line.strip("# ").lower()) for line in re.findall("(?m)^#+ .*", text)]
+        assert not anchor or anchor in [heading.replace(" ", "-") for heading in headings], target
+
+
+def test_the_toml_is_of_recipes() -> None:
+    base = tomllib.loads(RECIPE.format(model="model", prompts="prompts.jsonl"))
+    schedule, adaptor = (tomllib.loads(block) for block in blocks("toml"))
+    assert parse_recipe(base | schedule).schedule.lag_rule.max_lag == 15  # U - 1
+    assert parse_recipe(base | adaptor).reward.path == "adaptor.py:score"
+    bounds = re.findall(r"max_lag`? = ([()kTU +1-]*1)", PAGE)  # "at most k steps off" is the oldest of "delay = k"
+    assert len(bounds) == 4
+    for k in (1, 3):
+        changed = {name: value for name, value in schedule["schedule"].items() if name != "lockstep"}
+        oldest = parse_recipe(base | {"schedule": changed | {"delay": k}}).schedule.lag_rule.max_lag
+        names = {"k": k, "T": k + 1, "U": changed["sync_every"]}
+        assert {eval(bound.replace(" U", " * U"), names) for bound in bounds} == {oldest}
+
+
+# ---------------------------------------------------------------------------------------------- frozen rollouts
+
+
+@pytest.fixture(scope="module")
+def samples(guessing_model):
+    """What slime saves of a rollout: the fields of its samples, here with the log-probs that the model gives."""
+    rng, samples = np.random.default_rng(0), []
+    for index in range(GROUPS * SIZE):
+        group = index // SIZE
+        n, prompt = int(rng.integers(2, 7)), np.random.default_rng(group).integers(3, 16, 4).tolist()
+        sample = {"group_index": group, "index": index, "rollout_id": None, "response_length": n, "prompt": "abcd="}
+        sample |= {"tokens": prompt + rng.integers(3, 16, n).tolist(), "loss_mask": [1] * n, "remove_sample": False}
+        sample |= {"response": "abc", "label": "a", "reward": float(rng.integers(2)), "weight_versions": ["0"]}
+        samples.append(sample | {"status": "truncated" if n == 6 else "completed", "metadata": {}, "spec_info": {}})
+    scores = hugging_face_reference(guessing_model, [sample["tokens"] for sample in samples], 1.0).logprobs
+    for sample, own in zip(samples, scores, strict=True):
+        sample["rollout_log_probs"] = own[-sample["response_length"] :].tolist()
+    return samples
+
+
+def test_slimes_rollouts_become_a_stage(recipe, samples, tmp_path, monkeypatch):
+    """The page's script and commands, with paths of this test."""
+    torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
+    (tmp_path / "to_rows.py").write_text(blocks("python")[0])
+    python, ingested, audited, _ = SHELL  # tests/stages/test_ingest.py optimizes such a stage
+    assert python == "python to_rows.py 0.pt > rows.jsonl"
+    monkeypatch.setattr(sys, "argv", ["to_rows.py", str(tmp_path / "0.pt")])
+    with open(tmp_path / "rows.jsonl", "w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(str(tmp_path / "to_rows.py"))
+    places = {"recipe.toml": recipe, "rows.jsonl": tmp_path / "rows.jsonl", "runs/theirs": tmp_path / "theirs"}
+    for command in (ingested, audited):
+        main([str(places.get(word, word)) for word in shlex.split(command)[1:]])
+    run = RunDir.open(tmp_path / "theirs")
+    store = RolloutStore(run.stage(0).rollouts)
+    responses = [response for group in store.read(store.group_ids) for response in group.responses]
+    for sample, response in zip(samples, responses, strict=True):
+        assert response.tokens.tolist() == sample["tokens"][4:] and response.reward == sample["reward"]
+        assert response.finish_reason == {"truncated": "length", "completed": "stop"}[sample["status"]]
+        np.testing.assert_array_equal(response.rollout_logprobs, np.float32(sample["rollout_log_probs"]))
+    assert run.recipe.schedule.updates_per_stage == GROUPS / 2
+
+
+def test_verls_texts_are_refused(recipe, tmp_path):
+    row = {"input": "abc=", "output": "a", "gts": "a", "score": 1.0, "step": 1, "uid": "0_0_0"}
+    (tmp_path / "1.jsonl").write_text(json.dumps(row) + "\n")
+    named = next(text for column, text in cells() if column == "as a stage" and "stage ingest" in text)
+    with pytest.raises(UserError, match=re.search('says "(.*)"', named)[1]):
+        ingest(recipe, (), [tmp_path / "1.jsonl"], tmp_path / "run", ())
+    described = next(text for column, text in cells() if column == "a row has" and "`gts`" in text)
+    assert set(CODE.findall(described)) == row.keys()
+
+
+# ---------------------------------------------------------------------------------------------- a reward function
+
+
+@pytest.mark.parametrize("form", ["{'score': value, 'acc': value > 0}", "value"])
+def test_verls_reward_function_scores(form, guessing_model, tmp_path, monkeypatch):
+    """The page's adaptor, on a file in verl's form, with a reward of -1 and 1."""
+    rewards = f"""
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert data_source == "letters" and extra_info == {{"index": 7}}
+    value = 1.0 if solution_str == ground_truth else -1.0
+    return {form}
+"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "their_reward", raising=False)
+    (tmp_path / "their_reward.py").write_text(rewards)
+    (tmp_path / "adaptor.py").write_text(blocks("python")[1])
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}=")  # the tiny model has no template
+    (tmp_path / "recipe.toml").write_text(
+        blocks("toml")[1] + f"max_prompt_tokens = 8\n[model]\npath = '{guessing_model}'\n[eval]\nevery = 0\n"
+    )
+    row = {"data_source": "letters", "prompt": [{"role": "user", "content": "abc"}], "ability": "spelling"}
+    row |= {"reward_model": {"style": "rule", "ground_truth": "a"}, "extra_info": {"index": 7}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    recipe = load_recipe(tmp_path / "recipe.toml", ["data.template='chat.jinja'", "actor.backend=cpu"])
+    check_reward(recipe)
+    prompts = open_prompts(recipe, recipe.model.path)[1]
+    verifier = build_verifier(recipe, prompts)
+    for response, expected in (("a", (1.0, 1.0)), ("b", (-1.0, 0.0))):
+        assert total(verifier.score(prompts.train(0), response), 1, recipe.reward, 6) == expected
+
+
+def test_the_calls_of_other_reward_functions_fit() -> None:
+    async def custom_rm(args: Any, sample: Any, **kwargs: Any) -> float:  # slime's
+        return float(sample.response == sample.label)
+
+    def reward_fn(
+        prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, answer: str, **kwargs: Any
+    ) -> float:
+        return float(completions == answer)
+
+    calls = [span for span in SPANS if re.match(r"asyncio\.run\(custom_rm|reward_fn\(prompt, response", span)]
+    names = {"asyncio": asyncio, "SimpleNamespace": SimpleNamespace, "custom_rm": custom_rm, "reward_fn": reward_fn}
+    names |= {"prompt": "abc=", "row": {"answer": "a"}}
+    assert len(calls) == 2
+    assert [eval(call, names | {"response": text}) for call in calls for text in "ab"] == [1.0, 0.0, 1.0, 0.0]
