@@ -1,7 +1,8 @@
-"""megarl's objectives in verl, written against its b178a3cd5 (2026-01-29): import this module in the trainer's process.
+"""megarl's objectives in verl, written against verl-project/verl 1dda039b9 (2026-08-22), trainer `trainer.use_v1`.
 
-Then set ``actor_rollout_ref.actor.policy_loss.loss_mode=megarl`` and ``algorithm.rollout_correction.bypass_mode=true``,
-with which ``old_log_prob`` is what the rollout engine said.
+``actor_rollout_ref.model.external_lib=verl_loss`` imports this module, which must be in ``PYTHONPATH``, in all workers.
+``actor_rollout_ref.actor.policy_loss.loss_mode=megarl`` selects it, and with
+``algorithm.rollout_correction.bypass_mode=true`` ``old_log_prob`` is what the rollout engine said.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ print(json.dumps(sorted(found)))
     assert json.loads(result.stdout) == ["megarl"]
 
 
-# of verl b178a3cd5, verl/trainer/ppo/core_algos.py: `compute_policy_loss_gpg` and the others
+# what `ppo_loss` of verl-project/verl 1dda039b9, verl/workers/utils/losses.py, passes by keyword
 VERL = ["old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config", "rollout_is_weights"]
 
 
@@ -79,7 +79,15 @@ def test_the_loss_that_verl_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """With verl's registry and its sum over tokens, as its source has them; verl itself is not installed here."""
     registered, core = {}, ModuleType("verl.trainer.ppo.core_algos")
 
-    def agg_loss(loss_mat, loss_mask, loss_agg_mode, dp_size=1, batch_num_tokens=None):
+    def agg_loss(
+        loss_mat,
+        loss_mask,
+        loss_agg_mode,
+        dp_size=1,
+        batch_num_tokens=None,
+        global_batch_size=None,
+        loss_scale_factor=None,
+    ):
         assert loss_agg_mode == "token-mean"
         return (loss_mat * loss_mask).sum() / batch_num_tokens * dp_size
 
@@ -91,16 +99,18 @@ def test_the_loss_that_verl_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     runpy.run_path(str(ROOT / "examples/library/verl_loss.py"))
     loss = registered["megarl"]
     assert list(inspect.signature(loss).parameters) == VERL
-    data, config = padded(), SimpleNamespace(global_batch_info={"dp_size": 2, "batch_num_tokens": 26})
+    sizes = {"dp_size": 2, "batch_num_tokens": 26, "global_batch_size": 8, "loss_scale_factor": None}
+    data, config = padded(), SimpleNamespace(global_batch_info=sizes)
     mask = data["mask"]
-    arguments = (data["rollout_logprobs"], data["logprobs"], data["advantages"][:, None].expand(mask.shape), mask)
-    value, metrics = loss(*arguments, "token-mean", config)
+    tensors = (data["rollout_logprobs"], data["logprobs"], data["advantages"][:, None].expand(mask.shape), mask)
+    arguments = dict(zip(VERL, (*tensors, "token-mean", config), strict=False))
+    value, metrics = loss(**arguments, rollout_is_weights=None)
     objective = build_objective("mu_grpo", {"veto_threshold": 1e-4})
     expected = padded_terms(objective, **{k: v for k, v in data.items() if k != "old_logprobs"}).loss.sum() / 13
     assert float(value) == pytest.approx(float(expected))
     assert 0 < metrics["actor/kept_fraction"] <= 1
     with pytest.raises(ValueError, match="rollout_is"):
-        loss(*arguments, "token-mean", config, mask.float())
+        loss(**arguments, rollout_is_weights=mask.float())
 
 
 def test_a_loop_of_ones_own_learns() -> None:
