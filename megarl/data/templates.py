@@ -61,6 +61,8 @@ class Renderer:
                 f'data.template = "chat", but the tokenizer {tokenizer.name_or_path} has no chat template: use "raw", '
                 "or a .jinja file"
             )
+        if table.template_arguments:
+            self._check_arguments()
 
     def text(self, item: Item, where: str) -> str:
         """The prompt's text; `UserError`, which names the item by ``where``, if the template does not fit it."""
@@ -150,10 +152,18 @@ class Renderer:
                 tokenize=False,
                 add_generation_prompt=True,
                 strftime_now=TODAY.strftime,
+                **self._table.template_arguments,
             )
         except Exception as error:  # a template that does not fit can raise errors of Jinja and any of Python's
             raise UserError(f"the chat template does not fit {where}: {type(error).__name__}: {error}") from error
         return str(text)
+
+    def _check_arguments(self) -> None:
+        """`UserError` for an argument that occurs nowhere in the chat template, which would silently ignore it."""
+        text = self._tokenizer.get_chat_template(self._chat_template)
+        for name in self._table.template_arguments:
+            if not re.search(rf"\b{re.escape(name)}\b", text):
+                raise UserError(f"data.template_arguments has {name}, which the chat template does not use")
 
     def _placeholders(self, shown: list[Any]) -> dict[str, str]:
         """Special tokens that are spelled out in ``shown`` -> placeholders that occur nowhere in it, to hide them."""

@@ -11,6 +11,7 @@ from megarl.recipe.base import Table
 OF_A_SOURCE = ("source", "train", "options", "format", "columns")  # the keys that describe one source of prompts
 FILES = (".jsonl", ".json", ".csv", ".parquet")  # suffixes of prompt files
 MESSAGES = ("raw", "chat")  # the values of `DataTable.template` that are not the path of a file
+GIVEN = {"messages", "tools", "add_generation_prompt", "strftime_now"}  # variables of a chat template that megarl sets
 
 
 class SourceTable(Table):
@@ -49,6 +50,7 @@ class DataTable(Table):
     prompt_template: str = Field("{prompt}", max_length=1_000_000)
     # raw: that text alone; chat: in the tokenizer's chat template; FILE.jinja: in this chat template
     template: str = "raw"
+    template_arguments: dict[str, Any] = Field({})  # variables of the chat template: { enable_thinking = false }
     system: str | None = Field(None, min_length=1, max_length=1_000_000)  # system message of chats that have none
     allow_special: bool = False  # true: special tokens spelled out in a prompt are encoded as such, not as plain text
     max_prompt_tokens: int = Field(1024, ge=1, le=10**9)  # tokens, all markup included
@@ -89,4 +91,8 @@ class DataTable(Table):
             raise ValueError(f'template = {self.template!r}: expected "raw", "chat" or a file that ends in .jinja')
         if self.template == "raw" and self.system is not None:
             raise ValueError('system is a message of a chat: set template = "chat", or leave it out')
+        if self.template == "raw" and self.template_arguments:
+            raise ValueError('template_arguments are for a chat template: set template = "chat", or leave them out')
+        if given := self.template_arguments.keys() & GIVEN:
+            raise ValueError(f"template_arguments cannot have {min(given)}, which every chat template is given")
         return self

@@ -100,6 +100,16 @@ def test_a_chat_template_from_a_file(tmp_path, tokenizer):
     assert asked.tokens.count(tokenizer.eos_token_id) == 1
 
 
+def test_arguments_reach_the_chat_template(tokenizer):
+    thinks = bpe(chat_template=CHAT + "{% if enable_thinking is false %}-{% endif %}")
+    plain = render(thinks, "1+2?", template="chat")
+    asked = render(thinks, "1+2?", template="chat", template_arguments={"enable_thinking": False})
+    assert asked.text == plain.text + "-"
+    assert render(thinks, "1+2?", template="chat", template_arguments={"enable_thinking": True}) == plain
+    with pytest.raises(UserError, match="template_arguments has enable_think, which the chat template does not use"):
+        render(thinks, "1+2?", template="chat", template_arguments={"enable_think": False})
+
+
 def test_a_text_begins_as_the_tokenizer_begins_texts(tokenizer):
     begins = bpe(begin="<|begin|>")
     text = "What is the sum?"
@@ -243,6 +253,8 @@ def test_of_a_generator_others_are_drawn_for_those_that_are_dropped(tokenizer):
     [
         ({"template": "Chat"}, 'expected "raw", "chat" or a file that ends in .jinja'),
         ({"system": "You sum."}, 'set template = "chat"'),
+        ({"template_arguments": {"enable_thinking": False}}, 'set template = "chat"'),
+        ({"template": "chat", "template_arguments": {"tools": []}}, "cannot have tools"),
         ({"overlong": "cut"}, "'error', 'drop' or 'truncate'"),
     ],
 )
