@@ -124,7 +124,7 @@ def update_samples(rollouts: Path, update: int, routing_replay: str = "none") ->
     samples = to_samples(groups, ObjectiveTable(advantage="group_mean"))
     if routing_replay != "engine":
         return samples
-    rng = np.random.default_rng(update)  # experts that the routers would not choose, and -1 for a fifth of the tokens
+    rng = np.random.default_rng(update)  # random experts, and unknown ones (-1) for a fifth of the tokens
     experts = [rng.permuted(np.tile(np.arange(4, dtype=np.int8), (len(s), 4, 1)), axis=2)[:, :, :2] for s in samples]
     for chosen in experts:
         chosen[rng.random(len(chosen)) < 0.2] = -1
