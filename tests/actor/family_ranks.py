@@ -1,4 +1,4 @@
-"""What one rank of `test_family_layouts` computes: each family in the layouts that divide its particular layers."""
+"""What one rank of `test_family_layouts` computes: updates of every model family in its layouts of `FAMILIES`."""
 
 from pathlib import Path
 from typing import Any

@@ -115,7 +115,7 @@ def recipe_of(layout: Layout, model: Path, **tables: Any) -> Recipe:
 
 
 def update_samples(rollouts: Path, update: int, routing_replay: str = "none") -> list[Any]:
-    """Samples of one update, as an optimize phase reads them, for "engine" with experts as an engine records them."""
+    """Samples of one update, as an optimize phase reads them; to replay "engine", with random recorded experts."""
     from megarl.phases.samples import to_samples
     from megarl.recipe.tables import ObjectiveTable
     from megarl.storage.rollouts import RolloutStore
@@ -124,7 +124,7 @@ def update_samples(rollouts: Path, update: int, routing_replay: str = "none") ->
     samples = to_samples(groups, ObjectiveTable(advantage="group_mean"))
     if routing_replay != "engine":
         return samples
-    rng = np.random.default_rng(update)  # random experts, and unknown ones (-1) for a fifth of the tokens
+    rng = np.random.default_rng(update)  # unknown experts (-1) for a fifth of the tokens
     experts = [rng.permuted(np.tile(np.arange(4, dtype=np.int8), (len(s), 4, 1)), axis=2)[:, :, :2] for s in samples]
     for chosen in experts:
         chosen[rng.random(len(chosen)) < 0.2] = -1
@@ -200,7 +200,7 @@ def run_layout(name: str, model: Path, rollouts: Path, folder: Path) -> dict[str
 
 
 def reference_scores(recipe: Recipe, model: Path) -> list[list[float]]:
-    """Log-probs of sequences of odd and even lengths, computed as for the reference that is exported with a policy."""
+    """Log-probs of five fixed sequences, computed as for the reference that is exported with a policy."""
     from megarl.actor import reference, step
 
     actor = step.Actor.build(recipe, model, torch.device("cpu"))

@@ -98,7 +98,7 @@ def test_overlapped_shared_experts_keep_megatrons_dispatcher(tmp_path, overlap, 
 
 
 def test_megatron_logs_no_warning_about_layers_of_experts(caplog):
-    """It warns, once a layer, about a feed-forward module of a type that it does not know."""
+    """It would warn, once a layer, about a feed-forward module of a type that it does not know."""
     from megarl.actor.model import build_model
 
     with caplog.at_level("WARNING"):

@@ -1,4 +1,4 @@
-"""No layout changes what the particular layers of a model family compute, such as latent attention."""
+"""No layout changes what the layers of a model family compute, such as latent attention or shared experts."""
 
 from itertools import pairwise
 
@@ -64,5 +64,5 @@ def test_updates_leave_the_bias_of_the_router_unchanged(results, name):
         biases = {key: value for key, value in results[name, layout]["continued"][1].items() if BIAS in key}
         assert len(biases) == 2  # one for each layer with experts
         for key, bias in biases.items():
-            before = results[name, "one"]["gradient"][key]  # no parameter: `whole_gradient` exports the model's own
+            before = results[name, "one"]["gradient"][key]  # a buffer, which `whole_gradient` exports as it is
             assert torch.equal(bias, before) and float(before.abs().max()) > 0.05

@@ -113,7 +113,7 @@ def test_errors_name_what_is_wrong_with_a_model(tmp_path):
     ],
 )
 def test_errors_name_fused_experts_of_a_wrong_shape(family, tensor, shape, words, tmp_path):
-    """Half of 49 rows, rounded down, is the expected shape, but the parts of later experts would be misplaced."""
+    """Half of 49, rounded down, is the expected size, but then the parts of later experts would be misplaced."""
     make_hf_model(family).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for number in range(4):  # removed if transformers has written one tensor per expert

@@ -278,7 +278,7 @@ def test_only_adapters_have_gradient_buffers_and_optimizer_state(tmp_path):
     assert sum(buffers) < 1.2 * sum(before[name].numel() for name in moved)
 
 
-def test_adapter_checkpoint_resumes_bit_for_bit_and_into_nothing_else(tmp_path):
+def test_adapter_checkpoint_resumes_bit_for_bit_and_other_adapters_are_refused(tmp_path):
     from megarl.actor import checkpoint
 
     make_hf_model("qwen3_moe").save_pretrained(tmp_path / "in")

@@ -13,7 +13,7 @@ from megarl.recipe.fp8 import token_alignment
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-@settings(deadline=None)  # on a busy machine a case may take any time
+@settings(deadline=None)  # a case may take long on a busy machine
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
     replicas=st.integers(1, 4),
@@ -98,7 +98,7 @@ def test_micro_batches_for_fp8_are_padded_to_its_alignment():
     assert sum(batch.token_count for batch in batches) == sum(len(sample.response_tokens) for sample in samples)
 
 
-@settings(deadline=None)  # on a busy machine a case may take any time
+@settings(deadline=None)  # a case may take long on a busy machine
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=10),
     size=st.sampled_from([2, 4]),

@@ -37,14 +37,15 @@ def build(path, **tables):
 
 
 def trained(sample):
+    """[R] bool, the response tokens that have a loss."""
     own = np.ones(len(sample.response_tokens), bool) if sample.loss_mask is None else sample.loss_mask
     return own & sample.trained
 
 
 def reference_update(model, samples, objective, recipe, lr):
-    """Loss and gradient norm of an update of ``model`` in plain torch: one sequence at a time, without packing.
+    """Update ``model`` in plain torch, one sequence at a time and without packing; returns loss and gradient norm.
 
-    AdamW decays no vectors.
+    As in megarl, vectors have no weight decay.
     """
     pieces, offsets = [], [0]
     for s in samples:

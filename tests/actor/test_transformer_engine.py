@@ -1,4 +1,4 @@
-"""Transformer Engine's layers, with torch stand-ins for its classes: names, packed sequences, checkpoints both ways."""
+"""Transformer Engine's layers, with torch stand-ins for its classes: names, updates, exports and checkpoints."""
 
 import json
 import os

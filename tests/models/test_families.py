@@ -59,7 +59,7 @@ def test_a_new_file_is_a_new_family(tmp_path, monkeypatch):
         ({"rope_parameters": {"rope_type": "linear"}}, "'linear' is not supported; known are default"),
     ],
 )
-def test_settings_that_no_family_computes_rightly_are_refused(tmp_path, model_type, settings, words):
+def test_settings_that_no_family_supports_are_refused(tmp_path, model_type, settings, words):
     read_settings(tmp_path, model_type)
     with pytest.raises(UserError, match=words):
         read_settings(tmp_path, model_type, **settings)
@@ -117,7 +117,7 @@ YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "g
         ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, gpt_oss, llama"),
     ],
 )
-def test_settings_that_a_family_does_not_compute_rightly_are_refused(tmp_path, name, settings, words):
+def test_settings_that_a_family_does_not_support_are_refused(tmp_path, name, settings, words):
     read_settings(tmp_path, name)
     with pytest.raises(UserError, match=words):
         read_settings(tmp_path, name, **settings)

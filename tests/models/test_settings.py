@@ -61,7 +61,7 @@ def test_parts_that_a_model_cannot_recompute_are_refused(tmp_path, family, recom
         check_layers(make_recipe(actor={"recompute": recompute}), hf)
 
 
-def test_recomputation_is_set_in_actor_alone_and_without_contradiction(tmp_path):
+def test_recomputation_settings_outside_actor_and_contradictions_are_refused(tmp_path):
     hf = read_settings(tmp_path, "glm4_moe")
     for megatron, actor, message in (
         ({"recompute_granularity": "selective"}, {}, r"recompute_granularity: use \[actor\] recompute"),
