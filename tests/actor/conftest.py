@@ -1,4 +1,4 @@
-"""One gloo rank with Megatron's groups for all tests of the actor, and tiny Hugging Face models."""
+"""Fixtures of the actor's tests: a process group of one rank with Megatron's groups, and tiny Hugging Face models."""
 
 import json
 import os
@@ -64,7 +64,7 @@ DEEPSEEK = dict(
         beta_fast=32.0,
         beta_slow=1.0,
         mscale=1.0,
-        mscale_all_dim=0.5,  # unequal, so that rotation also scales
+        mscale_all_dim=0.5,  # differs from mscale, so that the rotation also scales vectors
         original_max_position_embeddings=16,
     ),
 )
@@ -74,7 +74,7 @@ NEXT = dict(
     moe_intermediate_size=24,
     shared_expert_intermediate_size=40,
     full_attention_interval=2,
-    rms_norm_eps=1e-2,  # what a query reads may be nearly nothing, of which the norm would magnify the rounding
+    rms_norm_eps=1e-2,  # an output of linear attention may be almost 0: its norm would then magnify the rounding
     linear_num_key_heads=2,
     linear_num_value_heads=4,
     linear_key_head_dim=8,
@@ -85,7 +85,7 @@ GPT_OSS = dict(
     num_experts_per_tok=2,
     intermediate_size=24,
     sliding_window=6,
-    swiglu_limit=1.0,  # which many activations of so small a model reach
+    swiglu_limit=1.0,  # low enough to clamp many activations of so small a model
     rope_parameters=dict(
         rope_type="yarn",
         rope_theta=150000.0,
@@ -93,7 +93,7 @@ GPT_OSS = dict(
         beta_fast=8.0,
         beta_slow=1.0,
         truncate=False,
-        original_max_position_embeddings=2048,  # so that a dimension lies between those of both ends
+        original_max_position_embeddings=2048,  # so that a dimension lies between both ends of YaRN's ramp
     ),
 )
 FAMILIES = {
@@ -129,7 +129,7 @@ FAMILIES = {
     "deepseek_v3_moonlight": DEEPSEEK
     | dict(q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=None, rms_norm_eps=1e-5),
 }
-MODEL_TYPES = {  # of those that are not called as it
+MODEL_TYPES = {  # name in FAMILIES: its model_type, where that is not the same
     "qwen3_moe_unnormalised": "qwen3_moe",
     "qwen3_tied": "qwen3",
     "llama_rope_scaling": "llama",
@@ -148,7 +148,7 @@ VISION = dict(
 
 
 def config_settings(family: str, **changes):
-    """Settings of a tiny model as its config.json states them."""
+    """The settings of a tiny model, as in its config.json."""
     settings = SHAPE | {"model_type": MODEL_TYPES.get(family, family)} | FAMILIES[family] | changes
     if family != "qwen3_5_moe":
         return settings
@@ -158,7 +158,7 @@ def config_settings(family: str, **changes):
 
 
 def auto_model(family: str):
-    """The class of transformers that has all tensors of a family."""
+    """The Auto class of transformers whose models have all tensors of a family."""
     return AutoModelForImageTextToText if family == "qwen3_5_moe" else AutoModelForCausalLM
 
 
@@ -169,7 +169,7 @@ def make_hf_model(family: str, **changes):
     model = auto_model(family).from_config(config).float().eval()
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            usual = float(parameter[0])  # 1, or 0 where the norm multiplies by one more
+            usual = float(parameter[0])  # 1, or 0 where the norm multiplies by its weight plus one
             torch.nn.init.uniform_(parameter, usual - 0.5, usual + 0.5)
         elif name.endswith(("bias", "A_log")):
             torch.nn.init.normal_(parameter)
@@ -184,7 +184,7 @@ def make_hf_model(family: str, **changes):
 
 
 def read_settings(folder, family, **changes):
-    """Settings of a tiny model as megarl reads them from a config.json in ``folder``."""
+    """The settings of a tiny model, as megarl reads them from a config.json that is written to ``folder``."""
     from megarl.models.hf_config import read_hf_config
 
     (folder / "config.json").write_text(json.dumps(config_settings(family, **changes)))
@@ -206,7 +206,7 @@ def make_recipe(model_path="model", **tables):
 
 @pytest.fixture(scope="package")
 def one_rank():
-    """A process group of one: nothing listens. Returns the device."""
+    """A process group of one rank, which opens no port, with Megatron's groups; the value is the device."""
     from megarl.actor import cpu_backend
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -224,7 +224,7 @@ def one_rank():
 
 @pytest.fixture(scope="session")
 def model_and_rollouts(tmp_path_factory):
-    """A tiny Qwen3-MoE of four layers and a sealed stage of rollouts from a policy near it."""
+    """Paths of a tiny Qwen3-MoE of four layers, and of sealed rollouts with the log-probs of a policy near it."""
     from tests.actor.layout_ranks import seal_rollouts
 
     folder = tmp_path_factory.mktemp("sealed")

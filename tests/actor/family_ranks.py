@@ -1,4 +1,4 @@
-"""What one rank of `test_family_layouts` does: each family in the layouts that its layers may be cut by."""
+"""What one rank of `test_family_layouts` computes: updates of every model family in its layouts of `FAMILIES`."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from megarl.objectives import build_objective
 from tests.actor.layout_ranks import LAYOUTS, join, recipe_of, update_samples, whole_gradient
 
 EVERY = ("one", "TP2 EP2", "PP2 uneven", "CP2")
-FAMILIES = {  # of `tests.actor.conftest`, with the layouts of which a family's layers know something
+FAMILIES = {  # names in `tests.actor.conftest`, each with the layouts for which the family's layers have their own code
     "olmoe": ("one", "TP2 EP2"),
     "qwen2_moe": ("one", "TP2 EP2"),
     "glm4_moe": ("one", "TP2 EP2", "PP2 uneven"),
@@ -20,7 +20,7 @@ FAMILIES = {  # of `tests.actor.conftest`, with the layouts of which a family's 
     "gpt_oss": EVERY,
     "qwen3_5_moe": ("one", "TP2 EP2", "PP2 uneven"),
 }
-PARTS = {  # of layers that are recomputed in layouts without pipeline stages
+PARTS = {  # parts of a layer that layouts of two ranks without pipeline stages recompute
     "olmoe": ["core_attn", "layernorm", "moe"],
     "qwen2_moe": ["layernorm", "mlp", "shared_experts"],
     "glm4_moe": ["layernorm", "mlp", "moe"],
@@ -30,15 +30,15 @@ PARTS = {  # of layers that are recomputed in layouts without pipeline stages
     "qwen3_5_moe": ["layernorm", "moe", "shared_experts"],
     "gpt_oss": ["core_attn", "layernorm", "moe"],
 }
-# from a checkpoint, which each layout of two ranks makes
+# families that pass a checkpoint from layout to layout: each loads that of the layout before it and saves a new one
 CONTINUED = ("olmoe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
 
 
 def train(name: str, layout: str, models: Path, rollouts: Path, folder: Path) -> dict[str, Any]:
-    """The first gradient, the losses and norms of two updates, with the experts of the first policy replayed."""
+    """The first gradient, and losses and gradient norms of two updates; they replay the initial policy's experts."""
     from megarl.actor import frozen, packing, step
 
-    # recomputation must give what one rank without it gives
+    # the layout "one" recomputes nothing, so the comparison with it tests recomputation too
     recompute = {"one": "none", "PP2 uneven": "full"}.get(layout, PARTS[name])
     table = {"recompute": recompute, "routing_replay": "actor"}
     recipe = recipe_of(LAYOUTS[layout], models / name, actor=table)
@@ -52,13 +52,16 @@ def train(name: str, layout: str, models: Path, rollouts: Path, folder: Path) ->
             step.compute_gradients(actor, batches, objective)
             gradient = whole_gradient(actor, models / name, folder / f"gradient {layout}")
         metrics = step.train_step(actor, batches, objective, lr=1e-2)
-        losses.append(metrics.get("loss"))  # of the last stage
+        losses.append(metrics.get("loss"))  # None outside the last pipeline stage
         norms.append(metrics["grad_norm"])
     return {"gradient": gradient, "losses": losses, "norms": norms}
 
 
 def continued(name: str, layout: str, models: Path, rollouts: Path, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """The policy that the last checkpoint of another layout gives, and that of a new one, one update later."""
+    """The tensors of two policies: as the newest checkpoint, by another layout, gives it, and after one more update.
+
+    The first layout finds no checkpoint and begins with the initial policy. The second policy is saved as a checkpoint.
+    """
     from megarl.actor import checkpoint, packing, step
     from megarl.actor.hf import export_hf
     from tests.actor.test_hf_layouts import stored

@@ -1,4 +1,4 @@
-"""Flash attention's two operators in plain float32, for devices whose torch build has none."""
+"""The two operators of flash attention in plain float32, for devices on which this build of torch lacks them."""
 
 import contextlib
 
@@ -6,9 +6,10 @@ import torch
 
 
 def _sequences(query, key, value, cu_q, cu_k, scale, left):
-    """For each sequence: where its queries and keys are, they in float32, keys and values for each query head, scores.
+    """Yield for each sequence: slices of its queries and keys, its q, k and v in float32, and its scores.
 
-    The causal mask, and the window of ``left`` keys before a query's own, are aligned to the lower right corner.
+    k and v are repeated for every query head. The causal mask, and the window of ``left`` keys before a query's own
+    (-1: all), are aligned to the lower right corner.
     """
     query, key, value = (x.float().transpose(0, 1) for x in (query, key, value))
     key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
@@ -53,7 +54,7 @@ def _backward(
 
 @contextlib.contextmanager
 def flash_attention_on(device):
-    """``device``: a dispatch key of torch, such as "CPU"."""
+    """Register both operators for ``device``, a dispatch key of torch such as "CPU"."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", _forward, device)
         library.impl("_flash_attention_backward", _backward, device)

@@ -1,16 +1,16 @@
-"""One rank of `test_hf_layouts`: imports every model in every layout and exports it again.
+"""One rank of `test_hf_layouts`: loads every model in each of its layouts (`families`) and exports it again.
 
-Each layout reads what the layout before it wrote, so every model goes from layout to layout. For each, rank by rank,
-``results/`` gets the memory that import and export needed beside the parameters.
+Each layout loads what the layout before it exported, so a model goes from layout to layout. The memory that loading and
+exporting need besides the parameters is written to ``results/``, for each layout, model and rank.
 """
 
 import ctypes
 import json
 from pathlib import Path
 
-WORLD = 4  # processes
+WORLD = 4  # processes; a layout with fewer ranks uses the first ones
 MOE = ("qwen3_moe_fused", "qwen3_moe_single", "qwen3_moe_large_fused")
-# families whose names and cuts differ, in the layouts that cut most of them
+# families with other names of tensors and other ways to divide them; only in the layouts that divide most tensors
 OTHERS = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "qwen3_5_moe")
 OTHER_LAYOUTS = ("tp2_ep2", "pp2_vpp2", "pp2_uneven")
 DENSE = ("qwen3", "qwen3_tied", "qwen2", "qwen2_tied", "llama", "llama_tied")
@@ -38,13 +38,13 @@ MEGATRON = {
 
 
 def families(layout: str) -> tuple[str, ...]:
-    """Expert parallelism is for models that have experts."""
+    """The models that go through a layout; through one with expert parallelism, only those that have experts."""
     known = MOE if "expert_parallel" in LAYOUTS[layout][1] else MOE + DENSE
     return known + OTHERS if layout in OTHER_LAYOUTS else known
 
 
 def peak_memory(function) -> int:
-    """Bytes of resident memory that ``function`` needed at its peak, over what was resident before."""
+    """Bytes of resident memory at the peak of ``function``, beyond those that were resident before."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
@@ -58,7 +58,7 @@ def _status(field: str) -> int:
 
 
 def give_freed_blocks_back() -> None:
-    """Have the allocator return them to the system at once, for `peak_memory` measures what is resident."""
+    """Make malloc return freed blocks to the system at once, since `peak_memory` measures resident memory."""
     m_mmap_threshold, m_arena_max = -3, -8  # malloc.h
     libc = ctypes.CDLL(None)
     assert libc.mallopt(m_mmap_threshold, 65536) and libc.mallopt(m_arena_max, 2)

@@ -1,4 +1,4 @@
-"""What one rank of `test_layout_matrix` does: every layout of a world size in turn, in one set of processes."""
+"""What one rank of `test_layout_matrix` computes: all layouts of one world size in turn, in the same processes."""
 
 import shutil
 from dataclasses import dataclass, field, replace
@@ -17,8 +17,8 @@ from tests.actor.conftest import make_recipe
 
 UPDATES = 20
 FEW = 3
-LONG = ("one", "TP2 EP4", "CP2 PP2")  # layouts of 20 updates, which between them have every kind of parallelism
-PROMPTS = 4  # groups an update
+LONG = ("one", "TP2 EP4", "CP2 PP2")  # they make all 20 updates; between them they have all kinds of parallelism
+PROMPTS = 4  # groups per update
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Layout:
     ddp: dict[str, bool] = field(default_factory=dict)
 
 
-OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}  # as on GPUs
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}  # as megarl sets them on GPUs
 LAYOUTS = {
     "one": Layout(1),
     "TP2 ETP2": Layout(2, {"tensor_parallel": 2}),
@@ -80,7 +80,7 @@ LAYOUTS = {
 
 @torch.no_grad()
 def seal_rollouts(model: Any, directory: Path, updates: int = UPDATES) -> None:
-    """Random responses with the log-probs of a policy near `model`, as a stale engine would have stored them."""
+    """Write and seal random responses, with the log-probs of a policy near `model` as those of the behaviour policy."""
     from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
 
     rng = np.random.default_rng(0)
@@ -95,7 +95,7 @@ def seal_rollouts(model: Any, directory: Path, updates: int = UPDATES) -> None:
             stored = logprobs[-len(tokens) :].numpy() + rng.normal(size=len(tokens), scale=0.2)
             stored = np.minimum(stored, 0).astype(np.float32)
             mask = None
-            if sample % 2:  # with tokens of tools between turns
+            if sample % 2:  # with tokens of tools between its turns, which have no loss
                 mask = rng.random(len(tokens)) < 0.7
                 mask[-1] = True
             responses.append(Response(tokens, stored, float(sample == group_id % 4), "stop", 0, loss_mask=mask))
@@ -115,7 +115,7 @@ def recipe_of(layout: Layout, model: Path, **tables: Any) -> Recipe:
 
 
 def update_samples(rollouts: Path, update: int, routing_replay: str = "none") -> list[Any]:
-    """Samples of one update, as an optimize phase reads them from a sealed stage."""
+    """Samples of one update, as an optimize phase reads them; to replay "engine", with random recorded experts."""
     from megarl.phases.samples import to_samples
     from megarl.recipe.tables import ObjectiveTable
     from megarl.storage.rollouts import RolloutStore
@@ -124,7 +124,7 @@ def update_samples(rollouts: Path, update: int, routing_replay: str = "none") ->
     samples = to_samples(groups, ObjectiveTable(advantage="group_mean"))
     if routing_replay != "engine":
         return samples
-    rng = np.random.default_rng(update)  # experts that no router would choose, unknown for some tokens
+    rng = np.random.default_rng(update)  # unknown experts (-1) for a fifth of the tokens
     experts = [rng.permuted(np.tile(np.arange(4, dtype=np.int8), (len(s), 4, 1)), axis=2)[:, :, :2] for s in samples]
     for chosen in experts:
         chosen[rng.random(len(chosen)) < 0.2] = -1
@@ -132,17 +132,20 @@ def update_samples(rollouts: Path, update: int, routing_replay: str = "none") ->
 
 
 def gather_gradient(actor: Any) -> None:
-    """Give every data-parallel rank the whole gradient of the update that was just computed."""
+    """Give every data-parallel rank the whole gradient of the update just computed, of which it has one shard."""
     for replica in actor.replicas:
         for buckets in (*replica.bucket_groups, *replica.expert_parallel_bucket_groups):
             group = buckets.intra_distributed_optimizer_instance_group
-            for bucket in buckets.buckets:  # the distributed optimizer left each rank its own shard of the sum
+            for bucket in buckets.buckets:  # each rank has reduced its own shard
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
 
 
 def whole_gradient(actor: Any, model: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """The gradient of the update that was just computed, of the whole model, by Hugging Face names."""
+    """The gradient of the update just computed: {Hugging Face name: tensor}, for the whole model.
+
+    It is exported like a policy, with the gradient in the place of the parameters for the moment.
+    """
     from megarl.actor.hf import export_hf
 
     gather_gradient(actor)
@@ -163,7 +166,7 @@ def whole_gradient(actor: Any, model: Path, scratch: Path) -> dict[str, torch.Te
 
 
 def run_layout(name: str, model: Path, rollouts: Path, folder: Path) -> dict[str, Any]:
-    """First gradient and metrics of every update, for every objective; metrics are known on one rank only."""
+    """For every case: the first gradient, and the metrics of all updates, which only the last pipeline stage knows."""
     from megarl.actor import frozen, packing, parallel, step
 
     recipe = recipe_of(LAYOUTS[name], model)
@@ -171,7 +174,7 @@ def run_layout(name: str, model: Path, rollouts: Path, folder: Path) -> dict[str
     results: dict[str, Any] = {"reports": parallel.reports_metrics()}
     for case, settings in CASES.items():
         objective, replay = build_objective(settings.objective, settings.fields), settings.routing_replay
-        # replay must be exact under recomputation, to which one rank without it is compared
+        # the layout "one" recomputes nothing, so the comparison with it tests replay under recomputation
         recompute = "full" if replay != "none" and name != "one" else "none"
         table = {"recompute": recompute, "routing_replay": replay}
         recipe = recipe_of(LAYOUTS[name], model, actor=table, optimizer=settings.optimizer)
@@ -197,12 +200,12 @@ def run_layout(name: str, model: Path, rollouts: Path, folder: Path) -> dict[str
 
 
 def reference_scores(recipe: Recipe, model: Path) -> list[list[float]]:
-    """What is exported with a policy: log-probs of sequences whose lengths no layout divides."""
+    """Log-probs of five fixed sequences, computed as for the reference that is exported with a policy."""
     from megarl.actor import reference, step
 
     actor = step.Actor.build(recipe, model, torch.device("cpu"))
     for chunk in actor.models:
-        chunk.temperature = 0.5  # of the recipe: scores are at 1
+        chunk.temperature = 0.5  # scores are at temperature 1 all the same
     sequences = [[(7 * i + 3 * k) % 67 for i in range(n)] for k, n in enumerate((2, 9, 30, 61, 17))]
     scores = reference.score(actor.models, sequences, 32, actor.device)
     assert {chunk.temperature for chunk in actor.models} == {0.5}
@@ -210,7 +213,10 @@ def reference_scores(recipe: Recipe, model: Path) -> list[list[float]]:
 
 
 def offenders(recipe: Recipe, model: Path, samples: list[Any]) -> list[dict[str, Any]]:
-    """What an update with one bad number says on every rank of the last pipeline stage; all ranks raise it."""
+    """Descriptions of the sequences that an update with one NaN names; empty outside the last pipeline stage.
+
+    Asserts that all ranks refuse the update and keep their weights.
+    """
     from megarl.actor import packing, step
     from megarl.actor.nonfinite import NonFiniteUpdate
     from megarl.phases.samples import describe
@@ -249,7 +255,11 @@ def worker(rank: int, ranks: int, model: Path, rollouts: Path, folder: Path) -> 
 
 
 def continue_in(names: list[str], model: Path, rollouts: Path, folder: Path) -> dict[str, Any]:
-    """Each layout makes 6 updates with a checkpoint after a few, then the rest again from it and all before it."""
+    """{(layout of the checkpoint, layout that resumes): {update: loss}}, on the rank that reports metrics.
+
+    Each layout makes 6 updates and saves a checkpoint after the first few. Then it makes the remaining updates again,
+    from this checkpoint, which must give the same bits, and from those of all layouts before it.
+    """
     from megarl.actor import checkpoint, packing, parallel, step
 
     objective = build_objective("mu_grpo", {})

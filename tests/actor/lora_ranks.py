@@ -1,4 +1,4 @@
-"""What one rank of `test_lora_layouts` does: adapters of every kind of matrix in each layout, from one checkpoint."""
+"""What one rank of `test_lora_layouts` computes: updates of adapters in each layout, all from one checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megarl.objectives import build_objective
 from tests.actor.layout_ranks import LAYOUTS, gather_gradient, join, recipe_of, update_samples
 
-# layers of both kinds, shared experts, biases of queries, keys and values; one for each chunk of virtual stages
+# dense layers and layers with experts, shared experts, attention biases; a layer for each chunk of virtual stages
 FAMILY, CHANGES = "glm4_moe", {"n_shared_experts": 2, "num_hidden_layers": 4}
 EVERY = ("one", "TP2 ETP2", "TP2 EP2", "PP2", "PP2 VPP2", "CP2", "EP2", "DP2")
 CASES = {"all": {}, "experts": {"targets": ["experts.linear_fc1", "mlp.linear_fc2"]}}
@@ -18,7 +18,7 @@ CASES = {"all": {}, "experts": {"targets": ["experts.linear_fc1", "mlp.linear_fc
 def actor_of(layout: str, case: str, model: Path) -> Any:
     from megarl.actor import step
 
-    # recomputation must give what one rank without it gives
+    # the layout "one" recomputes nothing, so the comparison with it tests recomputation too
     table = {"recompute": "none" if layout == "one" else "full", "lora": {"rank": 4, "alpha": 2.0, **CASES[case]}}
     return step.Actor.build(recipe_of(LAYOUTS[layout], model, actor=table), model, torch.device("cpu"))
 
@@ -30,7 +30,10 @@ def batches_of(actor: Any, rollouts: Path, update: int) -> list[Any]:
 
 
 def whole(actor: Any, value: Any) -> dict[str, torch.Tensor]:
-    """``value`` of every adapter's parameters, as whole tensors; what several ranks have must be the same."""
+    """{key in a checkpoint: ``value(parameter)``} for all adapters, as whole tensors assembled from all ranks.
+
+    Asserts that ranks with the same part of a tensor agree.
+    """
     from megarl.actor import lora
 
     mine = [
@@ -50,13 +53,16 @@ def whole(actor: Any, value: Any) -> dict[str, torch.Tensor]:
 
 
 def gradient(actor: Any) -> dict[str, torch.Tensor]:
-    """Of every adapter, of the update that was just computed."""
+    """The gradients of all adapters, of the update just computed."""
     gather_gradient(actor)
     return whole(actor, lambda parameter: parameter.main_grad)
 
 
 def train(layout: str, case: str, model: Path, rollouts: Path, folder: Path) -> dict[str, Any]:
-    """From the checkpoint that one rank makes after an update: gradient and norm of the next, and the policy after."""
+    """Gradient, norm and loss of the second update, and the policy after it.
+
+    The layout "one" makes the first update and saves a checkpoint, from which the other layouts begin.
+    """
     from megarl.actor import checkpoint, step
     from megarl.actor.hf import export_hf
     from tests.actor.test_hf_layouts import stored

@@ -1,4 +1,4 @@
-"""Imported first by the process from which ranks are forked: the CPU backend comes before the rest of Megatron."""
+"""Imported first by the process that ranks are forked from: the CPU backend must come before the rest of Megatron."""
 
 from tests.actor.ranks import prepare
 

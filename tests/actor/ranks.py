@@ -13,10 +13,10 @@ PRELOADED = ["tests.actor.preloaded", "megarl.actor.checkpoint", "megarl.actor.r
 
 
 def once(tmp_path_factory, name, compute):
-    """The folder that ``compute(folder)`` filled. With pytest-xdist one worker does it while the others wait."""
+    """The folder ``name``, filled by ``compute(folder)``, with pytest-xdist by one worker while the others wait."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent  # which the workers share
+        root = root.parent  # the workers share this one
     folder, done = root / name, root / f"{name}.done"
     with open(root / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -29,7 +29,7 @@ def once(tmp_path_factory, name, compute):
 
 
 def run_ranks(function, arguments, ranks, timeout=900):
-    """``function(rank, *arguments)`` in each of ``ranks`` processes; raises what the first of them to fail raised."""
+    """Run ``function(rank, *arguments)`` in each of ``ranks`` processes; raises the error of the first that fails."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     started = torch.multiprocessing.start_processes(
         run_rank, (function, tuple(arguments)), ranks, join=False, start_method="forkserver"
@@ -48,7 +48,7 @@ def run_rank(rank, function, arguments):
 
 
 def prepare():
-    """One thread, gloo over loopback, Megatron on the CPU: where the fork has it already this does nothing."""
+    """Set one thread, gloo over loopback, and Megatron on the CPU; changes nothing where the parent process did so."""
     from megarl.actor import cpu_backend
 
     torch.set_num_threads(1)

@@ -1,6 +1,7 @@
-"""Transformer Engine's layers beside the torch modules in one process, with `stand_ins` for its classes; prints JSON.
+"""Trains the same models with Transformer Engine's layers and with the torch modules, and prints results as JSON.
 
-python -m tests.actor.te_worker FOLDER FAMILY..., with the folder of the stand-ins on PYTHONPATH.
+Run as ``python -m tests.actor.te_worker FOLDER FAMILY...``, with the folder `stand_ins` on PYTHONPATH: it has stand-ins
+for Transformer Engine's classes.
 """
 
 import json

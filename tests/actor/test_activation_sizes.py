@@ -1,4 +1,4 @@
-"""What `megarl plan` says a layer keeps for its backward pass, against the tensors that autograd really saves."""
+"""`megarl plan`'s estimate of what a layer keeps for its backward pass, against the tensors that autograd saves."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ WITH_EXPERTS = ("deepseek_v3", "qwen3_next", "gpt_oss")
 
 
 def saved_bytes(family, layers, recompute, **settings):
-    """Distinct storages that autograd keeps after a forward pass, parameters left out."""
+    """Bytes of the distinct storages that autograd keeps after a forward pass, without those of parameters."""
     from megarl.actor.model import build_model
     from megarl.actor.packing import Sample, micro_batches
 
@@ -41,7 +41,7 @@ def saved_bytes(family, layers, recompute, **settings):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed)
     assert output[0].requires_grad
-    return sum(storage.nbytes() for storage in saved.values())  # now: what is computed again has given its bytes back
+    return sum(storage.nbytes() for storage in saved.values())  # after the pass, when recomputed parts are freed
 
 
 OTHERS = {
@@ -63,7 +63,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-def test_a_layer_without_experts_of_a_model_that_has_some():
+def test_dense_layer_of_a_moe_model_is_estimated_like_a_layer_of_a_dense_model():
     hf = HF | OTHERS["glm4_moe"] | {"model_type": "glm4_moe", "num_experts": 8, "first_k_dense_replace": 1}
     dense = HF | {"model_type": "qwen3", "num_experts": None}
     sizes_of = [activations.layer_bytes(hf, Layout(1), TOKENS, dense=True)]
@@ -74,22 +74,22 @@ def test_a_layer_without_experts_of_a_model_that_has_some():
 def expected_bytes(family, again=(), **settings):
     hf = HF | OTHERS.get(family, {}) | {"model_type": family} | settings
     hf |= {"num_experts": 8 if "moe" in family or family in WITH_EXPERTS else None}
-    # on the CPU an RMSNorm is not fused and keeps its normalised input too
+    # an RMSNorm on the CPU is not fused, and keeps its normalised input too
     of_attention = dict.fromkeys(("qwen3", "qwen3_moe", "glm4_moe", "qwen3_next"), 128 + 32) | {"deepseek_v3": 96 + 80}
-    # with sinks it keeps queries, keys, values and outputs of one dimension more, a copy of the output and a mask, in
-    # the place of the projection, queries, keys and twice the output of 8 heads and 2 key-value heads of 16
+    # attention with sinks keeps queries, keys, values and outputs with one more dimension, a copy of the output and a
+    # mask; without them the projection, queries, keys and two outputs of 8 heads and 2 key-value heads of 16 dimensions
     of_attention["gpt_oss"] = (2 * 8 + 2 * 2) * 17 + 128 + 62 - (12 + 10 + 2 * 8) * 16
     norms = (0 if "layernorm" in again else 2 * 128) + of_attention.get(family, 0)
     if family == "qwen3_next":
-        norms -= 32  # which in bfloat16 are widened, keys as well as queries, and here are not
+        norms -= 32  # the estimate, in bfloat16, has float32 copies of queries and keys; float32 keys are not copied
     if family != "deepseek_v3" and "core_attn" not in again:
-        norms += 128  # there sequences are attended to by runs of equal lengths, and put together again
+        norms += 128  # on the CPU each run of equal lengths is attended to by itself, and the outputs are concatenated
     how = Keeping(frozenset(again))
     return activations.layer_bytes(hf, Layout(1), TOKENS, width=4, how=how) + 4 * norms * TOKENS
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", *OTHERS])
-def test_one_layer(family):
+def test_estimate_of_a_layer_agrees_with_autograd(family):
     measured = saved_bytes(family, 2, "none") - saved_bytes(family, 1, "none")
     assert expected_bytes(family) == pytest.approx(measured, rel=0.02)
 
@@ -114,22 +114,21 @@ def test_one_layer(family):
         ("qwen3_next", ["layernorm", "moe"]),
     ],
 )
-def test_one_layer_of_which_parts_are_recomputed(family, again):
+def test_estimate_of_a_layer_with_recomputed_parts_agrees_with_autograd(family, again):
     measured = saved_bytes(family, 2, again) - saved_bytes(family, 1, again)
     assert expected_bytes(family, again) == pytest.approx(measured, rel=0.02)
     assert measured < 0.97 * expected_bytes(family)
 
 
-def test_one_layer_with_full_recompute():
+def test_full_recomputation_keeps_only_the_input_of_a_layer():
     measured = saved_bytes("qwen3_moe", 3, "full") - saved_bytes("qwen3_moe", 2, "full")
     assert measured == pytest.approx(4 * TOKENS * 128, rel=0.02)
 
 
-def test_one_layer_with_a_state():
-    """In the place of keys and values."""
+def test_estimate_of_a_layer_with_linear_attention_agrees_with_autograd():
     hf = HF | OTHERS["qwen3_next"] | {"model_type": "qwen3_next", "num_experts": 8}
     measured = [saved_bytes("qwen3_next", layers, "none", full_attention_interval=9) for layers in (1, 2)]
-    norms = 2 * 128 + 8 * 24  # as in `test_one_layer`
-    norms += 8 * 24  # values lie in one tensor with the queries and keys, which in bfloat16 are widened by themselves
+    norms = 2 * 128 + 8 * 24  # normalised inputs, as in `expected_bytes`
+    norms += 8 * 24  # float32 queries and keys are views of a tensor that has the values too; bfloat16 ones are copied
     expected = activations.layer_bytes(hf, Layout(1), TOKENS, width=4, linear=True) + 4 * norms * TOKENS
     assert expected == pytest.approx(measured[1] - measured[0], rel=0.02)

@@ -1,4 +1,4 @@
-"""One call of flash attention for a whole micro-batch against the batched calls, one a length, of other devices."""
+"""One call of flash attention for a whole micro-batch, against one batched call per length as on other devices."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ GPT_OSS = dict(
 LENGTHS = np.array([4, 4, 12, 20])
 
 
-KINDS = {  # layer number, from 1, of a model; a sink's gradient adds up the roundings of all tokens
+KINDS = {  # (model, number of a layer from 1, dtype); not bfloat16 for sinks, whose gradient sums all tokens' roundings
     "all keys": (HF, 1, torch.bfloat16),
     "a window and sinks": (HF | GPT_OSS, 1, torch.float16),
     "sinks": (HF | GPT_OSS, 2, torch.float16),
@@ -68,7 +68,7 @@ def run(attention, inputs, sequences, fused):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_call_for_all_lengths(kind):
+def test_one_call_for_all_lengths_equals_one_call_per_length(kind):
     attention, inputs = attention_and_inputs(int(LENGTHS.sum()), kind)
     for a, b in zip(
         run(attention, inputs, packed(LENGTHS), True), run(attention, inputs, packed(LENGTHS), False), strict=True
@@ -77,8 +77,8 @@ def test_one_call_for_all_lengths(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sinks_and_windows_by_hand(kind):
-    """Each query's softmax, over the keys of its window and a logit without a value."""
+def test_attention_equals_a_softmax_written_out_for_each_query(kind):
+    """The softmax is over the keys of the query's window and the sink, a logit without a value."""
     attention, inputs = attention_and_inputs(int(LENGTHS.sum()), kind)
     query, key, value = (x.double().requires_grad_() for x in inputs)
     hf, *_ = KINDS[kind]
@@ -103,8 +103,7 @@ def test_sinks_and_windows_by_hand(kind):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_call_for_both_chunks_of_a_context_parallel_rank(kind, rank, monkeypatch):
-    """What a rank computes for its queries, against attention over whole sequences."""
+def test_one_call_for_both_chunks_of_a_context_parallel_rank_equals_whole_sequences(kind, rank, monkeypatch):
     from megarl.actor import attention as module
     from megarl.actor.packing import _attended_keys
     from megarl.batch import ContextShard

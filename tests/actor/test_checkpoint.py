@@ -1,4 +1,4 @@
-"""A resumed run goes on bit for bit, from a checkpoint that is what was written, and runs nothing that stands in it."""
+"""A run resumes bit for bit from a checkpoint; a damaged one is detected, and code planted in one never runs."""
 
 import errno
 import io
@@ -49,7 +49,7 @@ def test_resume_is_bitwise(family, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(resumed), strict=True))
 
 
-def test_only_complete_and_newest_checkpoints_stay(tmp_path):
+def test_only_the_newest_complete_checkpoints_are_kept(tmp_path):
     from megarl.actor import checkpoint
 
     make_hf_model("qwen3").save_pretrained(tmp_path / "model")
@@ -65,7 +65,7 @@ def test_only_complete_and_newest_checkpoints_stay(tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(an actor, the path of its checkpoint)"""
+    """An actor after two updates, and the path of its checkpoint."""
     from megarl.actor import checkpoint
 
     folder = tmp_path_factory.mktemp("saved")
@@ -75,7 +75,7 @@ def saved(tmp_path_factory):
     return actor, checkpoint.save(actor, folder / "checkpoints", 2, keep=2)
 
 
-def test_the_manifest_names_every_file_and_any_flipped_bit_is_named(saved):
+def test_manifest_lists_every_file_and_verify_names_a_damaged_one(saved):
     from megarl.actor import checkpoint
 
     _, path = saved
@@ -98,7 +98,10 @@ def test_the_manifest_names_every_file_and_any_flipped_bit_is_named(saved):
 
 
 def save_of_two(rank, model, folder, error, message):
-    """Rank 1 meets an error while it writes, as torch's writer wraps it; both say what it was."""
+    """One of two ranks: rank 1 fails while it writes a checkpoint, and both must raise ``message``.
+
+    torch's writer raises a misleading RuntimeError on top of the ``error``; ``fail`` does so too.
+    """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from megarl.actor import checkpoint, parallel
@@ -127,14 +130,14 @@ def save_of_two(rank, model, folder, error, message):
         (ValueError("odd"), "update_000003 could not be written: .*unexpected pos"),
     ],
 )
-def test_every_rank_says_why_one_could_not_write(tmp_path, error, message):
+def test_every_rank_reports_why_one_rank_could_not_write(tmp_path, error, message):
     make_hf_model("qwen3").save_pretrained(tmp_path / "model")
     run_ranks(save_of_two, (tmp_path / "model", tmp_path, error, message), 2)
     assert not list((tmp_path / "checkpoints").glob("update_*"))
 
 
 class Payload:
-    """What an attacker's pickle runs."""
+    """Creates the directory ``marker`` when it is unpickled, as an attacker's pickle may run anything."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -145,7 +148,7 @@ class Payload:
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt", "bytes"])
 def test_a_planted_pickle_does_not_run(saved, tmp_path, name):
-    """Checksums do not help: whoever plants it can write a manifest too."""
+    """Checksums do not prevent this: whoever plants a pickle can write a manifest that fits it."""
     from megarl.actor import checkpoint
 
     actor, path = saved
@@ -158,7 +161,7 @@ def test_a_planted_pickle_does_not_run(saved, tmp_path, name):
         file.write_bytes(buffer.getvalue())
     elif name == ".metadata":
         file.write_bytes(pickle.dumps(payload))
-    else:  # a record of bytes, which torch would unpickle
+    else:  # an entry whose type makes torch unpickle its bytes
         from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
         metadata = pickle.loads(before)
@@ -173,4 +176,4 @@ def test_a_planted_pickle_does_not_run(saved, tmp_path, name):
     assert checkpoint.load(actor, path) == 2
     if name != "bytes":
         pickle.loads(pickle.dumps(payload))
-        assert marker.exists()  # it would have
+        assert marker.exists()  # without the check it runs

@@ -1,4 +1,4 @@
-"""The gated delta rule over packed sequences: it is the recurrence, and no sequence knows of another."""
+"""The gated delta rule over packed sequences equals the recurrence, and no sequence depends on another."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from megarl.recipe.layout import Layout
 from tests.actor.conftest import make_hf_model, read_settings
 from tests.actor.test_hf import load_models, packed_logits, random_sequences
 
-RUNS = ((1, 1), (2, 16), (1, 17), (1, 40), (1, 33), (1, 5))  # not by length at the end, where an axis is filled up
+RUNS = ((1, 1), (2, 16), (1, 17), (1, 40), (1, 33), (1, 5))  # not sorted at the end, where a packed axis has its filler
 LENGTHS = [length for count, length in RUNS for _ in range(count)]
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def random_inputs(seed=0):
 
 
 def recurrence(query, key, value, decay, rate):
-    """One sequence, token by token: Equation 10 of the paper, with queries scaled as Qwen3-Next does."""
+    """One sequence, token by token: Equation 10 of the paper (arXiv 2412.06464), queries scaled as in Qwen3-Next."""
     state, outputs = query.new_zeros(query.shape[1], key.shape[-1], value.shape[-1]), []
     for q, k, v, g, b in zip(query, key, value, decay, rate, strict=True):
         state = state * g.exp()[:, None, None]
@@ -37,8 +37,8 @@ def recurrence(query, key, value, decay, rate):
     return torch.stack(outputs)
 
 
-def test_chunks_make_the_recurrence():
-    """Values and gradients, with chunks that sequences fill and that they do not fill."""
+def test_chunks_of_tokens_equal_the_recurrence():
+    """Outputs and gradients, with full chunks and with partly filled ones."""
     inputs = random_inputs()
     chunked = gated_delta_rule(*inputs, sequence_chunks(RUNS, None, CPU, size=16))
     plain = torch.cat([recurrence(*parts) for parts in zip(*(x.split(LENGTHS) for x in inputs), strict=True)])
@@ -49,15 +49,15 @@ def test_chunks_make_the_recurrence():
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_a_decay_to_nothing_stays_finite():
+def test_gradient_is_finite_where_the_state_decays_to_zero():
     inputs = [x.detach() for x in random_inputs()]
-    inputs[3] = torch.full_like(inputs[3], -90.0).requires_grad_()  # 16 of them are beyond what float32 can hold
+    inputs[3] = torch.full_like(inputs[3], -90.0).requires_grad_()  # exp(16 * 90) is infinite
     (gradient,) = torch.autograd.grad(gated_delta_rule(*inputs, sequence_chunks(RUNS, None, CPU, 16)).sum(), inputs[3])
     assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("what", ["rule", "convolution"])
-def test_no_sequence_sees_another(what):
+def test_no_sequence_depends_on_another(what):
     chunks = sequence_chunks(RUNS, None, CPU, size=16)
     inputs = random_inputs()
     if what == "rule":
@@ -73,7 +73,7 @@ def test_no_sequence_sees_another(what):
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_sequences_of_several_chunks_equal_transformers(tmp_path):
+def test_logits_of_sequences_of_several_chunks_equal_transformers(tmp_path):
     reference = make_hf_model("qwen3_next", max_position_embeddings=256)
     reference.save_pretrained(tmp_path)
     (model,) = load_models(tmp_path)
@@ -83,7 +83,7 @@ def test_sequences_of_several_chunks_equal_transformers(tmp_path):
         assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
 
 
-def test_heads_that_layouts_cannot_divide(tmp_path):
+def test_numbers_of_heads_that_cannot_be_divided_are_refused(tmp_path):
     hf = read_settings(tmp_path, "qwen3_next")
     assert list(Layout(2, context_parallel=2).problems(hf)) == []
     (problem,) = Layout(4, context_parallel=4).problems(hf)

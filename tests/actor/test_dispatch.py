@@ -1,4 +1,4 @@
-"""Tokens to experts and back: order, sums, and no question to the device."""
+"""Dispatch of tokens to their experts and back: order, sums, and no waits for the device."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ HF = SHAPE | dict(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_token_gets_the_sum_of_its_experts(dtype):
-    """Rows of one expert stay in the order of tokens; sums are those of float32, rounded once."""
+    """The rows of an expert are in the order of their tokens; sums are taken in float32 and rounded once."""
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     from megarl.actor.dispatch import IndexDispatcher
@@ -54,7 +54,7 @@ def test_every_token_gets_the_sum_of_its_experts(dtype):
     torch.testing.assert_close(hidden.grad[:, 0], expected.to(dtype), rtol=0, atol=1e-6)
 
 
-def test_chunks_of_several_ranks_are_put_in_order():
+def test_chunks_of_several_ranks_are_sorted_by_expert():
     from megarl.actor.dispatch import chunk_order
 
     chunks = torch.tensor([[2, 0, 3], [1, 4, 0]])  # rank 0 sent 2 rows to expert 0 and 3 to expert 2
@@ -63,8 +63,8 @@ def test_chunks_of_several_ranks_are_put_in_order():
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "llama", "glm4_moe", "deepseek_v3_moonlight"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_layers_ask_the_device_for_nothing(tmp_path, family, recompute):
-    """Forward and backward pass on tensors without values: `.item()`, `.tolist()` and masks would raise."""
+def test_layers_do_not_wait_for_the_device(tmp_path, family, recompute):
+    """Forward and backward pass on the meta device, where `.item()`, `.tolist()` and indexing by a mask raise."""
     from megarl.actor.model import build_model
     from megarl.actor.packing import Sample, micro_batches
 
@@ -74,7 +74,7 @@ def test_layers_ask_the_device_for_nothing(tmp_path, family, recompute):
         Sample(torch.ones(2).int().numpy(), torch.ones(n).int().numpy(), torch.zeros(n).numpy(), 1.0) for n in (3, 3, 5)
     ]
     (batch,) = micro_batches(samples, 100, torch.device("cpu"))
-    model.to(meta, torch.bfloat16)  # as on GPUs; `grouped_mm` has no float32 without values
+    model.to(meta, torch.bfloat16)  # as on GPUs; `grouped_mm` takes no float32 on the meta device
     model.config.params_dtype = torch.bfloat16
     latent = model.config.multi_latent_attention
     rotary = model.decoder.layers[0].self_attention.rotary_pos_emb if latent else model.rotary_pos_emb
@@ -89,7 +89,7 @@ def test_layers_ask_the_device_for_nothing(tmp_path, family, recompute):
 
 
 @pytest.mark.parametrize(("overlap", "dispatcher"), [(False, "IndexDispatcher"), (True, "MoEAlltoAllTokenDispatcher")])
-def test_shared_experts_that_a_dispatcher_of_megatrons_computes_stay_with_it(tmp_path, overlap, dispatcher):
+def test_overlapped_shared_experts_keep_megatrons_dispatcher(tmp_path, overlap, dispatcher):
     from megarl.actor.model import build_model
 
     recipe = make_recipe(megatron={"moe_shared_expert_overlap": overlap})
@@ -97,8 +97,8 @@ def test_shared_experts_that_a_dispatcher_of_megatrons_computes_stay_with_it(tmp
     assert type(model.decoder.layers[0].mlp.token_dispatcher).__name__ == dispatcher
 
 
-def test_megatron_knows_what_it_builds(caplog):
-    """It warns, once a layer, of a layer of experts whose arguments it can only guess."""
+def test_megatron_logs_no_warning_about_layers_of_experts(caplog):
+    """It would warn, once a layer, about a feed-forward module of a type that it does not know."""
     from megarl.actor.model import build_model
 
     with caplog.at_level("WARNING"):

@@ -16,7 +16,7 @@ KINDS = {"plain": HF, "biases": HF | dict(model_type="gpt_oss", swiglu_limit=0.1
 
 
 def build_experts(count, kind="plain"):
-    """`GroupedExperts` and a SequentialMLP with the same weights, and biases if they have some."""
+    """`GroupedExperts` and a SequentialMLP with the same weights and, if the kind has them, biases."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
@@ -34,7 +34,7 @@ def build_experts(count, kind="plain"):
         for i, expert in enumerate(sequential.local_experts):
             grouped.weight1[i].copy_(expert.linear_fc1.weight)
             grouped.weight2[i].copy_(expert.linear_fc2.weight)
-            # its MLP adds a bias in place, which autograd forbids of a view
+            # Megatron's MLP adds a bias in place, which autograd forbids for a view
             expert.linear_fc2.register_forward_hook(lambda module, inputs, output: (output[0].clone(), output[1]))
             for ours, linear in biases(grouped, expert):
                 ours[i].copy_(torch.nn.init.normal_(linear.bias, std=0.1))
@@ -42,7 +42,7 @@ def build_experts(count, kind="plain"):
 
 
 def biases(grouped, expert):
-    """[experts, outputs] of both projections, and the linear layers of one expert of a SequentialMLP."""
+    """For both projections: the grouped biases [experts, outputs], and the linear layer of a SequentialMLP's expert."""
     if not grouped.config.add_bias_linear:
         return []
     both = (p.view(len(grouped.weight1), -1) for p in (grouped.bias1, grouped.bias2))
@@ -50,7 +50,7 @@ def biases(grouped, expert):
 
 
 class Kernels(TorchDispatchMode):
-    """Counts operators that compute something: the others only return a view of their input."""
+    """Counts the operators that compute something, not those that only return a view of their input."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ class Kernels(TorchDispatchMode):
 
 
 def run(experts, counts, seed=0):
-    """Output, gradients of tokens and probs, kernels of the forward and backward pass; some experts get no token."""
+    """Output, gradients of tokens and probs, and the number of operators of the forward and backward pass."""
     torch.manual_seed(seed)
     tokens = torch.randn(sum(counts), 32, requires_grad=True)
     probs = torch.rand(sum(counts), requires_grad=True)
@@ -76,7 +76,7 @@ def run(experts, counts, seed=0):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", [[3, 0, 7, 2], [0, 0, 0, 5], [0, 0, 0, 0]])
-def test_values_and_gradients(counts, kind):
+def test_values_and_gradients_equal_sequential_mlp(counts, kind):
     grouped, sequential = build_experts(4, kind)
     *ours, _ = run(grouped, counts)
     *theirs, _ = run(sequential, counts)
@@ -93,7 +93,7 @@ def test_values_and_gradients(counts, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_launches_do_not_grow_with_the_experts(kind):
+def test_number_of_operators_does_not_grow_with_the_experts(kind):
     few, many = build_experts(4, kind)[0], build_experts(16, kind)
     *_, launches = run(many[0], [5] * 16)
     *_, one_by_one = run(many[1], [5] * 16)
@@ -103,7 +103,7 @@ def test_launches_do_not_grow_with_the_experts(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpoints_have_the_names_of_one_tensor_an_expert(kind):
+def test_checkpoint_has_one_tensor_per_expert_like_sequential_mlp(kind):
     grouped, sequential = build_experts(4, kind)
     metadata = {"singleton_local_shards": True, "dp_cp_group": torch.distributed.group.WORLD}
 
@@ -125,8 +125,8 @@ def test_checkpoints_have_the_names_of_one_tensor_an_expert(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 24), (12, 20), (7, 5)])
-def test_any_width(dtype, inputs, outputs):
-    """Rows that are no multiple of 16 bytes too."""
+def test_grouped_linear_supports_any_width(dtype, inputs, outputs):
+    """Also rows whose size is not a multiple of 16 bytes, which `grouped_mm` needs."""
     from megarl.actor.experts import grouped_linear
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""No layout changes what the layers of a family compute: shared experts, latent attention, norms of all heads."""
+"""No layout changes what the layers of a model family compute, such as latent attention or shared experts."""
 
 from itertools import pairwise
 
@@ -33,7 +33,7 @@ CASES = [(name, layout) for name, layouts in FAMILIES.items() for layout in layo
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_a_layout_changes_nothing(results, name, layout):
+def test_gradient_and_losses_equal_those_of_one_rank(results, name, layout):
     one, other = results[name, "one"], results[name, layout]
     assert one["gradient"].keys() == other["gradient"].keys()
     trained = [key for key in one["gradient"] if BIAS not in key]
@@ -44,14 +44,14 @@ def test_a_layout_changes_nothing(results, name, layout):
     print(f"\n{name} {layout}: gradient {(difference / size) ** 0.5:.1e}, loss of 2 updates {furthest:.1e}")
     assert (difference / size) ** 0.5 < 1e-6
     assert furthest < 1e-4
-    # every parameter counts once, whatever ranks have of it; the second update begins from other roundings
+    # the norm counts every parameter once, whichever ranks hold it; the second update begins with other roundings
     assert other["norms"] == [pytest.approx(one["norms"][0], rel=1e-6), pytest.approx(one["norms"][1], rel=1e-4)]
     assert one["losses"][0] != one["losses"][1]
 
 
 @pytest.mark.parametrize("name", CONTINUED)
-def test_a_checkpoint_goes_from_layout_to_layout(results, name):
-    """Each loads what the one before it wrote, bit for bit, and makes an update."""
+def test_weights_go_from_layout_to_layout_in_a_checkpoint(results, name):
+    """Each layout loads the weights that the one before it saved, bit for bit, and makes an update."""
     pairs = [results[name, layout]["continued"] for layout in FAMILIES[name]]
     for (_, written), (loaded, later) in pairwise(pairs):
         assert all(torch.equal(loaded[key], written[key]) for key in written)
@@ -59,10 +59,10 @@ def test_a_checkpoint_goes_from_layout_to_layout(results, name):
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
-def test_updates_leave_the_bias_of_the_choice_as_it_was(results, name):
+def test_updates_leave_the_bias_of_the_router_unchanged(results, name):
     for layout in FAMILIES[name]:
         biases = {key: value for key, value in results[name, layout]["continued"][1].items() if BIAS in key}
-        assert len(biases) == 2  # of the layers with experts
+        assert len(biases) == 2  # one for each layer with experts
         for key, bias in biases.items():
-            before = results[name, "one"]["gradient"][key]  # exported as it was read
+            before = results[name, "one"]["gradient"][key]  # a buffer, which `whole_gradient` exports as it is
             assert torch.equal(bias, before) and float(before.abs().max()) > 0.05

@@ -22,7 +22,7 @@ def load_models(path, megatron=None):
 
 
 def packed_logits(model, sequences):
-    """Logits of each sequence from one packed forward."""
+    """{index of a sequence: its logits}, from one packed forward pass."""
     from megarl.actor.packing import Sample, pack
 
     samples = [Sample(s[:1], s[1:], np.zeros(len(s) - 1, np.float32), 0.0) for s in sequences]
@@ -52,7 +52,7 @@ def test_packed_logits_equal_transformers(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_export_gives_the_logits_back_to_transformers(family, tmp_path):
+def test_exported_model_has_the_same_logits_in_transformers(family, tmp_path):
     from transformers import AutoModelForCausalLM
 
     from megarl.actor.hf import export_hf
@@ -63,7 +63,7 @@ def test_export_gives_the_logits_back_to_transformers(family, tmp_path):
     assert info.version == 7
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     tokens = torch.from_numpy(random_sequences([23])[0][None]).long()
-    # torch's product of a matrix and a vector, a shared expert's gate, rounds by where in memory the weights lie
+    # the gate of a shared expert is a matrix-vector product, whose rounding depends on the alignment of the weights
     rounds = any("shared_expert_gate" in name for name in reference.state_dict())
     assert (again(tokens).logits - reference(tokens).logits).abs().max() <= (1e-5 if rounds else 0)
     one, two = load_file(tmp_path / "in/model.safetensors"), load_file(tmp_path / "out/model.safetensors")
@@ -71,7 +71,7 @@ def test_export_gives_the_logits_back_to_transformers(family, tmp_path):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_weights_hash_follows_the_weights(tmp_path):
+def test_weights_hash_changes_with_the_weights_alone(tmp_path):
     from megarl.actor.hf import export_hf
 
     make_hf_model("qwen3").save_pretrained(tmp_path / "in")
@@ -83,7 +83,7 @@ def test_weights_hash_follows_the_weights(tmp_path):
     assert export_hf(models, tmp_path / "c", tmp_path / "in", 0).weights_hash != hashes[0]
 
 
-def test_wrong_models_are_named(tmp_path):
+def test_errors_name_what_is_wrong_with_a_model(tmp_path):
 
     with pytest.raises(UserError, match="config.json"):
         load_models(tmp_path)
@@ -112,11 +112,11 @@ def test_wrong_models_are_named(tmp_path):
         ("qwen3_moe", "down_proj", (4, 32), r"no tensor .*down_proj"),
     ],
 )
-def test_fused_experts_of_another_shape_are_named(family, tensor, shape, words, tmp_path):
-    """A part of half an odd number would have the shape that is asked for, and lie elsewhere for each expert."""
+def test_errors_name_fused_experts_of_a_wrong_shape(family, tensor, shape, words, tmp_path):
+    """Half of 49, rounded down, is the expected size, but then the parts of later experts would be misplaced."""
     make_hf_model(family).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    for number in range(4):  # as one tensor, where the library has written one for each
+    for number in range(4):  # removed if transformers has written one tensor per expert
         for name in ("gate_proj", "up_proj", "down_proj"):
             tensors.pop(f"model.layers.1.mlp.experts.{number}.{name}.weight", None)
     tensors[f"model.layers.1.mlp.experts.{tensor}"] = torch.zeros(shape)
@@ -128,8 +128,8 @@ def test_fused_experts_of_another_shape_are_named(family, tensor, shape, words, 
         load_models(tmp_path)
 
 
-class OneWeightAnExpert(torch.nn.Module):
-    """Parameters of Megatron-Core's `TEGroupedMLP`, with their names and shapes."""
+class OneWeightPerExpert(torch.nn.Module):
+    """A module with the parameters of Megatron-Core's `TEGroupedMLP`, as zeros."""
 
     def __init__(self, experts):
         super().__init__()
@@ -140,8 +140,8 @@ class OneWeightAnExpert(torch.nn.Module):
             self.add_module(f"linear_fc{fc}", linear)
 
 
-def test_grouped_experts(tmp_path):
-    """Both forms of the experts get the weights that their forward expects, and give the same bytes back."""
+def test_stacked_experts_and_one_weight_per_expert_are_loaded_alike(tmp_path):
+    """The second form is also exported, and gives back the same bytes."""
     from megarl.actor.hf import export_hf, load_hf
 
     reference = make_hf_model("qwen3_moe")
@@ -149,7 +149,7 @@ def test_grouped_experts(tmp_path):
     models = load_models(tmp_path / "in")
     stacked = [layer.mlp.experts for layer in models[0].decoder.layers]
     for layer in models[0].decoder.layers:
-        layer.mlp.experts = OneWeightAnExpert(layer.mlp.experts)
+        layer.mlp.experts = OneWeightPerExpert(layer.mlp.experts)
     load_hf(models, tmp_path / "in")
     for layer, ours, theirs in zip(models[0].decoder.layers, stacked, reference.model.layers, strict=True):
         for i in range(4):
@@ -165,8 +165,8 @@ def test_grouped_experts(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
-def test_transformer_engine_names(family, tmp_path):
-    """Its linear layers hold the norm before them, as ``layer_norm_weight``."""
+def test_norms_inside_transformer_engines_linear_layers_are_loaded_and_exported(family, tmp_path):
+    """These layers have the norm before them as the parameter ``layer_norm_weight``."""
     from megarl.actor.hf import export_hf, load_hf
 
     make_hf_model(family).save_pretrained(tmp_path / "in")
@@ -185,12 +185,12 @@ def test_transformer_engine_names(family, tmp_path):
     assert one.read_bytes() == two.read_bytes()
 
 
-def test_damaged_and_foreign_weights_are_named(tmp_path):
+def test_errors_name_damaged_and_unexpected_weights(tmp_path):
 
     make_hf_model("qwen3").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
-    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}  # which maps the file
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}  # `load_file` maps the file
     for damaged in (whole[:-1], whole[:100], b"", b"\xff" * 64):
         file.write_bytes(damaged)
         with pytest.raises(UserError, match=r"model\.safetensors is not a readable safetensors file"):
@@ -215,8 +215,7 @@ def test_damaged_and_foreign_weights_are_named(tmp_path):
     load_models(tmp_path)
 
 
-def test_tied_models_that_store_their_lm_head(tmp_path):
-    """The embedding counts, as in transformers; the export has both names again."""
+def test_tied_model_that_stores_its_lm_head_is_exported_with_it(tmp_path):
 
     from megarl.actor.hf import export_hf
 
@@ -229,14 +228,14 @@ def test_tied_models_that_store_their_lm_head(tmp_path):
     assert one.read_bytes() == two.read_bytes()
 
 
-def test_weights_for_which_megatron_is_told_to_build_nothing_are_refused(tmp_path):
+def test_weights_that_a_megatron_setting_leaves_unused_are_refused(tmp_path):
     make_hf_model("qwen3").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"4 tensors that a model of its config.json does not have.*self_attn\.k_norm"):
         load_models(tmp_path, megatron={"qk_layernorm": False})
 
 
 @pytest.mark.parametrize("override", [{"glu_linear_offset": 0.0}, {"window_size": []}, {"window_attn_skip_freq": 0}])
-def test_what_makes_another_model_of_the_same_weights_is_refused(tmp_path, override):
+def test_megatron_settings_that_config_json_decides_are_refused(tmp_path, override):
     make_hf_model("gpt_oss").save_pretrained(tmp_path)
     with pytest.raises(UserError, match="config.json decides it"):
         load_models(tmp_path, megatron=override)

@@ -1,4 +1,4 @@
-"""Hugging Face -> Megatron -> Hugging Face is the identity, byte for byte, through every layout, in bounded memory."""
+"""Hugging Face -> Megatron -> Hugging Face gives back the same bytes in every layout, within bounded memory."""
 
 import json
 from functools import reduce
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.layouts
 SHAPES = SHAPE | {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 24}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
 LARGE = {"vocab_size": 20_001, "hidden_size": 512, "num_experts": 8, "moe_intermediate_size": 512, "head_dim": 64}
-# transformers' model type, settings, dtype of the file, bytes of a file
+# name: (model_type, settings, dtype of the weights, most bytes per file)
 MODELS = {
     "qwen3_moe_fused": ("qwen3_moe", MOE, torch.bfloat16, 20_000),
     "qwen3_moe_single": ("qwen3_moe", MOE, torch.bfloat16, 10**9),
     "qwen3_moe_large_fused": ("qwen3_moe", MOE | LARGE, torch.bfloat16, 10**9),
     "qwen3": ("qwen3", {}, torch.float32, 20_000),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}, torch.bfloat16, 10**9),
-    "qwen2": ("qwen2", {"head_dim": 4}, torch.bfloat16, 10**9),  # attention biases: DeepSeek-R1-Distill-Qwen
+    "qwen2": ("qwen2", {"head_dim": 4}, torch.bfloat16, 10**9),  # attention biases, as in DeepSeek-R1-Distill-Qwen
     "qwen2_tied": ("qwen2", {"head_dim": 4, "tie_word_embeddings": True}, torch.float16, 10**9),
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}, torch.bfloat16, 10**9),
     "llama_tied": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}, torch.bfloat16, 10**9),
@@ -36,7 +36,7 @@ CASES = [(layout, name) for layout in hf_worker.LAYOUTS for name in hf_worker.fa
 
 
 def make_model(directory, name):
-    """A random model as one of the two expert layouts stores it, in one file or several with an index."""
+    """Write a random model, with fused experts or one tensor per expert, as one file or as several with an index."""
     from transformers import AutoConfig
 
     model_type, settings, dtype, file_bytes = MODELS[name]
@@ -51,14 +51,14 @@ def make_model(directory, name):
         del tensors["lm_head.weight"]
     fused = any(key.endswith("experts.gate_up_proj") for key in tensors)
     assert fused == (model_type in ("qwen3_moe", *hf_worker.OTHERS))
-    if not name.endswith("fused") and name != "gpt_oss":  # whose experts have no other layout
+    if not name.endswith("fused") and name != "gpt_oss":  # gpt_oss has no other layout
         tensors = dict(pair for item in tensors.items() for pair in one_tensor_an_expert(*item))
     if name == "qwen3_moe_single":
-        tensors |= {k: v.float() for k, v in tensors.items() if k.endswith("mlp.gate.weight")}  # two dtypes in a file
+        tensors |= {k: v.float() for k, v in tensors.items() if k.endswith("mlp.gate.weight")}  # two dtypes in one file
     if name == "mixtral":
         names = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
         tensors = {reduce(lambda key, pair: key.replace(*pair), names.items(), k): v for k, v in tensors.items()}
-    if name == "glm4_moe":  # a layer that predicts the token after the next one
+    if name == "glm4_moe":  # a layer for multi-token prediction, which exports copy
         tensors |= {f"model.layers.4.{key}": torch.randn(5, 3).to(dtype) for key in ("enorm.weight", "mlp.gate.weight")}
     if name in ("qwen3_next", "qwen3_5_moe"):
         tensors |= {f"mtp.{key}": torch.randn(5, 3).to(dtype) for key in ("fc.weight", "layers.0.mlp.gate.weight")}
@@ -97,7 +97,7 @@ def save_files(tensors, directory, file_bytes):
 
 
 def stored(directory):
-    """{tensor name: tensor} of a model directory, as the safetensors library reads it."""
+    """{tensor name: tensor} of a model directory, as the library safetensors reads it."""
     tensors = {}
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:
@@ -109,11 +109,11 @@ def stored(directory):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A directory in which four processes have taken every model through every layout."""
-    return once(tmp_path_factory, "hf_layouts", every_model_through_every_layout)
+    """The directory in which four processes have taken every model through its layouts."""
+    return once(tmp_path_factory, "hf_layouts", take_every_model_through_its_layouts)
 
 
-def every_model_through_every_layout(root):
+def take_every_model_through_its_layouts(root):
     (root / "results").mkdir()
     for name in MODELS:
         (root / "models" / name).mkdir(parents=True)
@@ -122,7 +122,7 @@ def every_model_through_every_layout(root):
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES)
-def test_identity(root, layout, name):
+def test_exported_tensors_equal_the_original_ones_byte_for_byte(root, layout, name):
     source, target = root / "models" / name, root / "exports" / layout / name
     before, after = stored(source), stored(target)
     assert before.keys() == after.keys()
@@ -134,8 +134,8 @@ def test_identity(root, layout, name):
 
 
 @pytest.mark.parametrize("layout", hf_worker.LAYOUTS)
-def test_memory(root, layout):
-    """Beside its parameters no rank ever holds more than the largest tensor and one block."""
+def test_loading_and_exporting_need_at_most_the_largest_tensor_and_a_block(root, layout):
+    """On every rank, in addition to its parameters."""
     block = 4 * 2**20
     largest = max(tensor.nbytes for tensor in stored(root / "models" / "qwen3_moe_large_fused").values())
     assert largest == 20_001 * 512 * 2
@@ -146,7 +146,7 @@ def test_memory(root, layout):
 
 
 def test_exports_of_many_files_load_into_transformers(root):
-    """The index names every tensor, and transformers reads both expert layouts to the same weights."""
+    """Transformers reads the same weights from the export of four ranks, by its index, as from the original."""
     from transformers import AutoModelForCausalLM
 
     models = [

@@ -1,4 +1,4 @@
-"""No layout changes the result: gradient and updates of each against one rank, on the same sealed rollouts."""
+"""No layout changes the result: gradient and updates in each, against those of one rank on the same rollouts."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def relative(a, b):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
-def test_a_layout_changes_nothing(results, name, case):
+def test_gradient_and_updates_equal_those_of_one_rank(results, name, case):
     one, other = results["one"][case], results[name][case]
     assert one["gradient"].keys() == other["gradient"].keys()
     difference = sum(float((other["gradient"][k] - g).double().square().sum()) for k, g in one["gradient"].items())
@@ -39,12 +39,12 @@ def test_a_layout_changes_nothing(results, name, case):
     assert gradient < 1e-5
     assert len(losses) == updates_of(name, case)
     assert max(losses) < 1e-3
-    for key in one["metrics"][0]:  # counted once, whatever the layout
+    for key in one["metrics"][0]:  # every layout counts each token once
         assert other["metrics"][0][key] == pytest.approx(one["metrics"][0][key], rel=1e-4, abs=1e-6), key
 
 
-def test_replay_asks_for_the_experts_it_was_given(results):
-    """At the first update the actor agrees with the policy that began the stage; random experts it would not choose."""
+def test_routing_disagreement_is_zero_at_first_and_half_for_random_experts(results):
+    """At first the actor is the policy whose experts it replays. Of random experts, 2 of 4, routers choose half."""
     drift = [m["routing/disagreement"] for m in results["one"]["replay actor"]["metrics"]]
     assert drift[0] == 0 < drift[-1] < 0.2
     assert 0.4 < results["one"]["replay engine"]["metrics"][0]["routing/disagreement"] < 0.6
@@ -53,7 +53,7 @@ def test_replay_asks_for_the_experts_it_was_given(results):
 
 @pytest.fixture(scope="module")
 def reference_scores(model_and_rollouts):
-    """Log-probs of the sequences that `layout_ranks.reference_scores` scores, by transformers."""
+    """Transformers' log-probs of the sequences that `layout_ranks.reference_scores` scores."""
     model = AutoModelForCausalLM.from_pretrained(model_and_rollouts[0], dtype=torch.float32)
     scores = []
     for k, n in enumerate((2, 9, 30, 61, 17)):
@@ -65,7 +65,7 @@ def reference_scores(model_and_rollouts):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_scores_the_reference_alike(results, reference_scores, name):
+def test_reference_log_probs_equal_transformers_in_every_layout(results, reference_scores, name):
     for scores, expected in zip(results[name]["scores"], reference_scores, strict=True):
         np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
 
@@ -80,11 +80,11 @@ def test_every_layout_names_the_sequence_that_is_not_finite(results, name):
     assert other | {"logprobs": None} == one | {"logprobs": None}
 
 
-# layouts of four ranks, each continued from its own checkpoint and from those of all before it
+# layouts of four ranks; each resumes from its own checkpoint and from those of all layouts before it
 CONTINUED = ["TP2 PP2", "DP2 EP2 overlapped", "CP2 PP2", "TP2 EP4"]
 
 
-def test_a_checkpoint_continues_bit_for_bit_in_its_layout_and_closely_in_others(model_and_rollouts, tmp_path):
+def test_a_checkpoint_resumes_bit_for_bit_in_its_layout_and_closely_in_others(model_and_rollouts, tmp_path):
     run_ranks(resume_worker, (4, CONTINUED, *model_and_rollouts, tmp_path), 4)
     results = torch.load(tmp_path / "results.pt")
     for (source, name), losses in results.items():

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what they train, what they export, and what a checkpoint of them holds and gives back."""
+"""Low-rank adapters: what is trained, what is exported, and what a checkpoint contains and restores."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def exported(actor, folder, like):
 
 
 def build_full(path, name):
-    """An actor that trains the parameters of one name alone, without adapters."""
+    """An actor without adapters that trains only the parameters whose name ends with ``name``."""
     from megarl.actor.hf import load_hf
     from megarl.actor.model import build_model
     from megarl.actor.optimizer import wrap
@@ -62,7 +62,7 @@ def build_full(path, name):
 
 
 def first_moments(actor):
-    """Of the actor's only optimizer, by the parameter's name."""
+    """{name of a parameter: Adam's first moment}, of an actor with a single optimizer."""
     part = getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])[0]
     names = {parameter: name for name, parameter in actor.models[0].named_parameters()}
     return {
@@ -75,11 +75,11 @@ def first_moments(actor):
     ("target", "name", "trained"),
     [("experts.linear_fc1", "mlp.experts.weight1", "b"), ("linear_proj", "linear_proj.weight", "a")],
 )
-def test_an_adapter_of_full_rank_trains_what_training_the_matrix_does(target, name, trained, tmp_path):
+def test_an_adapter_of_full_rank_trains_like_its_matrix(target, name, trained, tmp_path):
     """With A the identity and scale 1, W0 + B A = W0 + B: B has the gradient of W, and so the moments and steps of W.
 
-    With another orthonormal A only the gradient would be the same, in other coordinates: Adam's steps depend on these.
-    Where a matrix has fewer outputs than inputs B is the identity, and A is what trains.
+    With another orthonormal A the gradient would be the same in other coordinates, on which Adam's steps depend. Where
+    a matrix has fewer outputs than inputs, B is the identity and A is trained.
     """
     make_hf_model("qwen3_moe").save_pretrained(tmp_path / "in")
     full, adapted = (
@@ -97,7 +97,7 @@ def test_an_adapter_of_full_rank_trains_what_training_the_matrix_does(target, na
     for adapter in adapters:
         torch.nn.init.zeros_(adapter.a)
     for number in range(5):
-        fix()  # its update, as if it had none
+        fix()  # undo the update of the identity
         (one,), (two,) = updates(full, [number]), updates(adapted, [number])
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
         if number == 0:
@@ -121,7 +121,7 @@ def test_an_adapter_of_full_rank_trains_what_training_the_matrix_does(target, na
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_qk_norm", "gpt_oss"])
-def test_a_merged_export_is_the_base_with_its_adapters(family, tmp_path):
+def test_merged_export_is_the_base_plus_the_adapters(family, tmp_path):
     make_hf_model(family).save_pretrained(tmp_path / "in")
     actor = build(tmp_path / "in", {})
     for adapter in actor.models[0].adapters.values():
@@ -140,8 +140,8 @@ def test_a_merged_export_is_the_base_with_its_adapters(family, tmp_path):
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "glm4_moe_qk_norm", "mixtral", "qwen3_next", "deepseek_v3", "qwen3_5_moe"]
 )
-def test_an_export_of_adapters_alone_is_what_a_merged_one_has_beyond_the_base(family, tmp_path):
-    """By PEFT's rule: NAME.weight + lora_alpha / r * lora_B @ lora_A of the module NAME, and nothing else."""
+def test_base_plus_exported_adapters_is_the_merged_export(family, tmp_path):
+    """By PEFT's rule, NAME.weight + lora_alpha / r * lora_B @ lora_A for each module NAME; all else is the base's."""
     from megarl.actor.hf import export_hf
     from megarl.actor.peft import export_adapters
 
@@ -177,7 +177,7 @@ def test_an_export_of_adapters_alone_is_what_a_merged_one_has_beyond_the_base(fa
 
 
 @pytest.mark.parametrize(("targets", "named"), [(["linear_fc1"], "linear_fc1"), (["linear_qkv", "linear_fc2"], "fc2")])
-def test_adapters_of_transposed_experts_are_not_exported_alone(tmp_path, targets, named):
+def test_exporting_adapters_of_transposed_experts_alone_is_refused(tmp_path, targets, named):
     make_hf_model("gpt_oss").save_pretrained(tmp_path)
     hf = read_hf_config(tmp_path)
     with pytest.raises(UserError, match=f"one transposed tensor, .* no names for adapters of mlp.experts.*{named}"):
@@ -188,8 +188,8 @@ def test_adapters_of_transposed_experts_are_not_exported_alone(tmp_path, targets
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_qk_norm"])
-def test_vllm_takes_the_names_and_the_scale_of_exported_adapters(family, tmp_path):
-    """Modules as vLLM expects them of a mixture whose experts it does not have in one tensor."""
+def test_vllm_loads_names_scale_and_values_of_exported_adapters(family, tmp_path):
+    """``modules`` are those that vLLM expects of a model that has a tensor for each expert."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -221,7 +221,7 @@ def stored_tensors(folder):
 
 
 def add_delta(tensors, name, adapter):
-    """6 / 4 B A, written out in float64 and cut by hand."""
+    """Add 6 / 4 B A to the Hugging Face tensors, computed in float64 and cut by hand."""
     layer, a, b = name.split(".")[2], adapter.a.detach().double(), adapter.b.detach().double()
     prefix = f"model.layers.{layer}."
     delta = 1.5 * b @ a.unsqueeze(-3)  # [experts, parts, rows, columns]
@@ -235,7 +235,7 @@ def add_delta(tensors, name, adapter):
             add(f"self_attn.{key}_proj.weight", rows.reshape(-1, delta.shape[-1]))
     elif "linear_proj" in name:
         add("self_attn.o_proj.weight", delta[0])
-    elif f"{prefix}mlp.experts.gate_up_proj_bias" in tensors:  # a row for each input, gate and up by turns
+    elif f"{prefix}mlp.experts.gate_up_proj_bias" in tensors:  # gpt_oss: a row for each input, gate and up alternate
         turned = delta.permute(0, 3, 2, 1).flatten(2)
         add("mlp.experts.gate_up_proj" if delta.shape[1] == 2 else "mlp.experts.down_proj", turned)
     else:
@@ -247,7 +247,7 @@ def add_delta(tensors, name, adapter):
                 add(f"{place}.{key}_proj.weight", part)
 
 
-def test_transformers_computes_the_actors_log_probs_with_the_merged_export(tmp_path):
+def test_merged_export_has_the_actors_log_probs_in_transformers(tmp_path):
     from megarl.actor import reference
 
     make_hf_model("glm4_moe_qk_norm").save_pretrained(tmp_path / "in")
@@ -265,7 +265,7 @@ def test_transformers_computes_the_actors_log_probs_with_the_merged_export(tmp_p
     assert abs(scores - first).max() > 0.1
 
 
-def test_only_adapters_have_gradients_and_an_optimizer(tmp_path):
+def test_only_adapters_have_gradient_buffers_and_optimizer_state(tmp_path):
     make_hf_model("qwen3_moe").save_pretrained(tmp_path / "in")
     actor = build(tmp_path / "in", {"targets": ["linear_qkv", "experts.linear_fc2"]}, recompute="full")
     before = {name: p.detach().clone() for name, p in actor.models[0].named_parameters()}
@@ -278,7 +278,7 @@ def test_only_adapters_have_gradients_and_an_optimizer(tmp_path):
     assert sum(buffers) < 1.2 * sum(before[name].numel() for name in moved)
 
 
-def test_a_checkpoint_of_adapters_alone_continues_bit_for_bit(tmp_path):
+def test_adapter_checkpoint_resumes_bit_for_bit_and_other_adapters_are_refused(tmp_path):
     from megarl.actor import checkpoint
 
     make_hf_model("qwen3_moe").save_pretrained(tmp_path / "in")
@@ -287,7 +287,7 @@ def test_a_checkpoint_of_adapters_alone_continues_bit_for_bit(tmp_path):
     path = checkpoint.save(straight, tmp_path / "checkpoints", 2, keep=1)
     trained = sum(p.numel() for p in straight.models[0].parameters() if p.requires_grad)
     stored = sum(file.stat().st_size for file in path.glob("*.distcp"))
-    assert 3 * 4 * trained < stored < 3 * 4 * trained + 150_000  # in float32 with two moments; headers, random state
+    assert 3 * 4 * trained < stored < 3 * 4 * trained + 150_000  # float32 with two moments; and headers, random state
     expected = updates(straight, range(2, 4))
 
     resumed = build(tmp_path / "in", {})
@@ -312,7 +312,7 @@ def test_a_checkpoint_of_adapters_alone_continues_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_matrix_has_an_adapter_of_its_size(family, tmp_path):
-    """What a recipe is checked against, by arithmetic, is what Megatron builds."""
+    """`megarl.models.lora.matrices`, which the checks of a recipe use, agrees with what Megatron builds."""
     from megarl.actor import lora
     from megarl.actor.model import build_model
     from megarl.models.lora import matrices
@@ -332,8 +332,8 @@ def test_every_matrix_has_an_adapter_of_its_size(family, tmp_path):
         assert models[0].get_parameter(name).shape[-2:] == (matrix.outputs, matrix.inputs), name
 
 
-def test_what_is_below_the_rounding_of_a_weight_is_not_lost_in_a_merged_export(tmp_path):
-    """The base is bfloat16, and adapters add a tenth of the unit in its last place."""
+def test_merged_export_keeps_in_the_mean_what_is_below_the_rounding_of_a_weight(tmp_path):
+    """The base is bfloat16, and the adapters add about a tenth of a unit in the last place to its weights."""
     make_hf_model("qwen3").bfloat16().save_pretrained(tmp_path / "in")
     actor = build(tmp_path / "in", {})
     for adapter in actor.models[0].adapters.values():
@@ -349,7 +349,7 @@ def test_what_is_below_the_rounding_of_a_weight_is_not_lost_in_a_merged_export(t
         size += float(delta.square().sum())
         kept += float((merged[key].float() - base).mul(delta).sum())
         nearest += float((value.bfloat16().float() - base).mul(delta).sum())
-        share = (value.abs() / unit).frac()  # the probability of its neighbour above
+        share = (value.abs() / unit).frac()  # the probability of rounding away from 0
         variance += float((delta * unit).square().mul(share * (1 - share)).sum())
         assert bool(((merged[key].float() - value).abs() <= unit).all()), key
     assert nearest < 0.3 * size

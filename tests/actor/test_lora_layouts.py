@@ -1,4 +1,4 @@
-"""Adapters are cut as their matrices are: no layout changes their gradient, their norm, or the policy they make."""
+"""Adapters are sharded like their matrices: no layout changes their gradient, its norm, or the exported policy."""
 
 import pytest
 import torch
@@ -26,13 +26,13 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("layout", EVERY[1:])
-def test_a_layout_changes_nothing(results, layout, case):
+def test_gradient_and_policy_equal_those_of_one_rank(results, layout, case):
     one, other = results["one"][case], results[layout][case]
     assert one["begun"].keys() == other["begun"].keys()
     for key, tensor in one["begun"].items():
         assert torch.equal(other["begun"][key], tensor), key
     size = sum(float(tensor.double().square().sum()) for tensor in one["gradient"].values())
-    assert min(float(tensor.abs().max()) for tensor in one["gradient"].values()) > 1e-5  # A's too: B is no longer 0
+    assert min(float(tensor.abs().max()) for tensor in one["gradient"].values()) > 1e-5  # A's too: B is not 0 any more
     for key, tensor in one["gradient"].items():
         furthest = float((other["gradient"][key] - tensor).norm())
         assert furthest < 1e-6 * size**0.5, (key, furthest / size**0.5)

@@ -1,10 +1,10 @@
-"""What the actor sets up of Megatron-Core on every backend."""
+"""What importing the actor's model gives Megatron-Core, on every backend."""
 
 import torch
 
 
 def test_the_router_multiplies_in_float32_without_transformer_engine():
-    """On GPUs the weights are bfloat16 and ``moe_router_dtype`` is float32."""
+    """As on GPUs, where the weights are bfloat16 and ``moe_router_dtype`` is float32."""
     from megatron.core.transformer.moe.moe_utils import router_gating_linear
 
     import megarl.actor.model  # noqa: F401 - defines what Megatron-Core imports from Transformer Engine alone

@@ -1,4 +1,4 @@
-"""Ranges of flattened tensors as rectangles."""
+"""Ranges of flattened tensors, expressed as rectangles of the tensors."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Packing: nothing lost, nothing padded, budgets kept, every replica equally many micro-batches."""
+"""Packing: every token once, micro-batches within the budget, and equally many of them on every replica."""
 
 from dataclasses import replace
 
@@ -13,13 +13,13 @@ from megarl.recipe.fp8 import token_alignment
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-@settings(deadline=None)  # on a busy machine a case may take any time
+@settings(deadline=None)  # a case may take long on a busy machine
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
     replicas=st.integers(1, 4),
     budget=st.integers(10, 200),
 )
-def test_assignment(lengths, replicas, budget):
+def test_assignment_has_every_sample_once_within_the_budget(lengths, replicas, budget):
     from megarl.actor.packing import assign
 
     bins = assign(lengths, replicas, budget)
@@ -37,7 +37,7 @@ def test_as_few_micro_batches_as_the_budget_allows():
     assert assign([5, 5, 5, 5], 1, 20) == [[[0, 1, 2, 3]]]
     assert [len(part) for part in assign([5, 5, 5, 5], 1, 10)] == [2]
     assert assign([100, 5], 1, 10) == [[[0], [1]]]
-    assert assign([7], 2, 10) == [[[0]], [[]]]  # a replica without work still takes part
+    assert assign([7], 2, 10) == [[[0]], [[]]]  # a replica without samples still takes part
 
 
 def test_pack_has_every_token_once_in_order():
@@ -66,7 +66,7 @@ def test_pack_has_every_token_once_in_order():
     assert batch.batch.logprobs.isnan().all() and batch.batch.logprobs.shape == (4,)  # the model has not run yet
 
 
-def test_a_length_is_reached_with_tokens_that_no_label_comes_from():
+def test_filler_reaches_the_length_and_has_no_labels():
     from megarl.actor.packing import Sample, pack
 
     samples = [Sample(np.array([10, 11]), np.array([20, 21]), np.zeros(2, np.float32), 1.0)]
@@ -78,7 +78,7 @@ def test_a_length_is_reached_with_tokens_that_no_label_comes_from():
     assert batch.batch.cu_seqlens.tolist() == [0, 2]
 
 
-def test_the_filler_is_no_longer_than_a_sequence():
+def test_filler_sequences_are_no_longer_than_the_longest_sample():
     from megarl.actor.packing import Sample, pack
 
     samples = [Sample(np.array([10, 11]), np.array([20, 21]), np.zeros(2, np.float32), 1.0)]
@@ -87,8 +87,7 @@ def test_the_filler_is_no_longer_than_a_sequence():
     assert batch.token_count == int(batch.batch.loss_mask.sum()) == 2
 
 
-def test_products_in_8_bits_get_lengths_that_they_can_have():
-    """Of every micro-batch, also of one that has too few tokens."""
+def test_micro_batches_for_fp8_are_padded_to_its_alignment():
     from megarl.actor.packing import Sample, micro_batches
 
     samples = [Sample(np.array([10]), np.arange(20, 21 + n), np.zeros(n + 1, np.float32), 1.0) for n in (3, 9, 14, 30)]
@@ -99,7 +98,7 @@ def test_products_in_8_bits_get_lengths_that_they_can_have():
     assert sum(batch.token_count for batch in batches) == sum(len(sample.response_tokens) for sample in samples)
 
 
-@settings(deadline=None)  # on a busy machine a case may take any time
+@settings(deadline=None)  # a case may take long on a busy machine
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=10),
     size=st.sampled_from([2, 4]),

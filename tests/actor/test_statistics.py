@@ -1,4 +1,4 @@
-"""Batch-level objectives see the whole optimizer batch, whatever the micro-batches; frozen policies stay frozen."""
+"""Statistics over the optimizer batch, whatever the micro-batches; log-probs of policies with fixed weights."""
 
 import numpy as np
 import pytest
@@ -12,8 +12,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 BATCH_LEVEL = [("m2po", {"m2_threshold": 0.3}), ("m2po", {"variant": "released", "m2_threshold": 0.3}), ("bapo", {})]
 
 
-def first_update(path, name, fields, budget, scope, updates=1, seed=0):
-    """Metrics of the last of some updates."""
+def make_updates(path, name, fields, budget, scope, updates=1, seed=0):
+    """Metrics of the last of ``updates`` updates, and the actor after it."""
     from megarl.actor.packing import micro_batches
     from megarl.actor.step import train_step
 
@@ -33,32 +33,32 @@ def model_dir(tmp_path_factory):
 
 @pytest.mark.parametrize(("name", "fields"), BATCH_LEVEL)
 def test_exact_statistics_do_not_depend_on_micro_batches(model_dir, name, fields):
-    whole, _ = first_update(model_dir, name, fields, 10_000, "exact")
+    whole, _ = make_updates(model_dir, name, fields, 10_000, "exact")
     assert whole["kept_fraction"] < 1
     for budget in (60, 24):
-        split, _ = first_update(model_dir, name, fields, budget, "exact")
+        split, _ = make_updates(model_dir, name, fields, budget, "exact")
         assert split.keys() == whole.keys()
         for key in ("loss", "grad_norm", "kept_fraction", "m2/after", "ess", "ratio/q95"):
             assert split[key] == pytest.approx(whole[key], rel=1e-5), key
 
 
 @pytest.mark.parametrize(("name", "fields"), BATCH_LEVEL)
-def test_micro_statistics_do(model_dir, name, fields):
-    whole, _ = first_update(model_dir, name, fields, 10_000, "micro")
-    split, _ = first_update(model_dir, name, fields, 24, "micro")
+def test_micro_statistics_depend_on_micro_batches(model_dir, name, fields):
+    whole, _ = make_updates(model_dir, name, fields, 10_000, "micro")
+    split, _ = make_updates(model_dir, name, fields, 24, "micro")
     assert split["loss"] != pytest.approx(whole["loss"], rel=1e-5)
 
 
-def test_lagged_statistics_are_those_of_the_update_before(model_dir, tmp_path):
+def test_lagged_statistics_differ_from_exact_ones_and_survive_a_checkpoint(model_dir, tmp_path):
     from megarl.actor import checkpoint
     from megarl.actor.packing import micro_batches
     from megarl.actor.step import train_step
 
     name, fields = BATCH_LEVEL[0]
-    _, exact = first_update(model_dir, name, fields, 60, "exact")
-    _, lagged = first_update(model_dir, name, fields, 60, "lagged")
+    _, exact = make_updates(model_dir, name, fields, 60, "exact")
+    _, lagged = make_updates(model_dir, name, fields, 60, "lagged")
     same = zip(exact.models[0].parameters(), lagged.models[0].parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in same)  # the first update has none before it
+    assert all(torch.equal(a, b) for a, b in same)  # no update before the first: it takes exact ones
     assert exact.lagged is None
 
     checkpoint.save(lagged, tmp_path, 1, keep=1)
@@ -68,13 +68,13 @@ def test_lagged_statistics_are_those_of_the_update_before(model_dir, tmp_path):
     objective = build_objective(name, fields)
     batches = micro_batches(make_samples(12, seed=1), 60, CPU)
     assert train_step(resumed, batches, objective, 1e-2) == train_step(lagged, batches, objective, 1e-2)
-    other, _ = first_update(model_dir, name, fields, 60, "exact", updates=2)
-    again, _ = first_update(model_dir, name, fields, 60, "lagged", updates=2)
+    other, _ = make_updates(model_dir, name, fields, 60, "exact", updates=2)
+    again, _ = make_updates(model_dir, name, fields, 60, "lagged", updates=2)
     assert again["kept_fraction"] != other["kept_fraction"]
 
 
 def test_kl_to_a_frozen_reference(model_dir, tmp_path):
-    """Zero while the policy is the reference, positive once it has moved, by the amount that its log-probs say."""
+    """It is 0 while the policy is the reference, and then positive, by as much as the log-probs have changed."""
     from megarl.actor.frozen import FrozenPolicy
     from megarl.actor.packing import micro_batches
     from megarl.actor.step import train_step
@@ -92,7 +92,7 @@ def test_kl_to_a_frozen_reference(model_dir, tmp_path):
     assert second["kl_ref/k3"] > 1e-4
 
 
-def test_truncated_importance_uses_the_behaviour_policy_as_the_actor_sees_it(model_dir):
+def test_truncated_importance_uses_the_actors_log_probs_of_the_behaviour_policy(model_dir):
     from megarl.actor.frozen import FrozenPolicy
     from megarl.actor.packing import micro_batches
     from megarl.actor.step import train_step

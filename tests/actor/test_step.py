@@ -23,7 +23,7 @@ def make_samples(count=7, seed=0):
     for i in range(count):
         prompt, response = rng.integers(2, 67, rng.integers(1, 6)), rng.integers(2, 67, rng.integers(1, 12))
         logprobs = -4 + rng.normal(size=len(response)).astype(np.float32)
-        mask = rng.random(len(response)) < 0.6  # with tokens of tools between turns
+        mask = rng.random(len(response)) < 0.6  # with tokens of tools between turns, which have no loss
         mask[-1] = True
         own = mask if i % 2 else None
         samples.append(Sample(prompt, response, logprobs, float(rng.normal()), trained=i != 3, loss_mask=own))
@@ -37,12 +37,16 @@ def build(path, **tables):
 
 
 def trained(sample):
+    """[R] bool, the response tokens that have a loss."""
     own = np.ones(len(sample.response_tokens), bool) if sample.loss_mask is None else sample.loss_mask
     return own & sample.trained
 
 
 def reference_update(model, samples, objective, recipe, lr):
-    """One sequence at a time, the objective on its response tokens, AdamW without decay of vectors."""
+    """Update ``model`` in plain torch, one sequence at a time and without packing; returns loss and gradient norm.
+
+    As in megarl, vectors have no weight decay.
+    """
     pieces, offsets = [], [0]
     for s in samples:
         tokens = torch.from_numpy(np.concatenate([s.prompt_tokens, s.response_tokens]))[None]
@@ -115,7 +119,7 @@ def test_update_equals_plain_torch(family, name, fields, budget, tmp_path):
         assert not torch.equal(value, before[key]) or "expert" in key, key
 
 
-def test_what_tools_said_is_read_but_counts_nowhere(tmp_path):
+def test_tokens_of_tools_are_read_by_the_model_but_have_no_loss(tmp_path):
     """Other log-probs of tokens that the policy did not sample change nothing; other tokens in their place do."""
     from megarl.actor.packing import micro_batches
     from megarl.actor.step import train_step
@@ -137,8 +141,8 @@ def test_what_tools_said_is_read_but_counts_nowhere(tmp_path):
         assert found[0]["loss"] != found[2]["loss"], name  # the model reads them
 
 
-def test_weights_are_the_mean_over_tokens_not_over_micro_batches(tmp_path):
-    """Two unequal micro-batches: the metric is the mean over all tokens, and the split does not move it."""
+def test_metrics_are_means_over_tokens_not_over_micro_batches(tmp_path):
+    """The split into micro-batches of unequal length does not change them."""
     from megarl.actor.packing import micro_batches
     from megarl.actor.step import train_step
 
@@ -198,6 +202,6 @@ def test_non_finite_updates_are_not_applied(tensor, tmp_path):
     export_hf(actor.models, tmp_path / "out", tmp_path / "in", 0)
     one, two = (tmp_path / d / "model.safetensors" for d in ("in", "out"))
     assert one.read_bytes() == two.read_bytes()
-    # nothing of it stays behind
+    # nothing of the refused update is left: the next one equals that of a new actor
     batches = micro_batches(make_samples(seed=1), 24, CPU)
     assert train_step(actor, batches, objective, 1e-3) == train_step(build(tmp_path / "in"), batches, objective, 1e-3)

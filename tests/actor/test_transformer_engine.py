@@ -1,4 +1,4 @@
-"""Transformer Engine's layers, with torch stand-ins for its classes: names, packed sequences, checkpoints both ways."""
+"""Transformer Engine's layers, with torch stand-ins for its classes: names, updates, exports and checkpoints."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.helpers import ROOT
 STAND_INS = Path(__file__).parent / "stand_ins"
 
 
-FAMILIES = {  # whether the first layer has experts, whose numbers begin at 0
+FAMILIES = {  # name in `tests.actor.conftest`: whether the first layer has experts
     "qwen3_moe": True,
     "qwen2": False,
     "qwen2_moe": True,
@@ -24,7 +24,7 @@ FAMILIES = {  # whether the first layer has experts, whose numbers begin at 0
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """What one process found of all families, and its folder: it takes seconds to import what it needs."""
+    """The results of `te_worker` for all families, and its folder; one process, because its imports take seconds."""
     folder = tmp_path_factory.mktemp("compared")
     command = [sys.executable, "-m", "tests.actor.te_worker", str(folder), *FAMILIES]
     env = os.environ | {"PYTHONPATH": f"{STAND_INS}:{ROOT}"}
@@ -34,7 +34,7 @@ def compared(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_of_transformer_engine_train_and_save_as_torch_modules_do(family, compared):
+def test_transformer_engines_layers_train_export_and_resume_like_torch_modules(family, compared):
     result, folder = compared[0][family], compared[1] / family
     assert "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in result["names"]
     moe = "decoder.layers.0.mlp.experts.linear_fc1.weight3" in result["names"]
@@ -44,6 +44,6 @@ def test_layers_of_transformer_engine_train_and_save_as_torch_modules_do(family,
     assert source.read_bytes() == exported.read_bytes()
     ours, theirs = (result["losses"][kind] for kind in ("torch", "transformer_engine"))
     assert theirs == pytest.approx(ours, rel=1e-4)
-    assert ours[2] != pytest.approx(ours[1], rel=1e-2)  # an update changes it
+    assert ours[2] != pytest.approx(ours[1], rel=1e-2)  # an update changes the loss by far more than the tolerance
     for way, loss in result["resumed"].items():
         assert loss == pytest.approx(ours[2], rel=1e-4), way

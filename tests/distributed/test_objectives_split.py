@@ -1,5 +1,5 @@
 """The same data gives the same gradient for every split over data-parallel ranks, context-parallel ranks and
-micro-batches: objectives on a linear policy, processes over gloo, against one process that sees one batch."""
+micro-batches. Every objective is applied to a linear policy by gloo ranks, and by one process on a single batch."""
 
 from __future__ import annotations
 
@@ -46,23 +46,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in OBJ
 }  # fmt: skip
 
 
+# objectives that mute no token
 KEEPS_ALL = ("cispo", "full_prefix", "gppo", "minpro", "sapo", "topr", "reinforce", "vespo")
 
 
 def backends(case: str) -> tuple[str, ...]:
-    """The C++ pass has no rule for some."""
+    """The backends of a case; some objectives have no rule in the fused C++ pass."""
     objective = build_objective(*CASES[case])
     return BACKENDS if not isinstance(objective, Objective) or objective.fusible else BACKENDS[:1]
 
 
 @dataclass
 class Policy:
-    """logits = features @ weight; float64, so that sums in another order agree to 1e-15."""
+    """A linear policy: logits = features @ weight, in float64, so that sums in another order agree to 1e-15."""
 
     weight: torch.Tensor  # [FEATURES, VOCABULARY]
 
     def logprobs(self, data: dict[str, torch.Tensor], where: torch.Tensor) -> torch.Tensor:
-        """[len(where)] float32 log-probs of the sampled tokens; multiples of 1/64 in data with ties, in value only."""
+        """[len(where)] float32 log-probs of the sampled tokens.
+
+        In data with ties they are rounded to multiples of 1/64; the gradient is that of the exact ones.
+        """
         scores = torch.log_softmax(data["features"][where] @ self.weight, -1)
         exact = scores.gather(1, data["tokens"][where, None])[:, 0]
         rounded = (exact * 64).round() / 64 if bool(data["ties"]) else exact
@@ -70,7 +74,7 @@ class Policy:
 
 
 def make_data(ties: bool) -> dict[str, torch.Tensor]:
-    """12 padded sequences, each with a prompt and gaps that do not train; two never train."""
+    """12 padded sequences, in which a fifth of the tokens has no loss; in two of them no token has one."""
     g = torch.Generator().manual_seed(7)
     sequences = 12
     lengths = torch.randint(1, LONGEST, (sequences,), generator=g)
@@ -102,7 +106,7 @@ def make_data(ties: bool) -> dict[str, torch.Tensor]:
 
 
 def make_batch(data: dict[str, torch.Tensor], policy: Policy, sequences: list[int], shard: ContextShard | None) -> Any:
-    """(TokenBatch, the tokens' places in `data`) of some sequences, or of one rank's zigzag chunks of them."""
+    """(TokenBatch, indices of its tokens in `data`) of some sequences, or of a rank's zigzag chunks of them."""
     places, lengths = [torch.zeros(0, dtype=torch.int64)], []
     for s in sequences:
         tokens = torch.arange(int(data["cu"][s]), int(data["cu"][s + 1]))
@@ -130,7 +134,7 @@ def update(
     world: Any,
     backend: str,
 ) -> dict[str, Any]:
-    """One optimizer step's loss, gradient, kept mask and metrics, summed over all ranks of `world` (None: one)."""
+    """Loss, gradient, kept mask and metrics of one update, summed over the ranks of `world` (None: one process)."""
     objective = build_objective(*CASES[case])
     policy = Policy(data["weight"].clone().requires_grad_())
     batches = [make_batch(data, policy, sequences, shard) for sequences in micro_batches]
@@ -169,7 +173,7 @@ def update(
 
 
 def deal(layout: tuple[int, int], rank: int, partition: int, sequences: int) -> list[list[int]]:
-    """This rank's micro-batches: every data-parallel rank gets its own sequences in a random order."""
+    """This rank's three micro-batches: random sequences in random order, different ones on each data-parallel rank."""
     g = torch.Generator().manual_seed(1000 * partition + 10 * layout[0] + layout[1])
     order = torch.randperm(sequences, generator=g).tolist()
     owner = torch.randint(layout[0], (sequences,), generator=g).tolist()
@@ -179,7 +183,7 @@ def deal(layout: tuple[int, int], rank: int, partition: int, sequences: int) -> 
 
 
 def with_nan(rank: int, shard: ContextShard | None) -> list[torch.Tensor]:
-    """Whole sequences, one of which has a NaN that trains: their prefix minima, at the places of this rank's tokens."""
+    """Indices of this rank's tokens, and their prefix minima. One sequence has a NaN at a token that has a loss."""
     data = make_data(ties=False)
     batch, where = make_batch(data, Policy(data["weight"]), list(range(12)), shard)
     l = torch.where(data["mask"], torch.linspace(-1, 1, len(data["mask"])), 5.0)
@@ -189,7 +193,7 @@ def with_nan(rank: int, shard: ContextShard | None) -> list[torch.Tensor]:
 
 
 def worker(rank: int, folder: str) -> None:
-    """One of four ranks; a layout of fewer takes the first ones."""
+    """One of four ranks; layouts with fewer use the first ones."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=max(LAYOUTS))
@@ -220,7 +224,7 @@ def worker(rank: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each rank saved. The ranks are forks of this process, which has imported everything."""
+    """The results of each rank. Ranks are forks of this process, which has already imported everything."""
     folder = tmp_path_factory.mktemp("split")
     mp.start_processes(worker, args=(str(folder),), nprocs=max(LAYOUTS), start_method="fork")
     return [torch.load(Path(folder) / f"results{rank}.pt") for rank in range(max(LAYOUTS))]
@@ -239,7 +243,7 @@ def results(ranks: list[Any]) -> dict[Any, Any]:
 
 
 def test_a_nan_reaches_every_later_prefix_minimum_of_its_sequence_alone(ranks: list[Any]) -> None:
-    """On whichever rank, as in one process; a mask would not, since the NaN trains."""
+    """On every rank, as in one process. The loss mask does not stop it, since its token has a loss."""
     where, one = with_nan(0, None)
     assert torch.equal(where, torch.arange(len(one))) and 0 < int(one.isnan().sum()) < LONGEST
     for layouts in LAYOUTS.values():
@@ -281,7 +285,7 @@ def test_the_same_data_gives_the_same_gradient_for_every_split(
 
 
 def test_ties_reach_the_threshold_of_the_second_moment_mask(results: dict[Any, Any]) -> None:
-    """In the data with ties the mask splits equal log-ratios, so that their order matters."""
+    """In the data with ties, M2PO masks some of several tokens with equal log-ratios, so their order matters."""
     data, one = make_data(ties=True), results["m2po", True, REFERENCE, "torch"]
     threshold = one["statistics"][0]
     l = Policy(data["weight"]).logprobs(data, torch.arange(len(data["mask"]))) - data["rollout"]
@@ -290,8 +294,8 @@ def test_ties_reach_the_threshold_of_the_second_moment_mask(results: dict[Any, A
     assert (trust & kept).any() and (trust & ~kept).any()
 
 
-def test_without_an_order_ties_leave_together() -> None:
-    """No sequence_index over a group: every split must agree, so the threshold alone decides, within the budget."""
+def test_without_sequence_index_ties_are_masked_together() -> None:
+    """Ranks then share no order of the tokens, so for every split to agree the threshold alone must decide."""
     data = make_data(ties=True)
     batch, _ = make_batch(data, Policy(data["weight"]), list(range(12)), None)
     objective = build_objective("m2po", {})

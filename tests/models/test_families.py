@@ -1,4 +1,4 @@
-"""What a model family refuses, and the names it gives to the tensors of a model."""
+"""Model families: the settings that they refuse, their defaults, and the names of their tensors."""
 
 import json
 import re
@@ -18,12 +18,12 @@ from tests.helpers import ROOT
 
 
 def settings_of(name):
-    """Settings of a tiny model of `tests.actor.conftest`, as config.json states them."""
+    """The settings of a tiny model of `tests.actor.conftest`, as in its config.json."""
     return config_settings(name)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_family_is_the_short_file_of_its_name_and_no_other_file_knows_it(model_type):
+def test_a_family_is_a_short_file_of_its_name_and_no_other_file_names_it(model_type):
     module = import_module(f"megarl.models.families.{model_type}")
     assert module.FAMILY is FAMILIES[model_type]
     assert len(Path(module.__file__).read_text().splitlines()) < 120
@@ -59,7 +59,7 @@ def test_a_new_file_is_a_new_family(tmp_path, monkeypatch):
         ({"rope_parameters": {"rope_type": "linear"}}, "'linear' is not supported; known are default"),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused(tmp_path, model_type, settings, words):
+def test_settings_that_no_family_supports_are_refused(tmp_path, model_type, settings, words):
     read_settings(tmp_path, model_type)
     with pytest.raises(UserError, match=words):
         read_settings(tmp_path, model_type, **settings)
@@ -117,14 +117,14 @@ YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "g
         ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, gpt_oss, llama"),
     ],
 )
-def test_what_a_family_would_compute_otherwise_is_refused(tmp_path, name, settings, words):
+def test_settings_that_a_family_does_not_support_are_refused(tmp_path, name, settings, words):
     read_settings(tmp_path, name)
     with pytest.raises(UserError, match=words):
         read_settings(tmp_path, name, **settings)
 
 
-def test_settings_of_a_language_model_inside_another(tmp_path):
-    """They are read as those of one that stands alone, and generation stops at its end of sequence."""
+def test_nested_settings_of_a_language_model_are_read_like_those_of_a_plain_one(tmp_path):
+    """So is its end-of-sequence token. A missing or contradictory table is refused."""
     hf = read_settings(tmp_path, "qwen3_5_moe")
     alone = read_settings(tmp_path, "qwen3_next")
     names = set(hf) & set(alone) - {"model_type", "intermediate_size", "divided"}
@@ -141,7 +141,7 @@ def test_settings_of_a_language_model_inside_another(tmp_path):
             read_hf_config(tmp_path)
 
 
-def test_attention_biases_are_for_families_that_have_them(tmp_path):
+def test_attention_biases_are_refused_for_families_without_them(tmp_path):
     read_settings(tmp_path, "qwen2", attention_bias=True)
     for model_type in ("llama", "qwen3", "qwen3_moe", "mixtral", "olmoe"):
         with pytest.raises(UserError, match=f"attention_bias = true is not supported for {model_type}"):
@@ -161,8 +161,8 @@ def test_attention_biases_are_for_families_that_have_them(tmp_path):
         "v_head_dim",
     ],
 )
-def test_a_setting_that_is_missing_is_named(tmp_path, name):
-    """Also one that only a process would read."""
+def test_errors_name_a_missing_setting(tmp_path, name):
+    """Also one that is read only when the model is built."""
     lacking = {key: value for key, value in settings_of("deepseek_v3").items() if key != name}
     (tmp_path / "config.json").write_text(json.dumps(lacking))
     with pytest.raises(UserError, match=f"lacks the setting '{name}', which a deepseek_v3 needs"):
@@ -191,20 +191,20 @@ def test_tensor_names_are_those_of_transformers(tmp_path, name, tied):
     config = AutoConfig.for_model(**config_settings(name, tie_word_embeddings=tied))
     with torch.device("meta"):
         theirs = set(auto_model(name).from_config(config).state_dict())
-    if hf["model_type"] == "mixtral":  # published, and saved by transformers, under an older name
+    if hf["model_type"] == "mixtral":  # files have older names, also those that transformers writes
         theirs = {key.replace(".mlp.", ".block_sparse_moe.") for key in theirs}
-    fused = {key for key in theirs if ".experts." in key}  # transformers has all experts of a layer in one tensor
+    fused = {key for key in theirs if ".experts." in key}  # in transformers a tensor has all experts of a layer
     family = FAMILIES[hf["model_type"]]
     theirs = {key for key in theirs if not family.carried(hf, key)}
-    ours = {re.sub(r"\[.*\]", "", key) for key in family.tensor_names(hf)}  # of which parts count
+    ours = {re.sub(r"\[.*\]", "", key) for key in family.tensor_names(hf)}  # without a range of rows
     experts = {key for key in ours if ".experts." in key}
     assert ours - experts == theirs - fused - ({"lm_head.weight"} if tied else set())
     sparse = hf["num_hidden_layers"] - hf["dense_layers"]
-    each, all_of_a_layer = (4, 4) if hf["model_type"] == "gpt_oss" else (3, 2)  # biases too, gate and up in one
+    each, all_of_a_layer = (4, 4) if hf["model_type"] == "gpt_oss" else (3, 2)  # with biases; gate and up are one
     assert len(experts) == sparse * (hf["num_experts"] or 0) * each and len(fused) == all_of_a_layer * sparse
 
 
-def test_layers_with_and_without_experts(tmp_path):
+def test_config_json_decides_which_layers_have_experts(tmp_path):
     def pattern(name, **settings):
         hf = read_settings(tmp_path, name, num_hidden_layers=4, **settings)
         return FAMILIES[hf["model_type"]].megatron_settings(hf).get("moe_layer_freq")
@@ -215,8 +215,8 @@ def test_layers_with_and_without_experts(tmp_path):
     assert pattern("glm4_moe", first_k_dense_replace=3) == [0, 0, 0, 1]
 
 
-def test_layers_with_windows(tmp_path):
-    """Every second one, beginning with the first, unless config.json names them."""
+def test_config_json_decides_which_layers_have_windows(tmp_path):
+    """Every second layer, beginning with the first, if it does not name them."""
 
     def windows(**settings):
         hf = read_settings(tmp_path, "gpt_oss", num_hidden_layers=4, **settings)
@@ -231,7 +231,7 @@ def test_layers_with_windows(tmp_path):
     assert windows(layer_types=["full_attention"] * 4) == ([None] * 4, None)
 
 
-def test_tensor_parallelism_must_divide_every_width(tmp_path):
+def test_layouts_that_do_not_divide_the_widths_of_a_model_are_refused(tmp_path):
     oss = read_settings(tmp_path, "gpt_oss")
     layout = Layout(4, 2, expert_tensor_parallel=2, expert_parallel=2)
     (problem,) = layout.problems(oss)
@@ -245,5 +245,5 @@ def test_tensor_parallelism_must_divide_every_width(tmp_path):
     dense = read_settings(tmp_path, "glm4_moe", intermediate_size=49)
     (problem,) = Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(dense)
     assert problem == "tensor_parallel = 2 does not divide the model's intermediate_size = 49"
-    sparse = read_settings(tmp_path, "qwen3_moe", intermediate_size=49)  # which no layer has
+    sparse = read_settings(tmp_path, "qwen3_moe", intermediate_size=49)  # no layer has this width
     assert list(Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(sparse)) == []

@@ -1,4 +1,4 @@
-"""What of ``[actor.lora]`` is refused before anything starts."""
+"""Checks of ``[actor.lora]`` before any process starts."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def names(hf, layer, *targets):
     return [matrix.name for matrix in targeted(hf, layer, targets)]
 
 
-def test_a_target_is_how_names_end(tmp_path):
+def test_a_target_matches_matrices_by_the_end_of_their_name(tmp_path):
     hf = read_settings(tmp_path, "glm4_moe_qk_norm")
     assert names(hf, 0, "linear_fc1") == ["mlp.linear_fc1"]
     assert names(hf, 1, "linear_fc1") == ["mlp.experts.linear_fc1", "mlp.shared_experts.linear_fc1"]
@@ -70,7 +70,7 @@ def test_a_target_is_how_names_end(tmp_path):
         ("qwen3", {}, {"megatron_optimizer": {"optimizer_cpu_offload": True}}, "optimizer_cpu_offload = true"),
     ],
 )
-def test_adapters_that_a_run_cannot_have_are_refused(tmp_path, family, lora, tables, message):
+def test_adapters_that_model_or_layout_cannot_have_are_refused(tmp_path, family, lora, tables, message):
     hf, rank = read_settings(tmp_path, family), {"rank": 8}
     plain = make_recipe(**tables)
     check_lora(plain, hf)
@@ -80,6 +80,6 @@ def test_adapters_that_a_run_cannot_have_are_refused(tmp_path, family, lora, tab
 
 
 @pytest.mark.parametrize("table", [{"rank": 0}, {"alpha": 0.0}, {"targets": []}, {"rank": 4, "dropout": 0.1}])
-def test_a_table_that_says_nothing_is_refused(table):
+def test_empty_and_unknown_settings_are_refused(table):
     with pytest.raises(UserError, match=f"actor.lora.{list(table)[-1]}"):
         make_recipe(actor={"lora": table})

@@ -1,4 +1,4 @@
-"""What preflight and the plan refuse of a recipe because the model's layers do not have it."""
+"""Settings of a recipe that preflight and `megarl plan` refuse because the model's layers do not support them."""
 
 import tomllib
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ from tests.actor.conftest import make_recipe, read_settings
         ("glm4_moe", False),
     ],
 )
-def test_attention_that_transformer_engine_was_never_compared_with_is_refused(tmp_path, family, refused):
+def test_transformer_engine_is_refused_for_attention_never_compared_with_it(tmp_path, family, refused):
     recipe = make_recipe(actor={"backend": "cuda", "layers": "transformer_engine"})
     hf = read_settings(tmp_path, family)
     check_layers(make_recipe(), hf)
@@ -30,7 +30,7 @@ def test_attention_that_transformer_engine_was_never_compared_with_is_refused(tm
         check_layers(recipe, hf)
 
 
-def test_norms_of_heads_are_refused_where_the_norm_is_over_all_of_them(tmp_path):
+def test_a_norm_per_head_is_refused_where_the_model_has_one_over_all_heads(tmp_path):
     recipe = make_recipe(megatron={"qk_layernorm": True})
     check_layers(recipe, read_settings(tmp_path, "qwen3"))
     with pytest.raises(UserError, match="qk_layernorm: .*this model normalises queries and keys over all heads"):
@@ -61,22 +61,22 @@ def test_parts_that_a_model_cannot_recompute_are_refused(tmp_path, family, recom
         check_layers(make_recipe(actor={"recompute": recompute}), hf)
 
 
-def test_recomputation_is_said_in_one_place(tmp_path):
+def test_recomputation_settings_outside_actor_and_contradictions_are_refused(tmp_path):
     hf = read_settings(tmp_path, "glm4_moe")
-    for megatron, actor, said in (
+    for megatron, actor, message in (
         ({"recompute_granularity": "selective"}, {}, r"recompute_granularity: use \[actor\] recompute"),
         ({"recompute_modules": ["mlp"]}, {"recompute": "full"}, r"recompute_modules: use \[actor\] recompute"),
         ({"recompute_num_layers": 2}, {"recompute": ["mlp"]}, "recompute_num_layers: it has an effect only with"),
         ({"recompute_num_layers": 0}, {"recompute": "full"}, "recompute_num_layers = 0: must be at least 1"),
         ({"moe_shared_expert_overlap": True}, {"recompute": ["shared_experts"]}, "moe_shared_expert_overlap = true"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             check_layers(make_recipe(actor=actor, megatron=megatron), hf)
     check_layers(make_recipe(actor={"recompute": "full"}, megatron={"recompute_num_layers": 2}), hf)
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("some", "neither 'none' nor 'full' nor a list of core_attn"),
         (["moee"], "'moee' is not a part of a layer; did you mean 'moe'"),
@@ -84,18 +84,18 @@ def test_recomputation_is_said_in_one_place(tmp_path):
         (["mlp", "mlp"], "at least one part of a layer, and none twice"),
     ],
 )
-def test_mistakes_in_what_is_recomputed(value, said):
-    with pytest.raises(UserError, match=said):
+def test_invalid_values_of_recompute_are_refused(value, message):
+    with pytest.raises(UserError, match=message):
         make_recipe(actor={"recompute": value})
 
 
-def test_a_recipe_keeps_what_is_recomputed():
+def test_recompute_is_kept_when_a_recipe_is_written():
     recipe = make_recipe(actor={"recompute": ["moe", "layernorm"]})
     assert tomllib.loads(dump_recipe(recipe))["actor"]["recompute"] == ["moe", "layernorm"]
 
 
 @pytest.mark.parametrize(
-    ("tables", "said"),
+    ("tables", "message"),
     [
         (
             {"actor": GPU | {"layers": "torch"}, "megatron": {"fp8": "hybrid"}},
@@ -113,13 +113,13 @@ def test_a_recipe_keeps_what_is_recomputed():
         ),
     ],
 )
-def test_fp8_that_cannot_work_is_refused(tmp_path, tables, said):
-    with pytest.raises(UserError, match=said):
+def test_fp8_that_cannot_work_is_refused(tmp_path, tables, message):
+    with pytest.raises(UserError, match=message):
         check_layers(make_recipe(**tables), read_settings(tmp_path, "qwen3_moe"))
 
 
-def test_fp8_of_another_machine(tmp_path):
-    """A plan asks nothing of this one; it is refused for models whose layers are torch's alone."""
+def test_fp8_on_another_machine_needs_nothing_installed_here(tmp_path):
+    """As `megarl plan` checks it. It is still refused for models that have only torch-native layers."""
     recipe = make_recipe(actor=GPU, megatron={"fp8": "hybrid", "fp8_recipe": "blockwise"})
     check_layers(recipe, read_settings(tmp_path, "qwen3_moe"), here=False)
     with pytest.raises(UserError, match="never compared with Transformer Engine's layers"):

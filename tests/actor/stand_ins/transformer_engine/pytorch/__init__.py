@@ -1,4 +1,4 @@
-"""Layers. They take the arguments of Transformer Engine 2.6, in its order, and no others, as those do."""
+"""Layers that take exactly the arguments of Transformer Engine 2.6, in the same order."""
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ class RMSNorm(_Module):
         hidden_size=None, **kwargs,
     ):  # fmt: skip
         super().__init__()
-        assert not zero_centered_gamma and kwargs.keys() <= {"device", "dtype"}  # it hands them to its operation
+        assert not zero_centered_gamma and kwargs.keys() <= {"device", "dtype"}  # Transformer Engine's takes no others
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(normalized_shape or hidden_size, dtype=params_dtype))
         self.weight.sequence_parallel = sequence_parallel

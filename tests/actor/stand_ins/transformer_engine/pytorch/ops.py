@@ -1,4 +1,4 @@
-"""Only named in annotations."""
+"""Classes that Megatron-Core names only in annotations."""
 
 
 class Sequential: ...

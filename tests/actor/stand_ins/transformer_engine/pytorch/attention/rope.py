@@ -5,7 +5,7 @@ def apply_rotary_pos_emb(
     t, freqs, tensor_format="sbhd", start_positions=None, interleaved=False, fused=False, cu_seqlens=None, cp_size=1,
     cp_rank=0,
 ):  # fmt: skip
-    """[T, heads, d] with each sequence's own positions; freqs [longest, 1, 1, d'], the rest of a head is copied."""
+    """Rotate t [T, heads, d] by positions that begin at 0 in each sequence; freqs [longest, 1, 1, d'], d' <= d."""
     assert tensor_format == "thd" and fused and not interleaved and cp_size == 1
     angles = torch.cat([freqs[:n, 0] for n in cu_seqlens.diff().tolist()])
     t, rest = t[..., : angles.shape[-1]], t[..., angles.shape[-1] :]
