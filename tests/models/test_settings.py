@@ -113,7 +113,8 @@ def test_recompute_is_kept_when_a_recipe_is_written():
         ),
     ],
 )
-def test_fp8_that_cannot_work_is_refused(tmp_path, tables, message):
+def test_fp8_that_cannot_work_is_refused(tmp_path, monkeypatch, tables, message):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # Transformer Engine is not installed
     with pytest.raises(UserError, match=message):
         check_layers(make_recipe(**tables), read_settings(tmp_path, "qwen3_moe"))
 
