@@ -114,7 +114,7 @@ def test_two_stages_have_no_candidates_in_common(undisturbed):
     assert len(later.chosen) == GROUPS
 
 
-def test_groups_without_variance_fill_up_the_stage_and_are_counted_in_the_event(new_run, phases, all_candidates):  # noqa: F811
+def test_groups_without_variance_fill_up_a_stage_and_are_counted(new_run, phases, all_candidates):  # noqa: F811
     run = new_run("too_few", rollout__oversample=4)
     phases(run, "rollout")
     store = RolloutStore(run.stage(0).rollouts)
