@@ -31,7 +31,7 @@ def lines(path):
 
 
 def moments(stage):
-    """{moment: (pattern of a file operation, which of the matching ones)}, one moment in each kind of work of a stage."""
+    """{moment: (pattern of a file operation, which of the matching ones)}, one for each kind of work of a stage."""
     folder, policy = f"stages/{stage:03d}", r"stages/001/\.policy" if stage == 0 else r"/\.final"
     return {
         "start of the rollout phase": (f"open .*logs/{stage:03d}_rollout/attempt_0/rank_0000.log", 1),
@@ -122,7 +122,7 @@ def test_bugs_of_a_resumed_run_are_detected(short, recipe, tmp_path, mutant):
 
 
 def test_a_run_started_from_a_shell_ends_with_the_same_bytes_after_three_kills(undisturbed, recipe, tmp_path):
-    """Like a user's run it has its own interpreter and warm process; other tests fork both from the tests' processes."""
+    """Like a user's run it has its own interpreter and warm process; other tests fork both from one process."""
     killed = tmp_path / "killed"
     command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--run-dir", str(killed)]
     for reached in (
