@@ -19,7 +19,8 @@ def test_settings_that_need_one_policy_per_stage_are_refused(recipe):
     with pytest.raises(UserError, match='routing_replay = "actor".*in a live run.* several policies generate it'):
         check_recipe(load_recipe(recipe, [*LIVE, "actor.routing_replay=actor"]))
     check_recipe(load_recipe(recipe, ["objective.icepop={}"]))
-    current = ["objective.name=decoupled_ppo", "objective.proximal_updates=2"]  # proximal: a recent policy
+    # decoupled PPO's proximal policy is a recent one, not that of the stage
+    current = ["objective.name=decoupled_ppo", "objective.proximal_updates=2"]
     check_recipe(load_recipe(recipe, [*LIVE, *current]))
 
 

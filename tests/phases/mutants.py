@@ -30,7 +30,7 @@ def an_update_trains_the_groups_that_follow_its_own():
 
 
 def rewards_go_to_the_neighbours():
-    """Each response gets the advantage of the next one. The groups are the right ones, so metrics of rewards agree."""
+    """Each response gets the advantage of the next one. Groups and metrics of rewards stay as they are."""
     right = updates.to_samples
 
     def to_samples(groups, *options):

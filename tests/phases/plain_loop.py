@@ -10,7 +10,7 @@ from megarl.storage.run_dir import RunDir
 
 
 def train(rank, root, result):
-    """Train the first policy of the run in ``root`` on the run's rollouts, and export the last one to ``result``."""
+    """Train the first policy of the run in ``root`` on its rollouts and export the trained policy to ``result``."""
     become_single_process()
     run = RunDir.open(root)
     recipe, schedule = run.recipe, run.recipe.schedule

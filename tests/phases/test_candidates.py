@@ -1,4 +1,4 @@
-"""Dynamic sampling trains the first candidates with variance in id order, whichever replica generates them when."""
+"""Dynamic sampling trains the first candidates with variance in id order, however replicas generate them."""
 
 import random
 

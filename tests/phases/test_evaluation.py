@@ -132,7 +132,7 @@ def test_best_is_the_policy_with_the_highest_accuracy_and_the_earliest_of_equals
 
 def test_best_can_be_the_policy_with_the_highest_mean_over_all_suites(whole, tmp_path):
     run = RunDir.create(tmp_path / "run", load_recipe(whole.root / "recipe.toml", ["eval.best=mean"]))
-    means = {0: (0.9, 0.0, 0.0), 2: (0.2, 0.5, 0.5), 4: (0.5, 0.2, 0.5), 6: (0.8, 0.8)}  # 6 lacks one evaluation
+    means = {0: (0.9, 0.0, 0.0), 2: (0.2, 0.5, 0.5), 4: (0.5, 0.2, 0.5), 6: (0.8, 0.8)}  # update 6 lacks a suite
     for update, accuracies in means.items():
         for suite, accuracy in zip(NAMES, accuracies, strict=False):
             run.log_event("evaluation", stage=update // 4, update=update, suite=suite, accuracy=accuracy)
@@ -161,7 +161,7 @@ def test_a_killed_run_repeats_no_stored_response_and_gives_the_same_figures(whol
         (r"replace .*/evaluations/heldout/update_000000/.*_00000008\.arrow", 1),  # the first of two chunks is stored
         (r"open .*/\.best\..*\.tmp/.", 1),
         (r"open .*/stages/000/policies/\.000002\..*\.tmp/.", 1),  # an export within a stage
-        (r"open .*/checkpoints/\.update_000004\..*\.tmp/.", 1),  # after it: resumes from a checkpoint before
+        (r"open .*/checkpoints/\.update_000004\..*\.tmp/.", 1),  # after it; resumes from an earlier checkpoint
         (r"replace .*/evaluations/short/update_000004/SEALED", 1),
         (r"replace .*/evaluations/heldout/update_000008/.*_00000008\.arrow", 1),
     ]:

@@ -37,7 +37,7 @@ def keeps_all(recipe, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def keeps_one(recipe, tmp_path_factory):
-    """(the same run with ``keep_policies = 1``, killed in removals; what it held at the moments when it held most)."""
+    """(the same run with ``keep_policies = 1``, killed during removals; `count` at the moments when it held most)."""
     root, most = tmp_path_factory.mktemp("kept") / "run", []
     command = [*settings(*SMALL, *KEEP)]
     for stage, moment in ((1, "record"), (1, "rename"), (1, "delete"), (2, "rename"), (2, "delete")):

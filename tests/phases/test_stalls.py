@@ -21,7 +21,7 @@ SECONDS = 6
 SMALL = ("schedule.stages=1", "schedule.updates_per_stage=24", "schedule.prompts_per_update=2", "eval.every=0")
 LIVE = ("schedule.kind=live", "schedule.sync_every=2", "schedule.max_lag=4")
 EVALUATES = ("eval.every=1", "eval.prompts=128", "eval.samples=8")
-WRITES = r"open .*/checkpoints/\.update_000004\..*\.tmp/__0_1"  # by a fork of a fork of the rank
+WRITES = r"open .*/checkpoints/\.update_000004\..*\.tmp/__0_1"  # opened by a fork of a fork of the rank
 
 
 def settings(*others):

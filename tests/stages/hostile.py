@@ -328,9 +328,9 @@ ATTACKS = {
     "a directory for logs": (recipe_with("megatron_optimizer", config_logger_dir="x"), "could name code"),
     "a path in a list of modules": (recipe_with("megatron", recompute_modules=["mlp", "/etc/x"]), "could name code"),
     "a table for Megatron": (recipe_with("megatron", quant_recipe={"x": 1}), "could name code"),
-    "a template with a width": (recipe_with("data", prompt_template="{prompt:>9999999999}"), "may only be plain names"),
-    "a template with an attribute": (recipe_with("data", prompt_template="{prompt.__class__}"), "may only be plain names"),
-    "a template of a suite with a width": (
+    "width in a template": (recipe_with("data", prompt_template="{prompt:>9999999999}"), "may only be plain names"),
+    "attribute in a template": (recipe_with("data", prompt_template="{prompt.__class__}"), "may only be plain names"),
+    "width in a template of a suite": (
         recipe_with("eval", data={"prompt_template": "{prompt:>99}"}),
         "may only be plain names",
     ),

@@ -200,7 +200,7 @@ def test_only_settings_that_leave_the_rollouts_as_they_are_can_be_set(packed, tm
         unpack(packed, tmp_path / "c", None, [], ["reward.require_stop=false"])
 
 
-def test_settings_that_are_refused_can_be_given_anew(copy, tmp_path):
+def test_settings_that_are_refused_can_be_replaced_with_set(copy, tmp_path):
     recipe_with("reward", kind="judge")(copy, tmp_path)
     recipe_with("megatron", fp8_quantizer_factory="os.system")(copy, tmp_path)
     given = ["reward.kind=exact", "megatron.fp8_quantizer_factory=mine.quantizer"]
