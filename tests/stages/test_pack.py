@@ -96,7 +96,7 @@ def test_a_later_stage_is_packed_with_its_optimizer_state(run, tmp_path):
     assert updates(root)[2:] == updates(tmp_path / "b")
 
 
-def test_packs_contain_no_paths_of_this_machine(packed, run):
+def test_packed_recipe_and_card_contain_no_paths_of_this_machine(packed, run):
     text = (packed / "recipe.toml").read_text() + (packed / "README.md").read_text()
     assert str(run.root.parent) not in text and str(run.recipe.model.path) not in text
     card = (packed / "README.md").read_text()
