@@ -1,4 +1,4 @@
-"""Live stages of a tiny Qwen3-MoE, phase by phase."""
+"""Fixtures that run live stages of a tiny Qwen3-MoE, one phase at a time."""
 
 import itertools
 import json
@@ -22,13 +22,13 @@ def recipe(guessing_model, tmp_path_factory):
 
 
 class Phases:
-    """Starts single phases as the launcher does."""
+    """Starts single phases in the same way as the launcher."""
 
     def __init__(self):
         self.nodes = Nodes(NodeRank())
 
     def start(self, run, phase, stage=0):
-        """The process ids, trainers first."""
+        """Start a phase; returns the ids of its processes, trainers first."""
         where = run.stage(stage)
         actor, workers = run.recipe.actor.processes_per_node, where.rollout.workers
         processes = {"live": actor + workers, "optimize": actor, "rollout": workers}[phase]
@@ -39,7 +39,7 @@ class Phases:
         return self.started.pids
 
     def wait(self):
-        """Exit codes, trainers first."""
+        """Wait for the end of the phase; returns the exit codes, trainers first."""
         codes = supervise(self.started).codes
         return [codes[index] for index in sorted(codes)]
 
@@ -59,7 +59,10 @@ def phases():
 
 @pytest.fixture
 def new_run(recipe, tmp_path):
-    """A run directory with its first policy; settings as for ``--set``, all of them of [schedule] unless dotted."""
+    """A function that makes a run directory with its first policy.
+
+    A setting is a key of [schedule], or of another table if it has the form table__key.
+    """
 
     def make(name, **settings):
         overrides = [
@@ -74,7 +77,7 @@ def new_run(recipe, tmp_path):
 
 
 def histogram(updates):
-    """{lag: tokens} over updates."""
+    """{lag: number of response tokens} of all ``updates`` together."""
     total = {}
     for update in updates:
         for lag, tokens in update["staleness/tokens"].items():

@@ -1,4 +1,4 @@
-"""Live stages end to end: who is trained on what, how stale, and that it is the staged run where it should be."""
+"""Live stages end to end: the staleness of trained tokens, and equality with a staged run if that is on-policy too."""
 
 import shutil
 
@@ -22,7 +22,7 @@ def weights(policy):
     return (policy / "model.safetensors").read_bytes()
 
 
-def test_lockstep_of_one_update_is_the_on_policy_staged_run(phases, new_run):
+def test_lockstep_with_one_update_equals_the_on_policy_staged_run(phases, new_run):
     staged = new_run("staged", stages=3, updates_per_stage=1)
     for stage in range(3):
         phases(staged, "rollout", stage)
@@ -38,11 +38,11 @@ def test_lockstep_of_one_update_is_the_on_policy_staged_run(phases, new_run):
         return [{k: v for k, v in update.items() if k not in dropped} for update in metrics(run)]
 
     assert comparable(live) == comparable(staged)
-    assert live.versions() == []  # nobody needs them any more
+    assert live.versions() == []  # all are removed once the stage has ended
 
 
 @pytest.mark.parametrize("sync_every", [1, 4])
-def test_delay_is_exactly_the_buffer(phases, new_run, sync_every):
+def test_delay_gives_exactly_the_lags_of_a_buffer(phases, new_run, sync_every):
     u = sync_every
     run = new_run(
         "run", kind="live", stages=2, updates_per_stage=4 * u, sync_every=u, delay=2, prompts_per_update=2,
@@ -61,7 +61,7 @@ def test_delay_is_exactly_the_buffer(phases, new_run, sync_every):
 
 
 @pytest.mark.parametrize("max_lag", [4, 16, 64])
-def test_no_sample_is_older_than_allowed(phases, new_run, max_lag):
+def test_staleness_stays_within_max_lag_and_idle_times_add_up(phases, new_run, max_lag):
     run = new_run(
         "run", kind="live", stages=1, updates_per_stage=80, sync_every=4, max_lag=max_lag, prompts_per_update=2,
         rollout__groups_per_chunk=4, actor__checkpoint_every=40,
@@ -85,8 +85,8 @@ def test_no_sample_is_older_than_allowed(phases, new_run, max_lag):
         assert event["ratio"] == pytest.approx(event["idle_seconds"] / event["seconds"], abs=1e-3)
 
 
-def test_the_trainer_refuses_what_is_too_old(phases, new_run):
-    """The engines' gate is opened wide, the trainers' stays: nothing too old is trained without a word."""
+def test_the_trainer_refuses_rollouts_older_than_max_lag(phases, new_run):
+    """The rollouts are made with a large ``max_lag``; a run with a small one must not train on them silently."""
     run = new_run("run", kind="live", stages=1, updates_per_stage=12, sync_every=2, max_lag=11, prompts_per_update=2)
     phases(run, "live")
     assert max(histogram(metrics(run))) > 1
@@ -106,11 +106,11 @@ def test_colocated_roles_take_turns(phases, new_run):
     phases(together, "live")
     assert weights(together.final) == weights(apart.final)
     assert [as_bytes(g) for g in groups(together)] == [as_bytes(g) for g in groups(apart)]
-    # an engine that finds no more chunks does not hold the trainers that another one waits for
+    # an engine without further chunks must not block the trainers, for which another engine may be waiting
     two = new_run("two", colocate=True, rollout__workers=2, **settings)
     phases(two, "live")
     assert weights(two.final) == weights(apart.final)
-    # engines generate all that they may before the trainers begin, and these train all of it before engines wake
+    # engines generate all that they may before trainers begin, and trainers train on all of it before engines wake
     free = new_run(
         "free", kind="live", stages=1, updates_per_stage=24, sync_every=2, max_lag=7, colocate=True,
         actor__checkpoint_every=24, prompts_per_update=2, rollout__groups_per_chunk=2,

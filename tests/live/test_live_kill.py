@@ -20,9 +20,9 @@ from tests.storage.sample_rollouts import as_bytes
 
 pytestmark = pytest.mark.crash
 
-UPDATES = 96  # more than twenty attempts make on a fast machine
+UPDATES = 96  # more than twenty killed attempts make, even on a fast machine
 SETTINGS = {"kind": "live", "stages": 1, "updates_per_stage": UPDATES, "sync_every": 2, "prompts_per_update": 2}
-LOCKSTEP = SETTINGS | {"delay": 1, "rollout__groups_per_chunk": 2}
+DELAYED = SETTINGS | {"delay": 1, "rollout__groups_per_chunk": 2}
 FREE = SETTINGS | {"max_lag": 8, "partial": True, "rollout__groups_per_chunk": 4}
 
 
@@ -31,7 +31,7 @@ def lines(path):
 
 
 def moments(run, rng):
-    """What to wait for before the next kill; each holds at the latest when the run has gone on a little."""
+    """{moment: condition to wait for before a kill}; those that can be missed also hold after a few more updates."""
     stage = run.root / "stages/000"
     shards, updates, more = len(list(stage.glob("rollouts/*.arrow"))), lines(run.metrics), rng.randrange(3)
     return {
@@ -45,7 +45,7 @@ def moments(run, rng):
 
 
 def kill_at(phases, run, role, moment, rng):
-    """Start the stage and kill one process of a role at a moment; False when it ended first."""
+    """Start the stage and kill its process number ``role`` at a moment; False if the stage was finished before."""
     condition = moments(run, rng)[moment]
     pids = phases.start(run, "live")
     ending = [psutil.Process(pid) for pid in pids]
@@ -54,14 +54,14 @@ def kill_at(phases, run, role, moment, rng):
             break
         time.sleep(0.001)
     time.sleep(rng.uniform(0, 0.5 if moment == "start" else 0.02))
-    with contextlib.suppress(ProcessLookupError):  # the engines' work may be done before the trainers'
+    with contextlib.suppress(ProcessLookupError):  # engines may end before the trainers do
         os.kill(pids[role], signal.SIGKILL)
     return any(phases.wait())
 
 
 def disturb(phases, run, kills, seed):
     rng, names = random.Random(seed), list(moments(run, random.Random(0)))
-    for number in range(kills):  # of trainer and engine in turn
+    for number in range(kills):  # the trainer and the engine in turn
         role, moment = number % 2, names[number // 2 % len(names)]
         assert kill_at(phases, run, role, moment, rng), f"the stage ended before kill {number + 1}, {moment}"
     phases(run, "live")
@@ -76,8 +76,8 @@ def check_exactly_once(run):
     assert run.versions() == []
 
 
-def test_twenty_kills_in_lockstep_leave_no_trace(phases, new_run):
-    undisturbed, killed = (new_run(name, actor__checkpoint_every=2, **LOCKSTEP) for name in ("undisturbed", "killed"))
+def test_a_delayed_stage_ends_with_the_same_bytes_after_twenty_kills(phases, new_run):
+    undisturbed, killed = (new_run(name, actor__checkpoint_every=2, **DELAYED) for name in ("undisturbed", "killed"))
     phases(undisturbed, "live")
     disturb(phases, killed, kills=20, seed=0)
     check_exactly_once(killed)
@@ -90,9 +90,9 @@ def test_twenty_kills_in_lockstep_leave_no_trace(phases, new_run):
         )
 
 
-def test_trained_groups_that_are_lost_are_named(phases, new_run):
-    """They cannot be generated again, and engines would wait for ever for a policy that was removed."""
-    run = new_run("run", actor__checkpoint_every=2, **LOCKSTEP)
+def test_lost_groups_that_were_trained_are_an_error(phases, new_run):
+    """They cannot be generated again: an engine would wait forever for a policy version that was removed."""
+    run = new_run("run", actor__checkpoint_every=2, **DELAYED)
     pids = phases.start(run, "live")
     while not list(run.stage(0).checkpoints.glob("update_*")):
         time.sleep(0.001)
@@ -106,7 +106,7 @@ def test_trained_groups_that_are_lost_are_named(phases, new_run):
     )
 
 
-def test_kills_of_a_free_running_stage_with_partial_responses(phases, new_run):
+def test_a_free_running_stage_with_partial_responses_trains_each_group_once_after_kills(phases, new_run):
     run = new_run("run", actor__checkpoint_every=4, **FREE)
     disturb(phases, run, kills=8, seed=1)
     check_exactly_once(run)
@@ -130,8 +130,8 @@ def test_the_launcher_restarts_a_live_stage(recipe, tmp_path):
     assert (run / "final/model.safetensors").exists()
 
 
-def test_a_stopped_stage_continues_with_the_same_bytes(phases, new_run):
-    undisturbed, stopped = (new_run(name, actor__checkpoint_every=9, **LOCKSTEP) for name in ("undisturbed", "stopped"))
+def test_a_stopped_stage_resumes_and_ends_with_the_same_bytes(phases, new_run):
+    undisturbed, stopped = (new_run(name, actor__checkpoint_every=9, **DELAYED) for name in ("undisturbed", "stopped"))
     phases(undisturbed, "live")
     pids = phases.start(stopped, "live")
     while lines(stopped.metrics) < 4:

@@ -1,4 +1,4 @@
-"""Responses that a new policy interrupts: continued under it, and every span's log-probs are its own policy's."""
+"""Responses that are interrupted by a new policy continue under it, each span with the log-probs of its own policy."""
 
 import contextlib
 import functools
@@ -48,7 +48,7 @@ def request(samples, stop, prefixes=(), prompts=None, seeds=None):
 
 
 def after(steps):
-    """An `interrupted` that is true from its ``steps``-th question on."""
+    """An ``interrupted`` callback that returns True once it was called ``steps`` times."""
     count = iter(range(10**9))
     return lambda: next(count) >= steps
 
@@ -60,7 +60,7 @@ def serve(engine, requests, interrupted=lambda: False):
 @pytest.mark.parametrize("steps", [1, 7, DRAWS + 9])
 def test_a_continuation_under_the_same_weights_changes_nothing(policies, steps):
     engine = BuiltinEngine(policies[0], 0)
-    stop = (1,) if steps < DRAWS else ()  # by then none would be left
+    stop = (1,) if steps < DRAWS else ()  # with a stop token all responses would have ended by then
     whole = serve(engine, [request(2, stop)])
     first = serve(engine, [request(2, stop)], after(steps))
     cut = {key: c for key, c in first.items() if c.finish_reason == "interrupted"}
@@ -87,18 +87,18 @@ def test_a_continuation_under_the_same_weights_changes_nothing(policies, steps):
 
 
 def slow_down(beats, engine, done):
-    """While the engine decodes it runs for two milliseconds in fourteen, so that the trainer is the faster one."""
+    """Suspend the engine for most of the time while it decodes, so that the trainer is faster."""
     with contextlib.suppress(psutil.NoSuchProcess):
         while not done.is_set():
-            sign = read_beat(beats)
-            if sign and sign.kind == "decoding":
+            beat = read_beat(beats)
+            if beat and beat.kind == "decoding":
                 engine.suspend()
                 time.sleep(0.012)
                 engine.resume()
             time.sleep(0.002)
 
 
-def test_spans_in_a_live_run_belong_to_their_policies(phases, new_run, tiny_model, tmp_path):
+def test_spans_in_a_live_run_have_the_log_probs_of_their_own_policies(phases, new_run, tiny_model, tmp_path):
     rewards = tmp_path / "rewards.py"
     rewards.write_text("def score(prompt, response, row):\n    return float(len(response) % 2)\n")
     run = new_run(
@@ -110,7 +110,7 @@ def test_spans_in_a_live_run_belong_to_their_policies(phases, new_run, tiny_mode
     kept = run.root / "kept"
     done = threading.Event()
 
-    def keep_policies():  # the run removes what nobody needs
+    def keep_policies():  # as hard links, because the run removes versions that it no longer needs
         while not done.is_set():
             for path in [*run.root.glob("stages/000/policies/[0-9]*"), run.stage(0).policy]:
                 target = kept / (path.name if path.name != "policy" else "000000")
@@ -136,7 +136,7 @@ def test_spans_in_a_live_run_belong_to_their_policies(phases, new_run, tiny_mode
             thread.join()
     updates = metrics(run)
     assert max(histogram(updates)) <= 4
-    compared = 0  # the versions of the response of which most were compared
+    compared = 0  # the largest number of versions compared within one response
     for number, group in enumerate(groups(run)):
         for response in group.responses:
             versions = response.versions

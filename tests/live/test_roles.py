@@ -1,4 +1,4 @@
-"""Who is trainer and who is engine, over the nodes of a run, and which GPUs are whose."""
+"""Which processes of a live run are trainers and which are rollout workers, and which GPUs the latter see."""
 
 import itertools
 import os
@@ -26,7 +26,7 @@ def test_every_node_has_both_roles(recipe, tmp_path, monkeypatch, nodes):
         assert role.name == ("trainer" if local < 2 else "worker")
         assert role.size == {"trainer": 2, "worker": 3}[role.name] * nodes
         places[role.name].append(role.rank)
-    # node by node, so that the ranks that talk most are on one
+    # ranks are numbered node by node, so that those that communicate most share a node
     assert places == {"trainer": list(range(2 * nodes)), "worker": list(range(3 * nodes))}
 
 

@@ -1,4 +1,4 @@
-"""The rollout store of a live stage: several policies, responses of several versions, a reader that follows."""
+"""The rollout store of a live stage: several policies, responses of several versions, a reader beside the writers."""
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from tests.storage.sample_rollouts import POLICY, as_bytes, make_group
 
 
 def continued(group_id, versions):
+    """A group with one response whose tokens have these policy versions, and one of a single version."""
     n = len(versions)
     tokens, logprobs = np.arange(n, dtype=np.int32), np.linspace(-2, -1, n, dtype=np.float32)
     spans = Response(tokens, logprobs, 1.0, "stop", versions[0], np.array(versions, np.int32))
@@ -20,10 +21,10 @@ def live_writer(directory, writer=0):
     return RolloutWriter(directory, weights_hash=None, logprob_mode="processed", writer=writer)
 
 
-def test_versions_of_tokens_come_back(tmp_path):
+def test_versions_of_tokens_are_stored(tmp_path):
     with live_writer(tmp_path) as writer:
         writer.append([continued(0, [0, 0, 4, 8, 8])], "a" * 64)
-        writer.append([make_group(1)], "b" * 64)  # a shard without the column
+        writer.append([make_group(1)], "b" * 64)  # in a shard without the column policy_versions
     store = RolloutStore(tmp_path, one_policy=False)
     spans, plain = store.read([0])[0].responses
     assert spans.versions.tolist() == [0, 0, 4, 8, 8]
@@ -34,7 +35,7 @@ def test_versions_of_tokens_come_back(tmp_path):
     assert [entry.weights_hash[0] for entry in store.entries] == ["a", "b"]
 
 
-def test_several_policies_are_for_live_stages_alone(tmp_path):
+def test_only_live_stages_have_several_policies(tmp_path):
     with live_writer(tmp_path) as writer:
         writer.append([make_group(0)], "a" * 64)
         writer.append([make_group(1)], "b" * 64)
@@ -66,7 +67,7 @@ def test_wrong_versions_are_refused(tmp_path):
                 writer.append([Group(0, group.prompt_tokens, (wrong,))], "a" * 64)
 
 
-def test_a_reader_follows_several_writers_and_the_seal(tmp_path):
+def test_a_reader_sees_what_several_writers_append_and_the_seal(tmp_path):
     with live_writer(tmp_path) as one, live_writer(tmp_path, 1) as two:
         store = RolloutStore(tmp_path, one_policy=False)
         for group in range(6):
@@ -77,9 +78,9 @@ def test_a_reader_follows_several_writers_and_the_seal(tmp_path):
             assert as_bytes(store.read([group])[0]) == as_bytes(make_group(group))
         with open(tmp_path / "ledger.00001.jsonl", "ab") as ledger:
             ledger.write(b'{"shard": "half a li')
-        store.refresh()  # a line that is being written counts when it is whole
+        store.refresh()  # a line does not count before it is complete
         assert store.group_ids == list(range(6))
-    with live_writer(tmp_path, 1):  # cuts it off
+    with live_writer(tmp_path, 1):  # opening a writer removes the incomplete line
         pass
     seal(tmp_path, range(6), one_policy=False)
     store.refresh()

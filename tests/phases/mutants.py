@@ -1,6 +1,7 @@
-"""Mistakes that a run could make after a kill, each in a few lines. A kill test that overlooks one tests nothing.
+"""Bugs that a resumed run could have, each injected by replacing a function of megarl.
 
-`tests.zygote` calls one of these in a process that is to become `megarl`, whose phases are forks of it.
+The tests of kills must fail with each of them. `tests.zygote` calls one of these functions in the process that becomes
+`megarl`; the phases are forks of that process.
 """
 
 from dataclasses import replace
@@ -10,6 +11,8 @@ from megarl.phases import optimize, updates
 
 
 def every_update_trains_the_first_groups():
+    """Every update trains the batch of the stage's first update."""
+
     def read(self, update):
         return self.store.read(self.stage.groups_of_update(self.store.chosen, 0))
 
@@ -17,6 +20,8 @@ def every_update_trains_the_first_groups():
 
 
 def an_update_trains_the_groups_that_follow_its_own():
+    """Every update trains the batch of the next update."""
+
     def read(self, update):
         update = (update + 1) % self.stage.run.recipe.schedule.updates_per_stage
         return self.store.read(self.stage.groups_of_update(self.store.chosen, update))
@@ -25,7 +30,7 @@ def an_update_trains_the_groups_that_follow_its_own():
 
 
 def rewards_go_to_the_neighbours():
-    """The groups are the right ones, as all metrics of rewards say."""
+    """Each response gets the advantage of the next one. Groups and metrics of rewards stay as they are."""
     right = updates.to_samples
 
     def to_samples(groups, *options):
@@ -40,10 +45,12 @@ def rewards_go_to_the_neighbours():
 
 
 def adam_starts_anew():
+    """Adam's moments are restored from the checkpoint, but its number of steps is not."""
     checkpoint.set_adam_step = lambda optimizer, step: None
 
 
 def weights_are_those_of_the_stages_beginning():
+    """Everything but the weights is restored from the checkpoint."""
     right = optimize.resume
 
     def resume(actor, start):
@@ -57,6 +64,7 @@ def weights_are_those_of_the_stages_beginning():
 
 
 def an_update_is_left_out():
+    """The first update after the checkpoint is skipped."""
     right = updates.make_updates
 
     def make_updates(actor, stage, start, *rest):

@@ -1,4 +1,4 @@
-"""What a staged run must come to: its updates as one loop in one process, without checkpoints, phases or restarts."""
+"""The updates of a staged run as one loop in one process, without phases, checkpoints or restarts: the reference."""
 
 from megarl.actor import hf, packing, parallel
 from megarl.actor.step import Actor, train_step
@@ -10,7 +10,7 @@ from megarl.storage.run_dir import RunDir
 
 
 def train(rank, root, result):
-    """Train the first policy of the run in ``root`` on its rollouts, update by update, and export to ``result``."""
+    """Train the first policy of the run in ``root`` on its rollouts and export the trained policy to ``result``."""
     become_single_process()
     run = RunDir.open(root)
     recipe, schedule = run.recipe, run.recipe.schedule

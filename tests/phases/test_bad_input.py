@@ -1,4 +1,4 @@
-"""Every mistake a person can make: one clear message, a non-zero exit, nothing sealed lost."""
+"""Mistakes of users end a command with exit code 2 and a message that names them; sealed rollouts stay as they are."""
 
 import importlib.machinery
 import importlib.util
@@ -23,9 +23,9 @@ from tests.zygote import ForkedWarmProcess
 
 @pytest.fixture
 def fails(capfd, monkeypatch):
-    """Run the command line in this process; it must end with exit code 2 and one message that has all the words.
+    """A function that runs `megarl` in this process and requires exit code 2 and a message that contains all the words.
 
-    Its warm process is a fork of this one, so that it sees what a test has changed here.
+    The warm process is a fork of this process, so that what a test has monkeypatched is replaced there too.
     """
     deque(import_generation(), maxlen=0)
     monkeypatch.setattr(processes, "WarmProcess", ForkedWarmProcess)
@@ -91,12 +91,12 @@ def fails(capfd, monkeypatch):
         ("rollout", ["section.key=value"]),
     ],
 )
-def test_a_wrong_setting_is_named(fails, recipe, tmp_path, setting, words):
+def test_a_wrong_setting_is_reported_before_the_run_directory_is_made(fails, recipe, tmp_path, setting, words):
     fails("train", recipe, "--run-dir", tmp_path / "run", "--set", setting, words=words)
     assert not (tmp_path / "run").exists()
 
 
-def test_an_engine_that_is_missing_or_does_not_serve_the_recipe(fails, recipe, tmp_path, monkeypatch):
+def test_an_engine_that_is_not_installed_or_cannot_serve_the_recipe_is_refused(fails, recipe, tmp_path, monkeypatch):
     command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", "stages.1.engine=vllm"]
     spec = importlib.machinery.ModuleSpec("vllm", None)
     found = importlib.util.find_spec
@@ -109,7 +109,7 @@ def test_an_engine_that_is_missing_or_does_not_serve_the_recipe(fails, recipe, t
     assert not (tmp_path / "run").exists()
 
 
-def test_sglang_that_is_missing_or_does_not_serve_the_recipe(fails, recipe, tmp_path, monkeypatch):
+def test_sglang_that_is_not_installed_or_cannot_serve_the_recipe_is_refused(fails, recipe, tmp_path, monkeypatch):
     command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", "stages.1.engine=sglang"]
     fails(*command, words=["[stages.1] engine = 'sglang'", sys.executable, "sglang_python"])
     interpreter = f"rollout.sglang_python={tmp_path}/none"
@@ -128,7 +128,7 @@ def test_sglang_that_is_missing_or_does_not_serve_the_recipe(fails, recipe, tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_recipe_that_is_missing_or_no_toml(fails, tmp_path):
+def test_a_missing_or_malformed_recipe_is_refused(fails, tmp_path):
     fails("train", tmp_path / "none.toml", "--run-dir", tmp_path / "run", words=["none.toml"])
     (tmp_path / "bad.toml").write_text("[model\npath=")
     fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", "line 1"])
@@ -138,14 +138,14 @@ def test_a_recipe_that_is_missing_or_no_toml(fails, tmp_path):
     fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", "16 MB"])
 
 
-def test_a_mistake_ends_the_process_with_code_2_before_anything_starts(recipe, tmp_path):
+def test_a_mistake_ends_the_process_with_exit_code_2(recipe, tmp_path):
     result = megarl("train", recipe, "--run-dir", tmp_path / "run", "--set", "rollout.temperatur=1.0")
     assert result.returncode == 2
     assert result.stderr.startswith("megarl: ")
 
 
-def test_a_mistake_that_is_found_in_another_process_is_said_once(recipe, tmp_path, capfd):
-    """The check of a recipe shares the terminal of the command that waits for it."""
+def test_a_mistake_found_in_another_process_is_printed_once(recipe, tmp_path, capfd):
+    """The process that checks the recipe writes to the same terminal as the command that waits for it."""
     result = megarl("train", recipe, "--run-dir", tmp_path / "run", "--set", "actor.kernels=cuda")
     message = "[actor] kernels = 'cuda' do not run on backend = 'cpu'"
     assert result.returncode == 2
@@ -153,14 +153,14 @@ def test_a_mistake_that_is_found_in_another_process_is_said_once(recipe, tmp_pat
     assert everything.count(message) == 1, everything
 
 
-def test_settings_that_megatron_would_get_wrong_are_refused(fails, recipe, tmp_path):
+def test_impossible_parallel_layouts_are_refused(fails, recipe, tmp_path):
     command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", "actor.processes_per_node=3"]
     fails(*command, "--set", "actor.expert_parallel=3", words=["expert_parallel = 3", "8"])
     fails(*command, "--set", "actor.pipeline_parallel=3", words=["pipeline_parallel = 3", "num_hidden_layers = 2"])
     fails(*command, "--set", "actor.expert_tensor_parallel=2", words=["expert_tensor_parallel"])
 
 
-def test_a_model_that_would_be_computed_wrongly(fails, recipe, tiny_model, tmp_path):
+def test_an_unsupported_or_malformed_config_json_is_refused(fails, recipe, tiny_model, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     config = json.loads((model / "config.json").read_text())
@@ -201,17 +201,17 @@ def mxfp4(tensors, name):
     [
         ("fp8", fp8, ["config.json", "quantization_config (fp8)", "convert them to bfloat16"]),
         ("what comes next", None, ["config.json", "quantization_config (what comes next)"]),
-        ("mxfp4", mxfp4, ["config.json", "quantization_config (mxfp4)"]),  # which gpt-oss alone has
+        ("mxfp4", mxfp4, ["config.json", "quantization_config (mxfp4)"]),  # supported for gpt-oss only
         (None, fp8, ["model.safetensors", "q_proj.weight' has dtype F8_E4M3", "not quantised"]),
         (None, gptq, ["model.safetensors", "q_proj.qweight' has dtype I32", "not quantised"]),
         (None, bitsandbytes, ["model.safetensors", "q_proj.weight' has dtype U8", "not quantised"]),
         (None, mxfp4, ["q_proj_blocks' is quantised", "config.json has no quantization_config (mxfp4)"]),
     ],
 )
-def test_quantised_weights_are_refused_before_anything_is_made(
+def test_quantised_weights_are_refused_before_anything_is_written(
     declared, quantise, words, fails, recipe, tiny_model, tmp_path
 ):
-    """By every command that takes a model, whether its config.json says so or its weights alone."""
+    """Commands that take a model refuse it, whether its config.json or only its tensors show the quantisation."""
     model, rows = shutil.copytree(tiny_model, tmp_path / "model"), tmp_path / "rows.jsonl"
     rows.write_text("")
     config, weights = model / "config.json", model / "model.safetensors"
@@ -232,24 +232,24 @@ def test_quantised_weights_are_refused_before_anything_is_made(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rows.jsonl"]
 
 
-def test_another_objective_leaves_the_fields_of_the_first(recipe):
+def test_changing_the_objective_drops_the_settings_of_the_previous_one(recipe):
     from megarl.recipe.load import dump_recipe, load_recipe, override_recipe, recipe_diff
 
     first = load_recipe(recipe, ["objective.veto_threshold=1e-3"])
-    assert "veto_scope" in dump_recipe(first)  # resolved: defaults stand there too
+    assert "veto_scope" in dump_recipe(first)  # dumped recipes are resolved, so they include defaults
     second = override_recipe(first, ["objective.name=grpo", "objective.eps_high=0.3"])
     assert second.objective.fields["eps_high"] == 0.3
     assert "veto_threshold" not in second.objective.fields
     assert any(line.startswith("objective.name: 'mu_grpo' -> 'grpo'") for line in recipe_diff(first, second))
 
 
-def test_a_generator_that_does_not_exist(fails, recipe, tmp_path):
+def test_an_unknown_generator_is_refused_with_the_nearest_name(fails, recipe, tmp_path):
     settings = ["data.source=reasoning_gym", "reward.kind=reasoning_gym", "data.train=spell_backwards"]
     settings = [part for setting in settings for part in ("--set", setting)]
     fails("train", recipe, "--run-dir", tmp_path / "run", *settings, words=["spell_backwards", "spell_backward"])
 
 
-def test_a_tokenizer_that_does_not_fit(fails, recipe, tiny_model, tmp_path):
+def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_refused(fails, recipe, tiny_model, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     config = json.loads((model / "config.json").read_text())
@@ -259,7 +259,7 @@ def test_a_tokenizer_that_does_not_fit(fails, recipe, tiny_model, tmp_path):
     fails("train", recipe, "--run-dir", tmp_path / "run", "--set", setting, words=["28", "20"])
 
 
-def test_prompt_files_with_mistakes(fails, recipe, tmp_path):
+def test_mistakes_in_prompt_files_are_refused(fails, recipe, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", f"data.train={prompts}"]
     fails(*command, words=["prompts.jsonl"])
@@ -277,7 +277,7 @@ def test_prompt_files_with_mistakes(fails, recipe, tmp_path):
     fails(*command, words=["prompts.jsonl, line 1", "longer than 16 MB"])
 
 
-def test_damage_to_a_run_directory(fails, recipe, tmp_path):
+def test_damage_and_wrong_stages_of_a_run_directory_are_refused(fails, recipe, tmp_path):
     run = tmp_path / "run"
     command = ["train", recipe, "--run-dir", run]
     fails("rollout", run, "--stage", "0", words=["recipe.toml"])
@@ -307,8 +307,8 @@ def test_damage_to_a_run_directory(fails, recipe, tmp_path):
     assert {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()} == sealed
 
 
-def test_a_mistake_of_training_alone_costs_no_rollouts(recipe, tmp_path):
-    """It may be corrected until a checkpoint holds updates made with it."""
+def test_training_settings_can_be_corrected_until_the_first_checkpoint(recipe, tmp_path):
+    """So a mistake that shows only in training does not cost the rollouts."""
     run, command = tmp_path / "run", ["train", recipe, "--run-dir", tmp_path / "run"]
     assert megarl(*command, "--set", "optimizer.lr=0.5", "--until", "rollout:0").returncode == 0
     sealed = {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()}
@@ -318,11 +318,12 @@ def test_a_mistake_of_training_alone_costs_no_rollouts(recipe, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "lr = 0.001" in (run / "recipe.toml").read_text()
     assert {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()} == sealed
-    refused = megarl(*command, "--set", "objective.name=grpo")  # a learning rate may change from a stage on
+    # unlike a learning rate, the objective cannot change from a stage on
+    refused = megarl(*command, "--set", "objective.name=grpo")
     assert refused.returncode == 2 and "objective.name" in refused.stderr
 
 
-def test_file_systems_that_refuse(fails, recipe, tmp_path):
+def test_errors_of_the_file_system_are_reported(fails, recipe, tmp_path):
     mount_tmpfs(disk := tmp_path / "disk", "size=1m,ro")
     try:
         fails("train", recipe, "--run-dir", disk / "run", words=["disk/run", "Read-only file system"])
@@ -332,7 +333,7 @@ def test_file_systems_that_refuse(fails, recipe, tmp_path):
     fails("train", recipe, "--run-dir", tmp_path / "run", words=["run/.lock", "Is a directory"])
 
 
-def test_a_branch_whose_source_has_moved(fails, recipe, tmp_path):
+def test_a_branch_whose_origin_has_moved_is_refused(fails, recipe, tmp_path):
     run, branch = tmp_path / "run", tmp_path / "branch"
     assert megarl("train", recipe, "--run-dir", run, "--until", "rollout:0").returncode == 0
     assert megarl("optimize", run, "--stage", "0", "--output", branch).returncode == 0
@@ -341,8 +342,8 @@ def test_a_branch_whose_source_has_moved(fails, recipe, tmp_path):
         fails(*command, words=[f"link to {run}", "moved or removed", "ln -sfn"])
 
 
-def test_an_interrupted_import_is_an_interruption(capfd, monkeypatch, tmp_path):
-    """Also where an extension module makes another exception of it."""
+def test_ctrl_c_during_an_import_exits_with_code_130(capfd, monkeypatch, tmp_path):
+    """Even if an extension module that is being imported turns KeyboardInterrupt into another exception."""
 
     def interrupted(_):
         try:

@@ -1,4 +1,4 @@
-"""Which candidates a stage trains: the first with variance in id order, whoever knows of them in whatever order."""
+"""Dynamic sampling trains the first candidates with variance in id order, however replicas generate them."""
 
 import random
 
@@ -29,17 +29,17 @@ def choice(varies, wanted, first=0):
     return made
 
 
-def test_groups_with_variance_lowest_ids_first():
+def test_groups_with_variance_are_chosen_lowest_ids_first():
     assert choice([False, True, True, False, True, True], 3, first=10).chosen() == [11, 12, 14]
 
 
-def test_too_few_are_filled_in_id_order():
+def test_too_few_groups_with_variance_are_filled_up_in_id_order():
     made = choice([False, False, True, False, True], 4)
     assert made.chosen() == [0, 1, 2, 4] and made.end == 5 and made.is_final
 
 
-def test_nothing_that_is_unknown_changes_a_final_choice():
-    """Against trying all that the others may turn out to be, in random orders of arrival."""
+def test_no_unknown_candidate_can_change_a_final_choice():
+    """Candidates become known in random orders; after each one, all outcomes of the unknown ones are tried."""
     rng = random.Random(0)
     finals = 0
     for _ in range(300):
@@ -59,39 +59,39 @@ def test_nothing_that_is_unknown_changes_a_final_choice():
                 finals += known < 7
                 assert all(outcome == made.chosen() for outcome in outcomes)
             elif sum(made.varies.values()) >= wanted:
-                assert len(set(map(tuple, outcomes))) > 1, "it waits for what cannot matter"
+                assert len(set(map(tuple, outcomes))) > 1, "the choice is final, but `is_final` is False"
     assert finals > 50
 
 
-def answer(group, rewards):
+def scored_group(group, rewards):
     responses = [Response(np.ones(1, np.int32), np.zeros(1, np.float32), reward, "stop", 0) for reward in rewards]
     return ScoredGroup(0, SeededPrompt(group, Prompt(group, "", (5,), "", {})), tuple(responses))
 
 
-def test_replicas_know_of_each_others_groups():
+def test_replicas_share_which_groups_they_have_generated():
     store = dist.HashStore()
     one, two = (Candidates(ReplicaGroup(store, rank, 2), range(20, 28), 2) for rank in range(2))
-    two.add(answer(22, [1.0, 0.0]))
-    two.add(answer(23, [1.0, 0.0]))
-    assert one.may_be_chosen([20, 21]), "lower ids come first, whatever is known of higher ones"
+    two.add(scored_group(22, [1.0, 0.0]))
+    two.add(scored_group(23, [1.0, 0.0]))
+    assert one.may_be_chosen([20, 21]), "groups with lower ids come first, even if higher ones have variance"
     assert not one.may_be_chosen([24, 25]) and not one.are_enough()
-    one.add(answer(20, [0.0, 0.0]))
-    one.add(answer(21, [0.5, 0.0]))
+    one.add(scored_group(20, [0.0, 0.0]))
+    one.add(scored_group(21, [0.5, 0.0]))
     assert two.may_be_chosen([22, 23]) and not two.may_be_chosen([23, 24])
     assert two.are_enough() and two.chosen() == [21, 22]
     assert two.summary() == {"candidates": 8, "generated": 4, "with_variance": 3, "chosen": 2, "filled": 0}
 
 
-def test_as_many_candidates_as_groups_are_no_choice():
+def test_with_as_many_candidates_as_groups_nothing_is_chosen():
     alone = Candidates(ReplicaGroup(dist.HashStore(), 0, 1), range(4), 4)
     for group in range(4):
         assert alone.may_be_chosen([group]) and not alone.are_enough()
-        alone.add(answer(group, [1.0, 0.0]))
+        alone.add(scored_group(group, [1.0, 0.0]))
     assert alone.chosen() is None
 
 
 @pytest.mark.parametrize(("oversample", "candidates"), [(1, 10), (1.0, 10), (1.1, 11), (1.01, 11), (3, 30), (2.56, 26)])
-def test_candidates_of_a_stage(oversample, candidates):
+def test_the_number_of_candidates_of_a_stage(oversample, candidates):
     recipe = parse_recipe(TABLES | {"rollout": {"oversample": oversample}})
     assert (recipe.groups_per_stage, recipe.candidates_per_stage) == (10, candidates)
 
@@ -111,6 +111,6 @@ def test_candidates_of_a_stage(oversample, candidates):
         ),
     ],
 )
-def test_refused(tables, message):
+def test_unusable_oversampling_is_refused(tables, message):
     with pytest.raises(UserError, match=message):
         parse_recipe(TABLES | tables)

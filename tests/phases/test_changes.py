@@ -1,4 +1,4 @@
-"""Runs bend: settings that change from a stage on, rollouts scored again, and runs that begin where another ended."""
+"""Settings that change from a stage on, rollouts that are scored again, and runs that continue from another run."""
 
 import shutil
 
@@ -25,11 +25,11 @@ def train(recipe, root, *arguments, code=0):
 
 @pytest.fixture(scope="module")
 def changed(recipe, tmp_path_factory):
-    """One stage, then another learning rate and reward; only the first command has the settings of both."""
+    """A run whose second stage has another learning rate and reward; only its first command gives `SMALL`."""
     root = tmp_path_factory.mktemp("changed") / "run"
     train(recipe, root, *settings(*SMALL), "--until", "rollout:0")
     refused = train(recipe, root, *settings("reward.require_stop=false"), code=2)
-    assert "reward.require_stop: True -> False" in refused.stderr  # the stage has rollouts
+    assert "reward.require_stop: True -> False" in refused.stderr  # refused, since the stage has rollouts
     train(recipe, root, "--until", "optimize:0")
     train(recipe, root, *settings("optimizer.lr=1e-3", "reward.require_stop=false"))
     return RunDir.open(root)
@@ -43,7 +43,7 @@ def test_settings_change_from_a_stage_on(changed):
     assert (first.reward.require_stop, second.reward.require_stop) == (True, False)
     assert (first.optimizer.lr, second.optimizer.lr) == (2e-4, 1e-3)
     assert changed.stage(0).next.run.recipe == changed.recipe
-    cut = [0, 0]  # right answers that were cut off, and what they got, by stage
+    cut = [0, 0]  # rewards of truncated responses, by stage
     for stage in changed.stages():
         store = RolloutStore(stage.rollouts)
         for group in store.read(store.group_ids):
@@ -51,11 +51,11 @@ def test_settings_change_from_a_stage_on(changed):
                 if response.finish_reason == "length":
                     cut[stage.number] += response.reward
     assert cut[0] == 0
-    found = audit(changed.root, 1000)  # every response is scored again, by the reward of its stage
+    found = audit(changed.root, 1000)  # it scores every response again, with the reward of its stage
     assert (found.problems, found.notes) == ([], [])
 
 
-def test_the_same_command_continues_without_its_settings(changed, recipe):
+def test_a_command_without_its_settings_resumes_with_the_recorded_ones(changed, recipe):
     assert recorded(changed.root)[:1] == [SMALL[0]]
     before = (changed.root / "recipe.toml").read_bytes()
     again = train(recipe, changed.root)
@@ -63,7 +63,7 @@ def test_the_same_command_continues_without_its_settings(changed, recipe):
     assert "final" in again.stdout
 
 
-def test_frozen_rollouts_are_scored_again(changed, tmp_path):
+def test_a_branch_with_another_reward_scores_the_rollouts_again(changed, tmp_path):
     part = 'reward.parts=[{kind="overlong", weight=2.0, buffer=5}]'
     result = megarl("optimize", changed.root, "--stage", 0, "--output", tmp_path / "b", *settings(part))
     assert result.returncode == 0, result.stderr
@@ -75,19 +75,20 @@ def test_frozen_rollouts_are_scored_again(changed, tmp_path):
             assert was.tokens.tobytes() + was.rollout_logprobs.tobytes() == (
                 now.tokens.tobytes() + now.rollout_logprobs.tobytes()
             )
-            penalty = -min(1.0, max(0, len(was.tokens) - 1) / 5)  # of at most 6 tokens the last 5 are the buffer
+            penalty = -min(1.0, max(0, len(was.tokens) - 1) / 5)  # the buffer is the last 5 of at most 6 tokens
             assert now.reward == pytest.approx(was.reward + 2.0 * penalty)
             differ += now.reward != was.reward
     assert differ
     assert metrics(run)[0]["reward/mean"] != metrics(changed)[0]["reward/mean"]
     found = audit(run.root, 1000)
     assert (found.problems, found.notes) == ([], [])
+    # a branch has one stage, so there is no next one from which a setting could change
     other = settings(part, "optimizer.lr=5e-3")
     refused = megarl("optimize", changed.root, "--stage", 0, "--output", tmp_path / "b", *other)
-    assert refused.returncode == 2 and "optimizer.lr: 0.0002 -> 0.005" in refused.stderr  # a branch is one stage
+    assert refused.returncode == 2 and "optimizer.lr: 0.0002 -> 0.005" in refused.stderr
 
 
-def test_a_run_begins_where_another_ended_with_or_without_its_optimizer(changed, recipe, tmp_path):
+def test_a_run_continues_from_another_with_or_without_its_optimizer_state(changed, recipe, tmp_path):
     model = f"model.path='{changed.final}'"
     train(recipe, tmp_path / "a", "--continue-from", changed.root, *settings(*SMALL), "--until", "optimize:0")
     train(recipe, tmp_path / "b", *settings(*SMALL, model), "--until", "optimize:0")
@@ -96,18 +97,18 @@ def test_a_run_begins_where_another_ended_with_or_without_its_optimizer(changed,
     (a, *_), (b, *_) = metrics(one), metrics(other)
     assert a["reward/mean"] == b["reward/mean"] and a["loss"] == pytest.approx(b["loss"], abs=1e-6)
     ends = [(run.stage(1).policy / "model.safetensors").read_bytes() for run in (one, other)]
-    assert ends[0] != ends[1]  # by Adam's moments
-    result = megarl("optimize", one.root, "--stage", 0, "--output", tmp_path / "c")  # a branch has them too
+    assert ends[0] != ends[1]  # because of Adam's moments
+    result = megarl("optimize", one.root, "--stage", 0, "--output", tmp_path / "c")  # a branch starts with them too
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "c/stages/001/policy/model.safetensors").read_bytes() == ends[0]
     shutil.rmtree(one.stage(0).checkpoints)
     shutil.rmtree(one.stage(1).policy)
     one.metrics.unlink()
-    train(recipe, tmp_path / "a", "--until", "optimize:0")  # without the flag: the run remembers
+    train(recipe, tmp_path / "a", "--until", "optimize:0")  # without --continue-from, which the run remembers
     assert (one.stage(1).policy / "model.safetensors").read_bytes() == ends[0]
 
 
-def test_an_unfinished_run_is_not_continued_from(recipe, changed, tmp_path):
+def test_continuing_from_an_unfinished_run_is_refused(recipe, changed, tmp_path):
     shutil.copytree(changed.root, tmp_path / "part", symlinks=True)
     shutil.rmtree(tmp_path / "part/final")
     refused = train(recipe, tmp_path / "a", "--continue-from", tmp_path / "part", code=2)

@@ -1,4 +1,4 @@
-"""A full disk at any point of a run: a clear message; with space again, the run continues to the same result."""
+"""A disk that is full at several points of a run: the error says so, and with more space the run continues."""
 
 import os
 import subprocess
@@ -11,14 +11,14 @@ from tests.helpers import megarl, mount_tmpfs
 pytestmark = pytest.mark.crash
 
 
-def test_a_full_disk_loses_nothing_sealed(recipe, tmp_path):
+def test_a_full_disk_loses_no_sealed_rollouts(recipe, tmp_path):
     disk = tmp_path / "disk"
     mount_tmpfs(disk, "size=40m")
     try:
         run = disk / "run"
         ballast = disk / "ballast"
         messages = 0
-        # leave a little more room at every attempt, so that the disk fills up at later and later points
+        # each attempt has more room, so that the disk is full at a later point of the run
         for room in (200, 1500, 2600, 4500, 8000, 12000, 40000):
             free = os.statvfs(disk)
             keep = free.f_bavail * free.f_frsize - room * 1024

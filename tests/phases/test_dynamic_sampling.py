@@ -1,4 +1,4 @@
-"""A tiny run that chooses among its candidates, against one that generates them all; killed, it chooses the same."""
+"""Dynamic sampling in a tiny run, compared with one that generates all candidates; a killed run chooses the same."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from tests.storage.sample_rollouts import as_bytes
 
 GROUPS, CHUNK = 6, 2
 SETTINGS = {
-    "rollout.max_response_tokens": 1,  # one letter: a hopeful prompt's answer comes about once in the vocabulary's size
+    "rollout.max_response_tokens": 1,  # one letter: a solvable prompt is solved now and then
     "rollout.responses_per_prompt": 24,
     "rollout.groups_per_chunk": CHUNK,
     "reward.require_stop": False,
@@ -36,7 +36,7 @@ def new_run(tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("dynamic_sampling")
     path, prompts = directory / "recipe.toml", directory / "prompts.jsonl"
     words = ["".join(letters) for letters in itertools.product("abcde", repeat=3)]
-    # no response of one letter is "never": three in five prompts are hopeless
+    # no response of one letter is "never", so three of five prompts are never solved
     answers = {word: word[0] if word[0] in "ab" else "never" for word in words}
     prompts.write_text("".join(json.dumps({"prompt": word, "answer": answers[word]}) + "\n" for word in words))
     path.write_text(RECIPE.format(model=tiny_model, prompts=prompts))
@@ -52,18 +52,18 @@ def new_run(tiny_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def everything(new_run, phases):  # noqa: F811
-    """All candidates of the first stage."""
+def all_candidates(new_run, phases):  # noqa: F811
+    """All candidates of the first stage, generated without dynamic sampling."""
     run = new_run("everything", schedule__updates_per_stage=CANDIDATES // 2)
     phases(run, "rollout")
     return RolloutStore(run.stage(0).rollouts).read(range(CANDIDATES))
 
 
 @pytest.fixture(scope="module")
-def chosen(everything):
-    """The first with variance, by hand."""
-    with_variance = [g.group_id for g in everything if len({r.reward for r in g.responses}) > 1]
-    assert len(with_variance) > GROUPS, "the test needs prompts that are right now and then"
+def chosen(all_candidates):
+    """The ids of the first groups with variance, found by a plain search."""
+    with_variance = [g.group_id for g in all_candidates if len({r.reward for r in g.responses}) > 1]
+    assert len(with_variance) > GROUPS, "the test needs more groups whose rewards have variance"
     return with_variance[:GROUPS]
 
 
@@ -80,23 +80,25 @@ def contents(run, stage=0):
     return {path.name: path.read_bytes() for path in run.stage(stage).rollouts.iterdir()}
 
 
-def test_all_that_is_trained_has_variance(undisturbed, everything, chosen):
+def test_a_stage_trains_only_groups_with_variance(undisturbed, all_candidates, chosen):
     store = RolloutStore(undisturbed.stage(0).rollouts)
     assert store.chosen == chosen
-    assert [as_bytes(g) for g in store.read(chosen)] == [as_bytes(everything[i]) for i in chosen]
+    assert [as_bytes(g) for g in store.read(chosen)] == [as_bytes(all_candidates[i]) for i in chosen]
     updates = metrics(undisturbed)
     assert [update["update"] for update in updates] == list(range(1, 7))
     assert all(update["zero_variance_fraction"] == 0 for update in updates)
     for update, first in zip(updates[:3], range(0, GROUPS, 2), strict=True):
-        rewards = [response.reward for group in chosen[first : first + 2] for response in everything[group].responses]
+        rewards = [
+            response.reward for group in chosen[first : first + 2] for response in all_candidates[group].responses
+        ]
         assert update["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
 
 
-def test_generation_ends_as_soon_as_there_are_enough(undisturbed, everything, chosen):
+def test_generation_ends_once_enough_groups_have_variance(undisturbed, all_candidates, chosen):
     generated = (chosen[-1] // CHUNK + 1) * CHUNK
     assert generated < CANDIDATES
     assert RolloutStore(undisturbed.stage(0).rollouts).group_ids == list(range(generated))
-    with_variance = sum(len({r.reward for r in g.responses}) > 1 for g in everything[:generated])
+    with_variance = sum(len({r.reward for r in g.responses}) > 1 for g in all_candidates[:generated])
     event = events(undisturbed, "dynamic_sampling")[0]
     del event["crc"]
     assert event | {"time": 0} == {
@@ -105,19 +107,19 @@ def test_generation_ends_as_soon_as_there_are_enough(undisturbed, everything, ch
     }  # fmt: skip
 
 
-def test_no_prompt_of_a_later_stage_was_a_candidate_before(undisturbed):
+def test_two_stages_have_no_candidates_in_common(undisturbed):
     later = RolloutStore(undisturbed.stage(1).rollouts)
     assert undisturbed.stage(1).groups == range(CANDIDATES, 2 * CANDIDATES)
     assert set(later.chosen) <= set(later.group_ids) <= set(undisturbed.stage(1).groups)
     assert len(later.chosen) == GROUPS
 
 
-def test_too_few_are_filled_and_it_is_said(new_run, phases, everything):  # noqa: F811
+def test_groups_without_variance_fill_up_a_stage_and_are_counted(new_run, phases, all_candidates):  # noqa: F811
     run = new_run("too_few", rollout__oversample=4)
     phases(run, "rollout")
     store = RolloutStore(run.stage(0).rollouts)
     assert store.group_ids == list(range(24))
-    with_variance = [g.group_id for g in everything[:24] if len({r.reward for r in g.responses}) > 1]
+    with_variance = [g.group_id for g in all_candidates[:24] if len({r.reward for r in g.responses}) > 1]
     assert 0 < len(with_variance) < GROUPS
     others = [i for i in range(24) if i not in with_variance]
     assert store.chosen == sorted(with_variance + others[: GROUPS - len(with_variance)])
@@ -134,7 +136,7 @@ def kill_at_a_shard(phases, run, count):  # noqa: F811
     assert any(phases.wait()) and not run.stage(0).is_sealed(), "the phase ended before it was killed"
 
 
-def test_a_killed_run_is_the_undisturbed_one(undisturbed, new_run, phases):  # noqa: F811
+def test_a_killed_run_ends_with_the_same_bytes(undisturbed, new_run, phases):  # noqa: F811
     run = new_run("killed", rollout__oversample=10)
     kill_at_a_shard(phases, run, 1)
     kill_at_a_shard(phases, run, 10)
@@ -145,15 +147,15 @@ def test_a_killed_run_is_the_undisturbed_one(undisturbed, new_run, phases):  # n
     assert (run.stage(1).policy / final).read_bytes() == (undisturbed.stage(1).policy / final).read_bytes()
 
 
-def test_replicas_of_which_one_is_killed_choose_the_same(new_run, phases, chosen):  # noqa: F811
+def test_two_replicas_choose_the_same_groups_after_a_kill(new_run, phases, chosen):  # noqa: F811
     run = new_run("replicas", rollout__oversample=10, rollout__workers=2)
     kill_at_a_shard(phases, run, 2)
     phases(run, "rollout")
     assert RolloutStore(run.stage(0).rollouts).chosen == chosen
 
 
-def test_what_is_missing_below_a_chosen_group_is_generated(undisturbed, new_run, phases):  # noqa: F811
-    """As when the replica that had the second chunk died, and the others went on to the end."""
+def test_a_missing_chunk_below_a_chosen_group_is_generated(undisturbed, new_run, phases):  # noqa: F811
+    """The store is left as if the replica with the second chunk had died and the others had generated all theirs."""
     run = new_run("gap", rollout__oversample=10)
     shutil.copytree(undisturbed.stage(0).rollouts, run.stage(0).rollouts)
     (run.stage(0).rollouts / "SEALED").unlink()

@@ -1,4 +1,4 @@
-"""Evaluations of whole runs: several suites from one start of the engines, between stages too, killed, compared."""
+"""Evaluations in whole runs: several suites per start of the engines, policies between stages, kills, comparisons."""
 
 import json
 import shutil
@@ -56,6 +56,7 @@ def settings(*values):
 
 @pytest.fixture(scope="module")
 def whole(suites, tmp_path_factory):
+    """A finished run whose policies were evaluated on three suites."""
     run = tmp_path_factory.mktemp("whole") / "run"
     result = megarl("train", suites, "--run-dir", run, *settings(*SMALL))
     assert result.returncode == 0, result.stderr
@@ -63,29 +64,29 @@ def whole(suites, tmp_path_factory):
 
 
 def figures(run):
-    """Of every evaluation what does not depend on time, in their order."""
+    """The evaluation events in their order, without what depends on time."""
     return [{k: v for k, v in e.items() if k not in TIMES} for e in events(run, "evaluation")]
 
 
 def table(run, suite, update):
-    """The stored responses, as anybody reads them."""
+    """The stored responses of the policy after ``update`` updates to a suite, read with nothing but pyarrow."""
     shards = sorted((run.root / f"evaluations/{suite}/update_{update:06d}").glob("*.arrow"))
     return [row for shard in shards for row in pa.ipc.open_file(shard).read_all().to_pylist()]
 
 
-def test_every_suite_is_answered_once_by_every_policy_that_is_due(whole):
+def test_every_due_policy_answers_every_suite_once(whole):
     found = [(e["update"], e["suite"]) for e in events(whole, "evaluation")]
     assert found == [(update, name) for update in (0, 2, 4, 6, 8) for name in NAMES]
     starts = [(e["phase"], e["stage"]) for e in events(whole, "phase_start")]
     assert starts == [("rollout", 0), ("optimize", 0), ("rollout", 1), ("optimize", 1), ("evaluate", 2)]
-    # those between two stages are loaded by the engines of the next phase, one after another
+    # policies between two stages are loaded by the engines of the next phase, one after another
     assert [e["stage"] for e in events(whole, "weight_drift")] == [0, 1, 1, 2, 2]
     ledger = read_lines(whole.stage(1).rollouts / "ledger.jsonl")
     assert {line["weights_hash"] for line in ledger} == {read_info(whole.stage(1).policy).weights_hash}
-    assert not whole.versions(), "exports that nobody needs any more"
+    assert not whole.versions(), "exported policies were not removed after their evaluation"
 
 
-def test_what_is_stored_is_what_was_counted(whole):
+def test_events_agree_with_the_stored_responses(whole):
     settings = {"heldout": (16, 4, 6), "short": (4, 3, 2), "greedy": (16, 1, 6)}
     for event in events(whole, "evaluation"):
         name, (prompts, samples, longest) = event["suite"], settings[event["suite"]]
@@ -103,14 +104,14 @@ def test_what_is_stored_is_what_was_counted(whole):
             assert len(row["prompt_tokens"]) == len(line["text"])
 
 
-def test_greedy_answers_are_the_most_probable_ones(whole):
-    """The model ends after one of three letters, of which "a" is the most probable."""
+def test_greedy_responses_are_the_most_probable_ones(whole):
+    """The model answers with one of three letters: greedily with the one that it samples most often."""
     (first,) = {tuple(row["response_tokens"][:1]) for row in table(whole, "greedy", 0)}
     sampled = [tuple(row["response_tokens"][:1]) for row in table(whole, "heldout", 0)]
     assert max(set(sampled), key=sampled.count) == first and len(set(sampled)) > 1
 
 
-def test_the_best_policy_is_kept_the_earliest_of_equals(whole, tmp_path):
+def test_best_is_the_policy_with_the_highest_accuracy_and_the_earliest_of_equals(whole, tmp_path):
     accuracies = {e["update"]: e["accuracy"] for e in events(whole, "evaluation") if e["suite"] == "heldout"}
     best = min(update for update in accuracies if accuracies[update] == max(accuracies.values()))
     assert best_version(whole) == read_info(whole.best).version == best
@@ -129,9 +130,9 @@ def test_the_best_policy_is_kept_the_earliest_of_equals(whole, tmp_path):
         assert_same_weights(run.best, run.version(expected))
 
 
-def test_the_best_policy_of_all_suites_has_the_highest_mean(whole, tmp_path):
+def test_best_can_be_the_policy_with_the_highest_mean_over_all_suites(whole, tmp_path):
     run = RunDir.create(tmp_path / "run", load_recipe(whole.root / "recipe.toml", ["eval.best=mean"]))
-    means = {0: (0.9, 0.0, 0.0), 2: (0.2, 0.5, 0.5), 4: (0.5, 0.2, 0.5), 6: (0.8, 0.8)}  # the last is not whole yet
+    means = {0: (0.9, 0.0, 0.0), 2: (0.2, 0.5, 0.5), 4: (0.5, 0.2, 0.5), 6: (0.8, 0.8)}  # update 6 lacks a suite
     for update, accuracies in means.items():
         for suite, accuracy in zip(NAMES, accuracies, strict=False):
             run.log_event("evaluation", stage=update // 4, update=update, suite=suite, accuracy=accuracy)
@@ -144,7 +145,7 @@ def assert_same_weights(a, b):
 
 
 def hold_and_kill(pattern, count, *arguments, held):
-    """Start a command, hold it at a moment and kill it."""
+    """Start a command and kill it at the ``count``-th file operation that matches ``pattern``."""
     held.unlink(missing_ok=True)
     command = start_megarl(*arguments, hold=[pattern, count, str(held)])
     wait_for(command, held.exists)
@@ -153,21 +154,21 @@ def hold_and_kill(pattern, count, *arguments, held):
     return command
 
 
-def test_a_killed_run_repeats_no_answer_and_gives_the_same_numbers(whole, suites, tmp_path):
+def test_a_killed_run_repeats_no_stored_response_and_gives_the_same_figures(whole, suites, tmp_path):
     run, arguments = tmp_path / "run", ("train", suites, "--run-dir", tmp_path / "run", *settings(*SMALL))
     stored = {}
     for pattern, count in [
-        (r"replace .*/evaluations/heldout/update_000000/.*_00000008\.arrow", 1),  # the first of two chunks is there
+        (r"replace .*/evaluations/heldout/update_000000/.*_00000008\.arrow", 1),  # the first of two chunks is stored
         (r"open .*/\.best\..*\.tmp/.", 1),
-        (r"open .*/stages/000/policies/\.000002\..*\.tmp/.", 1),  # an export between stages
-        (r"open .*/checkpoints/\.update_000004\..*\.tmp/.", 1),  # after it, from an earlier checkpoint
+        (r"open .*/stages/000/policies/\.000002\..*\.tmp/.", 1),  # an export within a stage
+        (r"open .*/checkpoints/\.update_000004\..*\.tmp/.", 1),  # after it; resumes from an earlier checkpoint
         (r"replace .*/evaluations/short/update_000004/SEALED", 1),
         (r"replace .*/evaluations/heldout/update_000008/.*_00000008\.arrow", 1),
     ]:
         hold_and_kill(pattern, count, *arguments, held=tmp_path / "held")
         wait_until_nobody_works_on(run)
         now = {path: path.stat().st_ino for path in run.glob("evaluations/*/*/*.arrow")}
-        assert stored.items() <= now.items(), "an answer that was stored was made again"
+        assert stored.items() <= now.items(), "a stored response was generated again"
         stored = now
     assert len(stored) > 10
     result = megarl(*arguments)
@@ -183,13 +184,13 @@ def test_a_killed_run_repeats_no_answer_and_gives_the_same_numbers(whole, suites
     assert not RunDir.open(run).versions() and not [p for p in run.rglob(".*.tmp") if "logs" not in p.parts]
 
 
-def test_an_evaluation_that_goes_on_under_other_settings_begins_anew(whole, recipe, tmp_path):
+def test_an_evaluation_resumed_with_other_settings_starts_anew(whole, recipe, tmp_path):
     output = tmp_path / "evals"
     arguments = ["eval", whole.best, "--recipe", recipe, "--output", output, *settings(*SMALL)]
     pattern = r"replace .*/evaluations/.*/update_000000/.*_00000008\.arrow"
     hold_and_kill(pattern, 1, *arguments, held=tmp_path / "held")
     wait_until_nobody_works_on(output)
-    assert len(list(output.glob("evaluations/*/update_000000/*.arrow"))) == 1  # one of two chunks, one sample a prompt
+    assert len(list(output.glob("evaluations/*/update_000000/*.arrow"))) == 1  # one of two chunks
     result = megarl(*arguments, *settings("eval.samples=2"))
     assert result.returncode == 0, result.stderr
     (event,) = events(RunDir.open(output), "evaluation")
@@ -198,7 +199,7 @@ def test_an_evaluation_that_goes_on_under_other_settings_begins_anew(whole, reci
     assert [row["sample"] for row in rows] == [0, 1] * 16
 
 
-def test_a_model_is_evaluated_on_several_suites_killed_and_continued(whole, suites, tmp_path):
+def test_eval_of_a_model_on_several_suites_resumes_after_a_kill(whole, suites, tmp_path):
     exam = tmp_path / "another.jsonl"
     exam.write_text("".join(json.dumps({"prompt": word, "answer": word[0]}) + "\n" for word in ("abc", "bca")))
     arguments = ["eval", whole.best, "--recipe", suites, "--suite", "heldout", "--suite", exam]
@@ -213,13 +214,13 @@ def test_a_model_is_evaluated_on_several_suites_killed_and_continued(whole, suit
     wait_until_nobody_works_on(output)
     (first,) = output.glob("evaluations/heldout/update_000000/*.arrow")
     inode = first.stat().st_ino
-    for _ in range(2):  # the second finds all of it
+    for _ in range(2):  # the second time everything is stored already
         result = megarl(*kept)
         assert result.returncode == 0, result.stderr
         assert result.stdout.splitlines()[-9:] == plain.stdout.splitlines()[-9:]
     assert first.stat().st_ino == inode
     starts = events(RunDir.open(output), "phase_start")
-    assert len(starts) == 2, "what is there is evaluated no more"
+    assert len(starts) == 2, "engines were started for an evaluation that is complete"
     version = best_version(whole)
     compared = megarl("compare", output, f"{whole.root}:{version}", "--suite", "heldout")
     assert compared.returncode == 0, compared.stderr
@@ -227,7 +228,7 @@ def test_a_model_is_evaluated_on_several_suites_killed_and_continued(whole, suit
     assert "+0.0000 [+0.0000, +0.0000]  0 prompts better, 0 worse, sign test p = 1" in compared.stdout
 
 
-def test_compare_names_what_differs(whole, tmp_path):
+def test_compare_prints_differences_and_refuses_other_prompts(whole, tmp_path):
     result = megarl("compare", f"{whole.root}:0", whole.root)
     assert result.returncode == 0, result.stderr
     for name, samples in (("heldout", 4), ("short", 3), ("greedy", 1)):
@@ -262,7 +263,7 @@ def test_compare_names_what_differs(whole, tmp_path):
 
 
 def test_runs_of_different_lengths_are_compared_after_equal_updates(whole, tmp_path):
-    """As if one had stopped after 4 of 8 updates."""
+    """One run is a copy of the other, cut as if it had stopped after 4 of 8 updates."""
     short = tmp_path / "short"
     shutil.copytree(whole.root, short, symlinks=True)
     for place in (*short.glob("evaluations/*/update_000006"), *short.glob("evaluations/*/update_000008")):
@@ -285,7 +286,7 @@ def test_runs_of_different_lengths_are_compared_after_equal_updates(whole, tmp_p
     assert (trace["x"], trace["y"]) == ([2, 4], [0, 0])
 
 
-def test_versions_of_a_live_run_wait_for_their_evaluation(suites, tmp_path):
+def test_versions_of_a_live_run_are_kept_until_they_are_evaluated(suites, tmp_path):
     run = tmp_path / "run"
     live = ("schedule.kind=live", "schedule.sync_every=2", "schedule.delay=1", *SMALL, "eval.suites=[]", "eval.every=0")
     result = megarl("train", suites, "--run-dir", run, *settings(*live))

@@ -1,8 +1,8 @@
-"""SIGKILL at 22 moments: the run still finishes, with every update once and the same bytes as undisturbed.
+"""SIGKILL at 22 moments: the run still finishes, with every update once and the same bytes as without kills.
 
-An undisturbed run in turn is what a plain loop over its rollouts makes, so that both cannot be wrong alike.
+The run without kills is in turn compared with a plain loop over its rollouts, so that both cannot be wrong alike.
 
-The run is held at a moment, by its own file operations, until it is killed: see `hold` in tests/zygote.py.
+To kill a run at an exact moment, a test makes one of its file operations hang: see `hold` in tests/zygote.py.
 """
 
 import json
@@ -23,7 +23,7 @@ from tests.phases.plain_loop import train
 
 pytestmark = pytest.mark.crash
 
-TIMES = {"seconds", "tokens_per_second"}  # metrics that differ from start to start
+TIMES = {"seconds", "tokens_per_second"}  # metrics that differ between two identical runs
 
 
 def lines(path):
@@ -31,15 +31,15 @@ def lines(path):
 
 
 def moments(stage):
-    """(pattern of a file operation, how many of them in one attempt) in the middle of each kind of work of a stage."""
+    """{moment: (pattern of a file operation, which of the matching ones)}, one for each kind of work of a stage."""
     folder, policy = f"stages/{stage:03d}", r"stages/001/\.policy" if stage == 0 else r"/\.final"
     return {
-        "evaluation": (f"open .*logs/{stage:03d}_rollout/attempt_0/rank_0000.log", 1),
+        "start of the rollout phase": (f"open .*logs/{stage:03d}_rollout/attempt_0/rank_0000.log", 1),
         "first shard": (rf"replace .*{folder}/rollouts/.*_{24 * stage:08d}\.arrow", 1),  # of three, 8 groups each
         "ledger": (f"open .*{folder}/rollouts/ledger.jsonl", 3),
         "last shard": (rf"replace .*{folder}/rollouts/.*_{24 * stage + 16:08d}\.arrow", 1),
         "sealing": (f"replace .*{folder}/rollouts/SEALED", 1),
-        "sealed": (f"open .*logs/{stage:03d}_optimize/attempt_0/rank_0000.log", 1),
+        "start of the optimize phase": (f"open .*logs/{stage:03d}_optimize/attempt_0/rank_0000.log", 1),
         "first update": ("open .*metrics.jsonl", 1),
         "first checkpoint under way": (rf"open .*{folder}/checkpoints/\.update_000002\..*\.tmp/.", 1),
         "between checkpoints": ("open .*metrics.jsonl", 5),
@@ -49,7 +49,7 @@ def moments(stage):
 
 
 def kill_at(pattern, count, recipe, run, *settings):
-    """Start or continue the run, hold it at a moment and kill it."""
+    """Start or resume the run and kill it at the ``count``-th file operation that matches ``pattern``."""
     held = run.with_name("held")
     held.unlink(missing_ok=True)
     command = start_megarl("train", recipe, "--run-dir", run, *settings, hold=[pattern, count, str(held)])
@@ -67,7 +67,7 @@ def undisturbed(recipe, tmp_path_factory):
     return run
 
 
-def test_a_run_is_a_plain_loop_over_its_rollouts(undisturbed, tmp_path):
+def test_a_run_equals_a_plain_loop_over_its_rollouts(undisturbed, tmp_path):
     run_ranks(train, (undisturbed, tmp_path / "loop"), 1)
     weights = "model.safetensors"
     assert (tmp_path / "loop" / weights).read_bytes() == (undisturbed / "final" / weights).read_bytes()
@@ -100,7 +100,7 @@ ONE_STAGE = ("--set", "schedule.stages=1", "--set", "eval.every=0")
 
 @pytest.fixture(scope="module")
 def short(recipe, tmp_path_factory):
-    """(a run of one stage, the same run killed when it had made four updates and saved two)."""
+    """(a run of one stage, the same run killed after four updates, of which two are in a checkpoint)."""
     folder = tmp_path_factory.mktemp("short")
     result = megarl("train", recipe, "--run-dir", folder / "whole", *ONE_STAGE)
     assert result.returncode == 0, result.stderr
@@ -109,7 +109,7 @@ def short(recipe, tmp_path_factory):
 
 
 @pytest.mark.parametrize("mutant", [None, *(function.__name__ for function in MUTANTS)])
-def test_what_a_run_does_wrong_after_a_kill_is_seen(short, recipe, tmp_path, mutant):
+def test_bugs_of_a_resumed_run_are_detected(short, recipe, tmp_path, mutant):
     whole, killed = short[0], tmp_path / "run"
     shutil.copytree(short[1], killed)
     result = megarl("train", recipe, "--run-dir", killed, *ONE_STAGE, mutant=mutant)
@@ -121,8 +121,8 @@ def test_what_a_run_does_wrong_after_a_kill_is_seen(short, recipe, tmp_path, mut
             assert_same_run(whole, killed)
 
 
-def test_a_run_that_was_started_from_a_shell_is_killed_three_times(undisturbed, recipe, tmp_path):
-    """With interpreters and warm processes of their own, as users start them."""
+def test_a_run_started_from_a_shell_ends_with_the_same_bytes_after_three_kills(undisturbed, recipe, tmp_path):
+    """Like a user's run it has its own interpreter and warm process; other tests fork both from one process."""
     killed = tmp_path / "killed"
     command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--run-dir", str(killed)]
     for reached in (
@@ -142,7 +142,7 @@ def test_a_run_that_was_started_from_a_shell_is_killed_three_times(undisturbed, 
 
 
 def evaluations_of(run):
-    """Those that were made, however often: (stage, accuracy)."""
+    """(stage, accuracy) of every evaluation event, including repeated ones."""
     events = [event for event in read_lines(run / "events.jsonl") if event["event"] == "evaluation"]
     return [(event["stage"], event["accuracy"]) for event in events]
 
@@ -159,7 +159,7 @@ def assert_same_run(undisturbed, killed):
 
 
 def metrics_of(run):
-    """Of every update, all that does not depend on time."""
+    """The metrics of the updates, each of which must occur once, without what depends on time."""
     updates = read_lines(run / "metrics.jsonl")
     assert [update["update"] for update in updates] == list(range(1, len(updates) + 1))
     return [{name: value for name, value in update.items() if name not in TIMES} for update in updates]

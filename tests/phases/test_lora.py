@@ -1,4 +1,4 @@
-"""A whole run of adapters: killed and continued, exported from its checkpoints, and what it cannot do."""
+"""A whole run that trains low-rank adapters: kills, exports from its checkpoints, and what is refused."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_a_killed_run_ends_with_the_same_bytes(undisturbed, recipe, tmp_path):
     assert_same_run(undisturbed, killed)
 
 
-def test_the_engine_stores_with_merged_weights_what_the_actor_computes_with_adapters_beside_them(undisturbed):
+def test_engine_with_merged_weights_and_actor_with_adapters_compute_the_same_log_probs(undisturbed):
     policies = [undisturbed / "stages/000/policy", undisturbed / "stages/001/policy", undisturbed / "final"]
     assert len({(policy / WEIGHTS).read_bytes() for policy in policies}) == 3
     begins = [update for update in read_lines(undisturbed / "metrics.jsonl") if update["staleness"] == 0]
@@ -39,7 +39,7 @@ def test_the_engine_stores_with_merged_weights_what_the_actor_computes_with_adap
     assert all(update["ratio/q100"] == pytest.approx(1, abs=1e-4) for update in begins)
 
 
-def test_the_rehearsal_reads_back_what_a_checkpoint_has(recipe):
+def test_the_rehearsal_passes_with_adapters(recipe):
     result = megarl("doctor", "--recipe", recipe, *LORA)
     assert result.returncode == 0 and "an update, its export and a checkpoint passed" in result.stdout, result.stderr
 
@@ -54,7 +54,7 @@ def test_the_policy_of_a_checkpoint_is_exported(undisturbed, tmp_path, updates):
     assert exported != (undisturbed / "stages/001/policy" / WEIGHTS).read_bytes()
 
 
-def test_the_adapters_of_a_checkpoint_are_exported_alone(undisturbed, tmp_path):
+def test_exported_adapters_added_to_the_base_model_give_the_final_policy(undisturbed, tmp_path):
     command = ("export", undisturbed, "--stage", 1, "--update", 6, "--adapters", "--output", tmp_path / "adapters")
     result = megarl(*command)
     assert result.returncode == 0, result.stderr
@@ -93,7 +93,7 @@ def test_the_adapters_of_a_checkpoint_are_exported_alone(undisturbed, tmp_path):
         ),
     ],
 )
-def test_what_adapters_cannot_do_is_said_before_anything_starts(undisturbed, recipe, tmp_path, command, message):
+def test_what_adapters_do_not_support_is_refused_before_a_start(undisturbed, recipe, tmp_path, command, message):
     places = {"run": undisturbed, "new": tmp_path / "new", "recipe": recipe}
     result = megarl(*(str(part).format(**places) for part in command))
     assert result.returncode == 2 and message in result.stderr, result.stderr

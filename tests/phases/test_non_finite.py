@@ -1,4 +1,4 @@
-"""Updates that are not finite: left out up to the recipe's number of them, written out, then the run stops."""
+"""Updates that are not finite are recorded and skipped, up to ``actor.max_skipped_updates``; then the run stops."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from tests.helpers import megarl
 
 @pytest.fixture(scope="module")
 def poisoned(recipe, tmp_path_factory):
-    """A run whose sealed stage has rewards in updates 2 and 5 that overflow."""
+    """A run with a sealed stage in which a reward of update 2 and one of update 5 overflow."""
     from megarl.recipe.load import load_recipe
     from megarl.storage.policies import copy_policy
     from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
@@ -34,7 +34,7 @@ def poisoned(recipe, tmp_path_factory):
 
 
 @pytest.mark.parametrize("allowed", [0, 2])
-def test_the_run_stops_or_goes_on(poisoned, tmp_path, allowed):
+def test_updates_that_are_not_finite_stop_the_run_or_are_skipped(poisoned, tmp_path, allowed):
     settings = ["--set", f"actor.max_skipped_updates={allowed}", "--set", "objective.advantage=group_mean"]
     result = megarl("optimize", poisoned.root, "--stage", "0", "--output", tmp_path / "run", *settings)
     records = [json.loads(line) for line in (tmp_path / "run/non_finite.jsonl").read_text().splitlines()]

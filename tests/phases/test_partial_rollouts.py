@@ -1,4 +1,4 @@
-"""Rollouts whose responses stop at a token budget and go on in the next stage, and SIGKILL on the way."""
+"""Partial rollouts: responses that stop at a token budget and continue in the next stage, also after kills."""
 
 import json
 import shutil
@@ -27,11 +27,11 @@ from tests.live.test_partial import load
 from tests.phases.test_kill import assert_same_run, kill_at
 from tests.views.audit_faults import rewrite
 
-TRAINED, BEGUN, STAGES, BUDGET = 6, 18, 3, 2  # groups of a stage, candidates of a stage, stages, tokens
+TRAINED, CANDIDATES, STAGES, BUDGET = 6, 18, 3, 2  # groups that a stage trains, its candidates, stages, tokens
 SETTINGS = {
     "rollout.token_budget": BUDGET,
     "rollout.max_response_tokens": 6,
-    "rollout.oversample": BEGUN / TRAINED,
+    "rollout.oversample": CANDIDATES / TRAINED,
     "rollout.temperature": 2.0,  # about half of the responses are longer than the budget
     "rollout.groups_per_chunk": 4,
     "reward.require_stop": False,
@@ -57,6 +57,7 @@ def undisturbed(recipe, tmp_path_factory):
 
 
 def stores(stage):
+    """(the store of complete groups, the store of groups that were unfinished at the budget)."""
     return RolloutStore(stage.rollouts), RolloutStore(stage.unfinished)
 
 
@@ -66,7 +67,7 @@ def test_every_group_is_trained_once_or_carried(undisturbed):
         in_play += stage.groups
         complete, cut = stores(stage)
         assert list(candidates(stage)) == in_play
-        assert len(in_play) == BEGUN
+        assert len(in_play) == CANDIDATES
         assert set(complete.group_ids) | set(cut.group_ids) == set(in_play)
         assert complete.chosen == complete.group_ids[:TRAINED]
         trained += complete.chosen
@@ -75,14 +76,14 @@ def test_every_group_is_trained_once_or_carried(undisturbed):
         assert cut.chosen == [group for group in cut.group_ids if group not in complete.group_ids]
         (event,) = [e for e in events(undisturbed, "partial_rollouts") if e["stage"] == stage.number]
         finished = len(set(complete.group_ids) & set(cut.group_ids))
-        assert (event["chosen"], event["carried"]) == (TRAINED, BEGUN - TRAINED)
+        assert (event["chosen"], event["carried"]) == (TRAINED, CANDIDATES - TRAINED)
         assert (event["complete"], event["finished"]) == (len(complete.group_ids) - finished, finished)
-    assert sorted([*trained, *in_play]) == list(range(BEGUN + (STAGES - 1) * TRAINED))
+    assert sorted([*trained, *in_play]) == list(range(CANDIDATES + (STAGES - 1) * TRAINED))
     assert [update["update"] for update in metrics(undisturbed)] == list(range(1, 10))
     assert not events(undisturbed, "resume")
 
 
-def test_a_response_gets_the_budget_in_each_stage(undisturbed):
+def test_a_response_gets_its_token_budget_in_each_stage(undisturbed):
     versions_seen = set()
     for stage in undisturbed.stages():
         complete, cut = stores(stage)
@@ -99,17 +100,17 @@ def test_a_response_gets_the_budget_in_each_stage(undisturbed):
                 assert (tokens[:-1] == BUDGET).all()
                 assert tokens[-1] <= BUDGET or group.group_id in cut.group_ids
                 versions_seen.add(tuple(np.unique(response.versions).tolist()))
-    assert {(0, 3), (0, 3, 6)} <= versions_seen, "the test needs responses that two stages and three have sampled"
+    assert {(0, 3), (0, 3, 6)} <= versions_seen, "the test needs responses that two and three stages have sampled"
 
 
-def test_the_oldest_are_finished_where_too_few_are_complete(undisturbed):
+def test_the_oldest_unfinished_groups_are_finished_if_too_few_are_complete(undisturbed):
     complete, cut = stores(undisturbed.stage(0))
     finished = sorted(set(complete.group_ids) & set(cut.group_ids))
     assert finished == cut.group_ids[: len(finished)]
-    assert 0 < len(finished) == TRAINED - (BEGUN - len(cut.group_ids))
+    assert 0 < len(finished) == TRAINED - (CANDIDATES - len(cut.group_ids))
 
 
-def test_a_later_stage_goes_on_from_what_was_stored(undisturbed):
+def test_a_later_stage_continues_the_stored_responses(undisturbed):
     continued = 0
     for stage in undisturbed.stages()[1:]:
         before, now = stores(stage.previous), stores(stage)
@@ -127,7 +128,7 @@ def test_a_later_stage_goes_on_from_what_was_stored(undisturbed):
 
 @torch.inference_mode()
 def logprobs_under(policy, group, response):
-    """[n] float32 of a response's tokens, of the distribution that was sampled."""
+    """[n] float32: log-probs of a response's tokens under a policy, at the temperature at which they were sampled."""
     tokens = torch.tensor([[*group.prompt_tokens.tolist(), *response.tokens.tolist()]])
     rows = load(policy)(input_ids=tokens, use_cache=False).logits[0, -len(response.tokens) - 1 : -1].float()
     rows = (rows / SETTINGS["rollout.temperature"]).log_softmax(-1)
@@ -145,7 +146,7 @@ def test_each_span_has_the_log_probs_of_its_own_policy(undisturbed):
                     under = logprobs_under(undisturbed.version(int(version)), group, response)
                     own[response.versions == version] = under[response.versions == version]
                 np.testing.assert_allclose(response.rollout_logprobs, own, rtol=0, atol=1e-4)
-                apart += bool(np.abs(under - own).max() > 1e-2)  # the newest one's of all tokens
+                apart += bool(np.abs(under - own).max() > 1e-2)  # ``under``: all tokens under the newest policy
     assert apart > 3, "the test needs policies that differ"
 
 
@@ -160,7 +161,7 @@ def test_staleness_is_counted_token_by_token(undisturbed):
     assert max(update["staleness"] for update in metrics(undisturbed)) > 3
 
 
-def test_with_a_policy_that_stays_the_budget_changes_nothing(new_run, phases):  # noqa: F811
+def test_with_a_constant_policy_the_budget_changes_no_response(new_run, phases):  # noqa: F811
     settings = {key.replace(".", "__"): value for key, value in SETTINGS.items()} | {"optimizer__lr": 1e-12}
     plain = {
         key: value for key, value in settings.items() if key not in ("rollout__token_budget", "rollout__oversample")
@@ -185,15 +186,15 @@ def test_with_a_policy_that_stays_the_budget_changes_nothing(new_run, phases):  
 
 
 FIRST, SECOND = "stages/000/rollouts", "stages/001/rollouts"
-MOMENTS = {  # (pattern of a file operation, how many of them in one attempt)
+MOMENTS = {  # (pattern of a file operation, which of the matching ones)
     "first shard of unfinished groups": (rf"replace .*{FIRST}/unfinished/.*_00000000\.arrow", 1),
-    "second chunk, after it": (rf"replace .*{FIRST}/unfinished/.*_00000008\.arrow", 1),
-    "a group beyond the budget": (rf"replace .*{FIRST}/w[^/]*\.arrow", 1),
+    "third chunk of unfinished groups": (rf"replace .*{FIRST}/unfinished/.*_00000008\.arrow", 1),
+    "first shard of complete groups": (rf"replace .*{FIRST}/w[^/]*\.arrow", 1),
     "first seal": (rf"replace .*{FIRST}/unfinished/SEALED", 1),
     "between the seals": (rf"replace .*{FIRST}/SEALED", 1),
-    "what is continued": (rf"replace .*{SECOND}/.*\.arrow", 1),
-    "what is begun beside it": (rf"replace .*{SECOND}/.*\.arrow", 2),
-    "second stage between the seals": (rf"replace .*{SECOND}/SEALED", 1),
+    "second stage, first shard": (rf"replace .*{SECOND}/.*\.arrow", 1),
+    "second stage, second shard": (rf"replace .*{SECOND}/.*\.arrow", 2),
+    "second stage, between the seals": (rf"replace .*{SECOND}/SEALED", 1),
 }
 
 
@@ -207,14 +208,14 @@ def test_killed_runs_end_with_the_same_bytes(undisturbed, recipe, tmp_path):
     assert list(killed.glob("stages/*/rollouts/unfinished/*.arrow"))
 
 
-def test_the_audit_closes(undisturbed):
+def test_the_audit_accounts_for_every_group_and_token(undisturbed):
     found = audit(undisturbed.root, 100)
     assert (found.problems, found.notes) == ([], [])
     for row in found.stages:
         assert (row.generated, row.trained, row.carried, row.not_chosen, row.pending) == (
-            BEGUN,
+            CANDIDATES,
             TRAINED,
-            BEGUN - TRAINED,
+            CANDIDATES - TRAINED,
             0,
             0,
         )
@@ -228,7 +229,7 @@ def test_the_audit_closes(undisturbed):
     assert sum(row.tokens for row in found.stages) == trained + waiting
 
 
-def test_what_is_unfinished_is_shown(undisturbed):
+def test_unfinished_responses_are_shown(undisturbed):
     cut = [group for stage in undisturbed.stages() for group in stores(stage)[1].read(stores(stage)[1].group_ids)]
     expected = sum(response.finish_reason == "unfinished" for group in cut for response in group.responses)
     root = undisturbed.root
@@ -241,11 +242,11 @@ def test_what_is_unfinished_is_shown(undisturbed):
     assert said[0] == "stage 1/3 rollout chose 6 of 18 groups, carries 12 on"
 
 
-def test_what_is_not_carried_or_not_gone_on_from_is_found(undisturbed, tmp_path):
+def test_the_audit_finds_groups_that_are_not_carried_or_not_continued(undisturbed, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(undisturbed.root, run, symlinks=True)
 
-    def other(groups):  # of the second stage's first shard, which has groups that the first one began
+    def other(groups):  # changes the first shard of the second stage, whose groups the first stage began
         return [
             replace(g, responses=tuple(replace(r, tokens=r.tokens + np.int32(r.tokens.max() < 9)) for r in g.responses))
             for g in groups
@@ -273,7 +274,7 @@ def change_seal(directory, **changes):
          "token_budget = 2 is only for .*live run schedule.partial"),
     ],
 )  # fmt: skip
-def test_recipes_without_a_use_for_a_budget_are_refused(recipe, changes, message):
+def test_unusable_token_budgets_are_refused(recipe, changes, message):
     with pytest.raises(UserError, match=message):
         load_recipe(recipe, options(**changes)[1::2])
 
@@ -285,12 +286,12 @@ def test_recipes_without_a_use_for_a_budget_are_refused(recipe, changes, message
         ("actor.routing_replay=actor", "routing_replay.*rollout.token_budget"),
     ],
 )
-def test_what_needs_the_policy_of_the_stage_is_refused(recipe, setting, message):
+def test_settings_that_need_one_policy_per_stage_are_refused(recipe, setting, message):
     with pytest.raises(UserError, match=message):
         check_recipe(load_recipe(recipe, [*options()[1::2], setting]))
 
 
-def test_a_group_is_begun_by_one_stage(recipe):
+def test_each_group_is_begun_by_one_stage(recipe):
     found = load_recipe(recipe, options(schedule__stages=5)[1::2])
     assert [found.groups_begun(stage) for stage in range(3)] == [range(18), range(18, 24), range(24, 30)]
     for stage in range(5):

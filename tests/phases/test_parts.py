@@ -1,4 +1,4 @@
-"""The arithmetic inside the phases, by hand."""
+"""Small functions of the phases, compared with results computed by hand."""
 
 from dataclasses import replace
 
@@ -55,8 +55,8 @@ def test_experts_are_replayed_where_the_engine_recorded_them():
         to_samples([*groups, group(1, [1.0, 0.0])], ObjectiveTable(), True)
 
 
-def test_a_response_has_the_experts_that_its_tokens_were_sampled_under():
-    """Of a continued one each span its own; the prompt, of three tokens, those of the first."""
+def test_each_span_of_a_continued_response_keeps_its_experts():
+    """The prompt, of three tokens, has the experts of the first span."""
 
     def part(tokens, version, rows):
         experts = None if version is None else np.full((rows, 2, 1), version, np.int8)
@@ -70,12 +70,12 @@ def test_a_response_has_the_experts_that_its_tokens_were_sampled_under():
 
 
 @pytest.mark.parametrize(("experts", "name"), [(8, "int8"), (128, "int8"), (129, "int16"), (512, "int16")])
-def test_experts_take_the_smallest_type_with_room_for_unknown_ones(experts, name):
+def test_expert_ids_have_the_smallest_integer_type_that_also_holds_minus_one(experts, name):
     assert expert_type(experts) == name
     assert np.array([-1, experts - 1], expert_type(experts)).tolist() == [-1, experts - 1]
 
 
-def test_summary_of_an_update():
+def test_metrics_of_an_update():
     values = summary([group(0, [1.0, 0.0]), group(1, [1.0, 1.0])])
     assert values["reward/mean"] == 0.75
     assert values["zero_variance_fraction"] == 0.5
@@ -83,7 +83,7 @@ def test_summary_of_an_update():
     assert values["truncated_fraction"] == 0.25
 
 
-def test_tally_of_a_rollout():
+def test_statistics_of_a_rollout():
     stats = RolloutStats()
     for number, rewards in enumerate([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]):
         question = SeededPrompt(number, Prompt(number, "", (5,), "", {}))
@@ -96,7 +96,7 @@ def test_tally_of_a_rollout():
     assert [solve_rate_bin(mean) for mean in (0, 0.01, 0.33, 0.34, 0.66, 0.67, 0.99, 1)] == [0, 1, 1, 2, 2, 3, 3, 4]
 
 
-def test_a_run_continues_with_other_memory_and_replicas_but_not_with_another_engine(tmp_path):
+def test_a_run_resumes_with_other_memory_and_replicas_but_not_with_another_engine(tmp_path):
     tables = {
         "model": {"path": "/model"},
         "data": {"source": "file", "train": "/prompts.jsonl"},
@@ -116,7 +116,7 @@ def test_a_run_continues_with_other_memory_and_replicas_but_not_with_another_eng
         RunDir.create(tmp_path, override_recipe(smaller, ["stages.1.engine=builtin"]))
 
 
-def test_a_branch_keeps_the_rollouts_and_replays_only_experts_that_were_recorded(recipe, tmp_path):
+def test_a_branch_refuses_settings_that_do_not_fit_its_rollouts(recipe, tmp_path):
     run = RunDir.create(tmp_path / "run", load_recipe(recipe))
     for override, message in {
         "actor.routing_replay=engine": "have no recorded experts",
@@ -140,14 +140,14 @@ def test_a_branch_keeps_the_rollouts_and_replays_only_experts_that_were_recorded
     ("changes", "updates"),
     [
         (["schedule.prompts_per_update=2"], 12),
-        (["schedule.prompts_per_update=5"], 4),  # 4 of 24 groups are left over
+        (["schedule.prompts_per_update=5"], 4),  # 4 of the 24 groups are left over
         (["schedule.passes=3"], 18),
         (["schedule.prompts_per_update=8", "schedule.passes=2"], 6),
         (["schedule.prompts_per_update=8", "schedule.updates_per_stage=2"], 2),
         ([], 6),
     ],
 )
-def test_a_branch_in_other_batches_makes_the_updates_that_its_groups_are_enough_for(recipe, tmp_path, changes, updates):
+def test_a_branch_in_other_batches_makes_as_many_updates_as_its_groups_fill(recipe, tmp_path, changes, updates):
     stage = RunDir.create(tmp_path / "run", load_recipe(recipe)).stage(0)
     for path in (stage.policy, stage.rollouts):
         path.mkdir(parents=True)
@@ -155,7 +155,7 @@ def test_a_branch_in_other_batches_makes_the_updates_that_its_groups_are_enough_
 
 
 @pytest.mark.parametrize(("keep", "stay"), [(1, [2]), (2, [1, 2]), (3, [0, 1, 2]), (9, [0, 1, 2]), (None, [0, 1, 2])])
-def test_checkpoints_of_the_last_finished_stages_stay(recipe, tmp_path, keep, stay):
+def test_checkpoints_of_the_last_finished_stages_are_kept(recipe, tmp_path, keep, stay):
     overrides = [] if keep is None else [f"actor.keep_stages={keep}"]
     run = RunDir.create(tmp_path / "run", load_recipe(recipe, overrides))
     for stage in range(3):

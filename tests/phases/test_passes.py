@@ -1,4 +1,4 @@
-"""Groups that a stage trains several times, and the rollouts of a stage trained in batches of another size."""
+"""Stages that make several passes over their groups, and branches that train them in batches of another size."""
 
 import pytest
 
@@ -15,7 +15,7 @@ WEIGHTS = "final/model.safetensors"
 
 @pytest.fixture(scope="module")
 def twice(recipe, tmp_path_factory):
-    """Two passes of three updates."""
+    """A run of one stage with two passes of three updates."""
     run = tmp_path_factory.mktemp("twice") / "run"
     result = megarl("train", recipe, "--run-dir", run, *OPTIONS)
     assert result.returncode == 0, result.stderr
@@ -40,7 +40,7 @@ def test_a_run_killed_in_its_second_pass_ends_with_the_same_bytes(recipe, twice,
     assert (run / WEIGHTS).read_bytes() == (twice / WEIGHTS).read_bytes()
 
 
-def test_the_books_of_several_passes_close(twice):
+def test_the_audit_of_several_passes_accounts_for_every_group(twice):
     found = audit(twice, 1000)
     assert found.problems == []
     (row,) = found.stages
@@ -48,8 +48,8 @@ def test_the_books_of_several_passes_close(twice):
     assert row.trained_tokens == row.tokens > 0
 
 
-def test_the_same_rollouts_in_batches_of_another_size(twice, tmp_path):
-    """By two ranks: 12 groups make 5 updates of 2 and, as asked, one less."""
+def test_a_branch_trains_the_same_rollouts_in_batches_of_another_size(twice, tmp_path):
+    """By two ranks. 12 groups would fill 6 updates of 2 groups; the setting asks for 5."""
     branch = tmp_path / "branch"
     changes = ("schedule.prompts_per_update=2", "schedule.passes=1", "schedule.updates_per_stage=5")
     options = [part for change in (*changes, "actor.processes_per_node=2") for part in ("--set", change)]
@@ -57,7 +57,7 @@ def test_the_same_rollouts_in_batches_of_another_size(twice, tmp_path):
     assert result.returncode == 0, result.stderr
     once, updates = read_lines(twice / "metrics.jsonl")[:3], read_lines(branch / "metrics.jsonl")
     assert [line["staleness"] for line in updates] == list(range(5)) and "pass" not in updates[0]
-    # two of the branch's updates are one of the origin's
+    # two updates of the branch train the groups of one update of the origin
     for key, mean in (("reward/mean", True), ("tokens", False)):
         pairs = [updates[2 * i][key] + updates[2 * i + 1][key] for i in range(2)]
         assert [pair / 2 if mean else pair for pair in pairs] == pytest.approx([line[key] for line in once[:2]])

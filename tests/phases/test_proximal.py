@@ -1,4 +1,4 @@
-"""Decoupled PPO's proximal policy: that before a step of updates, from a forward pass over the step's batches."""
+"""Decoupled PPO's proximal policy is the policy before a step of several updates."""
 
 import pytest
 
@@ -27,7 +27,7 @@ WEIGHTS = "final/model.safetensors"
 
 
 def train_with_copies(rank, root, result, copies):
-    """As the run, but the proximal policy is a second model with the weights that the actor had before the step."""
+    """Train as the run does, but with a second model as proximal policy: a copy of the actor before the step."""
     become_single_process()
     run = RunDir.open(root)
     recipe = run.recipe
@@ -49,7 +49,7 @@ def train_with_copies(rank, root, result, copies):
 
 @pytest.fixture(scope="module")
 def run(recipe, tmp_path_factory):
-    """Two steps of three updates."""
+    """A run of two steps of three updates each."""
     run = tmp_path_factory.mktemp("proximal") / "run"
     result = megarl("train", recipe, "--run-dir", run, *OPTIONS)
     assert result.returncode == 0, result.stderr
@@ -63,7 +63,7 @@ def test_the_proximal_policy_is_the_one_before_the_step(run, tmp_path):
     assert clipped[0] == clipped[3] == 0 < min(max(clipped[1:3]), max(clipped[4:]))
 
 
-def test_a_run_killed_within_a_step_begins_that_step_again(recipe, run, tmp_path):
+def test_a_run_killed_within_a_step_ends_with_the_same_bytes(recipe, run, tmp_path):
     again = tmp_path / "run"
     kill_at("open .*metrics.jsonl", 5, recipe, again, *OPTIONS)
     result = megarl("train", recipe, "--run-dir", again, *OPTIONS)
@@ -72,26 +72,26 @@ def test_a_run_killed_within_a_step_begins_that_step_again(recipe, run, tmp_path
     assert [line["update"] for line in read_lines(again / "metrics.jsonl")] == list(range(1, 7))
 
 
-def test_details_stand_in_every_so_manyth_line(run):
+def test_every_nth_line_of_metrics_has_details(run):
     lines = read_lines(run / "metrics.jsonl")
     assert [line["update"] for line in lines if "muted_tokens" in line] == [2, 4, 6]
     line = min(lines[1::2], key=lambda line: line["kept_fraction"])
     tokens = line["muted_tokens"]
     muted = round(line["trained_tokens"] * (1 - line["kept_fraction"]))
-    assert sum(tokens["muted"]) == muted > 0  # the vocabulary has fewer than 50
+    assert sum(tokens["muted"]) == muted > 0  # all tokens are listed, since the vocabulary has fewer than 50
     assert tokens["muted"] == sorted(tokens["muted"], reverse=True)
     assert all(0 <= a <= b for a, b in zip(tokens["muted"], tokens["trained"], strict=True))
     tokenizer = load_tokenizer(RunDir.open(run).recipe.model.tokenizer_path)
     assert tokens["text"] == [tokenizer.decode([token]) for token in tokens["id"]] and "a" in tokens["text"]
     assert sum(map(sum, line["entropy_by_ratio"]["counts"])) == line["trained_tokens"]
     assert {"prefix/reverse_chi2", "prefix_occupancy/q01", "entropy_covariance"} <= line.keys()
-    for line in lines:  # a batch whose groups have no variance has no signs
+    for line in lines:  # without variance in its groups a batch has no positive or negative advantages
         for name in ("response_tokens/positive", "response_tokens/negative", "positive_share/loss"):
             assert (name in line) == (line["zero_variance_fraction"] < 1), (line["update"], name)
     assert any("positive_share/loss" in line for line in lines)
 
 
-def test_what_would_cut_a_step_is_refused(recipe):
+def test_settings_that_would_cut_a_step_are_refused(recipe):
     steps = ["objective.name=decoupled_ppo", "objective.proximal_updates=3"]
     check_recipe(load_recipe(recipe, [*steps, "actor.checkpoint_every=6"]))
     with pytest.raises(UserError, match="actor.checkpoint_every = 2 would cut a step.*for example 3"):

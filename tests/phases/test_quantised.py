@@ -1,4 +1,4 @@
-"""A whole run of a gpt-oss whose experts are quantised: it trains, stores and exports bfloat16."""
+"""A whole run of a gpt-oss whose published experts are quantised (MXFP4): its policies are stored in bfloat16."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def run(tiny_model, tmp_path_factory):
 
 
 def test_engine_and_actor_agree_on_the_converted_weights(run):
-    """Both in float32, of the same bfloat16 weights; the log-probs of later stages are those of rounded weights."""
+    """Both compute in float32, in stage 0 with the same weights; later the engine has those rounded to bfloat16."""
     updates = read_lines(run / "metrics.jsonl")
     first, second = (update for update in updates if update["staleness"] == 0)
     assert first["ratio/q100"] == pytest.approx(1, abs=1e-4)
@@ -37,8 +37,8 @@ def test_engine_and_actor_agree_on_the_converted_weights(run):
     assert len(updates) == 12 and any(update["grad_norm"] > 0 for update in updates)
 
 
-def test_the_published_model_is_evaluated_as_a_run_would(run, tmp_path):
-    """The same answers as by the run's first policy; they are found when asked for again, and so is that."""
+def test_the_published_model_is_evaluated_like_the_first_policy_of_a_run(run, tmp_path):
+    """`megarl eval` of the published model, run twice, gives the same responses as of the run's first policy."""
     answers = []
     for model, output in ((run.parent / "model", "a"), (run.parent / "model", "a"), (run / "stages/000/policy", "b")):
         more = ("--recipe", run.parent / "recipe.toml", "--output", tmp_path / output, "--json")

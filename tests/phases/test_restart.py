@@ -1,4 +1,4 @@
-"""A phase process that dies is started again; a stopped run keeps its work; a second `megarl` on the run is refused."""
+"""A phase whose process dies is restarted; a stopped run keeps its work; a second `megarl` on a run is refused."""
 
 import json
 import signal
@@ -9,21 +9,21 @@ from megarl.storage.run_dir import RunDir
 from tests.helpers import events, megarl, processes_of, start_megarl, wait_for
 
 
-def test_dead_workers_are_replaced_and_a_second_parent_is_refused(recipe, tmp_path):
+def test_dead_processes_are_restarted_and_a_second_parent_is_refused(recipe, tmp_path):
     run = tmp_path / "run"
     settings = ["--set", "run.max_restarts=3", "--set", "schedule.stages=1", "--set", "eval.every=0"]
     parent = start_megarl("train", recipe, "--run-dir", run, *settings)
-    kill_worker_when(parent, "rollout", lambda: list(run.glob("stages/000/rollouts/*.arrow")))
+    kill_process_when(parent, "rollout", lambda: list(run.glob("stages/000/rollouts/*.arrow")))
     second = megarl("train", recipe, "--run-dir", run, *settings)
     assert second.returncode == 2
     assert f'"pid": {parent.pid}' in second.stderr
-    kill_worker_when(parent, "optimize", lambda: list(run.glob("stages/000/checkpoints/update_000002")))
+    kill_process_when(parent, "optimize", lambda: list(run.glob("stages/000/checkpoints/update_000002")))
     assert parent.wait() == 0, parent.stderr
     assert updates_of(run) == list(range(1, 7))
     assert (run / "final/model.safetensors").exists()
 
 
-def test_a_finished_run_takes_more_stages_and_is_then_the_run_that_had_them_at_once(recipe, tmp_path):
+def test_a_finished_run_that_is_extended_equals_a_run_of_that_length(recipe, tmp_path):
     def train(run, stages):
         small = (
             f"schedule.stages={stages}",
@@ -80,7 +80,7 @@ def test_ctrl_c_keeps_the_updates_that_were_made(recipe, tmp_path):
 
 @pytest.mark.parametrize("moment", ["first import", "rollout", "optimize"])
 def test_a_killed_warm_process_loses_nothing(recipe, tmp_path, moment):
-    """Between phases another one takes its place; in a phase, whose processes die with it, the phase is restarted."""
+    """Between phases it is replaced; a phase, whose processes die with it, is restarted."""
     run = tmp_path / "run"
     settings = ["--set", "run.max_restarts=1", "--set", "schedule.stages=1", "--set", "eval.every=0"]
     parent = start_megarl("train", recipe, "--run-dir", run, *settings)
@@ -102,7 +102,7 @@ def updates_of(run):
     return [json.loads(line)["update"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
-def kill_worker_when(parent, phase, condition):
+def kill_process_when(parent, phase, condition):
     wait_for(parent, condition)
     (worker,) = processes_of(parent.pid, phase)
     worker.send_signal(signal.SIGKILL)

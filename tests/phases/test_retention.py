@@ -1,4 +1,4 @@
-"""Whole runs with ``actor.keep_policies``: killed while policies go, audited, and asked for what is gone."""
+"""Whole runs with ``actor.keep_policies``: kills during a removal, audits, and commands that need a removed policy."""
 
 import shutil
 
@@ -27,8 +27,8 @@ def settings(*values):
 
 
 @pytest.fixture(scope="module")
-def everything(recipe, tmp_path_factory):
-    """The run that keeps all."""
+def keeps_all(recipe, tmp_path_factory):
+    """A run that keeps all policies."""
     root = tmp_path_factory.mktemp("everything") / "run"
     result = megarl("train", recipe, "--run-dir", root, *settings(*SMALL))
     assert result.returncode == 0, result.stderr
@@ -36,8 +36,8 @@ def everything(recipe, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def kept(recipe, tmp_path_factory):
-    """The same run, that keeps one, killed before and after each step of a removal; what it held at its largest."""
+def keeps_one(recipe, tmp_path_factory):
+    """(the same run with ``keep_policies = 1``, killed during removals; `count` at the moments when it held most)."""
     root, most = tmp_path_factory.mktemp("kept") / "run", []
     command = [*settings(*SMALL, *KEEP)]
     for stage, moment in ((1, "record"), (1, "rename"), (1, "delete"), (2, "rename"), (2, "delete")):
@@ -50,7 +50,7 @@ def kept(recipe, tmp_path_factory):
         kill_at(pattern, 1, recipe, root, *command)
         assert RunDir.open(root).stage(stage - 1).is_trained()
     moments = (r"open .*stages/004/checkpoints/\.update_000002\..*\.tmp/.metadata", r"replace .*\.tmp .*/final")
-    for number, moment in enumerate(moments):  # a checkpoint is under way, then a policy
+    for number, moment in enumerate(moments):  # first a checkpoint is being written, then a policy
         kill_at(moment, 1, recipe, root, *command)
         most.append(count(RunDir.open(root), int(number == 0), int(number == 1)))
     result = megarl("train", recipe, "--run-dir", root, *command)
@@ -59,42 +59,42 @@ def kept(recipe, tmp_path_factory):
 
 
 def count(run, checkpoints_under_way=0, policies_under_way=0):
-    """(checkpoints, policies), with best/ where it is the only name of its policy."""
+    """(number of checkpoints, number of policies); best/ counts if no other directory has the same files."""
     saved = sum(len(checkpoints(stage.checkpoints)) for stage in run.stages())
     policies = {stage.policy for stage in [*run.stages(), run.end] if stage.policy.exists()}
     only = (run.best / WEIGHTS).stat().st_nlink == 1
     return saved + checkpoints_under_way, len(policies) + only + policies_under_way
 
 
-def test_a_run_that_lets_go_of_policies_ends_with_the_same_bytes(everything, kept):
-    run, _ = kept
-    assert metrics_of(run.root) == metrics_of(everything.root)
-    assert_same_weights(run.final, everything.final)
-    assert_same_weights(run.best, everything.best)
+def test_a_run_that_removes_policies_ends_with_the_same_bytes(keeps_all, keeps_one):
+    run, _ = keeps_one
+    assert metrics_of(run.root) == metrics_of(keeps_all.root)
+    assert_same_weights(run.final, keeps_all.final)
+    assert_same_weights(run.best, keeps_all.best)
     assert [stage.number for stage in run.stages() if stage.policy.exists()] == [0, 4]
     for number in (1, 2, 3):
-        assert removed(run.stage(number)) == read_info(everything.stage(number).policy)
+        assert removed(run.stage(number)) == read_info(keeps_all.stage(number).policy)
     assert not [path for path in run.root.rglob(".*.tmp") if "logs" not in path.parts]
 
 
-def test_the_plan_says_what_a_run_directory_holds(everything, kept):
-    """In checkpoints and policies, of which the first are counted at 14 bytes a parameter and the others at 2."""
-    hf = read_hf_config(everything.base)
-    for run, most in ((everything, None), kept):
+def test_the_plan_predicts_the_size_of_a_run_directory(keeps_all, keeps_one):
+    """A checkpoint counts 14 bytes per parameter and a policy 2; the plan is made for 1000 parameters."""
+    hf = read_hf_config(keeps_all.base)
+    for run, most in ((keeps_all, None), keeps_one):
         plan = disk_bytes(hf, run.recipe, 1000, Assumptions())
         responses = plan["rollout store of all stages"] + plan["responses to evaluations"]
         saved, policies = count(run)
-        best_is_no_other = int(run.recipe.actor.keep_policies is not None and (run.best / WEIGHTS).stat().st_nlink > 1)
-        held = 14_000 * saved + 2_000 * (policies + best_is_no_other)
+        best_is_linked = int(run.recipe.actor.keep_policies is not None and (run.best / WEIGHTS).stat().st_nlink > 1)
+        held = 14_000 * saved + 2_000 * (policies + best_is_linked)
         assert plan["the run directory, at its end"] - responses == pytest.approx(held)
         if most:
             assert plan["checkpoints at most"] == 14_000 * max(saved for saved, _ in most)
-            largest = max(14_000 * saved + 2_000 * (policies + best_is_no_other) for saved, policies in most)
+            largest = max(14_000 * saved + 2_000 * (policies + best_is_linked) for saved, policies in most)
             assert plan["the run directory, at its largest"] - responses == pytest.approx(largest)
 
 
-def test_the_audit_follows_the_hashes_of_removed_policies(everything, kept, tmp_path):
-    run, whole = kept[0], audit(everything.root, 1000)
+def test_the_audit_checks_the_recorded_hashes_of_removed_policies(keeps_all, keeps_one, tmp_path):
+    run, whole = keeps_one[0], audit(keeps_all.root, 1000)
     found = audit(run.root, 1000)
     assert found.problems == []
     assert any("removed by retention" in note and "stages 1, 2, 3" in note for note in found.notes)
@@ -109,8 +109,8 @@ def test_the_audit_follows_the_hashes_of_removed_policies(everything, kept, tmp_
     assert any("stages/002/policy is gone" in problem for problem in audit(tmp_path / "run", 0).problems)
 
 
-def test_a_removed_policy_is_made_again_from_the_checkpoint_that_ended_the_stage_before(everything, kept, tmp_path):
-    run = kept[0]
+def test_a_removed_policy_is_exported_again_from_the_checkpoint_of_its_last_update(keeps_all, keeps_one, tmp_path):
+    run = keeps_one[0]
     refused = megarl("samples", run.root, "--tokens", "ratio", "--stage", 2)
     assert refused.returncode == 2
     command = f"megarl export {run.root} --stage 2 --update 2 --output DIR"
@@ -118,7 +118,7 @@ def test_a_removed_policy_is_made_again_from_the_checkpoint_that_ended_the_stage
     assert f"; `{command}` makes it again" in refused.stderr
     result = megarl(*command.replace("DIR", str(tmp_path / "again")).split()[1:])
     assert result.returncode == 0, result.stderr
-    assert read_info(tmp_path / "again").weights_hash == read_info(everything.stage(3).policy).weights_hash
+    assert read_info(tmp_path / "again").weights_hash == read_info(keeps_all.stage(3).policy).weights_hash
     for policy in (tmp_path / "again", "8"):
         seen = megarl("samples", run.root, "--tokens", "ratio", "--stage", 2, "--policy", policy)
         assert seen.returncode == 0, seen.stderr
@@ -141,26 +141,26 @@ def test_a_removed_policy_is_made_again_from_the_checkpoint_that_ended_the_stage
         (("what-if", "{run}", "--stage", 2, "--update", 0), "keep_policies determine which are kept"),
     ],
 )
-def test_a_command_says_that_a_policy_is_gone_before_anything_starts(kept, tmp_path, command, words):
-    places = {"run": kept[0].root, "new": tmp_path / "new"}
+def test_commands_that_need_a_removed_policy_are_refused(keeps_one, tmp_path, command, words):
+    places = {"run": keeps_one[0].root, "new": tmp_path / "new"}
     result = megarl(*(str(part).format(**places) for part in command))
     assert result.returncode == 2 and words in result.stderr, result.stderr
     assert not (tmp_path / "new").exists()
 
 
-def test_what_if_goes_on_without_the_policy_that_began_the_stage(everything, kept):
+def test_what_if_works_without_the_first_policy_of_the_stage(keeps_all, keeps_one):
     results = [
         megarl("what-if", run.root, "--stage", 3, "--update", 1, "--batches", 2, "--json")
-        for run in (everything, kept[0])
+        for run in (keeps_all, keeps_one[0])
     ]
     assert [result.returncode for result in results] == [0, 0], results[1].stderr
     assert results[0].stdout == results[1].stdout
 
 
-def test_a_finished_run_lets_go_when_it_is_told_to(everything, recipe, tmp_path):
-    """The setting may change at any time, and the last stage is trained again without the policies before it."""
+def test_keep_policies_applies_to_a_finished_run(keeps_all, recipe, tmp_path):
+    """The setting may change at any time. A ``final/`` that is lost is exported again without the removed policies."""
     root = tmp_path / "run"
-    shutil.copytree(everything.root, root)
+    shutil.copytree(keeps_all.root, root)
     result = megarl("train", recipe, "--run-dir", root, *settings("actor.keep_policies=1"))
     assert result.returncode == 0, result.stderr
     run = RunDir.open(root)
@@ -168,4 +168,4 @@ def test_a_finished_run_lets_go_when_it_is_told_to(everything, recipe, tmp_path)
     shutil.rmtree(run.final)
     result = megarl("train", recipe, "--run-dir", root)
     assert result.returncode == 0, result.stderr
-    assert_same_weights(run.final, everything.final)
+    assert_same_weights(run.final, keeps_all.final)

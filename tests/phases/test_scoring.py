@@ -1,4 +1,4 @@
-"""Groups on their way from the engine to the store, whatever the order in which their rewards are found."""
+"""Scoring of groups between the engine and the store, in whatever order the verdicts arrive."""
 
 import numpy as np
 import pytest
@@ -10,8 +10,8 @@ from megarl.rewards.pool import Verdict
 from megarl.storage.rollouts import Response
 
 
-class Script:
-    """A pool that answers when the test says so."""
+class ScriptedPool:
+    """A stand-in for the verifier pool; the test sets its verdicts."""
 
     def __init__(self):
         self.asked, self.answers = [], []
@@ -30,14 +30,14 @@ def response(finish_reason="stop"):
 
 
 def make(in_order, groups=3, samples=2, **table):
-    pool = Script()
+    pool = ScriptedPool()
     scoring = Scoring(pool, RewardTable(kind="exact", **table), in_order, longest=10)
     pending = [PendingGroup(0, SeededPrompt(i, Prompt(i, "", (5,), "", {})), samples) for i in range(groups)]
     return pool, scoring, pending
 
 
 @pytest.mark.parametrize(("in_order", "first"), [(True, []), (False, [1])])
-def test_groups_come_as_they_were_generated_or_as_they_are_scored(in_order, first):
+def test_groups_are_returned_in_order_of_generation_or_of_scoring(in_order, first):
     pool, scoring, pending = make(in_order)
     seen = []
     scoring.on_scored = lambda group: seen.append(group.seeded.number)
@@ -58,7 +58,7 @@ def test_groups_come_as_they_were_generated_or_as_they_are_scored(in_order, firs
     assert not pending[2].done and scoring.take() == []
 
 
-def test_a_response_that_was_cut_off_is_not_read():
+def test_truncated_responses_are_scored_only_without_require_stop():
     pool, scoring, (group, *_) = make(in_order=True)
     scoring.add(group, 0, response("length"), "0")
     scoring.add(group, 1, response("timeout"), "1")
@@ -69,7 +69,7 @@ def test_a_response_that_was_cut_off_is_not_read():
     assert pool.asked == [(0, "0")]
 
 
-def test_responses_over_a_limit_are_counted_and_named(capsys):
+def test_responses_whose_verifier_exceeds_a_limit_are_counted_and_logged(capsys):
     pool, scoring, (group, *_) = make(in_order=True)
     scoring.add(group, 0, response(), "0")
     scoring.add(group, 1, response(), "1")

@@ -1,4 +1,4 @@
-"""Rewards that take longer than the responses: what is scored is stored meanwhile, and a stop waits for no verifier."""
+"""Verifiers slower than the engine: scored groups are stored meanwhile, and a stop does not wait for the others."""
 
 import signal
 from pathlib import Path
@@ -26,7 +26,7 @@ def score(prompt, response, row):
 """
 
 
-def test_what_is_scored_is_stored_and_a_stop_waits_for_nothing(recipe, tmp_path):
+def test_scored_groups_are_stored_and_a_stop_does_not_wait_for_verifiers(recipe, tmp_path):
     run, score = tmp_path / "run", tmp_path / "score.py"
     settings = [
         *("rollout.groups_per_chunk=1", "schedule.stages=1", "schedule.updates_per_stage=4", "eval.every=0"),
@@ -45,8 +45,8 @@ def test_what_is_scored_is_stored_and_a_stop_waits_for_nothing(recipe, tmp_path)
 
     def scores():
         open_files = [file.path for process in processes_of(command.pid, "rollout") for file in process.open_files()]
-        signs = [read_beat(Path(path)) for path in open_files if path.endswith(".beats")]
-        return any(sign is not None and sign.kind == "scoring" for sign in signs)
+        beats = [read_beat(Path(path)) for path in open_files if path.endswith(".beats")]
+        return any(beat is not None and beat.kind == "scoring" for beat in beats)
 
     arguments = ["train", recipe, "--run-dir", run, *(part for one in settings for part in ("--set", one))]
     command = start_megarl(*arguments)
@@ -57,7 +57,7 @@ def test_what_is_scored_is_stored_and_a_stop_waits_for_nothing(recipe, tmp_path)
     (tmp_path / "second").touch()
     wait_for(command, lambda: stored() == 8)
     command.send_signal(signal.SIGTERM)
-    assert command.wait(25) == 130, command.stderr  # those that do not end by themselves are ended after 30 seconds
+    assert command.wait(25) == 130, command.stderr  # processes that do not end by themselves are killed after 30 s
     (tmp_path / "rest").touch()
     result = megarl(*arguments)
     assert result.returncode == 0, result.stderr

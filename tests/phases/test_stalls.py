@@ -1,4 +1,4 @@
-"""Whatever stands still is noticed within its limit: SIGSTOP to each kind of process, and death of those that write."""
+"""Stalled processes are found within their limit: SIGSTOP to each kind of process, SIGKILL to checkpoint writers."""
 
 import json
 import os
@@ -21,7 +21,7 @@ SECONDS = 6
 SMALL = ("schedule.stages=1", "schedule.updates_per_stage=24", "schedule.prompts_per_update=2", "eval.every=0")
 LIVE = ("schedule.kind=live", "schedule.sync_every=2", "schedule.max_lag=4")
 EVALUATES = ("eval.every=1", "eval.prompts=128", "eval.samples=8")
-WRITES = r"open .*/checkpoints/\.update_000004\..*\.tmp/__0_1"  # a fork of a fork of the rank
+WRITES = r"open .*/checkpoints/\.update_000004\..*\.tmp/__0_1"  # opened by a fork of a fork of the rank
 
 
 def settings(*others):
@@ -29,7 +29,7 @@ def settings(*others):
 
 
 def of_rank(name):
-    """The process of a rank, as ``ps`` names it."""
+    """A function: process id of `megarl` -> process of a rank, found by its name in ``ps``."""
     return lambda parent: next(p for p in processes_of(parent, name.partition(":")[0]) if p.name() == name)
 
 
@@ -38,7 +38,7 @@ def warm(parent):
 
 
 def supervisor(parent):
-    """Of the verifiers: the child of a generator."""
+    """The process that manages the verifiers, a child of the rollout worker."""
     return next(p for p in of_rank("rollout:0")(parent).children() if p.name() == "verifier")
 
 
@@ -55,7 +55,7 @@ def evaluates(run):
 
 
 def writer_of(run):
-    """The process that is held at a file of the checkpoint, once there is one."""
+    """The checkpoint writer that is held when it opens a file; None before that."""
     held = run.with_name("held")
     return psutil.Process(int(text)) if held.exists() and (text := held.read_text()) else None
 
@@ -64,15 +64,16 @@ def writes(run):
     return writer_of(run) is not None
 
 
+# case: (finds the process to stop, when to stop it, settings, phase, place that the message names)
 CASES = {
-    "trainer": (of_rank("optimize:0"), trains, (), "optimize", "update"),  # or the checkpoint update_000002
+    "trainer": (of_rank("optimize:0"), trains, (), "optimize", "update"),  # also matches the checkpoint update_000002
     "generator": (of_rank("rollout:0"), stores, (), "rollout", "chunk "),
     "supervisor of verifiers": (supervisor, stores, (), "rollout", "chunk "),
-    "evaluating": (of_rank("evaluate:0"), evaluates, (*LIVE, *EVALUATES), "evaluate", ""),  # a chunk or just before it
+    "evaluating": (of_rank("evaluate:0"), evaluates, (*LIVE, *EVALUATES), "evaluate", ""),  # at or before a chunk
     "live trainer": (of_rank("live:0"), trains, LIVE, "live", ""),
     "live generator": (of_rank("live:1"), trains, LIVE, "live", ""),
     "warm": (warm, trains, (), "optimize", ""),
-    # which is held for the test to find it, and must be stopped before that counts as standing still
+    # it is held so that the test can find it, and must be stopped before the hold itself counts as a stall
     "writer": (None, writes, ("actor.checkpoint_every=4", "run.stall_seconds=12"), "optimize", "update_000004"),
 }
 
@@ -95,16 +96,16 @@ def test_a_stopped_process_ends_the_phase_and_is_named(case, recipe, tmp_path):
     assert "is stopped" in first and place in first, message
     (event,) = [event for event in read_lines(run / "events.jsonl") if event["event"] == "no_progress"]
     assert event["phase"] == phase and event["cause"] in first
-    assert event["cause"] in command.stdout  # the display
+    assert event["cause"] in command.stdout  # the progress display
     rank = 1 if case == "live generator" else 0
     log = run / f"logs/000_{phase}/attempt_0/rank_000{rank}.log"
     assert str(log) in message
-    if case != "warm":  # whose forks had ended
+    if case != "warm":  # the ranks that it had forked were not stopped and have ended
         assert "most recent call first" in log.read_text()
     wait_until_nobody_works_on(run)
 
 
-def test_a_stopped_trainer_is_started_again(recipe, tmp_path):
+def test_a_phase_with_a_stopped_trainer_is_restarted(recipe, tmp_path):
     undisturbed = megarl("train", recipe, "--run-dir", tmp_path / "undisturbed", *settings())
     assert undisturbed.returncode == 0, undisturbed.stderr
     run = tmp_path / "run"
@@ -129,7 +130,7 @@ def test_a_stopped_verifier_is_replaced(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("generation", ["fork of a fork", "fork"])
-def test_a_killed_writer_ends_the_save_at_once(generation, recipe, tmp_path):
+def test_a_killed_checkpoint_writer_fails_the_save_at_once(generation, recipe, tmp_path):
     run, hold = tmp_path / "run", [WRITES, 1, str(tmp_path / "held")]
     patient = settings("actor.checkpoint_every=4", "run.stall_seconds=600")
     command = start_megarl("train", recipe, "--run-dir", run, *patient, hold=hold)
@@ -144,20 +145,20 @@ def test_a_killed_writer_ends_the_save_at_once(generation, recipe, tmp_path):
 
 
 class Clock:
-    """`Watch` on a clock of its own, over two ranks with files of signs."""
+    """A `Watch` over two ranks with heartbeat files, on a simulated clock."""
 
     def __init__(self, monkeypatch, folder, seconds=10.0, alone=True):
-        self.now, self.pids, self.warned = 0.0, [2**22 + 1, 2**22 + 2], []  # of no process
+        self.now, self.pids, self.warned = 0.0, [2**22 + 1, 2**22 + 2], []  # larger than any process id
         monkeypatch.setattr("megarl.workers.watch.time", SimpleNamespace(monotonic=lambda: self.now))
         self.files = [folder / f"beats_{rank}" for rank in (0, 1)]
         watched = [Watched(rank, file, folder / "log") for rank, file in enumerate(self.files)]
         self.watch = Watch(watched, seconds, alone, self.warned.append)
 
-    def sign(self, rank, number, kind="update", where="update 7"):
+    def beat(self, rank, number, kind="update", where="update 7"):
         self.files[rank].write_text(json.dumps({"number": number, "kind": kind, "where": where}))
 
     def after(self, seconds, ended=()):
-        """What is found when so much time has passed, looking often."""
+        """The stall found within the next ``seconds``, with two checks per second, or None."""
         for _ in range(round(seconds / 0.5)):
             self.now += 0.5
             if found := self.watch.check(self.pids, ended):
@@ -165,43 +166,43 @@ class Clock:
         return None
 
 
-def test_first_steps_have_more_time_and_slow_ones_stretch_the_limit(monkeypatch, tmp_path):
+def test_the_limit_is_larger_for_first_steps_and_after_slow_steps(monkeypatch, tmp_path):
     clock = Clock(monkeypatch, tmp_path)
-    assert clock.after(59) is None  # both load
+    assert clock.after(59) is None  # both ranks load
     for rank in (0, 1):
-        clock.sign(rank, 1)
+        clock.beat(rank, 1)
     assert clock.after(40) is None
     for rank in (0, 1):
-        clock.sign(rank, 2)
+        clock.beat(rank, 2)
     assert clock.after(1) is None
-    clock.sign(0, 3)
-    assert clock.after(198) is None  # five times the 40 seconds, and a little more for the looks between
+    clock.beat(0, 3)
+    assert clock.after(198) is None  # the limit is five times the slowest step, of about 40 s
     found = clock.after(5)
     assert found and "rank 1 was last seen at update 7 (update)" in found.text
     assert clock.warned == [found.text.splitlines()[0]]
 
 
-def test_a_quick_step_has_the_setting_and_a_suspended_job_all_the_time(monkeypatch, tmp_path):
+def test_quick_steps_have_the_configured_limit_and_suspended_time_does_not_count(monkeypatch, tmp_path):
     clock = Clock(monkeypatch, tmp_path)
     for number in (1, 2):
-        clock.sign(0, number)
-        clock.sign(1, number)
+        clock.beat(0, number)
+        clock.beat(1, number)
         assert clock.after(0.5) is None
-    clock.now += 1e6  # nothing of the job has run meanwhile
+    clock.now += 1e6  # as if the whole job, including the watch, had been suspended
     assert clock.after(8) is None
     assert clock.after(3, ended=[0, 1]) is None
     assert clock.after(3) is not None
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_when_everybody_waits_nobody_makes_progress(alone, monkeypatch, tmp_path):
+def test_a_stall_is_found_if_all_ranks_of_the_only_node_wait(alone, monkeypatch, tmp_path):
     clock = Clock(monkeypatch, tmp_path, alone=alone)
     found = None
     for number in range(1, 200):
         for rank in (0, 1):
-            clock.sign(rank, number, "wait", "a wait for others")
+            clock.beat(rank, number, "wait", "a wait for others")
         found = found or clock.after(0.5)
-    assert bool(found) == alone  # of several nodes the others may be at work
+    assert bool(found) == alone  # with several nodes, ranks of the others may be at work
 
 
 STACKS = """
@@ -217,7 +218,7 @@ while True:
 """
 
 
-def test_stacks_are_waited_for_to_their_end(tmp_path):
+def test_the_dump_waits_until_stacks_are_complete(tmp_path):
     log = tmp_path / "log"
     with open(log, "w") as file, subprocess.Popen([sys.executable, "-c", STACKS], stdout=file) as process:
         try:
@@ -230,7 +231,7 @@ def test_stacks_are_waited_for_to_their_end(tmp_path):
     assert written.endswith("end\n")
 
 
-def test_where_nobody_can_write_stacks_nobody_is_waited_for(tmp_path, monkeypatch):
+def test_the_dump_does_not_wait_for_processes_that_cannot_write_stacks(tmp_path, monkeypatch):
     with subprocess.Popen(["sleep", "1000"]) as process:
         watch = Watch([Watched(0, tmp_path / "beats", tmp_path / "log")], 1.0, True, print)
         try:
@@ -241,8 +242,8 @@ def test_where_nobody_can_write_stacks_nobody_is_waited_for(tmp_path, monkeypatc
             process.kill()
 
 
-def test_nccl_is_asked_through_its_pipes(tmp_path):
-    """As torch makes and reads them: STEM RANK .pipe; any byte asks for a dump to PREFIX RANK."""
+def test_the_dump_asks_nccls_flight_recorder_through_its_pipes(tmp_path):
+    """The thread acts as torch does: any byte in the pipe "pipe_<rank>.pipe" asks for a dump to "nccl_rank_<rank>"."""
     os.mkfifo(tmp_path / "pipe_3.pipe")
     pipe = os.open(tmp_path / "pipe_3.pipe", os.O_RDONLY | os.O_NONBLOCK)
     asked = threading.Event()

@@ -1,4 +1,4 @@
-"""Two node agents as two processes of one machine: one run, whatever the number of nodes it is spread over."""
+"""Runs on two nodes, whose agents are two processes of one machine, compared with the same run on one node."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from megarl.workers.node_rank import NodeRank, find_node_rank, first_host
 from tests.helpers import megarl, processes_of, start_megarl, wait_until_nobody_works_on
 from tests.phases.test_kill import lines
 
-# a task of which an untrained model gets some right, one letter in its place being enough: else no gradient flows
+# a task that an untrained model sometimes solves, since one letter in its place is enough: else there is no gradient
 EASY = ("reward.kind=reasoning_gym", "reward.correct_above=0.1", "reward.require_stop=false")
 EASY += ("data.source=reasoning_gym", "data.train=spell_backward", "data.options={min_word_len = 3, max_word_len = 8}")
 EASY += ("data.prompt_template={word}=", "data.max_prompt_tokens=16")
@@ -30,7 +30,7 @@ def settings(*others):
 
 
 class TwoNodes:
-    """The agents of ``megarl train`` on two nodes, one process of each phase on each."""
+    """The agents of ``megarl train`` on two nodes; each phase has one process per node."""
 
     def __init__(self, recipe, run, *options):
         shared = {**os.environ, "NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -70,7 +70,7 @@ def events(run, name):
 
 
 def complaint(output):
-    """The last thing that megarl itself said; torch may still print a trace of its own."""
+    """The output from megarl's last message on; torch may print a traceback after it."""
     return output[output.rindex("megarl: ") :]
 
 
@@ -93,7 +93,7 @@ def two_nodes(recipe, tmp_path_factory):
 
 @pytest.fixture
 def sealed(two_nodes, tmp_path):
-    """A run of two nodes before its optimize phase."""
+    """A copy of the run on two nodes, as it was before its optimize phase."""
     run = tmp_path / "run"
     shutil.copytree(two_nodes, run, ignore=shutil.ignore_patterns("final", "checkpoints", "*.jsonl", "report.html"))
     shutil.copy(two_nodes / "stages/000/rollouts/ledger.jsonl", run / "stages/000/rollouts")
@@ -112,14 +112,14 @@ def assert_same_rollouts(one, other):
 
 def assert_same_result(one, other):
     trained = [update["grad_norm"] > 0 for update in updates(one)]
-    assert sum(trained) >= len(trained) / 2  # there is something to compare
+    assert sum(trained) >= len(trained) / 2  # else there is nothing to compare
     for a, b in zip(updates(one), updates(other), strict=True):
         for key in ("update", "loss", "reward/mean", "grad_norm", "entropy", "ess", "tokens"):
             assert a[key] == b[key], (a["update"], key)
     assert (one / "final/model.safetensors").read_bytes() == (other / "final/model.safetensors").read_bytes()
 
 
-def test_two_nodes_make_the_run_of_one(one_node, two_nodes):
+def test_a_run_on_two_nodes_equals_the_run_on_one(one_node, two_nodes):
     assert_same_rollouts(one_node, two_nodes)
     assert_same_result(one_node, two_nodes)
     logs = sorted(str(path.relative_to(two_nodes / "logs")) for path in (two_nodes / "logs").rglob("*.log"))
@@ -240,7 +240,7 @@ def test_dead_process_of_one_node_restarts_the_phase_on_both(recipe, two_nodes, 
     assert not (run / "stages/000/checkpoints").exists()
 
 
-def test_a_stopped_process_of_one_node_is_named_beside_all_others(recipe, sealed):
+def test_a_stopped_process_of_one_node_is_named_and_all_ranks_are_listed(recipe, sealed):
     with TwoNodes(recipe, sealed, "--set", "run.stall_seconds=9", "--set", "run.max_restarts=0") as two:
         two.wait_for(lambda run: lines(run / "metrics.jsonl") >= 1)
         (rank,) = two.children(1, "optimize")
@@ -253,7 +253,7 @@ def test_a_stopped_process_of_one_node_is_named_beside_all_others(recipe, sealed
     for number in (0, 1):
         assert f"rank {number} (process" in message, message
         log = sealed / f"logs/000_optimize/attempt_0/rank_000{number}.log"
-        # as it was asked to write, or of the exception with which the other one's end ended it before it was asked
+        # the stack that it was asked for, or the traceback of its own failure when it lost the other rank
         assert "most recent call" in log.read_text(), number
     assert "no progress for" in events(sealed, "no_progress")[0]["cause"]
     wait_until_nobody_works_on(sealed)
@@ -273,7 +273,7 @@ SLURM = {"SLURM_JOB_ID": "20007", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_T
     ("environment", "place"),
     [
         ({}, NodeRank()),
-        ({"SLURM_JOB_ID": "5", "SLURM_NNODES": "2"}, NodeRank()),  # a batch script outside of any step
+        ({"SLURM_JOB_ID": "5", "SLURM_NNODES": "2"}, NodeRank()),  # a batch script outside any step
         ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07-09],x"}, NodeRank(1, 2, "gpu07", 0)),
         ({**SLURM, "SLURM_STEP_NODELIST": "a,b", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"},
          NodeRank(1, 2, "10.0.0.1", 99)),
@@ -281,7 +281,7 @@ SLURM = {"SLURM_JOB_ID": "20007", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_T
         ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h"}, NodeRank(1, 2, "h", 0)),
     ],
 )  # fmt: skip
-def test_place(environment, place):
+def test_node_rank_from_the_environment(environment, place):
     assert find_node_rank(environment) == place
 
 
@@ -293,7 +293,7 @@ def test_place(environment, place):
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"}, "NODE_RANK = 2"),
     ],
 )
-def test_wrong_place(environment, message):
+def test_wrong_environments_of_nodes_are_refused(environment, message):
     with pytest.raises(UserError, match=message):
         find_node_rank(environment)
 
@@ -308,5 +308,5 @@ def test_wrong_place(environment, message):
         ("10.0.0.[1-2]", "10.0.0.1"),
     ],
 )
-def test_first_host(nodelist, host):
+def test_first_host_of_a_slurm_nodelist(nodelist, host):
     assert first_host(nodelist) == host

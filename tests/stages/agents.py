@@ -1,4 +1,4 @@
-"""A model that calls a tool about every other time, and a tokenizer with the markup of a chat."""
+"""A tiny model that calls a tool in about half of its turns, and a tokenizer with a chat template."""
 
 import re
 import shutil
@@ -37,7 +37,7 @@ TEMPLATE = (
 
 
 def write_agent_model(source, path):
-    """The untrained model, but after a new line comes a call or an answer, and after these mostly the end."""
+    """Write a copy of the model ``source`` that begins a turn with a tool call or an answer, and then mostly stops."""
     shutil.copytree(source, path)
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?x"))

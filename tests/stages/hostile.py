@@ -1,4 +1,4 @@
-"""What a hostile stranger may pack: each attack makes something of a packed stage that must be refused."""
+"""What a stranger may pack to do harm: each attack turns a packed stage into something that must be refused."""
 
 import io
 import json
@@ -19,16 +19,16 @@ from tests.stages.made_up import agree, archive, entry, sha
 
 
 def members(folder):
-    """The entries of an archive of a packed directory, the manifest first."""
+    """{name: tar entry} of a packed directory, the manifest first."""
     names = [MANIFEST, *Source(folder).manifest.files]
     return {name: entry(name, (folder / name).read_bytes()) for name in names}
 
 
-def repeated_size(copy, tmp_path):
-    """An extended header that promises more than there is memory for."""
+def pax_header(copy, tmp_path):
+    """A pax header before the second entry, which it could rename; the length of its record is wrong, too."""
     parts = members(copy)
-    huge = entry("x", b"30 path=recipe.toml\n", type=tarfile.XHDTYPE)
-    return archive(tmp_path / "a.tar", parts.pop(MANIFEST), huge, *parts.values())
+    header = entry("x", b"30 path=recipe.toml\n", type=tarfile.XHDTYPE)
+    return archive(tmp_path / "a.tar", parts.pop(MANIFEST), header, *parts.values())
 
 
 def of_type(kind, name="recipe.toml", **fields):
@@ -48,7 +48,7 @@ def named(name):
 
 
 def declared(name):
-    """In the manifest too."""
+    """The manifest names a file that no stage has."""
 
     def attack(copy, tmp_path):
         text = decode((copy / MANIFEST).read_bytes())
@@ -164,7 +164,7 @@ def chosen(*groups):
 
 
 def deep_ledger(copy, tmp_path):
-    """A line with a right checksum that no parser of JSON follows to its end."""
+    """The first line has a correct checksum, but is nested too deeply for a parser of JSON."""
     body = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000
     line = body + b', "crc": "%08x"}\n' % zlib.crc32(body)
     return reseal(copy, line + (copy / "rollouts" / LEDGER).read_bytes())
@@ -197,7 +197,7 @@ def outside(entry, folder):
 
 
 def with_shard(change):
-    """Every shard replaced by what ``change`` makes of its batch, with checksums that agree."""
+    """The first shard is replaced by what ``change`` makes of its batch, and all checksums agree."""
 
     def rewrite(entry, folder):
         path = folder / entry.shard
@@ -222,7 +222,7 @@ def compressed(batch):
 
 
 def hidden_compression(batch):
-    """The messages that the footer names follow a mark at which a reader of the stream would end."""
+    """The compressed messages that the footer names come after a mark at which readers of the stream stop."""
     data, places = compressed(batch), []
     stream = pa.BufferReader(data[8:])
     reader = pa.ipc.MessageReader.open_stream(stream)
@@ -284,53 +284,53 @@ ATTACKS = {
     "hard link": (of_type(tarfile.LNKTYPE, linkname="manifest.json"), "is not a regular file"),
     "device": (of_type(tarfile.CHRTYPE), "is not a regular file"),
     "sparse": (of_type(tarfile.GNUTYPE_SPARSE), "is not a regular file"),
-    "extended header": (repeated_size, "is not a regular file"),
-    "parent": (named("../evil"), "not in its manifest"),
-    "absolute": (named("/tmp/evil"), "not in its manifest"),
-    "declared parent": (declared("rollouts/../../evil"), "is not allowed as the name"),
-    "declared absolute": (declared("/etc/passwd"), "is not allowed as the name"),
-    "declared code": (declared("policy/modeling.py"), "could contain code"),
-    "declared pickle": (declared("policy/pytorch_model.bin"), "could contain code"),
+    "extended header": (pax_header, "is not a regular file"),
+    "a path to the parent directory": (named("../evil"), "not in its manifest"),
+    "an absolute path": (named("/tmp/evil"), "not in its manifest"),
+    "a manifest with a path to the parent directory": (declared("rollouts/../../evil"), "is not allowed as the name"),
+    "a manifest with an absolute path": (declared("/etc/passwd"), "is not allowed as the name"),
+    "a manifest with code": (declared("policy/modeling.py"), "could contain code"),
+    "a manifest with a pickle": (declared("policy/pytorch_model.bin"), "could contain code"),
     "control characters": (declared("rollouts/\x1b[2J"), r"\\x1b"),
-    "twice": (twice, "occurs twice"),
+    "the same entry twice": (twice, "occurs twice"),
     "cut short": (cut_short, "ends in the middle|lacks"),
-    "other bytes": (other_bytes, "does not match the checksum"),
-    "longer": (longer, "its manifest says"),
+    "a shard with other bytes": (other_bytes, "does not match the checksum"),
+    "a file with more bytes": (longer, "its manifest says"),
     "a link in a directory": (link_inside, "is a link"),
     "a linked folder": (linked_folder, "is a link"),
     "a pipe": (pipe, "is not a regular file"),
-    "gone": (gone, "lacks recipe.toml"),
-    "huge": (huge, "GiB left"),
+    "a missing file": (gone, "lacks recipe.toml"),
+    "a huge size": (huge, "GiB left"),
     "gzipped": (gzipped, "is not the tar file"),
     "no manifest": (no_manifest, "unusable"),
     "a file of this machine": (recipe_with("data", train="/etc/passwd"), "not part of the packed stage"),
-    "a judge": (recipe_with("reward", kind="judge"), "are not packed"),
+    "a reward of kind judge": (recipe_with("reward", kind="judge"), "are not packed"),
     "other groups": (recipe_with("schedule", prompts_per_update=2), "not those of its recipe"),
     "a ledger that points outside": (rewritten_ledger(outside), "not in its ledger|not part of it"),
     "another policy": (rewritten_ledger(other_policy), "another policy|was sampled with"),
     "a compressed shard": (with_shard(compressed), "compressed"),
-    "a batch behind the end": (with_shard(hidden_compression), "that its footer names"),
+    "a batch after the end of the stream": (with_shard(hidden_compression), "that its footer names"),
     "a version beyond 32 bits": (with_shard(far_version), "32 bits"),
     "a group chosen twice": (chosen(0, 0, *range(1, 8)), "not those of its recipe"),
     "groups chosen in disorder": (chosen(1, 0, *range(2, 8)), "not those of its recipe"),
     "fractions of groups": (chosen(*map(float, range(8))), "not those of its recipe"),
-    "a deep ledger": (deep_ledger, "line 1 of .* is damaged"),
-    "a device of the policy": (policy_that_names({"/dev/zero": "0" * 64}), "does not name the files beside it"),
-    "a file of the policy that is not packed": (policy_that_names({"a.txt": "0" * 64}), "not part of the packed stage"),
-    "files of the policy as a list": (policy_that_names(["a.txt"]), "does not name the files beside it"),
-    "no vocabulary": (policy_with(vocab_size="many"), "vocab_size is 'many'"),
+    "a deeply nested ledger": (deep_ledger, "line 1 of .* is damaged"),
+    "a policy that names a device": (policy_that_names({"/dev/zero": "0" * 64}), "does not name the files beside it"),
+    "a policy with a file not packed": (policy_that_names({"a.txt": "0" * 64}), "not part of the packed stage"),
+    "a policy whose files are a list": (policy_that_names(["a.txt"]), "does not name the files beside it"),
+    "a policy without a vocabulary size": (policy_with(vocab_size="many"), "vocab_size is 'many'"),
     "a quantised policy": (
         policy_with(quantization_config={"quant_method": "mxfp4"}),
         "packs only weights that are not",
     ),
     "parts of a reward": (recipe_with("reward", parts=[1]), "is not a recipe"),
     "a function of Python": (recipe_with("megatron", fp8_quantizer_factory="os.system"), "could name code"),
-    "a directory": (recipe_with("megatron_optimizer", config_logger_dir="x"), "could name code"),
-    "a path among modules": (recipe_with("megatron", recompute_modules=["mlp", "/etc/x"]), "could name code"),
+    "a directory for logs": (recipe_with("megatron_optimizer", config_logger_dir="x"), "could name code"),
+    "a path in a list of modules": (recipe_with("megatron", recompute_modules=["mlp", "/etc/x"]), "could name code"),
     "a table for Megatron": (recipe_with("megatron", quant_recipe={"x": 1}), "could name code"),
-    "a wide field": (recipe_with("data", prompt_template="{prompt:>9999999999}"), "may only be plain names"),
-    "an attribute": (recipe_with("data", prompt_template="{prompt.__class__}"), "may only be plain names"),
-    "a wide field of a suite": (
+    "width in a template": (recipe_with("data", prompt_template="{prompt:>9999999999}"), "may only be plain names"),
+    "attribute in a template": (recipe_with("data", prompt_template="{prompt.__class__}"), "may only be plain names"),
+    "width in a template of a suite": (
         recipe_with("eval", data={"prompt_template": "{prompt:>99}"}),
         "may only be plain names",
     ),
@@ -339,5 +339,5 @@ ATTACKS = {
     "an unknown token": (with_shard(unknown_token), "outside the vocabulary"),
     "groups in disorder": (with_shard(mixed_groups), "in order"),
     "nulls": (with_shard(nulls), "has nulls"),
-    "no arrow": (with_shard(not_arrow), "is not a valid shard"),
+    "a shard that is no Arrow file": (with_shard(not_arrow), "is not a valid shard"),
 }

@@ -15,7 +15,11 @@ TOKEN = "hf_of_the_test"
 
 
 class Hub:
-    """``files``: of the one repository; ``seen``: method and path of each request; ``commit``: of its contents."""
+    """What the server has.
+
+    files: of its only repository. objects: uploaded through LFS. seen: method and path of each request. commit: hash of
+    the files.
+    """
 
     def __init__(self):
         self.repository, self.files, self.objects, self.seen, self.commit = None, {}, {}, [], "0" * 40

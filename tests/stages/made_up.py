@@ -1,4 +1,4 @@
-"""A run whose stages are filled without an engine: what the policy of the tiny recipe might have said."""
+"""Runs of the tiny recipe whose stages are filled with random responses, without an engine."""
 
 import hashlib
 import tarfile
@@ -14,7 +14,7 @@ from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir
 
 SETTINGS = ("schedule.updates_per_stage=2", "eval.every=0", "actor.checkpoint_every=2")
-VOCABULARY = 16  # of the tokens that are made up; the model has more
+VOCABULARY = 16  # of the random tokens; that of the model is larger
 
 
 def make_run(recipe, root, *settings):
@@ -26,7 +26,7 @@ def make_run(recipe, root, *settings):
 
 
 def fill(stage, masked=False):
-    """Seal the stage with groups of its size, some of them with tool output."""
+    """Write as many random groups as the stage has, and seal it. masked: some tokens are masked, as tool output is."""
     rng, size = np.random.default_rng(stage.number), stage.rollout.responses_per_prompt
     info = read_info(stage.policy)
     with RolloutWriter(stage.rollouts, weights_hash=info.weights_hash, logprob_mode="processed") as writer:
@@ -50,7 +50,7 @@ def make_group(rng, number, size, version=0, masked=False):
 
 
 def sums(folder):
-    """A manifest that agrees with the files again, whatever was done to them."""
+    """The manifest of a packed directory, with the sizes and checksums that its files have now."""
     before = Source(folder).manifest
     files = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MANIFEST}
     files.pop("README.md", None)
@@ -58,11 +58,12 @@ def sums(folder):
 
 
 def agree(folder, manifest: Manifest | None = None):
+    """Replace the manifest of a packed directory, by default with one that its files agree with."""
     (folder / MANIFEST).write_bytes((manifest or sums(folder)).dump())
 
 
 def entry(name, data=b"", **fields):
-    """A member of a tar file."""
+    """The bytes of a member of a tar file: header and data."""
     info = tarfile.TarInfo(name)
     info.size = len(data)
     for key, value in fields.items():

@@ -1,4 +1,4 @@
-"""Stages with more behind them than a pack or another reward can take along: refused, or carried by a branch."""
+"""Stages that depend on earlier stages or on another run: what packs, rescoring and branches do with them."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_a_stage_with_a_token_budget_is_neither_packed_nor_scored_again(recipe, 
     assert changed_recipe(run.stage(0), ["optimizer.lr=1e-3"]).optimizer.lr == 1e-3
 
 
-def test_an_optimizer_of_another_run_goes_into_branches_but_not_into_packs(recipe, tmp_path):
+def test_the_optimizer_state_of_another_run_goes_into_branches_but_not_into_packs(recipe, tmp_path):
     run, checkpoint = make_run(recipe, tmp_path / "run"), tmp_path / "other/update_000002"
     checkpoint.mkdir(parents=True)
     link_start(run, checkpoint)

@@ -29,12 +29,12 @@ def hub(tmp_path):
         proxies = {name: "" for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy")}
         found.environment = os.environ | proxies | {"HF_ENDPOINT": address, "HF_TOKEN": TOKEN}
         found.environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path / "home")}
-        found.environment.pop("HF_HUB_OFFLINE", None)  # set in this process by whoever started a phase from it
+        found.environment.pop("HF_HUB_OFFLINE", None)  # set if an earlier test started a phase from this process
         yield found
 
 
 def stage(hub, *arguments):
-    """A new interpreter: huggingface_hub reads its environment when it is imported."""
+    """Run `megarl stage` in a new interpreter, because huggingface_hub reads its environment when it is imported."""
     command = [sys.executable, "-m", "megarl.cli", "stage", *map(str, arguments)]
     return subprocess.run(
         command, env=hub.environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
@@ -47,7 +47,7 @@ def test_a_stage_comes_back_as_it_was_pushed(packed, hub, tmp_path):
     assert (hub.repository, hub.private) == (NAME, True)
     files = {str(path.relative_to(packed)): path.read_bytes() for path in packed.rglob("*") if path.is_file()}
     assert hub.files == files
-    hub.files["evil.py"] = b"import os"  # what the manifest does not name is not downloaded
+    hub.files["evil.py"] = b"import os"  # not in the manifest, so not downloaded
     pulled = stage(hub, "pull", NAME, tmp_path / "stage")
     assert pulled.returncode == 0, pulled.stderr
     assert hub.commit in pulled.stdout
@@ -59,7 +59,7 @@ def test_a_stage_comes_back_as_it_was_pushed(packed, hub, tmp_path):
     unpack(tmp_path / "stage", tmp_path / "run", None, [])
 
 
-def test_what_was_changed_on_the_way_is_refused(packed, hub, tmp_path):
+def test_a_stage_that_was_changed_on_the_hub_is_refused(packed, hub, tmp_path):
     assert stage(hub, "push", packed, NAME).returncode == 0
     shard = next(name for name in hub.files if name.endswith(".arrow"))
     data = bytearray(hub.files[shard])
@@ -84,20 +84,20 @@ def test_what_was_changed_on_the_way_is_refused(packed, hub, tmp_path):
     assert (pulled.returncode, pulled.stderr.count("\n")) == (2, 1)
 
 
-def test_a_full_disk_is_named(packed, hub, tmp_path):
+def test_a_full_disk_is_reported(packed, hub, tmp_path):
     assert stage(hub, "push", packed, NAME).returncode == 0
     mount_tmpfs(tmp_path / "small", f"size={Source(packed).manifest.bytes + (4 << 20)}")
     try:
-        hub.files["README.md"] = b" " * (12 << 20)  # which no manifest counts
+        hub.files["README.md"] = b" " * (12 << 20)  # which the manifest does not include
         pulled = stage(hub, "pull", NAME, tmp_path / "small/stage")
         assert pulled.returncode == 2
-        assert "no space left while writing" in pulled.stderr.splitlines()[-1]  # after huggingface_hub's progress
+        assert "no space left while writing" in pulled.stderr.splitlines()[-1]  # below huggingface_hub's progress
         assert not (tmp_path / "small/stage").exists()
     finally:
         subprocess.run(["umount", tmp_path / "small"], check=True)
 
 
-def test_mistakes_are_one_line(packed, hub, tmp_path):
+def test_a_mistake_gives_one_line_of_error(packed, hub, tmp_path):
     attempts = {
         "no such repository": stage(hub, "pull", "me/other", tmp_path / "a"),
         "no name": stage(hub, "pull", "not a name", tmp_path / "a"),

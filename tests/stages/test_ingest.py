@@ -1,4 +1,4 @@
-"""Stages made of what other systems generated: exact, merged, masked, and every mistake names its row."""
+"""Stages made from responses of other systems: stored exactly, merged, masked; a mistake is reported with its row."""
 
 import json
 import re
@@ -18,12 +18,12 @@ from megarl.views.audit import audit
 from tests.helpers import megarl, read_lines
 from tests.stages.made_up import SETTINGS, VOCABULARY
 
-GROUPS, SIZE = 8, 4  # of the tiny recipe with two updates
+GROUPS, SIZE = 8, 4  # groups of a stage, responses of a group
 
 
 @pytest.fixture(scope="module")
 def rows(guessing_model):
-    """Conversations as an agent harness has them, with the log-probs that the policy gives their tokens."""
+    """Rows as an agent harness would write them, with the log-probs of their tokens under the policy."""
     rng, rows = np.random.default_rng(0), []
     for number in range(GROUPS):
         prompt = rng.integers(3, VOCABULARY, 4).tolist()
@@ -48,7 +48,7 @@ def write(path, rows):
     return path
 
 
-def made(recipe, target, *files, settings=(), ignored=()):
+def ingested(recipe, target, *files, settings=(), ignored=()):
     ingest(recipe, [*SETTINGS, *settings], files, target, ignored)
     return RunDir.open(target)
 
@@ -58,8 +58,8 @@ def stored(run):
     return store.read(store.group_ids)
 
 
-def test_a_stage_is_what_its_rows_say(recipe, rows, tmp_path):
-    run = made(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows))
+def test_rows_are_stored_exactly(recipe, rows, tmp_path):
+    run = ingested(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows))
     groups = stored(run)
     for row, (group, response) in zip(rows, ((g, r) for g in groups for r in g.responses), strict=True):
         mask = np.array(row["loss_mask"])
@@ -71,8 +71,8 @@ def test_a_stage_is_what_its_rows_say(recipe, rows, tmp_path):
     assert (run.stage(0).is_sealed(), len(groups)) == (True, GROUPS)
 
 
-def test_it_is_optimized_and_every_number_counts_sampled_tokens_alone(recipe, rows, tmp_path):
-    run = made(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows))
+def test_metrics_of_an_ingested_stage_count_sampled_tokens_only(recipe, rows, tmp_path):
+    run = ingested(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows))
     result = megarl("optimize", run.root, "--stage", 0)
     assert result.returncode == 0, result.stderr
     for update, line in enumerate(read_lines(run.metrics)):
@@ -81,20 +81,20 @@ def test_it_is_optimized_and_every_number_counts_sampled_tokens_alone(recipe, ro
         assert line["tokens"] == sum(len(row["response_tokens"]) + 3 for row in batch)
         assert line["response_tokens/mean"] == pytest.approx(line["trained_tokens"] / len(batch))
     found = audit(run.root, 100)
-    assert found.problems == []  # log-probs of all groups computed again, of sampled tokens alone
+    assert found.problems == []  # the audit recomputes the log-probs of sampled tokens
     assert found.notes == ["stage 0 was filled from outside: no prompt and no reward was compared"]
 
 
-def test_audit_finds_log_probs_of_another_policy(recipe, rows, tmp_path):
+def test_the_audit_finds_log_probs_of_another_policy(recipe, rows, tmp_path):
     wrong = [row | {"rollout_logprobs": [2 * value for value in row["rollout_logprobs"]]} for row in rows]
-    run = made(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", wrong))
+    run = ingested(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", wrong))
     assert any("are not its policy's" in problem for problem in audit(run.root, 100).problems)
 
 
-def test_parts_of_several_days_become_one_stage(recipe, rows, tmp_path):
-    whole = made(recipe, tmp_path / "whole", write(tmp_path / "a.jsonl", rows))
+def test_several_files_become_one_stage(recipe, rows, tmp_path):
+    whole = ingested(recipe, tmp_path / "whole", write(tmp_path / "a.jsonl", rows))
     parts = [write(tmp_path / "monday.parquet", rows[:18]), write(tmp_path / "tuesday.jsonl", rows[18:])]
-    merged = made(recipe, tmp_path / "merged", *parts)
+    merged = ingested(recipe, tmp_path / "merged", *parts)
     for one, other in zip(stored(whole), stored(merged), strict=True):
         assert one.group_id == other.group_id
         for a, b in zip(one.responses, other.responses, strict=True):
@@ -103,18 +103,18 @@ def test_parts_of_several_days_become_one_stage(recipe, rows, tmp_path):
             )
             assert a.sampled.tolist() == b.sampled.tolist()
     with pytest.raises(UserError, match=r"monday.parquet, row 1: group 'task 0' has more than"):
-        made(recipe, tmp_path / "twice", *parts, parts[0])
+        ingested(recipe, tmp_path / "twice", *parts, parts[0])
     with pytest.raises(UserError, match=r"'task 4', which begins in .*monday.parquet, row 17, has 2 responses"):
-        made(recipe, tmp_path / "half", parts[0])
+        ingested(recipe, tmp_path / "half", parts[0])
 
 
-def test_lags_are_those_of_the_versions_that_sampled(recipe, rows, tmp_path):
+def test_lags_follow_from_the_versions_of_sampled_tokens(recipe, rows, tmp_path):
     aged = []
     for number, row in enumerate(rows):
         versions = [-3 + number % 2] * len(row["response_tokens"])
-        versions = [v if own else 0 for v, own in zip(versions, row["loss_mask"], strict=True)]  # what tools said
+        versions = [v if own else 0 for v, own in zip(versions, row["loss_mask"], strict=True)]  # tool output
         aged.append(row | {"policy_versions": versions})
-    run = made(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", aged))
+    run = ingested(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", aged))
     result = megarl("optimize", run.root, "--stage", 0)
     assert result.returncode == 0, result.stderr
     for update, line in enumerate(read_lines(run.metrics)):
@@ -153,8 +153,8 @@ MISTAKES = {
 }
 
 
-def spoiled(row, change):
-    """With the whole value, or as many of one as there are tokens."""
+def with_mistake(row, change):
+    """A row with one other value; an integer in ``change`` stands for a list below, which has a value per token."""
     (name, value), n = next(iter(change.items())), len(row["response_tokens"])
     lists = {
         ("rollout_logprobs", 0): [0.5] + [-1.0] * (n - 1),
@@ -169,31 +169,31 @@ def spoiled(row, change):
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_names_its_row(mistake, recipe, rows, tmp_path):
+def test_a_mistake_is_reported_with_its_row(mistake, recipe, rows, tmp_path):
     change, message = MISTAKES[mistake]
-    path = write(tmp_path / "a.jsonl", [rows[0], spoiled(rows[1], change), *rows[2:]])
+    path = write(tmp_path / "a.jsonl", [rows[0], with_mistake(rows[1], change), *rows[2:]])
     with pytest.raises(UserError, match=message) as refused:
-        made(recipe, tmp_path / "run", path)
+        ingested(recipe, tmp_path / "run", path)
     assert re.search(r"a\.jsonl, row 2\b", str(refused.value))
     assert not (tmp_path / "run").exists()
 
 
-def test_the_number_of_groups_is_the_recipes(recipe, rows, tmp_path):
+def test_another_number_of_groups_than_the_recipes_is_refused(recipe, rows, tmp_path):
     with pytest.raises(UserError, match="there are 7 groups: the recipe needs 8"):
-        made(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows[:-SIZE]))
+        ingested(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows[:-SIZE]))
     more = [row | {"group_id": "another"} for row in rows[:SIZE]]
     with pytest.raises(UserError, match=r"row 33 begins group 'another', number 9: the recipe needs 8"):
-        made(recipe, tmp_path / "run", write(tmp_path / "b.jsonl", rows + more))
+        ingested(recipe, tmp_path / "run", write(tmp_path / "b.jsonl", rows + more))
 
 
-def test_columns_that_megarl_does_not_know_are_left_out_by_name(recipe, rows, tmp_path):
+def test_unknown_columns_are_refused_unless_ignored_by_name(recipe, rows, tmp_path):
     path = write(tmp_path / "a.jsonl", [row | {"trace": "x"} for row in rows])
     with pytest.raises(UserError, match="Use --ignore trace to skip it"):
-        made(recipe, tmp_path / "run", path)
-    assert made(recipe, tmp_path / "run", path, ignored=["trace"]).stage(0).is_sealed()
+        ingested(recipe, tmp_path / "run", path)
+    assert ingested(recipe, tmp_path / "run", path, ignored=["trace"]).stage(0).is_sealed()
 
 
-def test_a_column_that_is_left_out_is_not_read(recipe, rows, tmp_path):
+def test_an_ignored_column_is_not_read(recipe, rows, tmp_path):
     table = pa.Table.from_pylist([row | {"trace": f"{number}" * 99} for number, row in enumerate(rows)])
     path = tmp_path / "a.parquet"
     pq.write_table(table, path, compression="none", use_dictionary=False)
@@ -204,33 +204,33 @@ def test_a_column_that_is_left_out_is_not_read(recipe, rows, tmp_path):
     data[begin : begin + 100] = b"\xff" * 100
     path.write_bytes(data)
     with pytest.raises(UserError):
-        made(recipe, tmp_path / "run", path)
-    assert made(recipe, tmp_path / "run", path, ignored=["trace"]).stage(0).is_sealed()
+        ingested(recipe, tmp_path / "run", path)
+    assert ingested(recipe, tmp_path / "run", path, ignored=["trace"]).stage(0).is_sealed()
 
 
-def test_a_line_has_a_longest_length(recipe, rows, tmp_path, monkeypatch):
+def test_a_line_that_is_too_long_is_refused(recipe, rows, tmp_path, monkeypatch):
     monkeypatch.setattr("megarl.stages.rows.MAX_LINE", 1000)
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(rows[0]) + "\n" + json.dumps(rows[1] | {"finish_reason": "x" * 1000}))
     with pytest.raises(UserError, match=r"a\.jsonl, row 2 is longer than"):
-        made(recipe, tmp_path / "run", path)
+        ingested(recipe, tmp_path / "run", path)
 
 
 @pytest.mark.parametrize("size", [None, "many"])
-def test_a_model_without_a_vocabulary_is_refused(size, recipe, guessing_model, rows, tmp_path):
+def test_a_model_without_a_vocabulary_size_is_refused(size, recipe, guessing_model, rows, tmp_path):
     model = shutil.copytree(guessing_model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text()) | {"vocab_size": size}
     (model / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
     with pytest.raises(UserError, match="vocab_size"):
-        made(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows), settings=[f"model.path='{model}'"])
+        ingested(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows), settings=[f"model.path='{model}'"])
 
 
-def test_what_is_no_rows_is_refused(recipe, tmp_path):
+def test_unreadable_files_are_refused(recipe, tmp_path):
     (tmp_path / "a.jsonl").write_text("[1]\n")
     with pytest.raises(UserError, match="row 1 is not an object"):
-        made(recipe, tmp_path / "run", tmp_path / "a.jsonl")
+        ingested(recipe, tmp_path / "run", tmp_path / "a.jsonl")
     (tmp_path / "b.parquet").write_text("no")
     with pytest.raises(UserError, match="is not a valid Parquet file"):
-        made(recipe, tmp_path / "run", tmp_path / "b.parquet")
+        ingested(recipe, tmp_path / "run", tmp_path / "b.parquet")
     with pytest.raises(UserError, match="cannot read"):
-        made(recipe, tmp_path / "run", tmp_path / "c.jsonl")
+        ingested(recipe, tmp_path / "run", tmp_path / "c.jsonl")

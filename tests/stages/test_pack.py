@@ -1,4 +1,4 @@
-"""Stages that travel: what was packed elsewhere is optimized to the same bytes, and hostile ones are refused."""
+"""Packed stages: after unpacking they are optimized to the same bytes, and hostile ones are refused."""
 
 import json
 import os
@@ -30,7 +30,7 @@ LICENCE = "cc-by-4.0"
 
 @pytest.fixture(scope="module")
 def run(recipe, tmp_path_factory):
-    """Of a recipe whose prompt file and model only this fixture knows."""
+    """A run with its own copy of the prompt file, which a test can hide."""
     folder = tmp_path_factory.mktemp("travel")
     prompts = shutil.copy(recipe.parent / "prompts.jsonl", folder / "my prompts.jsonl")
     text = recipe.read_text().replace(str(recipe.parent / "prompts.jsonl"), str(prompts))
@@ -47,7 +47,7 @@ def packed(run, tmp_path_factory):
 
 @pytest.fixture
 def copy(packed, tmp_path):
-    """A packed stage that a test may damage; not by hard links to the run."""
+    """A copy of the packed stage that a test may damage: unlike the original it shares no hard links with the run."""
     return shutil.copytree(packed, tmp_path / "copy")
 
 
@@ -58,14 +58,14 @@ def optimize(*arguments):
 
 
 def updates(run):
-    """metrics.jsonl without times."""
+    """The lines of metrics.jsonl, without times."""
     return [{k: v for k, v in line.items() if "second" not in k} for line in read_lines(run / "metrics.jsonl")]
 
 
-def test_a_stage_that_travelled_is_optimized_to_the_same_bytes(run, tmp_path, guessing_model):
+def test_an_unpacked_stage_is_optimized_to_the_same_bytes(run, tmp_path, guessing_model):
     optimize(run.root, "--stage", 0, "--output", tmp_path / "a", "--set", "objective.name=grpo")
     assert pack(run.root, 0, tmp_path / "stage.tar", LICENCE, weights=False, prompts=True).has_weights is False
-    hidden = run.recipe.data.train + ".gone"  # what is packed must not need what lies on this machine
+    hidden = run.recipe.data.train + ".gone"  # the unpacked stage must not need files of the original run
     os.rename(run.recipe.data.train, hidden)
     try:
         told = megarl("stage", "unpack", tmp_path / "stage.tar", tmp_path / "b", "--model", guessing_model)
@@ -82,7 +82,7 @@ def test_a_stage_that_travelled_is_optimized_to_the_same_bytes(run, tmp_path, gu
     assert found.problems == []
 
 
-def test_a_later_stage_travels_with_its_optimizer(run, tmp_path):
+def test_a_later_stage_is_packed_with_its_optimizer_state(run, tmp_path):
     root = shutil.copytree(run.root, tmp_path / "run")
     optimize(root, "--stage", 0)
     fill(RunDir.open(root).stage(1))
@@ -96,7 +96,7 @@ def test_a_later_stage_travels_with_its_optimizer(run, tmp_path):
     assert updates(root)[2:] == updates(tmp_path / "b")
 
 
-def test_nothing_of_this_machine_is_packed(packed, run):
+def test_packed_recipe_and_card_contain_no_paths_of_this_machine(packed, run):
     text = (packed / "recipe.toml").read_text() + (packed / "README.md").read_text()
     assert str(run.root.parent) not in text and str(run.recipe.model.path) not in text
     card = (packed / "README.md").read_text()
@@ -106,7 +106,7 @@ def test_nothing_of_this_machine_is_packed(packed, run):
     assert list(manifest.prompts) == [f"{sha(run.root.parent / 'my prompts.jsonl')[:12]}_my_prompts.jsonl"]
 
 
-def test_other_weights_are_refused(packed, tiny_model, tmp_path):
+def test_unpacking_with_other_weights_is_refused(packed, tiny_model, tmp_path):
     with pytest.raises(UserError, match="other weights"):
         unpack(packed, tmp_path / "b", tiny_model, [])
     assert not (tmp_path / "b").exists()
@@ -114,7 +114,7 @@ def test_other_weights_are_refused(packed, tiny_model, tmp_path):
 
 @pytest.fixture(scope="module")
 def quantised(recipe, tmp_path_factory):
-    """A run of a gpt-oss as it is published, its experts MXFP4, and its first stage packed without weights."""
+    """The folder of a published gpt-oss (MXFP4 experts), a run of it, and its first stage packed without weights."""
     folder = tmp_path_factory.mktemp("quantised")
     shutil.copytree(load_recipe(recipe).model.path, folder / "model")
     make_hf_model("gpt_oss", vocab_size=29, hidden_size=64, intermediate_size=64).save_pretrained(folder / "model")
@@ -124,8 +124,8 @@ def quantised(recipe, tmp_path_factory):
     return folder
 
 
-def test_published_weights_are_those_that_a_run_makes_of_them(quantised, tmp_path):
-    """Converted weights fit too, and whoever wrote their index has no say in the packed one."""
+def test_quantised_weights_are_converted_as_in_a_run(quantised, tmp_path):
+    """Weights that are converted already are accepted too, whatever the bytes of their index file."""
     converted = shutil.copytree(quantised / "run/stages/000/policy", tmp_path / "converted")
     (converted / INDEX_FILE).write_text(json.dumps(json.loads((converted / INDEX_FILE).read_text())))
     for model in (quantised / "model", converted):
@@ -139,8 +139,8 @@ def test_published_weights_are_those_that_a_run_makes_of_them(quantised, tmp_pat
         assert not list((run / "packed").glob(".*"))
 
 
-def test_other_published_weights_are_refused(quantised, tmp_path):
-    """Of the same names, sizes and types: one block differs."""
+def test_unpacking_with_other_quantised_weights_is_refused(quantised, tmp_path):
+    """Names, sizes and types are those of the run's; one block of an expert differs."""
     other = shutil.copytree(quantised / "model", tmp_path / "other")
     for file in weight_files(other):
         tensors = load_file(file)
@@ -154,7 +154,7 @@ def test_other_published_weights_are_refused(quantised, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
 
 
-def test_without_weights_it_can_be_read(packed, tmp_path):
+def test_a_stage_without_weights_can_be_read_but_not_optimized(packed, tmp_path):
     unpack(packed, tmp_path / "b", None, [])
     told = megarl("samples", tmp_path / "b", "--limit", 1, "--json")
     assert json.loads(told.stdout)["prompt"] == 0
@@ -173,7 +173,7 @@ def test_a_hostile_stage_is_refused_in_one_line(attack, copy, tmp_path):
     assert {path for path in tmp_path.rglob("*") if "copy" not in path.parts} == before
 
 
-def test_what_a_strange_recipe_starts_or_asks_is_left_out(copy, tmp_path):
+def test_settings_that_start_programs_or_call_servers_are_removed(copy, tmp_path):
     tables = tomllib.loads((copy / "recipe.toml").read_text())
     tables["rollout"] |= {"sglang_python": "/tmp/evil", "vllm": {"hf_overrides": {}}, "sglang": {"x": 1}}
     tables["run"] |= {"wandb": True, "mlflow": True}
@@ -185,22 +185,22 @@ def test_what_a_strange_recipe_starts_or_asks_is_left_out(copy, tmp_path):
     recipe = RunDir.open(tmp_path / "b").recipe
     assert recipe.rollout.sglang_python is None and not recipe.rollout.vllm and not recipe.rollout.sglang
     assert not recipe.run.wandb and not recipe.run.mlflow and not recipe.reward.parts
-    assert read_tables(tmp_path / "b/packed/recipe.toml")["run"]["wandb"] is True  # what was packed is kept
+    assert read_tables(tmp_path / "b/packed/recipe.toml")["run"]["wandb"] is True  # the packed recipe is kept as it was
 
 
-def test_set_changes_what_leaves_the_rollouts_as_they_are(packed, tmp_path):
+def test_only_settings_that_leave_the_rollouts_as_they_are_can_be_set(packed, tmp_path):
     unpack(packed, tmp_path / "b", None, [], ["optimizer.lr=1e-3", "rollout.workers=2", "eval.samples=2"])
     recipe = RunDir.open(tmp_path / "b").recipe
     assert (recipe.optimizer.lr, recipe.rollout.workers, recipe.eval.samples) == (1e-3, 2, 2)
     others = ("rollout.temperature=0.5", "schedule.stages=3", "data.train=x", "model.path=/")
-    for setting in (*others, "run.seed=7", "eval.prompts=8"):  # the last two give a group's number to another prompt
+    for setting in (*others, "run.seed=7", "eval.prompts=8"):  # the last two change the prompt of a group number
         with pytest.raises(UserError, match="depend on it"):
             unpack(packed, tmp_path / "c", None, [], [setting])
     with pytest.raises(UserError, match="score them again"):
         unpack(packed, tmp_path / "c", None, [], ["reward.require_stop=false"])
 
 
-def test_what_is_left_out_of_a_recipe_can_be_given(copy, tmp_path):
+def test_settings_that_are_refused_can_be_replaced_with_set(copy, tmp_path):
     recipe_with("reward", kind="judge")(copy, tmp_path)
     recipe_with("megatron", fp8_quantizer_factory="os.system")(copy, tmp_path)
     given = ["reward.kind=exact", "megatron.fp8_quantizer_factory=mine.quantizer"]
@@ -209,7 +209,7 @@ def test_what_is_left_out_of_a_recipe_can_be_given(copy, tmp_path):
     assert (recipe.reward.kind, recipe.megatron["fp8_quantizer_factory"]) == ("exact", "mine.quantizer")
 
 
-def test_a_policy_has_regular_files_beside_its_index(run, tmp_path):
+def test_files_of_a_policy_must_be_regular_and_in_its_directory(run, tmp_path):
     policy = shutil.copytree(run.stage(0).policy, tmp_path / "policy")
     (policy / "config.json").unlink()
     os.mkfifo(policy / "config.json")
@@ -230,5 +230,5 @@ def test_a_damaged_run_is_not_packed(run, tmp_path):
     assert not list(tmp_path.glob("*.tar")) and not list(tmp_path.glob(".megarl-pack*"))
 
 
-def test_sums_of_a_packed_stage_are_those_of_its_manifest(packed):
+def test_the_helper_sums_gives_the_manifest_of_an_unchanged_pack(packed):
     assert sums(packed) == Source(packed).manifest

@@ -1,4 +1,4 @@
-"""Agents fill a stage through a real OpenAI client: stored tokens are the engine's, and only these train."""
+"""Agents fill a stage through the real OpenAI client: what the engine sampled is stored, and only that is trained."""
 
 import functools
 import itertools
@@ -47,7 +47,7 @@ def agent_model(tiny_model, tmp_path_factory):
 
 
 class Served:
-    """A `megarl serve` under way."""
+    """A running `megarl serve`."""
 
     def __init__(self, recipe, model, root, *settings):
         options = [part for s in (f"model.path='{model}'", *SETTINGS, *settings) for part in ("--set", s)]
@@ -89,7 +89,7 @@ def served(recipe, agent_model, tmp_path):
 
 
 def converse(served, group, name, turns=2):
-    """An agent that answers calls with 5, and asks again after an answer; returns its messages."""
+    """Act as an agent that answers tool calls with 5 and asks again after an answer; returns all messages."""
     messages = [{"role": "user", "content": "2+3?" if group == "a" else "3+2?"}]
     with served.client(group, name) as client:
         for _ in range(turns):
@@ -106,7 +106,7 @@ def converse(served, group, name, turns=2):
 
 
 def streamed(ask):
-    """The message of a stream, put together by the client's own means, which is also the answer without one."""
+    """Ask with and without streaming; both must give the same message, which is returned."""
     state = ChatCompletionStreamState()
     for chunk in ask(stream=True, stream_options={"include_usage": True}):
         state.handle_chunk(chunk)
@@ -121,7 +121,7 @@ def streamed(ask):
 
 
 def all_converse(served):
-    """{(group, conversation): messages}; all at the same time."""
+    """Hold four conversations at the same time; returns {(group, conversation): messages}."""
     threads, said = [], {}
     for group, name in itertools.product("ab", "xy"):
         agent = threading.Thread(target=lambda g=group, n=name: said.update({(g, n): converse(served, g, n)}))
@@ -161,7 +161,7 @@ ENGINES = [
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_other_engines_serve_agents_too(recipe, agent_model, tmp_path, engine):
-    """Several decode together, and each sequence is what its agent saw; audit computes its log-probs again."""
+    """Though responses are decoded together, each stored one is what its agent saw; the audit recomputes log-probs."""
     served = Served(recipe, agent_model, tmp_path / "run", *engine)
     said = all_converse(served)
     for group, name in said:
@@ -177,7 +177,7 @@ def test_other_engines_serve_agents_too(recipe, agent_model, tmp_path, engine):
 
 
 def check_tokens(run, model, said):
-    """Every turn again with the engine alone: what is stored is what it samples, and only that trains."""
+    """Sample every turn again, with the engine alone: the stored tokens and log-probs must be the same bytes."""
     from megarl.rollout.builtin import BuiltinEngine
 
     engine, tokenizer = BuiltinEngine(model, 0), load_tokenizer(model)
@@ -203,21 +203,22 @@ def check_tokens(run, model, said):
 
 
 def as_text(messages):
-    """What the template makes of a conversation whose last answer is its last token."""
+    """What the chat template makes of a conversation up to its last answer."""
     text = "<|im_start|>system\ntools add<|im_end|>\n"
-    for message in messages[:-1]:  # what came after the last answer was never asked
+    for message in messages[:-1]:  # the last message was never sent
         one = message if isinstance(message, dict) else {"role": message.role, "content": message.content or CALL}
         text += f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n"
     return text.removesuffix("\n")
 
 
 def refusal(call):
+    """(status, message) of the error that a call to the server must raise."""
     with pytest.raises(openai.APIStatusError) as refused:
         call()
     return refused.value.status_code, refused.value.body["message"]
 
 
-def test_what_would_train_something_else_is_refused(served):
+def test_requests_that_would_change_what_is_trained_are_refused(served):
     messages = [{"role": "user", "content": "2+3?"}]
     ask = served.client("a", "x").chat.completions.create
     for setting in ({"temperature": 0.5}, {"top_p": 0.9}, {"n": 2}, {"stop": ["x"]}, {"stream": "yes"}):
@@ -247,7 +248,7 @@ def test_what_would_train_something_else_is_refused(served):
     assert (status, "must be a list" in message) == (400, True)
 
 
-def test_what_a_broken_connection_lost_can_be_asked_for_again(served):
+def test_requests_can_be_repeated_after_a_broken_connection(served):
     messages = [{"role": "user", "content": "2+3?"}]
     for group, name in itertools.product("ab", "xy"):
         ask = served.client(group, name).chat.completions.create
@@ -255,10 +256,10 @@ def test_what_a_broken_connection_lost_can_be_asked_for_again(served):
         assert first.content == again.content
         assert [served.reward(group, name, 1.0).status_code for _ in range(2)] == [200, 200]
         if group == "b" and name == "x":
-            assert served.reward("a", "y", 1.0).status_code == 200  # of a group that is stored
+            assert served.reward("a", "y", 1.0).status_code == 200  # also for a group that is stored
             assert served.reward("a", "y", 0.0).status_code == 409
             assert served.send("DELETE", "/b/x").status_code == 200
-            for place in ("x", "z"):  # a group that is empty gives up its place
+            for place in ("x", "z"):  # another group takes the place of the one that is empty now
                 served.client("c", place).chat.completions.create(model="m", messages=messages)
                 assert served.reward("c", place, 0.0).status_code == 200
             break
@@ -316,12 +317,12 @@ def test_a_kill_loses_no_stored_group(served):
     np.testing.assert_array_equal(store.read([0])[0].responses[0].tokens, before[0].responses[0].tokens)
 
 
-def test_a_recipe_without_a_chat_is_refused_before_anything_starts(recipe, tmp_path):
+def test_a_recipe_without_a_chat_template_is_refused(recipe, tmp_path):
     refused = megarl("serve", tmp_path / "run", "--stage", 0, "--recipe", recipe)
     assert refused.returncode == 2 and 'template = "raw"' in refused.stderr
 
 
-def test_a_key_that_is_none_lets_nobody_in(recipe, agent_model, tmp_path):
+def test_an_empty_key_file_is_refused(recipe, agent_model, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / KEY).write_text("\n")
     options = [part for s in (f"model.path='{agent_model}'", *SETTINGS) for part in ("--set", s)]
