@@ -343,7 +343,7 @@ def test_objective_and_nodes_change_memory_and_passes(census, whole):
     assert reference.optimize["frozen policies, bf16"] == plain.optimize["weights, bf16"]
     assert moe_plan(census, whole, path=MOE.with_name("m2po.toml")).extra_passes == plain.extra_passes + 1
     proximal = ["objective.name=decoupled_ppo", "objective.aggregation=token_mean", "objective.proximal_updates=4"]
-    assert moe_plan(census, whole, changes=proximal).extra_passes == 3 / 4  # the first update of a step has its own
+    assert moe_plan(census, whole, changes=proximal).extra_passes == 3 / 4  # all updates of a step but the first
     four = moe_plan(census, whole, nodes=4)
     name = "optimizer, fp32 master and two moments"
     assert four.optimize[name] == plain.optimize[name] / 4

@@ -78,7 +78,8 @@ def test_reward_is_not_smoothed_over_a_stage_boundary(tmp_path):
     write_lines(root / "metrics.jsonl", updates)
     _, smooth = charts_of(root)["Training reward"].traces
     assert smooth["y"][43:58] == [1.0] * 15 and smooth["y"][42] == smooth["y"][58] == 0.0
-    write_lines(root / "metrics.jsonl", updates[:60])  # fewer of a short run (Prefix-Ratio GRPO, figure 2)
+    # a short run is averaged over fewer updates (Prefix-Ratio GRPO, figure 2)
+    write_lines(root / "metrics.jsonl", updates[:60])
     _, smooth = charts_of(root)["Training reward"].traces
     assert smooth["y"][48:53] == [3.0] * 5 and smooth["y"][47] == smooth["y"][53] == 0.0
 

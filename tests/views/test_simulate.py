@@ -14,7 +14,7 @@ from megarl.views.simulate import HOUR, Scenario, Simulation
 from tests.views.moe import EXAMPLES, MOE
 from tests.views.simulated import plan_of
 
-CALM = dict(spread=0.0, failures=0.0)  # nothing is random: responses are equally long
+CALM = dict(spread=0.0, failures=0.0)  # nothing is random: equal lengths, no failures
 QWEN = "qwen2_5_math_7b/mu_grpo.toml"
 
 

@@ -145,7 +145,7 @@ def test_a_query_reaches_nothing_but_the_run(stored, tmp_path, text):
 
 
 def test_memory_is_limited(stored):
-    """The limit is 1 GB, or the given one; a query that cannot do with it raises an error."""
+    """The limit is 1 GB, or the given one; a query that needs more fails with DuckDB's message."""
     setting = "select current_setting('memory_limit')"
     assert rows(stored[0], setting)[0][0] == "953.6 MiB"
     assert [row["x"] for row in query(stored[0], f"select ({setting}) as x", "100MB")] == ["95.3 MiB"]
