@@ -134,7 +134,7 @@ def test_only_shards_that_the_ledger_names_are_read_during_a_run(tmp_path):
     ],
 )
 def test_a_query_reaches_nothing_but_the_run(stored, tmp_path, text):
-    secrets_of_this_process = pa.table({"a": [1]})  # DuckDB can find tables in variables, by name
+    secrets_of_this_process = pa.table({"a": [1]})  # DuckDB finds variables by name, by default of its caller alone
     assert len(secrets_of_this_process)
     (tmp_path / "file.csv").write_text("a,b\n1,2\n")
     before = (stored[0] / "metrics.jsonl").read_bytes()
