@@ -1,4 +1,4 @@
-"""The lab: its sweeps can be run, its committed tables follow from its committed results, and verdicts are right."""
+"""The lab: its sweeps can run, its committed tables follow from the committed results, and verdicts are right."""
 
 import math
 
@@ -28,7 +28,7 @@ def test_the_committed_tables_follow_from_the_committed_results(monkeypatch):
     assert text(read_all()) == (ROOT / "docs/lab_tables.md").read_text()
 
 
-def test_the_committed_figures_are_those_of_the_committed_results(monkeypatch):
+def test_every_chart_of_the_committed_results_is_committed_and_has_intervals(monkeypatch):
     monkeypatch.chdir(ROOT)
     found = charts(read_all())
     assert set(found) == {path.stem for path in ROOT.glob("docs/lab/*.svg")}
@@ -38,7 +38,7 @@ def test_the_committed_figures_are_those_of_the_committed_results(monkeypatch):
 
 
 @pytest.mark.parametrize("sweep", ["frozen", "grid"])
-def test_every_objective_is_in_the_grid(sweep):
+def test_every_objective_is_in_the_sweep(sweep):
     settings = [dict(point.settings) for point in load_sweep(ROOT / f"lab/{sweep}.toml").points()]
     assert {point["objective.name"] for point in settings} == set(OBJECTIVES)
 
@@ -65,11 +65,12 @@ def test_every_claim_is_about_points_of_its_sweep(monkeypatch):
 
 
 def sweep_of(**finals):
-    """Accuracies at update 256 by point, one a seed."""
+    """{"frozen": a sweep}. finals: for each point its accuracy at update 256, one per seed."""
     accuracy = {(point, seed): {0: 0.1, 256: x} for point, xs in finals.items() for seed, x in enumerate(xs)}
     return {"frozen": Sweep(accuracy)}
 
 
+# accuracies of five seeds: of a point to compare with, clearly above it, equal within noise, and too noisy to tell
 A = [0.50, 0.52, 0.54, 0.56, 0.58]
 ABOVE = [x + 0.10 + 0.01 * (i % 2) for i, x in enumerate(A)]
 NEAR = [x + 0.01 * (-1) ** i for i, x in enumerate(A)]
@@ -90,7 +91,7 @@ WILD = [x + 0.30 * (-1) ** i for i, x in enumerate(A)]
         (ABOVE[:4], "above", "not run"),
     ],
 )
-def test_a_part_holds_where_its_whole_interval_is_on_its_side(first, side, state):
+def test_a_part_holds_if_its_whole_interval_is_on_its_side(first, side, state):
     part = Part("", difference(at("x", 256), at("y", 256)), side)
     assert find(part, sweep_of(x=first, y=A), FIVE).state == state
 
@@ -103,7 +104,7 @@ def test_a_part_holds_where_its_whole_interval_is_on_its_side(first, side, state
         (("below", "below"), "not reproduced"),
     ],
 )
-def test_a_verdict_is_of_all_parts(sides, word):
+def test_a_verdict_follows_from_all_parts(sides, word):
     value = difference(at("x", 256), at("y", 256))
     claim = Claim("", "", tuple(Part("", value, side) for side in sides))
     assert verdict([find(part, sweep_of(x=ABOVE, y=A), FIVE) for part in claim.parts]) == word
@@ -111,13 +112,13 @@ def test_a_verdict_is_of_all_parts(sides, word):
     assert verdict([find(part, sweep_of(x=ABOVE[:3], y=A), FIVE) for part in claim.parts]) == "not run"
 
 
-def test_a_claim_of_which_a_part_was_not_run_has_no_verdict():
+def test_a_claim_is_not_run_if_one_of_its_parts_was_not_run():
     parts = [Part("", difference(at(point, 256), at("y", 256)), "above") for point in ("x", "z")]
     sweeps = sweep_of(x=ABOVE, y=A, z=ABOVE[:4])
     assert verdict([find(part, sweeps, FIVE) for part in parts]) == "not run"
 
 
-def test_an_interval_is_students_over_seeds():
+def test_an_interval_is_students_t_interval_over_seeds():
     found = estimate(sweep_of(x=[0.1, 0.2, 0.3, 0.4, 0.5])["frozen"], FIVE, at("x", 256))
     # t(4) = 2.776, standard deviation sqrt(.025)
     assert found.mean == pytest.approx(0.3)
@@ -129,27 +130,27 @@ def test_a_collapse_and_its_warning_by_hand():
         {("x", 0): {0: 0.3, 32: 0.6, 64: 0.5, 96: 0.29, 128: 0.7}, ("x", 1): {0: 0.3, 32: 0.6, 64: 0.4}},
         {("x", 0, "ess"): {8: 0.9, 16: 0.6, 24: 0.4, 32: 0.7}},
     )
-    assert collapse(sweep, "x", 0) == 64  # at 96 it is below .3
+    assert collapse(sweep, "x", 0) == 64  # the evaluation before the first one below .3, half of the best
     assert collapse(sweep, "x", 1) is None
     assert lead(["x"], 0.5)(sweep, 0) == 64 - 24
     assert math.isnan(lead(["x"], 0.2)(sweep, 0))
-    assert math.isnan(lead(["x"], 0.5)(sweep, 1))  # it was run, and did not collapse
+    assert math.isnan(lead(["x"], 0.5)(sweep, 1))  # the run exists, but did not collapse
     assert lead(["x"], 0.5)(sweep, 2) is None
     sweep.accuracy["y", 0], sweep.metrics["y", 0, "ess"] = {0: 0.3, 32: 0.1}, {8: 0.4}
     assert lead(["x", "y"], 0.5, least=10)(sweep, 0) == (64 - 24 + 0 - 8) / 2 - 10
 
 
-def test_half_of_the_gain_is_lost_between_two_stages():
+def test_the_stage_size_at_which_half_of_the_gain_is_lost_is_interpolated():
     gains = {4: 0.8, 32: 0.6, 64: 0.6, 256: 0.2}
     accuracy = {(f"x,{size}", seed): {0: 0.1, 256: 0.1 + gain} for size, gain in gains.items() for seed in (0, 1)}
-    assert half_gain(Sweep(accuracy), (0, 1), "x") == "128"  # half way between .6 and .2, and between 64 and 256
+    assert half_gain(Sweep(accuracy), (0, 1), "x") == "128"  # .4 is half way from .6 to .2, 128 from 64 to 256
     accuracy |= {("x,256", seed): {0: 0.1, 256: 0.8} for seed in (0, 1)}
     assert half_gain(Sweep(accuracy), (0, 1), "x") == "above 256"
     stale = {place: curve for place, curve in accuracy.items() if place[0] != "x,4"}
-    assert half_gain(Sweep(stale), (0, 1), "x") == "not run"  # S = 32 is no fresh data
+    assert half_gain(Sweep(stale), (0, 1), "x") == "not run"  # without S = 4 there is no gain on fresh data
 
 
-def test_runs_that_did_not_collapse_are_not_runs_that_are_missing():
+def test_runs_without_a_collapse_count_as_too_few_and_missing_runs_as_not_run():
     fell, stayed = {0: 0.3, 32: 0.6, 64: 0.1}, {0: 0.3, 32: 0.6, 64: 0.6}
     part = Part("", lead(["x"], 0.5))
     ess = {("x", seed, "ess"): {8: 0.4} for seed in FIVE}
@@ -172,11 +173,11 @@ def test_a_part_does_not_count_for_seeds_that_were_seen_before_it_was_written():
     assert verdict([find(part, sweeps, SECOND) for part in parts]) == "partly"
 
 
-def test_every_claim_has_a_part_that_no_seed_was_seen_before():
+def test_every_claim_has_a_part_that_was_written_before_any_run():
     assert all(any(not part.seen for part in claim.parts) for claim in CLAIMS)
 
 
-def test_the_unstable_are_all_points_with_a_run_that_collapses(monkeypatch):
+def test_unstable_names_all_points_with_a_run_that_collapses(monkeypatch):
     monkeypatch.chdir(ROOT)
     sweep = read_all()["frozen"]
     fell = {point for point in sweep.points for seed in sweep.seeds if collapse(sweep, point, seed) is not None}
@@ -193,20 +194,20 @@ def test_a_collapse_after_prosperity_is_the_loss_of_more_than_half(end, word):
 
 
 @pytest.mark.parametrize(("end", "word"), [(0.7, "reproduced"), (0.5, "partly")])
-def test_what_is_stable_is_ahead_and_does_not_fall(end, word):
+def test_a_stable_objective_is_ahead_and_does_not_fall(end, word):
     accuracy = {("x", seed): {64: 0.6, 256: end + 0.001 * seed} for seed in FIVE}
     accuracy |= {("reinforce", seed): {64: 0.6, 256: 0.2} for seed in FIVE}
     sweeps = {"frozen": Sweep(accuracy)}
     assert verdict([find(part, sweeps, FIVE) for part in outlives("x", "").parts]) == word
 
 
-def test_points_of_the_same_runs_are_told():
+def test_points_with_the_same_accuracies_are_named():
     low, high = {0: 0.1, 256: 0.5}, {0: 0.1, 256: 0.6}
     curves = {("a", 0): low, ("b", 0): low, ("c", 0): low, ("a", 1): high, ("b", 1): high, ("c", 1): low}
     assert same_runs(Sweep(curves)) == ["`b` has every accuracy of `a` (seeds 0 to 1): the same runs."]
 
 
-def test_every_collected_sweep_has_accuracies_and_times(monkeypatch):
+def test_the_tables_have_accuracies_and_times_of_every_collected_sweep(monkeypatch):
     monkeypatch.chdir(ROOT)
     tables = text(read_all())
     headings = [line for line in tables.splitlines() if line.startswith("## Accuracy")]
@@ -216,7 +217,7 @@ def test_every_collected_sweep_has_accuracies_and_times(monkeypatch):
         assert f"\n| {name}" in tables
 
 
-def test_times_are_means_with_the_smallest_beside_them():
+def test_times_are_means_with_the_smallest_in_parentheses():
     seconds = {
         ("x", seed): dict(updates=256, rollout=0, optimize=t, evaluate=t / 2, live=0) for seed, t in enumerate((16, 32))
     }

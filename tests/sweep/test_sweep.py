@@ -1,4 +1,4 @@
-"""`megarl sweep`: what it makes is what the commands alone make, a killed one continues, and its table is right."""
+"""`megarl sweep`: its runs equal those of single commands, a killed sweep continues, and its table is right."""
 
 import csv
 import json
@@ -41,7 +41,10 @@ mu_grpo = {{ optimizer = {{ lr = 1e-3 }} }}
 
 @pytest.fixture(scope="module")
 def swept(recipe):
-    """(directory, first start's output, ...) of a sweep that was killed in its first branch, then started twice."""
+    """A sweep that was killed in its first branch and then started twice more.
+
+    (sweep file, its output directory, result of a dry run, result of the second start, result of the third).
+    """
     file = recipe.with_name("sweep.toml")
     file.write_text(SWEEP.format(recipe=recipe))
     output = recipe.with_name("sweep")
@@ -63,7 +66,7 @@ def run_of(output, name):
     return RunDir.open(output / name)
 
 
-def test_a_dry_run_counts_and_lists(swept):
+def test_a_dry_run_counts_and_lists_the_runs(swept):
     _, _, dry, _, _ = swept
     assert dry.returncode == 0, dry.stderr
     head, *lines = dry.stdout.splitlines()
@@ -88,7 +91,7 @@ def test_a_killed_sweep_continues_and_finished_runs_are_not_repeated(swept):
     assert not processes_with_files_in(output)
 
 
-def test_a_run_is_the_one_of_the_command_alone(swept, tmp_path):
+def test_a_run_has_the_weights_that_megarl_optimize_alone_gives(swept, tmp_path):
     _, output, *_ = swept
     made = megarl(
         "optimize", output / "base/seed_3", "--stage", 0, "--output", tmp_path / "alone",
@@ -101,7 +104,7 @@ def test_a_run_is_the_one_of_the_command_alone(swept, tmp_path):
     assert all((alone[name] == swept_one[name]).all() for name in alone)
 
 
-def test_a_dry_run_says_how_long_the_rest_takes(swept):
+def test_a_dry_run_estimates_the_time_of_the_missing_runs(swept):
     file, output, *_ = swept
     more = file.with_name("five.toml")
     more.write_text(file.read_text().replace("[3, 4]", "[3, 4, 5]") + "new = { optimizer = { lr = 1e-4 } }\n")
@@ -111,7 +114,7 @@ def test_a_dry_run_says_how_long_the_rest_takes(swept):
         for seed in (3, 4)
     }
     of_update = sum(took.values()) / 16  # four runs of four updates
-    left = sum(took.values()) / 2 + 3 * 4 * of_update  # of seed 5 as the others; three runs of a new point
+    left = sum(took.values()) / 2 + 3 * 4 * of_update  # seed 5, like the other seeds; a new point's three runs
     expected = f"a finished run took {sum(took.values()) / 6:.0f} s; the others take about {left / 2 / 60:.1f} min"
     assert expected in describe(more, output, jobs=2)
 
@@ -160,7 +163,7 @@ def test_the_table_has_means_and_paired_intervals_over_seeds(swept):
     assert "Difference from grpo on" in (output / "figure.html").read_text()
 
 
-def test_the_objective_of_a_point_has_its_own_settings_alone(swept):
+def test_a_point_has_its_own_settings_and_none_of_another_objective(swept):
     _, output, *_ = swept
     assert run_of(output, "grpo/seed_3").recipe.objective.fields["eps_low"] == 0.1
     assert "veto_threshold" not in run_of(output, "grpo/seed_3").recipe.objective.fields
@@ -168,7 +171,7 @@ def test_the_objective_of_a_point_has_its_own_settings_alone(swept):
     assert run_of(output, "mu_grpo/seed_4").recipe.run.seed == 4
 
 
-def test_a_run_that_fails_keeps_no_other_from_being_made_and_is_tried_again(swept):
+def test_a_failed_run_does_not_stop_the_others_and_is_still_to_do(swept):
     file, output, *_ = swept
     more = file.with_name("more.toml")
     points = "\n".join(f"{name} = {{ optimizer = {{ lr = {lr} }} }}" for name, lr in (("new", 1e-4), ("newer", 2e-4)))
@@ -207,7 +210,7 @@ def test_a_run_that_fails_keeps_no_other_from_being_made_and_is_tried_again(swep
         (("lr = 1e-3", "lr = 2e-3"), "has a run with other settings (old -> new): optimizer.lr: 0.001 -> 0.002"),
     ],
 )
-def test_a_mistake_is_named_before_a_run_starts(swept, change, message):
+def test_a_mistake_in_the_sweep_file_is_refused_before_a_run_starts(swept, change, message):
     file, output, *_ = swept
     wrong = file.with_name("wrong.toml")
     assert change[0] in file.read_text()
@@ -218,7 +221,7 @@ def test_a_mistake_is_named_before_a_run_starts(swept, change, message):
     assert sorted(output.rglob("*")) == before
 
 
-def test_what_a_run_would_be_refused_for_is_found_before_the_first(swept, tmp_path):
+def test_settings_that_a_run_would_refuse_are_found_before_the_first_run(swept, tmp_path):
     file, *_ = swept
     wrong = file.with_name("wrong.toml")
     wrong.write_text(file.read_text().replace("optimizer = {", 'actor = { kernels = "cuda" }, optimizer = {'))

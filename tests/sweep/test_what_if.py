@@ -1,4 +1,7 @@
-"""`megarl what-if`: gradients of all objectives on stored batches, beside each other and beside fresh ones."""
+"""`megarl what-if` compares gradients of all objectives on stored batches with each other and with a fresh gradient.
+
+Also `megarl export` and `megarl eval` of a single checkpoint.
+"""
 
 import json
 import os
@@ -25,7 +28,7 @@ BATCHES = 3
 
 @pytest.fixture(scope="module")
 def run(recipe):
-    """A run of one stage of 6 updates with every checkpoint."""
+    """A finished run of one stage of 6 updates, which keeps the checkpoints of all of them."""
     target = recipe.with_name("run")
     result = megarl(
         "train", recipe, "--run-dir", target,
@@ -38,6 +41,10 @@ def run(recipe):
 
 @pytest.fixture(scope="module")
 def rows(run, tmp_path_factory):
+    """{(update, objective): row of `megarl what-if`} at the run's first policy and the one after 5 updates.
+
+    The command must leave all files of the run as they are.
+    """
     figure = tmp_path_factory.mktemp("figure") / "figure.html"
     before = {path: path.lstat().st_mtime_ns for path in run.root.rglob("*")}
     result = megarl(
@@ -66,23 +73,23 @@ def test_every_objective_has_a_row_at_every_policy(rows):
     assert {row["batches"] for row in rows.values()} == {BATCHES}
 
 
-# at ratio 1 these do something else by design
+# objectives whose gradient at ratio 1 is not GRPO's, by design
 OTHER_AT_RATIO_1 = {"prefix_filter": "always takes out the share of tokens with the least likely prefixes"}
 
 
 @pytest.mark.parametrize("name", sorted(set(OBJECTIVES) - set(OTHER_AT_RATIO_1)))
-def test_on_fresh_data_every_objective_has_the_gradient_of_grpo(rows, name):
+def test_on_fresh_data_every_gradient_has_the_direction_of_grpos(rows, name):
     """Log-probs of the engine and of the actor differ by rounding, and so do the gradients."""
     assert min(rows[0, name]["values"]["cosine_to_grpo"]) == pytest.approx(1, abs=1e-6)
 
 
-def test_on_stale_data_they_differ(rows):
+def test_on_stale_data_a_gradient_has_another_direction_than_grpos(rows):
     others = [rows[5, name]["cosine_to_grpo"][0] for name in OBJECTIVES if name not in ("grpo", "dapo")]
     assert min(others) < 0.9999
 
 
-def test_the_run_itself_made_its_update_with_this_gradient(run, rows):
-    """The last batch is the one that the policy after 5 of 6 updates trained on."""
+def test_norm_and_statistics_are_those_that_the_run_logged_for_its_update(run, rows):
+    """The last of the batches is the one on which the policy after 5 of 6 updates trained."""
     line, values = metrics(run)[5], rows[5, "mu_grpo"]["values"]
     assert line["staleness"] == 5
     assert values["norm"][-1] == pytest.approx(line["grad_norm"], rel=1e-4)
@@ -98,24 +105,24 @@ def test_intervals_are_over_batches(rows):
 
 @pytest.fixture(scope="module")
 def copied(run, tmp_path_factory):
-    """The same run elsewhere, whose stage 0 is the policy's own responses."""
+    """A copy of the run; the rollouts of its stage 0 are responses of the run's first policy."""
     return shutil.copytree(run.root, tmp_path_factory.mktemp("copied") / "run", symlinks=True)
 
 
-def test_a_given_stage_is_the_fresh_data(run, copied):
-    """Here the very batches that are stored, so that both gradients of a batch are known to be one."""
+def test_a_given_stage_replaces_fresh_responses(run, copied):
+    """The given stage has the same batches as the stored one, so fresh and stored gradient of a batch must be equal."""
     found = what_if(run.root, 0, [0], 6, (copied, 0))
     fresh, grpo, m2po = ({r["batch"]: r for r in found if r["objective"] == name} for name in ("fresh", "grpo", "m2po"))
     assert sorted(fresh) == list(range(6))
     for batch in range(6):
         assert fresh[batch]["norm"] == pytest.approx(grpo[batch]["norm"], rel=1e-6)
-        # with the sum of the others alone a batch has less in common than with all of them
+        # the fresh gradient of a batch is compared with the sum of the other batches, GRPO's with the sum of all
         assert fresh[batch]["cosine"] < grpo[batch]["cosine"]
         assert m2po[batch]["cosine"] == pytest.approx(grpo[batch]["cosine"], abs=1e-5)
 
 
-def test_the_stage_that_a_policy_generated_is_fresh_for_it_alone(run, recipe, tmp_path):
-    """The run's result begins another run, whose rollouts are on policy for it."""
+def test_a_stage_is_fresh_data_only_for_the_policy_that_generated_it(run, recipe, tmp_path):
+    """The run's final policy begins another run, whose first rollouts are therefore on-policy for it."""
     command = ["train", recipe, "--run-dir", tmp_path / "next", "--until", "rollout:0", "--set", "eval.every=0"]
     result = megarl(*command, "--set", f"model.path='{run.final}'", "--set", "schedule.stages=1")
     assert result.returncode == 0, result.stderr
@@ -172,7 +179,7 @@ def test_fresh_data_that_does_not_fit_is_refused(run, copied, tmp_path, argument
         ((1, [], 3), "stages 0 to 0"),
     ],
 )
-def test_mistakes_are_named(run, arguments, message):
+def test_wrong_arguments_are_refused(run, arguments, message):
     with pytest.raises(UserError, match=message):
         what_if(run.root, *arguments)
 
@@ -185,7 +192,7 @@ def same(a, b):
     return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
 
 
-def test_the_end_of_a_stage_is_exported_as_the_run_exported_it(run, tmp_path):
+def test_the_exported_policy_of_the_last_checkpoint_is_the_final_policy(run, tmp_path):
     result = megarl("export", run.root, "--stage", 0, "--update", 6, "--output", tmp_path / "end")
     assert result.returncode == 0, result.stderr
     assert same(weights(tmp_path / "end"), weights(run.final))
@@ -195,8 +202,8 @@ def test_the_end_of_a_stage_is_exported_as_the_run_exported_it(run, tmp_path):
         export_policy(run.root, 0, 6, tmp_path / "end")
 
 
-def test_a_checkpoint_is_evaluated_as_the_run_evaluated_its_policy(run, tmp_path):
-    """The run exports and evaluates its policy after 4 of 6 updates by itself, too."""
+def test_the_evaluation_of_a_checkpoint_equals_that_of_the_run(run, tmp_path):
+    """With eval.every_updates = 4 the run itself has evaluated its policy after 4 of 6 updates."""
     (event,) = [event for event in events(run, "evaluation") if event["update"] == 4]
     result = megarl("eval", run.root, "--stage", 0, "--update", 4, "--output", tmp_path / "kept")
     assert result.returncode == 0, result.stderr
@@ -207,7 +214,8 @@ def test_a_checkpoint_is_evaluated_as_the_run_evaluated_its_policy(run, tmp_path
     assert not same(weights(tmp_path / "kept/policies/stage_000_update_000004"), weights(run.final))
 
 
-def test_a_stop_ends_it_at_once(run):
+def test_an_interrupt_ends_the_command_at_once(run):
+    """It does not wait for the hour that MEGARL_SHUTDOWN_SECONDS gives processes to save: it has nothing to save."""
     patient = {**os.environ, "MEGARL_SHUTDOWN_SECONDS": "3600"}
     parent = start_megarl("what-if", run.root, "--stage", 0, "--batches", 6, env=patient)
     wait_for(parent, lambda: processes_of(parent.pid, "what_if"))

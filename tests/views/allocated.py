@@ -1,8 +1,10 @@
-"""What Megatron-Core allocates on a rank of a layout, in bytes: the real model, buffers and optimizer on torch's meta
-device, in a process group of one process that says it has all ranks.
+"""Counts the bytes that Megatron-Core allocates on one rank of a layout.
 
-A program, for it changes what Megatron sees of torch: each line on stdin is a question, ``{"folder": of config.json,
-"recipe": TOML, "ranks": n, "rank": n}``, each line on stdout its answer.
+The real model, buffers and optimizer are built on torch's meta device, in a process group that consists of this one
+process but claims to have all ranks.
+
+This is a separate program because it changes what Megatron sees of torch. Each line on stdin is a question,
+``{"folder": that of config.json, "recipe": TOML, "ranks": number, "rank": number}``; each line on stdout is its answer.
 """
 
 import contextlib
@@ -31,7 +33,7 @@ ON_META = (
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the tensors that operators make beside ``known`` ones: now, and at most."""
+    """Counts the bytes of tensors that operators create, now and at the peak; those of ``known`` are left out."""
 
     def __init__(self, known):
         super().__init__()
@@ -58,11 +60,12 @@ class Live(TorchDispatchMode):
 
 
 def distinct(tensors):
-    """Bytes of the storages behind tensors."""
+    """Bytes of the storages behind the tensors; a storage that several of them share counts once."""
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def allocated(folder, recipe, ranks, rank):
+    """{kind: bytes}; "widened gradients" are the float32 copies that the optimizer makes of bfloat16 gradients."""
     from megatron.core import parallel_state as mpu
 
     from megarl.actor import lora
@@ -89,7 +92,7 @@ def allocated(folder, recipe, ranks, rank):
         for part in distributed_optimizers(optimizer):
             groups = part.optimizer.param_groups
             owned = [p for group in groups for p in group["params"]]
-            assert not any(group["foreach"] for group in groups)  # which torch chooses on GPUs where it is None
+            assert not any(group["foreach"] for group in groups)  # torch would choose it on GPUs if it were None
             for parameter in owned:
                 parameter.grad = torch.empty_like(parameter)
             part.optimizer.step()
@@ -97,7 +100,7 @@ def allocated(folder, recipe, ranks, rank):
             found["optimizer"] += distinct(state)
             with Live([*state, *(p.grad for p in owned)]) as live:
                 part.optimizer.step()
-            assert live.peak <= 3 * 4 * largest  # one parameter after the other
+            assert live.peak <= 3 * 4 * largest  # the optimizer steps one parameter at a time
             with Live([b.grad_data for b in buffers]) as live:
                 part._copy_model_grads_to_main_grads()
             found["widened gradients"] += live.now

@@ -1,4 +1,8 @@
-"""Faults planted in a finished run. Where a checksum says what is in a file, the checksum is changed with it."""
+"""Functions that plant a fault in a finished run, and for each a part of what the audit must report (`FAULTS`).
+
+`rewrite` and `reseal` also update the checksums in ledger and seal, so that only a comparison of contents can find what
+they change.
+"""
 
 import hashlib
 import json
@@ -28,7 +32,7 @@ def change_line(run, number, **values):
 
 
 def reseal(run, stage, entries):
-    """A ledger of these entries, and a seal that agrees with it."""
+    """Write a ledger of these entries, and a seal that agrees with it."""
     folder = run / f"stages/{stage:03d}/rollouts"
     ledger = b"".join(map(to_line, entries))
     (folder / LEDGER).write_bytes(ledger)
@@ -66,7 +70,7 @@ def rewrite(run, change, stage=0):
 
 
 def change_responses(run, change, stage=0):
-    """``change`` of each response of the first shard's first group."""
+    """Replace each response of the first shard's first group by ``change(response)``."""
 
     def groups(before):
         first, *others = before
@@ -136,7 +140,7 @@ def a_wrong_reward(run):
 
 
 def rewards_change_places(run):
-    """Within a group: its mean, and all metrics, stay."""
+    """They rotate within a group, so that its mean and all metrics stay the same."""
 
     def groups(before):
         at = next(i for i, g in enumerate(before) if len({r.reward for r in g.responses}) > 1)
@@ -215,7 +219,7 @@ def a_line_of_the_ledger_is_gone(run):
 
 
 def another_line_in_the_ledger(run):
-    """The entry of a shard says other tokens, and its own checksum agrees."""
+    """A shard's entry states one token too many; the entry's own checksum and the seal agree with it."""
     first, *others = entries_of(run, 0)
     reseal(run, 0, [replace(first, tokens=first.tokens + 1), *others])
 
@@ -263,7 +267,7 @@ def another_recipe(run):
 
 
 def other_prompts(run):
-    """As the run remembers it: they are another test's too."""
+    """Changes the checksums that the run recorded, not the prompt files, which other tests use too."""
     files = decode((run / "prompts.json").read_bytes())["files"]
     write_checked(run / "prompts.json", {"files": dict.fromkeys(files, "0" * 64)})
 

@@ -1,4 +1,4 @@
-"""MinPRO's recipe of the 30B mixture of experts as a staged run, in which each phase has the GPUs alone."""
+"""MinPRO's recipe for Qwen3-30B-A3B as a staged run, in which each phase has the GPUs to itself."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ MOE = EXAMPLES / "qwen3_30b_a3b/minpro.toml"
 
 
 def staged(path: Path = MOE) -> Recipe:
-    """40 stages of 48 updates; engines with their own share of memory."""
+    """The recipe with 40 stages of 48 updates, a checkpoint per stage, and the engine's default share of memory."""
     recipe = load_recipe(path)
     schedule = ScheduleTable(stages=40, updates_per_stage=48, prompts_per_update=recipe.schedule.prompts_per_update)
     rollout = recipe.rollout.model_copy(update={"memory_fraction": None})

@@ -1,4 +1,4 @@
-"""Plans without Megatron's count of parameters: the numbers of the published models' files are enough for times."""
+"""Plans whose parameters are not counted by Megatron: for times, the numbers in `PUBLISHED` are enough."""
 
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.layout import Layout
@@ -19,7 +19,7 @@ def plan_of(
     assume: Assumptions | None = None,
     changes: tuple[str, ...] = (),
 ) -> Plan:
-    """Of a recipe below examples/, staged on so many GPUs a node."""
+    """The plan of a recipe, ``path`` below examples/, with ``devices`` GPUs a node for trainers and for engines."""
     recipe = load_recipe(EXAMPLES / path)
     tensor = next((int(c.partition("=")[2]) for c in changes if c.startswith("rollout.tensor_parallel")), 1)
     first = [f"actor.processes_per_node={devices}", f"rollout.workers={devices // tensor}"]

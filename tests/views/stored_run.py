@@ -1,4 +1,4 @@
-"""A run directory with responses that a test chose, written by the store's own writer, and words of its own."""
+"""Synthetic run directories with given responses, written by megarl's own writer, and a tokenizer of a few words."""
 
 import random
 from pathlib import Path
@@ -67,7 +67,7 @@ def store(directory: Path, shards: list[list[Group]], sealed: bool = True) -> No
 
 
 def make_stored_run(root: Path, stages: list[list[list[Group]]], **options) -> Path:
-    """A finished run whose stages have these shards, of groups."""
+    """A run with all updates, whose stages have these shards; a shard is a list of groups."""
     make_run(root, **options)
     write_words(root / "stages/000/policy")
     for number, shards in enumerate(stages):
@@ -76,7 +76,7 @@ def make_stored_run(root: Path, stages: list[list[list[Group]]], **options) -> P
 
 
 def two_stages(root: Path) -> tuple[Path, list[tuple[int, Group]]]:
-    """A run of two stages with two shards each, and all of its groups with their stages."""
+    """(a run with rollouts of two stages in two shards each, all its groups as (stage, group))."""
     shards = [[random_groups(range(first, first + 3), seed=first) for first in pair] for pair in ((0, 3), (6, 9))]
     groups = [(stage, group) for stage, pair in enumerate(shards) for shard in pair for group in shard]
     return make_stored_run(root, shards), groups

@@ -1,4 +1,4 @@
-"""A run directory such as a real run leaves, without the run: three stages of 96 updates."""
+"""Synthetic run directories, with the recipe, metrics and events that a run of three stages of 96 updates leaves."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def make_recipe(schedule: dict[str, int] | None = None, **objective: Any) -> Rec
 
 
 def detail(age: float) -> dict[str, Any]:
-    """What ``metrics.detail = 48`` adds."""
+    """Metrics that ``metrics.detail = 48`` adds; ``age``: staleness as a share of the updates in a stage."""
     counts = [[round(1000 * math.exp(-((c - 15.5) ** 2) / 9 - abs(r - c / 4))) for c in range(32)] for r in range(16)]
     return {
         "prefix_occupancy/q01": math.exp(-12 * age),

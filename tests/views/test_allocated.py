@@ -1,4 +1,4 @@
-"""What `megarl plan` says of weights, gradients and optimizer, against what Megatron-Core allocates for them."""
+"""Bytes of weights, gradients and optimizer in `megarl plan`, compared with what Megatron-Core allocates for them."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from megarl.views.plan import Plan
 from tests.views.moe import EXAMPLES
 
 MOE = "qwen3_30b_a3b/mu_grpo.toml"
-CASES = {  # recipe, nodes of 8, changes
+CASES = {  # recipe, nodes of 8 GPUs, changes of the recipe
     "experts and data parallel": (MOE, 4, ["actor.tensor_parallel=4", "actor.expert_parallel=8"]),
     "pipeline, bf16 gradients": (
         MOE,
@@ -38,7 +38,7 @@ CASES = {  # recipe, nodes of 8, changes
 
 @pytest.fixture(scope="module")
 def ask():
-    """A question to `tests.views.allocated`."""
+    """A function that asks `tests.views.allocated` a question and returns its answer."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.views.allocated"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
@@ -58,9 +58,11 @@ def census():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_weights_gradients_and_optimizer(ask, census, name):
-    """Of the first and the last pipeline stage, but for what pads Megatron's buffers. (Activations:
-    `tests.actor.test_activation_sizes`.)"""
+def test_planned_bytes_equal_those_that_megatron_allocates(ask, census, name):
+    """On the first and the last pipeline stage, within 0.1 % because Megatron pads its buffers.
+
+    Activations are compared in `tests.actor.test_activation_sizes`.
+    """
     path, nodes, changes = CASES[name]
     recipe = load_recipe(EXAMPLES / path, ["actor.expert_tensor_parallel=1", *changes])
     folder, ranks = (EXAMPLES / path).parent, nodes * recipe.actor.processes_per_node

@@ -1,4 +1,4 @@
-"""What `megarl plan` assumes: every number is an option, in its unit, and shown."""
+"""The assumptions of `megarl plan`: each is an option with a unit and a range, and the plan prints it."""
 
 import re
 from dataclasses import fields
@@ -18,7 +18,7 @@ def test_every_assumption_has_an_option():
     assert sorted(set_by_options) == sorted(field.name for field in fields(Assumptions))
 
 
-def test_units_of_options():
+def test_options_are_converted_to_the_units_of_assumptions():
     found = assume({"mfu": 0.4, "storage": 5, "runtime_memory": 3, "engine_memory": None})
     expected = dict(mfu_dense=0.4, mfu_experts=0.4, storage=5e9, runtime_bytes=3 * GIB)
     assert found == Assumptions(**expected)
@@ -39,13 +39,13 @@ def test_units_of_options():
         ("engine_start", float("nan"), "--engine-start nan: .* above 0"),
     ],
 )
-def test_values_out_of_range(option, value, message):
+def test_values_out_of_range_are_refused(option, value, message):
     with pytest.raises(UserError, match=message):
         assume({option: value})
 
 
-def test_a_plan_with_other_assumptions(capsys):
-    """Half the utilisation, twice the time of an update; the memory of a GPU is what --hbm says; both are shown."""
+def test_a_plan_uses_and_prints_given_assumptions(capsys):
+    """--hbm replaces the memory of a GPU, also in the engine's share; --mfu and --mean-response are printed."""
     main(["plan", SMALL, "--mfu", "0.175", "--hbm", "100", "--mean-response", "0.25"])
     text = capsys.readouterr().out
     assert "hbm                              100.0 GiB" in text and "mfu dense                            0.175" in text

@@ -1,4 +1,4 @@
-"""``megarl audit``: every kind of finished run closes, and each planted fault is found, whatever checksums say."""
+"""``megarl audit`` finds no problem in runs of every kind, and finds each planted fault, also where checksums agree."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from megarl.views.audit import audit
 from tests.helpers import megarl
 from tests.views.audit_faults import FAULTS, an_update_twice, rewrite
 
-EVERYTHING = 1000  # groups to score again: all
+EVERYTHING = 1000  # groups whose rewards and log-probs are recomputed: more than a stage has
 SMALL = ("schedule.updates_per_stage=4", "actor.checkpoint_every=2")
 LIVE = ("schedule.kind='live'", "schedule.stages=1", "schedule.updates_per_stage=8", "schedule.sync_every=2")
 
@@ -23,8 +23,8 @@ def train(recipe, run, *settings):
 
 
 @pytest.fixture(scope="module")
-def recipe_of_own(recipe, tmp_path_factory):
-    """With a prompt file that faults may change."""
+def own_recipe(recipe, tmp_path_factory):
+    """A copy of the recipe, with a prompt file of its own, in another directory."""
     folder = tmp_path_factory.mktemp("audit")
     prompts = shutil.copy(recipe.parent / "prompts.jsonl", folder)
     text = recipe.read_text().replace(str(recipe.parent / "prompts.jsonl"), str(prompts))
@@ -33,8 +33,8 @@ def recipe_of_own(recipe, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def staged(recipe_of_own):
-    return train(recipe_of_own, recipe_of_own.parent / "staged", *SMALL)
+def staged(own_recipe):
+    return train(own_recipe, own_recipe.parent / "staged", *SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def live(recipe):
     return train(recipe, recipe.parent / "live", *LIVE, "schedule.delay=1", "eval.every=0", "actor.checkpoint_every=2")
 
 
-def test_a_staged_run_closes(staged):
+def test_the_audit_of_a_staged_run_finds_no_problem(staged):
     found = audit(staged, EVERYTHING)
     assert (found.problems, found.notes) == ([], [])
     for row in found.stages:
@@ -53,14 +53,14 @@ def test_a_staged_run_closes(staged):
     assert above[: head.index("chosen") + 6].endswith("not") and first.split()[:3] == ["0", "16", "16"]
 
 
-def test_a_live_run_closes(live):
+def test_the_audit_of_a_live_run_finds_no_problem(live):
     found = audit(live, EVERYTHING)
     assert found.problems == []
     assert [note for note in found.notes if "several policies" not in note] == []
     assert (found.stages[0].trained, found.stages[0].pending) == (32, 0)
 
 
-def test_a_branch_closes(staged, tmp_path):
+def test_the_audit_of_a_branch_finds_no_problem(staged, tmp_path):
     result = megarl("optimize", staged, "--stage", "1", "--output", tmp_path / "branch", "--set", "objective.name=grpo")
     assert result.returncode == 0, result.stderr
     found = audit(tmp_path / "branch", EVERYTHING)
@@ -68,7 +68,7 @@ def test_a_branch_closes(staged, tmp_path):
     assert [row.updates for row in found.stages] == [0, 4]
 
 
-def test_a_run_that_chose_its_groups_closes(recipe, tmp_path):
+def test_groups_that_dynamic_sampling_did_not_choose_are_counted(recipe, tmp_path):
     oversampled = ("rollout.oversample=2", "schedule.stages=1", "eval.every=0", "rollout.groups_per_chunk=2")
     found = audit(train(recipe, tmp_path / "run", *SMALL, *oversampled), EVERYTHING)
     assert found.problems == []
@@ -76,7 +76,7 @@ def test_a_run_that_chose_its_groups_closes(recipe, tmp_path):
     assert found.stages[0].trained == 16
 
 
-def test_a_run_that_is_under_way_has_groups_pending(recipe, tmp_path):
+def test_groups_that_are_not_trained_yet_are_pending(recipe, tmp_path):
     result = megarl("train", recipe, "--run-dir", tmp_path / "run", "--until", "rollout:0", "--set", SMALL[0])
     assert result.returncode == 0, result.stderr
     found = audit(tmp_path / "run", EVERYTHING)
@@ -84,7 +84,7 @@ def test_a_run_that_is_under_way_has_groups_pending(recipe, tmp_path):
     assert [(row.generated, row.pending) for row in found.stages] == [(16, 16), (0, 0)]
 
 
-def test_the_command(staged, tmp_path):
+def test_the_command_exits_with_1_if_something_does_not_agree(staged, tmp_path):
     result = megarl("audit", staged, "--json")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["problems"] == []
@@ -104,18 +104,18 @@ def test_a_planted_fault_is_found(staged, tmp_path, fault, said):
     assert [problem for problem in found.problems if said in problem], found.problems
 
 
-def test_a_lag_that_the_schedule_does_not_allow_is_found(live, tmp_path):
-    """Of the delayed run's last update, whose groups have an older version than the buffer gives out."""
+def test_a_policy_version_that_the_schedule_does_not_allow_is_found(live, tmp_path):
+    """The groups of a live run's first shard get policy versions that are newer by 2 than the schedule allows."""
     run = tmp_path / "run"
     shutil.copytree(live, run, symlinks=True)
 
-    def older(groups):
+    def newer(groups):
         return [
             replace(g, responses=tuple(replace(r, policy_version=r.policy_version + 2) for r in g.responses))
             for g in groups
         ]
 
-    rewrite(run, older)
+    rewrite(run, newer)
     problems = audit(run, 0).problems
     assert [problem for problem in problems if "the schedule allows 0 to 0" in problem], problems
     assert [problem for problem in problems if "staleness" in problem], problems

@@ -1,4 +1,4 @@
-"""The page in a real browser: charts are drawn, the numbers stand there, and nothing leaves the page."""
+"""The report in a real browser: its charts are drawn, its tables have the right numbers, and it makes no request."""
 
 import html
 import http.server
@@ -22,7 +22,7 @@ if BROWSER is None and os.environ.get("MEGARL_REQUIRE_BROWSER") != "1":
 
 
 class Proxy(http.server.BaseHTTPRequestHandler):
-    """Every request that the browser would send into the network ends here and is written down."""
+    """Records every request that the browser would send into the network, and answers it with 404."""
 
     seen: ClassVar[list[str]] = []
 
@@ -45,7 +45,7 @@ def proxy():
 
 
 def browse(page, profile, proxy):
-    """The document after its scripts ran, without the scripts; and what the browser logged."""
+    """(the document after its scripts have run, without the scripts; what the browser logged)."""
     assert BROWSER, "MEGARL_REQUIRE_BROWSER=1, but there is no chromium"
     quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *quiet, f"--user-data-dir={profile}"]
@@ -54,18 +54,18 @@ def browse(page, profile, proxy):
     result = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     dom = result.stdout
-    # without plotly's own text
+    # without Plotly's source
     return dom[: dom.index('<script type="text/plain"')] + dom[dom.rindex("</script>") :], result.stderr
 
 
 def drawn_curves(body, number):
-    """Of a chart, the outlines of the curves that the browser laid out."""
+    """The SVG paths of the curves that the browser has drawn in a chart."""
     chart = body[body.index(f'id="chart-{number}"') :]
     paths = re.findall(r"<path [^>]*>", chart[: chart.index("</section>")])
     return [path for path in paths if 'class="js-line"' in path and re.search(r' d="M[-0-9.]+,[-0-9.]+[LHVC]', path)]
 
 
-def test_one_run(tmp_path, proxy):
+def test_charts_and_numbers_of_one_run(tmp_path, proxy):
     page = write_report([make_run(tmp_path / "first_run")], tmp_path / "report.html")
     body, errors = browse(page, tmp_path / "profile", proxy)
     assert "CONSOLE" not in errors, errors
@@ -83,7 +83,7 @@ def test_one_run(tmp_path, proxy):
         assert f"<td>{number}</td>" in body, number
 
 
-def test_two_runs_one_of_them_hostile(tmp_path, proxy):
+def test_markup_in_the_names_of_runs_and_objectives_is_escaped(tmp_path, proxy):
     image = "<img src=http://example.com/x.png onerror=alert(1)>"
     a = make_run(tmp_path / "a", recipe=make_recipe(name=image))
     b = make_run(tmp_path / "b <a href='http:··example.com'>", gain=0.5)
@@ -94,8 +94,12 @@ def test_two_runs_one_of_them_hostile(tmp_path, proxy):
     assert "<th>objective.name</th>" in body
 
 
-def test_nothing_leaves_the_page(tmp_path, proxy):
-    """The browser is behind a proxy that notes requests; a page that does ask shows that none would be missed."""
+def test_the_report_makes_no_request(tmp_path, proxy):
+    """The browser is behind a proxy that records requests.
+
+    A page with an image shows that requests do reach the proxy; the report with the same kind of image shows that its
+    content security policy blocks them.
+    """
     page = write_report([make_run(tmp_path / "a")], tmp_path / "r.html")
     Proxy.seen.clear()
     browse(page, tmp_path / "profile", proxy)
@@ -107,10 +111,10 @@ def test_nothing_leaves_the_page(tmp_path, proxy):
         page.read_text().replace("<main>", '<main><img src="http://example.com/policy.png">')
     )
     browse(tmp_path / "asks.html", tmp_path / "profile3", proxy)
-    assert "http://example.com/policy.png" not in Proxy.seen, "the page's own policy forbids requests"
+    assert "http://example.com/policy.png" not in Proxy.seen, "the report's content security policy must block requests"
 
 
-def test_a_run_without_evaluations(tmp_path, proxy):
+def test_a_run_without_events_has_a_report_that_says_so(tmp_path, proxy):
     root = make_run(tmp_path / "a")
     (root / "events.jsonl").unlink()
     body, _ = browse(write_report([root], tmp_path / "r.html"), tmp_path / "profile", proxy)
@@ -119,7 +123,7 @@ def test_a_run_without_evaluations(tmp_path, proxy):
 
 
 def test_samples_are_laid_out_when_they_are_opened(tmp_path, proxy):
-    """As text, whatever a model wrote; and before that, as the second stage's, not at all."""
+    """Opened samples are plain text, whatever the model wrote; those of the second stage stay closed, in a template."""
     page = write_report([hostile_run(tmp_path / "run")], tmp_path / "r.html")
     opening = '<script>document.querySelector("details.samples").open = true</script></body>'
     page.write_text(page.read_text().replace("</body>", opening))

@@ -1,4 +1,4 @@
-"""`megarl data check`: what a run would stop at, before there is one."""
+"""`megarl data check` finds, before a run, the rows and settings at which the run would stop."""
 
 import json
 
@@ -17,7 +17,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def check(tmp_path, model, capsys):
-    """Exit code and output of a check of these rows."""
+    """A function that checks a prompt file of given rows and returns the exit code and the output."""
 
     def run(rows, *changes, exam=None, kind="math", options=()):
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
@@ -48,7 +48,7 @@ def rows(count):
     return [{"prompt": f"{i} + 1 = ?", "answer": i + 1} for i in range(count)]
 
 
-def test_nothing_is_wrong_with_good_rows(check):
+def test_good_rows_have_no_problems(check):
     code, said = check([*rows(20), *rows(3)])
     assert code == 0 and said.endswith("no problems found\n")
     assert "p.jsonl: 23 prompts, 3 of them repetitions of others" in said
@@ -65,7 +65,7 @@ def test_every_bad_row_is_found_and_the_first_are_named(check):
     assert "8 prompts, 4 of them repetitions" in said
 
 
-def test_a_file_that_breaks_off(check):
+def test_a_file_that_ends_within_a_row(check):
     code, said = check([*rows(3), '{"prompt": "1", "ans'])
     assert code == 1 and "line 4 is not JSON" in said and "3 prompts" in said
 
@@ -80,7 +80,7 @@ def test_answers_that_a_verifier_cannot_read(check):
 @pytest.mark.parametrize(
     ("overlong", "code", "fate"), [("error", 1, "the run would stop"), ("drop", 0, "left out"), ("truncate", 0, "cut")]
 )
-def test_lengths(check, overlong, code, fate):
+def test_overlong_prompts_are_counted_with_what_the_run_would_do(check, overlong, code, fate):
     long = [{"prompt": "1 " * 300, "answer": "1"}] * 2
     found, said = check([*rows(20), *long], f"data.overlong={overlong}")
     assert found == code
@@ -88,7 +88,7 @@ def test_lengths(check, overlong, code, fate):
     assert "longest 600" in said
 
 
-def test_a_template_that_does_not_fit_is_told_once_for_all(check):
+def test_prompts_that_do_not_fit_the_template_are_counted_and_the_first_are_named(check):
     mixed = [{**row, "hint": "h"} for row in rows(4)] + rows(9)
     code, said = check(mixed, "data.prompt_template={hint} {prompt}")
     assert code == 1 and said.count("does not fit") == 5
@@ -97,7 +97,7 @@ def test_a_template_that_does_not_fit_is_told_once_for_all(check):
     assert code == 1 and "has no chat template" in said
 
 
-def test_overlap_with_an_examination(check):
+def test_overlap_with_heldout_prompts_is_counted(check):
     story = "a train leaves the town at nine and meets another one at noon how fast was the first"
     exam = [{"prompt": story + "?", "answer": 1}, {"prompt": "two plus two", "answer": 4}]
     train = [
@@ -115,7 +115,7 @@ def test_overlap_with_an_examination(check):
     ) in said
 
 
-def test_json_has_the_numbers_and_the_mistakes(check):
+def test_json_has_the_numbers_and_the_problems(check):
     exam = [{"prompt": "two plus two", "answer": 4}, {"prompt": "three", "answer": 3}]
     train = [*rows(20), *rows(2), {"prompt": "Two plus  two", "answer": 4}, exam[0]]
     code, said = check(train, exam=exam, options=("--json",))
@@ -131,7 +131,7 @@ def test_json_has_the_numbers_and_the_mistakes(check):
     assert code == 1 and "line 5: " in problem
 
 
-def test_what_a_start_refuses(check):
+def test_mistakes_that_a_start_would_refuse_are_reported(check):
     code, said = check(rows(1))
     assert code == 1 and "too few different prompts to hold one out" in said
     code, said = check(rows(9), "data.format=gsm9k")

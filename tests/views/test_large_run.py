@@ -1,6 +1,6 @@
 """The memory of `megarl samples`, `sql` and `audit` does not grow with the run.
 
-benchmarks/large_run.py measures it on a million responses; here it makes a small run, in shards of 4 MB.
+benchmarks/large_run.py measures this on a million responses. Here the same script makes a small run in shards of 4 MB.
 """
 
 import json
@@ -12,8 +12,8 @@ import pytest
 from tests.helpers import ROOT
 from tests.kernels.benchmark import load_benchmark
 
-SHARDS, TOKENS = 16, 500  # of 1,000 responses each; of a response in the mean
-# in a process of its own: how many bytes its resident set grew by, mapped files included
+SHARDS, TOKENS = 16, 500  # shards of 1,000 responses each; mean tokens of a response
+# run in a separate process; prints each command's result and by how many bytes the resident set grew, with mapped files
 MEASURE = """
 import json, re, sys
 from pathlib import Path

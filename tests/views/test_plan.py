@@ -1,4 +1,4 @@
-"""`megarl plan`: Megatron's own parameter counts, every example recipe, and what it says when one does not fit."""
+"""`megarl plan`: parameters as Megatron counts them, plans of all examples, and alternatives to what does not fit."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from tests.views.moe import EXAMPLES, MOE, staged
 RECIPES = sorted(EXAMPLES.glob("*_*/*.toml"))
 GPT_OSS_ATTENTION = 2 * 2880 * 4096 + 2 * 2880 * 512 + 4096 + 2 * 512 + 2880 + 64
 GPT_OSS_EXPERT = 2880 * 5760 + 5760 + 2880 * 2880 + 2880 + 2880 + 1  # and its row of the router
-PUBLISHED = {  # parameters of the models' safetensors files
+PUBLISHED = {  # parameters in the models' safetensors files, or counted by hand
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_1_7b": 1_720_574_976,
     "qwen3_4b": 4_022_468_096,
@@ -33,7 +33,7 @@ PUBLISHED = {  # parameters of the models' safetensors files
     "deepseek_32b": 32_763_876_352,
     "llama3_2_3b": 3_212_749_824,
     "octothinker_3b": 3_212_749_824,
-    # by hand, without the layer that predicts a further token: embedding and head; attention with biases and two norms
+    # by hand, without the multi-token prediction layer: embedding and head; attention with biases and two norms
     # in 46 layers; one dense layer; a shared expert, 128 others and their router in the rest; final norm
     "glm_4_5_air": 2 * 151_552 * 4096
     + 46 * (2 * 4096 * 12_288 + 2 * 4096 * 1024 + 12_288 + 2 * 1024 + 2 * 4096)
@@ -61,7 +61,7 @@ PUBLISHED = {  # parameters of the models' safetensors files
 
 
 def nodes_of(path):
-    """What the last table of examples/README.md says: the line of the recipe, of its folder, or of all others."""
+    """(nodes, GPUs a node, GPU) in the last table of examples/README.md, by recipe or folder, else of "all others"."""
     name, lines = f"{path.parent.name}/{path.name}", (EXAMPLES / "README.md").read_text().splitlines()
     table = dict(re.findall(r"^\| (.*) \| (\d+ x \d+ H[12]00) \|$", "\n".join(lines), re.MULTILINE))
     others = table.pop("all others")
@@ -78,10 +78,9 @@ def census():
 
 @pytest.fixture(scope="module")
 def whole(census):
-    """{model: its parameters on one rank}"""
+    """{model: its parameters, as Megatron counts them on one rank}."""
     return {
         name: census.whole(
-            # the coder has no recipe
             read_hf_config(EXAMPLES / name),
             next(map(load_recipe, (EXAMPLES / name).glob("*.toml")), staged()),
         )
@@ -95,17 +94,17 @@ def plan_of(path, census, whole, nodes=1, gpu="h200", changes=()):
 
 
 def moe_plan(census, whole, nodes=1, gpu="h200", changes=(), path=MOE):
-    """Of a staged run."""
+    """The plan of ``path`` as a staged run; by default of MinPRO's recipe for Qwen3-30B-A3B."""
     recipe, hf = override_recipe(staged(path), changes), read_hf_config(path.parent)
     return Plan.of(recipe, hf, nodes, gpu, census, whole[path.parent.name])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_configurations_are_those_of_the_published_models(whole, name):
+def test_parameters_equal_those_of_the_published_models(whole, name):
     assert whole[name].dense + whole[name].expert == PUBLISHED[name]
 
 
-def test_parameters_of_a_rank_are_megatrons(census):
+def test_parameters_of_a_rank(census):
     hf, recipe = read_hf_config(MOE.parent), load_recipe(MOE)
     (stage,) = census.count(hf, recipe, 32)
     assert (stage.layers, stage.dense, stage.expert) == (48, 394_868_736, 3_623_878_656)
@@ -115,8 +114,8 @@ def test_parameters_of_a_rank_are_megatrons(census):
     assert last.dense - first.dense == 2048  # the final norm
 
 
-def test_adapters_alone_have_gradients_an_optimizer_and_checkpoints(census):
-    """Rank 16 beside every matrix of tensor 4, expert 8 on 32 GPUs: what is divided, by hand."""
+def test_only_adapters_have_gradients_optimizer_state_and_checkpoints(census):
+    """Adapters of rank 16, with tensor 4 and expert 8 on 32 GPUs: what each of the ranks has, counted by hand."""
     hf, recipe = read_hf_config(MOE.parent), override_recipe(staged(), ["actor.lora.rank=16"])
     plan, without = (Plan.of(r, hf, 4, "h200", census) for r in (recipe, staged()))
     # A of query, key and value, and B of the output, are on every tensor-parallel rank
@@ -135,13 +134,13 @@ def test_adapters_alone_have_gradients_an_optimizer_and_checkpoints(census):
     assert plan.disk["one checkpoint"] == 14 * whole
     assert plan.disk["one export"] == without.disk["one export"]
     passes = [p.seconds[next(key for key in p.seconds if "updates of" in key)] for p in (plan, without)]
-    assert passes[0] == pytest.approx(passes[1] * 3 / 4)  # forward, again, and half a backward pass
+    assert passes[0] == pytest.approx(passes[1] * 3 / 4)  # forward, recompute, and one of the two passes of backward
     assert f"and {stage.adapters / 1e6:.1f} M of adapters" in plan.table()
     small = Plan.of(load_recipe(MOE.parent / "mu_grpo-lora.toml"), hf, 1, "h100", census)
     assert sum(small.optimize.values()) == pytest.approx(19.5 * sizes.GIB, rel=0.005)  # docs/scale.md
 
 
-def test_all_examples_are_here():
+def test_every_model_has_an_example_and_the_30b_model_one_per_objective():
     names = {str(path.relative_to(EXAMPLES)) for path in RECIPES}
     objectives = ("mu_grpo", "m2po", "minpro", "bapo", "prefix_ratio_grpo", "grpo")
     assert {f"qwen3_30b_a3b/{name}.toml" for name in objectives} <= names
@@ -149,7 +148,7 @@ def test_all_examples_are_here():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_examples_fit(census, whole, path):
+def test_examples_fit_the_gpus_of_examples_readme(census, whole, path):
     nodes, gpus, gpu = nodes_of(path)
     assert load_recipe(path).devices_per_node == gpus
     for more in (nodes, 4 * nodes) if path.parent == MOE.parent else (nodes,):
@@ -162,7 +161,7 @@ def test_examples_fit(census, whole, path):
         assert plan.kv_tokens > 8 * sizes.longest_sequence(plan.recipe)
 
 
-def test_the_same_objective_as_its_name():
+def test_an_example_has_the_objective_of_its_file_name():
     assert all(load_recipe(path).objective.name == path.stem.partition("-")[0] for path in RECIPES)
 
 
@@ -182,7 +181,7 @@ def test_the_same_objective_as_its_name():
         (["rollout.workers=8"], "h200", "rollout.workers * rollout.tensor_parallel = 16 GPUs a node"),
     ],
 )
-def test_first_misfit(census, whole, changes, gpu, first):
+def test_the_first_misfit_is_named_and_the_alternatives_fit(census, whole, changes, gpu, first):
     plan = moe_plan(census, whole, 2, gpu, changes)
     assert first in plan.misfit()
     others = list(itertools.islice(alternatives(plan, census), 2))
@@ -192,7 +191,7 @@ def test_first_misfit(census, whole, changes, gpu, first):
         assert again.misfit() is None
 
 
-def test_a_batch_that_cannot_be_decoded_at_once_is_a_warning_with_one_that_can(census, whole):
+def test_more_groups_than_the_kv_cache_holds_are_a_warning_that_names_a_number_that_fits(census, whole):
     def said(*changes):
         plan = moe_plan(census, whole, 4, "h100", changes)
         return "\n".join(plan._memory()), plan
@@ -212,12 +211,12 @@ def test_a_batch_that_cannot_be_decoded_at_once_is_a_warning_with_one_that_can(c
 
 
 def test_engines_read_the_weights_once_a_stage(census, whole):
-    """Each of 8 replicas of 61 GB, at 2 GB a second for all of them, and two minutes to start."""
+    """8 replicas take two minutes to start, and read 61 GB each at 2 GB/s in all."""
     plan = moe_plan(census, whole, 4, "h100", ["rollout.tensor_parallel=4", "rollout.workers=2"])
     assert plan.seconds["load of the engines"] == pytest.approx(120 + 2 * PUBLISHED["qwen3_30b_a3b"] * 8 / 2e9)
 
 
-def test_what_comes_on_top_of_sglangs_share_must_fit(census, whole):
+def test_memory_beyond_sglangs_share_must_fit_too(census, whole):
     for fraction, fits in ((0.92, False), (0.88, True)):
         changes = ["rollout.engine=sglang", f"rollout.memory_fraction={fraction}"]
         misfit = moe_plan(census, whole, 4, "h100", changes).misfit()
@@ -225,8 +224,7 @@ def test_what_comes_on_top_of_sglangs_share_must_fit(census, whole):
         assert fits or f"rollout.memory_fraction = {fraction}: SGLang's share" in misfit
 
 
-def test_two_layouts_that_fit(census, whole):
-    """The least split first."""
+def test_alternatives_begin_with_the_least_divided_layouts(census, whole):
     plan = moe_plan(census, whole, changes=["actor.expert_parallel=2"])
     assert plan.misfit() == "optimize phase, activations: 3.0 GiB on a GPU, but only 2.9 GiB of 132.8 GiB are left"
     plain = ["actor.tensor_parallel=1", "actor.pipeline_parallel=1"]
@@ -237,7 +235,7 @@ def test_two_layouts_that_fit(census, whole):
 
 
 def test_parts_of_layers_are_recomputed_before_whole_ones(census, whole):
-    """On two nodes of 80 GB no layout fits without recompute, and with experts and norms alone some do."""
+    """With two nodes of 80 GB GPUs no layout fits without recompute; with experts and norms recomputed some do."""
     plan = moe_plan(census, whole, 2, "h100", ["actor.recompute=none"])
     found = list(itertools.islice(alternatives(plan, census), 2))
     assert [changes[-1] for changes in found] == ['actor.recompute=["layernorm", "moe"]'] * 2
@@ -249,10 +247,10 @@ def test_parts_of_layers_are_recomputed_before_whole_ones(census, whole):
         assert again.misfit() is None and again.update_seconds < full.update_seconds
         assert "recompute layernorm, moe" in again.table()
     text = Fit("", plan, found).text()
-    assert '--set \'actor.recompute=["layernorm", "moe"]\'' in text  # as a shell takes it
+    assert '--set \'actor.recompute=["layernorm", "moe"]\'' in text  # quoted for a shell
 
 
-def test_a_prime_number_of_layers_is_divided_too(census, whole):
+def test_alternatives_divide_a_prime_number_of_layers_into_unequal_stages(census, whole):
     path = EXAMPLES / "deepseek_v3/mu_grpo.toml"
     plan = plan_of(path, census, whole, 32, "h200", ["actor.recompute=none"])
     assert plan.misfit().startswith("optimize phase, activations: ")
@@ -263,8 +261,8 @@ def test_a_prime_number_of_layers_is_divided_too(census, whole):
     assert again.misfit() is None and [stage.layers for stage in again.stages] == [30, 31]
 
 
-def test_deepseek_v3_on_nodes_of_80_gb(census, whole):
-    """Its trainers fit there; not even the weights in 8 bits of its engines do, as recipe and README.md say."""
+def test_deepseek_v3_does_not_fit_on_gpus_of_80_gb(census, whole):
+    """Its trainers fit, but engines do not even with 8-bit weights; recipe and examples/README.md give the sizes."""
     path = EXAMPLES / "deepseek_v3/mu_grpo.toml"
     plan = plan_of(path, census, whole, 32, "h100")
     assert plan.optimize_misfit() is None and plan.misfit().startswith("weights of a rollout engine: ")
@@ -281,8 +279,8 @@ def test_deepseek_v3_on_nodes_of_80_gb(census, whole):
     assert plan_of(path, census, whole, 32, "h200", ["rollout.vllm={}"]).rollout_misfit() is not None
 
 
-def test_no_layout_fits_but_with_the_optimizer_on_the_host_one_does(census, whole):
-    """30 B parameters and their optimizer on four GPUs of 80 GB; with 52 GiB each, gradients too."""
+def test_the_optimizer_on_the_host_and_bf16_gradients_are_the_last_alternatives(census, whole):
+    """30 B parameters on four GPUs: with 80 GB each the optimizer goes to the host, with 52 GiB gradients shrink."""
     few = ["actor.processes_per_node=4", "rollout.workers=2", "actor.expert_parallel=4"]
     plan = moe_plan(census, whole, gpu="a100", changes=few)
     assert "optimizer, fp32 master and two moments: 85.4 GiB" in plan.misfit()
@@ -294,20 +292,20 @@ def test_no_layout_fits_but_with_the_optimizer_on_the_host_one_does(census, whol
     ]
     again = moe_plan(census, whole, gpu="a100", changes=[*few, *first])
     assert again.misfit() is None and again.optimizer_on_host > 450 * sizes.GIB
-    # where even that is too much, gradients in bfloat16
+    # where even that is too much, gradients become bfloat16
     smaller = replace(plan, hbm=52 * sizes.GIB)
     found = next(iter(alternatives(smaller, census)))
     assert found[-4:] == [*first[-3:], "megatron_ddp.grad_reduce_in_fp32=false"]
     less = replace(moe_plan(census, whole, gpu="a100", changes=[*few, *found]), hbm=52 * sizes.GIB)
     assert less.misfit() is None
-    # nothing is proposed that a recipe has decided, nor where nothing helps
+    # a setting that the recipe has itself is not proposed, and nothing is where nothing would help
     decided = [*few, "megatron_optimizer.use_precision_aware_optimizer=false"]
     assert list(alternatives(moe_plan(census, whole, gpu="a100", changes=decided), census)) == []
     assert list(alternatives(replace(plan, hbm=20 * sizes.GIB), census)) == []
 
 
-def test_fp8_of_transformer_engines_layers(census, whole):
-    """By hand: copies of experts, and of the projections of 48 layers (tensor 4), and of their transposes."""
+def test_fp8_adds_copies_of_weights_and_shrinks_activations(census, whole):
+    """By hand: 8-bit copies of the experts and of the projections of 48 layers (tensor 4), each also transposed."""
     fp8 = ["megatron.fp8=hybrid", "megatron.fp8_recipe=tensorwise", "megatron.moe_router_padding_for_fp8=true"]
     plain = moe_plan(census, whole, 4, "h100", ["actor.recompute=none"])
     plan = moe_plan(census, whole, 4, "h100", [*fp8, 'actor.recompute=["moe_act"]'])
@@ -319,7 +317,7 @@ def test_fp8_of_transformer_engines_layers(census, whole):
     assert "weights, fp8 and transposed" in plan.table() and "fp8" not in plain.table()
 
 
-def test_what_the_document_says_of_recomputation_and_fp8(census, whole):
+def test_figures_of_scale_md_on_memory_recomputation_and_fp8(census, whole):
     document = (EXAMPLES.parent / "docs/scale.md").read_text()
     for said in ('"none"', '["layernorm"]', '["moe"]', '["layernorm", "moe"]', '"full"'):
         plan = moe_plan(census, whole, 4, "h100", [f"actor.recompute={said}"])
@@ -337,7 +335,7 @@ def test_what_the_document_says_of_recomputation_and_fp8(census, whole):
         assert f"| {nodes} x 8 H200 | {' | '.join(f'{size:.1f}' for size in row)} | {total:.1f} of 132.8 |" in document
 
 
-def test_memory_follows_the_recipe(census, whole):
+def test_objective_and_nodes_change_memory_and_passes(census, whole):
     """A KL reference is a second model; more nodes share the optimizer; exact statistics cost a forward pass."""
     plain = moe_plan(census, whole)
     reference = moe_plan(census, whole, changes=["objective.kl.coefficient=0.1"])
@@ -345,7 +343,7 @@ def test_memory_follows_the_recipe(census, whole):
     assert reference.optimize["frozen policies, bf16"] == plain.optimize["weights, bf16"]
     assert moe_plan(census, whole, path=MOE.with_name("m2po.toml")).extra_passes == plain.extra_passes + 1
     proximal = ["objective.name=decoupled_ppo", "objective.aggregation=token_mean", "objective.proximal_updates=4"]
-    assert moe_plan(census, whole, changes=proximal).extra_passes == 3 / 4  # the first update of a step has its own
+    assert moe_plan(census, whole, changes=proximal).extra_passes == 3 / 4  # all updates of a step but the first
     four = moe_plan(census, whole, nodes=4)
     name = "optimizer, fp32 master and two moments"
     assert four.optimize[name] == plain.optimize[name] / 4
@@ -393,7 +391,7 @@ def test_json_has_the_numbers_of_the_text(census, whole, capsys):
 
 
 def test_devices_that_trainers_and_engines_share(census, whole):
-    """A live run: an engine's share must fit beside what trainers keep. It has the GPUs alone otherwise."""
+    """In a live run with shared GPUs, an engine must fit beside the trainers; without, it has GPUs of its own."""
     shared = plan_of(MOE, census, whole)
     assert shared.misfit() is None and not shared.overlaps
     assert shared.left_to_engines == shared.usable - sum(shared.optimize.values())
@@ -409,7 +407,7 @@ def test_devices_that_trainers_and_engines_share(census, whole):
 
 
 def test_time_of_a_live_stage(census, whole):
-    """Side by side the slower of both; in turns, or where both wait for each other, the sum."""
+    """On different GPUs the slower of engines and trainers counts; in turns, or in lock-step, both add up."""
     apart = ["schedule.colocate=false"]
     both_wait = [*apart, "schedule.delay=0", "schedule.lockstep=true"]
     turns, beside, lockstep = (plan_of(MOE, census, whole, 4, changes=changes) for changes in ([], apart, both_wait))
@@ -417,14 +415,14 @@ def test_time_of_a_live_stage(census, whole):
     assert beside.stage_seconds == max(load + rollouts, sum(training))
     for plan in (turns, lockstep):
         assert plan.stage_seconds == pytest.approx(sum(plan.seconds.values()))
-    read = 2 * PUBLISHED["qwen3_30b_a3b"] * 16 / 2e9  # by 16 replicas
+    read = 2 * PUBLISHED["qwen3_30b_a3b"] * 16 / 2e9  # 16 replicas read the weights
     assert beside.seconds["10 loads of the engines"] == pytest.approx(120 + 10 * read)
-    # the engines' turns: 48 updates each, so four in a stage of 160
+    # engines start anew for each turn of 48 updates, so four times in a stage of 160
     assert turns.seconds["10 loads of the engines"] == pytest.approx(4 * 120 + 10 * read)
     assert {"10 loads of the engines", "10 exports"} <= beside.seconds.keys()  # a version every 16 of 160 updates
 
 
-def test_wrong_questions(tmp_path):
+def test_wrong_options_and_settings_are_refused(tmp_path):
     with pytest.raises(UserError, match="--gpu h900: known are a100, h100, h200, h20, b200"):
         make_plan(MOE, 1, "h900")
     with pytest.raises(UserError, match="--nodes 0: at least 1"):
@@ -450,7 +448,7 @@ def test_wrong_questions(tmp_path):
         make_plan(recipe, 1, "h200")
 
 
-def test_pipeline_stage_that_needs_most_counts(census, whole):
+def test_the_pipeline_stage_that_needs_most_memory_counts(census, whole):
     """The first stage has two micro-batches in flight, the last the head's buffers."""
     plan = moe_plan(census, whole, changes=["actor.pipeline_parallel=2", "actor.expert_parallel=4"])
     first, last = (plan.optimize_stage(stage) for stage in (0, 1))
@@ -461,7 +459,11 @@ def test_pipeline_stage_that_needs_most_counts(census, whole):
 
 
 def test_30b_on_one_node_of_80_gb_with_its_optimizer_on_the_host(census, whole):
-    """By hand: a rank owns 3,623,878,656 parameters of experts, and 394,868,736 others with one more rank."""
+    """Counted by hand: the optimizer state of a rank.
+
+    It is that of all 3,623,878,656 parameters of the rank's experts, and of half of its 394,868,736 others, which one
+    other rank has too.
+    """
     path = MOE.parent / "mu_grpo-one_node.toml"
     plan = plan_of(path, census, whole, gpu="h100")
     assert plan.misfit() is None

@@ -1,4 +1,7 @@
-"""The progress display follows growing, cut and replaced files; it draws on a pseudo-terminal, elsewhere it prints."""
+"""The progress display follows files that grow, are cut or are replaced.
+
+On a terminal (here a pseudo-terminal) it is redrawn in place; elsewhere it prints plain lines.
+"""
 
 import io
 import json
@@ -31,14 +34,14 @@ def start(phase, stage, when=None):
     return {"time": when or time.time(), "event": "phase_start", "phase": phase, "stage": stage}
 
 
-def test_state_of_a_rollout_phase(tmp_path):
+def test_progress_speed_and_reward_of_a_rollout_phase(tmp_path):
     recipe = make_recipe()
     state = RunState(tmp_path, recipe)
     assert state.poll() == [] and state.done == (0, 0, "")
     rollouts = tmp_path / "stages/001/rollouts"
     rollouts.mkdir(parents=True)
     shard = {"groups": [1536, 1537], "responses": 16, "tokens": 100, "reward_sum": 4.0}
-    append(rollouts / "ledger.jsonl", {"shard": "old", **shard})  # by an attempt that was killed
+    append(rollouts / "ledger.jsonl", {"shard": "old", **shard})  # of an earlier attempt, which was killed
     append(tmp_path / "events.jsonl", start("rollout", 1, time.time() - 10))
     assert [event["event"] for event in state.poll()] == ["phase_start"]
     assert state.done == (2, 1536, "groups") and state.tokens_per_second is None and state.seconds_left is None
@@ -48,12 +51,12 @@ def test_state_of_a_rollout_phase(tmp_path):
     assert state.tokens_per_second == pytest.approx(10, rel=0.1)
     assert state.seconds_left == pytest.approx(1532 * 5, rel=0.1)
     append(rollouts / "x", {"shard": "old", **shard}, {"shard": "b", **shard, "reward_sum": 12.0})
-    os.replace(rollouts / "x", rollouts / "ledger.jsonl")  # sealing: one ledger
+    os.replace(rollouts / "x", rollouts / "ledger.jsonl")  # sealing merges the ledgers into one
     state.poll()
     assert state.done == (4, 1536, "groups")
 
 
-def test_candidates_are_shown_and_what_was_chosen_of_them(tmp_path):
+def test_candidates_and_chosen_groups_of_dynamic_sampling_are_shown(tmp_path):
     recipe = override_recipe(make_recipe(), ["rollout.oversample=1.5"])
     state = RunState(tmp_path, recipe)
     append(tmp_path / "events.jsonl", start("rollout", 1))
@@ -68,19 +71,19 @@ def test_candidates_are_shown_and_what_was_chosen_of_them(tmp_path):
     ]
 
 
-def test_replicas_report_lengths_truncation_and_queue(tmp_path):
+def test_lengths_truncation_and_decoding_are_summed_over_replicas(tmp_path):
     state = RunState(tmp_path, make_recipe())
     append(tmp_path / "events.jsonl", start("rollout", 1))
     report = {"event": "rollout_progress", "stage": 1, "responses": 100, "tokens": 700, "truncated": 5, "decoding": 32}
     append(tmp_path / "events.jsonl", report | {"rank": 0, "responses": 10}, report | {"rank": 0}, report | {"rank": 1})
     assert [event["event"] for event in state.poll()] == ["phase_start"]
     assert {"length 7", "truncated 5%", "decoding 64"} <= set(describe_state(state).split(", "))
-    append(tmp_path / "events.jsonl", start("rollout", 2))  # what the next phase has not said yet is not shown
+    append(tmp_path / "events.jsonl", start("rollout", 2))  # reports of the phase before are no longer shown
     state.poll()
     assert "length" not in describe_state(state)
 
 
-def test_loading_and_an_evaluation_before_generation_are_shown_and_are_no_measure_of_speed(tmp_path):
+def test_loading_and_evaluation_before_generation_are_shown_and_do_not_count_for_the_speed(tmp_path):
     state, now = RunState(tmp_path, make_recipe()), time.time()
     loaded = {"event": "weight_drift", "stage": 1, "time": now - 30.0, "rank": 0}
     append(tmp_path / "events.jsonl", start("rollout", 1, now - 90.0))
@@ -109,7 +112,7 @@ SUITES = ("eval.every_updates=48", 'eval.suites=[{name="one", prompts=20}, {name
 
 
 def test_prompts_are_counted_while_suites_are_evaluated(tmp_path):
-    """Before a stage two policies on two suites each; what an earlier attempt has sealed is over."""
+    """Two policies are evaluated on two suites each before a stage; an earlier attempt has finished the first suite."""
     state = RunState(tmp_path, override_recipe(make_recipe(), list(SUITES)))
     (tmp_path / "stages/000/policies/000048").mkdir(parents=True)
     (tmp_path / "stages/000/policies/.000072.removed.tmp").mkdir()
@@ -141,7 +144,7 @@ def test_prompts_are_counted_while_suites_are_evaluated(tmp_path):
     assert describe_state(state).startswith("stage 2/3 rollout, 0/1536 groups")
 
 
-def test_prompts_are_counted_in_a_phase_of_evaluations_alone(tmp_path):
+def test_prompts_are_counted_in_a_separate_evaluation_phase(tmp_path):
     state = RunState(tmp_path, override_recipe(make_recipe(), ["eval.prompts=20"]))
     assert state.done == (0, 0, "")
     append(tmp_path / "events.jsonl", start("evaluate", 3))
@@ -153,7 +156,7 @@ def test_prompts_are_counted_in_a_phase_of_evaluations_alone(tmp_path):
     assert describe_state(state).startswith("final evaluation, 3/20 prompts")
 
 
-def test_state_of_an_optimize_phase_that_is_restarted(tmp_path):
+def test_progress_of_an_optimize_phase_goes_back_when_metrics_are_cut(tmp_path):
     recipe, noise = make_recipe(), random.Random(0)
     updates = [update_record(n, 96, noise) for n in range(1, 140)]
     state = RunState(tmp_path, recipe)
@@ -169,19 +172,19 @@ def test_state_of_an_optimize_phase_that_is_restarted(tmp_path):
     assert state.done == (4, 96, "updates")
     write_lines(tmp_path / "metrics.jsonl", updates[:10])
     state.poll()
-    assert [u["update"] for u in state.recent] == [*range(1, 11)], "what was undone is no measure of speed"
+    assert [u["update"] for u in state.recent] == [*range(1, 11)], "updates that were undone do not count for the speed"
 
 
 def test_time_left_of_the_run(tmp_path):
     recipe = make_recipe()
     events = make_events(recipe)
     state = RunState(tmp_path, recipe)
-    write_lines(tmp_path / "events.jsonl", events[:7])  # stage 0 ends, evaluation of stage 1 is to come
+    write_lines(tmp_path / "events.jsonl", events[:7])  # up to the end of stage 0, before the evaluation of stage 1
     state.poll()
     assert state.seconds == {"evaluate": 4.0, "rollout": 11.0, "optimize": 17.0}
     append(tmp_path / "events.jsonl", start("rollout", 1, time.time()))
     state.poll()
-    assert state.run_seconds_left is None  # this rollout has shown no pace yet
+    assert state.run_seconds_left is None  # this rollout phase has no speed yet
     append(tmp_path / "events.jsonl", start("optimize", 2))
     append(tmp_path / "metrics.jsonl", *[update_record(n, 96, random.Random(0)) for n in range(1, 193)])
     state.poll()
@@ -190,7 +193,7 @@ def test_time_left_of_the_run(tmp_path):
 
 
 def grow(root, recipe, pause):
-    """Write the files of a run bit by bit, as the phases do."""
+    """Write metrics.jsonl and events.jsonl of a run step by step, as the phases do."""
     numbers, noise = iter(range(1, 1000)), random.Random(0)
     for event in make_events(recipe):
         if event["event"] == "phase_end" and event["phase"] == "optimize":
@@ -211,7 +214,7 @@ def test_plain_lines_without_a_terminal(tmp_path, monkeypatch):
     lines = stream.getvalue().splitlines()
     assert all(re.fullmatch(r"\d\d:\d\d:\d\d [ -~]+", line) for line in lines), "no control characters"
     text = stream.getvalue()
-    assert "0.123 +-" not in text, "what stood there before is not announced again"
+    assert "0.123 +-" not in text, "events from before the start are not announced again"
     for expected in (
         "stage 1/3 rollout starts",
         "stage 1/3 rollout done in 0:11",
@@ -224,7 +227,7 @@ def test_plain_lines_without_a_terminal(tmp_path, monkeypatch):
     assert len(lines) < 60
 
 
-def test_lines_come_at_a_modest_rate(tmp_path):
+def test_at_most_one_line_about_the_state_comes_per_interval(tmp_path):
     recipe, stream = make_recipe(), io.StringIO()
     view, state = progress._Lines(stream), RunState(tmp_path, recipe)
     append(tmp_path / "events.jsonl", start("optimize", 0))
@@ -285,7 +288,7 @@ def test_terminal_shows_a_live_display_and_cleans_up(tmp_path):
     assert re.search(r"run\s+━+.* 192/288 updates", plain)
     assert "held-out 0.281 -> 0.613 +- 0.030" in plain and "20,000 tokens/s" in plain
     assert "said meanwhile" in plain and plain.rstrip().endswith("after")
-    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1, "the cursor is back"
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1, "the cursor is shown again"
 
 
 def test_updates_show_time_lag_sample_size_and_clipping(tmp_path):
@@ -327,7 +330,7 @@ def test_progress_ends_when_the_block_fails(tmp_path):
 
 
 def test_following_a_long_run_costs_next_to_nothing(tmp_path):
-    """A look at a run of 100 000 updates costs CPU for what is new, not for what stands there."""
+    """A poll of a run with 60,000 updates takes CPU time for the new lines only, not for those already read."""
     root = make_run(tmp_path / "run")
     line = (root / "metrics.jsonl").read_text().splitlines()[0] + "\n"
     with open(root / "metrics.jsonl", "a") as file:

@@ -1,6 +1,6 @@
-"""The plan's time model beside published figures of Qwen3-30B-A3B: the table of docs/scale.md, row by row.
+"""Recomputes every row of the table in docs/scale.md that compares estimates of the plan with published figures.
 
-No constant is fitted to any of them; docs/scale.md has sources and what was assumed.
+The model is Qwen3-30B-A3B. No constant is fitted to any figure; docs/scale.md lists the sources and what was assumed.
 """
 
 import numpy as np
@@ -17,7 +17,10 @@ DOCUMENT = (EXAMPLES.parent / "docs/scale.md").read_text()
 
 
 def plan(nodes, gpu, sequence, sequences, *changes, mean=1.0):
-    """8 GPUs a node; sequences an update, whose tokens are ``mean`` of ``sequence``, the prompt's 1 among them."""
+    """The plan on nodes of 8 GPUs with ``sequences`` sequences per update.
+
+    sequence: tokens at most, the prompt's one token included. mean: tokens on average, as a share of that.
+    """
     actor = dict(tensor=1, pipeline=1, expert=8, expert_tensor=1)
     settings = [f"actor.{kind}_parallel={size}" for kind, size in actor.items()]
     settings += ["data.max_prompt_tokens=1", f"rollout.max_response_tokens={sequence - 1}"]
@@ -27,13 +30,13 @@ def plan(nodes, gpu, sequence, sequences, *changes, mean=1.0):
 
 
 def trained(found):
-    """Tokens a second and GPU of updates."""
+    """Tokens that updates train per second and GPU."""
     tokens = sizes.responses_per_update(found.recipe) * sizes.mean_sequence(found.recipe, found.assume)
     return tokens / found.update_seconds / found.layout.ranks
 
 
 def step(found, updates):
-    """(generation, updates) of a step whose engines and trainers take turns on the GPUs, in seconds."""
+    """(generation, updates): seconds of a step of several updates; engines and trainers take turns on the GPUs."""
     turns = Simulation(found, Scenario(updates, updates, updates, updates - 1, handover=0.0))
     assert turns.beside_trainers is not None
     run = turns.lockstep(np.random.default_rng(0))
@@ -41,23 +44,24 @@ def step(found, updates):
 
 
 def model_flops(found):
-    """Of a trained token: forward and backward pass, no recompute."""
+    """Operations per trained token: forward and backward pass, without recompute."""
     length = sizes.mean_sequence(found.recipe, found.assume)
     return 3 * sizes.forward_flops(found.hf, sizes.active_parameters(found.hf, found.parameters), length) / length
 
 
 def in_document(name, predicted, published, digits=0):
+    """Assert that the table of docs/scale.md has this row."""
     row = f"| {name} | {predicted:.{digits}f} | {published} | {predicted / published:.2f} |"
     assert row in DOCUMENT, row
 
 
 def test_flops_of_a_token_are_those_of_megatron_bridge():
-    """121 TFLOP/s are 5275 tokens/s there."""
+    """Megatron-Bridge publishes 121 TFLOP/s for 5275 tokens/s."""
     found = plan(2, "h100", 4096, 512)
     assert model_flops(found) == pytest.approx(121e12 / 5275, rel=0.02)
 
 
-def test_pretraining():
+def test_rows_of_pretraining():
     found = plan(2, "h100", 4096, 512, "actor.recompute=none")
     in_document("Megatron-LM#5728: H100, TFLOP/s/GPU", trained(found) * model_flops(found) / 1e12, 240.5, 1)
     split = ("actor.pipeline_parallel=2", "megatron.virtual_pipeline_model_parallel_size=24", "actor.recompute=none")
@@ -66,19 +70,19 @@ def test_pretraining():
 
 
 @pytest.mark.parametrize(("length", "published"), [(16_384, 742.8), (65_536, 1593.5)])
-def test_the_trainer_of_prime_rl(length, published):
+def test_rows_of_the_prime_rl_trainer(length, published):
     found = plan(1, "h200", length, 16, f"actor.tokens_per_micro_batch={length}")
     in_document(f"prime-rl trainer: 8 H200, {length} tokens, tokens/s/GPU", trained(found), published)
 
 
 def nemo(*changes):
-    """Updates of 512 sequences of 3306 tokens, of at most 4096."""
+    """The plan of updates of 512 sequences, of 3306 tokens on average and 4096 at most."""
     layout = ("actor.tensor_parallel=2", "rollout.tensor_parallel=4", "objective.name=decoupled_ppo")
     return plan(4, "h100", 4096, 512, *layout, *changes, mean=3306 / 4096)
 
 
-def test_nemo_rl():
-    """2048 sequences a step on 32 GPUs, with log-probs of the policy before the step."""
+def test_rows_of_nemo_rl():
+    """A step on 32 GPUs has 2048 sequences, in 4 updates, and computes log-probs of the policy before the step."""
     found = nemo("objective.aggregation=token_mean")
     seconds = sum(step(found, 4))
     in_document("NeMo-RL 0.6: 32 H100, on-policy, s a step", seconds, 192)
@@ -88,8 +92,8 @@ def test_nemo_rl():
     in_document("NeMo-RL 0.6: 32 H100, one step off, s a step", seconds, 152)
 
 
-def test_verl():
-    """8192 responses a step on 128 GPUs in 4 updates, with a reference policy and old log-probs."""
+def test_rows_of_verl():
+    """A step on 128 GPUs has 8192 responses, in 4 updates, with a reference policy and old log-probs."""
     layout = ("rollout.tensor_parallel=4", "objective.name=decoupled_ppo", "objective.kl.coefficient=0.001")
     found = plan(16, "h20", 8192, 2048, *layout, mean=0.5)
     generating, training = step(found, 4)

@@ -1,4 +1,4 @@
-"""What the page says: the numbers of the summary, the traces of the charts, and what happens when files are missing."""
+"""The report: numbers of its summary, traces of its charts, and what it shows if files are missing or damaged."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def test_summary(tmp_path):
     }
 
 
-def test_a_live_run_beside_a_staged_one_shows_who_waited(tmp_path):
+def test_idle_times_of_a_live_run_are_shown_beside_a_staged_run(tmp_path):
     roots = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
     recipe = roots[1] / "recipe.toml"
     recipe.write_text(recipe.read_text().replace('kind = "staged"', 'kind = "live"'))
@@ -78,7 +78,8 @@ def test_reward_is_not_smoothed_over_a_stage_boundary(tmp_path):
     write_lines(root / "metrics.jsonl", updates)
     _, smooth = charts_of(root)["Training reward"].traces
     assert smooth["y"][43:58] == [1.0] * 15 and smooth["y"][42] == smooth["y"][58] == 0.0
-    write_lines(root / "metrics.jsonl", updates[:60])  # of few updates fewer count (Prefix-Ratio GRPO, figure 2)
+    # a short run is averaged over fewer updates (Prefix-Ratio GRPO, figure 2)
+    write_lines(root / "metrics.jsonl", updates[:60])
     _, smooth = charts_of(root)["Training reward"].traces
     assert smooth["y"][48:53] == [3.0] * 5 and smooth["y"][47] == smooth["y"][53] == 0.0
 
@@ -120,7 +121,7 @@ def test_traces_of_every_chart(tmp_path):
 
 
 def test_details_are_of_the_last_update_that_has_them(tmp_path):
-    """Counts in the columns and rows of the objectives' tables; tokens by name, whatever is in it."""
+    """Heat maps have the bins that the objectives count in; bars of tokens have their text, escaped."""
     assert (COLUMNS, ROWS) == (detail.COLUMNS, detail.ROWS)
     root = make_run(tmp_path / "a")
     charts = charts_of(root)
@@ -226,7 +227,7 @@ def test_torn_and_damaged_lines_are_left_out_and_counted(tmp_path):
     assert len(charts_of(root)["Entropy"].traces[0]["x"]) == 199
 
 
-def test_values_that_are_no_numbers_leave_a_gap(tmp_path):
+def test_values_that_are_not_finite_numbers_are_left_out(tmp_path):
     root = make_run(tmp_path / "a")
     with open(root / "metrics.jsonl", "a") as file:
         file.write('{"update": 289, "entropy": NaN, "grad_norm": "big", "reward/mean": null, "loss": Infinity}\n')
@@ -246,7 +247,7 @@ def test_strings_from_files_are_escaped(tmp_path):
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
 
 
-def test_what_is_no_run_directory(tmp_path):
+def test_invalid_run_directories_and_outputs_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty is not a run directory: it has no recipe.toml"):
         write_report([tmp_path / "empty"], tmp_path / "r.html")

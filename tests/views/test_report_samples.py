@@ -1,4 +1,4 @@
-"""The report's samples: some of each stage, escaped, within a bound however much there is."""
+"""The report's samples: some responses of each stage, escaped, and with a limit on their size."""
 
 import re
 
@@ -14,7 +14,7 @@ def sections(text):
     return re.findall(part, text, re.DOTALL)
 
 
-def test_each_stage_shows_its_best_and_worst_of_some_prompts(tmp_path):
+def test_each_stage_shows_the_best_and_the_worst_response_to_some_prompts(tmp_path):
     root, groups = two_stages(tmp_path / "run")
     found = sections(samples_section([("run", root)]))
     for stage, (summary, body) in enumerate(found):
@@ -42,7 +42,7 @@ def hostile_run(root):
     return make_stored_run(root, [[[group]] for group in groups])
 
 
-def test_what_a_model_wrote_is_text(tmp_path):
+def test_responses_are_escaped(tmp_path):
     page = write_report([hostile_run(tmp_path / "run")], tmp_path / "page.html").read_text()
     (_, body), _ = sections(page)
     assert "&lt;/pre&gt;&lt;/template&gt;&lt;/details&gt;&lt;script&gt;alert(2)&lt;/script&gt;&lt;!--" in body
@@ -51,9 +51,9 @@ def test_what_a_model_wrote_is_text(tmp_path):
 
 
 def test_a_page_stays_small_however_much_was_written(tmp_path):
-    """Of many stages with long responses in several runs, side by side."""
+    """The report on two runs of 14 stages with long responses."""
     prompt = random_groups([0])[0].prompt_tokens
-    image = WORDS.index(HOSTILE[5])  # which becomes longer when it is escaped
+    image = WORDS.index(HOSTILE[5])  # becomes longer when it is escaped
     recipe = make_recipe({"stages": 14, "updates_per_stage": 2})
     long = [
         [[Group(3 * stage + k, prompt, (response([image] * 40), response([1] * 2000, 1.0))) for k in range(3)]]
@@ -62,11 +62,11 @@ def test_a_page_stays_small_however_much_was_written(tmp_path):
     roots = [make_stored_run(tmp_path / name, long, recipe=recipe) for name in "ab"]
     section = samples_section([(root.name, root) for root in roots])
     assert len(section.encode()) < 1.1 * BYTES
-    assert section.count("on use: megarl samples") == 2, "what is left out is said"
+    assert section.count("on use: megarl samples") == 2, "both runs must say that stages are left out"
     assert write_report(roots, tmp_path / "page.html").stat().st_size < 3 << 20
 
 
-def test_a_store_that_cannot_be_read_does_not_cost_the_report(tmp_path):
+def test_an_unreadable_store_is_named_and_the_other_stages_are_shown(tmp_path):
     root, _ = two_stages(tmp_path / "run")
     next((root / "stages/001/rollouts").glob("*.arrow")).unlink()
     section = samples_section([("run", root)])

@@ -1,4 +1,4 @@
-"""``megarl runs``: every run below a directory, in the state that its files and its lock tell."""
+"""``megarl runs`` lists all runs below a directory, with the state that follows from their files and locks."""
 
 import fcntl
 import json
@@ -14,7 +14,7 @@ def states(folder):
     return {line.run: line.state for line in list_runs(folder)}
 
 
-def test_states(tmp_path):
+def test_the_state_of_a_run_follows_from_its_files_and_its_lock(tmp_path):
     for name in ("done", "group/stopped", "group/failed", "working"):
         make_run(tmp_path / name)
     (tmp_path / "done/final").mkdir()
@@ -27,7 +27,7 @@ def test_states(tmp_path):
     assert states(tmp_path) == expected | {"group/failed": "stopped", "working": "stopped"}
 
 
-def test_a_branch_is_finished_with_its_stage(tmp_path):
+def test_a_branch_is_finished_after_its_stage(tmp_path):
     make_run(tmp_path / "run")
     branch = make_run(tmp_path / "branch")
     (tmp_path / "run/stages/001/rollouts").mkdir(parents=True)
@@ -39,7 +39,7 @@ def test_a_branch_is_finished_with_its_stage(tmp_path):
     assert {line.run: line.updates for line in list_runs(tmp_path)} == {"branch": 192, "run": 288}
 
 
-def test_last_numbers(tmp_path):
+def test_the_newest_numbers_of_a_run_are_listed(tmp_path):
     run = make_run(tmp_path / "run")
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join(lines[:200]) + "\n")
@@ -51,9 +51,9 @@ def test_last_numbers(tmp_path):
     assert table[1].split() == ["run", "stopped", "3", "200", "/", "288", "0.902", f"{last['reward/mean']:.3f}"]
 
 
-def test_what_is_no_run_is_left_out_and_what_is_damaged_is_named(tmp_path):
+def test_directories_that_are_no_runs_are_left_out_and_damaged_runs_are_listed(tmp_path):
     make_run(tmp_path / "run")
-    shutil.copytree(tmp_path / "run", tmp_path / "run/stages/000/copy")  # inside a run is no run
+    shutil.copytree(tmp_path / "run", tmp_path / "run/stages/000/copy")  # a directory inside a run is not listed
     (tmp_path / "recipes").mkdir()
     shutil.copy(tmp_path / "run/recipe.toml", tmp_path / "recipes")
     (make_run(tmp_path / "torn") / "recipe.toml").write_text("[schedule")

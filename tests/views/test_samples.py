@@ -1,4 +1,4 @@
-"""``megarl samples``: what is asked for is found, and what a model wrote is harmless to the terminal that shows it."""
+"""``megarl samples`` finds the responses that are asked for, and no response can control the terminal."""
 
 import io
 import json
@@ -43,7 +43,7 @@ FILTERS = {
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_responses_are_found(stored, name):
+def test_a_filter_selects_the_responses_that_meet_its_condition(stored, name):
     root, groups = stored
     wanted, condition = FILTERS[name]
     expected = [
@@ -56,8 +56,8 @@ def test_responses_are_found(stored, name):
     assert found == expected and found
 
 
-def test_a_run_that_is_going_on(tmp_path):
-    """Only what a line of the ledger names counts: not a shard that is being written, nor a torn line."""
+def test_only_shards_that_the_ledger_names_are_read_during_a_run(tmp_path):
+    """A shard counts once a whole line of the ledger names it; here the second line is torn."""
     root = make_stored_run(tmp_path / "run", [[random_groups([0, 1])]])
     folder = root / "stages/001/rollouts"
     store(folder, [random_groups([2]), random_groups([3])], sealed=False)
@@ -86,7 +86,7 @@ def hostile(tmp_path_factory):
 
 @pytest.mark.parametrize("prompt", [None, 1])
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_response_cannot_drive_the_terminal(hostile, prompt, terminal):
+def test_a_response_cannot_control_the_terminal(hostile, prompt, terminal):
     output = shown(hostile, terminal=terminal, wanted=Filter(prompt=prompt), whole=True)
     assert ("\x1b[" in output) is terminal, "colours"
     plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
@@ -94,9 +94,9 @@ def test_a_response_cannot_drive_the_terminal(hostile, prompt, terminal):
     together = re.sub(r"[\s│]", "", plain)
     for escaped in (r"\x1b[2J\x1b]0;owned\x07", r"\x9b31m", r"\rhidden\x08\x7f\x00", r"\u202eesrever\u2028"):
         assert escaped in together
-    assert "[boldred]:smile:[/boldred]" in together, "rich's own markup is text"
+    assert "[boldred]:smile:[/boldred]" in together, "rich's markup must be printed as text"
     assert len(re.findall(r"(?m)^stage \d", plain)) == (3 if prompt is None else 0), (
-        "a response began a line of its own"
+        "a response imitated the heading of another one"
     )
 
 
@@ -109,7 +109,7 @@ def test_a_long_text_is_cut_in_its_middle(tmp_path):
     assert shown(root, whole=True).count("a") > 3000
 
 
-def test_a_group_stands_side_by_side(stored):
+def test_the_responses_to_a_prompt_are_shown_side_by_side(stored):
     root, groups = stored
     lines = shown(root, width=120, wanted=Filter(prompt=7)).splitlines()
     rewards = [r.reward for stage, group in groups for r in group.responses if group.group_id == 7]
@@ -118,7 +118,7 @@ def test_a_group_stands_side_by_side(stored):
         assert f"{sample} · reward {reward:g} ·" in first, lines
 
 
-def test_the_command(stored):
+def test_options_and_json_of_the_command(stored):
     root, groups = stored
     result = megarl("samples", root, "--stage", "1", "--limit", "2", "--json")
     assert result.returncode == 0, result.stderr
@@ -143,12 +143,12 @@ def test_the_command(stored):
         (["--policy", "final"], "give --tokens with them"),
     ],
 )
-def test_a_mistake_is_named(stored, options, said):
+def test_wrong_options_are_refused(stored, options, said):
     result = megarl("samples", stored[0], *options)
     assert result.returncode == 2 and re.search(said, result.stderr), result.stderr
 
 
-def test_a_shard_that_its_ledger_does_not_describe(tmp_path):
+def test_a_shard_that_does_not_agree_with_its_ledger_is_refused(tmp_path):
     prompt = random_groups([0])[0].prompt_tokens
     shards = [[Group(number, prompt, (response([1, 2, 3]),))] for number in range(2)]
     root = make_stored_run(tmp_path / "run", [shards])

@@ -1,4 +1,4 @@
-"""The report on branches and on several seeds, and a run that learns nothing says so."""
+"""The report on branches and on runs with several seeds, and the warning of a run that learns nothing."""
 
 import json
 
@@ -19,7 +19,7 @@ GOOD = {"reward/mean": 0.5, "zero_variance_fraction": 0.5, "grad_norm": 0.1, "en
 
 
 def make_branch(root, of, stage):
-    """As `megarl optimize --stage STAGE --output` leaves it: the updates of one stage, the rollouts a link."""
+    """A branch as `megarl optimize --stage STAGE --output` makes it: updates of one stage, a link to its rollouts."""
     make_run(root)
     rollouts = of / f"stages/{stage:03d}/rollouts"
     rollouts.mkdir(parents=True)
@@ -37,7 +37,7 @@ def make_branch(root, of, stage):
 
 
 @pytest.mark.parametrize(("stage", "base", "final"), [(0, "0.281", "0.613"), (1, "0.613", "0.815")])
-def test_a_branch_is_finished_with_its_stage_and_begins_with_its_own_base(tmp_path, stage, base, final):
+def test_a_branch_is_finished_after_its_stage_and_its_base_is_the_policy_before(tmp_path, stage, base, final):
     whole = make_run(tmp_path / "whole")
     run = read_run(make_branch(tmp_path / "branch", whole, stage), "branch")
     row = summary(run)
@@ -75,19 +75,19 @@ def test_several_seeds_are_averaged_with_a_band(tmp_path):
         ({"ess": 0.01}, "no_sample"),
     ],
 )
-def test_what_teaches_nothing_is_found_where_every_update_shows_it(values, kind):
+def test_a_cause_is_found_only_if_every_update_shows_it(values, kind):
     records = [GOOD | values for _ in range(UPDATES)]
     assert list(find(records)) == [kind]
     for record in (GOOD, {"skipped_update": 1.0}):
         assert find([*records[1:], record]) == {}
 
 
-def test_groups_without_variance_may_differ_in_reward():
+def test_groups_without_variance_are_found_although_updates_differ_in_reward():
     records = [GOOD | {"zero_variance_fraction": 1.0, "reward/mean": 0.1 * n, "grad_norm": 0.0} for n in range(UPDATES)]
     assert list(find(records)) == ["no_variance"]
 
 
-def test_it_is_said_once_a_stage(tmp_path):
+def test_a_cause_is_logged_once_per_stage(tmp_path):
     watch = LearningWatch(tmp_path / "events.jsonl")
     for update in range(1, 4 * UPDATES + 1):
         watch.append({"update": update, "stage": (update - 1) // (2 * UPDATES)} | GOOD | {"ess": 0.001})

@@ -1,4 +1,4 @@
-"""`megarl simulate` against closed forms in its limits, the plan's arithmetic, and mu-GRPO's tables 1 and 2."""
+"""`megarl simulate`, compared with closed forms, with times of `megarl plan`, and with tables 1 and 2 of mu-GRPO."""
 
 import math
 from dataclasses import replace
@@ -14,7 +14,7 @@ from megarl.views.simulate import HOUR, Scenario, Simulation
 from tests.views.moe import EXAMPLES, MOE
 from tests.views.simulated import plan_of
 
-CALM = dict(spread=0.0, failures=0.0)
+CALM = dict(spread=0.0, failures=0.0)  # nothing is random: equal lengths, no failures
 QWEN = "qwen2_5_math_7b/mu_grpo.toml"
 
 
@@ -26,7 +26,7 @@ def simulation(path=QWEN, devices=8, changes=(), **scenario):
 
 
 @pytest.mark.parametrize(("mean", "spread"), [(500, 0.6), (50, 0.3), (950, 0.6), (300, 2.0)])
-def test_lengths_have_the_mean_after_the_cut(mean, spread):
+def test_lengths_have_the_given_mean_after_the_cut(mean, spread):
     lengths = Lengths.of_mean(mean, 1000, spread)
     assert cut_mean(lengths.log_median, spread, 1000) == pytest.approx(mean, rel=1e-9)
     drawn = lengths.draw(np.random.default_rng(0), (200_000,))
@@ -40,15 +40,15 @@ def test_lengths_without_spread_are_equal():
 
 
 def test_decoding_by_hand():
-    """Three responses of 1, 2 and 4 tokens; a step of n takes 10 + n seconds."""
+    """Three responses of 1, 2 and 4 tokens; a decoding step of n responses takes 10 + n seconds."""
     step = 10.0 + np.arange(4)
     lengths = np.array([[2.0, 4.0, 1.0]])
     assert decode_seconds(lengths, step) == 13 + 12 + 2 * 11
-    # with two slots: 2 and 4, then 1 in the place of the first, which is over a token before the last
+    # with two slots: 2 and 4 tokens, then 1 in the slot of the 2, which ends one token before the 4
     assert decode_seconds(lengths, step[:3]) == 3 * 12 + 11
 
 
-def test_decoding_against_token_by_token():
+def test_decoding_equals_a_simulation_token_by_token():
     rng = np.random.default_rng(1)
     step = 1.0 + rng.random(6).cumsum()
     for count in (3, 5, 6, 23):
@@ -63,8 +63,8 @@ def test_decoding_against_token_by_token():
             assert seconds == pytest.approx(expected)
 
 
-def test_batches_that_are_begun_together():
-    """On one replica, the last of them ends with all that decode together."""
+def test_batches_that_begin_together_end_with_their_longest_response():
+    """On one replica, the last batch ends when all responses, decoded together, have ended."""
     lengths = np.random.default_rng(2).random((4, 8)) * 100
     step = 1.0 + np.arange(40)
     ends = ends_of_batches(lengths, step, 1)
@@ -73,8 +73,11 @@ def test_batches_that_are_begun_together():
 
 
 @pytest.mark.parametrize("segment", [200.0, 1000.0, 3000.0])
-def test_failures_cost_what_the_checkpoint_interval_says(segment):
-    """(exp(rate s) - 1) (1 / rate + restart) in the mean for a segment of s; about rate s / 2 of it is lost work."""
+def test_failures_cost_what_the_closed_form_says(segment):
+    """A segment of s seconds takes (exp(rate s) - 1) (1 / rate + restart) on average.
+
+    If failures are rare, the work that is lost is about rate s / 2 of s.
+    """
     rate, restart, count = 1 / 1000, 50.0, 20_000
     lost, failures = with_failures(np.random.default_rng(3), np.full(count, segment), rate, restart)
     expected = math.expm1(rate * segment) * (1 / rate + restart)
@@ -83,13 +86,13 @@ def test_failures_cost_what_the_checkpoint_interval_says(segment):
     assert with_failures(np.random.default_rng(3), np.full(count, segment), 0.0, restart) == (0.0, 0)
 
 
-def test_preemptions():
+def test_preemptions_take_their_expected_time():
     found = [pauses(np.random.default_rng(seed), 1e5, 1e-3, 30.0, 10.0) for seed in range(200)]
     assert np.mean(found) == pytest.approx(100 * 40, rel=0.05)
 
 
-def test_a_calm_staged_run_takes_what_the_plan_says():
-    """Equal lengths and no failures; the 32768 responses of a replica are 32 times what it decodes together."""
+def test_a_calm_staged_run_takes_the_time_of_the_plan():
+    """Each replica has 32768 responses per stage, 32 times as many as it decodes together."""
     calm = simulation(**CALM)
     run = calm.staged(np.random.default_rng(0))
     assert len(calm.step) - 1 == 1024
@@ -97,8 +100,8 @@ def test_a_calm_staged_run_takes_what_the_plan_says():
     assert run.generating == pytest.approx(4 * calm.plan.seconds["rollouts"], rel=1e-9)
 
 
-def test_a_calm_lockstep_run_takes_what_its_turns_take():
-    """Of 32 updates; trainers leave too little memory for the 1024 responses of a replica to decode together."""
+def test_a_calm_lockstep_run_takes_the_sum_of_its_turns():
+    """A turn has 1024 responses per replica; trainers leave too little memory to decode them all together."""
     changes = ("actor.checkpoint_every=64",)
     calm = simulation(handover=3.0, updates=512, stage=64, sync_every=32, changes=changes, **CALM)
     plan, beside = calm.plan, calm.beside_trainers
@@ -108,8 +111,8 @@ def test_a_calm_lockstep_run_takes_what_its_turns_take():
     assert calm.lockstep(np.random.default_rng(0)).total == pytest.approx(turns + 8 * calm.checkpoint, rel=1e-9)
 
 
-def test_a_calm_live_run_takes_what_its_slower_role_takes():
-    """Trainers: the first batch, and then all their work; engines: all that they generate, and the last updates."""
+def test_a_calm_live_run_takes_the_time_of_its_slower_role():
+    """Slow trainers: the first batch and then all updates. Slow engines: all generation and then the last updates."""
     calm = simulation(handover=0.0, updates=512, stage=64, **CALM)
     plan, start = calm.plan, calm.plan.assume.engine_start
     length = plan.assume.mean_response * 3072
@@ -123,8 +126,8 @@ def test_a_calm_live_run_takes_what_its_slower_role_takes():
     assert run.idle > 0.4
 
 
-def test_failures_of_a_whole_run():
-    """With checkpoints every 64 updates; the mean over seeds is the closed form's, segment by segment."""
+def test_a_whole_run_with_failures_takes_what_the_closed_form_says():
+    """The mean over seeds is the sum of the closed form over all segments; a checkpoint is written every 64 updates."""
     small = ("schedule.prompts_per_update=4",)
     rough = simulation(changes=small, spread=0.0, failures=20.0, restart=300.0)
     calm = simulation(changes=small, **CALM).staged(np.random.default_rng(0))
@@ -139,7 +142,7 @@ def test_failures_of_a_whole_run():
     assert np.mean(found) > calm.total + 3 * np.std(found) / math.sqrt(60)
 
 
-def test_longer_tails_cost_lockstep_more_than_stages():
+def test_unequal_lengths_slow_lockstep_down_more_than_stages():
     equal, unequal = simulation(**CALM), simulation(failures=0.0)
     rng = np.random.default_rng
     slower = [unequal.staged(rng(0)).generating / equal.staged(rng(0)).generating]
@@ -158,9 +161,9 @@ DOCUMENT = (EXAMPLES.parent / "docs/scale.md").read_text()
 
 
 def test_mu_grpo_table_1():
-    """Of 8 and 4 GPUs, since the text lost their number; trainers stay in memory, weights change hands in .12 s.
+    """On 8 and on 4 GPUs, since the paper's number is not known. Engines get new weights in 0.12 s.
 
-    verl computes old log-probs in a pass of its own, which the staged runs of the paper do not need.
+    verl computes old log-probs in a separate pass (``passes``), which the staged runs of the paper do not need.
     """
     published = ratios_of([(r4, t4, r, t) for r4, t4, r, t in TABLE_1.values()])
     assert published[:2] == pytest.approx((1.82, 1.53), abs=0.01)  # what the paper says of its table
@@ -180,12 +183,12 @@ def test_mu_grpo_table_1():
 
 
 def ratios_of(hours):
-    """Of rollouts, of all, and of all but rollouts: S = 4 over S = 1024, mean of the models."""
+    """Hours with S = 4 over those with S = 1024, mean over models: of rollouts, in total, and of all but rollouts."""
     return np.mean([(r4 / r, t4 / t, (t4 - r4) / (t - r)) for r4, t4, r, t in hours], axis=0)
 
 
-def test_passes_that_lockstep_makes_beside_the_plans():
-    """Of four passes, one more: a quarter of its training time. Stages have none."""
+def test_an_extra_pass_slows_lockstep_down_and_not_stages():
+    """One more pass beside four adds a quarter to the training time of lock-step; the staged run has no extra pass."""
     plain, more = (simulation(passes=passes, handover=0.0, **CALM) for passes in (0.0, 1.0))
     ours, theirs = (found.lockstep(np.random.default_rng(0)) for found in (plain, more))
     assert theirs.training == pytest.approx(1.25 * ours.training, rel=1e-9)
@@ -194,7 +197,7 @@ def test_passes_that_lockstep_makes_beside_the_plans():
 
 
 def test_mu_grpo_table_2():
-    """Two GPUs of engines and two of trainers, new weights every 4 updates: idle trainers and the speed-up."""
+    """Idle time and speed-up, with engines on two GPUs, trainers on two, and new weights every 4 updates."""
     both = [simulation(devices=4, handover=0.12, failures=0.0, lag=lag) for lag in (3, 1023)]
     near, far = (found.live(np.random.default_rng(0), 2) for found in both)
     speedup, published = near.total / far.total, 22.3 / 17.4
@@ -202,8 +205,8 @@ def test_mu_grpo_table_2():
     assert f"{idle} {speedup:.2f} | {published:.2f} | {speedup / published:.2f} |" in DOCUMENT
 
 
-def test_a_live_recipe_on_all_its_gpus():
-    """Engines and trainers of MinPRO's live run share their GPUs; a staged run of it has the same."""
+def test_a_live_recipe_becomes_a_staged_one_on_the_same_gpus():
+    """In MinPRO's live recipe engines and trainers share the GPUs, so the staged run has the same number."""
     recipe = load_recipe(MOE)
     staged = Simulation.recipe(recipe, 160)
     assert staged.schedule.kind == "staged" and staged.schedule.updates_per_stage == 160
@@ -222,12 +225,12 @@ def test_a_live_recipe_on_all_its_gpus():
         ({"spread": 5.0}, "--spread 5: up to 3"),
     ],
 )
-def test_wrong_options(given, message):
+def test_wrong_options_are_refused(given, message):
     with pytest.raises(UserError, match=message):
         Scenario.of(load_recipe(EXAMPLES / QWEN).schedule, given)
 
 
-def test_a_run_that_never_ends():
+def test_failures_that_let_no_run_end_are_refused():
     with pytest.raises(
         UserError, match=r"--failures 1e\+06: the .* hours of work between two checkpoints hardly ever end"
     ):

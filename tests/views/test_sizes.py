@@ -1,4 +1,7 @@
-"""Sizes by hand for Qwen3-30B-A3B, and activations against what a real model keeps for its backward pass."""
+"""Sizes and times of `megarl plan`, compared with counts by hand, mostly of Qwen3-30B-A3B.
+
+`tests.actor.test_activation_sizes` compares activations with what a real model keeps for its backward pass.
+"""
 
 import json
 from dataclasses import replace
@@ -26,7 +29,7 @@ CENSUS = StageCensus(48, DENSE, EXPERT)
 H200 = sizes.GPUS["h200"]
 
 
-def test_weights_gradients_and_optimizer():
+def test_weights_gradients_and_optimizer_by_hand():
     assert (DENSE, EXPERT) == (394_868_736, 3_623_878_656)
     items = sizes.optimize_memory(HF, RECIPE, LAYOUT, 0, CENSUS, 1, H200, Assumptions())
     assert items["weights, bf16"] == 2 * 4_018_747_392
@@ -37,11 +40,14 @@ def test_weights_gradients_and_optimizer():
 
 
 def test_activations_by_hand():
-    """24576 tokens: 6144 on a rank between attention and MLP, 8 of 32 heads and 1 of 4 key-value heads in attention."""
+    """24576 tokens with tensor 4.
+
+    In attention a rank has all of them, with 8 of 32 heads and 1 of 4 key-value heads; elsewhere it has 6144.
+    """
     attention = 4 * 6144 * 2048 + 24576 * (1024 + 2 * 128 + 1024 + 128 + 1024)
     experts = 6144 * 8 * (2048 + 5 * 768)
-    # log-sum-exp and norms of 8 + 1 heads; router, norms, and for each choice of an expert its weight, twice, and four
-    # places of eight bytes, and two more since ranks exchange tokens
+    # in units of 4 bytes: log-sum-exp and norms of 8 + 1 heads; router and norms; for each of a token's 8 experts its
+    # weight, twice, four positions of 8 bytes, and two more of them because ranks exchange tokens
     layer = 2 * (attention + experts) + 4 * (24576 * (8 + 9) + 6144 * (128 + 2 + 8 * (2 + 8 + 4)))
     behind = 6144 * 2048 * 2  # the final norm's input
     assert activations.layer_bytes(HF, LAYOUT, 24576) == layer
@@ -50,12 +56,12 @@ def test_activations_by_hand():
     assert full == 48 * 6144 * 2048 * 2 + 2 * layer + behind
     recipe = RECIPE.model_copy(update={"actor": RECIPE.actor.model_copy(update={"recompute": "none"})})
     assert sizes.optimize_memory(HF, recipe, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"] == 49 * layer + behind
-    # experts keep what comes out of the norm alone, and are made again for one layer
+    # experts keep only the output of the norm before them; one layer at a time computes its experts again
     recipe = override_recipe(recipe, ['actor.recompute=["moe"]'])
     less = layer - 2 * experts - 4 * 6144 * (128 + 8 * (2 + 8 + 4))
     selective = sizes.optimize_memory(HF, recipe, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"]
     assert selective == 48 * less + (layer - less) + layer + behind
-    # every second layer's input, and two layers made again; or the first twelve layers, one after the other
+    # uniform keeps the input of every second layer and recomputes two at a time; block recomputes twelve, one at a time
     for method, layers, expected in (
         ("uniform", 2, 24 * behind + 3 * layer),
         ("block", 12, 12 * behind + 36 * layer + 2 * layer),
@@ -66,8 +72,8 @@ def test_activations_by_hand():
         assert found == pytest.approx(expected + behind)
 
 
-def test_what_pipeline_stages_keep():
-    """The first of two has two micro-batches under way and keeps what it has sent; the last has the final norm."""
+def test_activations_of_pipeline_stages():
+    """The first of two has two micro-batches in flight and keeps the outputs it sent; the last has the final norm."""
     layout = replace(LAYOUT, pipeline_parallel=2, expert_parallel=4)
     census, hidden = StageCensus(24, 0, 0), 6144 * 2048 * 2
     kept, beside = activations.kept_bytes(HF, RECIPE, layout, census, 24576, 1.0)
@@ -79,8 +85,8 @@ def test_what_pipeline_stages_keep():
     )
 
 
-def test_parts_that_are_recomputed_cost_a_part_of_a_pass():
-    """Of a token: two operations for each weight of eight experts and the router; of core_attn those of attention."""
+def test_recomputed_parts_cost_their_share_of_a_forward_pass():
+    """moe: two operations per token and weight of eight experts and the router; core_attn: those of attention."""
 
     def seconds(*changes):
         return sizes.optimize_seconds(
@@ -99,8 +105,8 @@ def test_parts_that_are_recomputed_cost_a_part_of_a_pass():
     assert block == pytest.approx(plain * (3 + 12 / 48) / 3)
 
 
-def test_the_largest_stage_sets_the_pace():
-    """61 layers in stages of 6, six times 8, and 7."""
+def test_the_pipeline_stage_with_the_most_layers_sets_the_pace():
+    """61 layers are divided into stages of 6, six times 8, and 7; 64 layers into eight of 8."""
     even, uneven = (
         replace(LAYOUT, ranks=256, pipeline_parallel=8, first_layers=a, last_layers=b) for a, b in ((0, 0), (6, 7))
     )
@@ -115,8 +121,11 @@ FP8 = ["megatron.fp8=hybrid", "megatron.fp8_recipe=tensorwise"]
 
 
 def test_fp8_by_hand():
-    """Read from Transformer Engine 2.6: a copy in 8 bits of every weight and its transpose, and inputs of matrices in 8
-    bits; what activations, attention and the router keep stays bfloat16."""
+    """Counted from the source of Transformer Engine 2.6.
+
+    Every weight has an 8-bit copy and its transpose, and inputs of matrices are kept in 8 bits. What activation
+    functions, attention and the router keep stays bfloat16.
+    """
     census = StageCensus(48, DENSE, EXPERT, matrices=48 * (1280 * 2048 + 1024 * 2048))
     recipe = override_recipe(RECIPE, ["actor.recompute=none", *FP8])
     copies = "weights, fp8 and transposed"
@@ -127,7 +136,7 @@ def test_fp8_by_hand():
 
     weights = census.matrices + EXPERT
     assert items()[copies] == 2 * weights
-    assert items(gpu=sizes.GPUS["b200"])[copies] == weights  # which multiplies without a transpose
+    assert items(gpu=sizes.GPUS["b200"])[copies] == weights  # needs no transposes
     mxfp8 = items("megatron.fp8_recipe=mxfp8", gpu=sizes.GPUS["b200"])
     assert mxfp8[copies] == 2 * (1 + 1 / 32) * weights
     assert items("megatron.fp8_recipe=blockwise")[copies] == pytest.approx(2 * weights, rel=1e-3)
@@ -141,12 +150,12 @@ def test_fp8_by_hand():
     behind = 6144 * 2048 * 2
     assert items()["activations"] == 49 * layer + behind
     assert items("megatron.fp8_recipe=mxfp8")["activations"] == 49 * (layer + narrow / 32) + behind
-    # with late scaling the output of attention is kept in 8 bits too, beside it
+    # with delayed scaling the output of attention is kept in 8 bits too, beside it
     assert items("megatron.fp8_recipe=delayed")["activations"] == 49 * (layer + 24576 * 1024) + behind
 
 
-def test_engines_in_8_bits():
-    """All but embeddings and head in one byte; a decoding step reads less."""
+def test_an_engine_in_8_bits_has_smaller_weights_and_faster_steps():
+    """All weights but embeddings and head take one byte, so a decoding step reads less."""
     recipe = override_recipe(RECIPE, ["rollout.engine=vllm"])
     narrow = override_recipe(recipe, ['rollout.vllm.quantization="fp8"'])
     items = sizes.rollout_memory(HF, narrow, 30_532_122_624, H200, Assumptions())
@@ -156,15 +165,15 @@ def test_engines_in_8_bits():
 
 
 def test_layers_with_a_state(tmp_path):
-    """Qwen3-Next of four layers, every second one with a state: 2 key heads of 8, 4 value heads of 12, 4 taps."""
+    """Qwen3-Next of four layers, two of them with a state: 2 key heads of 8, 4 value heads of 12, convolutions of 4."""
     hf = read_settings(tmp_path, "qwen3_next", num_hidden_layers=4)
     assert sizes.kv_bytes_per_token(hf, 1) == 2 * 2 * (2 * 2 * 16)  # two layers, keys and values of two heads
-    states = 2 * (4 * 8 * 12 + 3 * (2 * 2 * 8 + 4 * 12))  # and what the convolution has seen
+    states = 2 * (4 * 8 * 12 + 3 * (2 * 2 * 8 + 4 * 12))  # state, and the convolution's last inputs
     assert sizes.state_bytes(hf, 1) == 2 * states and sizes.state_bytes(hf, 2) == states
     assert sizes.state_bytes(HF, 1) == 0
     flops = 2 * (2 * 4 * 16 * 100**2) + 2 * (6 * 4 * 8 * 12 * 100)
     assert sizes.forward_flops(hf, 1000, 100) == 2 * 1000 * 100 + flops
-    # a cache that is empty but for states and tokens holds as many responses as fit of both
+    # a response takes its state and its tokens from the memory for the cache
     room = sizes.rollout_memory(hf, RECIPE, 10**9, H200, Assumptions())["KV cache"]
     fit = sizes.responses_that_fit(hf, RECIPE, 10**9, H200, Assumptions(), 50)
     tensor = RECIPE.rollout.tensor_parallel
@@ -175,12 +184,12 @@ def test_layers_with_a_state(tmp_path):
 
 
 def test_layers_with_windows(tmp_path):
-    """gpt-oss of four layers, every second one with a window of 6 tokens: 4 heads and 2 key-value heads of 16."""
+    """gpt-oss of four layers, two of them with a window of 6 tokens: 4 heads and 2 key-value heads of 16."""
     hf = read_settings(tmp_path, "gpt_oss", num_hidden_layers=4)
     cached = 2 * 2 * 16  # of a token and layer, keys and values
     assert sizes.kv_bytes_per_token(hf, 1) == 2 * 2 * cached
     assert sizes.state_bytes(hf, 1) == 2 * 2 * 6 * cached and sizes.state_bytes(hf, 2) == 2 * 2 * 6 * cached / 2
-    pairs = sum(min(token + 1, 6) for token in range(100))  # of a token and one that it attends to
+    pairs = sum(min(token + 1, 6) for token in range(100))  # pairs of a token and one that it attends to
     everything = sizes.forward_flops(hf, 1000, 100) - 2 * 1000 * 100
     whole = 2 * (2 * 4 * 16 * 100**2)
     assert everything - whole == pytest.approx(2 * (4 * 4 * 16 * pairs), rel=0.01)
@@ -205,7 +214,7 @@ GPT_OSS = dict(
     ("layers", "experts", "total", "active"), [(24, 32, 20.91e9, 3.61e9), (36, 128, 116.83e9, 5.13e9)]
 )
 def test_gpt_oss_as_published(tmp_path, layers, experts, total, active):
-    """Parameters, and those of a token without the embedding: table 1 of its model card (arXiv 2508.10925)."""
+    """All parameters, and a token's without the embedding, are those of the model card's table 1 (arXiv 2508.10925)."""
     settings = GPT_OSS | dict(
         num_hidden_layers=layers,
         num_local_experts=experts,
@@ -226,14 +235,14 @@ def test_gpt_oss_as_published(tmp_path, layers, experts, total, active):
     outside = 2 * 201_088 * 2880 + 2880 + layers * (attention + 2880 * experts + experts + 2 * 2880)
     assert whole.dense == outside
     assert rank.expert == whole.expert / 8
-    # a quarter of embedding, head, projections and sinks
+    # a rank has a quarter of embedding, head, projections and sinks, and all of the rest
     whole_on_each = layers * (2880 + 2880 * experts + experts + 2 * 2880) + 2880
     assert rank.dense == (outside - whole_on_each) / 4 + whole_on_each
     assert sizes.kv_bytes_per_token(hf, 1) == 2 * layers // 2 * 2 * 8 * 64
     assert sizes.state_bytes(hf, 1) == 2 * 128 * layers // 2 * 2 * 8 * 64
 
 
-def test_candidates_are_generated_and_kept():
+def test_candidates_of_dynamic_sampling_take_time_and_disk():
     twice = override_recipe(RECIPE, ["rollout.oversample=2"])
     seconds = [sizes.rollout_seconds(HF, r, 30_500_000_000, 4, H200, Assumptions()) for r in (RECIPE, twice)]
     disks = [disk_bytes(HF, r, 30_500_000_000, Assumptions()) for r in (RECIPE, twice)]
@@ -259,21 +268,22 @@ def test_micro_batches_in_flight():
 
 
 def test_head_buffer():
-    """Chunked logits do not grow with the micro-batch; a short one does not fill them."""
+    """The chunk of logits does not grow with the micro-batch, and is smaller for a short one."""
     head, hidden = 6 * 37_984 * 2048, 3 * 2 * 2048
     for tokens in (16_384, 32_768):
         assert sizes.head_bytes(HF, LAYOUT, tokens, H200) == 2.5 * H200.memory / 64 + head + hidden * tokens
     assert sizes.head_bytes(HF, LAYOUT, 100, H200) == 2.5 * 4 * 100 * 37_984 + head + hidden * 100
 
 
-def test_rollout():
+def test_memory_of_an_engine():
     assert sizes.kv_bytes_per_token(HF, 1) == 2 * 48 * 4 * 128 * 2 == 98_304
     assert sizes.kv_bytes_per_token(HF, 2) == 49_152
     assert sizes.kv_bytes_per_token(HF, 8) == 24_576  # a head is never split
     items = sizes.rollout_memory(HF, RECIPE, 30_532_122_624, H200, Assumptions())
-    assert items["weights, bf16"] == 30_532_122_624  # two bytes, two GPUs
+    assert items["weights, bf16"] == 30_532_122_624  # two bytes each, on two GPUs
     assert sum(items.values()) == pytest.approx(0.92 * 139.8 * GIB)
-    # 1024 responses on two GPUs: float32 logits of both and of one's half, and log-probs; else bf16 and a float32 copy
+    # per response and word: float32 logits of all ranks (4) and of this one's half (2), and log-probs (4);
+    # without float32_head: bf16 logits (2 + 1), a float32 copy (4), and log-probs (4)
     step = "logits and log-probs of a step"
     assert items[step] == 1024 * 151_936 * (4 + 2 + 4)
     rounded = override_recipe(RECIPE, ["rollout.float32_head=false"])
@@ -281,7 +291,7 @@ def test_rollout():
 
 
 def test_share_of_an_engine():
-    """vLLM's fraction covers all; SGLang's weights and cache alone, and by default 10 GiB are left for the rest."""
+    """vLLM's fraction covers all, SGLang's only weights and cache; by default SGLang leaves 10 GiB for the rest."""
     h100, rest = sizes.GPUS["h100"], 6 * GIB + 1024 * 151_936 * 10
 
     def share(*changes):
@@ -294,7 +304,7 @@ def test_share_of_an_engine():
 
 
 def test_responses_that_decode_together():
-    """The least of: what the KV cache holds at mean length, what the engine is started with, what a replica gets."""
+    """The least of what the KV cache holds at mean length, the engine's limit, and the replica's share of responses."""
 
     def running(nodes, *changes):
         recipe = override_recipe(RECIPE, changes)
@@ -314,8 +324,8 @@ def test_responses_that_decode_together():
     assert few > 1.5 * all_that_fit
 
 
-def test_a_live_run_generates_what_its_schedule_allows():
-    """MinPRO: 16 updates a version, three versions at a time. Free running, a version may be used until max_lag."""
+def test_a_version_of_a_live_run_generates_what_its_schedule_allows():
+    """With MinPRO's delay a version generates for 16 updates; without a delay it may generate until max_lag."""
     live = load_recipe(MOE)
     assert sizes.groups_of_version(live) == 16 * 32
     assert sizes.groups_of_version(RECIPE) == 48 * 32
@@ -327,8 +337,8 @@ def test_a_live_run_generates_what_its_schedule_allows():
     assert running == 16 * 32 * 8 / 16  # 16 replicas
 
 
-def test_operations():
-    """Two a weight and token; attention adds 2 x layers x width x length^2 with a causal mask."""
+def test_operations_and_passes_of_an_update():
+    """Two operations per weight and token; attention adds 2 x layers x width x length^2 with a causal mask."""
     active = sizes.active_parameters(HF, 30_532_122_624)
     embedding, idle = 151_936 * 2048, 48 * 120 * 3 * 2048 * 768
     assert active == 30_532_122_624 - embedding - idle
@@ -336,4 +346,4 @@ def test_operations():
     assert sizes.touched_parameters(HF, 30_532_122_624, 1) == pytest.approx(active + embedding)
     one = sizes.optimize_seconds(HF, RECIPE, LAYOUT, 30_532_122_624, 0, H200, Assumptions())
     two = sizes.optimize_seconds(HF, RECIPE, LAYOUT, 30_532_122_624, 4, H200, Assumptions())
-    assert two == pytest.approx(2 * one)  # forward, backward twice, recompute: four passes, and four more
+    assert two == pytest.approx(2 * one)  # four passes (forward, recompute, and two of backward), and four more

@@ -1,4 +1,4 @@
-"""``megarl sql``: rows are those of the store, a run may be going on, and a query reaches nothing but the run."""
+"""``megarl sql``: rows equal those of the store, the run may be in progress, and a query can read only the run."""
 
 import json
 import os
@@ -45,13 +45,13 @@ def test_responses_are_those_of_the_store(stored):
     assert total == (len(expected), pytest.approx(sum(float(x.sum()) for x in logprobs), rel=1e-5), True)
 
 
-def test_tables_are_scanned_as_often_as_a_query_names_them(stored):
-    """A stream would be empty the second time."""
+def test_a_query_may_name_a_table_twice(stored):
+    """An Arrow stream would be empty when it is scanned for the second time."""
     text = "select count(*) from responses a join responses b using (prompt, sample) join ledger c on c.shard = a.shard"
     assert rows(stored[0], text) == [(48,)]
 
 
-def test_tokens_become_text(stored):
+def test_decode_turns_tokens_into_text(stored):
     root, groups = stored
     texts = ["".join(WORDS[t] for t in r.tokens.tolist()) for _, g in groups for r in g.responses]
     assert [
@@ -62,7 +62,7 @@ def test_tokens_become_text(stored):
     assert rows(root, "select decode(null), decode([])") == [(None, "")]
 
 
-def test_columns_that_only_some_shards_have(tmp_path):
+def test_columns_that_a_shard_leaves_out_are_null_or_the_reward(tmp_path):
     plain = random_groups([0], samples=2)
     versions = np.array([0, 1, 2], np.int32)
     special = response([1, 2, 3], 0.5, correct=1.0, answer="x", policy_versions=versions)
@@ -94,8 +94,8 @@ def test_metrics_events_and_evaluations(stored):
     assert rows(root, "select sum(responses), sum(reward_sum) from ledger") == [(48, total)]
 
 
-def test_a_run_that_is_going_on(tmp_path):
-    """Without a seal; a shard that no whole line of the ledger names does not count."""
+def test_only_shards_that_the_ledger_names_are_read_during_a_run(tmp_path):
+    """Before the stage is sealed, a shard counts once a whole line of the ledger names it."""
     root = make_stored_run(tmp_path / "run", [])
     assert rows(root, "select count(*) from responses") == [(0,)]
     folder = root / "stages/000/rollouts"
@@ -134,7 +134,7 @@ def test_a_run_that_is_going_on(tmp_path):
     ],
 )
 def test_a_query_reaches_nothing_but_the_run(stored, tmp_path, text):
-    secrets_of_this_process = pa.table({"a": [1]})  # as DuckDB would find it by its name
+    secrets_of_this_process = pa.table({"a": [1]})  # DuckDB finds variables by name, by default of its caller alone
     assert len(secrets_of_this_process)
     (tmp_path / "file.csv").write_text("a,b\n1,2\n")
     before = (stored[0] / "metrics.jsonl").read_bytes()
@@ -144,8 +144,8 @@ def test_a_query_reaches_nothing_but_the_run(stored, tmp_path, text):
     assert (stored[0] / "metrics.jsonl").read_bytes() == before
 
 
-def test_memory_is_limited_and_what_does_not_fit_is_spilled(stored):
-    """50 million numbers are sorted with 100 MB; a limit that is too small for anything is an error in one line."""
+def test_memory_is_limited(stored):
+    """The limit is 1 GB, or the given one; a query that needs more fails with DuckDB's message."""
     setting = "select current_setting('memory_limit')"
     assert rows(stored[0], setting)[0][0] == "953.6 MiB"
     assert [row["x"] for row in query(stored[0], f"select ({setting}) as x", "100MB")] == ["95.3 MiB"]
@@ -165,13 +165,13 @@ def test_memory_is_limited_and_what_does_not_fit_is_spilled(stored):
         ),
     ],
 )
-def test_a_wrong_query_is_one_line(stored, text, said):
+def test_a_wrong_query_is_an_error_of_one_line(stored, text, said):
     result = megarl("sql", stored[0], text)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(f"megarl: {said}") and result.stderr.count("\n") == 1
 
 
-def test_the_command(stored):
+def test_json_and_table_of_the_command(stored):
     root, groups = stored
     text = "select stage, count(*) as n, avg(reward) as mean from responses group by stage order by stage"
     result = megarl("sql", root, text, "--json")

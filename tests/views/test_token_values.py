@@ -1,4 +1,4 @@
-"""``megarl samples --tokens``: what it says of single tokens is what the trainer's own metrics say of all of them."""
+"""``megarl samples --tokens``: its values of single tokens, averaged, equal the metrics that the trainer logged."""
 
 import json
 
@@ -32,12 +32,12 @@ def trained(recipe):
 
 
 def of_update(run, update):
-    """The responses that an update trains, counted from 1."""
+    """The responses that update number ``update``, from 1, trains on."""
     ids = run.stage(0).groups_of_update(run.stage(0).groups, update - 1)
     return [one for one in select(run.root, Filter(), decoder(run.root)) if one.prompt in ids]
 
 
-def test_the_metrics_of_an_update_are_those_of_its_tokens(trained):
+def test_values_of_tokens_average_to_the_metrics_of_their_update(trained):
     for update in (2, 3, 4):
         line = metrics(trained)[update - 1]
         tokens = annotate(trained, of_update(trained, update), trained.recipe, str(update - 1))
@@ -51,7 +51,7 @@ def test_the_metrics_of_an_update_are_those_of_its_tokens(trained):
         assert 0 < sum(masked) < len(masked)
 
 
-def test_one_response_is_judged_within_its_batch(trained):
+def test_a_single_response_gets_the_values_that_it_has_in_its_batch(trained):
     found = of_update(trained, 3)
     together = annotate(trained, found, trained.recipe, "2")
     some = [k for k, tokens in enumerate(together) if not tokens.kept.all()]
@@ -60,8 +60,8 @@ def test_one_response_is_judged_within_its_batch(trained):
     assert alone[0].advantage == together[some[0]].advantage
 
 
-def test_another_objective_and_the_policy_by_default(trained):
-    """GRPO's clip by its formula, with log-probs of transformers' own forward pass, of the policy after the stage."""
+def test_values_of_another_objective_at_the_default_policy(trained):
+    """GRPO's clip equals its formula with log-probs of transformers; the default policy is the one after the stage."""
     found = of_update(trained, 1)
     recipe = with_objective(
         trained.recipe, ["objective.name=grpo", "objective.eps_low=0.02", "objective.eps_high=0.03"]
@@ -88,7 +88,7 @@ def test_another_objective_and_the_policy_by_default(trained):
     assert clipped
 
 
-def test_the_command(trained):
+def test_json_and_errors_of_the_command(trained):
     some = ("--limit", "3", "--tokens", "kept")
     result = megarl("samples", trained.root, *some, "--policy", "2", "--json")
     assert result.returncode == 0, result.stderr
@@ -102,8 +102,8 @@ def test_the_command(trained):
     assert result.returncode == 2 and "may change only [objective]" in result.stderr
 
 
-def test_colours_tell_what_is_lost(trained):
-    """On a terminal; red where the mask of the metrics bites, with its name."""
+def test_tokens_without_gradient_are_red_on_a_terminal(trained):
+    """The name of the mask that removes the gradient stands beside them."""
     tokens = annotate(trained, of_update(trained, 3), trained.recipe, "2")
     lost = sum(int((~one.kept).sum()) for one in tokens)
     ids = {one.prompt for one in of_update(trained, 3)}

@@ -1,4 +1,4 @@
-"""The trace of a run: every phase and update once, in its place, in the format that Perfetto reads."""
+"""The trace of a run, with every phase and update once, in Perfetto's format; and its evaluations in TensorBoard."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ def trained(recipe, tmp_path_factory):
     return root
 
 
-def test_phases_and_updates_lie_where_they_were(trained):
+def test_phases_and_updates_are_at_the_times_at_which_they_ran(trained):
     from megarl.storage.run_dir import RunDir
 
     assert megarl("trace", trained).returncode == 0
@@ -40,12 +40,12 @@ def test_phases_and_updates_lie_where_they_were(trained):
     assert {entry["name"] for entry in found if entry["ph"] == "C"} == {"replica 0"}
 
 
-def test_a_run_that_was_killed_has_its_phases_too(trained, tmp_path):
+def test_phases_that_never_ended_are_in_the_trace(trained, tmp_path):
     (tmp_path / "recipe.toml").write_bytes((trained / "recipe.toml").read_bytes())
     kept = [
         line for line in (trained / "events.jsonl").read_text().splitlines(keepends=True) if "phase_end" not in line
     ]
-    (tmp_path / "events.jsonl").write_text("".join([*kept[:-1], '{"time": 1.0}\n']))  # and what nobody knows
+    (tmp_path / "events.jsonl").write_text("".join([*kept[:-1], '{"time": 1.0}\n']))  # and a line without an event
     assert megarl("trace", tmp_path, "--output", tmp_path / "t.json").returncode == 0
     found = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     phases = [entry for entry in found if entry["ph"] == "X" and entry["tid"] == 1]
