@@ -164,7 +164,7 @@ class Trial:
     name: str
     damage: Callable[[Path], object] | None = None
     call: tuple[str, str, int, int] | None = None
-    stopped: str = ""  # which stopped run of `Laboratory`; by default the one in which the call occurs
+    stopped: str = ""  # which run of `Laboratory`; by default "4", or "0" for a call that occurs early
 
     @property
     def live(self) -> bool:
@@ -196,8 +196,8 @@ def describe(call: tuple[str, str, int, int]) -> str:
 class Laboratory:
     """Undisturbed runs, staged and live, and the same runs stopped in their second stage, each with a name.
 
-    "0" has no rollouts of the stage yet. "4" has made its updates, with the newest checkpoint at update 4. "live" has its
-    newest checkpoint at update 2, "live begun" no updates yet, and in "live loading" an engine was loading a policy.
+    "0" has no rollouts of the stage yet. "4" has made its updates, with the newest checkpoint at update 4. "live" has
+    its newest at update 2, "live begun" no updates yet, and in "live loading" an engine was loading a policy.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -37,7 +37,7 @@ from tests.phases.test_kill import TIMES, assert_same_run
 
 PATIENCE_SECONDS = 600.0
 SECONDS = 6.0  # mean time after which a start is killed if it is not held before
-STARTS = 30  # of a run that are disturbed, at most
+STARTS = 30  # at most so many starts of a run are disturbed
 STAGED = ("schedule.stages=3",)
 LIVE = ("schedule.kind=live", "schedule.delay=1", "schedule.sync_every=2", "schedule.stages=3", "eval.every=2")
 KINDS = {"staged": STAGED, "live": LIVE}

@@ -22,11 +22,11 @@ EXAMPLES = ROOT / "examples"
 
 @dataclass(frozen=True)
 class Paper:
-    """What a paper says about the run of a row."""
+    """The numbers that a paper gives for the run of a row."""
 
     updates: int
     lags: tuple[int, int]  # smallest and largest, after the warm-up of the schedule
-    prompts: int  # of an update
+    prompts: int  # per update
     context: int  # tokens of prompt and response together
     lr: float
     objective: dict[str, object]

@@ -72,7 +72,7 @@ def test_best_is_replaced_only_by_a_higher_score(settings, tmp_path):
     evaluate(run, 2, (0.5, 0.5))
     keep_best(run)
     shutil.rmtree(run.stage(2).policy)
-    # of equal scores that of the earlier policy is the best, but `best` has the only copy of the later one
+    # with equal scores the earlier policy is the best, but `best` has the only copy of the later one
     evaluate(run, 1, (0.5, 0.5))
     keep_best(run)
     assert best_version(run) == run.stage(1).first_update and held(run) == 2

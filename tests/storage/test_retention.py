@@ -256,7 +256,7 @@ def audit_policies(run):
 
 def test_the_audit_reports_missing_policies_that_retention_would_have_kept(recipe, tmp_path):
     run = make_run(recipe, tmp_path / "run", "actor.keep_policies=2")
-    (run.stage(1).policy / "megarl.json").unlink()  # so this policy is not removed and gets no record
+    (run.stage(1).policy / "megarl.json").unlink()  # so retention neither removes nor records this policy
     remove_policies(run.stage(STAGES - 1))
     shutil.rmtree(run.stage(1).policy)
     problems, notes = audit_policies(run)
@@ -275,7 +275,7 @@ def test_the_audit_reports_missing_policies_that_retention_would_have_kept(recip
 def test_the_audit_accepts_policies_removed_before_keep_policies_was_raised(recipe, tmp_path, later):
     run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
     run.stage(2).log_event("phase_start", phase="optimize")
-    remove_policies(run.stage(3))  # as when stage 3 begins
+    remove_policies(run.stage(3))  # as at the beginning of stage 3
     run = create_or_resume(recipe, run.root, *later)
     append_json(run.events, {"event": "recipe_changed", "settings": None})  # megarl does not write such events
     append_json(run.events, {"event": "recipe_changed", "settings": [f"actor.keep_policies: {'1' * 5000} -> 2"]})
@@ -332,7 +332,7 @@ def leftover(run, number):
 
 
 def test_a_file_that_cannot_be_deleted_yet_does_not_stop_the_run(recipe, tmp_path, monkeypatch):
-    """As on NFS, where a deleted file stays under another name while it is open. The next call deletes the rest."""
+    """On NFS a deleted file stays under another name while it is open. The next call deletes the rest."""
     run = make_run(recipe, tmp_path / "run", "actor.keep_policies=1")
     real = shutil.rmtree
 

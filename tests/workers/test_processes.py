@@ -185,7 +185,7 @@ def warm(tmp_path, monkeypatch):
 
 
 def test_a_process_of_a_phase_leads_a_session_of_its_own(tmp_path):
-    """So signals to the run's process group miss it and its engine, and what it leaves is found by its session."""
+    """Signals to the run's process group then miss it and its engine, and what it leaves is found by its session."""
     log = str(tmp_path / "log")
     cold = processes._start_cold(processes.Process("evaluate", str(tmp_path), 0, log, {}))
     assert os.getsid(cold.pid) == cold.pid
