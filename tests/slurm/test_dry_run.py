@@ -211,7 +211,7 @@ def test_a_sweep_is_an_array_of_jobs_of_one_node(launch, sweep_of_qwen):
     (srun,) = [line for line in script.splitlines() if line.startswith("srun ")]
     assert srun.endswith(f"--chdir {ROOT} python -m megarl.cli sweep {sweep_of_qwen} --output {ROOT}/runs/x --jobs 1")
     missing = [line for line in result.stderr.splitlines() if "[model] path" in line]
-    assert missing[1] == f"not on this machine: [model] path: {ROOT}/elsewhere"  # named once, though half of the sweep's runs need it
+    assert missing[1] == f"not on this machine: [model] path: {ROOT}/elsewhere"  # set by an axis
 
 
 def test_impossible_options_of_an_array_are_refused(launch, sweep_of_qwen):
