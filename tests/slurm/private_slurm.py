@@ -75,7 +75,7 @@ def missing_programs() -> list[str]:
 
 
 class PrivateSlurm:
-    """A context manager that runs the daemons. Commands with its ``environment``, as by `run`, use this Slurm."""
+    """A context manager that runs the daemons. Commands with its ``environment``, and those of `run`, use it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

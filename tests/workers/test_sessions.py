@@ -14,7 +14,7 @@ from megarl.workers import sessions
 from megarl.workers.sessions import end_sessions
 
 WAITS = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"
-# like the guard of an engine's server, which ends the server by itself and may take a while
+# like the guard that ends an engine's server, which may take a while
 GUARD = "import os, signal; signal.pthread_sigmask(0, {10}); os.write(1, b'up\\n'); signal.sigwait({10})"
 # a phase process with a worker in its process group, and with a guard in a group of its own
 PHASE = """
