@@ -37,7 +37,7 @@ from tests.phases.test_kill import TIMES, assert_same_run
 
 PATIENCE_SECONDS = 600.0
 SECONDS = 6.0  # mean time after which a start is killed if it is not held before
-STARTS = 30  # at most so many starts of a run are disturbed
+STARTS = 30  # at most this many starts of a run are disturbed
 STAGED = ("schedule.stages=3",)
 LIVE = ("schedule.kind=live", "schedule.delay=1", "schedule.sync_every=2", "schedule.stages=3", "eval.every=2")
 KINDS = {"staged": STAGED, "live": LIVE}
@@ -119,7 +119,7 @@ class Run:
 def assert_same_live_run(whole: Path, run: Path) -> None:
     """Raise AssertionError unless two live runs have the same metrics, weights and rollouts.
 
-    Times may differ, and so may `reference.json`, the text for checking engines: which policy before it compares with
+    Times may differ, and so may `reference.json`, the text for checking engines: which earlier policy it compares with
     depends on how long processes waited for each other.
     """
     updates = [
