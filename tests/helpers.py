@@ -1,4 +1,4 @@
-"""What tests of several folders share: the repository's root, the command line, a tiny recipe, reading a run."""
+"""Helpers of tests in several folders: the root of the repository, the command line, a tiny recipe, reading a run."""
 
 import contextlib
 import functools
@@ -51,14 +51,14 @@ tensorboard = false
 
 
 def megarl(*arguments, timeout=900, **options):
-    """Run the command line in a fork of a process that has imported it: see zygote.py."""
+    """Run `megarl` in a fork of a process that has imported it (zygote.py), and wait until it has ended."""
     command = start_megarl(*arguments, **options)
     command.wait(timeout)
     return subprocess.CompletedProcess(arguments, command.returncode, command.stdout, command.stderr)
 
 
 def start_megarl(*arguments, env=None, hold=None, mutant=None):
-    """The same without waiting: a `tests.zygote.Command`.
+    """Start `megarl` in such a fork without waiting for it; returns a `tests.zygote.Command`.
 
     hold: the arguments of `tests.zygote.hold`. mutant: the name of a function of `tests.phases.mutants`.
     """
@@ -69,14 +69,14 @@ def start_megarl(*arguments, env=None, hold=None, mutant=None):
 
 @functools.cache
 def zygote():
-    """One for all tests of this process; it ends with it."""
+    """The process of which every `megarl` is a fork: one for all tests of this process, with which it ends."""
     from tests.zygote import WarmProcess
 
     return WarmProcess("tests.zygote")
 
 
 def mount_tmpfs(path, options):
-    """Mount a small disk at ``path``, or skip; with MEGARL_REQUIRE_TMPFS=1 fail."""
+    """Mount a tmpfs at ``path``. Without permission to do so skip the test, or with MEGARL_REQUIRE_TMPFS=1 fail it."""
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
     mounted = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -86,19 +86,19 @@ def mount_tmpfs(path, options):
 
 
 def children():
-    """All that live below this process, without the zygote and warm processes, which serve several tests."""
+    """The running descendants of this process, without the zygote and warm processes, which serve several tests."""
     found = set(psutil.Process().children(recursive=True))
     for process in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # it has ended
+        with contextlib.suppress(psutil.Error):  # the process has ended
             if {"tests.zygote", "megarl.workers.warm"} & set(process.cmdline()):
                 found -= {process, *process.children(recursive=True)}
     return {process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
 
 
 def processes_of(pid, phase):
-    """Processes of a phase that a `megarl` started, warm or cold."""
+    """The processes of a phase, warm or cold, of the `megarl` with this process id."""
     found, below = [], []
-    with contextlib.suppress(psutil.Error):  # it has ended
+    with contextlib.suppress(psutil.Error):  # the command has ended
         below = psutil.Process(pid).children(recursive=True)
     for process in below:
         with contextlib.suppress(psutil.Error):
@@ -109,7 +109,7 @@ def processes_of(pid, phase):
 
 
 def processes_with_files_in(run):
-    """Everything that has the run's directory on its command line or one of its files open: logs at least."""
+    """All processes that have the run directory on their command line, or a file of it open, such as their log."""
     left = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, FileNotFoundError):
@@ -120,7 +120,7 @@ def processes_with_files_in(run):
 
 
 def wait_until_nobody_works_on(run, seconds=10):
-    """What was killed ends soon, but not at once. Fails with what is left."""
+    """Wait until no process works on the run: killed ones take a moment to end. Fails with those that are left."""
     deadline = time.monotonic() + seconds
     while left := processes_with_files_in(run):
         assert time.monotonic() < deadline, f"left behind: {left}"
@@ -128,16 +128,16 @@ def wait_until_nobody_works_on(run, seconds=10):
 
 
 def wait_for(command, condition):
-    """Until ``condition()`` holds while ``command`` runs."""
+    """Wait until ``condition()`` holds; fails if ``command`` ends before."""
     while not condition():
-        assert command.poll() is None, f"it ended before: {command.stdout}{command.stderr}"
+        assert command.poll() is None, f"the command ended before that: {command.stdout}{command.stderr}"
         time.sleep(0.002)
 
 
 def write_guessing_model(source, path):
-    """The quickstart's model with two constant directions in its embeddings that decide what follows.
+    """Write the quickstart's untrained model with two constant directions in its embeddings that decide the next token.
 
-    After "=" comes a, b or c, after any letter mostly the end. All else is as random as it was.
+    After "=" comes a, b or c; after a letter mostly the end of the response. All other weights stay random.
     """
     shutil.copytree(source, path)
     weights = load_file(path / "model.safetensors")
@@ -150,7 +150,7 @@ def write_guessing_model(source, path):
 
 
 def write_recipe(directory, model, words):
-    """The tiny recipe with a prompt file: a word should be answered with its first letter."""
+    """Write the tiny recipe and its prompt file, in which the answer to a word is its first letter."""
     path, prompts = directory / "recipe.toml", directory / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": word, "answer": word[0]}) + "\n" for word in words))
     path.write_text(RECIPE.format(model=model, prompts=prompts))
@@ -166,12 +166,12 @@ def events(run, kind):
 
 
 def read_lines(path):
-    """The objects of a JSON-lines file."""
+    """The objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_untrained_model(path):
-    """The quickstart's model and tokenizer before it has learnt anything."""
+    """Write the quickstart's model before any training, and its tokenizer."""
     sys.path.insert(0, str(ROOT / "examples/quickstart"))
     try:
         from make_base import write_initial_model
@@ -181,12 +181,12 @@ def write_untrained_model(path):
 
 
 def five_letters():
-    """The words of the tiny recipe."""
+    """The words of the tiny recipe: all of five letters a, b or c."""
     return ["".join(letters) for letters in itertools.product("abc", repeat=5)]
 
 
 def write_laboratory(folder):
-    """The tiny recipe with a model that has rewards to learn from, for scripts that have no fixtures."""
+    """Write the tiny recipe with a model whose rewards differ, for scripts, which have no fixtures."""
     write_untrained_model(folder / "initial")
     write_guessing_model(folder / "initial", folder / "model")
     return write_recipe(folder, folder / "model", five_letters())

@@ -1,4 +1,4 @@
-"""The command line answers before anything heavy is imported."""
+"""The command line: its first line of output, versions, and its answers to mistakes."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ RECIPE = ROOT / "examples/quickstart/recipe.toml"
 @pytest.mark.parametrize(("begun", "word"), [(False, "starting"), (True, "continuing")])
 @pytest.mark.parametrize("command", ["train", "rollout", "optimize"])
 def test_the_first_line_comes_before_torch(tmp_path, command, begun, word):
-    """The process dies where it first imports torch, without flushing what it has printed."""
+    """The process ends at its first import of torch, without flushing what it has printed."""
     fake, run = tmp_path / "fake/torch.py", tmp_path / "run"
     fake.parent.mkdir()
     fake.write_text("import os\nos._exit(77)\n")
@@ -53,8 +53,8 @@ def test_the_version_is_printed():
     assert cli("--version").stdout == f"megarl {megarl.__version__}\n"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
-    """As in `megarl ... | head`: here the reader is gone before a word is written."""
+def test_a_pipe_that_the_reader_has_closed_causes_no_error_message():
+    """As in `megarl ... | head`; here the reader has closed the pipe before anything is written."""
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-u", "-m", "megarl.cli", "completion", "bash"]
@@ -66,7 +66,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 @pytest.mark.parametrize(
     "command", [("train", "x", "--run-dir", "y"), ("stage", "pack", "x", "0", "y", "--license", "z")]
 )
-def test_a_mistake_in_a_command_shows_its_own_usage(command):
+def test_an_unknown_option_shows_the_usage_of_its_command(command):
     result = cli(*command, "--zzz")
     name = " ".join(command[: 1 + (command[0] == "stage")])
     assert result.returncode == 2
@@ -83,13 +83,13 @@ def test_a_mistake_in_a_command_shows_its_own_usage(command):
         (("samples", "x", "--fininsh=stop"), "--finish"),
     ],
 )
-def test_a_misspelt_command_or_option_is_told_its_name(typed, meant):
+def test_the_error_for_a_misspelt_command_or_option_names_the_nearest(typed, meant):
     with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(io.StringIO()) as told:
         main(list(typed))
     assert end.value.code == 2 and told.getvalue().endswith(f"did you mean {meant}?\n")
 
 
-def test_a_key_is_looked_for_in_all_tables():
+def test_an_unknown_key_is_looked_for_in_all_tables():
     assert "did you mean optimizer.lr?" in cli("data", "show", RECIPE, "--set", "lr=3").stderr
     assert (
         "actor.lr: unknown key; did you mean optimizer.lr?" in cli("data", "show", RECIPE, "--set", "actor.lr=3").stderr

@@ -1,4 +1,4 @@
-"""``megarl completion`` in bash, zsh and fish themselves: what they make of a line when Tab is pressed."""
+"""``megarl completion`` in bash, zsh and fish: how the shells themselves complete a line."""
 
 import contextlib
 import io
@@ -18,10 +18,10 @@ CASES = [
     ("stage pa", ["pack"]),
     ("stage pack --l", ["--license"]),
     ("serve --po", ["--port"]),
-    ("samples data --to", ["--tokens"]),  # a run directory that is called as a command is
+    ("samples data --to", ["--tokens"]),  # a run directory with the name of a command
     ("plan words.", ["words.toml"]),
 ]
-# of the words so far, to be typed: commands and options of one match, which a shell puts in at once
+# (what is typed, how its last word is completed) of the cases with one match, which a shell inserts at once
 ONE = [(typed, completed[0]) for typed, completed in CASES if len(completed) == 1]
 
 
@@ -46,7 +46,7 @@ def run(folder, *command):
 
 
 @pytest.mark.parametrize(("typed", "completed"), CASES)
-def test_bash(folder, typed, completed):
+def test_completion_in_bash(folder, typed, completed):
     words = ["megarl", *typed.split()]
     asked = (
         f"source ./bash; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _megarl; echo ${{COMPREPLY[@]}}"
@@ -55,14 +55,14 @@ def test_bash(folder, typed, completed):
 
 
 @pytest.mark.parametrize(("typed", "completed"), CASES)
-def test_fish(folder, typed, completed):
+def test_completion_in_fish(folder, typed, completed):
     required("fish")
     asked = f"source ./fish; complete -C 'megarl {typed}'"
     assert run(folder, "fish", "--no-config", "-c", asked) == completed
 
 
-def test_zsh(folder):
-    """On a terminal: Tab completes, and the command that Enter then runs prints the line."""
+def test_completion_in_zsh(folder):
+    """On a terminal: Tab completes the line, and Enter runs it with a `megarl` that prints its arguments."""
     required("zsh")
     process, terminal = pty.fork()
     if process == 0:
@@ -82,7 +82,7 @@ def test_zsh(folder):
 
 
 def answer(terminal):
-    """What is printed in angle brackets next; fails when there is nothing new for half a minute."""
+    """What is printed in angle brackets next; fails if nothing is printed for half a minute."""
     seen = ""
     while not (found := re.search(r"\n<(.*)>", seen)):
         ready, _, _ = select.select([terminal], [], [], 30)

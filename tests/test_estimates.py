@@ -1,4 +1,4 @@
-"""avg@k, pass@k, maj@k and paired differences: closed forms, plain counting, scipy, and how often intervals hold."""
+"""avg@k, pass@k, maj@k and paired differences against closed forms, plain counting and scipy; coverage of intervals."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from megarl.estimates import interval, majority, paired, pass_at, sign_test, sum
 from megarl.rewards.answers import BOXES, LONGEST, answer_of
 
 
-def test_interval_is_wilsons_for_one_sample_a_prompt():
+def test_interval_is_wilsons_for_one_sample_per_prompt():
     scores = np.array([1.0] * 8 + [0.0] * 2)
     z, n, p = 1.959964, 10, 0.8
     centre, half = (p + z * z / (2 * n)), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
@@ -34,23 +34,23 @@ def test_interval_covers_the_truth_as_often_as_it_says():
 @pytest.mark.parametrize("prompts", [2, 3, 5, 8, 12, 20, 30])
 @pytest.mark.parametrize("difficulty", [(2, 3), (0.3, 0.3), (0.5, 4), (5, 0.5), (0.2, 2), (20, 20)])
 def test_interval_covers_the_truth_for_few_prompts_with_many_samples(prompts, difficulty):
-    """Most prompts hopeless, all of a kind, or anything between: Beta distributions of their difficulty."""
+    """The share of right responses is Beta-distributed over prompts: mostly 0 or 1, similar for all, or in between."""
     rng = np.random.default_rng(0)
     truth, trials = difficulty[0] / sum(difficulty), 600
     for samples in (4, 32):
         scores = rng.binomial(samples, rng.beta(*difficulty, (trials, prompts))) / samples
         bounds = [interval(row, samples) for row in scores]
-        assert sum(low <= truth <= high for low, high in bounds) / trials > 0.92  # .95 less three standard errors
+        assert sum(low <= truth <= high for low, high in bounds) / trials > 0.92  # 0.95 less three standard errors
         assert all(0 <= low < high <= 1 for low, high in bounds)
 
 
-def test_interval_of_one_prompt_is_everything():
+def test_interval_of_one_prompt_is_the_whole_range():
     low, high = interval(np.array([0.25]), 32)
     assert low < 1e-6 and high > 1 - 1e-6
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])
-def test_pass_at_k_is_the_closed_form_and_what_counting_all_draws_gives(n):
+def test_pass_at_k_agrees_with_the_closed_form_and_with_counting_all_draws(n):
     """1 - C(n - c, k) / C(n, k), for every number c of right responses and every k."""
     correct = np.array([[1.0] * c + [0.0] * (n - c) for c in range(n + 1)])
     found = pass_at(correct)
@@ -68,7 +68,7 @@ def test_pass_at_k_of_many_samples_is_the_closed_form_where_factorials_would_ove
 
 
 def test_pass_at_k_is_unbiased():
-    """Over all outcomes of n = 4 tosses of a prompt that is right with p its mean is 1 - (1 - p)^k exactly."""
+    """Its mean over all outcomes of n = 4 responses, each right with probability p, is exactly 1 - (1 - p)^k."""
     p, n = 0.3, 4
     outcomes = np.array(list(itertools.product([0.0, 1.0], repeat=n)))
     weights = (p**outcomes * (1 - p) ** (1 - outcomes)).prod(1)
@@ -90,7 +90,7 @@ def test_intervals_of_pass_at_k_cover_the_truth(k):
 @pytest.mark.parametrize(
     ("correct", "answers", "expected"),
     [
-        ([1, 1, 0], ["4", "4.0", "5"], 1.0),  # right ones agree, however they are written
+        ([1, 1, 0], ["4", "4.0", "5"], 1.0),  # right answers agree, however they are written
         ([1, 0, 0], ["4", "5", "5"], 0.0),
         ([1, 0, 0], ["4", "5", "6"], 1 / 3),
         ([1, 1, 0, 0], ["4", "4", "5", "5"], 0.5),
@@ -100,11 +100,11 @@ def test_intervals_of_pass_at_k_cover_the_truth(k):
         ([0, 0], ["5", "5"], 0.0),
     ],
 )
-def test_majority(correct, answers, expected):
+def test_majority_votes_are_right_as_often_as_expected(correct, answers, expected):
     assert majority(np.array(correct, float), answers) == pytest.approx(expected)
 
 
-def test_a_summary_has_every_figure_with_its_interval():
+def test_a_summary_has_every_estimate_with_its_interval():
     correct = np.array([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
     found = summarise(correct, [["a", "b"], ["b", "b"], ["a", "a"], ["c", "a"]])
     assert (found["accuracy"], found["pass_at_k"], found["maj_at_k"]) == (0.5, 0.75, 0.5)
@@ -127,7 +127,7 @@ SIGN_TESTS = {
 
 
 @pytest.mark.parametrize(("better", "worse"), SIGN_TESTS)
-def test_the_sign_test_is_scipys_and_the_binomial_sum(better, worse):
+def test_the_sign_test_agrees_with_scipy_and_the_binomial_sum(better, worse):
     n, fewer = better + worse, min(better, worse)
     assert sign_test(better, worse) == sign_test(worse, better) == pytest.approx(SIGN_TESTS[better, worse], rel=1e-10)
     if n < 1000:
@@ -135,23 +135,23 @@ def test_the_sign_test_is_scipys_and_the_binomial_sum(better, worse):
         assert sign_test(better, worse) == pytest.approx(float(min(exact, 1)), rel=1e-10)
 
 
-def test_without_a_difference_there_is_no_sign():
+def test_the_p_value_without_differences_is_one():
     assert sign_test(0, 0) == 1.0
 
 
-def test_the_paired_bootstrap_is_scipys():
-    """scipy.stats.bootstrap((b - a,), np.mean, n_resamples=200_000, method="percentile") of scipy 1.17.1."""
+def test_the_paired_bootstrap_agrees_with_scipy():
+    """Expected: scipy.stats.bootstrap((b - a,), np.mean, n_resamples=200_000, method="percentile") of scipy 1.17.1."""
     number = np.arange(40)
     found = paired(0.25 * (number % 3), number % 7 / 6)
-    # a quantile of 10,000 resamples has a standard error of sqrt(.025 * .975 / 10000) / density: 3 % of theirs
+    # a quantile of 10,000 resamples has a standard error of sqrt(.025 * .975 / 10000) / density: 3 % of their spread
     spread = 0.3947957893364338 / math.sqrt(40)
     np.testing.assert_allclose(found.ci95, [0.1145833333333333, 0.3583333333333333], atol=4 * 0.03 * spread)
     assert found.mean == pytest.approx(0.23541666666666666)
     assert found == paired(0.25 * (number % 3), number % 7 / 6)
 
 
-def test_the_bootstrap_is_what_all_resamples_give():
-    """Of 5 prompts there are 3125 resamples."""
+def test_the_bootstrap_agrees_with_all_possible_resamples():
+    """With 5 prompts there are only 3125 resamples."""
     a, b = np.array([0.5, 0.0, 0.25, 0.75, 1.0]), np.array([1.0, 0.5, 0.25, 0.5, 1.0])
     everything = np.array([np.mean(drawn) for drawn in itertools.product(b - a, repeat=5)])
     for found, share in zip(paired(a, b).ci95, (0.025, 0.975), strict=True):
@@ -160,7 +160,7 @@ def test_the_bootstrap_is_what_all_resamples_give():
     assert (paired(a, b).better, paired(a, b).worse, paired(a, b).p_value) == (2, 1, 1.0)
 
 
-def test_what_prompts_differ_in_cancels():
+def test_differences_between_prompts_cancel_in_paired_differences():
     rng = np.random.default_rng(1)
     a = rng.random(200)
     low, high = paired(a, a + 0.01).ci95
@@ -179,11 +179,11 @@ def test_what_prompts_differ_in_cancels():
         ("code", "print(1)", None),
     ],
 )
-def test_the_answer_of_a_response(kind, response, expected):
+def test_the_final_answer_of_a_response_is_extracted(kind, response, expected):
     assert answer_of(kind, response) == expected
 
 
 @pytest.mark.parametrize("text", [r"\boxed{" * 50_000, "{" * 10**6, "1" * 10**6, "1," * 10**6, r"\boxed{}" * 10**5])
-def test_no_text_takes_long_to_read(text):
-    """Nesting is followed from the last boxes alone, and numbers are looked for at the end."""
+def test_hostile_text_gives_a_short_answer_without_taking_long(text):
+    """Braces are followed only from the last few boxes, and numbers are looked for only at the end of the text."""
     assert len(answer_of("math", text) or "") <= LONGEST and BOXES < 10

@@ -1,4 +1,4 @@
-"""The rules of CONTRIBUTING.md that can be counted: sizes, repeated code, and references to modules that are gone."""
+"""The rules of CONTRIBUTING.md that a program can check: sizes, repeated code, and references to missing modules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_functions_are_short() -> None:
 
 
 def code_lines(source: str) -> list[tuple[int, str]]:
-    """(line number, its tokens) of the lines that say something: no comments, docstrings, imports or lone brackets."""
+    """(line number, tokens) of each line of code, without comments, docstrings, imports and lone brackets."""
     tree = ast.parse(source)
     left_out: set[int] = set()
     for node in ast.walk(tree):
@@ -58,12 +58,12 @@ def code_lines(source: str) -> list[tuple[int, str]]:
 
 
 def shared_runs(sources: dict[str, str], length: int) -> list[str]:
-    """Places that repeat ``length`` lines or more of an earlier place, as "file:first-last ~ file:first"."""
+    """Places that repeat ``length`` or more lines of an earlier place, as "file:first-last ~ file:first"."""
     seen: dict[tuple[str, ...], tuple[str, int]] = {}
     found: list[str] = []
     for name, source in sources.items():
         lines = code_lines(source)
-        reported = -1  # the last line that a run in this file has been reported for
+        reported = -1  # the last line of this file in a repetition that was reported
         for start in range(len(lines) - length + 1):
             window = lines[start : start + length]
             original = seen.setdefault(tuple(text for _, text in window), (name, window[0][0]))
@@ -74,7 +74,7 @@ def shared_runs(sources: dict[str, str], length: int) -> list[str]:
     return found
 
 
-def test_a_repeated_run_is_found_whatever_its_comments_and_spaces() -> None:
+def test_repeated_lines_are_found_whatever_their_comments_and_spaces() -> None:
     body = [f"value_{number} = compute({number})" for number in range(10)]
     first = '"""About."""\nimport json\n' + "\n".join(body)
     second = "def f():\n" + "\n".join(f"    # say {n}\n\n    {line}" for n, line in enumerate(body)).replace("(", "( ")
@@ -83,12 +83,12 @@ def test_a_repeated_run_is_found_whatever_its_comments_and_spaces() -> None:
     assert shared_runs({"a": first + "\n" + "\n".join(body)}, 10) == ["a:13-22 ~ a:3"]
 
 
-def test_no_ten_lines_stand_in_two_places() -> None:
+def test_no_ten_lines_are_repeated() -> None:
     sources = {str(path.relative_to(ROOT)): path.read_text() for path in PACKAGE}
     assert shared_runs(sources, SHARED_LINES) == []
 
 
-# ------------------------------------------------------------------------------------------ modules that are named
+# ------------------------------------------------------------------------------------------ references to modules
 
 # a file of a policy, the metadata of an installed package, and a test's module that cannot be imported
 NO_MODULES = ("megarl.json", "megarl.dist", "megarl.workers.no_such_module")
@@ -111,7 +111,7 @@ def source_of(module: str) -> Path | None:
 
 
 def is_there(reference: str) -> bool:
-    """Whether ``megarl.a.b`` names a module, or a name that stands in the source of one."""
+    """Whether ``megarl.a.b`` is a module, or a name in the source of one."""
     parts = reference.split(".")
     for length in range(len(parts), 0, -1):
         if source := source_of(".".join(parts[:length])):
@@ -120,7 +120,7 @@ def is_there(reference: str) -> bool:
 
 
 def missing_modules(text: str) -> set[str]:
-    """References ``megarl.a.b`` and paths ``megarl/a/b.py`` of ``text`` that lead nowhere."""
+    """The references ``megarl.a.b`` and paths ``megarl/a/b.py`` in ``text`` to things that do not exist."""
     dotted = set(re.findall(r"(?<![\w./-])megarl(?:\.(?!__)[A-Za-z_]\w*)+", text)) - set(NO_MODULES)
     for module, names in re.findall(r"(?m)^\s*from (megarl[\w.]*) import (\([^)]*\)|[^\n(]+)$", text):
         dotted |= {f"{module}.{name}" for name in re.findall(r"(?m)(?:^|[,(])\s*(\w+)", re.sub("#.*", "", names))}
@@ -141,17 +141,17 @@ def missing_modules(text: str) -> set[str]:
         ("`megarl/workers/` and `megarl/objectives/<name>.py`", set()),
     ],
 )
-def test_a_module_that_is_gone_is_found(text: str, missing: set[str]) -> None:
+def test_a_reference_to_a_missing_module_is_found(text: str, missing: set[str]) -> None:
     assert missing_modules(text) == missing
 
 
-def test_every_module_that_is_named_exists() -> None:
+def test_every_module_that_is_referred_to_exists() -> None:
     this = str(Path(__file__).relative_to(ROOT))
     found = {name: gone for name, text in tracked_texts() if name != this and (gone := missing_modules(text))}
     assert found == {}
 
 
-def test_links_between_documents_lead_somewhere() -> None:
+def test_links_between_documents_lead_to_existing_files() -> None:
     broken = [
         f"{name}: {link}"
         for name, text in tracked_texts()

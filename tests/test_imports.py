@@ -1,7 +1,7 @@
-"""Who may import whom: heavy packages stay behind the one module that needs them, and imports go downwards only.
+"""Which module may import what: heavy packages only where they are needed, and megarl's modules only lower layers.
 
-Modules are imported one after another, those first that may bring in the fewest heavy packages, so that the first
-that brings one in shows.
+Modules are imported one after another, beginning with those that may load the fewest heavy packages, so that the first
+one that loads a package is found.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.recipe.names import ENGINES
 
 PACKAGE = Path(megarl.__file__).parent
 MODULES = ["megarl", *(module.name for module in pkgutil.walk_packages([str(PACKAGE)], "megarl."))]
-HEAVY = {  # package: the modules (and everything below them) that may bring it in by being imported
+HEAVY = {  # package: the modules (and everything below them) whose import may load it
     "megatron": ("megarl.actor", "megarl.phases"),
     "transformers": (
         "megarl.actor",
@@ -32,7 +32,7 @@ HEAVY = {  # package: the modules (and everything below them) that may bring it 
     "nemo_run": (),
     **{name: (module,) for name, module in ENGINES.items()},  # an engine is named like its package
 }
-IMPORTERS = HEAVY | {"megatron": ("megarl.actor",)}  # the modules that may hold the import statement, lazy or not
+IMPORTERS = HEAVY | {"megatron": ("megarl.actor",)}  # the modules that may have the import statement, lazy or not
 LIGHT = ("megarl", "megarl.errors", "megarl.workers.node_rank", "megarl.workers.processes")
 LIGHT_FOLDERS = ("recipe", "storage", "models", "cli")
 OF_TENSORS = ("megarl.storage.tensor_files", "megarl.storage.mxfp4")
@@ -91,7 +91,7 @@ def within(module: str, packages: tuple[str, ...]) -> bool:
 
 
 def imported(modules: list[str], watched: list[str]) -> dict[str, list[str] | str]:
-    """What of `watched` comes in with each module, imported in this order in one process, or why it cannot be."""
+    """{module: those of `watched` that its import loads, or why it fails}; imported in this order in one process."""
     command = [sys.executable, "-W", "ignore", "-c", IMPORTS, json.dumps([modules, watched])]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     found = dict(json.loads(line) for line in result.stdout.splitlines() if line.startswith('["megarl'))
@@ -112,13 +112,13 @@ def violations(found: dict[str, list[str] | str]) -> list[str]:
     return wrong
 
 
-def test_command_line_recipe_and_store_do_without_torch() -> None:
+def test_command_line_recipe_and_storage_load_no_torch() -> None:
     watched = ["torch", *HEAVY]
     assert imported(WITHOUT_TORCH, watched) == {module: [] for module in WITHOUT_TORCH}
 
 
-def test_heavy_packages_come_in_where_they_may() -> None:
-    """One process for the engines' modules each, one for all others: those first that may bring in the fewest."""
+def test_imports_load_heavy_packages_only_where_allowed() -> None:
+    """The modules of each engine are imported in a process of their own, and all others in another one."""
     allowed = {module: [name for name in HEAVY if within(module, HEAVY[name])] for module in MODULES}
     by_engine: dict[str, list[str]] = {}
     for module in sorted(MODULES, key=lambda module: len(allowed[module])):
@@ -132,7 +132,7 @@ def test_heavy_packages_come_in_where_they_may() -> None:
 
 @functools.cache
 def statements(module: str) -> list[str]:
-    """Everything that `module` imports anywhere in its source, lazily or for type checkers too."""
+    """Everything that `module` imports anywhere in its source, also lazily or only for type checkers."""
     path = PACKAGE.parent / Path(*module.split("."))
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     names = []
@@ -145,7 +145,7 @@ def statements(module: str) -> list[str]:
     return names
 
 
-def test_import_statements_stand_where_they_may() -> None:
+def test_import_statements_of_heavy_packages_are_only_where_allowed() -> None:
     wrong = [
         f"{module} imports {name}"
         for module in MODULES
@@ -174,7 +174,7 @@ def test_imports_go_downwards() -> None:
 
 
 def imports_of(module: str) -> list[str]:
-    """The modules of megarl that `statements` names; a name that a package's ``__init__`` defines is the package."""
+    """The modules of megarl that ``module`` imports; a name from a package's ``__init__`` counts as the package."""
     found = set()
     for name in statements(module):
         parts = name.split(".")

@@ -1,4 +1,4 @@
-"""The store of a run: torch's semantics for those who know the secret, nothing for anybody else."""
+"""The store of a run behaves like torch's for clients that know the secret, and refuses all others."""
 
 import multiprocessing
 import socket
@@ -33,7 +33,7 @@ def client(server, secret):
     return StoreClient("127.0.0.1", server.port, secret, TIMEOUT)
 
 
-def test_it_answers_as_torchs_own_store(client):
+def test_it_answers_like_torchs_own_store(client):
     """The same calls on both, through the prefixes that phases use."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -52,7 +52,7 @@ def test_it_answers_as_torchs_own_store(client):
     assert results[0] == results[1]
 
 
-def test_who_waits_is_told_when_the_last_key_is_there(client):
+def test_a_wait_ends_when_the_last_key_is_set_or_after_its_timeout(client):
     got = []
     other = client.clone()
     thread = threading.Thread(target=lambda: got.append(other.multi_get(["x", "y"])))
@@ -85,7 +85,7 @@ def all_reduce(port, secret, rank, results):
     dist.destroy_process_group()
 
 
-def test_torchs_process_groups_meet_in_it(server, secret):
+def test_torchs_process_groups_can_use_it(server, secret):
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     ranks = [context.Process(target=all_reduce, args=(server.port, secret, rank, results)) for rank in range(2)]
@@ -97,7 +97,7 @@ def test_torchs_process_groups_meet_in_it(server, secret):
 
 
 def closed(connection):
-    """Wait until the other end has closed; what it sent before."""
+    """Wait until the other end has closed the connection; returns what it sent before."""
     connection.settimeout(60)
     received = b""
     try:
@@ -108,15 +108,15 @@ def closed(connection):
     return received
 
 
-def test_nobody_comes_in_without_the_secret(server, client):
+def test_connections_without_the_secret_are_refused(server, client):
     for wrong in (new_secret(), b""):
         with pytest.raises(ConnectionError, match="does not know the run's secret"):
             StoreClient("127.0.0.1", server.port, wrong, TIMEOUT)
-    with socket.create_connection(("127.0.0.1", server.port)) as stranger:  # who does not care about the answer
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:  # sends a request with a wrong proof
         session = _Session(b"guess", bytes(2 * NONCE), b"client", b"server")
         stranger.sendall(bytes(NONCE) + bytes(DIGEST) + session.pack(["set", "order/1", "{}"]))
         closed(stranger)
-    with socket.create_connection(("127.0.0.1", server.port)) as stranger:  # who gives the server's answer back to it
+    with socket.create_connection(("127.0.0.1", server.port)) as stranger:  # sends the server's own proof
         stranger.sendall(bytes(NONCE))
         answer = b""
         while len(answer) < NONCE + DIGEST:
@@ -127,7 +127,7 @@ def test_nobody_comes_in_without_the_secret(server, client):
 
 
 class Relay:
-    """Between a client and the server: what it forwards to the server, ``tamper`` may change."""
+    """Forwards data between a client and the server; ``tamper`` may change what goes to the server."""
 
     def __init__(self, port, tamper):
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -159,10 +159,10 @@ class Relay:
     ],
     ids=["changed", "repeated", "left out", "endless"],
 )
-def test_what_is_changed_on_its_way_ends_the_connection(server, client, secret, tamper):
+def test_a_message_that_is_changed_on_its_way_ends_the_connection(server, client, secret, tamper):
     relay = Relay(server.port, tamper)
     between = StoreClient("127.0.0.1", relay.port, secret, timedelta(seconds=2))
-    with pytest.raises((OSError, RuntimeError)):  # noqa: PT012 - whichever request notices
+    with pytest.raises((OSError, RuntimeError)):  # noqa: PT012 - any of the requests may notice it
         between.set("a", "6")
         between.set("a", "7")
         between.set("b", "9")
@@ -172,7 +172,7 @@ def test_what_is_changed_on_its_way_ends_the_connection(server, client, secret, 
     assert value in (None, b"6", b"7") and not client.check(["b"])
 
 
-def test_silent_strangers_cannot_use_up_connections(server, client):
+def test_clients_that_send_nothing_cannot_use_up_the_connections(server, client):
     strangers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(MAX_UNAUTHENTICATED + 10)]
     for stranger in strangers[:10]:
         assert closed(stranger) == b""
@@ -182,7 +182,7 @@ def test_silent_strangers_cannot_use_up_connections(server, client):
         stranger.close()
 
 
-def test_a_server_that_ends_is_noticed(server, secret, client):
+def test_clients_notice_that_the_server_has_ended(server, secret, client):
     client.set("a", "1")
     waits = client.clone()
     noticed = []

@@ -1,4 +1,4 @@
-"""docs/papers.md: up to date, complete, and nothing in it that is not there."""
+"""docs/papers.md is up to date and complete, and everything that it refers to exists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ README = (ROOT / "examples/README.md").read_text()
 
 
 def problem(where: str) -> str | None:
-    """Why what a row names is not there."""
+    """Why the reference ``where`` of a row is wrong; None if it is right."""
     kind, _, name = where.partition(":")
     if kind == "file":
         path, _, symbol = name.partition(":")
@@ -46,7 +46,7 @@ def problem(where: str) -> str | None:
 
 
 def metric_problem(name: str) -> str | None:
-    """A name stands in the code as it is, or as the parts of an f-string: quantiles, signs, kinds of prefixes."""
+    """A metric's name is in the code as it is, or as parts of an f-string: quantiles, signs, kinds of prefixes."""
     stems = [name, re.sub(r"/(q\d\d|positive|negative|good_prefix|bad_prefix|selectivity)$", "", name)]
     if re.sub(r"/q\d\d$", "", name) != name or name.startswith(("dampen/", "response_tokens/", "bapo/")):
         stems.append(stems[1].rpartition("/")[2])
@@ -58,7 +58,7 @@ def test_the_page_is_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["item"][:40] for row in ROWS])
-def test_a_row_names_what_is_there(row: dict[str, Any]) -> None:
+def test_everything_that_a_row_refers_to_exists(row: dict[str, Any]) -> None:
     assert {"item", "where"} <= row.keys() <= {"item", "where", "why", "outside"} and row["where"]
     assert not {"why", "outside"} <= row.keys() and all(row.get(key, "text") for key in ("why", "outside"))
     assert [f"{where}: {found}" for where in row["where"] if (found := problem(where))] == []
@@ -69,12 +69,12 @@ def test_a_row_names_what_is_there(row: dict[str, Any]) -> None:
     ["file:docs/gone.md:", "file:megarl/objectives/m2po.py:Gone", "key:schedule.gone", "row:table 1, gone",
      "chart:Gone", "metric:gone", "metric:gone/q01", "text"],
 )  # fmt: skip
-def test_what_is_not_there_is_found(where: str) -> None:
+def test_a_wrong_reference_is_found(where: str) -> None:
     assert problem(where) is not None
 
 
 def test_every_paper_has_its_numbered_items() -> None:
-    """Equations, algorithms, tables and figures that the papers number."""
+    """Each numbered equation, table and figure is in a row, except for those of `not_data`."""
     numbered = {
         "M2PO": {"Eq": 5, "Table": 1, "Fig": 10},
         "mu-GRPO": {"Eq": 4, "Table": 9, "Fig": 6},
@@ -82,8 +82,8 @@ def test_every_paper_has_its_numbered_items() -> None:
         "Prefix-Ratio": {"Eq": 5, "Table": 2, "Fig": 2},
         "BAPO": {"Eq": 13, "Table": 7, "Fig": 14},
     }
-    not_data = {("Prefix-Ratio", "Fig", 1), ("BAPO", "Fig", 1), ("BAPO", "Fig", 3)}  # drawings and bars of a table
-    not_data |= {("BAPO", "Eq", 1), ("BAPO", "Eq", 2), ("BAPO", "Eq", 3)}  # what a policy gradient is
+    not_data = {("Prefix-Ratio", "Fig", 1), ("BAPO", "Fig", 1), ("BAPO", "Fig", 3)}  # drawings, bars of a table
+    not_data |= {("BAPO", "Eq", 1), ("BAPO", "Eq", 2), ("BAPO", "Eq", 3)}  # these define the policy gradient
     for name, kinds in numbered.items():
         (paper,) = (paper for paper in PAPERS if paper["name"].startswith(name))
         for kind, last in kinds.items():

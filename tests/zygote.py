@@ -1,6 +1,6 @@
-"""Runs the command line in forks of one process that has imported everything: seconds less for each `megarl`.
+"""Runs `megarl` in forks of one process that has imported everything, which saves seconds for each command.
 
-A forked `megarl` gets its warm process as a fork too. All the rest is the code that users run.
+The warm process of a forked `megarl` is a fork too. All else is the code that users run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.helpers import ROOT
 
 
 class CommandServer(Server):
-    """Its orders are command lines."""
+    """A warm process that is ordered to run command lines of `megarl`."""
 
     def run_child(self, order: dict[str, Any]) -> int:
         from megarl import cli
@@ -57,12 +57,11 @@ class CommandServer(Server):
 
 
 def hold(pattern: str, count: int, marker: str) -> None:
-    """From here on the ``count``-th file operation that matches ``pattern`` never returns.
+    """Make the ``count``-th file operation from now on that matches ``pattern`` hang for ever.
 
-    It first writes the id of its process to the file ``marker``.
-
-    It counts in each process for itself, and holds in forks of this one too. An operation reads ``open PATH`` or
-    ``replace FROM TO``.
+    pattern: a regular expression for the operation written as ``open PATH`` or ``replace FROM TO``.
+    marker: the file to which the operation first writes the id of its process.
+    Forks of this process are held too; each process counts its own operations.
     """
     seen = [0]
 
@@ -85,7 +84,7 @@ def hold(pattern: str, count: int, marker: str) -> None:
 
 
 class ForkedWarmProcess(WarmProcess):
-    """The agent's end of a warm process that is a fork of the agent, which has imported everything."""
+    """The agent's end of a warm process that is a fork of the agent, where everything is imported already."""
 
     def _start(self, theirs: socket.socket, _: str) -> Any:
         agent = os.getpid()
@@ -103,7 +102,7 @@ class ForkedWarmProcess(WarmProcess):
 
 
 class Child:
-    """What `subprocess.Popen` offers, of a fork."""
+    """A forked process, with the methods of `subprocess.Popen` that an agent uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid, self.returncode = pid, None
@@ -125,7 +124,7 @@ class Child:
 
 
 class Command:
-    """A `megarl` that runs, as `subprocess.Popen`."""
+    """A running `megarl`, used like `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -186,7 +185,7 @@ def main() -> None:
 
 
 def import_rest() -> Any:
-    """What a run of the tests needs beyond what all runs need."""
+    """Import what runs of the tests need beyond what all runs need, one module at each step."""
     names = ["megarl.cli", "megarl.workers.launcher", "megarl.train", "megarl.commands", "megarl.workers.preflight"]
     names += ["reasoning_gym", "transformers.models.qwen3_moe", "megarl.rollout.builtin"]
     names += ["megarl.phases.optimize", "megarl.actor.cpu_backend", "megarl.phases.live.trainer"]

@@ -1,10 +1,10 @@
-"""Every kind of damage to every kind of file of a run directory, and failing calls on each: ``make faults``.
+"""Damages every kind of file of a run directory, makes system calls on files fail, and checks that runs recover.
 
-A run of two stages, staged or live, is stopped in the middle of the second one, damaged and started again. It must end
-with the bytes of an undisturbed run, or say in one message what is wrong and exit with 2. A call that fails once must
-do neither more nor less than end the start with 1 or 2 and a message (a full disk: 2, and say so): the next start must
-end with these bytes. ``make faults`` prints a row for each; an argument is a pattern, and only faults whose names it is
-found in are tried.
+A run of two stages, staged or live, is stopped in the middle of the second stage, damaged and started again. It must
+end with the same bytes as an undisturbed run, or exit with 2 and one message that says what is wrong. If a system call
+fails once, the start must end with these bytes, or exit with 1 or 2 and a message (for a full disk with 2, and the
+message must say so); the start after that must end with these bytes. ``make faults`` prints one row for each fault. The
+argument is a regular expression: only faults whose names match somewhere are tried.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.faults.kills import assert_same_live_run
 from tests.helpers import megarl, write_laboratory
 from tests.phases.test_kill import assert_same_run, kill_at
 
-SETTINGS = ("--set", "eval.every=2")  # before the first stage and after the last
+SETTINGS = ("--set", "eval.every=2")  # evaluates before the first stage and after the last
 LIVE = ("--set", "schedule.kind=live", "--set", "schedule.delay=1", "--set", "schedule.sync_every=2")
 CHECKPOINT, POLICY, ROLLOUTS = "stages/001/checkpoints/update_000004", "stages/001/policy", "stages/001/rollouts"
 END = "stages/000/checkpoints/update_000006"
@@ -127,12 +127,12 @@ WHOLE_RUNS: dict[str, Callable[[Path], object]] = {
         run.parent / "prompts.jsonl", b'{"prompt": "cc", "answer": "c"}\n'
     ),
 }
-MORE: dict[str, Callable[[Path], object]] = {  # of staged runs, for which they are remedies, and live ones
+MORE: dict[str, Callable[[Path], object]] = {  # also for live runs; in staged runs these are remedies
     "the rollouts of the stage before deleted": lambda run: shutil.rmtree(run / "stages/000/rollouts"),
     "the rollouts of the stage deleted": lambda run: shutil.rmtree(run / ROLLOUTS),
     "a seal deleted": lambda run: (run / "stages/000/rollouts/SEALED").unlink(),
 }
-# (function, part of the path, error number or 0 for half a write, which call)
+# (function, part of the path, error number or 0 for half a write, which such call fails, from 1)
 CALLS = [
     *itertools.product(["write"], ["/metrics.jsonl"], [errno.EIO, errno.ENOSPC, 0], [1]),
     *itertools.product(["write"], ["/events.jsonl"], [errno.EIO, errno.ENOSPC, 0], [2]),
@@ -159,12 +159,12 @@ def cut_lines(path: Path, kept: slice | list[int]) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """One start of a run on which something is wrong."""
+    """One start of a stopped run with a fault: damage to its files, or a system call that fails."""
 
     name: str
     damage: Callable[[Path], object] | None = None
     call: tuple[str, str, int, int] | None = None
-    stopped: str = ""  # where; default: as the call needs it
+    stopped: str = ""  # which run of `Laboratory`; by default "4", or "0" for a call that occurs early
 
     @property
     def live(self) -> bool:
@@ -194,7 +194,11 @@ def describe(call: tuple[str, str, int, int]) -> str:
 
 
 class Laboratory:
-    """An undisturbed run, and the same stopped in its second stage: without rollouts (0), with four updates (4)."""
+    """Undisturbed runs, staged and live, and the same runs stopped in their second stage, each with a name.
+
+    "0" has no rollouts of the stage yet. "4" has made its updates, with the newest checkpoint at update 4. "live" has
+    its newest at update 2, "live begun" no updates yet, and in "live loading" an engine was loading a policy.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.recipe = folder, write_laboratory(folder)
@@ -216,7 +220,7 @@ class Laboratory:
         return self.folder / f"stopped_{name}"
 
     def attempt(self, trial: Trial) -> tuple[bool, str]:
-        """(whether it is as it must be, what happened)"""
+        """(whether the outcome is as it must be, what happened)"""
         early = trial.call and any(part in trial.call[1] for part in (".arrow", "rollouts", "SEALED", "events"))
         run = self.folder / "run"
         shutil.rmtree(run, ignore_errors=True)
@@ -267,7 +271,7 @@ def main() -> None:
         library = Path(folder) / "interposed.so"
         source = Path(__file__).with_name("interposed.c")
         subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-        os.environ["LD_PRELOAD"] = str(library)  # of the process that `megarl` is a fork of
+        os.environ["LD_PRELOAD"] = str(library)  # for the process of which every `megarl` is a fork
         laboratory = Laboratory(Path(folder))
         wrong, chosen = 0, [trial for trial in trials() if pattern.search(trial.name)]
         for trial in chosen:

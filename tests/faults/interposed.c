@@ -1,7 +1,7 @@
-// Preloaded into `megarl`: one call of a function of the C library, on one file, fails or does half of its work.
+// Preloaded into `megarl`: makes one call of a C library function on one file fail, or do half of its work.
 //
-// MEGARL_FAULT = "call|part of the path|error number|n|counter file": the n-th such call of all processes together. Error
-// number 0: `write` writes half of what it was given, as it may.
+// MEGARL_FAULT = "call|part of the path|error number|n|counter file" chooses the n-th such call of all processes
+// together. With error number 0 `write` writes half of what it was given, as POSIX allows.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -14,7 +14,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-// The error number of this call, 0 for half of it, -1 for an undisturbed one.
+// The error number of this call; 0 if it does half of its work, -1 if it is undisturbed.
 static int fault(const char *call, const char *path) {
     const char *order = getenv("MEGARL_FAULT");
     if (!order || !path) return -1;

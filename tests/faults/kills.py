@@ -1,11 +1,11 @@
-"""Random kills of whole runs, as many as asked for: ``make kills COUNT=1000 SEED=0``.
+"""Kills whole runs at random moments, as often as asked for: ``make kills COUNT=1000 SEED=0``.
 
-Staged runs (evaluations, rollouts, updates) and live ones (in lockstep) learn from rewards that differ. A start is held
-at a random file operation of one of its processes, or goes on for a random time, and then its parent, its warm
-process, the held process, a rank, a process below it (a checkpoint's writer, a verifier) or all of them are killed; or
-the parent is asked to stop. After a few such starts the run finishes undisturbed, and must have every update and
-evaluation once and the bytes of a run that was never disturbed. A start that does not end within `PATIENCE_SECONDS`
-counts as a hang.
+Staged runs (evaluations, rollouts, updates) and live ones (deterministic, with a delay) learn from rewards that differ.
+Each start is held at a random file operation of one of its processes, or runs for a random time. Then its parent, its
+warm process, the held process, a rank, a process below a rank (a checkpoint's writer, a verifier) or all of them are
+killed, or the parent is asked to stop. After some such starts the run finishes undisturbed. It must then have every
+update and evaluation exactly once, and the same bytes as a run that was never disturbed. A start that does not end
+within `PATIENCE_SECONDS` counts as hanging.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from tests.helpers import (
 from tests.phases.test_kill import TIMES, assert_same_run
 
 PATIENCE_SECONDS = 600.0
-SECONDS = 6.0  # after which a start is killed, on average, if it is not held before
-STARTS = 30  # of a run, before it is left alone
+SECONDS = 6.0  # mean time after which a start is killed if it is not held before
+STARTS = 30  # at most this many starts of a run are disturbed
 STAGED = ("schedule.stages=3",)
 LIVE = ("schedule.kind=live", "schedule.delay=1", "schedule.sync_every=2", "schedule.stages=3", "eval.every=2")
 KINDS = {"staged": STAGED, "live": LIVE}
-# what may be held, and how many such operations an attempt has at most
+# name: (pattern of the file operations that may be held, how many of them a start has at most)
 OPERATIONS = {
     "any file": ("(open|replace) .*/run/", 60),
     "logs": ("open .*/run/logs/", 4),
@@ -54,7 +54,7 @@ OPERATIONS = {
 
 
 class Run:
-    """A run that is killed now and then."""
+    """A run whose starts can be disturbed."""
 
     def __init__(self, kind: str, recipe: Path, folder: Path) -> None:
         self.kind, self.directory = kind, folder / "run"
@@ -65,7 +65,7 @@ class Run:
             self.arguments += ["--set", setting]
 
     def disturb(self, rng: random.Random, held: Path) -> tuple[str, str] | None:
-        """(phase, what was done) of one start; None if it was done before anything could be done to it."""
+        """Start the run and kill or stop it: (phase, what was done), or None if it ended before that."""
         hold, end = None, time.monotonic() + rng.expovariate(1 / SECONDS)
         if rng.random() < 0.7:
             pattern, most = OPERATIONS[rng.choice(list(OPERATIONS))]
@@ -78,7 +78,7 @@ class Run:
                 break
         victims: Victims = []
         if command.poll() is None:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+            with contextlib.suppress(psutil.NoSuchProcess):  # the process has just ended
                 victims = held_victims(command.pid, int(reached)) if reached else any_victims(command.pid, hold is None)
         if not victims:
             return None
@@ -90,14 +90,15 @@ class Run:
                 process.send_signal(number)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while command.poll(0.05) is None and time.monotonic() < deadline:
-            if held.exists():  # the parent, since each process counts its operations by itself: it would wait for ever
+            # now the parent is held too, since each process counts its operations by itself: it would wait for ever
+            if held.exists():
                 command.kill()
         command.wait(0.0)
         wait_until_nobody_works_on(self.directory)
         return phase, name
 
     def phase(self) -> str:
-        """The one under way, by its events."""
+        """The kind of the run and, from its events, the phase under way."""
         with contextlib.suppress(OSError, ValueError):
             started = [e for e in read_lines(self.directory / "events.jsonl") if e["event"] == "phase_start"]
             return f"{self.kind}: {started[-1]['phase']}"
@@ -108,7 +109,7 @@ class Run:
         assert result.returncode == 0, result.stderr
 
     def compare(self, whole: Path) -> None:
-        """AssertionError where anything differs from an undisturbed run."""
+        """Raise AssertionError if anything differs from the undisturbed run ``whole``."""
         updates = [update["update"] for update in read_lines(self.directory / "metrics.jsonl")]
         assert updates == list(range(1, len(updates) + 1)), updates
         assert evaluations(self.directory) == evaluations(whole), evaluations(self.directory)
@@ -116,8 +117,10 @@ class Run:
 
 
 def assert_same_live_run(whole: Path, run: Path) -> None:
-    """Of a run in lockstep, all but how long its processes waited for each other and, which depends on it, the policy
-    before that the text for checking engines (`reference.json`) tells of.
+    """Raise AssertionError unless two live runs have the same metrics, weights and rollouts.
+
+    Times may differ, and so may `reference.json`, the text for checking engines: which earlier policy it compares with
+    depends on how long processes waited for each other.
     """
     updates = [
         [{name: value for name, value in line.items() if name not in TIMES | {"idle_seconds"}} for line in lines]
@@ -146,7 +149,7 @@ def tree(parent: int) -> list[psutil.Process]:
 
 
 def held_victims(parent: int, held: int) -> Victims:
-    """Of a start in which the process ``held`` goes on no more. All of these end the start."""
+    """The possible victims in a start whose process ``held`` is held. Killing any of them ends the start."""
     processes = {process.pid: process for process in tree(parent)}
     victims = [("parent", [psutil.Process(parent)], signal.SIGKILL)]
     if held in processes:
@@ -160,7 +163,10 @@ def held_victims(parent: int, held: int) -> Victims:
 
 
 def any_victims(parent: int, goes_on: bool) -> Victims:
-    """Of any start. ``goes_on``: nothing of it may be held later, so that it can go on without one of its processes."""
+    """The possible victims in any start.
+
+    goes_on: no process can be held later, so the start can continue without one of its processes.
+    """
     everyone, own = tree(parent), psutil.Process(parent)
     victims = [("parent", [own], signal.SIGKILL), ("all", [own, *everyone], signal.SIGKILL)]
     if not goes_on:
@@ -186,7 +192,7 @@ class Laboratory:
             assert sum(norm > 0.01 for norm in gradients) >= 10, gradients
 
     def kill(self, count: int, seed: int) -> tuple[Counter[tuple[str, str]], list[str]]:
-        """({(phase, what was done): how often}, what went wrong)"""
+        """Kill runs ``count`` times: ({(phase, what was done): how often}, what went wrong)."""
         rng, counts, wrong = random.Random(seed), Counter[tuple[str, str]](), []
         for number, kind in enumerate(itertools.cycle(KINDS)):
             if counts.total() >= count or len(wrong) > 10:
@@ -202,7 +208,7 @@ class Laboratory:
                 run.finish()
                 run.compare(self.folder / kind / "run")
             except (AssertionError, OSError, ValueError, subprocess.TimeoutExpired) as error:
-                kept = Path(tempfile.mkdtemp(prefix=f"megarl-wrong-{seed}-{number}-"))  # for somebody to look into
+                kept = Path(tempfile.mkdtemp(prefix=f"megarl-wrong-{seed}-{number}-"))  # for inspection
                 shutil.copytree(run.directory, kept / "run")
                 wrong.append(f"run {number} ({kind}), kept in {kept}: {error!r}"[:2000])
                 print(f"WRONG {wrong[-1]}", flush=True)

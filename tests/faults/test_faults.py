@@ -1,4 +1,4 @@
-"""A few of the faults of ``make faults``, of each kind of outcome."""
+"""A few faults of ``make faults``, with every kind of outcome."""
 
 import subprocess
 import sys
@@ -11,10 +11,10 @@ pytestmark = pytest.mark.crash
 
 SOME = "|".join(
     (
-        "distcp: one bit flipped",  # the checkpoint before it
-        "all checkpoints of the stage",  # the stage's beginning
-        "the stage before damaged too",  # named
-        "metrics.jsonl: emptied",  # restored
+        "distcp: one bit flipped",  # continues from the checkpoint before
+        "all checkpoints of the stage",  # continues from the beginning of the stage
+        "the stage before damaged too",  # reported
+        "metrics.jsonl: emptied",  # restored from the copy in a checkpoint
         "metrics and their copy",
         "policy/config.json: one bit",
         "rows appended",
@@ -25,7 +25,7 @@ SOME = "|".join(
 )
 
 
-def test_damage_is_mended_or_named():
+def test_damage_is_repaired_or_reported():
     command = [sys.executable, "-W", "ignore", "-m", "tests.faults", SOME]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr[-2000:]

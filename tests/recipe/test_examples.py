@@ -1,6 +1,6 @@
-"""Every row of examples/README.md, from its command, against numbers typed from the papers.
+"""The recipe that each row of examples/README.md runs, compared with numbers typed from the papers.
 
-Staleness is computed for whole runs: batch by batch, with `LagRule` where a run is live.
+Staleness is computed batch by batch for whole runs, with `LagRule` where a run is live.
 """
 
 import math
@@ -22,15 +22,15 @@ EXAMPLES = ROOT / "examples"
 
 @dataclass(frozen=True)
 class Paper:
-    """What a paper says of a row: a run's updates and lags, prompts and responses of an update, lengths in tokens."""
+    """The numbers that a paper gives for the run of a row."""
 
     updates: int
     lags: tuple[int, int]  # smallest and largest, after the warm-up of the schedule
-    prompts: int
-    context: int  # prompt and response together
+    prompts: int  # per update
+    context: int  # tokens of prompt and response together
     lr: float
     objective: dict[str, object]
-    responses: int = 8
+    responses: int = 8  # to each prompt
     evaluated_every: int | None = None  # updates; None: the paper does not say
     suites: dict[str, int] = field(default_factory=dict)  # responses to each question
     temperature: float = 1.0  # of evaluations
@@ -39,32 +39,41 @@ class Paper:
 
 
 def m2po(name, lags=(256, 259), **objective):
-    """Section 3.2: four updates a step, stale-k is k to k + 3; appendix B: 1000 steps, batch 256, mini-batch 512
-    responses, 8 responses, lr 1e-6, context 16k (4k of Qwen2.5-Math-7B); evaluation every 50 steps on eight suites,
-    avg@16 of AIME and avg@4 of the others, the checkpoint with the best average."""
+    """Section 3.2: four updates per step, so stale-k means lags of k to k + 3.
+
+    Appendix B: 1000 steps, batch size 256, mini-batches of 512 responses, 8 responses per prompt, lr 1e-6, context 16k
+    (4k for Qwen2.5-Math-7B); evaluation every 50 steps on eight suites, avg@16 for AIME and avg@4 for the others; the
+    checkpoint with the best average is reported.
+    """
     four = dict.fromkeys(("amc23", "amc24", "math500", "minerva", "gaokao", "olympiad"), 4)
     evaluated = {"evaluated_every": 200, "suites": {"aime24": 16, "aime25": 16, **four}, "best": "mean"}
     return Paper(4000, lags, 64, 16384, 1e-6, {"name": name, **objective}, **evaluated)
 
 
 def mu_grpo(name, lags, updates=4096, **objective):
-    """Section 5: 4096 updates of batch size 32, context 8k (4k of Qwen2.5-Math-7B); appendix B.1: 8 responses,
-    evaluation every 200 updates on five suites, avg@16 of AIME and avg@4 of the others, the checkpoint with the best
-    average. Its learning rate is lost in the text, 1e-6 is M2PO's."""
+    """Section 5: 4096 updates with batch size 32, context 8k (4k for Qwen2.5-Math-7B).
+
+    Appendix B.1: 8 responses per prompt; evaluation every 200 updates on five suites, avg@16 for AIME and avg@4 for the
+    others; the checkpoint with the best average is reported. The learning rate is lost in the paper's text; 1e-6 is
+    that of M2PO.
+    """
     suites = {"aime24": 16, "aime25": 16, "amc23": 4, "amc24": 4, "math500": 4}
     evaluated = {"evaluated_every": 200, "suites": suites, "best": "mean"}
     return Paper(updates, lags, 32, 8192, 1e-6, {"name": name, **objective}, **evaluated)
 
 
 def programs(name, lags, **objective):
-    """Section 5.1 and appendix B.2: batch 16, pass@4 on LiveCodeBench; the rest as in the main experiments."""
+    """Section 5.1 and appendix B.2: batch size 16, pass@4 on LiveCodeBench; all else as in the main experiments."""
     suites = {"livecodebench": 4}
     return replace(mu_grpo(name, lags, **objective), prompts=16, suites=suites, best="first")
 
 
 def minpro(name, steps, prompts, lags=(32, 47), **objective):
-    """Section 5: 16 updates a global step, 16 n to 16 (n + 1) - 1 with n = 2, checkpoints every 10 steps, of which
-    the one with the highest average is taken; table 3, top-p of validation too; section 5.1: samples of the suites."""
+    """Section 5: 16 updates per global step and a buffer of n = 2 steps, so lags of 16 n to 16 (n + 1) - 1.
+
+    Checkpoints are made every 10 steps, and the one with the highest average is reported. Table 3 has the settings and
+    top-p of the evaluations, section 5.1 the samples per question of each suite.
+    """
     suites = dict.fromkeys(("aime24", "aime25", "amc23"), 128)
     suites |= dict.fromkeys(("math500", "olympiad", "minerva", "gsm8k"), 2)
     evaluated = {"evaluated_every": 160, "suites": suites, "top_p": 0.7, "best": "mean"}
@@ -72,20 +81,22 @@ def minpro(name, steps, prompts, lags=(32, 47), **objective):
 
 
 def prefix(name, lags=(2, 11), **objective):
-    """Section 4.1: S = 11, kappa = 10, 60 steps, avg@64 after them. Sizes are not in the paper."""
+    """Section 4.1: S = 11, kappa = 10, 60 steps, avg@64 at the end. The paper does not have batch size and lengths."""
     evaluated = {"evaluated_every": 60, "suites": {"aime24": 64}}
     return Paper(60, lags, 32, 2048 + 8192, 1e-6, {"name": name, **objective}, **evaluated)
 
 
 def bapo(name, lags=(0, 7), **objective):
-    """Section 5.1: responses of 8k, lr 2e-6, temperature .6, avg@16 of AIME24 and AIME25. The rest is of the authors'
-    example."""
+    """Section 5.1: responses of 8k tokens, lr 2e-6, evaluation at temperature 0.6, avg@16 for AIME24 and AIME25.
+
+    The other numbers are from the example in the authors' code.
+    """
     evaluated = {"suites": {"aime24": 16, "aime25": 16}, "temperature": 0.6}
     return Paper(8000, lags, 64, 1024 + 8192, 2e-6, {"name": name, **objective}, responses=16, **evaluated)
 
 
 GRPO = {"eps_low": 0.2, "eps_high": 0.2, "aggregation": "token_mean"}
-TABLE3 = {  # of MinPRO
+TABLE3 = {  # table 3 of MinPRO
     "MinPRO": ("minpro", {"eps_low": 1.0, "eps_high": 4.0, "aggregation": "token_mean"}),
     "GRPO": ("grpo", {"eps_low": 0.2, "eps_high": 0.28, "aggregation": "token_mean"}),
     "GSPO": ("gspo", {"eps_low": 2e-3, "eps_high": 2e-3, "aggregation": "sequence_mean"}),
@@ -109,7 +120,7 @@ PAPERS = {
     "table 2, mu-GRPO, lag 1024": mu_grpo("mu_grpo", (0, 1023), ratio_max=5.0),
     "table 2, GRPO, lag 4": mu_grpo("grpo", (0, 3), **GRPO),
     "table 4, fixed data, batch 32": mu_grpo("mu_grpo", (0, 1258), updates=1259),
-    # 8 responses to each prompt of DeepScaleR; table 4 has the updates
+    # 8 responses to each prompt of DeepScaleR; table 4 has the number of updates
     "table 4, fixed data, batch 64": replace(mu_grpo("mu_grpo", (0, 628), updates=629), prompts=64),
     "table 4, fixed data, batch 128": replace(mu_grpo("mu_grpo", (0, 313), updates=314), prompts=128),
     "table 4, fixed data, batch 256": replace(mu_grpo("mu_grpo", (0, 156), updates=157), prompts=256),
@@ -159,7 +170,7 @@ PAPERS = {
 
 
 def rows():
-    """(name, command, models, updates, lags) of each row of README.md's tables of commands."""
+    """(name, command, models, updates, lags) of each row with a command in the tables of README.md."""
     found = []
     for line in (EXAMPLES / "README.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -184,8 +195,10 @@ def recipe_of(command):
 
 
 def lags_of(recipe):
-    """The largest lag of every update of a run, where engines generate as soon, and as much, as they may, and every
-    response is as long as it may be."""
+    """The largest lag of every update of a run.
+
+    Engines are taken to generate as early and as much as the schedule allows, and responses to have the largest length.
+    """
     schedule = recipe.schedule
     if recipe.rollout.token_budget:
         size = schedule.updates_per_stage
@@ -198,17 +211,19 @@ def lags_of(recipe):
     versions, done = [], 0
     while done < total:
         newest = done - done % rule.sync_every
-        end = done - done % size + size  # of the stage
+        end = done - done % size + size  # updates until the end of the stage
         while len(versions) < end and (version := rule.version(len(versions), newest)) is not None:
             versions.append(version)
-        # sharing their devices, trainers train all that is there before engines go on
+        # on shared devices, trainers train everything that is there before engines continue
         done = len(versions) if schedule.colocate else done + 1
     return [update - version for update, version in enumerate(versions)]
 
 
 def partial_rollouts(recipe, length):
-    """(stage, in which each group that it trains was begun) of a run whose group g is complete after ``length(g)``
-    tokens: by the rule as docs/schedules.md has it."""
+    """(stage, [stage in which each group that it trains was begun]) of each stage, by the rule of docs/schedules.md.
+
+    length: the number of tokens after which a group is complete, as a function of its id.
+    """
     wanted, play, generated = recipe.groups_per_stage, [], {}
     for stage in range(recipe.schedule.stages):
         play += recipe.groups_begun(stage)
@@ -223,13 +238,13 @@ def partial_rollouts(recipe, length):
 
 
 def after_warm_up(schedule, lags):
-    """Without the updates that train data of the first policy because there is no later one."""
+    """``lags`` without those of the first updates, which train data of the first policy for lack of a later one."""
     if schedule.kind == "staged" or not (schedule.delay or schedule.colocate):
         return lags
     return lags[schedule.lag_rule.max_lag + 1 :]
 
 
-def test_every_row_is_a_papers_and_every_papers_row_is_there():
+def test_the_readme_has_the_rows_of_the_papers_with_their_updates_and_lags():
     names = [name for name, *_ in ROWS]
     assert Counter(names) == Counter(list(PAPERS))
     for name, _, _, updates, lags in ROWS:
@@ -278,15 +293,15 @@ def check_numbers(recipe, paper):
     assert {(suite.temperature, suite.top_p) for suite in recipe.suites} == {(paper.temperature, paper.top_p)}
 
 
-def test_stale_256_trains_the_base_model_first_and_then_four_lags_equally_often():
+def test_stale_256_first_trains_rollouts_of_the_base_model_and_then_has_four_lags_equally_often():
     lags = lags_of(recipe_of(RUNS[0][1]))
     assert lags[:260] == list(range(260))
     assert Counter(lags[260:]) == dict.fromkeys(range(256, 260), (4000 - 260) // 4)
 
 
 @pytest.mark.parametrize(("budget", "oversample", "stages"), [(4096, 2, 1), (2731, 1.5, 2), (4096, 4, 3)])
-def test_a_group_waits_as_long_as_the_documents_say(budget, oversample, stages):
-    """At most m + ceil(oversample) - 3 stages, and that long where lengths come as they may."""
+def test_a_group_waits_at_most_as_many_stages_as_the_docs_say(budget, oversample, stages):
+    """docs/schedules.md says at most m + ceil(oversample) - 3 stages; random lengths reach this bound."""
     sizes = [f"rollout.token_budget={budget}", f"rollout.oversample={oversample}"]
     path = EXAMPLES / "deepseek_7b/bapo-partial.toml"
     recipe = load_recipe(path, [*sizes, "schedule.stages=12", "schedule.prompts_per_update=2"])
@@ -298,8 +313,8 @@ def test_a_group_waits_as_long_as_the_documents_say(budget, oversample, stages):
     assert max(waits) == stages
 
 
-def test_every_recipe_has_a_row_or_a_line():
-    """Of models that some or all of the papers do not train README.md names the recipes."""
+def test_the_readme_names_every_recipe():
+    """Recipes of models that some or all papers do not train need no row, but README.md names them."""
     used = {shlex.split(command)[2] for _, command in TRAINED}
     text = (EXAMPLES / "README.md").read_text()
     for path in sorted(EXAMPLES.glob("*_*/*.toml")):
@@ -314,7 +329,7 @@ def test_every_recipe_has_a_row_or_a_line():
 @pytest.mark.parametrize(
     "path", sorted(EXAMPLES.glob("*_*/*.toml")), ids=lambda path: f"{path.parent.name}-{path.stem}"
 )
-def test_every_number_has_its_source_behind_it(path):
+def test_every_number_of_a_recipe_has_a_comment_with_its_source(path):
     source = re.compile(r"section|appendix|table|figure|authors|inferred|likewise", re.IGNORECASE)
     table = ""
     for line in path.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Layouts that cannot work are refused by arithmetic, with the reason and the nearest layout that does."""
+"""Parallel layouts that cannot work are refused, with the reason and the nearest layout that works."""
 
 import pytest
 
@@ -87,14 +87,14 @@ def test_sensible_layouts_pass(actor):
         ({}, {"batch_p2p_comm": True}, ["batch_p2p_comm", "each other's messages"]),
     ],
 )
-def test_others_are_refused_with_the_reason(actor, megatron, words):
+def test_layouts_that_cannot_work_are_refused_with_the_reason(actor, megatron, words):
     with pytest.raises(UserError) as error:
         check(MOE, megatron, **actor)
     for word in words:
         assert word in str(error.value)
 
 
-def test_a_dense_model_has_no_experts_to_cut():
+def test_expert_parallelism_of_a_dense_model_is_refused():
     check(DENSE, processes_per_node=8, tensor_parallel=4)
     with pytest.raises(UserError, match="no experts"):
         check(DENSE, processes_per_node=2, expert_parallel=2)
@@ -110,7 +110,7 @@ def test_a_dense_model_has_no_experts_to_cut():
         (16, (0, 1), [*[4] * 15, 1]),
     ],
 )
-def test_layers_of_stages(stages, ends, expected):
+def test_pipeline_stages_get_the_layers_that_the_settings_say(stages, ends, expected):
     layout = Layout(stages, pipeline_parallel=stages, first_layers=ends[0], last_layers=ends[1])
     assert layout.stage_layers(61) == expected
     assert list(layout.problems(MOE | {"num_hidden_layers": 61})) == []
@@ -120,14 +120,14 @@ def test_layers_of_stages(stages, ends, expected):
         assert Layout(stages, pipeline_parallel=stages).balanced(61) == layout
 
 
-def test_chunks_of_virtual_stages():
-    """As Megatron deals them out: one of each pipeline rank, and then the next one of each."""
+def test_virtual_stages_get_their_layers_in_megatrons_order():
+    """In Megatron's order: the first chunk of each pipeline rank, then the second chunk of each."""
     layout = Layout(4, pipeline_parallel=4, virtual_stages=2, first_layers=6)
     assert list(layout.problems(MOE)) == []
     assert [len(chunk) for chunk in layout.chunks(48)] == [3, 7, 7, 7] * 2
 
 
-def test_layers_that_the_stages_do_not_divide():
+def test_layers_that_the_pipeline_stages_do_not_divide_are_refused_with_a_layout_that_works():
     with pytest.raises(UserError) as error:
         check(MOE | {"num_hidden_layers": 61}, processes_per_node=8, pipeline_parallel=8)
     assert "pipeline_parallel = 8 does not divide the model's num_hidden_layers = 61" in str(error.value)
@@ -136,7 +136,7 @@ def test_layers_that_the_stages_do_not_divide():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 6, 8, 16])
-def test_the_nearest_layout_is_valid_and_closest(ranks):
+def test_the_nearest_layout_is_valid_and_has_the_same_ranks(ranks):
     asked = Layout(ranks, tensor_parallel=ranks, pipeline_parallel=2, expert_tensor_parallel=1)
     nearest = asked.nearest(MOE)
     assert nearest is not None
@@ -146,7 +146,7 @@ def test_the_nearest_layout_is_valid_and_closest(ranks):
     assert valid.nearest(MOE) == valid
 
 
-def test_nodes_add_ranks_and_engines_alone_need_none():
+def test_ranks_of_all_nodes_count_unless_the_number_of_nodes_is_unknown():
     recipe = make_recipe(actor={"processes_per_node": 8, "tensor_parallel": 4, "pipeline_parallel": 4})
     check_layout(recipe, MOE, nodes=2)
     check_layout(recipe, MOE, nodes=None)
@@ -154,7 +154,7 @@ def test_nodes_add_ranks_and_engines_alone_need_none():
         check_layout(recipe, MOE, nodes=3)
 
 
-def test_what_engines_record_of_dense_layers_is_not_replayed():
+def test_routing_replay_of_the_engine_is_refused_for_a_model_with_dense_layers():
     with pytest.raises(UserError, match="3 layers of this model have no experts.*never checked"):
         check(MOE | {"dense_layers": 3}, routing_replay="engine")
     check(MOE | {"dense_layers": 3}, routing_replay="actor")

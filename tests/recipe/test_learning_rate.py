@@ -1,4 +1,4 @@
-"""Learning rates of a run of 100 updates, worked out by hand."""
+"""Learning rates of a run of 100 updates, calculated by hand."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from megarl.recipe.optimizer_table import OptimizerTable
         ({"schedule": "wsd", "decay_updates": 80, "warmup_updates": 60}, {30: 1.0, 60: 2.0, 80: 1.0, 100: 0.0}),
     ],
 )
-def test_learning_rate(settings, expected):
+def test_learning_rates_with_warm_up_and_decay(settings, expected):
     table = OptimizerTable(**{"lr": 1.0} | settings)
-    # twice the rate of lr = 1, as min_lr too is given for lr = 2
+    # a recipe may not have lr > 1, but the expected rates, and min_lr, are those of lr = 2
     table = OptimizerTable.model_construct(**dict(table) | {"lr": 2.0})
     assert {update: table.learning_rate(update, 100) for update in expected} == pytest.approx(expected, abs=1e-12)
 
@@ -45,6 +45,6 @@ def test_learning_rate(settings, expected):
         ({"schedule": "cosin"}, "constant"),
     ],
 )
-def test_schedules_that_do_not_agree_are_refused(settings, said):
+def test_inconsistent_settings_of_a_schedule_are_refused(settings, said):
     with pytest.raises(ValidationError, match=said):
         OptimizerTable(**settings)

@@ -1,4 +1,4 @@
-"""Recipes whose keys are all legal, but which could train nothing."""
+"""Values of legal keys that cannot work are refused, and an infinite one survives writing and reading."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from megarl.recipe.load import dump_recipe, load_recipe
         (["schedule.prompts_per_update=1"], "prompts_per_update must be at least 2"),
     ],
 )
-def test_groups_of_one(recipe, settings, words):
+def test_settings_that_cannot_work_with_one_response_per_prompt_are_refused(recipe, settings, words):
     single = ["rollout.responses_per_prompt=1", "objective.advantage=batch_normalised"]
     assert load_recipe(recipe, single).rollout.responses_per_prompt == 1
     with pytest.raises(UserError, match=words):
@@ -21,12 +21,12 @@ def test_groups_of_one(recipe, settings, words):
 
 
 @pytest.mark.parametrize("size", ["1", "0", '"two"'])
-def test_virtual_stages_are_at_least_two(recipe, size):
+def test_fewer_than_two_virtual_stages_are_refused(recipe, size):
     with pytest.raises(UserError, match="leave it out for one"):
         load_recipe(recipe, [f"megatron.virtual_pipeline_model_parallel_size={size}"])
 
 
-def test_a_ratio_without_an_upper_bound_is_read_written_and_read_again(recipe, tmp_path):
+def test_an_infinite_bound_of_the_ratio_survives_writing_and_reading(recipe, tmp_path):
     first = load_recipe(recipe, ["objective.ratio_max=inf"])
     (tmp_path / "again.toml").write_text(dump_recipe(first))
     assert load_recipe(tmp_path / "again.toml") == first

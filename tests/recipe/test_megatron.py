@@ -1,4 +1,4 @@
-"""The tables that go to Megatron-Core are checked against its source before anything starts."""
+"""The tables of a recipe that go to Megatron-Core are checked against its source before anything starts."""
 
 import pytest
 
@@ -25,12 +25,12 @@ from megarl.recipe.megatron import CONFIGS, fields
         ('megatron_optimizer.optimizer_offload_fraction="all"', "optimizer_offload_fraction = 'all'"),
     ],
 )
-def test_mistakes_are_named(recipe, setting, message):
+def test_unknown_fields_and_values_of_wrong_types_are_named(recipe, setting, message):
     with pytest.raises(UserError, match=message):
         load_recipe(recipe, [setting])
 
 
-def test_settings_that_fit(recipe):
+def test_known_fields_with_values_of_the_right_types_are_accepted(recipe):
     loaded = load_recipe(
         recipe,
         [
@@ -45,7 +45,7 @@ def test_settings_that_fit(recipe):
     assert loaded.megatron_optimizer == {"exp_avg_dtype": "bfloat16", "optimizer_offload_fraction": 0.5}
 
 
-def test_fields_are_those_of_the_dataclasses():
+def test_the_known_fields_are_those_of_megatrons_dataclasses():
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig

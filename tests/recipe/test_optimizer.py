@@ -1,4 +1,4 @@
-"""What of Megatron's optimizers is refused before anything starts, and why."""
+"""Settings of Megatron's optimizers that are refused before anything starts, with the reason."""
 
 import importlib.util
 
@@ -46,13 +46,13 @@ HOST = AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0
         ),
     ],
 )
-def test_what_megarl_does_not_have_is_refused(table, backend, message):
+def test_settings_that_megarl_does_not_support_are_refused(table, backend, message):
     with pytest.raises(UserError) as error:
         check_optimizer(make_recipe(megatron_optimizer=table, actor={"backend": backend}))
     assert message in str(error.value)
 
 
-def test_what_it_has_passes(monkeypatch):
+def test_settings_that_megarl_supports_pass(monkeypatch):
     check_optimizer(make_recipe(megatron_optimizer=HOST, actor={"backend": "cuda"}))
     narrow = AWARE | {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
     recipe = make_recipe(megatron_optimizer=narrow, actor={"backend": "cuda"})

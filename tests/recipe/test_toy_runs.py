@@ -1,7 +1,7 @@
-"""A run of every family of recipes, whole, in the shape of the paper's and a size for a test.
+"""A whole run of every kind of example recipe, scaled down to the size of a test.
 
-Model, data, reward and sizes are the tiny recipe's; objective, kind of schedule, what follows from it, parts of the
-optimizer and the evaluations are the example's, with its schedule divided.
+Model, data, reward and sizes are those of the tiny recipe. Objective, kind of schedule and what follows from it, parts
+of the optimizer, and evaluations are the example's, with a scaled-down schedule.
 """
 
 import itertools
@@ -32,24 +32,24 @@ TINY = {
     "schedule.prompts_per_update": 4,
     "run.tensorboard": False,
 }
-# example -> what of its schedule is divided (every, every_updates: of its evaluations), and the lags that follow
+# example: its settings that are scaled down, and the lags that follow: of every update, or an int, the largest one
 FAMILIES = {
-    # stale-k: lags 256 to 259 after 256 updates of the base model's data
+    # stale-256: in the paper lags 256 to 259, after 256 updates on rollouts of the base model
     "qwen3_8b/m2po": ({"stages": 2, "updates_per_stage": 16, "delay": 4}, [*range(16), *[16, 17, 18, 19] * 4]),
-    # four stages, each frozen
+    # four stages of frozen rollouts
     "qwen3_8b/mu_grpo": ({"updates_per_stage": 8, "every_updates": 12}, [*range(8)] * 4),
-    # n = 2: lags 32 to 47 after 32 updates
+    # n = 2: in the paper lags 32 to 47, after 32 updates
     "qwen3_8b/minpro": (
         {"stages": 2, "updates_per_stage": 16, "sync_every": 4},
         [*range(8), *[8, 9, 10, 11] * 6],
     ),
-    # the generator is at most S = 11 updates behind, and published every kappa = 10
+    # engines are at most S = 11 updates behind, and get a new policy every kappa = 10 updates
     "qwen3_8b/prefix_ratio_grpo": ({"updates_per_stage": 20}, 11),
-    # on-policy but for the mini-batches of a step
+    # on-policy except for the mini-batches of a step
     "deepseek_7b/bapo": ({"stages": 2, "updates_per_stage": 16}, [*range(8)] * 4),
-    # the same batch twice
+    # every batch is trained twice
     "deepseek_7b/bapo-replay": ({"stages": 3, "every": 1}, [*range(8)] * 3),
-    # a response gets two tokens a stage, and ends in the third at the latest
+    # a response gets two tokens per stage and ends in its third stage at the latest
     "deepseek_7b/bapo-partial": ({"stages": 3, "every": 1, "token_budget": 2}, 11),
     "qwen2_5_math_7b/mu_grpo-async": ({"updates_per_stage": 32, "max_lag": 15, "every_updates": 12}, 15),
 }
@@ -63,9 +63,9 @@ def prompts(tmp_path_factory):
 
 
 def toy(example, divided, model, prompts):
-    """The example with the tiny model and its schedule divided."""
+    """The tables of the example with the tiny model and a scaled-down schedule."""
     table = tomllib.loads((ROOT / f"examples/{example}.toml").read_text())
-    for tables in ("actor", "megatron", "megatron_ddp", "megatron_optimizer"):  # of GPUs
+    for tables in ("actor", "megatron", "megatron_ddp", "megatron_optimizer"):  # their settings are for GPUs
         table.pop(tables, None)
     table["actor"], table["data"] = {"backend": "cpu"}, {}
     table["reward"] = {key: table["reward"][key] for key in ("require_stop",) if key in table["reward"]}
@@ -86,7 +86,7 @@ def toy(example, divided, model, prompts):
 
 
 def write_toml(table):
-    """Of tables of plain values; JSON's texts, numbers and lists are TOML's."""
+    """TOML of tables of plain values; strings, numbers and lists are written as in JSON."""
     lines = []
     for name, fields in table.items():
         lines += [f"[{name}]", *(f"{key} = {inline(value)}" for key, value in fields.items())]
@@ -100,7 +100,7 @@ def inline(value):
 
 
 @pytest.mark.parametrize("example", FAMILIES)
-def test_a_recipe_runs_to_its_end(example, guessing_model, prompts, tmp_path):
+def test_a_scaled_down_example_has_the_lags_and_evaluations_of_its_schedule(example, guessing_model, prompts, tmp_path):
     divided, lags = FAMILIES[example]
     table = toy(example, divided, guessing_model, prompts)
     recipe, path = tmp_path / "recipe.toml", tmp_path / "run"

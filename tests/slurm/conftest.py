@@ -37,7 +37,7 @@ def slurm(launch_python):
 
 @pytest.fixture
 def launch(launch_python, tmp_path):
-    """Run launch/slurm.py, by default without any Slurm; its experiments live in the test's folder."""
+    """Run launch/slurm.py, by default without any Slurm; nemo-run keeps its experiments in the test's folder."""
 
     def run(*arguments, environment=None, timeout=600):
         environment = {**(environment or os.environ), "NEMORUN_HOME": str(tmp_path / "nemo")}

@@ -19,7 +19,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sque
 PACKAGES = "slurmctld slurmd slurm-client munge"
 SEARCH_PATH = f"{os.environ['PATH']}:/usr/sbin"
 NODES = ("127.0.0.1", "127.0.0.2")  # names that the nodes' agents can resolve
-CPUS = 8  # of a node, more than there are: jobs of both nodes fit
+CPUS = 8  # of each node, as Slurm is told: more than there are, so that jobs on both nodes fit
 
 CONFIGURATION = """
 ClusterName=private
@@ -61,7 +61,7 @@ PartitionName=low Nodes={node_list} Default=YES PriorityTier=1 GraceTime=60
 PartitionName=high Nodes={node_list} PriorityTier=10 PreemptMode=OFF
 """
 
-# nemo-run asks the accounting, which is a database of its own; the controller knows the same of recent jobs
+# nemo-run asks `sacct`, which needs Slurm's accounting database; of recent jobs the controller knows the same
 SACCT = """#!/bin/sh
 while [ $# -gt 0 ]; do [ "$1" = -j ] && job=$2; shift; done
 echo 'JobID|JobName|Partition|Account|AllocCPUS|State|ExitCode'
@@ -75,7 +75,7 @@ def missing_programs() -> list[str]:
 
 
 class PrivateSlurm:
-    """``with PrivateSlurm(folder) as slurm``: ``slurm.environment`` reaches it, `run` runs a command in it."""
+    """A context manager that runs the daemons. Commands with its ``environment``, and those of `run`, use it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -93,7 +93,7 @@ class PrivateSlurm:
         return result.stdout
 
     def job(self, job: str) -> dict[str, str]:
-        """What the controller knows of a job, by the names of ``scontrol show job``."""
+        """{name: value} of what ``scontrol show job`` prints about a job."""
         words = self.run("scontrol", "show", "job", "-o", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 

@@ -1,4 +1,4 @@
-"""launch/slurm.py on a real Slurm of two nodes: the same run as on one machine, whatever happens to its allocations."""
+"""launch/slurm.py on a real Slurm of two nodes: runs end as on one machine, whatever happens to their allocations."""
 
 import contextlib
 import json
@@ -23,9 +23,9 @@ from tests.phases.test_two_nodes import (
     updates,
 )
 
-# two ranks in every phase: both on one node, or one on each of two
+# two ranks of every phase on one node; without these settings, a run on two nodes has one rank on each
 ON_ONE = ("rollout.workers=2", "actor.processes_per_node=2")
-# many shards, updates and micro-batches, so that there is time to stop between two: Slurm takes seconds to ask
+# many shards, updates and micro-batches, so that there is time to stop between two: Slurm takes seconds to signal
 UPDATES, GROUPS = 64, 256
 TINY = (*EASY, "schedule.stages=1", f"schedule.updates_per_stage={UPDATES}", "eval.every=0")
 TINY += ("rollout.groups_per_chunk=1", f"actor.checkpoint_every={UPDATES}", "actor.tokens_per_micro_batch=20")
@@ -53,7 +53,7 @@ class Job:
         return int(self.slurm.job(self.number)["Restarts"])
 
     def wait(self, condition=None, timeout=900):
-        """Until ``condition``, or until the job has ended."""
+        """Wait until ``condition()`` holds, or without one until the job has ended; returns the job's state."""
         deadline = time.monotonic() + timeout
         while not (condition() if condition else self.state in ENDED):
             assert not condition or self.state not in ENDED, self.output()
@@ -87,6 +87,7 @@ def submit(slurm, launch):
 
 @pytest.fixture(scope="module")
 def local(recipe, tmp_path_factory):
+    """The run directory of an undisturbed run on this machine, without Slurm."""
     run = tmp_path_factory.mktemp("local") / "run"
     result = megarl("train", recipe, "--run-dir", run, *settings(*TINY, *ON_ONE))
     assert result.returncode == 0, result.stderr
@@ -95,7 +96,7 @@ def local(recipe, tmp_path_factory):
 
 @pytest.fixture
 def quickstart(tiny_model):
-    """Recipe and settings of the quickstart with a model that needs no warm-up."""
+    """(recipe, settings) of a short quickstart whose model exists already, so that none is trained first."""
     return ROOT / "examples/quickstart/recipe.toml", (*QUICKSTART, f'model.path="{tiny_model}"')
 
 
@@ -124,7 +125,7 @@ def test_quickstart_on_one_and_two_nodes_agrees_with_a_local_run(quickstart, sub
 
 @contextlib.contextmanager
 def frozen(run, phase):
-    """The ranks of a phase stand still until all of them are asked to stop, so that none has ended before."""
+    """Suspend the ranks of a phase until all of them have been asked to stop, so that none ends before that."""
     ranks = [rank for agent in agents_of(run) for rank in processes_of(agent.pid, phase)]
     assert ranks
     for rank in ranks:
@@ -138,7 +139,7 @@ def frozen(run, phase):
 
 
 def is_asked_to_stop(process):
-    """Does SIGTERM wait for a process that stood still? Slurm may have sent SIGCONT and SIGTERM by itself."""
+    """Whether a suspended process has SIGTERM pending or runs again: Slurm may send SIGCONT and SIGTERM itself."""
     with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
         status = Path(f"/proc/{process.pid}/status").read_text()
         pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", status, re.M)
@@ -148,7 +149,7 @@ def is_asked_to_stop(process):
 
 
 def preempt(slurm, job, run, phase):
-    """A short job of the higher partition takes both nodes while ``phase`` is under way."""
+    """Submit a short job to the partition of higher priority, which takes both nodes while ``phase`` is under way."""
     before = job.restarts
     whole = ("-N2", "--ntasks-per-node=8", "-o", "/dev/null")
     with frozen(run, phase):
@@ -157,7 +158,7 @@ def preempt(slurm, job, run, phase):
     assert slurm.job(high)["JobState"] in ("PENDING", "RUNNING", "COMPLETED")
 
 
-def test_preempted_in_rollout_and_in_optimize_every_update_is_made_once(recipe, local, slurm, submit, tmp_path):
+def test_a_job_preempted_in_rollout_and_in_optimize_makes_every_update_once(recipe, local, slurm, submit, tmp_path):
     run = tmp_path / "run"
     (job,) = submit(recipe, run, "--nodes", 2, *settings(*TINY))
     job.wait(lambda: list(run.glob("stages/000/rollouts/*.arrow")))
@@ -173,8 +174,8 @@ def test_preempted_in_rollout_and_in_optimize_every_update_is_made_once(recipe, 
     assert_same_result(local, run)
 
 
-def test_an_allocation_out_of_time_continues_in_the_next(recipe, local, submit, tmp_path):
-    """Slurm looks every 30 s, and signals when it would be late the next time: up to 30 s before ``margin``."""
+def test_a_job_that_runs_out_of_time_continues_in_its_next_allocation(recipe, local, submit, tmp_path):
+    """Slurm checks time limits every 30 s, so its signal comes up to 30 s earlier than ``--margin`` says."""
     minutes = 1 + int(3 * events(local, "phase_end")[0]["seconds"] / 60)
     run = tmp_path / "run"
     (job,) = submit(recipe, run, "--time", minutes, "--margin", 15, "--retries", 20, *settings(*TINY, *ON_ONE))
@@ -190,7 +191,7 @@ def test_an_allocation_out_of_time_continues_in_the_next(recipe, local, submit, 
 
 
 def agents_of(run, node=None):
-    """The `megarl train` processes of the private Slurm's nodes, or of one."""
+    """The run's `megarl train` processes on the nodes of the private Slurm, or on one of them."""
     found = []
     for process in psutil.process_iter(["cmdline", "environ"]):
         command, environment = process.info["cmdline"] or [], process.info["environ"] or {}
@@ -201,7 +202,7 @@ def agents_of(run, node=None):
     return found
 
 
-def test_killed_agent_fails_the_job_with_the_cause_and_leaves_nothing(recipe, submit, tmp_path):
+def test_a_killed_agent_fails_the_job_with_the_cause_and_leaves_no_process(recipe, submit, tmp_path):
     run = tmp_path / "run"
     (job,) = submit(recipe, run, "--nodes", 2, "--retries", 0, *settings(*TINY))
     job.wait(lambda: list(run.glob("stages/000/rollouts/*.arrow")))
@@ -213,7 +214,7 @@ def test_killed_agent_fails_the_job_with_the_cause_and_leaves_nothing(recipe, su
     wait_until_nobody_works_on(run)
 
 
-def test_killed_agent_with_retries_finishes(recipe, local, submit, tmp_path):
+def test_a_job_with_retries_finishes_after_its_agent_was_killed(recipe, local, submit, tmp_path):
     run = tmp_path / "run"
     (job,) = submit(recipe, run, "--nodes", 2, "--retries", 1, *settings(*TINY))
     job.wait(lambda: lines(run / "metrics.jsonl") >= 1)
@@ -223,7 +224,7 @@ def test_killed_agent_with_retries_finishes(recipe, local, submit, tmp_path):
     assert_same_result(local, run)
 
 
-def test_a_mistake_in_the_recipe_is_not_queued_again(recipe, submit, tmp_path):
+def test_a_job_with_a_mistake_in_its_recipe_is_not_queued_again(recipe, submit, tmp_path):
     (job,) = submit(recipe, tmp_path / "run", "--nodes", 1, "--retries", 3, *settings(*TINY, "objective.name=gpro"))
     assert job.wait() == "FAILED"
     assert job.restarts == 0
@@ -249,8 +250,8 @@ def test_chain_cancels_what_depends_on_a_failed_job(recipe, submit, tmp_path):
     assert "finite" in "\n".join(jobs[1].output().rstrip().splitlines()[-25:])
 
 
-def test_an_array_makes_the_runs_of_a_sweep_once(recipe, slurm, submit, tmp_path):
-    """Two jobs share four runs, whose paths are relative to where it was submitted; the last one writes the table."""
+def test_an_array_makes_every_run_of_a_sweep_once_and_one_table(recipe, slurm, submit, tmp_path):
+    """Two jobs share four runs of a sweep, which names its recipe relative to the directory where it is submitted."""
     sweep, output = tmp_path / "sweep.toml", tmp_path / "sweep"
     short = "schedule = { stages = 1, updates_per_stage = 2 }\neval = { every = 1 }"
     text = f'recipe = "{os.path.relpath(recipe, ROOT)}"\nseeds = [0, 1]\n[set]\n{short}\n'
@@ -270,7 +271,7 @@ def test_an_array_makes_the_runs_of_a_sweep_once(recipe, slurm, submit, tmp_path
     assert len((output / "table.csv").read_text().splitlines()) == 3
 
 
-def test_local_executor(recipe, local, launch, tmp_path):
+def test_the_local_executor_makes_the_same_run(recipe, local, launch, tmp_path):
     python = ("--python", sys.executable, "--env", f"PYTHONPATH={ROOT}")
     result = launch(recipe, "--run-dir", tmp_path / "run", "--local", *python, *settings(*TINY, *ON_ONE))
     assert result.returncode == 0, result.stdout + result.stderr

@@ -21,7 +21,7 @@ def qwen():
     return RECIPES / "mu_grpo.toml"
 
 
-# runs launch/slurm.py once a line, each time in a fork of a process that has imported nemo-run, which takes seconds
+# runs launch/slurm.py for every line of stdin, each time in a fork of this process: importing nemo-run takes seconds
 FORKS = """
 import json, os, runpy, sys
 import nemo_run
@@ -75,7 +75,7 @@ def scripts(output):
     return ["#!/bin/bash" + part for part in output.split("#!/bin/bash")[1:]]
 
 
-def test_four_nodes(launch, qwen):
+def test_the_script_for_four_nodes(launch, qwen):
     result = launch(
         *(qwen, *SUBMIT, "--nodes", 4, "--margin", 120, "--retries", 7, "--after", 77),
         *("--env", "NCCL_IB_HCA=mlx5_0 mlx5_1", "--set", "schedule.stages=3", "--set", "objective.name=grpo"),
@@ -101,14 +101,14 @@ def test_four_nodes(launch, qwen):
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
-def test_all_30b_recipes_fill_four_nodes_of_8_gpus_and_no_others(path):
+def test_all_30b_recipes_fill_nodes_of_8_gpus_but_not_of_4(path):
     recipe = load_without_objective(path)
     check_layout(recipe, ChainJob("run", None, True, 4, None), 8)
     with pytest.raises(UserError, match="does not fill the 4 GPUs of a node"):
         check_layout(recipe, ChainJob("run", None, True, 4, None), 4)
 
 
-def test_all_of_a_recipe_but_its_objectives_own_fields_is_read(qwen):
+def test_a_recipe_is_checked_except_for_the_fields_of_its_objective(qwen):
     one_response = ["rollout.responses_per_prompt=1", "objective.advantage=batch_normalised", "objective.nowhere=1"]
     recipe = load_without_objective(qwen, one_response)
     assert (recipe.rollout.responses_per_prompt, recipe.objective.advantage) == (1, "batch_normalised")
@@ -116,7 +116,7 @@ def test_all_of_a_recipe_but_its_objectives_own_fields_is_read(qwen):
         load_without_objective(qwen, one_response[:1])
 
 
-def test_the_dry_run_names_what_is_not_there(launch, qwen, tmp_path):
+def test_the_dry_run_names_missing_files(launch, qwen, tmp_path):
     result = launch(qwen, *SUBMIT, "--nodes", 4, "--set", f"model.path='{tmp_path}'")
     missing = [line for line in result.stderr.splitlines() if line.startswith("not on this machine: ")]
     assert missing and not any("[model]" in line for line in missing)
@@ -126,18 +126,18 @@ def test_the_dry_run_names_what_is_not_there(launch, qwen, tmp_path):
     assert "[model] path" in launch(qwen, *SUBMIT, "--nodes", 4).stderr
 
 
-def test_another_environment_is_told_how_to_make_the_right_one():
+def test_without_nemo_run_the_error_names_make_launch():
     command = [sys.executable, "-S", "launch/slurm.py", "--help"]  # without any package, nemo-run among them
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 1 and "`make launch`" in result.stderr
 
 
-def test_paths_hold_on_every_node(launch, qwen):
+def test_relative_paths_become_absolute(launch, qwen):
     result = launch(qwen, *SUBMIT, "--nodes", 4, "--set", "rollout.sglang_python=sglang-env/bin/python")
     assert f"--set 'rollout.sglang_python=\"{ROOT}/sglang-env/bin/python\"'" in result.stdout, result.stderr
 
 
-def test_paths_of_several_sources_hold_on_every_node(launch, qwen, tmp_path):
+def test_relative_paths_of_several_data_sources_become_absolute(launch, qwen, tmp_path):
     text = re.sub(r"(?m)^(source|train) = .*\n", "", qwen.read_text().partition("[reward]")[0])
     recipe = tmp_path / "recipe.toml"
     sources = (
@@ -145,7 +145,8 @@ def test_paths_of_several_sources_hold_on_every_node(launch, qwen, tmp_path):
         '[[data.sources]]\nsource = "reasoning_gym"\ntrain = "chain_sum"\noptions = { min_terms = 3 }\nweight = 0.5\n'
     )
     rest = "[reward]" + qwen.read_text().partition("[reward]")[2]
-    rest = rest.replace("[[eval.suites]]\n", '[[eval.suites]]\nsource = "file"\n')  # as no single source says it
+    # with several sources, suites have no default source
+    rest = rest.replace("[[eval.suites]]\n", '[[eval.suites]]\nsource = "file"\n')
     recipe.write_text(text + sources + rest)
     result = launch(recipe, *SUBMIT, "--nodes", 4)
     (setting,) = re.findall(r"--set '(data\.sources=[^']*)'", result.stdout)
@@ -154,7 +155,7 @@ def test_paths_of_several_sources_hold_on_every_node(launch, qwen, tmp_path):
     assert (sources[0].train, sources[1].options) == (f"{ROOT}/a.jsonl", {"min_terms": 3})
 
 
-def test_container(launch, qwen):
+def test_container_options_and_python_reach_srun(launch, qwen):
     image = ("--container-image", "nvcr.io/nvidia/pytorch:25.09-py3", "--container-mounts", "/fast:/fast")
     result = launch(qwen, *SUBMIT, "--nodes", 2, *image, "--python", "/fast/venv/bin/python")
     (srun,) = [line for line in result.stdout.splitlines() if line.startswith("srun ")]
@@ -162,7 +163,7 @@ def test_container(launch, qwen):
     assert " /fast/venv/bin/python -m megarl.cli train " in srun
 
 
-def test_secrets_go_by_name_and_stand_nowhere(launch, qwen):
+def test_secrets_are_passed_by_name_and_never_printed(launch, qwen):
     image = ("--container-image", "image", "--env", "WANDB_API_KEY", "--env", "TOKENIZERS_PARALLELISM=false")
     result = launch(qwen, *SUBMIT, "--nodes", 4, *image)
     assert result.returncode == 0, result.stderr
@@ -177,7 +178,7 @@ def test_secrets_go_by_name_and_stand_nowhere(launch, qwen):
         assert refused.returncode == 2 and words in refused.stderr and "f00dcafe" not in refused.stderr
 
 
-def test_chain(launch, qwen):
+def test_a_chain_has_one_job_for_each_phase(launch, qwen):
     result = launch(
         qwen, *SUBMIT, "--nodes", 3, "--chain", "--optimize-nodes", 2, "--optimize-partition", "big",
         "--set", "schedule.stages=2",
@@ -210,10 +211,10 @@ def test_a_sweep_is_an_array_of_jobs_of_one_node(launch, sweep_of_qwen):
     (srun,) = [line for line in script.splitlines() if line.startswith("srun ")]
     assert srun.endswith(f"--chdir {ROOT} python -m megarl.cli sweep {sweep_of_qwen} --output {ROOT}/runs/x --jobs 1")
     missing = [line for line in result.stderr.splitlines() if "[model] path" in line]
-    assert missing[1] == f"not on this machine: [model] path: {ROOT}/elsewhere"  # of every point, once
+    assert missing[1] == f"not on this machine: [model] path: {ROOT}/elsewhere"  # set by an axis
 
 
-def test_an_array_that_cannot_be_is_refused(launch, sweep_of_qwen):
+def test_impossible_options_of_an_array_are_refused(launch, sweep_of_qwen):
     for options, words in {
         ("--array", 2, "--nodes", 2): "excludes --local, --chain, --set, --nodes",
         ("--array", 2, "--set", "run.seed=1"): "excludes --local, --chain, --set, --nodes",
@@ -237,7 +238,7 @@ def test_an_array_that_cannot_be_is_refused(launch, sweep_of_qwen):
         (2, 8, ['actor.backend="cpu"'], 'backend = "cpu"'),
     ],
 )  # fmt: skip
-def test_layouts_that_do_not_fill_the_nodes(qwen, nodes, gpus, settings, message):
+def test_layouts_that_do_not_fill_the_nodes_are_refused(qwen, nodes, gpus, settings, message):
     recipe = load_without_objective(qwen, settings)
     with pytest.raises(UserError, match=re.escape(message)):
         check_layout(recipe, ChainJob("run", None, True, nodes, None), gpus)

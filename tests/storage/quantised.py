@@ -1,4 +1,4 @@
-"""Tiny models whose experts are quantised as MXFP4."""
+"""Makes tiny models whose experts are quantised as MXFP4."""
 
 import json
 
@@ -9,7 +9,10 @@ QUANTISATION = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layer
 
 
 def quantise(folder, files=1):
-    """Give a saved gpt-oss random blocks and scales in the place of its experts' weights; the tensors by name."""
+    """Replace the expert weights of a saved gpt-oss model by random MXFP4 blocks and scales; returns {name: tensor}.
+
+    files: the number of safetensors files over which the tensors are spread.
+    """
     tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
     generator = torch.Generator().manual_seed(0)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:

@@ -1,4 +1,4 @@
-"""Groups that depend on their id alone, and a stage writer that can be killed: shared by the tests of the store."""
+"""Groups whose content depends only on their id, and a writer of a stage that can be killed, for tests of the store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_group(group_id: int, responses: int = 4, longest: int = 10) -> Group:
 
 
 def with_experts(group: Group, shape: tuple[int, int] = (3, 2), dtype: type = np.int8) -> Group:
-    """As an engine records them that does not know them all."""
+    """The group with random routed experts; -1 stands for an expert that the engine does not know."""
     rng = np.random.default_rng(group.group_id)
 
     def recorded(response: Response) -> Response:
@@ -41,7 +41,7 @@ def with_experts(group: Group, shape: tuple[int, int] = (3, 2), dtype: type = np
 
 
 def as_bytes(group: Group) -> tuple:
-    """Every bit of a group, comparable."""
+    """A value that is equal for two groups only if they are equal bit for bit."""
 
     def experts(response: Response) -> tuple | None:
         found = response.routed_experts
@@ -70,9 +70,10 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def write_stage(directory: Path, groups: int, chunk: int, acknowledged: Path | None = None) -> None:
-    """What a rollout phase does: generate the missing chunks, append each, seal. Notes each chunk once append returned.
+    """Fill a stage like a rollout phase: make the missing chunks, append each of them, and seal the stage.
 
-    Two writers take turns, so that sealing has ledgers to merge; one of them has experts.
+    acknowledged: a file that gets the first group id of each chunk as soon as its append has returned.
+    Two writers take turns, so that sealing has ledgers to merge; one of them writes routed experts.
     """
     if is_sealed(directory):
         return
@@ -90,7 +91,10 @@ def write_stage(directory: Path, groups: int, chunk: int, acknowledged: Path | N
 
 
 def write_stage_dying_at(call: int, directory: Path, groups: int, chunk: int, acknowledged: Path) -> None:
-    """As `write_stage`, but SIGKILL hits this process at its ``call``-th system call that changes or syncs a file."""
+    """Like `write_stage`, but this process is killed at its ``call``-th system call that changes or syncs a file.
+
+    Calls count from 0. A write is killed after half of its data.
+    """
     remaining = call
 
     def deadly(function, half_done):

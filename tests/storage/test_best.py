@@ -1,4 +1,4 @@
-"""``best/`` while the rule changes, its copy is the only one, and attempts are killed."""
+"""``best/`` after a change of ``eval.best``, where it is the only copy of its policy, and after kills."""
 
 import shutil
 
@@ -36,13 +36,13 @@ def evaluate(run, number, scores):
 
 
 def held(run):
-    """The number in ``best`` of the stage whose policy it is."""
+    """The number of the stage whose policy ``best`` holds."""
     assert read_info(run.best).weights_hash == f"hash of {int((run.best / 'model.safetensors').read_text())}"
     return int((run.best / "model.safetensors").read_text())
 
 
-def test_a_resume_keeps_the_only_copy_of_the_best_policy_after_a_change_of_the_rule(settings, tmp_path):
-    """By the first suite alone the best is stage 0's, which is never removed; by the mean it is stage 2's."""
+def test_a_resume_after_a_change_of_eval_best_keeps_the_only_copy_of_the_best_policy(settings, tmp_path):
+    """By the first suite stage 0's policy is best; by the mean stage 2's, which then exists only in ``best``."""
     run = RunDir.create(tmp_path / "run", settings("eval.best=first"))
     for number in range(2):
         write_policy(run.stage(number))
@@ -65,19 +65,20 @@ def test_a_resume_keeps_the_only_copy_of_the_best_policy_after_a_change_of_the_r
         assert best_version(stage.run) == run.stage(2).first_update
 
 
-def test_best_gives_way_only_to_a_higher_score(settings, tmp_path):
+def test_best_is_replaced_only_by_a_higher_score(settings, tmp_path):
     run = RunDir.create(tmp_path / "run", settings())
     for number in (1, 2):
         write_policy(run.stage(number))
     evaluate(run, 2, (0.5, 0.5))
     keep_best(run)
     shutil.rmtree(run.stage(2).policy)
-    evaluate(run, 1, (0.5, 0.5))  # of equals the earlier is the best, but the other is in no other place
+    # with equal scores the earlier policy is the best, but `best` has the only copy of the later one
+    evaluate(run, 1, (0.5, 0.5))
     keep_best(run)
     assert best_version(run) == run.stage(1).first_update and held(run) == 2
     run.events.unlink()
     run = RunDir.open(run.root)
-    evaluate(run, 1, (0.4, 0.5))  # nobody knows any more what the other had
+    evaluate(run, 1, (0.4, 0.5))  # the score of the policy in `best` is lost
     keep_best(run)
     assert held(run) == 2
     evaluate(run, 2, (0.3, 0.5))
@@ -86,8 +87,8 @@ def test_best_gives_way_only_to_a_higher_score(settings, tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_kill_while_best_is_replaced_loses_neither(settings, tmp_path, monkeypatch, moment):
-    """Before and after the new one has its name; what the old one held is in no other place."""
+def test_a_kill_while_best_is_replaced_leaves_the_old_or_the_new_policy(settings, tmp_path, monkeypatch, moment):
+    """The kill comes before or after the new copy gets its name. Neither policy has another copy afterwards."""
 
     class Killed(BaseException):
         pass
@@ -116,7 +117,7 @@ def test_a_kill_while_best_is_replaced_loses_neither(settings, tmp_path, monkeyp
     assert not list(run.root.glob(".best_old.tmp"))
 
 
-def test_a_link_in_the_place_of_best_becomes_a_copy_before_its_target_is_removed(settings, tmp_path):
+def test_a_symlink_at_best_becomes_a_copy_before_its_target_is_removed(settings, tmp_path):
     run = RunDir.create(tmp_path / "run", settings())
     for number in (1, 2, 3):
         write_policy(run.stage(number))

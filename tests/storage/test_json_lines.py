@@ -1,4 +1,4 @@
-"""Files of JSON lines that are torn, damaged, cut and replaced while others read them."""
+"""Files of JSON lines that are incomplete, damaged, truncated, or replaced while another process reads them."""
 
 import json
 import os
@@ -15,7 +15,7 @@ def append(path, *records, torn=""):
         file.write("".join(json.dumps(record) + "\n" for record in records) + torn)
 
 
-def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_writer(tmp_path):
+def test_an_incomplete_last_line_is_ignored_by_readers_and_removed_by_the_next_writer(tmp_path):
     path = tmp_path / "x.jsonl"
     append_json(path, {"a": 1})
     append(path, torn='{"a": 2')
@@ -29,7 +29,7 @@ def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_writer(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["not json", "[4]", "", '"\udcff"'])
-def test_a_damaged_line_is_named_or_counted(tmp_path, damage):
+def test_a_damaged_line_is_named_counted_or_skipped_as_the_reader_promises(tmp_path, damage):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"a": 1}\n' + damage.encode(errors="surrogateescape") + b'\n{"a": 3}\n')
     before = path.read_bytes()
@@ -41,7 +41,7 @@ def test_a_damaged_line_is_named_or_counted(tmp_path, damage):
 
 
 @pytest.mark.parametrize("indent", [None, 1])
-def test_any_flipped_bit_is_seen(indent):
+def test_a_flipped_bit_never_changes_a_record_unnoticed(indent):
     record = {"a": 1, "b": 'text, with } and "crc": ', "c": [{"d": 0.5}]}
     data = encode(record, indent)
     assert decode(data, needs_checksum=True) == record
@@ -55,7 +55,7 @@ def test_any_flipped_bit_is_seen(indent):
         except ValueError:
             seen += 1
             continue
-        assert {name: found[name] for name in record} == record  # in the checksum's name or the white space around it
+        assert {name: found[name] for name in record} == record  # the bit was in the checksum's name or in white space
     assert seen > len(data) * 7
 
 
@@ -71,7 +71,7 @@ def test_tail_reads_only_what_was_appended(tmp_path):
     assert before == os.path.getsize(tail.path)
 
 
-def test_tail_starts_over_when_the_file_is_cut_or_replaced(tmp_path):
+def test_tail_starts_over_when_the_file_is_truncated_or_replaced(tmp_path):
     tail = JsonTail(tmp_path / "x.jsonl")
     append(tail.path, {"a": 1}, {"a": 2}, {"a": 3})
     tail.read()
@@ -92,7 +92,7 @@ def test_tail_of_a_long_file_begins_near_its_end(tmp_path):
     assert tail.read() == (False, [{"a": 100}])
 
 
-def test_a_torn_line_that_is_cut_off_and_written_again_counts_once(tmp_path):
+def test_tail_reads_a_line_that_replaces_an_incomplete_one_exactly_once(tmp_path):
     tail = JsonTail(tmp_path / "x.jsonl")
     append(tail.path, {"a": 1}, torn='{"a": 22222')
     assert tail.read()[1] == [{"a": 1}]

@@ -1,4 +1,4 @@
-"""More stages and updates than numbers in file names have digits for; work that grows with what is new alone."""
+"""Long runs: numbers with more digits than file names usually have, and work that grows only with what is new."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_names_have_as_many_digits_as_they_need(run):
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """Counts the lines of JSON that are read."""
+    """A list to which every decoded line of JSON is appended."""
     lines = []
     for module in (json_lines, ledger):
         right = module.decode
@@ -43,7 +43,7 @@ def decoded(monkeypatch):
     return lines
 
 
-def test_events_are_read_once_however_often_a_stage_is_asked_for(run, decoded):
+def test_each_event_is_decoded_once_however_often_evaluations_are_looked_up(run, decoded):
     for stage in range(1200):
         run.log_event("evaluation", stage=stage, accuracy=stage / 1200)
         assert run.stage(stage).evaluation()["accuracy"] == stage / 1200
@@ -51,7 +51,7 @@ def test_events_are_read_once_however_often_a_stage_is_asked_for(run, decoded):
     assert len(decoded) == 1200
 
 
-def test_a_store_that_grows_is_read_once(tmp_path, decoded):
+def test_each_ledger_line_of_a_growing_store_is_decoded_once(tmp_path, decoded):
     with RolloutWriter(tmp_path / "store", **POLICY) as writer:
         writer.append([make_group(0)])
         store = RolloutStore(tmp_path / "store")
@@ -60,10 +60,10 @@ def test_a_store_that_grows_is_read_once(tmp_path, decoded):
             store.refresh()
             assert store.group_ids[-1] == number
     assert store.group_ids == list(range(200)) == [entry.groups[0] for entry in store.entries]
-    assert len(decoded) <= 202  # the writer's own first look too
+    assert len(decoded) <= 202  # 200 lines, and at most two that the writer decodes itself
 
 
-def test_each_stage_looks_at_the_directory_of_the_one_before_alone(run, monkeypatch):
+def test_a_stage_looks_for_versions_only_in_the_directory_of_the_stage_before(run, monkeypatch):
     settings = run.recipe.eval.model_copy(update={"every_updates": 1})
     run = RunDir(run.root, run.recipe.model_copy(update={"eval": settings}))
     for stage in range(1200):

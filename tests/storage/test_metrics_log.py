@@ -1,4 +1,4 @@
-"""metrics.jsonl, what stands beside it, and how it is checked against the position that a checkpoint remembers."""
+"""metrics.jsonl: its copy in TensorBoard, and how it is checked against the position that a checkpoint records."""
 
 import json
 
@@ -19,7 +19,7 @@ def test_tensorboard_has_every_number_of_every_update(tmp_path):
         if update == 2:
             position, lines = writer.position, writer.lines
     writer.close()
-    # a killed process made update 3 after the last checkpoint: it is made again
+    # update 3 was made after the last checkpoint, so the start after a kill makes it again
     writer = MetricsWriter(tmp_path / "metrics.jsonl", position, lines, 2, RunTable())
     writer.append({"update": 3, "loss": 9.0, "ratio/mean": 2.0})
     writer.close()
@@ -32,7 +32,7 @@ def test_tensorboard_has_every_number_of_every_update(tmp_path):
 
 @pytest.fixture
 def written(tmp_path):
-    """(path, content, position and lines after the second stage's first update) of a file of two updates a stage."""
+    """(path, content, position and lines after update 3) of a metrics file of two stages with two updates each."""
     path = tmp_path / "metrics.jsonl"
     first = MetricsWriter(path, NOTHING, b"", 0, PLAIN)
     for update in (1, 2):
@@ -45,7 +45,7 @@ def written(tmp_path):
 
 
 def damages(data):
-    """{kind: what a metrics file may be found to be}"""
+    """{kind: content of a metrics file after damage of this kind}"""
     first, second, third, fourth = data.splitlines(keepends=True)
     return {
         "emptied": b"",
@@ -60,7 +60,7 @@ def damages(data):
 
 
 @pytest.mark.parametrize("kind", damages(b"1\n2\n3\n4\n"))
-def test_a_file_that_is_not_what_was_written_does_not_agree_with_the_position(written, kind):
+def test_a_damaged_metrics_file_does_not_agree_with_the_position(written, kind):
     path, data, position, _ = written
     assert agrees(path, position)
     path.write_bytes(damages(data)[kind])
@@ -69,7 +69,7 @@ def test_a_file_that_is_not_what_was_written_does_not_agree_with_the_position(wr
     assert not agrees(path, position) and agrees(path, NOTHING)
 
 
-def test_a_stage_goes_on_with_its_own_lines_whatever_the_file_has(written):
+def test_a_resumed_stage_restores_its_own_lines_whatever_the_file_has_after_earlier_stages(written):
     path, data, position, lines = written
     before = data.splitlines(keepends=True)[:2]
     for rest in (b"", lines, lines[:-3], lines.replace(b"0.5", b"0.6") + b'{"upd', data):

@@ -1,4 +1,4 @@
-"""Weights quantised as MXFP4 become the bfloat16 weights that transformers makes of them."""
+"""Weights quantised as MXFP4 are dequantised to the same bfloat16 weights as by transformers."""
 
 import json
 
@@ -25,20 +25,20 @@ def stored(folder):
     return {key: tensor for file in sorted(folder.glob("*.safetensors")) for key, tensor in load_file(file).items()}
 
 
-def test_every_byte_and_scale():
-    """Also scales that bfloat16 can hardly hold."""
+def test_every_byte_and_scale_is_dequantised_as_by_transformers():
+    """This includes scales at the ends of bfloat16's range and beyond."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16)
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).expand(1, 256, 16)
     ours, theirs = dequantised(blocks, scales), convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
     assert torch.equal(ours.view(torch.int16), theirs.contiguous().view(torch.int16))
-    assert ours[0, 127, 2 * 0x71 :][:2].tolist() == [0.5, 6.0]  # the lower half first
+    assert ours[0, 127, 2 * 0x71 :][:2].tolist() == [0.5, 6.0]  # the lower four bits of a byte come first
 
 
 @pytest.mark.parametrize("files", [1, 3])
-def test_the_policy_of_a_first_stage_has_the_values_of_transformers(tmp_path, files):
-    """Blocks and scales may be in different files."""
+def test_the_first_policy_has_the_dequantised_values_of_transformers(tmp_path, files):
+    """With three files, the blocks and the scales of a weight are in different files."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     tensors = quantised_model(tmp_path / "in", files)
@@ -58,7 +58,7 @@ def test_the_policy_of_a_first_stage_has_the_values_of_transformers(tmp_path, fi
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
-def test_transformers_computes_the_same_with_both(tmp_path):
+def test_transformers_loads_the_same_weights_from_the_quantised_model_and_from_the_policy(tmp_path):
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     quantised_model(tmp_path / "in")
@@ -90,7 +90,7 @@ def test_transformers_computes_the_same_with_both(tmp_path):
         ),
     ],
 )
-def test_what_does_not_fit_is_named(tmp_path, change, words):
+def test_inconsistent_mxfp4_tensors_are_named(tmp_path, change, words):
     tensors, name = quantised_model(tmp_path / "in"), "model.layers.1.mlp.experts.gate_up_proj"
     change(tensors, name)
     (tmp_path / "in/model-0.safetensors").unlink()
@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_named(tmp_path, change, words):
     assert not (tmp_path / "out").exists()
 
 
-def test_other_quantisation_is_refused(tmp_path):
+def test_quantisation_other_than_mxfp4_is_refused(tmp_path):
     quantised_model(tmp_path)
     read_hf_config(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Which settings may change from a stage on."""
+"""Settings that may change from a stage on."""
 
 import pytest
 
@@ -13,8 +13,8 @@ REWARD = ["reward.require_stop: True -> False"]
     [
         ((), "001", REWARD),
         (("rollout.token_budget=2", "rollout.oversample=2"), "000", REWARD),
-        (("rollout.token_budget=2", "rollout.oversample=2"), "001", []),  # it trains groups that stage 0 scored
+        (("rollout.token_budget=2", "rollout.oversample=2"), "001", []),  # it also trains groups that stage 0 scored
     ],
 )
-def test_a_stage_trains_under_one_reward(recipe, tmp_path, settings, stage, allowed):
+def test_the_reward_may_not_change_before_a_stage_that_trains_scored_groups(recipe, tmp_path, settings, stage, allowed):
     assert from_next_stage(REWARD, tmp_path / "stages" / stage, load_recipe(recipe, settings)) == allowed

@@ -1,4 +1,4 @@
-"""What is appended comes back bit for bit, at a cost that does not depend on the rest of the stage."""
+"""The rollout store returns groups bit for bit, at a cost that does not depend on the rest of the stage."""
 
 import dataclasses
 import gc
@@ -56,7 +56,7 @@ def test_groups_come_back_bit_for_bit(tmp_path_factory, drawn):
     assert [as_bytes(group) for group in back] == [as_bytes(group) for group in groups]
 
 
-def test_order_missing_and_entries(tmp_path):
+def test_a_store_reports_its_groups_missing_groups_and_entries(tmp_path):
     write(tmp_path, [5, 4], [0, 1])
     store = RolloutStore(tmp_path)
     assert store.group_ids == [0, 1, 4, 5]
@@ -103,8 +103,8 @@ def test_routed_experts_come_back_bit_for_bit(tmp_path, shape, dtype):
     assert table["routed_experts"][5].as_py() == recorded[1].responses[1].routed_experts.tolist()
 
 
-def test_readers_pay_nothing_for_experts_that_they_do_not_touch(tmp_path):
-    """Experts are views of the mapped file: reading a group copies none of them."""
+def test_reading_a_group_does_not_copy_its_routed_experts(tmp_path):
+    """They are views of the memory-mapped file."""
     group = with_experts(make_group(0, longest=100), (64, 1024))
     size = sum(response.routed_experts.nbytes for response in group.responses)
     with RolloutWriter(tmp_path, **POLICY) as writer:
@@ -123,7 +123,7 @@ def test_readers_pay_nothing_for_experts_that_they_do_not_touch(tmp_path):
         read.responses[0].routed_experts[0] = 0
 
 
-def test_reading_touches_no_other_shard_and_keeps_few_mapped(tmp_path):
+def test_reading_opens_no_other_shard_and_keeps_few_mapped(tmp_path):
     shards = OPEN_SHARDS + 8
     write(tmp_path, *[[i] for i in range(shards)])
     store = RolloutStore(tmp_path)
@@ -137,12 +137,12 @@ def test_reading_touches_no_other_shard_and_keeps_few_mapped(tmp_path):
     gc.collect()
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line}
     assert len(mapped) == OPEN_SHARDS
-    views = store.read([0])[0]  # memory-mapped: no copies, and nobody can change a sealed stage through a view
+    views = store.read([0])[0]  # memory-mapped without copies, and nobody can change a sealed stage through it
     with pytest.raises(ValueError, match="read-only"):
         views.responses[0].rollout_logprobs[0] = 0.0
 
 
-def test_several_writers_become_one_ledger(tmp_path):
+def test_sealing_merges_the_ledgers_of_several_writers(tmp_path):
     write(tmp_path, [4, 5], writer=2)
     write(tmp_path, [0, 1])
     write(tmp_path, [2, 3], [6, 7], writer=1)
@@ -162,7 +162,7 @@ def test_several_writers_become_one_ledger(tmp_path):
     assert [as_bytes(group) for group in after.read(range(8))] == [as_bytes(make_group(i)) for i in range(8)]
 
 
-def test_seal_wants_exactly_the_expected_groups_and_may_be_repeated(tmp_path):
+def test_seal_requires_exactly_the_expected_groups_and_may_be_repeated(tmp_path):
     write(tmp_path, [0, 1], [3])
     with pytest.raises(UserError, match=r"lacks 1 of 4 groups \(the first is 2\)"):
         seal(tmp_path, range(4))
@@ -181,7 +181,7 @@ def test_seal_wants_exactly_the_expected_groups_and_may_be_repeated(tmp_path):
         seal(tmp_path / "absent", range(4))
 
 
-def test_seal_names_the_chosen_groups_and_keeps_the_others(tmp_path):
+def test_seal_records_the_chosen_groups_and_keeps_the_others(tmp_path):
     write(tmp_path, [0, 1], [3, 5])
     assert RolloutStore(tmp_path).chosen == [0, 1, 3, 5]
     with pytest.raises(UserError, match=r"lacks 1 of 2 groups \(the first is 2\)"):
@@ -194,7 +194,7 @@ def test_seal_names_the_chosen_groups_and_keeps_the_others(tmp_path):
     assert as_bytes(*sealed.read([5])) == as_bytes(make_group(5))
 
 
-def test_one_behaviour_policy_a_stage(tmp_path):
+def test_a_stage_has_one_behaviour_policy(tmp_path):
     write(tmp_path, [0])
     for other in ({"weights_hash": "ff"}, {"logprob_mode": "raw"}):
         with pytest.raises(UserError, match="a stage has one behaviour policy"):
@@ -213,10 +213,10 @@ def test_a_group_is_written_once(tmp_path):
     assert RolloutStore(tmp_path).group_ids == [3, 4]
 
 
-def test_two_live_writers_with_one_number_are_refused(tmp_path):
+def test_a_second_process_with_the_same_writer_number_is_refused(tmp_path):
     with RolloutWriter(tmp_path, **POLICY) as writer:
         writer.append([make_group(0)])
-        RolloutStore(tmp_path)  # a reader closing its own handle of the ledger must not lose the lock
+        RolloutStore(tmp_path)  # a reader that closes its own handle of the ledger must not release the lock
         writer = f"RolloutWriter({str(tmp_path)!r}, weights_hash='x', logprob_mode='y')"
         code = f"from megarl.storage.rollouts import *; {writer}"
         other = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
@@ -274,7 +274,7 @@ EXPERTS = RECORDED.responses[1].routed_experts
         (EXPERTS - np.int8(2), "-[23] in routed_experts is neither an expert nor -1"),
     ],
 )
-def test_bad_experts_are_named_and_nothing_is_written(tmp_path, experts, message):
+def test_bad_routed_experts_are_named_and_nothing_is_written(tmp_path, experts, message):
     rows = (RECORDED.responses[0], dataclasses.replace(RECORDED.responses[1], routed_experts=experts))
     with RolloutWriter(tmp_path, **POLICY) as writer, pytest.raises(UserError, match=f"group 7, response 1.*{message}"):
         writer.append([with_experts(make_group(6)), dataclasses.replace(RECORDED, responses=rows)])

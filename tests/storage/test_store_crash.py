@@ -1,4 +1,4 @@
-"""SIGKILL and full disks at every point: acknowledged groups stay, the finished stage is the undisturbed one."""
+"""SIGKILL and full disks at every point: acknowledged groups survive; the finished stage equals an undisturbed one."""
 
 import contextlib
 import itertools
@@ -28,18 +28,18 @@ processes.set_forkserver_preload(["pytest", "pyarrow", "megarl.storage.rollouts"
 
 
 def check_acknowledged(directory, acknowledged, chunk):
-    """Present: exactly the chunks whose append returned, or one more (killed between the line and the return)."""
+    """The store has exactly the chunks whose append returned, or one more if the kill came just before the return."""
     starts = [int(line) for line in acknowledged.read_text().split()] if acknowledged.exists() else []
     known = {i for start in starts for i in range(start, start + chunk)}
     present = set(RolloutStore(directory).group_ids) if directory.exists() else set()
     assert known <= present
     assert len(present - known) in (0, chunk)
-    if present - known:  # acknowledge it, as the next run will not write it again
+    if present - known:  # acknowledge it, since the next writer will not write it again
         with open(acknowledged, "a") as file:
             file.write(f"{min(present - known)}\n")
 
 
-def test_killed_at_every_system_call(tmp_path):
+def test_a_stage_survives_a_kill_at_every_system_call(tmp_path):
     write_stage(tmp_path / "undisturbed", 6, 2)
     undisturbed = contents(tmp_path / "undisturbed")
     for call in range(1000):
@@ -53,11 +53,11 @@ def test_killed_at_every_system_call(tmp_path):
         check_acknowledged(directory, acknowledged, 2)
         write_stage(directory, 6, 2)
         assert contents(directory) == undisturbed
-    assert call > 20  # 3 appends of 5 calls, recovery and sealing: the loop went through all of them
+    assert call > 20  # 3 appends of 5 calls each, recovery and sealing: the kills reached the end of the stage
     assert contents(directory) == undisturbed
 
 
-def test_killed_at_random_moments_again_and_again(tmp_path):
+def test_a_stage_survives_repeated_kills_at_random_moments(tmp_path):
     write_stage(tmp_path / "undisturbed", 120, 2)
     undisturbed = contents(tmp_path / "undisturbed")
     moments = random.Random(0)
@@ -67,7 +67,7 @@ def test_killed_at_random_moments_again_and_again(tmp_path):
         writer = processes.Process(target=write_stage, args=(directory, 120, 2, acknowledged))
         before = acknowledged.stat().st_size
         writer.start()
-        if attempt % 2:  # every other one gets as far as its first append, however busy the machine is
+        if attempt % 2:  # every other attempt gets as far as its first append, however busy the machine is
             while acknowledged.stat().st_size == before and writer.is_alive():
                 time.sleep(0.001)
         time.sleep(moments.uniform(0.0, 0.02))
@@ -77,7 +77,7 @@ def test_killed_at_random_moments_again_and_again(tmp_path):
         sizes.append(len(RolloutStore(directory).group_ids) if directory.exists() else 0)
     write_stage(directory, 120, 2)
     assert sizes == sorted(sizes)
-    assert len(set(sizes)) > 3  # kills did fall between appends
+    assert len(set(sizes)) > 3  # some kills fell between appends
     assert contents(directory) == undisturbed
 
 
@@ -102,9 +102,8 @@ def test_full_disk_at_every_point_of_an_append(small_disk):
     directory, present, messages, torn = small_disk / "rollouts", [0, 1], [], 0
     with RolloutWriter(directory, **POLICY) as writer:
         writer.append([make_group(0), make_group(1)])
-        for group in range(
-            2, 62
-        ):  # enough lines that some cross a block of the ledger and are cut in two by the full disk
+        # enough lines that some cross the end of a disk block, where the full disk cuts them in two
+        for group in range(2, 62):
             shards = len(list(directory.glob("*.arrow")))
             ledger = (directory / "ledger.jsonl").read_bytes()
             ballast = leave_free(small_disk, blocks=group % 3)
@@ -116,13 +115,13 @@ def test_full_disk_at_every_point_of_an_append(small_disk):
                 assert (directory / "ledger.jsonl").read_bytes() == ledger
                 assert not list(directory.glob(".*"))
                 ballast.unlink()
-                writer.append([make_group(group, responses=1)])  # the same writer goes on once there is room
+                writer.append([make_group(group, responses=1)])  # the same writer continues once there is room
             ballast.unlink(missing_ok=True)
             present.append(group)
             assert RolloutStore(directory).group_ids == present
     assert len(messages) > 10
     assert all("no space left while writing" in m and "start the same command again" in m for m in messages)
-    assert torn > 0  # the shard was in place and its ledger line found no room
+    assert torn > 0  # some shards were complete but had no room for their ledger line
     assert [as_bytes(g) for g in RolloutStore(directory).read(range(2, 62))] == [
         as_bytes(make_group(i, responses=1)) for i in range(2, 62)
     ]

@@ -1,4 +1,4 @@
-"""Damage on disk: what a crash can leave is repaired, everything else is named and left alone."""
+"""Damage on disk: what a crash can leave is repaired; anything else is reported and left unchanged."""
 
 import shutil
 
@@ -11,7 +11,7 @@ from tests.storage.sample_rollouts import POLICY, as_bytes, contents, make_group
 
 @pytest.fixture
 def stage(tmp_path):
-    """Three shards of two groups; most bytes of the second are experts."""
+    """A directory of three shards with two groups each; most bytes of the second shard are routed experts."""
     directory = tmp_path / "rollouts"
     with RolloutWriter(directory, **POLICY) as writer:
         for start, of_chunk in ((0, make_group), (2, lambda i: with_experts(make_group(i), (48, 8))), (4, make_group)):
@@ -23,7 +23,7 @@ def lines(stage):
     return (stage / "ledger.jsonl").read_bytes().splitlines(keepends=True)
 
 
-def test_any_torn_tail_is_dropped_and_the_shard_with_it(stage, tmp_path):
+def test_an_incomplete_last_ledger_line_is_dropped_with_its_shard(stage, tmp_path):
     first, second, third = lines(stage)
     whole = contents(stage)
     for cut in range(len(third)):
@@ -36,7 +36,7 @@ def test_any_torn_tail_is_dropped_and_the_shard_with_it(stage, tmp_path):
     assert contents(stage) == whole
 
 
-def test_a_bad_checksum_at_the_very_end_is_a_torn_tail(stage):
+def test_a_last_ledger_line_with_a_wrong_checksum_counts_as_incomplete(stage):
     first, second, third = lines(stage)
     (stage / "ledger.jsonl").write_bytes(first + second + third.replace(b"w00000", b"w00009"))
     assert RolloutStore(stage).missing(range(6)) == [4, 5]
@@ -49,12 +49,12 @@ def test_leftovers_are_removed_by_their_own_writer_and_by_sealing(stage):
     for name in leftovers:
         (stage / name).write_bytes(b"half")
     RolloutWriter(stage, **POLICY).close()
-    assert [name for name in leftovers if (stage / name).exists()] == leftovers[2:]  # writer 3 may be alive
+    assert [name for name in leftovers if (stage / name).exists()] == leftovers[2:]  # writer 3 may still be running
     seal(stage, range(6))
     assert len(list(stage.iterdir())) == 3 + 2
 
 
-def test_a_bad_line_in_the_middle_is_named_and_nothing_is_deleted(stage):
+def test_a_damaged_ledger_line_before_the_last_is_named_and_nothing_is_deleted(stage):
     first, second, third = lines(stage)
     (stage / "ledger.jsonl").write_bytes(first + second.replace(b'"responses": 8', b'"responses": 9') + third)
     before = contents(stage)
@@ -70,7 +70,7 @@ def test_a_bad_line_in_the_middle_is_named_and_nothing_is_deleted(stage):
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_a_corrupt_shard_is_named_at_its_first_read_only(stage, sealed):
+def test_a_damaged_or_missing_shard_is_named_only_when_it_is_read(stage, sealed):
     if sealed:
         seal(stage, range(6))
     path = stage / "w00000_00000002.arrow"
@@ -96,7 +96,7 @@ def test_a_corrupt_shard_is_named_at_its_first_read_only(stage, sealed):
     assert contents(stage) == {name: data for name, data in before.items() if name != path.name}
 
 
-def test_a_sealed_ledger_cannot_be_truncated_or_edited(stage):
+def test_a_sealed_ledger_that_was_truncated_or_edited_is_refused(stage):
     seal(stage, range(6))
     first, second, third = lines(stage)
     mark = (stage / "SEALED").read_bytes()
@@ -116,7 +116,7 @@ def test_a_sealed_ledger_cannot_be_truncated_or_edited(stage):
 
 
 @pytest.mark.parametrize("damaged", [b"", b"[]", b"{}", bytes(16)])
-def test_a_damaged_seal_is_named_and_made_anew(stage, damaged):
+def test_a_damaged_seal_is_named_and_can_be_made_again(stage, damaged):
     seal(stage, range(6))
     path = stage / "SEALED"
     mark = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow, each by its own package: what they keep of a run is what the run directory says.
+"""Weights & Biases and MLflow, with their own packages: what they log of a run agrees with its run directory.
 
 `make test-trackers` installs both. MLflow logs to a real tracking server on this machine; W&B, which would need an
 account, logs offline.
@@ -26,7 +26,7 @@ from tests.helpers import events, megarl, metrics
 from tests.phases.test_changes import SMALL, settings
 
 NUMBERS = ("accuracy", "pass_at_k", "maj_at_k")
-BLOCK = 32768  # bytes of a .wandb file, which is LevelDB's log with a header of 7 bytes
+BLOCK = 32768  # bytes per block of a .wandb file, a log in LevelDB's format after a header of 7 bytes
 
 
 def required(package):
@@ -78,14 +78,14 @@ def answers(url):
 
 @pytest.fixture(scope="module")
 def environment(mlflow_server):
-    """Of processes that log to this machine alone."""
+    """The environment of processes that log to this machine alone."""
     quiet = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     return os.environ | quiet | {"MLFLOW_TRACKING_URI": mlflow_server}
 
 
 @pytest.fixture(scope="module")
 def trained(recipe, environment, tmp_path_factory):
-    """Of two stages, stopped after the first one's updates and continued, so that several processes log."""
+    """A run of two stages, stopped after the updates of the first and continued, so that several processes log it."""
     for package in ("wandb", "mlflow"):
         required(package)
     root = tmp_path_factory.mktemp("trackers") / "run"
@@ -97,13 +97,13 @@ def trained(recipe, environment, tmp_path_factory):
 
 
 def samples(run, update):
-    """[(prompt, response)] of the first prompts, as the run directory has them."""
+    """[(prompt, first response)] of four held-out prompts after ``update`` updates, from the run directory."""
     decode, groups = load_decoder(run.stage(0).policy), SuiteResponses.of(run.root, "heldout").read(update)
     return [(decode(group.prompt_tokens.tolist()), decode(group.responses[0].tokens.tolist())) for group in groups[:4]]
 
 
 def records(path):
-    """The protocol buffers of a .wandb file."""
+    """The records (protocol buffers) of a .wandb file."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, position, parts = path.read_bytes(), 7, b""
@@ -114,7 +114,7 @@ def records(path):
         _, size, kind = struct.unpack_from("<IHB", data, position)
         parts += data[position + 7 : position + 7 + size]
         position += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or the last part of one
             yield Record.FromString(parts)
             parts = b""
 
@@ -152,7 +152,7 @@ def test_mlflow_has_every_update_every_evaluation_and_samples(trained, environme
 
     client = MlflowClient()
     experiment = client.get_experiment_by_name("megarl")
-    (run,) = client.search_runs([experiment.experiment_id])  # which all processes logged to
+    (run,) = client.search_runs([experiment.experiment_id])  # all processes logged to the same run
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
 
     def history(name):
@@ -170,13 +170,13 @@ def test_mlflow_has_every_update_every_evaluation_and_samples(trained, environme
         assert found == samples(trained, event["update"])
 
 
-def test_an_evaluation_of_its_own_is_no_run_there(trained, environment, tmp_path):
+def test_megarl_eval_logs_to_no_tracker(trained, environment, tmp_path):
     result = megarl("eval", trained.root, "--output", tmp_path / "eval", env=environment)
     assert result.returncode == 0, result.stderr
     assert not (tmp_path / "eval/trackers.json").exists() and not (tmp_path / "eval/wandb").exists()
 
 
-def test_a_server_that_does_not_answer_is_found_before_anything_starts(recipe, environment, tmp_path):
+def test_an_mlflow_server_that_does_not_answer_is_reported_before_anything_starts(recipe, environment, tmp_path):
     required("mlflow")
     absent = environment | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
     result = megarl("train", recipe, "--run-dir", tmp_path / "run", *settings(*SMALL, "run.mlflow=true"), env=absent)
@@ -184,7 +184,7 @@ def test_a_server_that_does_not_answer_is_found_before_anything_starts(recipe, e
     assert not (tmp_path / "run").exists()
 
 
-def test_wandb_without_a_key_is_found_before_anything_starts(recipe, environment, tmp_path):
+def test_a_missing_wandb_key_is_reported_before_anything_starts(recipe, environment, tmp_path):
     required("wandb")
     stranger = environment | {"WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
     stranger.pop("WANDB_API_KEY", None)
@@ -194,7 +194,7 @@ def test_wandb_without_a_key_is_found_before_anything_starts(recipe, environment
 
 
 @pytest.mark.parametrize("mode", ["run", "offline-run"])
-def test_a_run_that_wandb_knows_by_the_name_of_its_directory_goes_on_as_that(tmp_path, mode):
+def test_a_wandb_run_whose_id_is_the_directory_name_is_continued(tmp_path, mode):
     root = tmp_path / "seed-[1]"
     (root / f"wandb/{mode}-20260101_120000-0123456789abcdef").mkdir(parents=True)
     (root / f"wandb/{mode}-20260101_120000-another-{root.name}").mkdir()
@@ -202,11 +202,11 @@ def test_a_run_that_wandb_knows_by_the_name_of_its_directory_goes_on_as_that(tmp
     (root / f"wandb/{mode}-20260101_120000-{root.name}").mkdir()
     assert trackers._begun_by_name(root) == root.name
     trackers._remember(root, "mlflow", "another")
-    assert trackers._begun_by_name(root) is None  # it was begun with identities of its own
+    assert trackers._begun_by_name(root) is None  # the run directory records its own ids now
 
 
 class Failing:
-    """A tracker whose server goes away: all that is asked of it fails from then on."""
+    """A tracker whose server goes away at update 2; nothing may be called after that."""
 
     def __init__(self, root):
         self.asked = []
@@ -220,7 +220,7 @@ class Failing:
         raise AssertionError("nothing is asked of it any more")
 
 
-def test_a_tracker_that_fails_is_left_and_the_run_goes_on(tmp_path, capfd):
+def test_a_tracker_that_fails_is_dropped_and_the_run_continues(tmp_path, capfd):
     tracker = trackers._FailSafe(Failing, tmp_path)
     inside = tracker._tracker
     for update in range(1, 5):
@@ -231,7 +231,7 @@ def test_a_tracker_that_fails_is_left_and_the_run_goes_on(tmp_path, capfd):
     assert said == "Failing failed, so nothing more is logged to it: no route to https://tracker.example/api\n"
 
 
-def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path):
+def test_a_copied_run_directory_does_not_log_to_the_runs_of_the_original(tmp_path):
     original, copy, moved = (tmp_path / name for name in ("original", "copy", "moved"))
     original.mkdir()
     trackers._remember(original, "wandb", "one")
@@ -242,7 +242,7 @@ def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(("tracker", "package"), [("wandb", "wandb"), ("mlflow", "mlflow-skinny")])
-def test_a_package_that_is_missing_is_named(recipe, tmp_path, tracker, package):
+def test_a_missing_tracker_package_is_named(recipe, tmp_path, tracker, package):
     if importlib.util.find_spec(tracker):
         pytest.skip(f"{tracker} is installed")
     result = megarl("train", recipe, "--run-dir", tmp_path / "run", *settings(*SMALL, f"run.{tracker}=true"))

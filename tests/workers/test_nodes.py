@@ -1,4 +1,4 @@
-"""The agents of several nodes, in threads of one process: nobody waits for one that is gone."""
+"""The agents of several nodes, as threads of one process: no agent waits for one that has ended or hangs."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def node(rank, run_dir):
     ("error", "outcome", "cause"),
     [(OSError("no room in /tmp"), "failed", "no room in /tmp"), (KeyboardInterrupt(), "stopped", "KeyboardInterrupt")],
 )
-def test_a_follower_that_leaves_says_why(error, outcome, cause, tmp_path):
+def test_a_follower_that_fails_or_is_stopped_reports_the_cause(error, outcome, cause, tmp_path):
 
     def follow():
         with contextlib.suppress(type(error)), node(1, tmp_path) as agents:
@@ -43,7 +43,7 @@ def test_a_follower_that_leaves_says_why(error, outcome, cause, tmp_path):
     follower.join()
 
 
-def test_a_follower_that_left_without_a_word_failed(tmp_path):
+def test_a_follower_that_leaves_without_a_report_counts_as_failed(tmp_path):
 
     def follow():
         with node(1, tmp_path) as agents:
@@ -59,7 +59,7 @@ def test_a_follower_that_left_without_a_word_failed(tmp_path):
     follower.join()
 
 
-def test_who_waits_for_peers_can_leave():
+def test_a_replica_that_waits_for_others_can_be_interrupted():
     class Left(Exception):
         pass
 
@@ -74,7 +74,7 @@ def test_who_waits_for_peers_can_leave():
         ReplicaGroup(dist.HashStore(), 0, 2, leave).barrier("generated")
 
 
-def test_the_secret_is_its_owners_alone_and_that_of_all_starts(tmp_path):
+def test_the_secret_is_readable_by_its_owner_alone_and_the_same_for_all_starts(tmp_path):
     run = tmp_path / "run"
     secret = rendezvous.make_secret(run)
     assert (run / "secret").stat().st_mode & 0o777 == 0o600
@@ -93,9 +93,9 @@ def test_the_secret_is_its_owners_alone_and_that_of_all_starts(tmp_path):
         rendezvous.read_secret(run)
 
 
-def test_a_follower_waits_for_the_leader_past_what_an_earlier_start_left(tmp_path):
+def test_a_follower_ignores_an_address_that_an_earlier_start_left(tmp_path):
     rendezvous.make_secret(tmp_path)
-    other = StoreServer(new_secret())  # of another run, on the port that this one had
+    other = StoreServer(new_secret())  # another run's store, on the port that an earlier start of this run had
     rendezvous.publish(tmp_path, "127.0.0.1", other.port)
     joined = []
 
@@ -118,7 +118,7 @@ def test_a_follower_without_a_leader_says_where_it_looked(tmp_path, monkeypatch)
         node(1, tmp_path)
 
 
-def test_a_leader_that_stands_still_is_noticed(tmp_path, monkeypatch):
+def test_a_leader_whose_store_does_not_answer_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, "LEADER_LOST_SECONDS", 0.3)
     still, answer, causes = threading.Event(), StoreServer._answer, []
     monkeypatch.setattr(StoreServer, "_answer", lambda *request: None if still.is_set() else answer(*request))
@@ -140,7 +140,7 @@ def test_a_leader_that_stands_still_is_noticed(tmp_path, monkeypatch):
     assert noticed and "hangs" in noticed[0]
 
 
-def test_an_agent_that_does_nothing_counts_as_dead_though_it_runs(tmp_path, monkeypatch):
+def test_an_agent_whose_main_thread_hangs_counts_as_dead(tmp_path, monkeypatch):
     monkeypatch.setattr(activity, "IDLE_SECONDS", 0.5)
     monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)
     told = threading.Event()
@@ -148,7 +148,7 @@ def test_an_agent_that_does_nothing_counts_as_dead_though_it_runs(tmp_path, monk
     def follow():
         with contextlib.suppress(PhaseFailed), node(1, tmp_path) as agents:
             agents.next_order()
-            told.wait(60)  # as a call to a file system that does not answer
+            told.wait(60)  # like a call to a file system that does not respond
 
     follower = threading.Thread(target=follow, daemon=True)
     follower.start()
@@ -161,7 +161,7 @@ def test_an_agent_that_does_nothing_counts_as_dead_though_it_runs(tmp_path, monk
     follower.join(60)
 
 
-def test_a_leader_that_does_nothing_is_noticed_though_its_store_answers(tmp_path, monkeypatch, capfd):
+def test_a_leader_whose_main_thread_hangs_is_noticed_though_its_store_answers(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(activity, "IDLE_SECONDS", 0.5)
     monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)
     noticed, causes = threading.Event(), []
@@ -177,29 +177,29 @@ def test_a_leader_that_does_nothing_is_noticed_though_its_store_answers(tmp_path
     follower = threading.Thread(target=follow, daemon=True)
     follower.start()
     with node(0, tmp_path):
-        assert noticed.wait(60)  # as a call to a file system that does not answer
+        assert noticed.wait(60)  # like a call to a file system that does not respond
     assert "node 1" in causes[0] and "hangs" in causes[0]
-    assert_said_where(capfd)
+    assert_stack_was_printed(capfd)
 
 
-def test_an_agent_that_is_alone_says_where_it_stands(monkeypatch, capfd):
+def test_the_agent_of_a_single_node_prints_its_stack_when_it_hangs(monkeypatch, capfd):
     monkeypatch.setattr(activity, "IDLE_SECONDS", 0.5)
     with Nodes(NodeRank(0, 1, "127.0.0.1")):
         threading.Event().wait(3)
-        assert_said_where(capfd)
+        assert_stack_was_printed(capfd)
         deadline = time.monotonic() + 2
         while time.monotonic() < deadline:
             time.sleep(0.01)
     assert "no progress" not in capfd.readouterr().err
 
 
-def assert_said_where(capfd):
+def assert_stack_was_printed(capfd):
     said = capfd.readouterr().err
     assert "megarl: no progress for" in said and "file system" in said
     assert re.search(r'test_nodes.py", line \d+ in test_', said), said
 
 
-def test_a_suspended_agent_did_not_stand_still(monkeypatch):
+def test_a_suspended_agent_does_not_count_as_hanging(monkeypatch):
     now = [0.0]
     clocks = {
         "monotonic": lambda: now[0],
@@ -208,7 +208,7 @@ def test_a_suspended_agent_did_not_stand_still(monkeypatch):
     }
     monkeypatch.setattr(activity, "time", SimpleNamespace(**clocks))
     mine = activity.Activity()
-    for seconds in (0.5, 1e6, 0.5):  # nothing of the process ran meanwhile
+    for seconds in (0.5, 1e6, 0.5):  # between two checks, all of the process was suspended
         now[0] += seconds
         assert mine.check()
     for _ in range(2 * int(activity.IDLE_SECONDS)):

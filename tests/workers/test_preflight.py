@@ -1,4 +1,4 @@
-"""What preflight refuses of a machine."""
+"""Machines that preflight refuses."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from megarl.workers.preflight import check_devices
 from tests.actor.conftest import make_recipe
 
 
-def test_torch_itself_needs_tritons_compiler_for_the_builtin_engine(monkeypatch):
-    """Of torch 2.13: also with kernels = "torch"; an engine of another kind comes to the next check."""
+def test_the_builtin_engine_needs_tritons_compiler_on_gpus(monkeypatch):
+    """torch 2.13 runs a Triton kernel for it even with kernels = "torch". Other engines pass on to the next check."""
 
     monkeypatch.setattr(library, "triton_lacks", lambda: "triton needs a C compiler when it runs")
     actor = {"backend": "cuda", "kernels": "torch"}

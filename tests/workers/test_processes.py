@@ -1,4 +1,4 @@
-"""How a node starts the processes of a phase, warm and cold, and how it ends them."""
+"""How a node starts the processes of a phase, warm and cold, supervises them and ends them."""
 
 import json
 import os
@@ -30,14 +30,14 @@ SCRIPTS = {
     "fails": "import sys; sys.exit(1)",
     "waits": "import signal as s, sys; s.signal(s.SIGTERM, lambda *_: sys.exit(143)); print('ready'); s.pause()",
     "ignores": "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print('ready')\nwhile True: s.pause()",
-    # with a server in a group of its own, which takes a moment to end
+    # these two have a child in a process group of its own, like an engine's server, which takes a moment to end
     "leaves": "import subprocess as s; print(s.Popen(['sleep', '1'], process_group=0).pid); raise SystemExit(1)",
     "stands": "import subprocess as s; print(s.Popen(['sleep', '1'], process_group=0).pid); s.run(['sleep', '60'])",
 }
 
 
 class Scripts:
-    """`processes.Processes` of little scripts; the handlers of those that wait are there from the start."""
+    """`processes.Processes` that run the `SCRIPTS` with these names; signal handlers are in place from the start."""
 
     def __init__(self, *names):
         self.started = [
@@ -60,26 +60,26 @@ class Scripts:
     def abandon(self): ...
 
 
-def test_all_done():
+def test_supervise_returns_when_all_processes_are_done():
     ended = supervise(Scripts("done", "done"))
     assert (ended.codes, ended.first, ended.stopped) == ({0: 0, 1: 0}, frozenset(), False)
 
 
-def test_when_one_fails_the_others_are_told_to_stop():
+def test_when_one_process_fails_the_others_are_asked_to_stop():
     ended = supervise(Scripts("waits", "fails", "waits"))
     assert ended.codes == {0: 143, 1: 1, 2: 143}
     assert (ended.first, ended.stopped) == (frozenset({1}), False)
 
 
-def test_who_does_not_stop_is_killed_after_the_patience(monkeypatch):
+def test_a_process_that_ignores_sigterm_is_killed_after_the_shutdown_time(monkeypatch):
     monkeypatch.setenv("MEGARL_SHUTDOWN_SECONDS", "0.2")
     ended = supervise(Scripts("ignores", "fails"))
     assert (ended.codes, ended.first) == ({0: -signal.SIGKILL, 1: 1}, frozenset({1}))
 
 
 @pytest.mark.parametrize(("script", "code"), [("leaves", 1), ("stands", -signal.SIGKILL)])
-def test_what_an_ended_phase_has_left_is_waited_for(script, code):
-    """A phase that is started again would meet it on its GPUs."""
+def test_processes_that_an_ended_phase_left_are_waited_for(script, code):
+    """Otherwise they could still hold the GPUs when the phase is started again."""
     scripts = Scripts(script)
     left = int(scripts.started[0].stdout.readline())
     assert psutil.pid_exists(left)
@@ -93,10 +93,10 @@ def test_a_signal_to_the_agent_is_passed_on_once_and_a_second_interrupt_kills():
 
     def signal_twice():
         os.kill(os.getpid(), signal.SIGINT)
-        while scripts.started[0].poll() is None:  # the first has arrived
+        while scripts.started[0].poll() is None:  # until the first signal was passed on
             time.sleep(0.01)
-        time.sleep(1.1)  # a second that comes at once is the terminal's
-        os.kill(os.getpid(), signal.SIGTERM)  # Slurm's, at the end of the time it has granted
+        time.sleep(1.1)  # a second one within a second counts as the same Ctrl-C
+        os.kill(os.getpid(), signal.SIGTERM)  # as from Slurm when the time limit is reached; it kills nothing
         assert scripts.started[1].poll() is None
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -113,7 +113,7 @@ def test_a_signal_to_the_agent_is_passed_on_once_and_a_second_interrupt_kills():
 @pytest.mark.parametrize(
     ("code", "stopped", "outcome"), [(0, False, "done"), (0, True, "stopped"), (1, True, "stopped")]
 )
-def test_a_stop_signal_ends_the_run_even_where_the_phase_was_just_done(tmp_path, code, stopped, outcome):
+def test_a_stop_signal_ends_the_run_even_if_the_phase_was_just_done(tmp_path, code, stopped, outcome):
     ended = processes.Ended({0: code}, frozenset({0} if code else ()), stopped)
     report = launcher._report(ended, None, None, "optimize", {0: launcher.Failure(0, tmp_path / "log")})
     assert report.outcome == outcome
@@ -154,7 +154,7 @@ def test_without_a_warm_process_a_phase_starts_cold(stage, monkeypatch):
     assert "no_such_module" not in (stage.run.logs / "000_evaluate/attempt_0/rank_0000.log").read_text()
 
 
-def test_a_cold_phase_needs_nothing_of_the_warm_process(stage, monkeypatch):
+def test_a_cold_phase_does_not_depend_on_the_warm_process(stage, monkeypatch):
     for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("megarl.rollout.builtin.COLD_START", True)
@@ -163,14 +163,14 @@ def test_a_cold_phase_needs_nothing_of_the_warm_process(stage, monkeypatch):
     assert stage.evaluation()["prompts"] == 16
 
 
-def test_warm_and_cold_phases_write_the_same(stage, monkeypatch):
+def test_warm_and_cold_phases_give_the_same_evaluation(stage, monkeypatch):
     with Nodes(NodeRank()) as nodes:
         run_phase(nodes, stage, "evaluate", 1)
         warm = stage.evaluation()
         stage.run.events.unlink()
         monkeypatch.setattr("megarl.rollout.builtin.COLD_START", True)
         run_phase(nodes, stage, "evaluate", 1)
-    cold = RunDir.open(stage.run.root).stage(stage.number).evaluation()  # which reads the file anew
+    cold = RunDir.open(stage.run.root).stage(stage.number).evaluation()  # a new RunDir reads the events again
     for changing in ("time", "seconds", "generate_seconds"):
         del warm[changing], cold[changing]
     assert warm == cold
@@ -185,7 +185,7 @@ def warm(tmp_path, monkeypatch):
 
 
 def test_a_process_of_a_phase_leads_a_session_of_its_own(tmp_path):
-    """So that signals to the run's group reach neither it nor its engine; by the session its leftovers are found."""
+    """Signals to the run's process group then miss it and its engine, and what it leaves is found by its session."""
     log = str(tmp_path / "log")
     cold = processes._start_cold(processes.Process("evaluate", str(tmp_path), 0, log, {}))
     assert os.getsid(cold.pid) == cold.pid
@@ -204,7 +204,7 @@ def test_a_process_of_a_phase_leads_a_session_of_its_own(tmp_path):
     os.waitpid(warm, 0)
 
 
-def test_every_end_of_forks_that_end_together_is_told(warm):
+def test_the_exit_codes_of_forks_that_end_together_are_all_reported(warm):
     for _ in range(50):
         pids, ended = warm.fork([{"code": code} for code in range(8)]), {}
         while len(ended) < 8:
@@ -212,8 +212,8 @@ def test_every_end_of_forks_that_end_together_is_told(warm):
         assert [ended[pid] for pid in pids] == list(range(8))
 
 
-def test_an_end_just_before_the_warm_process_waits_is_told(monkeypatch, request):
-    """The handler of its signal runs only after the wait, which nothing else would end."""
+def test_a_fork_that_ends_just_before_the_warm_process_waits_is_reported(monkeypatch, request):
+    """The handler of the signal would run only after the wait, which nothing else would end."""
     monkeypatch.setenv("WAITS_FIRST", "1")
     warm = request.getfixturevalue("warm")
     for code in range(5):
@@ -221,7 +221,7 @@ def test_an_end_just_before_the_warm_process_waits_is_told(monkeypatch, request)
         assert warm.ended([pid], 60) == {pid: code}
 
 
-def test_what_fails_in_a_fork_before_the_phase_is_printed(warm, tmp_path):
+def test_an_error_in_a_fork_before_the_phase_begins_is_printed(warm, tmp_path):
     (pid,) = warm.fork([{"code": "no number"}])
     while not (ended := warm.ended([pid], 10)):
         pass
@@ -229,7 +229,7 @@ def test_what_fails_in_a_fork_before_the_phase_is_printed(warm, tmp_path):
     assert "ValueError: invalid literal" in (tmp_path / "log").read_text()
 
 
-def test_an_import_that_initialised_cuda_makes_all_phases_cold(stage, monkeypatch):
+def test_all_phases_start_cold_if_an_import_has_initialised_cuda(stage, monkeypatch):
     class Initialised(processes.WarmProcess):
         def _start(self, theirs, module):
             return super()._start(theirs, "tests.workers.cuda_initialised")
@@ -254,7 +254,7 @@ print(json.dumps([torch.cuda.is_initialized(), sorted(threads)[:-1] if len(threa
 
 
 def test_a_warm_process_can_be_forked(stage):
-    """No CUDA context, and no thread but that of Arrow's jemalloc, which knows what to do in a fork."""
+    """It has no CUDA context, and no other thread than that of Arrow's jemalloc, which is prepared for forks."""
     command = [sys.executable, "-W", "ignore", "-c", READY_TO_FORK, str(stage.run.root)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     initialized, threads = json.loads(result.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Before a phase is started again, nothing of the killed one lives: neither its workers nor its engine's server."""
+"""No process of an ended phase is left before the next start: neither workers of its engine nor the engine's server."""
 
 import os
 import signal
@@ -14,9 +14,9 @@ from megarl.workers import sessions
 from megarl.workers.sessions import end_sessions
 
 WAITS = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"
-# as the guard of a server that takes its time to end
+# like the guard that ends an engine's server, which may take a while
 GUARD = "import os, signal; signal.pthread_sigmask(0, {10}); os.write(1, b'up\\n'); signal.sigwait({10})"
-# a phase process with a worker in its group, and with a guard in a group of its own
+# a phase process with a worker in its process group, and with a guard in a group of its own
 PHASE = """
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", sys.argv[1]])
@@ -45,7 +45,7 @@ def alive(process):
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-def test_workers_are_killed_and_the_servers_end_is_waited_for(phase):
+def test_workers_are_killed_and_the_end_of_the_servers_guard_is_waited_for(phase):
     leader, worker, guard = phase
     ending = threading.Thread(target=end_sessions, args=([leader.pid],))
     ending.start()
@@ -58,7 +58,7 @@ def test_workers_are_killed_and_the_servers_end_is_waited_for(phase):
     assert not ending.is_alive() and not alive(guard)
 
 
-def test_what_does_not_end_ends_the_run(phase, monkeypatch):
+def test_a_process_that_does_not_end_raises_phase_failed(phase, monkeypatch):
     leader, _, guard = phase
     monkeypatch.setattr(sessions, "PATIENCE", 0.2)
     with pytest.raises(PhaseFailed, match=rf"processes \[{guard.pid}\] of an ended phase still run"):
@@ -66,5 +66,5 @@ def test_what_does_not_end_ends_the_run(phase, monkeypatch):
 
 
 def test_other_sessions_are_left_alone(phase):
-    end_sessions([os.getpid()])  # which leads none
+    end_sessions([os.getpid()])  # this process leads no session
     assert all(map(alive, phase[1:]))

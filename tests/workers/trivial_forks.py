@@ -1,4 +1,4 @@
-"""A warm process whose forks end at once with the code they are told."""
+"""A warm process whose forks end at once, with the exit code that their order names."""
 
 import ctypes
 import functools
@@ -17,8 +17,10 @@ class TrivialForks(WarmProcess):
 
 
 class WaitsFirst:
-    """A socket whose number `select` gets after a while, or when a signal comes: so late that no handler runs before
-    `select` waits. All of it is in C, without an instruction of Python."""
+    """A socket whose ``fileno`` returns only after a while or when a signal arrives; `select` calls it before it waits.
+
+    So the signal comes just before the wait. ``fileno`` is all C, so that Python cannot run the handler before it.
+    """
 
     def __init__(self, end):
         self.end = end
