@@ -107,7 +107,7 @@ BIG_MATH = {
         ),
     ],
 )
-def test_formats_with_a_reference_answer_in_mathematics(tmp_path, name, suffix, row, answer, columns):
+def test_formats_of_mathematical_problems(tmp_path, name, suffix, row, answer, columns):
     (item,) = read(tmp_path / f"p.{suffix}", [row], format=name)
     assert item == {"question": SQUARE, "answer": answer, "metadata": columns}
     assert Math(RewardTable(kind="math")).gold(as_prompt(item))

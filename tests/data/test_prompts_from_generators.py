@@ -32,7 +32,7 @@ def test_training_order_is_a_function_of_seed_and_index(tokenizer):
 
 @pytest.mark.parametrize("generator", ["chain_sum", "spell_backward"])
 def test_seeds_and_blocks_do_not_overlap(tokenizer, generator):
-    """In reasoning-gym dataset(seed=1)[1] is dataset(seed=2)[0], but run seeds must not share prompts."""
+    """In reasoning-gym dataset(seed=1)[1] is dataset(seed=2)[0]; runs with neighbouring seeds must share no prompts."""
     options = {"chain_sum": {"min_digits": 5, "max_digits": 6}, "spell_backward": SPELL["options"]}[generator]
     streams = []
     for seed in (0, 1, 2):

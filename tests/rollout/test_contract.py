@@ -70,7 +70,7 @@ def test_log_probs_are_of_the_distribution_that_was_sampled(engine, name):
 
 @on(MOE)
 def test_top_p_samples_only_from_the_smallest_set_of_tokens_with_that_probability(engine, name):
-    """More than one token of the set occurs. Log-probs are renormalised over the set, except SGLang's."""
+    """More than one token of the set occurs. Log-probs are renormalised over the set (SGLang's are not)."""
     first, kept_first = set(), 0
     for c in generate(engine, PROMPTS[:2], sampling(PROMPTS[:2], samples=60, tokens=4, top_p=0.4)).values():
         everything = hugging_face(engine.policy_dir, PROMPTS[c.prompt], c.tokens)
@@ -209,7 +209,7 @@ def test_interrupted_responses_are_continued(engine, name, records_experts, monk
 
 @on(MOE)
 def test_a_budget_limits_the_tokens_that_a_request_adds(engine, name):
-    """It does not count the prefix of a response. The limit of the whole response, `max_tokens`, still holds."""
+    """It does not count the prefix of a response. The limit of the whole response, ``max_tokens``, still holds."""
     prompts = PROMPTS[:2]
     begun = generate(engine, prompts, sampling(prompts, tokens=9, budget=4))
     assert {(len(c.tokens), c.finish_reason) for c in begun.values()} == {(4, "length")}

@@ -148,7 +148,7 @@ def test_a_request_without_a_stop_token_of_the_policy_is_refused(engine, tmp_pat
 
 
 def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine, monkeypatch):
-    """It may still hold a response that it has sent, and then a load fails; here a response is still being decoded.
+    """The server may still hold a response that it has sent, and then a load fails; here it still decodes one.
 
     A load waits for such a response anyway, so the test can only check that /flush_cache was called before.
     """
@@ -199,7 +199,7 @@ def test_a_directory_that_sglang_cannot_load_leaves_its_weights_unchanged(engine
 
 
 def test_a_server_that_does_not_answer_gives_no_heartbeat(engine, tmp_path, monkeypatch):
-    """Its scheduler is suspended here; one that hangs cannot be told from outside either."""
+    """Here its scheduler is suspended, which looks from outside like one that hangs."""
     signs, seen = tmp_path / "beats", []
     monkeypatch.setenv(FILE, str(signs))
     (scheduler,) = [p for p in server_processes() if p.cmdline()[0].startswith("sglang::scheduler")]

@@ -1,4 +1,4 @@
-"""What can be tested of an SGLang replica without SGLang: arguments, environment, GPUs, failures, last events."""
+"""What can be tested of an SGLang replica without SGLang: arguments, environment, GPUs, failures, responses."""
 
 import itertools
 import os
@@ -61,7 +61,10 @@ def test_a_server_that_runs_out_of_memory_is_an_error_that_names_the_settings():
 
 
 def completion_of_last_event(limit, **changes):
-    """The completion of a two-token response, by an engine with version 7. ``changes``: to SGLang's meta_info."""
+    """The completion that an engine makes of SGLang's last event of a response with two tokens of version 7.
+
+    limit: the most tokens of the response. changes: fields of the event's meta_info to replace.
+    """
     engine = object.__new__(SglangEngine)
     engine.settings, engine.version = SglangSettings("cuda", context=4096, responses=512, memory_fraction=0.3), 7
     engine._done = engine._done_tokens = 0

@@ -136,7 +136,7 @@ def test_vllm_accepts_recording_experts_where_its_model_runner_v2_can_run(models
 
 
 @on(MOE)
-def test_experts_that_vllms_runner_returns_are_assigned_to_the_right_responses(engine, monkeypatch):
+def test_experts_that_vllms_runner_returns_reach_the_completions(engine, monkeypatch):
     """The runner returns the experts of each step's tokens, here random ones; vLLM's own classes collect them."""
     core, states = engine._engine.engine_core, engine._engine.output_processor.request_states
     get_output, given, experts = core.get_output, {}, np.random.default_rng(0)
@@ -172,7 +172,7 @@ def test_a_wrong_reload_is_noticed_and_repaired(engine, tmp_path):
     """vLLM's in-place reload of experts on a CPU is wrong without an error; only the drift check notices it."""
     settings, policy, started = engine.settings, other_policy(engine), engine._engine
     reference = reference_of(policy)
-    engine.settings = replace(settings, device="cuda")  # with which any model is reloaded in place
+    engine.settings = replace(settings, device="cuda")  # on GPUs any model is reloaded in place
     engine.load_weights(policy, 5)
     assert engine._engine is started, "loaded in place"
     engine.settings = settings
@@ -212,7 +212,7 @@ def test_tensor_parallel_workers_survive_signals_that_stop_a_run(models):
     assert all(len(completion.tokens) > 5 for completion in found)
     assert all(process.is_running() for process in workers)
     engine.close()
-    multiprocessing.active_children()  # which waits for those that have ended
+    multiprocessing.active_children()  # joins those that have ended
     assert not any(process.is_running() for process in workers)
 
 

@@ -82,7 +82,7 @@ def sleeps(parent):
 
 @pytest.fixture(scope="module")
 def run(tiny_model, tmp_path_factory):
-    """(directory, ledger entries when the server died, output) of a finished run.
+    """(directory, ledger entries when the server was killed, output) of a finished run.
 
     A killed phase may be started again only when its server has ended. Here the server outlives the phase at first,
     because its guard is stopped.
@@ -153,7 +153,7 @@ def test_the_actor_reproduces_the_log_probs_that_both_engines_stored(run):
     updates = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [update["update"] for update in updates] == list(range(1, 13))
     for update in updates:
-        if update["staleness"] == 0:  # no update yet, so the log-ratio is the difference of two implementations
+        if update["staleness"] == 0:  # the weights are the same: the log-ratio is the difference of two implementations
             assert 0 < update["m2/all"] < 1e-4**2
         else:
             assert update["m2/all"] > 1e-4**2 and update["grad_norm"] > 0

@@ -38,7 +38,10 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def run(tiny_model, tmp_path_factory):
-    """(directory, ledger entries when a replica died, output) of a finished run, which lost it in the first stage."""
+    """(directory, ledger entries when a replica was killed, output) of a finished run of three stages.
+
+    The replica was killed in the first stage, as soon as a group was stored.
+    """
     folder = tmp_path_factory.mktemp("vllm_run")
     command = [sys.executable, "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
     command += ["--run-dir", str(folder / "run"), "--set", f'model.path="{tiny_model}"']
@@ -91,7 +94,7 @@ def test_the_actor_reproduces_the_log_probs_that_vllm_stored(run):
     updates = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [update["update"] for update in updates] == list(range(1, 3 * UPDATES + 1))
     for update in updates:
-        if update["staleness"] == 0:  # no update yet, so the log-ratio is the difference of two implementations
+        if update["staleness"] == 0:  # the weights are the same: the log-ratio is the difference of two implementations
             assert 0 < update["m2/all"] < 1e-4**2
         else:
             assert update["m2/all"] > 1e-4**2 and update["grad_norm"] > 0
