@@ -117,7 +117,7 @@ def as_prompt(item):
     return Prompt(0, str(item["question"]), (), item["answer"], item)
 
 
-def tests_of(item):
+def code_tests_of(item):
     return read_tests(as_prompt(item), "python")
 
 
@@ -139,7 +139,7 @@ def test_code_contests(tmp_path):
     assert (item["question"], item["answer"]) == ("Read two numbers, write their sum.", "")
     assert item["metadata"].keys() == {"tests", "name", "difficulty"}, "solutions are left out"
     pairs = (("1 2\n", "3\n"), ("5 5\n", "10\n"), ("0 0\n", "0\n"))
-    assert tests_of(item).pairs == tuple(InputOutput(*pair) for pair in pairs)
+    assert code_tests_of(item).pairs == tuple(InputOutput(*pair) for pair in pairs)
 
 
 def live_code_bench(public, private, **more):
@@ -168,10 +168,10 @@ def test_livecodebench(tmp_path):
     functional = live_code_bench(called, "[]", starter_code=starter, metadata='{"func_name": "add"}')
     rows = [live_code_bench([first], packed(json.dumps([second]))), functional]
     stdin, function = read(tmp_path / "p.jsonl", rows, format="livecodebench")
-    assert tests_of(stdin).pairs == (InputOutput("1 2", "3"), InputOutput("5 2", "7"))
+    assert code_tests_of(stdin).pairs == (InputOutput("1 2", "3"), InputOutput("5 2", "7"))
     assert stdin["question"] == "Add."
     assert function["question"] == f"Add.\n\n```python\n{starter}\n```"
-    assert tests_of(function).assertions == Assertions("\nassert add(*[[1, 2], 3]) == 6", None)
+    assert code_tests_of(function).assertions == Assertions("\nassert add(*[[1, 2], 3]) == 6", None)
 
 
 class Bomb:
@@ -201,7 +201,7 @@ def test_a_pickle_is_never_executed(tmp_path):
 def test_rows_of_skywork_or1_with_code_tests(tmp_path, truth, tests):
     row = {**SKYWORK, "ability": "code", "reward_model": {"ground_truth": json.dumps(truth), "style": "rule"}}
     (item,) = read(tmp_path / "p.parquet", [row], format="skywork_or1")
-    found = tests_of(item)
+    found = code_tests_of(item)
     assert (found.assertions or found.pairs) == tests
 
 

@@ -46,7 +46,7 @@ def test_seeds_and_blocks_do_not_overlap(tokenizer, generator):
 
 
 def test_heldout_prompts_are_distinct_and_never_trained_on(tokenizer):
-    """99 one-digit pairs at most: every stream meets the held-out ones all the time and has to draw again."""
+    """The generator has only 200 prompts, so every fifth item is a held-out prompt and must be replaced."""
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": False}
     prompts = build_prompts(recipe("chain_sum", options=options, heldout=40), tokenizer)
     heldout = {p.tokens for p in prompts.heldout()}
