@@ -12,7 +12,7 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/.,:;?!'\"()[]{}<>_|\n%$&
 
 
 def char_tokenizer(directory: Path, **more: Any) -> PreTrainedTokenizerFast:
-    """One token a character, capitals folded, saved to and read back from ``directory``."""
+    """A tokenizer with one token per lower-case character, saved to ``directory`` and loaded from there."""
     vocabulary = {"<unk>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate(CHARACTERS)}}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.normalizer = normalizers.Lowercase()

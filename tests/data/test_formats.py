@@ -1,4 +1,4 @@
-"""Small files with the columns of public data sets, as they are published, and files whose columns are mapped."""
+"""Prompt files in the published formats of public data sets, and files whose columns the recipe maps."""
 
 import base64
 import csv
@@ -107,7 +107,7 @@ BIG_MATH = {
         ),
     ],
 )
-def test_mathematics(tmp_path, name, suffix, row, answer, columns):
+def test_formats_of_mathematical_problems(tmp_path, name, suffix, row, answer, columns):
     (item,) = read(tmp_path / f"p.{suffix}", [row], format=name)
     assert item == {"question": SQUARE, "answer": answer, "metadata": columns}
     assert Math(RewardTable(kind="math")).gold(as_prompt(item))
@@ -117,7 +117,7 @@ def as_prompt(item):
     return Prompt(0, str(item["question"]), (), item["answer"], item)
 
 
-def judged_by(item):
+def code_tests_of(item):
     return read_tests(as_prompt(item), "python")
 
 
@@ -137,9 +137,9 @@ CONTEST = {
 def test_code_contests(tmp_path):
     (item,) = read(tmp_path / "p.parquet", [CONTEST], format="code_contests")
     assert (item["question"], item["answer"]) == ("Read two numbers, write their sum.", "")
-    assert item["metadata"].keys() == {"tests", "name", "difficulty"}, "no solutions"
+    assert item["metadata"].keys() == {"tests", "name", "difficulty"}, "solutions are left out"
     pairs = (("1 2\n", "3\n"), ("5 5\n", "10\n"), ("0 0\n", "0\n"))
-    assert judged_by(item).pairs == tuple(InputOutput(*pair) for pair in pairs)
+    assert code_tests_of(item).pairs == tuple(InputOutput(*pair) for pair in pairs)
 
 
 def live_code_bench(public, private, **more):
@@ -168,10 +168,10 @@ def test_livecodebench(tmp_path):
     functional = live_code_bench(called, "[]", starter_code=starter, metadata='{"func_name": "add"}')
     rows = [live_code_bench([first], packed(json.dumps([second]))), functional]
     stdin, function = read(tmp_path / "p.jsonl", rows, format="livecodebench")
-    assert judged_by(stdin).pairs == (InputOutput("1 2", "3"), InputOutput("5 2", "7"))
+    assert code_tests_of(stdin).pairs == (InputOutput("1 2", "3"), InputOutput("5 2", "7"))
     assert stdin["question"] == "Add."
     assert function["question"] == f"Add.\n\n```python\n{starter}\n```"
-    assert judged_by(function).assertions == Assertions("\nassert add(*[[1, 2], 3]) == 6", None)
+    assert code_tests_of(function).assertions == Assertions("\nassert add(*[[1, 2], 3]) == 6", None)
 
 
 class Bomb:
@@ -179,7 +179,7 @@ class Bomb:
         return (exec, ("raise SystemExit('it was executed')",))
 
 
-def test_a_pickle_is_read_and_never_executed(tmp_path):
+def test_a_pickle_is_never_executed(tmp_path):
     with pytest.raises(UserError, match=r"p\.jsonl, line 1 is not a row of data\.format = 'livecodebench'"):
         read(tmp_path / "p.jsonl", [live_code_bench([], packed(Bomb()))], format="livecodebench")
 
@@ -198,10 +198,10 @@ def test_a_pickle_is_read_and_never_executed(tmp_path):
         ),
     ],
 )
-def test_programs_of_skywork_or1(tmp_path, truth, tests):
+def test_rows_of_skywork_or1_with_code_tests(tmp_path, truth, tests):
     row = {**SKYWORK, "ability": "code", "reward_model": {"ground_truth": json.dumps(truth), "style": "rule"}}
     (item,) = read(tmp_path / "p.parquet", [row], format="skywork_or1")
-    found = judged_by(item)
+    found = code_tests_of(item)
     assert (found.assertions or found.pairs) == tests
 
 
@@ -264,7 +264,7 @@ def test_gpqa(tmp_path):
         for n in range(40)
     ]
     items = read(tmp_path / "gpqa_diamond.csv", rows, format="gpqa")
-    assert items == read(tmp_path / "again.csv", rows, format="gpqa"), "the order of choices is the question's"
+    assert items == read(tmp_path / "again.csv", rows, format="gpqa"), "the order of choices depends on the question"
     for n, item in enumerate(items):
         assert item["question"].startswith(f"Which is number {n}?\n\nA. ")
         assert f"\n{item['answer']}. the {n}th" in item["question"]
@@ -315,19 +315,19 @@ def test_columns_are_found_where_the_recipe_says(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["truth.none", "truth.all.7", "nowhere", "truth.all.first"])
-def test_a_column_that_is_not_there_is_named(tmp_path, path):
+def test_a_missing_column_is_an_error_that_names_it(tmp_path, path):
     rows = [{"prompt": "1", "truth": {"all": ["9"]}}]
     with pytest.raises(UserError, match=rf"p\.jsonl, line 1: no column '{path}'; it has prompt, truth"):
         read(tmp_path / "p.jsonl", rows, columns={"answer": path})
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_file_of_another_format_is_named(tmp_path, name):
+def test_a_file_of_another_format_is_an_error(tmp_path, name):
     with pytest.raises(UserError, match=rf"line 1: no column .*, which data.format = '{name}' needs"):
         read(tmp_path / "p.jsonl", [{"text": "1"}], format=name)
 
 
-def test_a_row_that_does_not_fit_its_format_is_named(tmp_path):
+def test_a_row_that_does_not_fit_its_format_is_an_error_that_names_it(tmp_path):
     with pytest.raises(UserError, match=r"line 2 is not a row of data.format = 'gsm8k': ValueError\('no ####"):
         read(tmp_path / "p.jsonl", [GSM8K, {"question": "1", "answer": "2"}], format="gsm8k")
     with pytest.raises(UserError, match="row 1: answer must be a non-empty string or a finite number, got None"):
@@ -336,7 +336,7 @@ def test_a_row_that_does_not_fit_its_format_is_named(tmp_path):
         read(tmp_path / "p.jsonl", [GSM8K], format="gsm8")
 
 
-def test_settings_that_exclude_each_other():
+def test_settings_that_exclude_each_other_are_refused():
     with pytest.raises(ValueError, match="leave out data.columns"):
         SourceTable(source="file", train="p.jsonl", format="gsm8k", columns={"prompt": "q"})
     with pytest.raises(ValueError, match="describe a file"):

@@ -1,4 +1,4 @@
-"""Several sources of prompts, with weights."""
+"""Mixtures of several prompt sources with weights."""
 
 import json
 from collections import Counter
@@ -13,7 +13,7 @@ from megarl.recipe.load import dump_recipe, load_recipe
 from megarl.recipe.tables import Recipe
 from tests.data.prompt_sources import char_tokenizer, recipe
 
-# of the version before there were several sources
+# the order of a single source, which must never change
 GOLDEN = [f"a{n}" for n in (0, 1, 4, 6, 9, 5, 11, 10, 8, 1, 6, 5, 8, 11, 0, 4, 9, 10, 6, 4)]
 GOLDEN_HELDOUT = ["a7", "a2", "a3"]
 
@@ -24,7 +24,7 @@ def tokenizer(tmp_path_factory):
 
 
 def numbers(path, name, count):
-    """A file whose prompts begin with its name."""
+    """The table of a source: a file whose prompts begin with ``name``."""
     path = path / f"{name}.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{name}{i}", "answer": "1"}) + "\n" for i in range(count)))
     return {"source": "file", "train": str(path)}
@@ -49,11 +49,11 @@ def test_each_source_has_its_share_and_its_own_order(tokenizer, tmp_path):
         alone = build_prompts(recipe(file=file, evaluation={"every": 0}), tokenizer)
         own = [text for text in order if text[0] == name]
         assert own == [alone.train(i).text for i in range(len(own))]
-        assert len(set(own[:count])) == min(count, len(own)), "epoch by epoch"
+        assert len(set(own[:count])) == min(count, len(own)), "no repetition within an epoch"
     assert len({tuple(text[0] for text in order[n : n + PATTERN]) for n in (0, PATTERN)}) == 2
 
 
-def test_a_prompt_depends_on_its_index_alone(tokenizer, tmp_path):
+def test_a_prompt_depends_on_seed_and_index_and_not_on_the_order_of_access(tokenizer, tmp_path):
     settings = mixed(numbers(tmp_path, "a", 30), {**numbers(tmp_path, "b", 60), "weight": 2}, heldout=9)
     first, second = build_prompts(settings, tokenizer), build_prompts(settings, tokenizer)
     indices = [5000, 3, 999, 1000, 0, 77, 3]
@@ -64,8 +64,8 @@ def test_a_prompt_depends_on_its_index_alone(tokenizer, tmp_path):
     assert other.heldout() == first.heldout()
 
 
-def test_the_order_of_one_source_is_what_it_was(tokenizer, tmp_path):
-    """Runs that are continued by this version see what the earlier one saw."""
+def test_the_order_of_a_single_source_is_the_recorded_one(tokenizer, tmp_path):
+    """Else a run that another version of megarl resumes would see other prompts."""
     a = numbers(tmp_path, "a", 12)
     plain = build_prompts(recipe(file=tmp_path / "a.jsonl", heldout=3), tokenizer)
     assert [plain.train(i).text for i in range(20)] == GOLDEN
@@ -75,7 +75,7 @@ def test_the_order_of_one_source_is_what_it_was(tokenizer, tmp_path):
     assert alone.heldout() == plain.heldout()
 
 
-def test_held_out_prompts_are_of_all_sources_and_in_none(tokenizer, tmp_path):
+def test_held_out_prompts_come_from_all_sources_and_are_trained_in_none(tokenizer, tmp_path):
     a, b = numbers(tmp_path, "a", 40), numbers(tmp_path, "b", 200)
     with open(b["train"], "a") as file:
         file.writelines(json.dumps({"prompt": f"a{i}", "answer": "1"}) + "\n" for i in range(40))
@@ -85,10 +85,10 @@ def test_held_out_prompts_are_of_all_sources_and_in_none(tokenizer, tmp_path):
     assert 36 <= len(heldout) <= 40 and 10 <= sum(text[0] == "a" for text in heldout) <= 20
     assert heldout.isdisjoint(prompts.train(i).text for i in range(2000))
     epoch = [text for i in range(200) if (text := prompts.train(i).text)[0] == "b"]
-    assert len(set(epoch)) == len(epoch), "rows that are held out have left the epoch"
+    assert len(set(epoch)) == len(epoch), "held-out rows are not part of the epoch"
 
 
-def test_files_and_generators_together(tokenizer, tmp_path):
+def test_files_and_generators_can_be_mixed(tokenizer, tmp_path):
     words = {"source": "reasoning_gym", "train": "spell_backward"}
     prompts = build_prompts(mixed(numbers(tmp_path, "q", 9), words, heldout=4), tokenizer)
     order = [prompts.train(i) for i in range(400)]
@@ -99,14 +99,14 @@ def test_files_and_generators_together(tokenizer, tmp_path):
     assert len([prompt for prompt in checked if "generator" not in prompt.entry]) == 7
 
 
-def test_shares_are_whole_and_add_up():
+def test_shares_are_whole_numbers_that_add_up():
     assert shares([1, 1, 1], 1000) == [334, 333, 333]
     assert shares([0.7, 0.3], 1000) == [700, 300]
     assert shares([1e-3, 1], 10) == [0, 10]
     assert shares([5], 17) == [17]
 
 
-def test_mistakes(tokenizer, tmp_path):
+def test_mistakes_in_sources_are_refused(tokenizer, tmp_path):
     a, b = numbers(tmp_path, "a", 4), numbers(tmp_path, "b", 4)
     with pytest.raises(UserError, match="less than one of 1000 prompts"):
         build_prompts(mixed(a, {**b, "weight": 1e-6}), tokenizer)
@@ -123,7 +123,7 @@ def test_mistakes(tokenizer, tmp_path):
         mixed(a, b, eval={"suite": "s.jsonl"})
 
 
-def test_sources_in_a_recipe(tmp_path, monkeypatch):
+def test_a_recipe_with_several_sources_is_loaded_and_dumped(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = '[model]\npath = "m"\n[reward]\nkind = "exact"\n'
     text += '[[data.sources]]\nsource = "file"\ntrain = "a.jsonl"\nformat = "gsm8k"\nweight = 2\n'

@@ -1,4 +1,4 @@
-"""Repetitions, and training prompts that are in an examination too."""
+"""Repeated prompts, and training prompts that are also in an evaluation suite or share text with it."""
 
 import itertools
 import random
@@ -15,7 +15,7 @@ def test_prompts_are_the_same_whatever_their_case_and_spaces():
     assert overlapping(["a + b", "c", "A  + B", "a - b"], ["a + b"]) == ([0, 2], [])
 
 
-def test_thirteen_words_in_a_row_and_not_twelve():
+def test_thirteen_consecutive_words_are_an_overlap_and_twelve_are_not():
     asked = sentence("exam", 30)
     words = asked.split()
     twelve = " ".join(["before", *words[4:16], "after"])
@@ -26,7 +26,7 @@ def test_thirteen_words_in_a_row_and_not_twelve():
     assert overlapping(["short one"], ["a short one"]) == ([], [])
 
 
-def test_against_every_pair_of_windows():
+def test_overlaps_equal_those_found_by_comparing_every_pair_of_windows():
     rng = random.Random(0)
     texts = [[rng.choice("ab") for _ in range(rng.randrange(1, 24))] for _ in range(40)]
     train, exam = texts[:20], texts[20:]

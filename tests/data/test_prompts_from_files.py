@@ -1,4 +1,4 @@
-"""JSONL and Parquet files as a source of prompts."""
+"""Files as a source of prompts: order, held-out prompts, unusable files."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def numbers(path, count):
     return write(path / "numbers.jsonl", [{"prompt": f"{i}+1", "answer": i + 1, "level": i % 3} for i in range(count)])
 
 
-def test_each_epoch_is_another_order_of_all_training_rows(tokenizer, tmp_path):
+def test_each_epoch_has_all_training_rows_in_another_order(tokenizer, tmp_path):
     prompts = build_prompts(recipe(file=numbers(tmp_path, 50), heldout=10), tokenizer)
     epochs = [[prompts.train(40 * e + i).text for i in range(40)] for e in range(3)]
     heldout = [p.text for p in prompts.heldout()]
@@ -38,7 +38,7 @@ def test_each_epoch_is_another_order_of_all_training_rows(tokenizer, tmp_path):
     assert prompts.train(3).tokens == tuple(tokenizer(prompts.train(3).text, add_special_tokens=False)["input_ids"])
 
 
-def test_order_follows_the_seed_and_heldout_does_not(tokenizer, tmp_path):
+def test_the_order_depends_on_the_seed_and_held_out_prompts_do_not(tokenizer, tmp_path):
     file = numbers(tmp_path, 50)
     a, b, c = (build_prompts(recipe(file=file, heldout=10, seed=s), tokenizer) for s in (0, 0, 1))
     order = [[p.train(i).text for i in (39, 3, 0, 90)] for p in (a, b, c)]
@@ -66,7 +66,7 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tokenizer, tmp_path):
     assert a.train(0).text.split(": ")[0] in "012"
 
 
-def test_separate_suite(tokenizer, tmp_path):
+def test_prompts_of_a_separate_suite_are_held_out(tokenizer, tmp_path):
     suite = write(tmp_path / "suite.jsonl", [{"prompt": f"{i}+1", "answer": "1"} for i in range(5)])
     file = numbers(tmp_path, 20)
     with pytest.warns(UserWarning, match="evaluation uses only the 5 distinct prompts"):
@@ -114,13 +114,13 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
         ("p.txt", GOOD, "must end in .jsonl, .json, .csv or .parquet"),
     ],
 )
-def test_damage_is_named(tokenizer, tmp_path, name, content, message):
+def test_unusable_prompt_files_are_an_error_that_names_the_cause(tokenizer, tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         build_prompts(recipe(file=tmp_path / name), tokenizer)
 
 
-def test_missing_file_and_missing_parquet_column(tokenizer, tmp_path):
+def test_a_missing_file_and_a_missing_parquet_column_are_errors(tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"no prompt file .*gone\.jsonl"):
         build_prompts(recipe(file=tmp_path / "gone.jsonl"), tokenizer)
     pyarrow.parquet.write_table(pyarrow.table({"question": ["1"], "answer": ["2"]}), tmp_path / "p.parquet")
@@ -129,7 +129,7 @@ def test_missing_file_and_missing_parquet_column(tokenizer, tmp_path):
 
 
 def test_prompts_are_opened_again_only_when_something_has_changed(tmp_path):
-    """A fork of the warm process has them; policies have copies of the tokenizer."""
+    """Forks of the warm process inherit them. Each policy has a copy of the tokenizer, so its path does not count."""
     char_tokenizer(tmp_path / "base")
     shutil.copytree(tmp_path / "base", tmp_path / "policy")
     wanted = recipe(file=numbers(tmp_path, 50), heldout=10)

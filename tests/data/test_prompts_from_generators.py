@@ -32,7 +32,7 @@ def test_training_order_is_a_function_of_seed_and_index(tokenizer):
 
 @pytest.mark.parametrize("generator", ["chain_sum", "spell_backward"])
 def test_seeds_and_blocks_do_not_overlap(tokenizer, generator):
-    """dataset(seed=1)[1] is dataset(seed=2)[0]: neighbouring run seeds must not share a shifted stream."""
+    """In reasoning-gym dataset(seed=1)[1] is dataset(seed=2)[0]; runs with neighbouring seeds must share no prompts."""
     options = {"chain_sum": {"min_digits": 5, "max_digits": 6}, "spell_backward": SPELL["options"]}[generator]
     streams = []
     for seed in (0, 1, 2):
@@ -40,13 +40,13 @@ def test_seeds_and_blocks_do_not_overlap(tokenizer, generator):
         indices = [*range(60), *range(BLOCK - 30, BLOCK + 30)]
         streams.append([prompts.train(i).text for i in indices] + [p.text for p in prompts.heldout()])
     assert min(len(set(stream)) for stream in streams) >= len(streams[0]) - 2, "blocks do not overlap either"
-    assert streams[0][-16:] == streams[1][-16:], "held-out prompts are the same whatever run.seed"
+    assert streams[0][-16:] == streams[1][-16:], "held-out prompts do not depend on run.seed"
     a, b, c = (set(s[:-16]) for s in streams)
-    assert max(len(a & b), len(b & c), len(a & c)) <= 2  # chance alone
+    assert max(len(a & b), len(b & c), len(a & c)) <= 2  # by chance
 
 
 def test_heldout_prompts_are_distinct_and_never_trained_on(tokenizer):
-    """99 one-digit pairs at most: every stream meets the held-out ones all the time and has to draw again."""
+    """The generator has only 200 prompts, so every fifth item is a held-out prompt and must be replaced."""
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": False}
     prompts = build_prompts(recipe("chain_sum", options=options, heldout=40), tokenizer)
     heldout = {p.tokens for p in prompts.heldout()}
@@ -58,14 +58,14 @@ def test_heldout_prompts_are_distinct_and_never_trained_on(tokenizer):
 
 
 def test_prompts_that_differ_in_case_are_one_prompt(tokenizer):
-    """'Art' and 'art': the tokenizer folds case, so a held-out word may not be trained on in capitals."""
+    """The tokenizer ignores case, so while "art" is held out, "Art" must not be trained on."""
     prompts = build_prompts(recipe("spell_backward", **SPELL, heldout=8000), tokenizer)
     heldout = {p.text.lower() for p in prompts.heldout()}
     assert len(heldout) == 8000
     assert not [p.text for p in map(prompts.train, range(6000)) if p.text.lower() in heldout]
 
 
-def test_a_short_list_of_prompts_is_shared_out_and_said(tokenizer):
+def test_of_a_generator_with_few_prompts_half_are_held_out_with_a_warning(tokenizer):
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": False}
     with pytest.warns(
         UserWarning, match=r"evaluation uses only the \d+ distinct prompts of chain_sum, but eval.prompts asks for 500"
@@ -76,13 +76,13 @@ def test_a_short_list_of_prompts_is_shared_out_and_said(tokenizer):
     assert heldout.isdisjoint(prompts.train(i).tokens for i in range(200))
 
 
-def test_evaluation_by_another_generator(tokenizer):
+def test_evaluation_with_another_generator_adds_its_scorer(tokenizer):
     prompts = build_prompts(recipe("spell_backward", evaluation={"suite": "letter_counting"}), tokenizer)
     assert prompts.train(0).entry["generator"] == "spell_backward"
     assert set(prompts.scorers) == {"spell_backward", "letter_counting"}
 
 
-def test_composite_generator(tokenizer):
+def test_a_composite_generator_gives_items_of_all_its_generators(tokenizer):
     options = {"datasets": [{"name": n, "weight": 1, "config": {}} for n in ("chain_sum", "letter_counting")]}
     prompts = build_prompts(recipe("composite", options=options, heldout=4), tokenizer)
     assert {prompts.train(i).entry["metadata"]["source_dataset"] for i in range(30)} == {"chain_sum", "letter_counting"}
@@ -101,7 +101,7 @@ def test_composite_generator(tokenizer):
         ({"max_prompt_tokens": 2}, r"has \d+ tokens, more than data.max_prompt_tokens = 2: '"),
     ],
 )
-def test_mistakes_are_named(tokenizer, changes, message):
+def test_mistakes_in_the_data_table_are_refused(tokenizer, changes, message):
     with pytest.raises(UserError, match=message):
         build_prompts(recipe(**{"generator": "spell_backward", **changes}), tokenizer).train(0)
 
@@ -114,7 +114,7 @@ def test_generators_that_depend_on_the_hash_seed_need_a_fixed_one(tokenizer, mon
     assert build_prompts(recipe("ransom_note", heldout=2), tokenizer).train(0).text
 
 
-def test_characters_that_the_tokenizer_lacks_are_said(tokenizer):
+def test_characters_that_the_tokenizer_lacks_raise_a_warning(tokenizer):
     with pytest.warns(UserWarning, match="does not know some characters"):
         build_prompts(recipe("spell_backward", prompt_template="{word}§"), tokenizer)
     with warnings.catch_warnings():
@@ -122,7 +122,7 @@ def test_characters_that_the_tokenizer_lacks_are_said(tokenizer):
         build_prompts(recipe("spell_backward", **SPELL), tokenizer)
 
 
-def test_no_evaluation_holds_nothing_out(tokenizer):
+def test_without_evaluation_no_prompts_are_held_out(tokenizer):
     assert build_prompts(recipe("spell_backward", **SPELL, evaluation={"every": 0}), tokenizer).heldout() == []
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer is read from disk alone and checked against the model."""
+"""The tokenizer is read from a directory, without running its code, and checked against the model."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ def model_dir(path, **config):
     return path
 
 
-def test_round_trip_and_missing_directory(tmp_path):
+def test_a_tokenizer_is_loaded_from_a_directory_which_must_exist(tmp_path):
     char_tokenizer(tmp_path / "t")
     tokenizer = load_tokenizer(tmp_path / "t")
     assert tokenizer.decode(tokenizer("Ab=1 2", add_special_tokens=False)["input_ids"]) == "ab=1 2"
@@ -25,7 +25,7 @@ def test_round_trip_and_missing_directory(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"model": {"type": "nonsense"}}'])
-def test_unreadable_tokenizer(tmp_path, content):
+def test_an_unreadable_tokenizer_is_an_error(tmp_path, content):
     char_tokenizer(tmp_path / "t")
     if content is None:
         for file in (tmp_path / "t").iterdir():
@@ -42,13 +42,13 @@ def test_code_of_a_tokenizer_is_never_run(tmp_path, monkeypatch):
     config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
     (tmp_path / "t/tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "t/evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
-    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers asks, unless it is told
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers would ask for consent
     with contextlib.suppress(UserError):
         load_tokenizer(tmp_path / "t")
     assert not (tmp_path / "ran").exists()
 
 
-def test_largest_token_must_be_a_row_of_the_embedding(tmp_path):
+def test_token_ids_must_be_below_vocab_size(tmp_path):
     tokenizer = char_tokenizer(tmp_path / "t")
     largest = len(tokenizer) - 1
     check_tokenizer_fits(tokenizer, model_dir(tmp_path / "fits", vocab_size=largest + 1))
@@ -62,7 +62,7 @@ def test_largest_token_must_be_a_row_of_the_embedding(tmp_path):
         check_tokenizer_fits(tokenizer, tmp_path / "t" / "gone")
 
 
-def test_stop_tokens_of_all_files(tmp_path):
+def test_stop_tokens_are_collected_from_all_files(tmp_path):
     tokenizer = char_tokenizer(tmp_path / "t")
     model = model_dir(tmp_path / "m", vocab_size=100, eos_token_id=7)
     assert stop_token_ids(tokenizer, model) == (1, 7)

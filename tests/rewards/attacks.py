@@ -1,7 +1,7 @@
-"""Programs that attack their sandbox or their judge. One that gets what it wants calls ``won()``, and would be right.
+"""Programs that attack the sandbox or the verifier. An attack that succeeds calls ``won()`` and so earns the reward.
 
-Of all of them the expected output is a secret that is also their input: ``won()`` prints it. A file of the host, whose
-name is ``HOST``, holds it too.
+The expected output of each of `PROGRAMS` is a secret, which it also gets as input; ``won()`` prints it. The secret is
+also in a file of the host, whose name is ``HOST``.
 """
 
 PRELUDE = """
@@ -21,7 +21,7 @@ def tried(*calls):  # won if one of them raises nothing and returns what is true
             pass
 """
 
-# name -> program, run with the prelude before it
+# name -> program, which is run after `PRELUDE`
 PROGRAMS = {
     # processes
     "fork": "tried(lambda: os.fork() + 1)",
@@ -99,7 +99,7 @@ PROGRAMS = {
     "mknod": "tried(lambda: os.mknod('/tmp/x', 0o060666, os.makedev(254, 0)) or 1)",
     "handles": "tried(lambda: libc.name_to_handle_at(-100, b'/usr', (ctypes.c_char * 256)(), None, 0) + 1)",
     "other descriptors": "for end in range(3, 256):\n    tried(lambda: os.fstat(end))",
-    # time of check, and what is left for the next program
+    # files that are changed after they were checked, or left for the next program
     "changed program": (
         "tried(lambda: open('/box/main.py', 'w'), lambda: os.replace('/box/main.py', '/box/x') or 1,\n"
         "      lambda: os.unlink('/box/main.py') or 1)"
@@ -107,7 +107,7 @@ PROGRAMS = {
     "changed Python": "tried(lambda: open(os.__file__, 'a'), lambda: open(sys.executable, 'r+b'))",
     "left behind": "if os.listdir('/tmp'): won()\nopen('/tmp/left', 'w').close()",
     "own input": "tried(lambda: os.write(0, b'x'), lambda: os.truncate(0, 0) or 1)",
-    # users and rights
+    # users and privileges
     "setuid": "tried(lambda: os.setuid(0) or 1, lambda: os.setresuid(0, 0, 0) or 1, lambda: os.setgid(0) or 1)",
     "setuid file": (
         "open('/tmp/x', 'w').close(); os.chmod('/tmp/x', 0o6755)\n"
@@ -156,7 +156,7 @@ PROGRAMS = {
         "a, b = socket.socketpair()\ntried(lambda: socket.send_fds(a, [b'x'], [0]), lambda: a.listen() or 1)"
     ),
     "names": "tried(lambda: socket.getaddrinfo('example.org', 80))",
-    # endings
+    # ways to end
     "exit 0": "os._exit(0)",
     "segmentation fault": "ctypes.string_at(0)",
     "stack": "sys.setrecursionlimit(10 ** 9)\ndef f(): f()\nf()",
@@ -167,7 +167,7 @@ PROGRAMS = {
     "right, on the other stream": "os.write(2, TOKEN.encode())",
 }  # fmt: skip
 
-# Against assertions: what they are about is `answer(7) == SECRET`, `truth(7) is True`, `length([...]) == 3`.
+# Attacks on `ASSERTIONS`, tests that demand `answer(7) == SECRET`.
 SECRET = 918_273_645
 ASSERTIONS = f"""
 assert answer(7) == {SECRET}
@@ -246,7 +246,7 @@ FORGED = {
     "spin": "def answer(n):\n    while True: pass",
 }  # fmt: skip
 
-# C++: attacks on the compiler as well as on the judge
+# C++ programs, which can attack the compiler too
 CPP = {
     "include of a host file": '#include "{host}"\nint main() {{}}',
     "host file in the binary": (

@@ -1,7 +1,7 @@
-"""Responses that cost a verifier hours or all memory, end its process, or read as nothing that it expects."""
+"""Responses that would cost a verifier hours or all memory, that would crash it, or that it cannot read."""
 
 MATH = (
-    # towers of powers, factorials and their like
+    # towers of powers, factorials and the like
     "9**9**9**9**9", "\\boxed{9^{9^{9^{9}}}}", "$10^{10^{10^{10}}}$", "$2^{2^{2^{2^{2^{2}}}}}$", "1e99999999",
     "$1e999999999$", "$9^{99999999999}$", "$(99999!)!$", "$((9!)!)!$", "$\\binom{10^{9}}{5 \\cdot 10^{8}}$",
     "$\\exp(\\exp(\\exp(9)))$", "$0.1^{-10^{12}}$", "$\\sqrt[10^{10^{10}}]{2}$",
@@ -26,7 +26,7 @@ MATH = (
     "$\\text{" + "a" * 100_000 + "}$",
 )  # fmt: skip
 
-FORMULAS = (  # plain enough for the scorers that evaluate formulas
+FORMULAS = (  # most are plain enough to reach the scorers that evaluate formulas
     "1e99999999", "1e999999999", "exp(exp(exp(9)))", "exp(exp(exp(exp(9))))", "(x+exp(x)+sin(x)+log(x)+sqrt(x)+C)**64",
     "(x+y+z+a+b+c+d)**64", "sin(exp(exp(9)))", "exp(1e9)*exp(1e9)", "1/exp(exp(exp(9)))", "log(exp(exp(exp(9))))",
     "tan(1e9999)", "1e-99999999", "9e99999999-9e99999999", "sqrt(exp(exp(exp(9))))", "cosh(sinh(cosh(99)))",
@@ -34,7 +34,7 @@ FORMULAS = (  # plain enough for the scorers that evaluate formulas
     "(" * 400 + "1" + ")" * 400, "-" * 900 + "1",
 )  # fmt: skip
 
-# (generator, answer): each formula for one that evaluates it, and what others choke on
+# (generator, answer): each formula for a generator that evaluates formulas, and further hostile answers
 EVALUATES = ("countdown", "puzzle24", "polynomial_multiplication", "simple_integration", "intermediate_integration")
 GENERATORS = tuple((EVALUATES[number % 5], text) for number, text in enumerate(FORMULAS)) + (
     ("puzzle24", "1e99999999"), ("puzzle24", "exp(exp(exp(9)))"), ("coin_flip", "1e99999999"),

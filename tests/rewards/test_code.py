@@ -1,4 +1,4 @@
-"""What a program is, which tests a row has, and what is right."""
+"""`megarl.rewards.code`: which part of a response is the program, which tests a row has, which programs are right."""
 
 import json
 
@@ -33,7 +33,7 @@ def score(prompt, response, **settings):
         ("``` a\n```\n", ""),
     ],
 )
-def test_the_last_block_is_the_program(response, program):
+def test_the_last_code_block_is_the_program(response, program):
     assert program_of(response) == program
 
 
@@ -51,13 +51,13 @@ def test_the_last_block_is_the_program(response, program):
         (" 1", "1", True),
     ],
 )
-def test_output_is_compared_by_lines(written, expected, right):
+def test_output_is_compared_line_by_line(written, expected, right):
     assert is_right(Outcome(None, 0, written.encode()), InputOutput("", expected)) == right
     assert not is_right(Outcome("time", 0, written.encode()), InputOutput("", expected))
     assert not is_right(Outcome(None, 1, written.encode()), InputOutput("", expected))
 
 
-def test_pairs_of_input_and_output():
+def test_programs_are_scored_by_pairs_of_input_and_output():
     pairs = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2\n", "output": "5\n"}]
     lists = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
     assert score(row(tests=pairs), ADD) == 0
@@ -66,7 +66,7 @@ def test_pairs_of_input_and_output():
     assert score(row(json.dumps(lists)), ADD) == 1
     cpp = "```cpp\n#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }\n```"
     assert score(row(tests=lists, language="C++"), cpp) == 1
-    assert score(row(tests=lists), cpp) == 0, "it is no Python"
+    assert score(row(tests=lists), cpp) == 0, "it is not Python"
     assert score(row(tests=lists), "int main() {", language="cpp") == 0
 
 
@@ -85,11 +85,11 @@ def test_pairs_of_input_and_output():
         ("assert f(1) == 1", "if __name__ == '__main__': raise SystemExit\ndef f(a): return a", True),
     ],
 )
-def test_assertions(tests, program, right):
+def test_programs_are_scored_by_assertions(tests, program, right):
     assert score(row(tests=tests), program) == right
 
 
-def test_assertions_of_other_shapes():
+def test_programs_are_scored_by_check_functions_and_fn_name():
     humaneval = row(tests="def check(candidate):\n    assert candidate(2) == 4\n", entry_point="square")
     assert score(humaneval, "def square(a): return a * a") == 1
     assert score(humaneval, "def square(a): return a") == 0
@@ -97,10 +97,10 @@ def test_assertions_of_other_shapes():
     assert score(named, "class Solution:\n    def add(self, a, b): return a + b") == 1
     builtin = "assert sum([1]) == 2"
     assert score(row(tests=builtin, entry_point="sum"), "def sum(a): return 2") == 1
-    assert score(row(tests=builtin), "def sum(a): return 2") == 0, "the tests' own builtins are Python's"
+    assert score(row(tests=builtin), "def sum(a): return 2") == 0, "without entry_point a builtin is Python's own"
 
 
-def test_tests_that_no_program_can_pass_are_a_mistake():
+def test_tests_that_pass_a_function_to_the_program_are_refused():
     with pytest.raises(UserError, match="only plain data can be sent"):
         score(row(tests="assert apply(lambda a: a, 1) == 1"), "def apply(f, a): return f(a)")
 
@@ -120,7 +120,7 @@ def test_tests_that_no_program_can_pass_are_a_mistake():
         ({"tests": "assert f(1) == 1", "language": "cobol"}, "'cobol' is not supported; known are python"),
     ],
 )
-def test_rows_without_usable_tests(columns, message):
+def test_rows_without_usable_tests_are_refused(columns, message):
     with pytest.raises(UserError, match=message):
         read_tests(row(**columns), "python")
 
@@ -138,7 +138,7 @@ def test_a_recipe_for_code_is_checked_row_by_row(tmp_path):
         check_reward(recipe("chain_sum", kind="code"))
 
 
-def test_rows_whose_tests_expect_no_output_are_counted(tmp_path):
+def test_a_warning_counts_rows_whose_tests_expect_no_output(tmp_path):
     file = tmp_path / "p.jsonl"
     some = [{"input": "1", "output": ""}, {"input": "2", "output": "2"}]
     tests = [some[:1], some, [some[0] | {"output": " \n"}], "assert f(1) == 1"]
@@ -147,6 +147,6 @@ def test_rows_whose_tests_expect_no_output_are_counted(tmp_path):
         check_reward(recipe(file=file, kind="code"))
 
 
-def test_settings_of_code_are_of_no_other_kind():
+def test_settings_of_code_are_refused_for_other_kinds():
     with pytest.raises(ValueError, match="seconds is a setting of kind = 'code'"):
         RewardTable(kind="math", seconds=3)

@@ -1,4 +1,4 @@
-"""Precompiled headers make no program right or wrong that would not be without them."""
+"""Precompiled headers never change whether a program is right."""
 
 import fcntl
 import json
@@ -21,7 +21,7 @@ ALL = "#include <bits/stdc++.h>\n"
 
 @pytest.fixture(scope="module")
 def headers():
-    """The folder of all headers."""
+    """The folder with all precompiled headers."""
     cpp_headers.make_headers()
     return cpp_headers.headers_folder()
 
@@ -47,23 +47,23 @@ def score(program):
         ("", None),
     ],
 )
-def test_the_compiled_header_that_a_program_may_begin_with(beginning, header):
+def test_which_precompiled_header_a_program_can_use(beginning, header):
     assert cpp_headers.header_of(f"{beginning}int main() {{}}\n".encode()) == header
 
 
-def test_programs_are_compiled_with_the_compiled_headers_and_without(tmp_path, monkeypatch):
+def test_a_precompiled_header_is_used_only_where_the_program_includes_it_and_it_is_intact(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path))
     there = b"#include <vector>\n#include <iostream>\n" + ADDS.replace("a + b", "a + b + precompiled").encode()
     assert not compiled(there).succeeded
     cpp_headers.precompile("iostream", b"#include <iostream>\nconstexpr int precompiled = 0;")
     (cpp_headers.headers_folder() / "iostream").write_text("#include <iostream>\n")
-    assert compiled(there).succeeded, "it is used"
+    assert compiled(there).succeeded, "the precompiled header is used"
     assert score(f"#include <iostream>\n{ADDS}") == 1
     assert score(f"#define unused\n#include <iostream>\n{ADDS}") == 1
-    assert score(f"#include <iostream>\nstd::map<int, int> m;\n{ADDS}") == 0, "a header that it lacks"
+    assert score(f"#include <iostream>\nstd::map<int, int> m;\n{ADDS}") == 0, "it does not include <map>"
     path = cpp_headers.headers_folder() / "iostream.gch"
     path.write_bytes(b"?" + path.read_bytes()[1:])
-    assert score(f"#include <iostream>\n{ADDS}") == 1, "a damaged one is not used"
+    assert score(f"#include <iostream>\n{ADDS}") == 1, "a damaged precompiled header is not used"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_programs_are_compiled_with_the_compiled_headers_and_without(tmp_path, m
         ("#include \\\n<vector>\n" + ADDS, False),
     ],
 )
-def test_programs_that_need_the_common_headers_alone(headers, program, common):
+def test_which_programs_need_only_the_common_headers(headers, program, common):
     assert (cpp_headers.COMMON in cpp_headers.options(f"{ALL}{program}".encode())[0]) == common
     assert score(f"{ALL}{program}") == 1
 
@@ -104,13 +104,13 @@ def test_programs_that_need_the_common_headers_alone(headers, program, common):
         'long double operator""h(long double x) { return x; } auto x = operator""h(1.0L);',
     ],
 )
-def test_a_program_that_the_whole_header_refuses_is_refused(headers, program):
+def test_a_program_that_does_not_compile_with_the_whole_header_scores_0(headers, program):
     assert score(f"{ALL}using namespace std;\n{program}\n{ADDS}") == 0
 
 
 @pytest.mark.parametrize("own", ["int beta", "int regex", "struct thread {}", "int optarg", "int lock", "void kill()"])
-def test_a_name_of_the_rest_is_no_name_for_a_program(headers, own):
-    """Each clashes with a declaration of the whole header, at the latest where it is used, and so it does with ours."""
+def test_a_program_that_defines_a_name_of_the_whole_header_scores_as_without_precompiled_headers(headers, own):
+    """Each name clashes with a declaration that only the whole header has, at the latest where it is used."""
     used = f"{ALL}using namespace std;\n{own};\nauto used = sizeof({own.split()[1].rstrip('()')});\n{ADDS}"
     assert cpp_headers.COMMON not in cpp_headers.options(used.encode())[0]
     with pytest.MonkeyPatch.context() as patch:
@@ -119,7 +119,7 @@ def test_a_name_of_the_rest_is_no_name_for_a_program(headers, own):
     assert score(used) == expected
 
 
-def test_what_a_header_declares(headers):
+def test_the_declarations_of_a_header_are_found(headers):
     text = b"""#define MACRO(parameter) body
     namespace outer { struct Class { int member; void method(int) { int local; } }; enum Plain { PLAIN }; }
     enum class Scoped { SCOPED };
@@ -139,8 +139,8 @@ def test_what_a_header_declares(headers):
 @pytest.mark.parametrize(
     "own", ["auto use_{} = sizeof(std::{}) + sizeof({});", "template <class T> int {}(T, T, T, T, T);"]
 )
-def test_no_word_tells_the_common_headers_from_the_whole(headers, tmp_path, own):
-    """All words that the whole header declares and a program may contain: the same of them are errors with either."""
+def test_every_word_compiles_with_the_common_headers_if_and_only_if_it_does_with_the_whole(headers, tmp_path, own):
+    """Tries all words that the whole header declares and that a program with the common headers may contain."""
     (tmp_path / "bits").mkdir()
     (tmp_path / "bits/stdc++.h").write_text(cpp_headers.TEXTS[cpp_headers.COMMON])
     command = ["g++", "-std=gnu++17", "-fsyntax-only", "-fmax-errors=0", "-w", "-x", "c++", "-"]
@@ -156,7 +156,7 @@ def test_no_word_tells_the_common_headers_from_the_whole(headers, tmp_path, own)
     assert errors[0] == errors[1]
 
 
-def test_without_the_compiled_headers_programs_are_compiled_as_well(monkeypatch, tmp_path):
+def test_programs_are_compiled_without_precompiled_headers_too(monkeypatch, tmp_path):
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "none"))
     assert cpp_headers.options(f"{ALL}{ADDS}".encode()) == ("", {})
     assert score(f"{ALL}{ADDS}") == 1
@@ -164,7 +164,7 @@ def test_without_the_compiled_headers_programs_are_compiled_as_well(monkeypatch,
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """The folder of other headers, which are made in no time."""
+    """The folder for precompiled headers, which are replaced by tiny ones that are made in no time."""
     texts = {cpp_headers.WHOLE: "int both, whole;\n", cpp_headers.COMMON: "#define COMMON\nint both;\n"}
     monkeypatch.setattr(cpp_headers, "TEXTS", texts)
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path))
@@ -172,7 +172,7 @@ def small(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"names": []}', None])
-def test_without_the_names_of_the_rest_the_common_headers_are_not_used(small, damage):
+def test_the_common_headers_are_not_used_if_the_list_of_the_other_names_is_missing_or_damaged(small, damage):
     cpp_headers.make_headers()
     program = f"{ALL}int main() {{}}".encode()
     assert cpp_headers.COMMON in cpp_headers.options(program)[0]
@@ -188,7 +188,7 @@ def test_without_the_names_of_the_rest_the_common_headers_are_not_used(small, da
     assert names.read_bytes() == made
 
 
-def test_headers_that_another_process_is_making_are_waited_for(small):
+def test_headers_that_another_process_is_making_are_awaited(small):
     small.mkdir()
     theirs = [small / f"{header}.gch" for header in cpp_headers.TEXTS]
     with open(small / ".lock", "w") as lock:
@@ -206,7 +206,7 @@ def test_headers_that_another_process_is_making_are_waited_for(small):
     assert {path.read_text() for path in theirs} == {"theirs"}
 
 
-def test_headers_that_cannot_be_written_are_done_without(small, capsys):
+def test_headers_that_cannot_be_written_are_only_reported(small, capsys):
     for header in cpp_headers.TEXTS:
         (small / header).mkdir(parents=True)
     cpp_headers.make_headers()
@@ -214,7 +214,7 @@ def test_headers_that_cannot_be_written_are_done_without(small, capsys):
     assert len(lines) == 2 and all("is a directory" in line for line in lines)
 
 
-def test_a_long_program_is_looked_through_once(small):
-    """Not once for each digit, which would take an hour."""
+def test_a_long_program_is_searched_in_linear_time(small):
+    """A search in quadratic time would take an hour."""
     cpp_headers.make_headers()
     assert cpp_headers.options(f"{ALL}int main() {{}} // {'1.' * 1_000_000}".encode())[0]

@@ -1,4 +1,4 @@
-"""Rewards that are more than right or wrong: functions of the user's own, partial credit and parts."""
+"""Rewards beyond right and wrong: a user's own function, partial credit, and the parts of a reward."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def prompt():
 
 
 def scored(settings, texts, tokens=1, finish="stop"):
-    """The responses with these texts as they are stored."""
+    """Score responses with these texts; returns them as they are stored."""
     pool = VerifierPool(lambda: build_verifier(settings, None), Limits(seconds=0.5, workers=1))
     try:
         scoring = Scoring(pool, settings.reward, False, longest=10)
@@ -65,12 +65,12 @@ def scored(settings, texts, tokens=1, finish="stop"):
     return whole.responses
 
 
-def test_a_function_of_the_users_own(tmp_path, file):
+def test_a_users_own_function_gives_rewards_and_correctness(tmp_path, file):
     settings = recipe(tmp_path, kind="python", path=f"{file}:score")
     check_reward(settings)
     texts = ["42", "43", "share", "dict", "spin", "42"]
     responses = scored(settings, texts)
-    assert [r.reward for r in responses] == [1, 0, 0, -2.5, 0, 1], "what spins costs only its own reward"
+    assert [r.reward for r in responses] == [1, 0, 0, -2.5, 0, 1], "an endless loop costs only its own reward"
     assert [r.correctness for r in responses] == [1, 0, 0, 1, 0, 1]
     credit = recipe(tmp_path, kind="python", path=f"{file}:score", partial_credit=True)
     assert [(r.reward, r.correctness) for r in scored(credit, ["share", "dict"])] == [(0.5, 0), (-2.5, 1)]
@@ -89,7 +89,7 @@ def test_a_function_of_the_users_own(tmp_path, file):
         ("import nowhere", "score", "cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"),
     ],
 )
-def test_functions_that_cannot_be_used_are_told_before_the_run(tmp_path, source, name, message):
+def test_functions_that_cannot_be_used_are_refused_before_the_run(tmp_path, source, name, message):
     path = tmp_path / "my.py"
     if source is not None:
         path.write_text(source)
@@ -112,13 +112,13 @@ def test_functions_that_cannot_be_used_are_told_before_the_run(tmp_path, source,
         ({"kind": "exact", "parts": [{"kind": "overlong", "weight": 1.0, "buffer": 2000}]}, "is more than rollout.max"),
     ],
 )
-def test_mistakes_of_a_recipe(tmp_path, reward, message):
+def test_mistakes_in_the_reward_table_are_refused(tmp_path, reward, message):
     with pytest.raises(ValueError, match=message):
         recipe(tmp_path, **reward)
 
 
 def test_the_reward_is_the_sum_of_its_parts(tmp_path, file):
-    """M2PO's 1.0 + 0.1 for a box, and a function's; a response that is not read has none of them."""
+    """A box is worth 0.1, as in M2PO. A response that was cut off gets nothing but the penalty for its length."""
     parts = [
         {"kind": "box", "weight": 0.1},
         {"kind": "python", "weight": -2.0, "path": f"{file}:score"},
@@ -132,7 +132,7 @@ def test_the_reward_is_the_sum_of_its_parts(tmp_path, file):
     assert [r.reward for r in scored(settings, texts, tokens=10, finish="length")] == [-1] * 4
 
 
-def test_overlong_is_dapos():
+def test_the_overlong_penalty_is_that_of_dapo():
     assert [overlong(tokens, 20, 4) for tokens in (1, 16, 17, 18, 20, 25)] == [0, 0, -0.25, -0.5, -1, -1]
     parts = ({"kind": "overlong", "weight": 2.0, "buffer": 4},)
     table = RewardTable.model_validate({"kind": "exact", "parts": parts})
@@ -140,7 +140,7 @@ def test_overlong_is_dapos():
     assert total(Score(1.0), 1, table.model_copy(update={"weight": 0.9}), 20) == (0.9, 1.0)
 
 
-def test_correct_and_reward_are_stored_apart(tmp_path):
+def test_correctness_and_reward_are_stored_separately(tmp_path):
     def response(reward, correct):
         return Response(np.ones(2, np.int32), -np.ones(2, np.float32), reward, "stop", 0, correct=correct)
 
@@ -154,7 +154,7 @@ def test_correct_and_reward_are_stored_apart(tmp_path):
     assert summary([group])["reward/mean"] == pytest.approx(0.2)
 
 
-def test_a_recipe_keeps_its_parts_and_its_function_is_pinned(tmp_path, file):
+def test_a_run_keeps_the_parts_of_its_reward_and_refuses_a_changed_function(tmp_path, file):
     parts = [{"kind": "python", "weight": 0.5, "path": f"{file}:score"}]
     settings = recipe(tmp_path, kind="exact", parts=parts)
     run = RunDir.create(tmp_path / "run", settings)
@@ -166,7 +166,7 @@ def test_a_recipe_keeps_its_parts_and_its_function_is_pinned(tmp_path, file):
 
 
 def test_a_group_is_scored_together(tmp_path, file):
-    """Read responses alone; limits are of the group, and a list of another length is a mistake."""
+    """The limits hold for the group as a whole, and a list of another length is a mistake."""
     file.write_text(
         """
 def score(prompt, responses, row):
@@ -187,7 +187,7 @@ def score(prompt, responses, row):
         recipe(tmp_path, kind="exact", group=True)
 
 
-def test_the_length_reward_is_kimis():
+def test_the_length_reward_is_that_of_kimi_k1_5():
     """Section 2.3.3 of arXiv:2501.12599: .5 - (length - least) / (most - least), and at most 0 for a wrong answer."""
     table = RewardTable(kind="exact", parts=[{"kind": "length", "weight": 0.4}, {"kind": "length", "weight": 0.6}])
     scores = [Score(1.0), Score(1.0), Score(0.0), Score(0.0), Score(1.0)]

@@ -1,4 +1,4 @@
-"""What a response may cost: nothing but its own reward, whatever it says and whatever happens to the processes."""
+"""A response can cost only its own reward, whatever it says and whatever happens to the pool's processes."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ TIGHT = Limits(seconds=0.5, memory=1 << 30, workers=2)
 RIGHT = Verdict(1.0)
 
 
-def asked(answer):
+def prompt_for(answer):
     return Prompt(0, "?", (1,), answer, {})
 
 
@@ -46,7 +46,7 @@ def score(verifiers, questions):
 
 
 class Scripted:
-    """Does what the response says."""
+    """A verifier that does what the response says."""
 
     def score(self, prompt, response):
         match response:
@@ -77,15 +77,15 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_there_are_as_many_hostile_answers_as_were_found():
+def test_no_hostile_answer_is_missing_or_repeated():
     assert (len(hostile.MATH), len(hostile.GENERATORS)) == (45, 38)
     assert len(set(hostile.MATH)) == 45
 
 
-def test_hostile_mathematics_scores_0_and_stops_nobody():
-    # the last, right one takes a tenth of that, and several times as much on a busy machine
+def test_hostile_mathematics_scores_0_and_a_right_response_after_it_1():
+    # seconds: the last response, which is right, takes a tenth of that, but several times as long on a busy machine
     with pool(lambda: Math(RewardTable(kind="math")), replace(TIGHT, seconds=1.0)) as verifiers:
-        verdicts = score(verifiers, [(asked("42"), text) for text in (*hostile.MATH, "so it is $42$")])
+        verdicts = score(verifiers, [(prompt_for("42"), text) for text in (*hostile.MATH, "so it is $42$")])
     *verdicts, last = verdicts
     assert [text for text, verdict in zip(hostile.MATH, verdicts, strict=True) if verdict.score] == []
     assert last == RIGHT
@@ -94,7 +94,7 @@ def test_hostile_mathematics_scores_0_and_stops_nobody():
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Generator -> one of its prompts, and the verifier."""
+    """{generator: (one of its prompts, the verifier)}."""
     tokenizer, found = char_tokenizer(tmp_path_factory.mktemp("tokenizer")), {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONHASHSEED", "0")
@@ -105,7 +105,7 @@ def sources(tmp_path_factory):
     return found
 
 
-def test_hostile_answers_to_generators_score_0_and_stop_nobody(sources):
+def test_hostile_answers_to_generators_are_wrong_and_a_right_response_after_them_is_right(sources):
     class Each:
         def score(self, prompt, response):
             return sources[prompt.entry["generator"]][1].score(prompt, response)
@@ -121,22 +121,22 @@ def test_hostile_answers_to_generators_score_0_and_stop_nobody(sources):
     assert sum(verdict.over is not None for verdict in verdicts) >= 5
 
 
-def test_each_limit_costs_only_its_response():
+def test_a_response_that_exceeds_a_limit_costs_only_its_own_score():
     with pool(Scripted) as verifiers:
-        bad, right = ["spin", "eat", "crash", "kill"], ["a"] * 40  # more than a message has
+        bad, right = ["spin", "eat", "crash", "kill"], ["a"] * 40  # more than fit in a message
         texts = [text for one in bad for text in (*right, one, *right)]
-        verdicts = score(verifiers, [(asked("a"), text) for text in texts])
+        verdicts = score(verifiers, [(prompt_for("a"), text) for text in texts])
     assert [verdict for text, verdict in zip(texts, verdicts, strict=True) if text == "a" and verdict != RIGHT] == []
     wrong = [verdict for text, verdict in zip(texts, verdicts, strict=True) if text != "a"]
     assert [verdict.over for verdict in wrong] == ["time", "memory", "died", "died"]
     assert {verdict.score for verdict in wrong} == {0.0}
 
 
-def test_the_client_goes_on_meanwhile():
+def test_the_client_never_waits_for_busy_workers():
     with pool(Scripted, Limits(seconds=0.5, workers=2)) as verifiers:
-        stuck = [verifiers.ask(asked("a"), "spin") for _ in range(2)]
-        # more than any socket holds, to workers that read nothing
-        numbers = [verifiers.ask(asked("a"), "a" * 1_000_000) for _ in range(20)]
+        stuck = [verifiers.ask(prompt_for("a"), "spin") for _ in range(2)]
+        # more than a socket's buffer holds, while the workers read nothing
+        numbers = [verifiers.ask(prompt_for("a"), "a" * 1_000_000) for _ in range(20)]
         assert verifiers.verdicts() == []
         found = {}
         while len(found) < 22:
@@ -147,44 +147,44 @@ def test_the_client_goes_on_meanwhile():
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_is_killed_or_stopped_does_not_count_against_its_response(number):
+def test_a_response_is_scored_again_if_its_worker_is_killed_or_stopped(number):
     with pool(Scripted, Limits(seconds=30, patience=0.2, workers=1)) as verifiers:
-        (first,) = score(verifiers, [(asked("a"), "pid")])
+        (first,) = score(verifiers, [(prompt_for("a"), "pid")])
         worker = int(first.score)
         os.kill(worker, signal.SIGSTOP)
-        question = verifiers.ask(asked("a"), "a")
+        question = verifiers.ask(prompt_for("a"), "a")
         assert verifiers.verdicts() == []
         os.kill(worker, number)
         assert verifiers.verdicts(wait=True) == [(question, RIGHT)]
         assert worker not in [process.pid for process in workers(verifiers)]
 
 
-def test_a_response_that_stops_each_of_its_workers_scores_0():
+def test_a_response_that_stalls_each_of_its_workers_scores_0():
     with pool(Scripted, Limits(seconds=30, patience=0.2, workers=1)) as verifiers:
-        assert score(verifiers, [(asked("a"), "sleep"), (asked("a"), "a")]) == [Verdict(0.0, "died"), RIGHT]
+        assert score(verifiers, [(prompt_for("a"), "sleep"), (prompt_for("a"), "a")]) == [Verdict(0.0, "died"), RIGHT]
 
 
-def test_mistakes_and_bugs_are_told():
+def test_mistakes_and_bugs_are_raised_in_the_client():
     with pool(Exact) as verifiers, pytest.raises(UserError, match="has no answer to compare with"):
-        score(verifiers, [(asked(""), "a")])
+        score(verifiers, [(prompt_for(""), "a")])
     with pool(Scripted) as verifiers, pytest.raises(RuntimeError, match=r"'\?' with response 'raise'[^$]*a bug"):
-        score(verifiers, [(asked("a"), "raise")])
+        score(verifiers, [(prompt_for("a"), "raise")])
 
     def fail():
         raise UserError("nothing to build")
 
     with pool(fail) as verifiers, pytest.raises(UserError, match="nothing to build"):
-        score(verifiers, [(asked("a"), "a")])
+        score(verifiers, [(prompt_for("a"), "a")])
     with pool(Scripted) as verifiers:
         os.kill(verifiers._pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="the process that supervises the verifiers ended"):
-            score(verifiers, [(asked("a"), "a")])
+            score(verifiers, [(prompt_for("a"), "a")])
 
 
-def test_nothing_is_left_behind():
+def test_a_closed_pool_leaves_no_process_behind():
     with pool(Scripted, replace(TIGHT, seconds=3600)) as verifiers:  # so long that both spin at the same time
-        score(verifiers, [(asked("a"), "a")])
-        spinning = [verifiers.ask(asked("a"), "spin") for _ in range(2)]
+        score(verifiers, [(prompt_for("a"), "a")])
+        spinning = [verifiers.ask(prompt_for("a"), "spin") for _ in range(2)]
         assert verifiers.verdicts() == []
         wait_until(lambda: len(workers(verifiers)) == len(spinning))
         started = [psutil.Process(verifiers._pid), *workers(verifiers)]

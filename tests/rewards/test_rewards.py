@@ -1,4 +1,4 @@
-"""Scores, the threshold, and what a hostile response may do (nothing)."""
+"""Scores of the verifiers, the threshold of a right response, and hostile responses, which achieve nothing."""
 
 import importlib
 import inspect
@@ -36,7 +36,7 @@ GARBAGE = [
 ]
 
 
-def asked(answer):
+def prompt_for(answer):
     return Prompt(0, "?", (1,), answer, {})
 
 
@@ -60,17 +60,17 @@ def math():
         (1.0, "length", {"require_stop": False}, 1.0),
     ],
 )
-def test_threshold_and_stop(score, finish_reason, table, expected):
+def test_the_reward_depends_on_the_threshold_and_the_finish_reason(score, finish_reason, table, expected):
     settings = RewardTable(kind="exact", **table)
     assert is_scored(finish_reason, settings) * reward(score, settings) == expected
 
 
-def test_exact():
-    assert Exact().score(asked("ab c"), " ab c\n") == 1.0
-    assert Exact().score(asked("abc"), "Abc") == 0.0
-    assert Exact().score(asked("abc"), "abc abc") == 0.0
+def test_exact_compares_all_but_outer_white_space():
+    assert Exact().score(prompt_for("ab c"), " ab c\n") == 1.0
+    assert Exact().score(prompt_for("abc"), "Abc") == 0.0
+    assert Exact().score(prompt_for("abc"), "abc abc") == 0.0
     with pytest.raises(UserError, match="has no answer to compare with"):
-        Exact().score(asked(""), "")
+        Exact().score(prompt_for(""), "")
 
 
 @pytest.mark.parametrize(
@@ -97,16 +97,16 @@ def test_exact():
         ("5", "\\boxed{5\\,\\text{cm}}", True),
     ],
 )
-def test_math(math, answer, response, right):
-    assert math.score(asked(answer), response) == float(right)
+def test_math_compares_final_answers_as_mathematics(math, answer, response, right):
+    assert math.score(prompt_for(answer), response) == float(right)
 
 
-def test_a_box_where_the_prompt_asks_for_one():
+def test_with_boxed_only_an_answer_in_a_box_counts():
     boxed = Math(RewardTable(kind="math", boxed=True))
-    assert [boxed.score(asked("42"), text) for text in ("42", "$42$", "\\boxed{42}", "\\boxed{42")] == [0, 0, 1, 0]
+    assert [boxed.score(prompt_for("42"), text) for text in ("42", "$42$", "\\boxed{42}", "\\boxed{42")] == [0, 0, 1, 0]
 
 
-def test_answers_that_cannot_be_read_are_found_before_the_run(tmp_path):
+def test_reference_answers_that_cannot_be_parsed_are_found_before_the_run(tmp_path):
     file = tmp_path / "p.jsonl"
     answers = ["1", "$$", "\\$18.90", "\\boxed{}", "x^2"]
     file.write_text("\n".join(json.dumps({"prompt": "?", "answer": answer}) for answer in answers))
@@ -115,31 +115,31 @@ def test_answers_that_cannot_be_read_are_found_before_the_run(tmp_path):
     assert "line 3" not in str(error.value) and "line 5" not in str(error.value)
 
 
-def test_math_survives_garbage(math):
-    assert [math.score(asked("42"), text) for text in GARBAGE] == [0.0] * len(GARBAGE)
-    assert math.score(asked("42"), "42") == 1.0
+def test_math_scores_garbage_0(math):
+    assert [math.score(prompt_for("42"), text) for text in GARBAGE] == [0.0] * len(GARBAGE)
+    assert math.score(prompt_for("42"), "42") == 1.0
 
 
-def test_an_answer_that_is_no_mathematics_is_named(math):
+def test_a_reference_answer_that_is_not_mathematics_is_an_error(math):
     with pytest.raises(UserError, match="the answer '..' of prompt '.' cannot be parsed as mathematics"):
-        math.score(asked("$$"), "42")
+        math.score(prompt_for("$$"), "42")
 
 
-def test_reasoning_gym_scores_by_the_generator(tokenizer):
+def test_reasoning_gym_scores_with_the_generators_scorer(tokenizer):
     settings = recipe("spell_backward", options={"min_word_len": 5, "max_word_len": 8})
     prompts = build_prompts(settings, tokenizer)
     verifier = build_verifier(settings, prompts)
     for prompt in [prompts.train(0), *prompts.heldout()]:
         assert verifier.score(prompt, prompt.answer) == 1.0
-        assert verifier.score(prompt, prompt.answer.upper()) == 1.0, "the scorer folds case, as the tokenizer may"
-        assert 0.0 < verifier.score(prompt, prompt.answer[:-1]) < 1.0, "partial credit, which the threshold takes away"
+        assert verifier.score(prompt, prompt.answer.upper()) == 1.0, "the scorer ignores case, as a tokenizer may"
+        assert 0.0 < verifier.score(prompt, prompt.answer[:-1]) < 1.0, "partial credit, which is below the threshold"
         assert reward(verifier.score(prompt, prompt.answer[:-1]), settings.reward) == 0.0
 
 
 @pytest.mark.parametrize(
     "generator", ["prime_factorization", "boxnet", "coin_flip", "game_of_life", "countdown", "n_queens"]
 )
-def test_reasoning_gym_scorers_that_raise_on_garbage(tokenizer, generator):
+def test_garbage_is_wrong_also_for_scorers_that_raise_on_it(tokenizer, generator):
     settings = recipe(generator, heldout=1, max_prompt_tokens=10000)
     prompts = build_prompts(settings, tokenizer)
     verifier = build_verifier(settings, prompts)
@@ -148,7 +148,7 @@ def test_reasoning_gym_scorers_that_raise_on_garbage(tokenizer, generator):
 
 @pytest.mark.parametrize("generator", sorted(EVAL_SCORERS | FORMULA_SCORERS))
 def test_responses_are_not_executed(tokenizer, generator, tmp_path, monkeypatch):
-    """These scorers evaluate their input: a response with a call in it must not reach them; the right answer must."""
+    """These scorers evaluate their input, so a response with a call must not reach them; the right answer must."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     settings = recipe(generator, heldout=1, max_prompt_tokens=10000)
     prompts = build_prompts(settings, tokenizer)
@@ -168,7 +168,7 @@ def test_responses_are_not_executed(tokenizer, generator, tmp_path, monkeypatch)
     assert verifier.score(prompt, prompt.answer) >= 0.999
 
 
-def test_plain_formulas():
+def test_which_formulas_are_plain():
     good = ["(3 + 4)*2 - 1/5", "x**2 + 2*x*y - 7", "-4*x**3/3 + C", "exp(x)*sin(2*x) + sqrt(2)", "log(x + 1)/2 - 1.5"]
     bad = [
         "test()",
@@ -205,13 +205,13 @@ def test_only_generators_have_a_reasoning_gym_scorer(tmp_path):
 
 
 @pytest.mark.parametrize("kind", VERIFIERS)
-def test_a_verifier_module_offers_what_megarl_asks_of_it(kind):
+def test_a_verifier_module_has_the_functions_of_the_protocol(kind):
     module = importlib.import_module(VERIFIERS[kind])
     for function in ("check", "build"):
         _, *expected = inspect.signature(getattr(VerifierModule, function)).parameters.values()
         assert list(inspect.signature(getattr(module, function)).parameters.values()) == expected
 
 
-def test_an_unknown_kind_is_named_with_the_nearest():
+def test_an_unknown_kind_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match=r"unknown; did you mean 'exact'\? known are 'reasoning_gym', 'exact', 'math'"):
         RewardTable(kind="exat")

@@ -1,4 +1,4 @@
-"""No program gets what it wants: neither the host, nor a processor for ever, nor a reward that it did not earn."""
+"""No hostile program reaches the host, keeps a CPU for ever, or gets a reward that it did not earn."""
 
 import os
 import secrets
@@ -24,15 +24,15 @@ from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rewards.sandbox import SandboxError
 from tests.rewards import attacks
 
-# limits of which that of time is met a dozen times
+# low limits, since a dozen programs run until the time limit ends them
 TABLE = RewardTable(kind="code", seconds=1, memory_mb=256)
 HANGING = {"sleep", "naps", "deadlock", "daemon", "kill the parent", "kill all", "stop the guard", "right, then hang"}
 SPINNING = {"spin", "deaf spin", "spinning threads", "backtracking", "error flood", "exec chain"}
-SEVERAL = {"output flood", "stack"}  # limits are met at about the same time
+SEVERAL = {"output flood", "stack"}  # exceed several limits at about the same time, so any of them may be reported
 
 
 def verifier(asleep=10.0, **settings):
-    """asleep: seconds; on a busy machine even starting may take one."""
+    """asleep: limit in seconds; on a busy machine the start alone may take one."""
     code = Code(TABLE.model_copy(update=settings))
     code._limits = replace(code._limits, asleep=asleep, threads=32, disk=32 << 20, file_size=32 << 20)
     return code
@@ -44,7 +44,10 @@ def row(**columns):
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    """What a program must not reach: a file with a secret, a port and two sockets; a row asks for the secret."""
+    """What a program must not reach: a file with a secret, a TCP port and an abstract Unix socket.
+
+    After the tests nobody may have connected, and the file must be unchanged.
+    """
     secret = secrets.token_hex()
     file = tmp_path_factory.mktemp("host") / "secret"
     file.write_text(secret)
@@ -61,7 +64,7 @@ def host(tmp_path_factory):
     assert list(file.parent.iterdir()) == [file]
 
 
-def asked(host):
+def prompt_for(host):
     secret = Path(host["host"]).read_text()
     return row(tests=[{"input": secret, "output": secret}] * 2)
 
@@ -72,30 +75,30 @@ def program(body, host):
 
 @pytest.fixture
 def nothing_left():
-    """Of the processes that a test starts; what fixtures of other modules keep running is not its."""
+    """Fails if a process that the test has started is left; processes that ran before the test do not count."""
     before = psutil.Process().children(recursive=True)
     yield
     assert [child for child in psutil.Process().children(recursive=True) if child not in before] == []
 
 
-def test_there_are_more_than_forty():
+def test_there_are_at_least_a_hundred_attacks():
     assert len(attacks.PROGRAMS) + len(attacks.FORGED) + len(attacks.CPP) >= 100
 
 
-def test_what_wins_is_right(host):
-    """The control of all attacks: what they do when they win gives the reward. Threads and pairs of sockets work."""
+def test_an_attack_that_succeeds_would_get_the_reward(host):
+    """The control of all attacks: what they do on success gives the reward. Threads and pairs of sockets work."""
     body = "thread = threading.Thread(target=won)\na, b = socket.socketpair()\na.send(b'x'); b.recv(1)\nthread.start()"
-    assert verifier().score(asked(host), program(body, host)).value == 1
+    assert verifier().score(prompt_for(host), program(body, host)).value == 1
     right = f"def answer(n): return {attacks.SECRET}"
     assert verifier().score(row(tests=attacks.ASSERTIONS), right).value == 1
     cpp = "#include <iostream>\nint main() { std::string s; std::cin >> s; std::cout << s; }"
-    assert verifier(language="cpp").score(asked(host), cpp).value == 1
+    assert verifier(language="cpp").score(prompt_for(host), cpp).value == 1
 
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", attacks.PROGRAMS)
-def test_a_hostile_program_is_wrong_and_alone(name, host):
-    score = verifier(1.0 if name in HANGING else 10.0).score(asked(host), program(attacks.PROGRAMS[name], host))
+def test_a_hostile_program_scores_0_and_leaves_no_process(name, host):
+    score = verifier(1.0 if name in HANGING else 10.0).score(prompt_for(host), program(attacks.PROGRAMS[name], host))
     assert score.value == 0
     expected = "asleep" if name in HANGING else "time" if name in SPINNING else None
     assert name in SEVERAL or score.over == expected
@@ -109,14 +112,14 @@ def test_assertions_cannot_be_forged(name):
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", attacks.CPP)
-def test_hostile_cpp_is_wrong_and_alone(name, host, monkeypatch):
+def test_hostile_cpp_scores_0_and_leaves_no_process(name, host, monkeypatch):
 
     monkeypatch.setattr(cpp, "COMPILING", replace(cpp.COMPILING, seconds=2, memory=1 << 30, disk=64 << 20))
-    assert verifier(language="cpp").score(asked(host), attacks.CPP[name].format(**host)).value == 0
+    assert verifier(language="cpp").score(prompt_for(host), attacks.CPP[name].format(**host)).value == 0
 
 
 def as_ordinary_user(check, *arguments):
-    """Call ``check`` in a fork that has left root, if it was; whether it raised nothing."""
+    """Call ``check`` in a fork, which first gives up root if it has it; returns whether nothing was raised."""
     child = os.fork()
     if not child:
         code = 1
@@ -135,8 +138,8 @@ def as_ordinary_user(check, *arguments):
 
 
 @pytest.fixture(scope="module")
-def everybodys():
-    """The launcher and Python where every user may read them: here they may be in root's home."""
+def readable_by_all():
+    """(launcher, prefix of Python): copies that every user may read; the originals may be in root's home."""
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         os.chmod(folder, 0o755)
         launcher, prefix = Path(folder) / "launcher", Path(folder) / "python"
@@ -154,17 +157,17 @@ def everybodys():
 
 
 @pytest.mark.parametrize("wrap", [None, shutil.which("bwrap") or "missing"], ids=["own", "bubblewrap"])
-def test_an_ordinary_user_has_the_same_sandbox(everybodys, host, wrap, monkeypatch):
-    """With namespaces of its own, and with bubblewrap's."""
+def test_an_ordinary_user_has_the_same_sandbox(readable_by_all, host, wrap, monkeypatch):
+    """With namespaces that the launcher makes, and with those of bubblewrap."""
     if wrap == "missing":
         assert os.environ.get("MEGARL_REQUIRE_BUBBLEWRAP") != "1", "bubblewrap is not installed"
         pytest.skip("needs bubblewrap")
-    launcher, prefix = everybodys
+    launcher, prefix = readable_by_all
     monkeypatch.setattr(sandbox, "launcher", lambda: launcher)
     monkeypatch.setattr(sandbox, "_python", lambda: sandbox.python_of(prefix))
     monkeypatch.setattr(shutil, "which", lambda name: wrap)
     right, cases = program("won()", host), {name: program(body, host) for name, body in attacks.PROGRAMS.items()}
-    question = asked(host)
+    question = prompt_for(host)
     for slow in HANGING | SPINNING | SEVERAL:
         del cases[slow]
 
@@ -179,11 +182,11 @@ def test_an_ordinary_user_has_the_same_sandbox(everybodys, host, wrap, monkeypat
     assert as_ordinary_user(check)
 
 
-def test_a_sandbox_that_fails_is_no_score(monkeypatch, host):
-    """Neither for a pair of input and output, nor for assertions; and before a run, it is a mistake with a remedy."""
+def test_a_sandbox_that_fails_is_an_error_and_gives_no_score(monkeypatch, host):
+    """For pairs of input and output and for assertions. Before a run the error names a remedy."""
     monkeypatch.setattr(sandbox, "_tree", lambda: ({"/nowhere": "/usr"}, {}))
     with pytest.raises(SandboxError, match="stat /nowhere"):
-        verifier().score(asked(host), program("won()", host))
+        verifier().score(prompt_for(host), program("won()", host))
     with pytest.raises(SandboxError, match="stat /nowhere"):
         verifier().score(row(tests=attacks.ASSERTIONS), "def answer(n): return 1")
     sandbox.check_sandbox.cache_clear()
@@ -193,8 +196,8 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch, host):
         sandbox.check_sandbox()
 
 
-def test_a_sandbox_that_is_killed_from_outside_is_tried_again(host):
-    """Once: what is killed twice is an error."""
+def test_a_program_whose_sandbox_is_killed_from_outside_is_run_again(host):
+    """It is run again only once; a second kill is an error."""
     slow = program("import time\ntime.sleep(2)\nwon()", host)  # it has not ended when it is killed
     judge = verifier()
     judge._limits = replace(judge._limits, asleep=60.0)
@@ -210,21 +213,21 @@ def test_a_sandbox_that_is_killed_from_outside_is_tried_again(host):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess.Popen, "__init__", killing)
         most = 1
-        assert judge.score(asked(host), slow).value == 1
+        assert judge.score(prompt_for(host), slow).value == 1
         most = 3
         with pytest.raises(SandboxError, match="launcher was killed from outside"):
-            judge.score(asked(host), slow)
+            judge.score(prompt_for(host), slow)
     assert len(killed) == 3
 
 
-def test_hostile_programs_change_no_others_reward(host):
-    """Through the pool: beside programs that hang, eat and fork, every right one is right and every wrong one wrong."""
+def test_hostile_programs_do_not_change_the_rewards_of_others(host):
+    """In the pool, beside programs that hang, fork or take memory, right programs score 1 and wrong ones 0."""
     right, wrong = program("won()", host), program("print(1)", host)
     hostile = [program(attacks.PROGRAMS[name], host) for name in ("fork bomb", "memory", "sleep", "spin", "disk")]
     texts = [text for bad in hostile for text in (right, bad, wrong)]
     pool = VerifierPool(lambda: verifier(4.0), Limits(workers=2))
     try:
-        numbers, found = [pool.ask(asked(host), text) for text in texts], {}
+        numbers, found = [pool.ask(prompt_for(host), text) for text in texts], {}
         while len(found) < len(numbers):
             found |= dict(pool.verdicts(wait=True))
     finally:
@@ -233,7 +236,7 @@ def test_hostile_programs_change_no_others_reward(host):
     assert [found[number].over for number in numbers[1::3]] == [None, None, "asleep", "time", None]
 
 
-def test_names_that_the_tests_use_are_not_the_programs():
+def test_a_program_cannot_redefine_names_that_its_tests_use():
     tests = "assert all(answer(n) == 5 for n in (7,))\nassert isinstance(answer(7), int) and math.isclose(answer(7), 5)"
     assert verifier().score(row(tests=tests), attacks.FORGED["names of the tests"]).value == 0
     assert verifier().score(row(tests=tests), "def answer(n): return 5").value == 1

@@ -1,4 +1,4 @@
-"""Rewards that a server gives: what it says is the score, and silence never is one."""
+"""Rewards from a server: its answer is the score, and without an answer there is no score."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ PROMPT = Prompt(0, "2 + 2?", (1,), "4", {"metadata": {"level": 3}})
 
 
 class Server(ThreadingHTTPServer):
-    """Does what the response under judgement says, and keeps what it was asked."""
+    """A server that does what the response to be scored says, and records the requests."""
 
     daemon_threads = True
 
@@ -92,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    monkeypatch.setattr(service.time, "sleep", lambda seconds: None)  # of the pauses between attempts
+    monkeypatch.setattr(service.time, "sleep", lambda seconds: None)  # no pauses between attempts
     with Server() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -131,7 +131,7 @@ def scored(settings, texts):
         pool.close()
 
 
-def test_a_judge_says_the_score(tmp_path, server):
+def test_a_judges_answer_gives_the_score(tmp_path, server):
     settings = recipe(tmp_path, server.url)
     check_reward(settings)
     texts = ["RIGHT", "wrong {answer}", "ONCE RIGHT", "SILENT", "NONE", "LARGE"]
@@ -144,7 +144,7 @@ def test_a_judge_says_the_score(tmp_path, server):
     assert {(body["model"], body["temperature"]) for _, body in server.asked} == {("grader", 0.0)}
 
 
-def test_a_service_says_score_and_reward(tmp_path, server):
+def test_a_services_answer_gives_score_and_reward(tmp_path, server):
     settings = recipe(tmp_path, server.url, "http")
     check_reward(settings)
     assert scored(settings, ["RIGHT", "else"]) == [Verdict(1.0, reward=-2.0), Verdict(0.25, reward=-2.0)]
@@ -152,9 +152,9 @@ def test_a_service_says_score_and_reward(tmp_path, server):
     assert ("/v1", {"prompt": "2 + 2?", "response": "RIGHT", "answer": "4", "row": row}) in server.asked
 
 
-def test_requests_are_under_way_together(tmp_path, server):
+def test_requests_are_sent_concurrently(tmp_path, server):
     settings = recipe(tmp_path, server.url, at_once=4)
-    assert scored(settings, [f"TOGETHER RIGHT {i}" for i in range(16)]) == [Verdict(1.0)] * 16  # else it waits for ever
+    assert scored(settings, [f"TOGETHER RIGHT {i}" for i in range(16)]) == [Verdict(1.0)] * 16  # else it hangs
     assert server.most == 4
 
 
@@ -162,13 +162,13 @@ def test_requests_are_under_way_together(tmp_path, server):
     ("text", "why"),
     [("BUSY", "503"), ("TRICKLE", "no answer within 0.3 s"), ("HUGE", "more than 4 MiB")],
 )
-def test_silence_ends_the_phase(tmp_path, server, text, why):
+def test_a_request_without_an_answer_is_verifier_unavailable(tmp_path, server, text, why):
     settings = recipe(tmp_path, server.url, seconds=0.3 if text == "TRICKLE" else 30)
     with pytest.raises(VerifierUnavailable, match=f"chat/completions did not answer after 3 attempts: .*{why}"):
         scored(settings, ["RIGHT", text])
 
 
-def test_a_refusal_is_a_mistake_and_keeps_the_key_to_itself(tmp_path, server):
+def test_a_refused_request_is_a_user_error_that_does_not_show_the_key(tmp_path, server):
     with pytest.raises(UserError, match=r"refuses the request: 401 Unauthorized.*no such key") as caught:
         scored(recipe(tmp_path, server.url), ["REFUSED"])
     assert KEY not in str(caught.value)
@@ -176,7 +176,7 @@ def test_a_refusal_is_a_mistake_and_keeps_the_key_to_itself(tmp_path, server):
         scored(recipe(tmp_path, server.url), ["ODD"])
 
 
-def test_mistakes_are_told_before_the_run(tmp_path, server, monkeypatch):
+def test_mistakes_are_reported_before_the_run(tmp_path, server, monkeypatch):
     for settings, message in (
         ({"model": "grande"}, r"does not serve model = 'grande'; it serves \['grader'\]"),
         ({"url": "judge:8000"}, "is not an http:// or https:// address"),

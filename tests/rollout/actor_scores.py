@@ -1,8 +1,8 @@
-"""``python -m tests.rollout.actor_scores``: what the Megatron actor makes of sequences; JSON lines in and out.
+"""``python -m tests.rollout.actor_scores``: scores sequences with the Megatron actor; reads and writes JSON lines.
 
-In: {"model": directory, "sequences": token ids}. Out, behind "SCORES ", for each sequence its log-probs [n - 1] and, if
-the model has experts, those to which it sends the tokens, [n - 1][layers][k]. It is a process of its own because an
-engine and Megatron both want the default process group.
+Input: {"model": directory, "sequences": token ids}. Output, after "SCORES ": for each sequence its log-probs [n - 1]
+and, if the model has experts, those to which the actor routes the tokens, [n - 1][layers][k]. It runs in a process of
+its own, because an engine and Megatron would both initialise the default process group.
 """
 
 import functools

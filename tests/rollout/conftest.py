@@ -17,7 +17,7 @@ def moe_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Two models of each family; heads of 32, the smallest that vLLM serves on a CPU."""
+    """{family: directories of two models}. Their heads have the size 32, the smallest that vLLM serves on a CPU."""
     folder = tmp_path_factory.mktemp("models")
     families = ("qwen3_moe", "qwen3")
     return {
@@ -27,7 +27,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def actor():
-    """actor(model, sequences): what the Megatron actor makes of them, from one process for all tests."""
+    """A function (model, sequences) that returns the Megatron actor's scores; one process serves all tests."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.rollout.actor_scores"]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -45,10 +45,10 @@ def actor():
 
 @pytest.fixture(scope="session", params=BOTH)
 def engine(request, models, actor):
-    """A started engine, with the first model of a family under version 3. Tests may leave it with the other model.
+    """A running engine, started with the first model of a family as version 3. Tests may leave the other model in it.
 
-    It serves all tests of the session that want it, one engine after another. None of its processes may outlive it;
-    those that ``actor`` and other tests' fixtures started, before it or since, are not its own.
+    All tests of the session that use this engine share it. After it is closed none of its processes may be left;
+    processes that ``actor`` or the fixtures of other tests started, before or after it, are not counted.
     """
     name, family = request.param
     model, before = models[family][0], children()
@@ -66,12 +66,12 @@ def engine(request, models, actor):
 
 @pytest.fixture
 def name(request):
-    """The name of the test's engine."""
+    """The name of the engine that the test runs on."""
     return request.node.callspec.params["engine"][0]
 
 
 @pytest.fixture
 def records_experts(request):
-    """Whether the test's engine records experts."""
+    """Whether the engine that the test runs on records the routed experts of its model."""
     engine, family = request.node.callspec.params["engine"]
     return "cpu" in engine_module(engine).RECORDS_EXPERTS and family == "qwen3_moe"

@@ -1,4 +1,4 @@
-"""What the tests of all engines share: the engines and models, requests, and the log-probs to compare with."""
+"""Shared by the tests of all engines: which engines and models to test, recipes, requests, and reference log-probs."""
 
 import functools
 from pathlib import Path
@@ -16,14 +16,14 @@ from tests.helpers import SGLANG_PYTHON
 
 PROMPTS = [[5, 9, 3, 30, 12, 38, 7], [11, 4], [20, 21, 22, 23], [8], [33, 2, 9, 14], [2, 3, 5, 7, 11, 13, 17, 19, 23]]
 TOLERANCE = 1e-4  # nats, between two float32 implementations
-LONG = 110  # tokens of a response that does not end by itself meanwhile
+LONG = 110  # tokens: so long that a response is still being decoded when a test ends it
 CONTEXT = 120  # tokens of the longest prompt with such a response; the models have 128 positions
 TOGETHER = 6  # responses that vLLM and SGLang decode together
-OWN_OPTION = {"vllm": {"max_logprobs": 7}, "sglang": {"max_prefill_tokens": 5000}}  # no defaults of theirs
+OWN_OPTION = {"vllm": {"max_logprobs": 7}, "sglang": {"max_prefill_tokens": 5000}}  # not the engines' defaults
 
 
 def started(family, *names):
-    """Parameters of the fixture `engine`: (engine, family of its model), marked where the engine may be missing."""
+    """Parameters of the fixture `engine`: (engine, model family), with the mark of an engine that may be missing."""
     marks = {"vllm": pytest.mark.vllm, "sglang": pytest.mark.sglang}
     names = names or tuple(ENGINES)
     return [
@@ -32,17 +32,17 @@ def started(family, *names):
     ]
 
 
-MOE = started("qwen3_moe")  # for what does not depend on the family
+MOE = started("qwen3_moe")  # for tests whose result does not depend on the model family
 BOTH = [parameter for name in ENGINES for family in ("qwen3_moe", "qwen3") for parameter in started(family, name)]
 
 
 def on(parameters):
-    """The engines that a test runs on."""
+    """Decorator that runs a test with these parameters of the fixture `engine`."""
     return pytest.mark.parametrize("engine", parameters, indirect=True)
 
 
 def stage_recipe(engine, **tables):
-    """Of a stage that ``engine`` generates on a CPU; ``tables`` names the model at least."""
+    """A recipe whose rollouts ``engine`` generates, by default on a CPU; ``tables`` must contain at least "model"."""
     data = {"source": "reasoning_gym", "train": "spell_backward", "options": {"min_word_len": 3, "max_word_len": 8}}
     rollout = {"engine": engine, "max_response_tokens": LONG, "responses_per_prompt": 3, "groups_per_chunk": 2}
     return parse_recipe(
@@ -63,7 +63,7 @@ def sampling(prompts, samples=3, tokens=10, temperature=1.0, stop=(), seed=0, **
 
 
 def by_response(completions):
-    """{(prompt, sample): completion}; no response may be handed out twice."""
+    """{(prompt, sample): completion}; fails if the engine returned a response twice."""
     completions = list(completions)
     table = {(c.prompt, c.sample): c for c in completions}
     assert len(table) == len(completions)
@@ -71,30 +71,30 @@ def by_response(completions):
 
 
 def generate(engine, prompts, how):
-    """`by_response` of one request, in the order in which the responses ended."""
+    """Serve one request; returns its completions as `by_response`, in the order in which they ended."""
     return by_response(completion for _, completion in engine.serve(iter([Request(prompts, how)])))
 
 
 def reference_of(path):
-    """What transformers makes of four random sequences."""
+    """Four random sequences with the log-probs that transformers computes for them."""
     tokens = np.random.default_rng(1).integers(39, size=(4, 48)).tolist()
     return hugging_face_reference(path, tokens)
 
 
 def other_policy(engine):
-    """The directory of the other one of the two models of a family."""
+    """The directory of the family's model that the engine has not loaded."""
     return engine.policy_dir.parent / str(1 - int(engine.policy_dir.name))
 
 
 @torch.inference_mode()
 def hugging_face(path, prompt, tokens, temperature=1.0):
-    """[n, V] float32 log-probs of every token of one response: one pass, no cache, no batch, plain attention."""
+    """[n, V] float32: log-probs of the vocabulary at each token of a response, in one pass, without cache or batch."""
     logits = _model(path)(torch.tensor([[*prompt, *map(int, tokens)]]), use_cache=False).logits
     return (logits[0, len(prompt) - 1 : -1].float() / temperature).log_softmax(-1)
 
 
 def hugging_face_logprobs(path, prompt, tokens, temperature=1.0):
-    """[n] float32: of the tokens themselves."""
+    """[n] float32: log-probs of the response's own tokens."""
     chosen = torch.tensor([int(token) for token in tokens])[:, None]
     return hugging_face(path, prompt, tokens, temperature).gather(1, chosen)[:, 0].numpy()
 

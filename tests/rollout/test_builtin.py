@@ -1,4 +1,4 @@
-"""What is particular to the built-in engine: its draws, its order, and the same bytes again."""
+"""The built-in engine's own behaviour: its random numbers, the order of responses, bitwise repeatability."""
 
 import gc
 import hashlib
@@ -22,7 +22,7 @@ STOP = (1, 6, 17)
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("family", ["mistral_sliding_window", "qwen3_next", "qwen3_5_moe", "gpt_oss"])
-def test_windows_and_states_are_kept(tmp_path, family, temperature):
+def test_sliding_windows_and_recurrent_states_are_kept_while_decoding(tmp_path, family, temperature):
     path = save(tmp_path, family, spread=0.2 if family.startswith("mistral") else 0.1)
     table = generate(BuiltinEngine(path, 3), PROMPTS, sampling(PROMPTS, temperature=temperature, stop=STOP))
     assert sorted(table) == [(i, k) for i in range(len(PROMPTS)) for k in range(3)]
@@ -31,11 +31,11 @@ def test_windows_and_states_are_kept(tmp_path, family, temperature):
         np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=1e-5)
     (i, _), c = max(table.items(), key=lambda item: len(PROMPTS[item[0][0]]))
     kept, lost = (hugging_face_logprobs(path, prompt, c.tokens, temperature) for prompt in (PROMPTS[i], PROMPTS[i][4:]))
-    assert np.abs(kept - lost).max() > 1e-3  # so what a state or a cache loses would be seen
+    assert np.abs(kept - lost).max() > 1e-3  # so a state or cache that lost the first tokens would be noticed
 
 
 def test_tokens_are_the_inverse_cdf_at_the_philox_numbers_of_the_seed(moe_dir):
-    """An independent reading of the definition, over more than one block of draws."""
+    """Compares with an independent implementation of the definition, over more than one block of random numbers."""
     request = sampling(PROMPTS[:2], samples=2, tokens=DRAWS + 20, seed=5)
     table = generate(BuiltinEngine(moe_dir, 0), PROMPTS[:2], request)
     for (i, k), c in table.items():
@@ -45,7 +45,7 @@ def test_tokens_are_the_inverse_cdf_at_the_philox_numbers_of_the_seed(moe_dir):
         assert c.tokens.tolist() == expected
 
 
-def test_one_by_one_gives_the_same_responses_as_a_mixed_chunk(moe_dir):
+def test_a_response_generated_alone_equals_the_one_in_a_mixed_chunk(moe_dir):
     engine = BuiltinEngine(moe_dir, 0)
     request = sampling(PROMPTS, stop=STOP)
     together = generate(engine, PROMPTS, request)
@@ -58,13 +58,13 @@ def test_one_by_one_gives_the_same_responses_as_a_mixed_chunk(moe_dir):
             np.testing.assert_allclose(c.logprobs, together[i, k].logprobs, rtol=0, atol=1e-5)
 
 
-def test_stopping_cuts_a_response_short_and_changes_nothing_else(moe_dir):
+def test_a_stop_token_cuts_a_response_short_and_changes_nothing_else(moe_dir):
     engine = BuiltinEngine(moe_dir, 0)
     table = generate(engine, PROMPTS, sampling(PROMPTS, samples=20, stop=(4, 30)))
     reasons = [c.finish_reason for c in table.values()]
     assert min(reasons.count("stop"), reasons.count("length")) > 10
     ends = [len(PROMPTS[c.prompt]) + len(c.tokens) for c in table.values()]
-    assert ends == sorted(ends)  # as they finish: all rows stand at one position
+    assert ends == sorted(ends)  # returned as they finish: all rows are at the same position
     without = generate(engine, PROMPTS, sampling(PROMPTS, samples=20))
     assert {len(c.tokens) for c in without.values()} == {10}
     for key, c in table.items():
@@ -75,7 +75,7 @@ CHI2_999_OF_1000 = {6: 22.458, 48: 84.037}  # quantiles of the chi-square distri
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_sampled_pairs_follow_the_model(tmp_path, temperature):
+def test_sampled_token_pairs_follow_the_models_distribution(tmp_path, temperature):
     path, prompt, n = save(tmp_path, vocabulary=7, spread=0.1), [3, 1, 4], 8192
     request = sampling([prompt], samples=n, tokens=2, temperature=temperature)
     pairs = np.stack([c.tokens for c in generate(BuiltinEngine(path, 0), [prompt], request).values()])
@@ -84,7 +84,7 @@ def test_sampled_pairs_follow_the_model(tmp_path, temperature):
     expected = n * (first[:, None] * second).double().numpy()
     observed = np.zeros((7, 7))
     np.add.at(observed, (pairs[:, 0], pairs[:, 1]), 1)
-    assert expected.min() > 1  # else the statistic is no chi-square
+    assert expected.min() > 1  # else the statistic does not follow the chi-square distribution
     assert ((observed.sum(1) - expected.sum(1)) ** 2 / expected.sum(1)).sum() < CHI2_999_OF_1000[6]
     assert ((observed - expected) ** 2 / expected).sum() < CHI2_999_OF_1000[48]
 
@@ -98,7 +98,7 @@ def test_a_token_of_probability_zero_is_never_sampled(moe_dir):
     assert tokens.tolist() == [5, 7, 5, 7]
     expected = torch.tensor([1.0, 2.0, 3.0]).log_softmax(0)
     np.testing.assert_allclose(logprobs, expected[[0, 2, 0, 2]], atol=1e-6)
-    # the largest uniform below 1, at totals on both sides of 1
+    # the largest uniform number below 1, with sums of probabilities that round to slightly below or above 1
     decoder.logits = torch.randn(2000, 39, generator=torch.Generator().manual_seed(0))
     decoder.logits[:, 35:] = float("-inf")
     tokens, _, _ = decoder.sample(np.full(2000, np.nextafter(1.0, 0.0)))
@@ -126,12 +126,12 @@ def test_the_same_chunk_gives_the_same_bytes_in_a_fresh_process(moe_dir):
     assert digest(moe_dir) == digest(moe_dir) == fresh.stdout.strip()
 
 
-def test_experts_take_the_fast_path(moe_dir):
-    """grouped_mm; transformers' batched_mm is 20 times slower on a CPU."""
+def test_experts_are_computed_by_grouped_mm(moe_dir):
+    """The alternative in transformers, batched_mm, is 20 times slower on a CPU."""
     assert BuiltinEngine(moe_dir, 0)._model.config._experts_implementation == "grouped_mm"
 
 
-def test_new_weights_sleep_and_wake(moe_dir, tmp_path):
+def test_sleep_frees_the_weights_wake_restores_them_and_a_load_replaces_them(moe_dir, tmp_path):
     engine = BuiltinEngine(moe_dir, 0)
     request = sampling(PROMPTS, stop=STOP)
 

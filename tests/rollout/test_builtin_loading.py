@@ -1,4 +1,4 @@
-"""A policy directory that is not whole is refused: transformers alone would fill the gaps with random weights."""
+"""An incomplete or damaged policy directory is refused; transformers would fill in missing weights at random."""
 
 import json
 import shutil
@@ -53,7 +53,7 @@ EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
         (config(model_type="x", auto_map={"AutoConfig": "code.C"}), "cannot load the policy.*custom code"),
     ],
 )
-def test_a_damaged_policy_directory_is_named(moe_dir, tmp_path, damage, message):
+def test_a_damaged_policy_directory_is_refused_and_the_error_names_the_damage(moe_dir, tmp_path, damage, message):
     path = tmp_path / "policy"
     shutil.copytree(moe_dir, path)
     damage(path)

@@ -1,4 +1,4 @@
-"""Requests to the built-in engine, step by step: one after another, interrupted, cut off by time."""
+"""`BuiltinEngine.serve`: several requests, an interruption, responses that time out."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from megarl.rollout.engine import Request, Sampling
 from tests.rollout.engines import PROMPTS, by_response, generate, sampling
 
 
-def test_requests_are_taken_one_after_another_and_answered_as_alone(moe_dir):
+def test_requests_are_served_one_after_another_with_the_same_results_as_alone(moe_dir):
     engine = BuiltinEngine(moe_dir, 0)
     requests = [Request(PROMPTS[i : i + 2], sampling(PROMPTS[i : i + 2], stop=(1, 6, 17), seed=i)) for i in (0, 2, 4)]
     taken, served = [], []
@@ -21,7 +21,7 @@ def test_requests_are_taken_one_after_another_and_answered_as_alone(moe_dir):
 
     for number, completion in engine.serve(feed()):
         served.append((number, completion))
-    assert taken == [(0, 0), (1, 6), (2, 12)]  # the next one only when the last is done
+    assert taken == [(0, 0), (1, 6), (2, 12)]  # each is taken only when the one before is finished
     for number, request in enumerate(requests):
         mine = by_response(c for n, c in served if n == number)
         alone = generate(engine, request.prompts, request.sampling)
@@ -30,7 +30,7 @@ def test_requests_are_taken_one_after_another_and_answered_as_alone(moe_dir):
         }
 
 
-def test_interruption_hands_out_what_there_is_and_takes_no_more(moe_dir):
+def test_an_interruption_returns_unfinished_responses_and_takes_no_more_requests(moe_dir):
     engine = BuiltinEngine(moe_dir, 0)
     request = Request(PROMPTS, sampling(PROMPTS))
     whole = generate(engine, PROMPTS, request.sampling)
@@ -40,7 +40,7 @@ def test_interruption_hands_out_what_there_is_and_takes_no_more(moe_dir):
     table = by_response(c for _, c in served)
     assert sorted(table) == sorted(whole)
     lengths = {len(PROMPTS[i]): len(c.tokens) for (i, _), c in table.items()}
-    # eight steps from the shortest prompt's position on
+    # eight steps were made, the first of them at the end of the shortest prompt (1 token)
     assert lengths == {n: max(0, 9 - n) for n in lengths}
     for key, c in table.items():
         assert c.finish_reason == "interrupted"
@@ -48,11 +48,11 @@ def test_interruption_hands_out_what_there_is_and_takes_no_more(moe_dir):
         np.testing.assert_allclose(c.logprobs, whole[key].logprobs[: len(c.tokens)], rtol=0, atol=1e-6)
 
 
-def test_a_response_is_cut_off_by_time(moe_dir):
+def test_a_response_that_times_out_is_cut_off_after_two_tokens(moe_dir):
     engine = BuiltinEngine(moe_dir, 0)
     patient = sampling(PROMPTS)
     hasty = Sampling(1.0, 10, 3, (), patient.seeds, timeout=1e-9)
     whole = generate(engine, PROMPTS, patient)
     for key, c in generate(engine, PROMPTS, hasty).items():
         assert c.finish_reason == "timeout"
-        assert c.tokens.tolist() == whole[key].tokens[:2].tolist()  # the clock starts with the first token
+        assert c.tokens.tolist() == whole[key].tokens[:2].tolist()  # the timeout is counted from the first token

@@ -1,6 +1,6 @@
-"""What every rollout engine promises, asked of the real ones: log-probs, seeds, limits, queue, interruption, weights.
+"""The contract of all rollout engines, tested on the real ones: log-probs, seeds, limits, queue, interruption, weights.
 
-What is particular to an engine is in its own file. One engine of a model serves all tests.
+Each engine's own behaviour is tested in a file of its own. All tests share one running engine for each model.
 """
 
 import itertools
@@ -35,12 +35,12 @@ from tests.rollout.engines import (
 )
 
 CONTINUOUS = started("qwen3_moe", "vllm", "sglang")
-AGAINST_HUGGING_FACE = {"builtin": 1e-5}  # nats: it runs the same model, and differs by its cache and batch alone
-LENGTHS_WHEN_LATE = {"builtin": {2}, "vllm": {1}, "sglang": set(range(1, LONG))}  # tokens; none is empty
+AGAINST_HUGGING_FACE = {"builtin": 1e-5}  # nats: it runs transformers' model, only with a cache and in batches
+LENGTHS_WHEN_LATE = {"builtin": {2}, "vllm": {1}, "sglang": set(range(1, LONG))}  # tokens; at least one
 
 
 @on(BOTH)
-def test_log_probs_and_experts_are_the_actors_and_hugging_faces(engine, actor, name, records_experts):
+def test_log_probs_match_the_actor_and_hugging_face_and_experts_match_the_actor(engine, actor, name, records_experts):
     table = generate(engine, PROMPTS, sampling(PROMPTS, stop=(1, 6, 17)))
     assert sorted(table) == [(i, k) for i in range(len(PROMPTS)) for k in range(3)]
     sequences = [PROMPTS[i] + c.tokens.tolist() for (i, _), c in table.items()]
@@ -69,8 +69,8 @@ def test_log_probs_are_of_the_distribution_that_was_sampled(engine, name):
 
 
 @on(MOE)
-def test_top_p_samples_the_fewest_tokens_that_have_it(engine, name):
-    """None beyond them, and all of them in time; their log-probs are renormalised, or those of all tokens: SGLang's."""
+def test_top_p_samples_only_from_the_smallest_set_of_tokens_with_that_probability(engine, name):
+    """More than one token of the set occurs. Log-probs are renormalised over the set (SGLang's are not)."""
     first, kept_first = set(), 0
     for c in generate(engine, PROMPTS[:2], sampling(PROMPTS[:2], samples=60, tokens=4, top_p=0.4)).values():
         everything = hugging_face(engine.policy_dir, PROMPTS[c.prompt], c.tokens)
@@ -109,8 +109,8 @@ def test_nothing_listens_beyond_loopback(engine):
 
 
 @on(MOE)
-def test_a_response_follows_from_its_own_seed(engine):
-    """Not from its position in the request, nor from the other responses in the batch."""
+def test_a_response_depends_on_its_own_seed_alone(engine):
+    """It depends neither on its position in the request nor on the other responses in the batch."""
     request = sampling([[8]], samples=6)
     forward = generate(engine, [[8]], request)
     assert len({tuple(c.tokens) for c in forward.values()}) == 6
@@ -122,7 +122,7 @@ def test_a_response_follows_from_its_own_seed(engine):
 
 
 @on(MOE)
-def test_stop_tokens_and_length(engine, name):
+def test_a_response_ends_at_a_stop_token_or_at_the_token_limit(engine, name):
     table = generate(engine, PROMPTS, sampling(PROMPTS, samples=10, stop=(4, 30)))
     for c in table.values():
         stops = np.isin(c.tokens, [4, 30])
@@ -131,13 +131,13 @@ def test_stop_tokens_and_length(engine, name):
         assert len(c.tokens) == len(c.logprobs) and (len(c.tokens) == 10 or c.finish_reason == "stop")
     reasons = [c.finish_reason for c in table.values()]
     assert min(reasons.count("stop"), reasons.count("length")) > 5
-    # without stop tokens nothing else ends a response, however long its prompt
+    # without stop tokens every response reaches the token limit, even after the longest prompt that fits
     prompts = [*PROMPTS, [1] * (positions(name) - 10)]
     assert {len(c.tokens) for c in generate(engine, prompts, sampling(prompts)).values()} == {10}
 
 
 def positions(name):
-    """Tokens that an engine has room for: the model's positions, or the longest that the recipe allows."""
+    """The engine's context length in tokens: the model's positions, or the longest sequence that the recipe allows."""
     return 128 if name == "builtin" else CONTEXT
 
 
@@ -154,16 +154,19 @@ def test_the_next_request_is_taken_as_soon_as_there_is_room(engine):
     for number, completion in engine.serve(feed()):
         served.append((number, completion.sample))
     assert sorted(served) == [(number, k) for number in range(20) for k in range(2)]
-    assert [ended for _, ended in taken[:3]] == [0, 0, 0]  # six responses at once
-    # one is taken when fewer than six are running: never before, and not only when a request has ended as a whole
+    assert [ended for _, ended in taken[:3]] == [0, 0, 0]  # three requests of two responses fill the six places
+    # a request is taken only while fewer than six responses run, and mostly while four or five of them still do
     running = [2 * number - ended for number, ended in taken]
     assert max(running) <= TOGETHER - 1
     assert sum(n >= 4 for n in running[3:]) > 10
 
 
 @on(MOE)
-def test_what_runs_goes_on_while_nobody_asks(engine):
-    """As where agents send requests one at a time: None instead of one."""
+def test_decoding_continues_while_no_request_is_available(engine):
+    """The iterator gives None while it has no request, as when agents send requests one at a time.
+
+    The built-in engine gets no None here: it asks for a request only when it has finished the one before.
+    """
     decoded = []
 
     def feed():
@@ -179,7 +182,11 @@ def test_what_runs_goes_on_while_nobody_asks(engine):
 
 @on(MOE)
 def test_interrupted_responses_are_continued(engine, name, records_experts, monkeypatch):
-    """By the built-in engine and SGLang, whose draws depend on the position, as if nothing had happened."""
+    """Both parts together have the right log-probs.
+
+    With the built-in engine and SGLang, whose random numbers depend on the position, they equal the response that was
+    not interrupted.
+    """
     prompts, length = PROMPTS[:2], LONG if name == "sglang" else 12
     request = Request(prompts, sampling(prompts, tokens=length))
     whole = generate(engine, prompts, request.sampling)
@@ -201,8 +208,8 @@ def test_interrupted_responses_are_continued(engine, name, records_experts, monk
 
 
 @on(MOE)
-def test_a_budget_counts_what_a_request_adds(engine, name):
-    """Whatever a response has already; the last tokens that it may have are a limit all the same."""
+def test_a_budget_limits_the_tokens_that_a_request_adds(engine, name):
+    """It does not count the prefix of a response. The limit of the whole response, ``max_tokens``, still holds."""
     prompts = PROMPTS[:2]
     begun = generate(engine, prompts, sampling(prompts, tokens=9, budget=4))
     assert {(len(c.tokens), c.finish_reason) for c in begun.values()} == {(4, "length")}
@@ -219,7 +226,7 @@ def test_a_budget_counts_what_a_request_adds(engine, name):
 
 
 def midway(engine, name, monkeypatch):
-    """An `interrupted` that becomes true while responses are being decoded."""
+    """An ``interrupted`` callback that becomes true while responses are being decoded."""
     if name != "sglang":
         polls = itertools.count()
         return lambda: next(polls) >= 9
@@ -235,8 +242,8 @@ def midway(engine, name, monkeypatch):
 
 
 @on(CONTINUOUS)
-def test_the_time_of_a_queued_response_counts_from_its_first_token(engine, monkeypatch):
-    """Twelve responses of one request, of which an engine decodes six together."""
+def test_the_timeout_of_a_queued_response_is_counted_from_its_first_token(engine, monkeypatch):
+    """One request has twelve responses, of which the engine decodes six at a time."""
     begun, step = [], engine._step
 
     def watched(running):
@@ -265,7 +272,7 @@ def test_a_response_that_takes_too_long_is_cut_off(engine, name):
 
 
 @on(MOE)
-def test_a_caller_that_leaves_leaves_nothing_behind(engine, name):
+def test_closing_the_iterator_of_responses_aborts_those_still_running(engine, name):
     def feed():
         yield Request(PROMPTS[:1], sampling(PROMPTS[:1], samples=1, tokens=1))
         yield Request(PROMPTS, sampling(PROMPTS, tokens=LONG, samples=20))
@@ -279,7 +286,7 @@ def test_a_caller_that_leaves_leaves_nothing_behind(engine, name):
     if name == "sglang":
         for thread in threading.enumerate():
             if "_stream" in thread.name:
-                thread.join(3)  # for twenty times six responses after one another the server takes longer
+                thread.join(3)  # decoding all 120 responses would take longer
                 assert not thread.is_alive()
     after = generate(engine, [[8]], sampling([[8]]))
     assert {key: c.tokens.tolist() for key, c in after.items()} == {k: c.tokens.tolist() for k, c in expected.items()}
@@ -304,7 +311,7 @@ def test_a_caller_that_leaves_leaves_nothing_behind(engine, name):
     ],
     ids=["empty", "token 39", "token -1", "too long", "seeds", "few prefixes", "prefix outside", "prefix too long"],
 )
-def test_bad_requests_are_refused_and_the_engine_serves_on(engine, name, prompts, changes, message):
+def test_invalid_requests_are_refused_and_the_engine_keeps_serving(engine, name, prompts, changes, message):
     tokens = positions(name) - 9
     prompts = [[1] * tokens if prompt == "too long" else prompt for prompt in prompts]
     message = message.replace("{tokens}", str(tokens)).replace("{positions}", str(positions(name)))
@@ -315,7 +322,7 @@ def test_bad_requests_are_refused_and_the_engine_serves_on(engine, name, prompts
 
 
 @on(BOTH)
-def test_weights_are_those_of_the_last_load(engine):
+def test_the_engine_has_the_weights_that_were_loaded_last(engine):
     first, second = (reference_of(path) for path in (engine.policy_dir, other_policy(engine)))
     assert check_weights(engine, first).max < TOLERANCE
     with pytest.raises(UserError, match="weights are not the policy's.* nats off"):
@@ -329,8 +336,8 @@ def test_weights_are_those_of_the_last_load(engine):
 
 
 @on(BOTH)
-def test_what_is_cached_of_a_prompt_goes_with_the_weights(engine):
-    """A prompt of several blocks of the cache, answered by both policies, the later one loaded in place."""
+def test_loading_weights_drops_cached_prompts(engine):
+    """A prompt that fills several blocks of the cache is answered by one policy, then by the other."""
     prompt = [token % 39 for token in range(80)]
     for policy in (engine.policy_dir, other_policy(engine)):
         engine.load_weights(policy, 5)
@@ -349,7 +356,7 @@ def test_no_more_responses_run_than_the_cache_holds(engine, monkeypatch):
         yield from step(running)
 
     def running(cache):
-        """How many at first, and at most."""
+        """(Responses that run in the first step, the most that ever run) with a cache of so many tokens."""
         counts.clear()
         for name, value in (("_done", 0), ("_done_tokens", 0), ("cache_tokens", cache)):
             monkeypatch.setattr(engine, name, value)
@@ -360,10 +367,10 @@ def test_no_more_responses_run_than_the_cache_holds(engine, monkeypatch):
     monkeypatch.setattr(engine, "_step", watched)
     assert running(engine.cache_tokens) == (TOGETHER, TOGETHER)
     first, most = running(2 * CONTEXT)
-    assert first == 2 < most, "of short responses there is room for more"
+    assert first == 2 < most, "there is room for more responses once some have turned out short"
 
 
-@on(started("qwen3_moe", "builtin", "sglang"))  # vLLM does this in test_vllm.py, where it wakes with other settings
+@on(started("qwen3_moe", "builtin", "sglang"))  # for vLLM see test_vllm.py, where it wakes with other settings
 def test_an_engine_that_sleeps_serves_nothing_until_it_wakes(engine):
     engine.sleep()
     with pytest.raises(RuntimeError, match="call wake"):

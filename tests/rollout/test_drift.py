@@ -1,4 +1,4 @@
-"""The weight-drift check on the built-in engine: an export of the actor passes, changed weights and NaN do not."""
+"""The weight-drift check on the built-in engine: the policy's weights pass, changed weights and NaN do not."""
 
 import hashlib
 import shutil
@@ -37,7 +37,7 @@ def test_scores_are_log_probs_at_temperature_one(moe_dir, reference):
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.experts.3.down_proj.weight"])
-def test_one_changed_tensor_is_enough(moe_dir, reference, tmp_path, name):
+def test_one_changed_tensor_is_noticed(moe_dir, reference, tmp_path, name):
     path = save(tmp_path / "policy")
     state = load_file(path / "model.safetensors")
     state[name] = state[name] * 1.01
@@ -46,7 +46,7 @@ def test_one_changed_tensor_is_enough(moe_dir, reference, tmp_path, name):
         check_weights(BuiltinEngine(path, 0), reference)
 
 
-def test_the_tolerance_is_of_the_coarser_precision_and_nan_fails(moe_dir, reference):
+def test_the_tolerance_is_that_of_the_coarser_precision_and_nan_fails(moe_dir, reference):
     engine = BuiltinEngine(moe_dir, 0)
     off = [scores + np.float32(2e-4) for scores in reference.logprobs]
     with pytest.raises(UserError, match=r"0.0002 nats off in the mean .* limits for float32 are 0.0001"):
@@ -57,7 +57,7 @@ def test_the_tolerance_is_of_the_coarser_precision_and_nan_fails(moe_dir, refere
         check_weights(engine, replace(reference, logprobs=undefined, precision="bfloat16"))
 
 
-def test_a_reference_survives_its_file(tmp_path, reference):
+def test_a_reference_is_read_as_it_was_written_and_a_damaged_file_is_refused(tmp_path, reference):
     previous = [scores + 1 for scores in reference.logprobs]
     write_reference(tmp_path, replace(reference, previous=previous, stored=[scores[9:] for scores in previous]))
     again = read_reference(tmp_path)
@@ -71,14 +71,14 @@ def test_a_reference_survives_its_file(tmp_path, reference):
         read_reference(tmp_path)
 
 
-def test_text_is_cut_so_that_engines_have_room_for_it():
+def test_reference_text_is_cut_to_fit_into_the_engines_context():
     texts = [[7] * 9, [7], [7] * 2000, *[[7] * 3] * 40]
     assert [len(text) for text in cut_text(texts, 4096)] == [9, 512, *[3] * 30]
     assert [len(text) for text in cut_text(texts, 6)] == [5, 5, *[3] * 30]
 
 
-def test_samples_with_other_log_probs_than_the_engines_own_are_noticed(moe_dir, reference):
-    """As those of speculative decoding in vLLM 0.32 on a CPU are."""
+def test_sampled_log_probs_that_differ_from_the_engines_own_scores_are_noticed(moe_dir, reference):
+    """Speculative decoding of vLLM 0.32 returns such log-probs on a CPU."""
     engine = BuiltinEngine(moe_dir, 0)
     serve = engine.serve
     engine.serve = lambda requests: (
@@ -90,8 +90,8 @@ def test_samples_with_other_log_probs_than_the_engines_own_are_noticed(moe_dir, 
         check_weights(engine, reference)
 
 
-class Deaf(BuiltinEngine):
-    """Loads weights in place, which has no effect, and knows their checksum, as SGLang does."""
+class IgnoresLoads(BuiltinEngine):
+    """An engine on which loading weights in place has no effect, with a checksum of its weights as SGLang has."""
 
     def load_weights(self, policy_dir, version):
         if self._model is None:
@@ -102,8 +102,8 @@ class Deaf(BuiltinEngine):
         return hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights)).hexdigest()
 
 
-def test_old_weights_are_noticed_by_their_checksum_however_near_they_are(moe_dir, tmp_path):
-    """The policy has moved by less than any log-prob shows."""
+def test_stale_weights_are_noticed_by_their_checksum_however_similar_they_are(moe_dir, tmp_path):
+    """The policy has changed by less than the comparison of log-probs can show."""
     shutil.copytree(moe_dir, moved := tmp_path / "moved")
     weights = load_file(moved / "model.safetensors")
     weights["lm_head.weight"] *= 1 + 1e-6
@@ -113,7 +113,7 @@ def test_old_weights_are_noticed_by_their_checksum_however_near_they_are(moe_dir
         write_info(path, PolicyInfo(number, f"hash {number}"))
         write_reference(path, reference_of(path))
     worker = object.__new__(RolloutWorker)
-    worker.engine, worker.weights_hash = Deaf(first, 0), "hash 0"
+    worker.engine, worker.weights_hash = IgnoresLoads(first, 0), "hash 0"
     assert worker.check_weights(first, None).checksum == worker.engine.checksum()
     worker.load(first)
     worker.check_weights(first, None)

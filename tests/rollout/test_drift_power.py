@@ -1,7 +1,7 @@
-"""What the weight-drift check notices, in float32 and in simulated bfloat16, and that it gives no false alarm.
+"""Which wrong weights the weight-drift check notices, in float32 and simulated bfloat16. It raises no false alarm.
 
-Actor and engine compute the same model with roundings to bfloat16 at different places, as two implementations do; the
-policy moves by as much at every weight as a step of Adam does.
+Actor and engine compute the same model but round to bfloat16 at different places, as two implementations do. An update
+moves every weight up or down by the same amount, like the first step of Adam.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ ROUNDED = {"actor": ("Linear", "RMSNorm"), "engine": ("DecoderLayer", "RMSNorm",
 
 
 class Implementation:
-    """One way to compute the model in a precision."""
+    """The model as the actor or the engine computes it in a precision."""
 
     def __init__(self, path, precision, who):
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -45,7 +45,7 @@ def rounded(module, inputs, output):
 
 
 class Case:
-    """A policy, text that both have scored, and the policies after one more update."""
+    """A policy, text that actor and engine have scored with it, and policies that are one update later."""
 
     def __init__(self, path, precision):
         self.precision = precision
@@ -56,7 +56,7 @@ class Case:
         self.stored = [scores[PROMPT - 1 :] for scores in self.engine.score(self.before, self.text)]
 
     def update(self, seed):
-        """New weights, and the reference that their exporter writes."""
+        """The weights after a random update, and the reference that the actor would export with them."""
         generator = torch.Generator().manual_seed(seed)
         after = {
             name: weight + STEP * torch.randn(weight.shape, generator=generator).sign()
@@ -75,8 +75,8 @@ def case(request, tmp_path_factory):
     return Case(path, request.param)
 
 
-def permuted_expert(before, after):
-    """Two experts of one layer have changed places; the router sends to the wrong one."""
+def exchanged_experts(before, after):
+    """Two experts of one layer are exchanged, so the router sends tokens to the wrong one."""
     names = [name for name in after if "layers.1.mlp.experts" in name]
     assert names
     order = [1, 0, *range(2, 8)]
@@ -91,7 +91,7 @@ def one_update_earlier(before, after):
     return before
 
 
-@pytest.mark.parametrize("wrong", [one_update_earlier, permuted_expert, stale_layer])
+@pytest.mark.parametrize("wrong", [one_update_earlier, exchanged_experts, stale_layer])
 def test_wrong_weights_are_noticed(case, wrong):
     for seed in range(5):
         after, reference = case.update(seed)
@@ -99,15 +99,16 @@ def test_wrong_weights_are_noticed(case, wrong):
             case.judge(wrong(case.before, after), reference)
 
 
-def test_what_a_tolerance_cannot_see_is_told_by_the_policy_before(case):
+def test_stale_weights_within_the_tolerance_are_noticed_by_comparing_with_the_previous_policy(case):
+    """They are within the tolerance only in bfloat16."""
     _, reference = case.update(0)
     with pytest.raises(UserError) as error:
         case.judge(case.before, replace(reference, stored=None))
     assert ("those of the previous policy" in str(error.value)) is (case.precision == "bfloat16")
 
 
-def test_right_weights_raise_no_alarm(case):
-    """Nor do they of a policy that has not moved at all."""
+def test_right_weights_raise_no_false_alarm(case):
+    """Neither after an update nor if the policy has not changed at all."""
     unmoved = Reference(case.text.tolist(), case.previous, case.precision, case.previous, case.stored)
     assert case.judge(case.before, unmoved).nearer is None
     nearest = []

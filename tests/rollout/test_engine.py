@@ -1,4 +1,4 @@
-"""What all engines share: seeds, sampling settings, the functions of their modules, the names in recipes."""
+"""Parts that all engines share: seeds, sampling parameters, module interface, names in recipes, expert records."""
 
 import inspect
 
@@ -18,7 +18,7 @@ def test_response_seeds_are_stable_and_distinct():
     assert response_seed(1234, 98304, 7) == 3908011611399697343
     seeds = {response_seed(run, group, k) for run in range(3) for group in range(1000) for k in range(8)}
     assert len(seeds) == 3 * 1000 * 8
-    assert response_seed(1, 23, 4) != response_seed(12, 3, 4)  # the parts are not run together
+    assert response_seed(1, 23, 4) != response_seed(12, 3, 4)  # the numbers are separated before they are hashed
     seeds |= {continuation_seed(seed, 1) for seed in seeds}
     assert len(seeds) == 2 * 3 * 1000 * 8
     assert all(0 <= seed < 2**63 for seed in seeds)
@@ -35,7 +35,7 @@ def test_response_seeds_are_stable_and_distinct():
         {"top_p": 2},
     ],
 )
-def test_sampling_refuses_what_means_nothing(change):
+def test_sampling_parameters_out_of_range_are_refused(change):
     good = {"temperature": 1.0, "max_tokens": 4, "samples": 1, "stop_token_ids": (), "seeds": (1,)}
     Sampling(**good)
     with pytest.raises(UserError, match=f"{next(iter(change))} is .* must be above 0"):
@@ -43,7 +43,7 @@ def test_sampling_refuses_what_means_nothing(change):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_module_offers_what_megarl_asks_of_it(name):
+def test_an_engine_module_has_the_functions_of_the_protocol(name):
     module = engine_module(name)
     assert {"cpu", "cuda"} >= module.RECORDS_EXPERTS
     for function in ("check", "build"):
@@ -51,7 +51,7 @@ def test_an_engine_module_offers_what_megarl_asks_of_it(name):
         assert list(inspect.signature(getattr(module, function)).parameters.values()) == expected
 
 
-def test_an_unknown_engine_is_named_with_the_nearest():
+def test_an_unknown_engine_is_refused_with_the_nearest_name():
     tables = {
         "model": {"path": "unused"},
         "data": {"source": "reasoning_gym", "train": "spell_backward"},
@@ -68,7 +68,7 @@ def test_an_unknown_engine_is_named_with_the_nearest():
 HF = {"num_hidden_layers": 3, "num_experts_per_tok": 2, "num_experts": 200}
 
 
-def test_experts_that_no_router_gives_are_an_error():
+def test_recorded_experts_that_no_router_returns_are_an_error():
     routed = np.argsort(np.random.default_rng(0).random((9, 3, 200)), axis=-1)[..., :2].astype(np.int32)
     experts = checked_experts(routed, 9, HF, cut_off=False)
     assert experts.dtype == np.int16 and (experts == routed).all()

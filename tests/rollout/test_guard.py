@@ -1,4 +1,4 @@
-"""No process of a server outlives the process that started it, whatever of them is killed."""
+"""No process of a server outlives the process that started it, whichever of them is killed."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 
 from megarl.rollout.sglang import guard
 
-# a server: a child in a session of its own, and below it a grandchild that ignores what can be ignored
+# a server with a child and a grandchild in sessions of their own; all three ignore the signals that stop a run
 SERVER = """
 import signal, subprocess, sys, time
 if sys.argv[1] != "0":
@@ -30,7 +30,7 @@ time.sleep(600)
 
 @pytest.fixture
 def tree():
-    """(client, its guard, the three processes of the server from the top)."""
+    """[client, its guard, the server, the server's child, its grandchild]."""
     source = SERVER.format(source=SERVER.format(source=SERVER.format(source="")))
     client = subprocess.Popen(
         [sys.executable, "-c", CLIENT.format(guard=guard.__file__, server=source)], stdout=subprocess.PIPE, text=True
@@ -46,7 +46,7 @@ def tree():
             process.kill()
 
 
-def ended(processes):
+def wait_until_ended(processes):
     deadline = time.monotonic() + 20
     while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
         assert time.monotonic() < deadline, processes
@@ -54,44 +54,44 @@ def ended(processes):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_everything_ends_with_the_client(tree, number):
+def test_all_processes_end_with_the_client(tree, number):
     client, *below = tree
     os.kill(client.pid, number)
-    ended(below)
+    wait_until_ended(below)
 
 
-def test_signals_that_stop_a_run_are_not_for_the_guard(tree):
+def test_the_guard_ignores_signals_that_stop_a_run(tree):
     client, guarded, *below = tree
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         guarded.send_signal(number)
     guarded.send_signal(guard.END)
-    ended([guarded, *below])  # a guard that had died of the others would have left the lower ones
+    wait_until_ended([guarded, *below])  # had the guard died of the other signals, the server's descendants would live
     assert client.is_running()
 
 
-def test_everything_ends_with_the_server_whose_end_the_client_sees(tree):
+def test_the_guard_and_all_descendants_end_with_the_server(tree):
     client, guarded, server, *below = tree
     server.kill()
-    ended([guarded, *below])
+    wait_until_ended([guarded, *below])
     assert client.is_running()
 
 
 def test_orphans_of_the_server_end_with_the_client(tree):
     client, _, _, middle, last = tree
     middle.kill()
-    ended([middle])
+    wait_until_ended([middle])
     assert last.is_running()
     client.kill()
-    ended(tree)
+    wait_until_ended(tree)
 
 
 def test_the_server_ends_with_its_guard(tree):
     _, guarded, server, *_ = tree
     guarded.kill()
-    ended([server])
+    wait_until_ended([server])
 
 
-def test_the_exit_code_is_the_commands():
+def test_the_guard_exits_with_the_code_of_its_command():
     for code in ("raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)"):
         command = [sys.executable, guard.__file__, str(os.getpid()), sys.executable, "-c", code]
         assert subprocess.run(command).returncode == (3 if "3" in code else 128 + 9)
@@ -103,7 +103,7 @@ def test_a_guard_whose_client_is_gone_starts_nothing(tmp_path):
     assert not (tmp_path / "started").exists()
 
 
-def test_the_server_has_no_signal_blocked():
+def test_the_guard_leaves_no_signal_blocked_in_its_command():
     code = "import signal; raise SystemExit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
     command = [sys.executable, guard.__file__, str(os.getpid()), sys.executable, "-c", code]
     assert subprocess.run(command).returncode == 0

@@ -1,4 +1,4 @@
-"""What docs/rollout_engines.md lists of the insides of vLLM and SGLang is there in the installed versions."""
+"""The internals of vLLM and SGLang that docs/rollout_engines.md lists exist in the installed versions."""
 
 import importlib.metadata
 import importlib.util
@@ -26,7 +26,7 @@ def package(engine):
 
 
 @pytest.mark.parametrize("engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ENGINES])
-def test_the_installed_version_has_them(engine):
+def test_the_installed_version_has_the_listed_internals(engine):
     rows, folder = [(file, name) for of, file, name in TABLE if of == engine], package(engine)
     assert len(rows) >= 7
     missing = [
@@ -38,8 +38,11 @@ def test_the_installed_version_has_them(engine):
 
 
 @pytest.mark.parametrize("engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ENGINES])
-def test_the_version_that_is_tested_may_be_installed_and_the_next_minor_one_may_not(engine):
-    """vLLM's minor versions are 0.32, 0.33; SGLang's 0.5.23, 0.5.24. The page says which one was tested."""
+def test_the_extra_allows_the_tested_version_but_not_the_next_minor_one(engine):
+    """The next minor version after 0.32 of vLLM is 0.33, after 0.5.23 of SGLang 0.5.24.
+
+    The installed version must be the one that docs/rollout_engines.md names as tested.
+    """
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     allowed = Requirement(extras[engine][0]).specifier
     if engine == "vllm":
@@ -55,8 +58,8 @@ def test_the_version_that_is_tested_may_be_installed_and_the_next_minor_one_may_
     assert allowed.contains(tested) and not allowed.contains(following) and not allowed.contains(f"{following}.1")
 
 
-def test_the_table_has_all_that_the_code_names():
-    """Every attribute of vLLM's own objects, every variable and path of SGLang that is not for its users."""
+def test_the_table_lists_the_internals_that_the_code_uses():
+    """Those are the attributes of vLLM's objects that are not public, and environment variables of SGLang."""
     listed = {name for _, _, name in TABLE}
     vllm, sglang = ((ROOT / f"megarl/rollout/{name}.py").read_text() for name in ("vllm", "sglang/engine"))
     attributes = set(re.findall(r"(?:_engine|processor|state|cache)\.(\w+)", vllm))

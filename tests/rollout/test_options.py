@@ -1,4 +1,4 @@
-"""What a recipe says of an engine reaches it; its own settings its own argument parser checks before it starts."""
+"""An engine gets the settings of the recipe; its own options are checked by its own argument parser before a start."""
 
 import itertools
 
@@ -21,8 +21,8 @@ def test_options_become_arguments():
     assert as_arguments(options) == [*expected, "--sizes", "1", "2"]
 
 
-def test_what_the_recipe_says_is_what_the_engine_is_started_with(tmp_path):
-    """Of the second stage, on GPUs: by the names of vLLM's ``EngineArgs`` and of ``sglang.launch_server``."""
+def test_engines_are_started_with_the_settings_of_the_recipe(tmp_path):
+    """Checks a run on GPUs whose second stage has settings of its own, as arguments of vLLM and of SGLang's server."""
     gpu = {"model": {"path": "unused"}, "actor": {"backend": "cuda"}}
     rollout = {"memory_fraction": 0.7, "tensor_parallel": 4, "float32_head": False}
     recipe = stage_recipe("vllm", **gpu, rollout=rollout, stages={"1": {"memory_fraction": 0.5, "tensor_parallel": 2}})
@@ -39,8 +39,8 @@ def test_what_the_recipe_says_is_what_the_engine_is_started_with(tmp_path):
 
 
 @on(started("qwen3_moe", "vllm", "sglang"))
-def test_an_option_of_the_recipes_table_reaches_the_engine_that_runs(engine, name):
-    """`conftest.py` started it with this one."""
+def test_an_option_of_the_recipe_reaches_the_running_engine(engine, name):
+    """The fixture `engine` starts it with `OWN_OPTION`."""
     (option, value), *_ = OWN_OPTION[name].items()
     if name == "vllm":
         assert getattr(engine._engine.model_config, option) == value
@@ -57,7 +57,7 @@ ENGINES = {
     },
     "sglang": {
         "good": {"quantization": "fp8", "speculative-algorithm": "NGRAM", "enable_deterministic_inference": True},
-        "alias": {"tp_size": 2},  # another name of what megarl calls tensor-parallel-size
+        "alias": {"tp_size": 2},  # SGLang's other name of tensor-parallel-size, which megarl sets
         "closed": ["host", "api_key"],
         "value": {"kv_cache_dtype": "fp7"},
     },
@@ -65,7 +65,7 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ENGINES], ids=str)
-def test_the_engines_own_parser_decides(engine, models):
+def test_options_are_checked_by_the_engines_own_parser(engine, models):
     hf = read_hf_config(models["qwen3"][0])
 
     def check(options, backend="cpu"):
@@ -83,7 +83,7 @@ def test_the_engines_own_parser_decides(engine, models):
         UserError, match=rf"\[rollout.{engine}\] (tp|tensor_parallel)_size: remove this here, megarl sets it itself"
     ):
         check(cases["alias"])
-    for name in cases["closed"]:  # who may connect is not the recipe's business
+    for name in cases["closed"]:  # a recipe cannot change who may connect
         with pytest.raises(UserError, match=rf"\[rollout.{engine}\] {name}: remove this here, megarl sets it itself"):
             check({name: "0.0.0.0"})
     with pytest.raises(UserError, match=rf"\[rollout.{engine}\]: .*parser refuses --kv-cache-dtype fp7: .*invalid"):
@@ -93,7 +93,7 @@ def test_the_engines_own_parser_decides(engine, models):
 
 
 @pytest.mark.vllm
-def test_layers_with_a_state_are_refused_on_a_cpu(tmp_path):
+def test_gated_delta_nets_are_refused_for_vllm_on_a_cpu(tmp_path):
     hf = read_settings(tmp_path, "qwen3_next", head_dim=32)
     recipe = stage_recipe("vllm", model={"path": str(tmp_path)})
     with pytest.raises(UserError, match="engine = 'vllm' on a CPU computes gated delta nets in bfloat16 only"):
@@ -110,7 +110,7 @@ def test_layers_with_a_state_are_refused_on_a_cpu(tmp_path):
         ("qwen3_5_moe", "shared experts with a gate"),
     ],
 )
-def test_layers_that_sglang_has_on_gpus_alone_are_refused_on_a_cpu(tmp_path, family, words):
+def test_layers_that_sglang_computes_only_on_gpus_are_refused_on_a_cpu(tmp_path, family, words):
     hf = read_settings(tmp_path, family)
     tables = {"model": {"path": str(tmp_path)}}
     check_engine(stage_recipe("sglang", **tables, actor={"backend": "cuda", "kernels": "torch"}), 0, hf)
@@ -128,7 +128,7 @@ def test_layers_that_sglang_has_on_gpus_alone_are_refused_on_a_cpu(tmp_path, fam
         ({"intermediate_size": 48}, "is a multiple of 32, but config.json has 48; use 'builtin'"),
     ],
 )
-def test_a_gpt_oss_that_vllm_would_compute_as_another_is_refused(tmp_path, changes, words):
+def test_gpt_oss_models_that_vllm_would_compute_wrongly_are_refused(tmp_path, changes, words):
     published = {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "intermediate_size": 64, "head_dim": 32}
     recipe = stage_recipe("vllm", model={"path": str(tmp_path)})
     check_engine(recipe, 0, read_settings(tmp_path, "gpt_oss", **published))

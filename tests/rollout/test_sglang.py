@@ -1,4 +1,4 @@
-"""What is particular to SGLang: recorded experts in a whole stage, what its server refuses, its end.
+"""SGLang's own behaviour: recorded experts in a whole stage, what its server refuses, loads of weights, failures.
 
 Runs after test_contract.py, because the last test ends the server.
 """
@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.sglang, on(started("qwen3_moe", "sglang"))]
 
 
 def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, tiny_model, tmp_path, monkeypatch):
-    """Both phases, on the server that runs already. Before the first update the actor's routers choose the same."""
+    """Runs both phases on the running server. Before the first update the actor's routers choose the same experts."""
     model = engine.policy_dir
     tables = {
         "model": {"path": str(model), "tokenizer": str(tiny_model)},
@@ -69,7 +69,7 @@ def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, ti
     become_single_process()
     copy_policy(model, tiny_model, run.stage(0).policy)
     rollout(run.stage(0))
-    engine.load_weights(model, 3)  # for the tests that follow
+    engine.load_weights(model, 3)  # as the following tests expect
     for group in RolloutStore(run.stage(0).rollouts).read(range(12)):
         for response in group.responses:
             shape = (len(group.prompt_tokens) + len(response.tokens) - 1, 2, 2)
@@ -90,16 +90,16 @@ def test_the_server_has_a_float32_head(engine):
 
 
 def server_processes():
-    """Of the server that runs, with its guard."""
+    """The processes of the running server and its guard."""
     below = psutil.Process().children(recursive=True)
     return {process for process in below if any("sglang" in part or "guard" in part for part in process.cmdline())}
 
 
-def test_signals_that_stop_a_run_do_not_reach_the_server(engine):
-    """A scheduler sends them to every process of a job, and what was decoded would be lost."""
+def test_signals_that_stop_a_run_do_not_end_the_server(engine):
+    """A scheduler sends them to every process of a job; without its server a phase would lose what was decoded."""
     processes = server_processes()
     assert len(processes) >= 4  # guard, server, scheduler and detokenizer
-    guard = engine._server._process.pid  # the agent waits for it, see `end_sessions`
+    guard = engine._server._process.pid  # `end_sessions` waits for the guard, since it stays in this session
     assert (os.getsid(guard), os.getpgid(guard)) == (os.getsid(0), guard)
     for process in processes:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -111,7 +111,7 @@ def test_signals_that_stop_a_run_do_not_reach_the_server(engine):
     assert all(process.is_running() for process in processes)
 
 
-def test_the_server_answers_nobody_without_its_key_which_no_command_line_shows(engine):
+def test_the_server_requires_a_key_that_no_command_line_shows(engine):
     server = engine._server
     key = server._key
     (file,) = Path(engine._folder.name).glob("*.yaml")
@@ -126,7 +126,7 @@ def test_the_server_answers_nobody_without_its_key_which_no_command_line_shows(e
     assert len(generate(engine, [[8]], sampling([[8]]))) == 3
 
 
-def test_what_the_server_refuses_is_an_error_at_once(engine, monkeypatch):
+def test_a_request_that_the_server_refuses_is_an_error_at_once(engine, monkeypatch):
     prompts = [[1] * 200]  # more than its context
     with monkeypatch.context() as unchecked:
         unchecked.setattr(engine, "_check", lambda request: None)
@@ -136,8 +136,8 @@ def test_what_the_server_refuses_is_an_error_at_once(engine, monkeypatch):
     assert len(generate(engine, [[8]], sampling([[8]]))) == 3
 
 
-def test_a_stop_token_of_the_policy_that_a_request_lacks_is_named(engine, tmp_path):
-    """SGLang would end responses at it, which a request that does not name it would count as trained text."""
+def test_a_request_without_a_stop_token_of_the_policy_is_refused(engine, tmp_path):
+    """SGLang would end responses at such a token although the request does not name it."""
     model, policy = engine.policy_dir, tmp_path / "policy"
     shutil.copytree(model, policy)
     (policy / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 30]}))
@@ -148,9 +148,9 @@ def test_a_stop_token_of_the_policy_that_a_request_lacks_is_named(engine, tmp_pa
 
 
 def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine, monkeypatch):
-    """It may still hold a response that it has sent, which fails a load; one being decoded stands for it.
+    """The server may still hold a response that it has sent, and then a load fails; here it still decodes one.
 
-    A load waits for that one anyway, so that the question before it is all that can be seen.
+    A load waits for such a response anyway, so the test can only check that /flush_cache was called before.
     """
     asked, post = [], engine._server.post
     monkeypatch.setattr(engine._server, "post", lambda path, body: (asked.append(path), post(path, body))[1])
@@ -168,8 +168,8 @@ def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine, monk
     assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE
 
 
-def test_weights_that_are_loaded_in_place_are_to_the_bit_those_of_the_start(engine):
-    """By SGLang's own checksums of all its tensors, which no log-prob is needed for."""
+def test_loading_the_same_policy_in_place_again_gives_the_same_weights_bit_for_bit(engine):
+    """Compares SGLang's own checksums of all its tensors."""
 
     sums = []
 
@@ -182,14 +182,14 @@ def test_weights_that_are_loaded_in_place_are_to_the_bit_those_of_the_start(engi
     one, other = engine.policy_dir, other_policy(engine)
     first, second = checksums(one), checksums(other)
     same = {name for name in first if first[name] == second[name]}
-    assert len(first) > 2 * len(same) and all("norm" in name for name in same), "which are 1 in both models"
+    assert len(first) > 2 * len(same) and all("norm" in name for name in same), "norms are 1 in both models"
     assert checksums(one) == first
     assert sums[0] == sums[2] != sums[1]
     with pytest.raises(UserError, match="left the engine's previous weights unchanged"):
         check_weights(engine, reference_of(one), before=sums[0])
 
 
-def test_a_directory_that_sglang_cannot_load_changes_nothing(engine, tmp_path):
+def test_a_directory_that_sglang_cannot_load_leaves_its_weights_unchanged(engine, tmp_path):
     version = engine.version
     (tmp_path / "config.json").write_text((engine.policy_dir / "config.json").read_text())
     with pytest.raises(UserError, match=f"SGLang cannot load the policy in {tmp_path}"):
@@ -198,14 +198,14 @@ def test_a_directory_that_sglang_cannot_load_changes_nothing(engine, tmp_path):
     assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE
 
 
-def test_a_server_that_answers_nothing_gives_no_sign_of_progress(engine, tmp_path, monkeypatch):
-    """Here its scheduler is stopped; the same holds for one that hangs, which nobody sees from outside."""
+def test_a_server_that_does_not_answer_gives_no_heartbeat(engine, tmp_path, monkeypatch):
+    """Here its scheduler is suspended, which looks from outside like one that hangs."""
     signs, seen = tmp_path / "beats", []
     monkeypatch.setenv(FILE, str(signs))
     (scheduler,) = [p for p in server_processes() if p.cmdline()[0].startswith("sglang::scheduler")]
 
     def look():
-        """Called again and again while the engine waits for the server."""
+        """The callback ``interrupted``, which the engine calls repeatedly while it waits for the server."""
         sign = read_beat(signs)
         if sign and scheduler.status() != psutil.STATUS_STOPPED and not seen:  # it decodes
             scheduler.suspend()

@@ -1,4 +1,4 @@
-"""What of an SGLang replica can be known without SGLang: its environment, its GPUs, its end at the start."""
+"""What can be tested of an SGLang replica without SGLang: arguments, environment, GPUs, failures, responses."""
 
 import itertools
 import os
@@ -23,12 +23,12 @@ def test_a_server_that_cannot_start_says_why(tmp_path, capfd):
     before = set(psutil.Process().children())
     with pytest.raises(ServerFailed, match=r"did not start and ended with exit code 1(?s:.)*No module named .*sglang"):
         SglangEngine(model, 0, SglangSettings("cpu", context=64, responses=4, python=WITHOUT_SGLANG))
-    assert "No module named" in capfd.readouterr().err  # which is the log of the rank
+    assert "No module named" in capfd.readouterr().err  # stderr goes to the log of the rank
     assert set(psutil.Process().children()) <= before
     assert installed_version(WITHOUT_SGLANG) is None
 
 
-def test_memory_and_determinism_on_gpus_are_sglangs_own_unless_asked_for(tmp_path, monkeypatch):
+def test_on_gpus_memory_fraction_and_deterministic_mode_are_left_to_sglang_by_default(tmp_path, monkeypatch):
     settings = SglangSettings("cuda", context=64, responses=4)
     plain, seeds = server_arguments(tmp_path, 0, settings), set()
     assert "--mem-fraction-static" not in plain and "--enable-deterministic-inference" not in plain
@@ -42,14 +42,14 @@ def test_memory_and_determinism_on_gpus_are_sglangs_own_unless_asked_for(tmp_pat
     assert len(seeds) == 16 and max(seeds) < 2**31
 
 
-def test_logits_are_rounded_only_where_the_recipe_says_so(tmp_path):
+def test_sglang_computes_logits_in_float32_if_and_only_if_the_settings_say_so(tmp_path):
     settings = SglangSettings("cuda", context=64, responses=4)
     for wanted in (True, False):
         arguments = server_arguments(tmp_path, 0, replace(settings, float32_head=wanted))
         assert ("--enable-fp32-lm-head" in arguments) is wanted
 
 
-def test_a_server_that_lacks_memory_names_the_settings():
+def test_a_server_that_runs_out_of_memory_is_an_error_that_names_the_settings():
     settings = SglangSettings("cuda", context=4096, responses=512, memory_fraction=0.3)
     failure = "the SGLang server did not start and ended with exit code 1; the last lines of its log:\nTraceback:\n"
     with pytest.raises(UserError) as error, _memory_errors("starting", settings):
@@ -60,8 +60,11 @@ def test_a_server_that_lacks_memory_names_the_settings():
         raise ServerFailed(failure + '  File "sglang/srt/mem_cache/memory_pool.py", line 7, in free\nKeyError: 3')
 
 
-def ended(limit, **changes):
-    """What an engine of version 7 makes of a response of two tokens that SGLang sent; ``changes`` of what it sent."""
+def completion_of_last_event(limit, **changes):
+    """The completion that an engine makes of SGLang's last event of a response with two tokens of version 7.
+
+    limit: the most tokens of the response. changes: fields of the event's meta_info to replace.
+    """
     engine = object.__new__(SglangEngine)
     engine.settings, engine.version = SglangSettings("cuda", context=4096, responses=512, memory_fraction=0.3), 7
     engine._done = engine._done_tokens = 0
@@ -74,11 +77,11 @@ def ended(limit, **changes):
     return engine._ended(running, {"output_ids": [5, 6], "meta_info": info | changes})[1]
 
 
-def test_a_response_that_the_cache_cut_short_is_an_error():
-    whole = ended(limit=2)
+def test_a_response_cut_short_by_a_full_cache_is_an_error():
+    whole = completion_of_last_event(limit=2)
     assert (whole.tokens.tolist(), whole.logprobs.tolist(), whole.finish_reason) == ([5, 6], [-1.0, -2.0], "length")
     with pytest.raises(UserError, match=r"after 2 of 9 tokens.*memory_fraction \(0\.3\)"):
-        ended(limit=9)
+        completion_of_last_event(limit=9)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +97,10 @@ def test_a_response_that_the_cache_cut_short_is_an_error():
 )
 def test_log_probs_of_other_tokens_or_weights_are_an_error(changes, message):
     with pytest.raises(RuntimeError, match=message):
-        ended(2, **changes)
+        completion_of_last_event(2, **changes)
 
 
-def test_a_server_gets_nothing_that_is_meant_for_this_process(monkeypatch):
+def test_a_server_inherits_no_variables_that_are_meant_for_its_phase_process(monkeypatch):
     for name in ("RANK", "MASTER_PORT", "MEGARL_PHASE_ID", "PYTHONPATH", "HOME"):
         monkeypatch.setenv(name, "7")
     kept = {"HOME", "PATH", "ADDED"}
@@ -108,7 +111,7 @@ def test_a_server_gets_nothing_that_is_meant_for_this_process(monkeypatch):
 
 
 @pytest.mark.parametrize(("visible", "own"), [("4,5,6,7", "6,7"), (None, "2,3")])
-def test_a_replica_has_the_gpus_of_its_place_on_the_node(monkeypatch, visible, own):
+def test_a_replica_gets_the_gpus_of_its_local_rank(monkeypatch, visible, own):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:

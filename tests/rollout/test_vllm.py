@@ -1,4 +1,4 @@
-"""What is particular to vLLM: a wrong reload of experts, temperatures, memory, steps. Runs after test_contract.py."""
+"""vLLM's own behaviour: temperatures, seeds, wrong reloads of experts, signals, memory. Runs after test_contract.py."""
 
 import itertools
 import math
@@ -39,30 +39,30 @@ MOE = started("qwen3_moe", "vllm")
 
 
 @on(MOE)
-def test_temperatures_that_vllm_would_change_or_refuse(engine):
+def test_temperatures_that_vllm_would_change_or_refuse_are_an_error(engine):
     for temperature in (0.009, 2.5):
         with pytest.raises(UserError, match=rf"temperature {temperature}: vLLM samples at temperatures 0.01 to 2.0"):
             generate(engine, [[8]], sampling([[8]], temperature=temperature))
 
 
-def test_every_seed_fits_into_the_gpu_runners_states(monkeypatch):
-    """vLLM's own class, of the runner that it uses on GPUs alone, with its pinned buffers on the CPU."""
+def test_response_seeds_fit_into_the_sampling_states_of_vllms_gpu_runner(monkeypatch):
+    """Uses a class of the model runner that vLLM has only on GPUs, with plain CPU memory for its pinned buffers."""
     from vllm.v1.worker.gpu.sample import states
 
     from megarl.rollout.vllm import _parameters
 
     monkeypatch.setattr(states, "UvaBackedTensor", PlainBuffer)
     kept = states.SamplingStates(64, vocab_size=39)
-    for row in range(64):  # half of them go on after a token
+    for row in range(64):  # half of them continue a response after one token
         response = Running(0, 0, row, [8], response_seed(0, 7, row), done=row % 2, limit=4, timeout=1.0)
         parameters = _parameters(sampling([[8]], stop=(1,)), response)
-        assert not kept.add_request(row, parameters), "the distribution is the model's own"
+        assert not kept.add_request(row, parameters), "no parameter changes the model's distribution"
         assert parameters.seed is not None and kept.seeds.np[row] == parameters.seed
     assert len(set(kept.seeds.np)) == 64
 
 
 class PlainBuffer:
-    """Stands in for memory that a GPU can read."""
+    """CPU memory in place of memory that a GPU can read."""
 
     def __init__(self, size, dtype):
         self.cpu = torch.zeros(size, dtype=dtype)
@@ -73,8 +73,8 @@ class PlainBuffer:
 
 
 @pytest.mark.parametrize(("float32_head", "error"), [(True, 0.0), (False, 2**-9)])
-def test_logits_of_a_bfloat16_model_are_not_rounded(models, float32_head, error):
-    """By vLLM's own layer with the arguments of an engine in bfloat16, as on a GPU."""
+def test_logits_of_a_bfloat16_model_are_rounded_only_without_float32_head(models, float32_head, error):
+    """Computed by vLLM's own layer, with the arguments of an engine in bfloat16, as on a GPU."""
     from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -95,8 +95,8 @@ def test_logits_of_a_bfloat16_model_are_not_rounded(models, float32_head, error)
     assert error / 4 <= worst <= max(2 * error, 1e-6)
 
 
-def test_stages_find_what_was_compiled_by_vllms_own_key(models, tmp_path):
-    """Of two policies that a replica loads, one after the other; GPUs alone compile."""
+def test_stages_have_the_same_key_in_vllms_cache_of_compiled_code(models, tmp_path):
+    """Two policies that a replica loads one after the other have it. (vLLM compiles only on GPUs.)"""
     from vllm import EngineArgs
 
     from megarl.rollout.vllm import engine_arguments
@@ -109,7 +109,7 @@ def test_stages_find_what_was_compiled_by_vllms_own_key(models, tmp_path):
     policies = [run.stage(number).policy for number in (0, 1)]
     for policy, model in zip(policies, models["qwen3"], strict=True):
         shutil.copytree(model, policy)
-    assert key(policies[0]) != key(policies[1]), "then no link is needed"
+    assert key(policies[0]) != key(policies[1]), "else the link would not be needed"
     keys = set()
     for policy in policies:
         path = run.under_one_path(policy, rank=3)
@@ -118,8 +118,8 @@ def test_stages_find_what_was_compiled_by_vllms_own_key(models, tmp_path):
     assert len(keys) == 1
 
 
-def test_vllms_own_checks_let_experts_be_recorded_where_its_runner_for_gpus_runs(models, monkeypatch):
-    """Its version 2, which alone records them and wants Triton; by the arguments of an engine that records."""
+def test_vllm_accepts_recording_experts_where_its_model_runner_v2_can_run(models, monkeypatch):
+    """Only this runner records experts, and it needs Triton. Uses the arguments of an engine that records experts."""
     from vllm import EngineArgs, envs
     from vllm.config import vllm as checks
 
@@ -136,15 +136,15 @@ def test_vllms_own_checks_let_experts_be_recorded_where_its_runner_for_gpus_runs
 
 
 @on(MOE)
-def test_experts_that_vllms_runner_hands_over_are_those_of_the_response(engine, monkeypatch):
-    """With each step those of its tokens, here random ones; vLLM's own classes on the CPU do the rest."""
+def test_experts_that_vllms_runner_returns_reach_the_completions(engine, monkeypatch):
+    """The runner returns the experts of each step's tokens, here random ones; vLLM's own classes collect them."""
     core, states = engine._engine.engine_core, engine._engine.output_processor.request_states
     get_output, given, experts = core.get_output, {}, np.random.default_rng(0)
 
     def with_experts(filled=1):
         outputs = get_output()
         for output in outputs.outputs:
-            first = output.request_id not in given  # when all of the prompt was computed
+            first = output.request_id not in given  # the first step computes the whole prompt
             shape = len(states[output.request_id].prompt_token_ids) if first else 1, 2, 8
             output.routed_experts = filled * np.argsort(experts.random(shape))[..., :2].astype(np.uint8)
             given.setdefault(output.request_id, []).append(output.routed_experts)
@@ -168,13 +168,13 @@ def test_experts_that_vllms_runner_hands_over_are_those_of_the_response(engine, 
 
 
 @on(VLLM)
-def test_a_wrong_reload_is_caught_and_mended(engine, tmp_path):
+def test_a_wrong_reload_is_noticed_and_repaired(engine, tmp_path):
     """vLLM's in-place reload of experts on a CPU is wrong without an error; only the drift check notices it."""
     settings, policy, started = engine.settings, other_policy(engine), engine._engine
     reference = reference_of(policy)
-    engine.settings = replace(settings, device="cuda")  # where any model is reloaded
+    engine.settings = replace(settings, device="cuda")  # on GPUs any model is reloaded in place
     engine.load_weights(policy, 5)
-    assert engine._engine is started, "in place"
+    assert engine._engine is started, "loaded in place"
     engine.settings = settings
     if engine._has_experts:
         with pytest.raises(UserError, match="weights are not the policy's.* nats off"):
@@ -185,13 +185,13 @@ def test_a_wrong_reload_is_caught_and_mended(engine, tmp_path):
     worker = object.__new__(RolloutWorker)
     worker.engine = engine
     assert worker.check_weights(tmp_path, None).max < TOLERANCE
-    assert (engine._engine is not started) is bool(engine._has_experts), "started anew only where it was wrong"
+    assert (engine._engine is not started) is bool(engine._has_experts), "restarted only if the weights were wrong"
     engine.restart()
     assert check_weights(engine, reference).max < TOLERANCE and not engine.restart()
 
 
-def test_workers_of_an_engine_outlive_a_signal_to_all_processes(models):
-    """Two tensor-parallel workers, each a process. A scheduler signals all; what was decoded is handed out first."""
+def test_tensor_parallel_workers_survive_signals_that_stop_a_run(models):
+    """A scheduler sends them to every process of a job; the engine must still return what was decoded."""
     from megarl.rollout.vllm import VllmEngine
 
     before = children()
@@ -212,13 +212,13 @@ def test_workers_of_an_engine_outlive_a_signal_to_all_processes(models):
     assert all(len(completion.tokens) > 5 for completion in found)
     assert all(process.is_running() for process in workers)
     engine.close()
-    multiprocessing.active_children()  # which waits for those that have ended
+    multiprocessing.active_children()  # joins those that have ended
     assert not any(process.is_running() for process in workers)
 
 
 @on(MOE)
-def test_memory_and_steps_after_a_sleep(engine):
-    """A cache too small for the memory, then so many responses that their prompts do not fit into a step together."""
+def test_sleep_too_little_memory_and_waking_with_more_responses_than_fit_in_a_step(engine):
+    """An engine with too little memory is an error. One that wakes can serve more prompts than one step holds."""
     from megarl.rollout.vllm import CPU_STEP, VllmEngine
 
     engine.sleep()

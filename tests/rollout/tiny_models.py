@@ -1,4 +1,4 @@
-"""Tiny models with peaked distributions, saved as a Hugging Face directory."""
+"""Tiny random models with peaked distributions, saved as Hugging Face directories."""
 
 import torch
 from transformers import (
@@ -34,7 +34,7 @@ STATES = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
     "shared_expert_intermediate_size": 64,
-    "rms_norm_eps": 1e-2,  # what a query reads may be nearly nothing, of which the norm would magnify the rounding
+    "rms_norm_eps": 1e-2,  # a query may read almost nothing from a state, and the norm magnify its rounding errors
 }
 
 

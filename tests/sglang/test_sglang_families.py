@@ -1,4 +1,4 @@
-"""SGLang makes of a family's export what transformers makes of it."""
+"""SGLang and transformers compute the same log-probs for a model of another family."""
 
 import pytest
 
@@ -12,7 +12,7 @@ SIZES = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 128, "in
 
 
 @pytest.mark.parametrize("family", ["mixtral"])
-def test_sglang_loads_an_export(tmp_path, family):
+def test_sglang_computes_the_log_probs_of_transformers(tmp_path, family):
     make_hf_model(family, **SIZES).save_pretrained(tmp_path)
     recipe = stage_recipe("sglang", model={"path": str(tmp_path)}, rollout=OWN_OPTION)
     engine = build_engine(recipe, 0, tmp_path, 0, routed_experts=False)

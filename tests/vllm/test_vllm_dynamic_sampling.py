@@ -1,4 +1,4 @@
-"""Real vLLM chooses among candidates: what is still being decoded when there are enough is cut off and not stored."""
+"""Dynamic sampling with vLLM: once the groups to train are known, responses still being decoded are not stored."""
 
 import json
 import subprocess
@@ -18,17 +18,17 @@ SETTINGS = {
     "rollout.oversample": 20,
     "rollout.groups_per_chunk": 16,
     "rollout.responses_per_prompt": 4,
-    "rollout.max_response_tokens": 112,  # an untrained model stops at one token in 29 or so: lengths differ much
+    "rollout.max_response_tokens": 112,  # an untrained model stops at about one token in 29, so lengths differ widely
     "schedule.stages": 1,
     "schedule.updates_per_stage": 1,
     "schedule.prompts_per_update": 4,
-    "reward.correct_above": 0.02,  # it gets partial credit at most
+    "reward.correct_above": 0.02,  # an untrained model gets partial credit at most
     "reward.require_stop": "false",
     "eval.every": 0,
 }
 
 
-def test_generation_ends_with_the_choice(tiny_model, tmp_path):
+def test_generation_ends_once_the_groups_to_train_are_known(tiny_model, tmp_path):
     settings = [f'model.path="{tiny_model}"', *[f"{name}={value}" for name, value in SETTINGS.items()]]
     run = RunDir.create(tmp_path / "run", load_recipe(ROOT / "examples/quickstart/recipe.toml", settings))
     command = [sys.executable, "-m", "megarl.cli", "rollout", str(run.root), "--stage", "0"]
@@ -38,9 +38,9 @@ def test_generation_ends_with_the_choice(tiny_model, tmp_path):
     store = RolloutStore(run.stage(0).rollouts)
     varied = [g.group_id for g in store.read(store.group_ids) if len({r.reward for r in g.responses}) > 1]
     assert store.chosen == varied[:4]
-    assert store.group_ids[: store.chosen[-1] + 1] == list(range(store.chosen[-1] + 1)), "none before it was left out"
-    # groups are begun in the order of their ids, so one that is not there below one that is was cut off; whether there
-    # is such a one depends on which responses end first
+    assert store.group_ids[: store.chosen[-1] + 1] == list(range(store.chosen[-1] + 1)), "no earlier one was skipped"
+    # groups are begun in the order of their ids, so one that is missing below a stored one was cut off; whether there
+    # is one depends on which responses end first
     cut_off = set(range(store.group_ids[-1])) - set(store.group_ids)
     assert all(group > store.chosen[-1] for group in cut_off)
     assert len(store.group_ids) + len(cut_off) < len(run.stage(0).groups) == 80

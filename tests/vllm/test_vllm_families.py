@@ -1,4 +1,4 @@
-"""vLLM makes of every family's export what transformers makes of it."""
+"""vLLM and transformers compute the same log-probs for models of several families."""
 
 import pytest
 
@@ -12,10 +12,10 @@ pytestmark = pytest.mark.vllm
 SIZES = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 128, "initializer_range": 0.1}
 
 DEEPSEEK = {
-    # config.json of the published models has these two; without them vLLM has no bias of the choice
+    # config.json of the published models has these two; without them vLLM leaves out the router's bias
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
-    # the widths of a latent with which vLLM has latent attention
+    # widths that vLLM's latent attention supports
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "head_dim": 64,
@@ -23,7 +23,7 @@ DEEPSEEK = {
     "v_head_dim": 32,
 }
 
-# what vLLM 0.32 takes for every gpt-oss, and a width that its kernel for CPUs has
+# what vLLM 0.32 assumes of every gpt-oss, and a width that its CPU kernel supports
 GPT_OSS = {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "intermediate_size": 64}
 
 
@@ -31,14 +31,14 @@ GPT_OSS = {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "intermediate_size": 64}
     ("family", "settings"),
     [
         ("mixtral", {}),
-        ("olmoe", {"rms_norm_eps": 1e-5}),  # vLLM 0.32 takes it for every OLMoE
+        ("olmoe", {"rms_norm_eps": 1e-5}),  # vLLM 0.32 assumes it of every OLMoE
         ("qwen2_moe", {}),
         ("glm4_moe", {}),
         ("deepseek_v3", DEEPSEEK),
         ("gpt_oss", GPT_OSS),
     ],
 )
-def test_vllm_loads_an_export(tmp_path, family, settings):
+def test_vllm_computes_the_log_probs_of_transformers(tmp_path, family, settings):
     make_hf_model(family, **SIZES | settings).save_pretrained(tmp_path)
     recipe = stage_recipe("vllm", model={"path": str(tmp_path)}, rollout=OWN_OPTION)
     engine = build_engine(recipe, 0, tmp_path, 0, routed_experts=False)

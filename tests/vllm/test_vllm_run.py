@@ -1,4 +1,4 @@
-"""The quickstart recipe, cut to seconds, with vLLM in every stage; a replica dies in the first."""
+"""The quickstart recipe, shortened to seconds, with vLLM in every stage; in the first a replica is killed."""
 
 import itertools
 import json
@@ -38,7 +38,10 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def run(tiny_model, tmp_path_factory):
-    """A finished run of three stages whose first lost a replica, and the ledger lines that were there at its death."""
+    """(directory, ledger entries when a replica was killed, output) of a finished run of three stages.
+
+    The replica was killed in the first stage, as soon as a group was stored.
+    """
     folder = tmp_path_factory.mktemp("vllm_run")
     command = [sys.executable, "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
     command += ["--run-dir", str(folder / "run"), "--set", f'model.path="{tiny_model}"']
@@ -86,19 +89,19 @@ def test_three_stages_show_no_drift(run):
         assert any((tensor - after[name]).abs().max() > 1e-3 for name, tensor in before.items())
 
 
-def test_the_actor_finds_the_log_probs_that_vllm_stored(run):
+def test_the_actor_reproduces_the_log_probs_that_vllm_stored(run):
     run, *_ = run
     updates = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [update["update"] for update in updates] == list(range(1, 3 * UPDATES + 1))
     for update in updates:
-        if update["staleness"] == 0:  # nothing has moved yet: the log-ratio is the difference of two implementations
+        if update["staleness"] == 0:  # the weights are the same: the log-ratio is the difference of two implementations
             assert 0 < update["m2/all"] < 1e-4**2
         else:
             assert update["m2/all"] > 1e-4**2 and update["grad_norm"] > 0
     assert (run / "final/model.safetensors").exists()
 
 
-def test_every_response_is_whole_and_its_own(run):
+def test_responses_are_complete_and_those_of_a_group_are_not_all_equal(run):
     run, *_ = run
     for stage, expected in GROUPS.items():
         store = RolloutStore(run / f"stages/{stage:03d}/rollouts")
@@ -112,7 +115,7 @@ def test_every_response_is_whole_and_its_own(run):
                 assert response.policy_version == UPDATES * stage
 
 
-def test_what_a_person_sees_of_a_rollout(run):
+def test_the_progress_of_a_rollout_phase_is_reported(run):
     run, _, output = run
     progress = [event for event in events(run, "rollout_progress") if event["stage"] == 1]
     last = progress[-1]

@@ -1,6 +1,6 @@
-"""For tests alone, in place of SGLang's compiled kernels for CPUs with AMX: what a plain CPU needs, in torch.
+"""For tests only, in place of SGLang's compiled kernels, which need a CPU with AMX: those that the tests use, in torch.
 
-SGLang imports many more names, of functions that are not called here; each of them raises when it is.
+SGLang imports many more names of functions, which raise an error if they are called.
 """
 
 import torch
@@ -20,7 +20,7 @@ def assign_req_to_token_pool_cpu(rows, table, begins, ends, locations, _):
 def murmur_hash32_cpu(seeds, positions, columns):
     """MurmurHash3 of (seed, low word, high word, position, column), 32 bits: uint32 [len(seeds), len(columns)].
 
-    Computed in int64, whose products are right in their low 32 bits whatever overflows.
+    Computed in int64: the low 32 bits of a product are right even if it overflows.
     """
     seeds, positions = seeds.to(torch.int64)[:, None], positions.to(torch.int64)[:, None]
     state = torch.zeros_like(seeds)

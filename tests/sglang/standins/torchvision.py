@@ -1,4 +1,4 @@
-"""For tests alone: what SGLang and transformers import of torchvision, for no model here has images."""
+"""For tests only: placeholders for what SGLang and transformers import of torchvision; no model here reads images."""
 
 import enum
 import sys
