@@ -78,7 +78,7 @@ def run_step(step: Step, limit: float, log: Path) -> Result:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a step: Python finds this clone before an installed megarl, and the kernels of step "build"."""
+    """The environment of a step: Python finds this clone before an installed megarl, and kernels that "build" made."""
     given = os.environ.get("PYTHONPATH", "")
     path = [str(ROOT), *given.split(os.pathsep), str(KERNELS)]
     return os.environ | {"PYTHONPATH": os.pathsep.join(p for p in path if p), "PYTHONUNBUFFERED": "1"}
