@@ -1,7 +1,7 @@
 """Updates of a small model in bfloat16 on the GPUs compared with float32 on the CPU: gradient, losses, gradient norms.
 
-The cases are kernels, layers and model families, and with several GPUs also layouts of two and four ranks. On the
-rehearsal device `tests/rehearsal/on_device/test_updates.py` compares the same; here the arithmetic is the GPU's own.
+The cases are kernels, layers and model families, and with several GPUs also layouts of two and four ranks.
+`tests/rehearsal/on_device/test_updates.py` does so on the rehearsal device; here the arithmetic is the GPU's own.
 """
 
 from __future__ import annotations

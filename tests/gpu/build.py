@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels of `csrc/` if no installed megarl has them, and installs them where Python finds them.
+"""Compiles the kernels of `csrc/` if no installed megarl has those for CUDA, and puts them where Python finds them.
 
 It needs only CMake and nvcc, because a machine with GPUs may have no package index.
 """

@@ -92,7 +92,7 @@ def quickstart(work: Path, small: bool) -> None:
     finish(train(work, run, values))
     updates = lines(run / "metrics.jsonl")
     stages, each = (2, 4) if small else (3, 96)
-    assert [line["update"] for line in updates] == list(range(1, stages * each + 1)), "an update is missing or double"
+    assert [line["update"] for line in updates] == list(range(1, stages * each + 1)), "an update is missing or repeated"
     assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in updates)
     print_drift(run)
     accuracy = [event["accuracy"] for event in lines(run / "events.jsonl") if event["event"] == "evaluation"]

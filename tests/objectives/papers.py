@@ -17,6 +17,8 @@ LIMIT = 20.0
 
 
 class Token:
+    """A trained token: ``l`` is its clamped log-ratio and ``rho`` its ratio, both differentiable."""
+
     def __init__(self, index: int, logprob: torch.Tensor, rollout: float, old: float, a: float) -> None:
         self.index, self.logprob, self.rollout, self.old, self.a = index, logprob, rollout, old, a
         raw = logprob - rollout

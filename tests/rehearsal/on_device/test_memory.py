@@ -1,6 +1,6 @@
 """The activation memory of `megarl plan` compared with what autograd keeps in bfloat16 with a GPU's operators.
 
-The mean over ranks is compared, because some ranks have more tokens for their experts than others.
+What is kept is averaged over ranks, because some have more tokens for their experts than others.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def check_waits(outcome: Outcome, allowed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["one", *TWO_RANKS, *FAMILIES, "adapters DP2", "adapters TP2 EP2"])
-def test_megarl_waits_at_most_twice_per_update(outcome, name):
+def test_megarl_waits_at_most_twice_per_update_outside_dispatch(outcome, name):
     check_waits(outcome((CASES | OTHER_CASES)[name], "cuda"), OWN_WAITS)
 
 
