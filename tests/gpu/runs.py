@@ -101,7 +101,7 @@ def quickstart(work: Path, small: bool) -> None:
 
 
 def engine(work: Path, name: str, small: bool) -> None:
-    """One stage and the rollouts of the next one with another engine, which so loads two policies."""
+    """One stage and the rollouts of the next one with another engine, so that it loads two policies."""
     run = work / f"run-{name}"
     values = [f'model.path="{base(work, small)}"', *settings(work, small), f'rollout.engine="{name}"', "eval.every=0"]
     values += [] if small else ["schedule.updates_per_stage=16"]

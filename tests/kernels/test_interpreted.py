@@ -1,4 +1,4 @@
-"""Runs the files of `interpreted/` in other processes, because kernels are interpreted or not from their import on."""
+"""Runs the files of `interpreted/` in other processes, because Triton decides at import whether it interprets a kernel."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_two_numbers_per_token_are_saved_for_the_backward_pass() -> None:
 
 
 def test_unlikely_tokens_take_no_longer() -> None:
-    """torch's exp takes a hundred times as long for a subnormal result, as of a logit 95 below the largest."""
+    """torch's exp takes a hundred times as long where its result is subnormal, such as exp(-95)."""
     hidden, weight = torch.eye(64), torch.zeros(20000, 64)
     targets = torch.zeros(64, dtype=torch.long)
 

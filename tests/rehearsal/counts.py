@@ -36,7 +36,7 @@ class Seen:
 
 @contextlib.contextmanager
 def counted(launches: bool = False) -> Iterator[Seen]:
-    """Counts inside the context, in all threads. launches: count launches by place too, which is slow."""
+    """Counts waits and launches in all threads. launches: count launches by place too, which is slow."""
     seen = Seen()
 
     def listen(kind: bytes, name: bytes) -> None:

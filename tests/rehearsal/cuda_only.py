@@ -121,7 +121,7 @@ def _attend_backward(grad, q, k, v, out, lse, causal: bool, scale: float | None,
 
 
 def _check_flash(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> tuple[bool, int]:
-    """(whether queries attend to no later keys, to how many earlier ones; -1: all)."""
+    """(whether later keys are masked, how many earlier keys a query attends to, -1 for all)."""
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     left, right = options.get("window_size_left"), options.get("window_size_right")

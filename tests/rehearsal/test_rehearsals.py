@@ -1,4 +1,4 @@
-"""Runs the files of `on_device/` in other processes, because torch decides at its import whether there is a GPU."""
+"""Runs the files of `on_device/` in other processes, because the device must be there when torch is imported."""
 
 from __future__ import annotations
 

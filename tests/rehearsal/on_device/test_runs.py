@@ -125,7 +125,7 @@ def test_a_broken_actor_ends_the_run_before_any_rollout(recipe, tmp_path, monkey
 
 
 def test_doctor_runs_only_the_rehearsal_of_a_recipe(recipe, tmp_path, capfd):
-    """In a layout of two ranks; no file of it is left."""
+    """In a layout of two ranks. No scratch files are left."""
     ranks = ["--set", "actor.processes_per_node=2", "--set", "actor.expert_parallel=2"]
     megarl("doctor", "--recipe", recipe, "--scratch", tmp_path / "scratch", *CUDA, *ranks)
     assert "an update, its export and a checkpoint passed in" in capfd.readouterr().out
@@ -149,7 +149,7 @@ def commands_of_the_readme() -> list[list[str]]:
 
 
 def test_the_commands_of_the_readme_work(recipe, tmp_path):
-    """Exactly as they are there, with a small recipe in recipe.toml. The run is killed once."""
+    """The commands exactly as in README.md, with a small recipe in recipe.toml. The run is killed once."""
     from megarl.storage.run_dir import RunDir
 
     settings = '[actor]\nbackend = "cuda"\nkernels = "cuda"\ncheckpoint_every = 2\n'

@@ -117,7 +117,7 @@ def test_updates_agree_with_the_cpu(outcome, name):
 
 
 def check_waits(outcome: Outcome, allowed: int) -> None:
-    """An update has at most ``allowed`` waits of megarl, beside one per MoE layer and micro-batch for dispatch."""
+    """An update has at most ``allowed`` waits of megarl, beside one per MoE layer and micro-batch for the dispatch."""
     for seen in outcome.seen:
         own = {place: n for place, n in seen.own_waits.items() if "megarl/actor/dispatch.py" not in place}
         assert sum(own.values()) <= allowed, "\n".join(f"{n} x {place}" for place, n in own.items())
@@ -189,7 +189,7 @@ PARTS = {"all": HOST, "half": HOST | {"optimizer_offload_fraction": 0.5}, "none"
 
 
 def updates_with(optimizers: list[str], sealed, folder, ranks: int = 1) -> list[list[dict[str, float]]]:
-    """Metrics of four updates with the first optimizer, which saves after two, then of two from there with each."""
+    """Metrics of four updates with the first optimizer, with a checkpoint after two, then of two from it with each."""
 
     def rank(rank: int) -> list[list[dict[str, float]]]:
         from megarl.actor import checkpoint, packing, parallel, step
