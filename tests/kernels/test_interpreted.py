@@ -1,4 +1,4 @@
-"""Runs the files of `interpreted/` in other processes, because Triton decides at import whether it interprets a kernel."""
+"""Runs the files of `interpreted/` in other processes, since Triton decides at import whether to interpret a kernel."""
 
 from __future__ import annotations
 
