@@ -71,7 +71,7 @@ print(json.dumps(sorted(found)))
     assert json.loads(result.stdout) == ["megarl"]
 
 
-# parameters of `compute_policy_loss_gpg` and the other losses in verl/trainer/ppo/core_algos.py, verl b178a3cd5
+# of verl b178a3cd5, verl/trainer/ppo/core_algos.py: `compute_policy_loss_gpg` and the others
 VERL = ["old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config", "rollout_is_weights"]
 
 
