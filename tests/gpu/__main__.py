@@ -2,9 +2,9 @@
 
     python -m tests.gpu [STEP ...] [--small]
 
-Writes ``summary.md``, ``steps.csv``, ``log.txt`` and the benchmarks' tables to $OUT, or build/gpu. STEP: names of
-`tests.gpu.steps`, or "checks" and "benchmarks". It needs no package index; what is not installed is skipped by name.
-Exit codes: 0; 1 if a step failed, or there is no GPU.
+Writes ``summary.md``, ``steps.csv``, ``log.txt`` and the benchmarks' tables to $OUT, or build/gpu. STEP: the name of a
+step of `tests.gpu.steps`, or "checks" or "benchmarks". It needs no package index: a step that lacks a package is
+skipped. The exit code is 1 if a step failed or there is no GPU, 2 for an unknown step, else 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.gpu.steps import BUDGETS, ROOT, Step, steps
 
 
 def devices() -> int | str:
-    """How many GPUs torch sees, or in one line why it sees none."""
+    """The number of GPUs that torch sees, or one line that says why there is none."""
     try:
         import torch
     except ImportError as error:
@@ -35,7 +35,7 @@ def devices() -> int | str:
 
 
 def run_steps(chosen: list[Step], out: Path, report: Callable[[Result], None]) -> list[Result]:
-    """One after another, whatever becomes of those before. A group that has used up its time skips the rest of it."""
+    """Run steps one after another, also after a failure. Once a group has used up its time, its others are skipped."""
     results: list[Result] = []
     left = dict(BUDGETS)
     write_page(out, results, [step.name for step in chosen])
@@ -55,7 +55,7 @@ def run_steps(chosen: list[Step], out: Path, report: Callable[[Result], None]) -
 
 
 def run_step(step: Step, limit: float, log: Path) -> Result:
-    """In a session of its own, all of which ends with it."""
+    """Run a step in a process group of its own, which is killed when the step ends or reaches its limit."""
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -78,7 +78,7 @@ def run_step(step: Step, limit: float, log: Path) -> Result:
 
 
 def environment() -> dict[str, str]:
-    """Of a step: it finds this clone before an installed megarl, and the kernels that the step "build" made."""
+    """The environment of a step: Python finds this clone before an installed megarl, and kernels that "build" made."""
     given = os.environ.get("PYTHONPATH", "")
     path = [str(ROOT), *given.split(os.pathsep), str(KERNELS)]
     return os.environ | {"PYTHONPATH": os.pathsep.join(p for p in path if p), "PYTHONUNBUFFERED": "1"}

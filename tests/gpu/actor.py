@@ -1,7 +1,7 @@
-"""Updates of a small model on the GPUs in bfloat16 against the same in float32 on the CPU: gradient, losses, norms.
+"""Updates of a small model in bfloat16 on the GPUs compared with float32 on the CPU: gradient, losses, gradient norms.
 
-On one GPU by kernels, layers and model family; on more of them also in layouts of two and four. What the rehearsal
-device shows on every commit (`tests/rehearsal/on_device/test_updates.py`), here with the GPU's own arithmetic.
+The cases are kernels, layers and model families, and with several GPUs also layouts of two and four ranks.
+`tests/rehearsal/on_device/test_updates.py` does so on the rehearsal device; here the arithmetic is the GPU's own.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tests.rehearsal.updates import Case, Distance, Outcome, run_updates, seal
 
 SMALL = ("kernels cuda", "transformer_engine", "EP2")
 TORCH = {"kernels": "torch", "layers": "torch"}
-# beside Qwen3-MoE, of which the other cases are
+# families beside Qwen3-MoE, the model of all other cases
 FAMILIES = {"qwen3": {"kernels": "torch"}, "glm4_moe": {"kernels": "torch"}}
-# which have torch-native layers alone
+# these have only torch-native layers
 FAMILIES |= dict.fromkeys(("olmoe", "deepseek_v3", "qwen3_next", "gpt_oss"), TORCH)
 
 
 def cases(gpus: int) -> dict[str, Case]:
-    """By name: what is computed."""
+    """The cases that this number of GPUs allows, by name."""
     found = {f"kernels {kernels}": Case(actor={"kernels": kernels}) for kernels in ("torch", "triton", "cuda")}
     found |= {family: Case(actor=actor, family=family) for family, actor in FAMILIES.items()}
     found["recompute"] = Case(actor={"kernels": "torch", "recompute": "full"})
@@ -41,6 +41,7 @@ def cases(gpus: int) -> dict[str, Case]:
 
 
 def lacks(name: str) -> str | None:
+    """The reason to skip a case, or None."""
     if name == "kernels cuda":
         from megarl.kernels.library import find_library
 
@@ -54,7 +55,7 @@ def lacks(name: str) -> str | None:
 
 @contextlib.contextmanager
 def waits() -> Iterator[list[warnings.WarningMessage]]:
-    """Where torch says that an operation waited for the device."""
+    """Collects torch's warnings of operations that waited for the device."""
     import torch
 
     torch.cuda.set_sync_debug_mode("warn")
@@ -66,6 +67,7 @@ def waits() -> Iterator[list[warnings.WarningMessage]]:
 
 
 def outcome(case: Case, backend: str, folder: Path) -> Outcome:
+    """The outcome on the rank that reports metrics, with the gradient of the first rank and the number of waits."""
     with tempfile.TemporaryDirectory(dir=folder) as meeting:
         counted = waits if backend == "cuda" else contextlib.nullcontext
 
@@ -105,7 +107,7 @@ def main() -> None:
                 wrong = not distance.tolerable()
                 print(
                     f"{title:<20}{'WRONG' if wrong else 'right'}: gradient {distance.gradient:.4f} of its length, loss "
-                    f"{loss:.1e} nats, norm {norm:.1e} off; waits an update {ours.seen}",
+                    f"{loss:.1e} nats, norm {norm:.1e} off; waits per update {ours.seen}",
                     flush=True,
                 )
                 failed += wrong

@@ -1,6 +1,6 @@
-"""Compiles the kernels of `csrc/` where no installed megarl has those for CUDA, and lays them where Python finds them.
+"""Compiles the kernels of `csrc/` if no installed megarl has those for CUDA, and puts them where Python finds them.
 
-With CMake and nvcc alone: a machine with GPUs may have no package index.
+It needs only CMake and nvcc, because a machine with GPUs may have no package index.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from tests.gpu.steps import ROOT
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformers", "transformer-engine", "vllm", "sglang", "liger-kernel",
             "cut-cross-entropy", "reasoning-gym")  # fmt: skip
-ORIGIN = ("cpu", "gpu", "torch", "triton", "commit")  # columns of every table of benchmarks/, said once on the page
-SAID = 40  # last lines of a step's output
+ORIGIN = ("cpu", "gpu", "torch", "triton", "commit")  # columns of all tables of benchmarks/; shown once on the page
+SAID = 40  # lines of a step's output on the page
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Result:
 
 
 def write_page(out: Path, results: list[Result], waiting: list[str]) -> Path:
-    """``out/summary.md`` and ``out/steps.csv``; again after each step, so that an interruption leaves what is known."""
+    """Write ``out/summary.md`` and ``out/steps.csv``; after each step, so that an interruption leaves the results."""
     counts = {
         outcome: sum(r.outcome == outcome for r in results) for outcome in dict.fromkeys(r.outcome for r in results)
     }
@@ -62,7 +62,7 @@ def write_page(out: Path, results: list[Result], waiting: list[str]) -> Path:
 
 
 def origin() -> dict[str, str]:
-    """Hardware, versions, commit."""
+    """Date, commit, hardware and versions."""
     import torch
 
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -74,18 +74,18 @@ def origin() -> dict[str, str]:
             versions[package] = "none"
     return {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "commit": said("git", "describe", "--always", "--dirty=+", "--abbrev=12") or "unknown",
+        "commit": output_of("git", "describe", "--always", "--dirty=+", "--abbrev=12") or "unknown",
         "gpu": ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
-        "driver": said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
         or "unknown",
-        "nvcc": said("nvcc", "--version").rpartition("\n")[2] or "none",
+        "nvcc": output_of("nvcc", "--version").rpartition("\n")[2] or "none",
         "cuda of torch": torch.version.cuda or "none",
         "processor": f"{platform.machine()}, Python {platform.python_version()}",
     } | versions
 
 
-def said(*command: str) -> str:
-    """What a program prints; "" where there is none, or it fails."""
+def output_of(*command: str) -> str:
+    """The output of a program; "" if it is not installed or fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Whole runs on the GPU from a prompt file: the quickstart, killed once and continued, and other engines' weights."""
+"""Whole runs on the GPU from a prompt file: the quickstart, killed once and resumed, and runs of other engines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = 6000
 
 
 def settings(work: Path, small: bool) -> list[str]:
-    """What the quickstart's recipe gets: words from a file in place of reasoning-gym's, and the GPU."""
+    """Settings for the quickstart's recipe: words from a file instead of reasoning-gym's, and the GPU."""
     prompts = work / "prompts.jsonl"
     if not prompts.exists():
         rng = random.Random(0)
@@ -43,7 +43,7 @@ def options_of(values: list[str]) -> list[str]:
 
 
 def base(work: Path, small: bool) -> Path:
-    """The quickstart's base model, warmed up on the GPU."""
+    """The quickstart's base model, trained on the GPU by its script."""
     output = work / "base"
     if not output.exists():
         script = [sys.executable, "-W", "ignore", "examples/quickstart/make_base.py", "--output", str(output)]
@@ -63,7 +63,7 @@ def finish(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_at_first_checkpoint(process: subprocess.Popen[bytes], run: Path) -> None:
-    """As `kill -9` does; its phase ends with it, on GPUs too."""
+    """Kill `megarl train` with SIGKILL once the run has a checkpoint; the processes of its phase end with it."""
     while not list(run.glob("stages/000/checkpoints/update_*")):
         if process.poll() is not None:
             raise AssertionError(f"megarl train ended with exit code {process.returncode} before its first checkpoint")
@@ -76,8 +76,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def say_drift(run: Path) -> None:
-    """`megarl` has refused weights that differ; these are the figures by which it did not."""
+def print_drift(run: Path) -> None:
+    """Print how far the engine was from the actor; with more than a run allows, it would have ended."""
     for event in lines(run / "events.jsonl"):
         if event["event"] == "weight_drift":
             print(
@@ -92,21 +92,21 @@ def quickstart(work: Path, small: bool) -> None:
     finish(train(work, run, values))
     updates = lines(run / "metrics.jsonl")
     stages, each = (2, 4) if small else (3, 96)
-    assert [line["update"] for line in updates] == list(range(1, stages * each + 1)), "an update twice, or none"
+    assert [line["update"] for line in updates] == list(range(1, stages * each + 1)), "an update is missing or repeated"
     assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in updates)
-    say_drift(run)
+    print_drift(run)
     accuracy = [event["accuracy"] for event in lines(run / "events.jsonl") if event["event"] == "evaluation"]
     print(f"held-out accuracy by stage: {', '.join(f'{a:.3f}' for a in accuracy)}")
     assert small or accuracy[-1] > accuracy[0] + GAIN, "the policy did not improve"
 
 
 def engine(work: Path, name: str, small: bool) -> None:
-    """A stage, and the rollouts of the next one, by another engine."""
+    """One stage and the rollouts of the next one with another engine, so that it loads two policies."""
     run = work / f"run-{name}"
     values = [f'model.path="{base(work, small)}"', *settings(work, small), f'rollout.engine="{name}"', "eval.every=0"]
     values += [] if small else ["schedule.updates_per_stage=16"]
     finish(train(work, run, values, "--until", "rollout:1"))
-    say_drift(run)
+    print_drift(run)
     drifts = [event["stage"] for event in lines(run / "events.jsonl") if event["event"] == "weight_drift"]
     assert [stage for stage, _ in itertools.groupby(drifts)] == [0, 1], "an engine was not compared with the actor"
 

@@ -1,4 +1,4 @@
-"""What `make gpu` does: a step is a process of its own, with a limit of time and what it cannot do without."""
+"""The steps of `make gpu`: each is a process of its own, with a time limit and a check for what it needs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Step:
     command: list[str]
     group: str = "checks"
     limit: int = 240  # seconds
-    lacks: Callable[[], str | None] = lambda: None  # the reason to skip it
+    lacks: Callable[[], str | None] = lambda: None  # returns the reason to skip the step, or None
 
 
 def package(*names: str) -> Callable[[], str | None]:
-    """For `Step.lacks`: these packages, by the names that Python imports."""
+    """A `Step.lacks` for packages, by the names with which Python imports them."""
 
     def lacks() -> str | None:
         missing = [name for name in names if importlib.util.find_spec(name) is None]
@@ -35,7 +35,7 @@ def package(*names: str) -> Callable[[], str | None]:
 
 
 def distribution(name: str) -> Callable[[], str | None]:
-    """For `Step.lacks`: what pip calls ``name``; an engine's CPU build has another name and the same modules."""
+    """A `Step.lacks` for a package by its name in pip: an engine's CPU build has another name and the same modules."""
 
     def lacks() -> str | None:
         found = any(True for _ in importlib.metadata.distributions(name=name))
@@ -45,6 +45,8 @@ def distribution(name: str) -> Callable[[], str | None]:
 
 
 def programs(*names: str) -> Callable[[], str | None]:
+    """A `Step.lacks` for programs on PATH."""
+
     def lacks() -> str | None:
         missing = [name for name in names if shutil.which(name) is None]
         return f"no {' and no '.join(missing)} on PATH" if missing else None
@@ -53,7 +55,7 @@ def programs(*names: str) -> Callable[[], str | None]:
 
 
 def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
-    """In order. ``out`` keeps what is to stay, ``work`` is removed at the end; ``small``: sizes for a rehearsal."""
+    """All steps in order. out: folder of the results; work: removed at the end; small: sizes for a rehearsal."""
 
     def module(name: str, *arguments: object) -> list[str]:
         return [sys.executable, "-W", "ignore", "-m", f"tests.gpu.{name}", *map(str, arguments), *["--small"] * small]
@@ -73,7 +75,7 @@ def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
         Step("build", "nvcc compiles csrc/cuda", module("build"), lacks=programs("cmake", "nvcc")),
         Step(
             "kernels",
-            "CUDA and Triton kernels equal the definitions, repeat their bits and never wait",
+            "CUDA and Triton kernels equal the definitions, give the same bits each time and never wait",
             [*pytest, "tests/kernels/test_gpu.py", *some],
             lacks=package("pytest"),
         ),
@@ -86,15 +88,15 @@ def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
         ),
         Step(
             "quickstart",
-            "a run from a prompt file is killed, continues, and improves the policy; its engine's weights do not drift",
+            "a run from a prompt file is killed, resumes, and improves the policy; its engine's weights do not drift",
             module("runs", "quickstart", "--work", work),
             limit=300,
         ),
         generate("vllm"),
         generate("sglang"),
-        table("ceilings", "what this GPU copies and multiplies", 60),
-        table("token_pass", "the objective of all tokens, fused, against eager torch and torch.compile"),
-        table("selection", "statistics of a whole batch against sorting and the released loops"),
-        table("linear_logprob", "the lm head against materialised logits, Liger and Cut Cross-Entropy"),
-        table("actor_gpu", "updates of layers of Qwen3's sizes: tokens a second, share of the GPU's arithmetic"),
+        table("ceilings", "how fast this GPU copies and multiplies", 60),
+        table("token_pass", "time of the fused token pass against eager torch and torch.compile"),
+        table("selection", "time of batch statistics against sorting and the released loops"),
+        table("linear_logprob", "time of the lm head against materialised logits, Liger and Cut Cross-Entropy"),
+        table("actor_gpu", "updates of layers of Qwen3's sizes: tokens per second, share of the GPU's arithmetic"),
     ]

@@ -1,4 +1,4 @@
-"""One table of `benchmarks/` on this machine's GPU, written to a folder."""
+"""Measures one table of `benchmarks/` on this machine's GPU and writes it to a folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def small_selection() -> list[dict[str, object]]:
 
 
 def without_failures(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """A backend that fails is a cell of the table on a GPU, and an error in a rehearsal."""
+    """The rows of a rehearsal, where a backend that fails is an error; on a GPU it is only a cell of the table."""
     assert not any(row["failed"] for row in rows), rows
     return rows
 
@@ -49,6 +49,7 @@ def small_actor() -> list[dict[str, object]]:
     return actor_gpu.rows(actor_gpu.TINY, ["torch, cuda", "transformer_engine, triton"], side=64)
 
 
+# name: (rows on a GPU, rows of a rehearsal)
 TABLES = {
     "ceilings": (gpu.ceilings, small_ceilings),
     "token_pass": (lambda: gpu.pass_rows(TOKENS, REPEATS), small_pass),

@@ -1,4 +1,4 @@
-"""`make gpu`: what becomes of steps that fail, hang, crash or cannot run; and the whole on the rehearsal device."""
+"""`make gpu`: steps that fail, hang, crash or cannot run, and most of its steps on the rehearsal device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def outcomes(out: Path) -> dict[str, str]:
         return {row["step"]: f"{row['outcome']} {row['why']}".strip() for row in csv.DictReader(file)}
 
 
-def test_what_goes_wrong_in_a_step_stays_there(tmp_path, monkeypatch):
+def test_a_step_that_fails_does_not_affect_the_others(tmp_path, monkeypatch):
     monkeypatch.setitem(BUDGETS, "benchmarks", 0)
     child = tmp_path / "child"
     hanging = (
@@ -59,10 +59,10 @@ def test_what_goes_wrong_in_a_step_stays_there(tmp_path, monkeypatch):
     assert "the planted reason" in page and "a figure" in page and "Not begun" not in page
     pid = int(child.read_text())
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(0.01)  # the kernel's SIGKILL to its whole session is on its way
+        time.sleep(0.01)  # the step's process group has been sent a SIGKILL, which may take a moment
 
 
-def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
+def test_without_a_gpu_the_error_is_one_line(tmp_path):
     command = [sys.executable, "-m", "tests.gpu"]
     environment = os.environ | {"OUT": str(tmp_path / "out"), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -70,8 +70,8 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
     assert done.stdout == "" and done.stderr.startswith("no GPU to test: torch") and done.stderr.count("\n") == 1
 
 
-def test_all_of_it_on_the_rehearsal_device(tmp_path):
-    """Without reasoning-gym and vLLM, whose import is an error here. Small sizes, whose figures mean nothing."""
+def test_steps_pass_on_the_rehearsal_device(tmp_path):
+    """As if reasoning-gym and vLLM were not installed: their import fails. Figures of such small sizes mean nothing."""
     build()
     for name in ("reasoning_gym", "vllm"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('it is not installed')")

@@ -1,4 +1,4 @@
-"""Benchmarks as modules: they are scripts that import each other by name from their own folder."""
+"""Imports benchmarks as modules: they are scripts that import each other by name from their own folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks do where a backend fails, and what credit they give."""
+"""Benchmarks: backends that fail or are wrong, the operations that a method is credited with, timing on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def token_pass(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The benchmark, without the seconds of torch.compile."""
+    """The benchmark, with eager torch in place of torch.compile, which takes seconds."""
     benchmark = load_benchmark("token_pass")
     monkeypatch.setattr(benchmark, "compiled", lambda name, statistics: benchmark.everything(name, "torch", statistics))
     return benchmark
@@ -42,16 +42,16 @@ def test_a_backend_that_is_wrong_is_not_measured(token_pass: ModuleType, monkeyp
     assert row["cpp ms"] == "failed" and "cpp: AssertionError" in row["failed"]
 
 
-def test_a_head_has_credit_for_its_own_products() -> None:
-    """Four, of which materialised logits save one: they are kept from the forward pass."""
+def test_a_head_is_credited_with_its_own_products() -> None:
+    """Four matrix products; three with materialised logits, because the forward pass keeps them."""
     operations = load_benchmark("linear_logprob").operations
     shape = {"tokens": 3, "width": 5, "vocabulary": 7}
     assert operations("materialised", **shape) == (210, 630)
     assert operations("megarl triton", **shape) == (210, 840)
 
 
-def test_a_gpus_time_is_between_events_on_a_cache_without_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In which order what is asked of the GPU: a runtime of the device's that notes it down, whose runs take 5 to 7."""
+def test_gpu_time_is_measured_between_events_after_flushing_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake CUDA runtime records the order of the calls. The measured runs take 7, 5 and 6, so the median is 6."""
     common, tape, durations = load_benchmark("common"), [], iter([0, 0, 0, 7, 5, 6])
 
     class Event:

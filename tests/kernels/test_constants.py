@@ -1,4 +1,4 @@
-"""What `csrc` repeats of `megarl.kernels.constants` and of names is the same there, and nothing in it is left out."""
+"""The headers in `csrc` have the constants, metric names and rules of Python and Triton, and no others."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def header_constants() -> dict[str, Any]:
     return found
 
 
-def test_constants_of_the_headers() -> None:
+def test_headers_have_the_constants_of_python() -> None:
     found = header_constants()
     assert found.keys() == EXPECTED.keys()
     for name, value in EXPECTED.items():
         assert found[name] == pytest.approx(value, rel=1e-15), name
 
 
-def test_the_histogram_ends_where_the_log_ratio_does() -> None:
-    """The last bin is that of the limit, the first beside 0 begins at 2^-14."""
+def test_histogram_covers_log_ratios_up_to_the_limit() -> None:
+    """The last bin contains the limit, and the first bin beside that of 0 begins at 2^-14."""
     assert bits(constants.LOG_RATIO_LIMIT) >> 19 == constants.BINS_PER_SIGN + constants.HISTOGRAM_BASE
     assert bits(2.0**-14) >> constants.HISTOGRAM_SHIFT == constants.HISTOGRAM_BASE + 1
 
@@ -73,8 +73,8 @@ def bits(x: float) -> int:
     return struct.unpack("<i", struct.pack("<f", x))[0]
 
 
-def test_digits_of_the_radix_selection() -> None:
-    """Each level takes the bits that are left, and no more than the CUDA kernel's table has."""
+def test_digits_of_the_radix_selection_cover_all_bits() -> None:
+    """The digits cover all bits without gaps, and none has more bits than the CUDA kernel's table."""
     most = int(re.search(r"kMaxBits = (\d+)", (ROOT / "csrc/cuda/second_moment.cu").read_text())[1])
     for digits, total in (
         (second_moment._VALUE_DIGITS, 31),
@@ -94,7 +94,7 @@ def test_sums_have_the_names_and_the_order_of_the_header() -> None:
 
 
 def test_every_kind_of_device_has_the_same_rules() -> None:
-    """In the header for the CPU and CUDA, by name in the loaded library, and in Triton; with the same quantities."""
+    """The header for CPU and CUDA, the loaded library and Triton have the same rules, with the same quantities."""
     rules = dict(re.findall(r'rule\("(\w+)", ([\w:<>]+)\)', RULES))
     assert rules.keys() == triton_rules.TRITON_RULES.keys()
     assert all(library.has_rule("cpu", rule) for rule in rules) and not library.has_rule("cpu", "clip")
@@ -106,11 +106,11 @@ def test_every_kind_of_device_has_the_same_rules() -> None:
         assert names[last] == triton_rules.TRITON_RULES[rule].quantity, rule
 
 
-def test_triton_and_cpp_approximate_exponentials_alike() -> None:
+def test_triton_and_cpp_approximate_exponentials_with_the_same_numbers() -> None:
     def numbers(source: str) -> list[float]:
         code = re.sub(r"//.*|#.*", "", source)
         found = [float(x) for x in re.findall(r"(?<![\w.])\d+\.\d+(?:e-?\d+)?", code)]
-        return sorted(x for x in found if x not in (0.0, 0.5, 12582912.0))  # what rounds to the nearest integer
+        return sorted(x for x in found if x not in (0.0, 0.5, 12582912.0))  # 12582912 rounds to an integer
 
     for function in ("exponential_remainder", "exponential"):
         theirs = re.search(rf"^MEGARL_INLINE float {function}\(.*?^}}", RULES, re.M | re.S)[0]

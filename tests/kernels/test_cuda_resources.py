@@ -1,4 +1,4 @@
-"""Every CUDA kernel compiled for the GPUs megarl targets, without one: nothing may spill or use a stack."""
+"""Every CUDA kernel, compiled for sm_80 and sm_90 without a GPU, must neither spill registers nor use a stack."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ cuda_resources = load_benchmark("cuda_resources")
 
 
 def compiled(source: Path, architecture: int) -> list[dict[str, Any]]:
-    """What the compiler says of a file; of the same sources, flags and compiler it is remembered from the last run."""
+    """The compiler's report of a file's kernels, from a cache if sources, flags and compiler are as before."""
     flags = ("-Werror", "all-warnings")
     seen = hashlib.sha256(f"{source.name} {architecture} {flags}".encode())
     for path in sorted((ROOT / "csrc").rglob("*.*")):
@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(1024, 2) greedy(const float* in, float* out) {
 """
 
 
-def test_spills_are_seen(tmp_path: Path) -> None:
-    """The check above can fail: 64 values at once in 32 registers."""
+def test_spills_are_detected(tmp_path: Path) -> None:
+    """The check above can fail: this kernel holds 64 values at once, and may use 32 registers."""
     source = tmp_path / "greedy.cu"
     source.write_text(SPILLS)
     (kernel,) = cuda_resources.resources(source, 90)

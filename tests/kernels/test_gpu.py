@@ -1,4 +1,4 @@
-"""The CUDA and Triton backends on a GPU against the definitions on the same device: values, bits, waits.
+"""The CUDA and Triton backends on a GPU: same values as the definitions, same bits each time, no waits.
 
 Without a GPU, or without the CUDA kernels, these tests are skipped; with MEGARL_REQUIRE_GPU=1 they fail instead.
 """
@@ -29,7 +29,7 @@ REQUIRED = os.environ.get("MEGARL_REQUIRE_GPU") == "1"
 pytestmark = pytest.mark.skipif(not (REQUIRED or torch.cuda.is_available()), reason="needs a CUDA device")
 no_kernels = not REQUIRED and library.find_library("cuda") is None
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(no_kernels, reason="the CUDA kernels are not installed"))
-both = pytest.mark.parametrize("backend", [CUDA, "triton"])
+each_backend = pytest.mark.parametrize("backend", [CUDA, "triton"])
 CASES = {
     **{name: kind() for name, kind in OBJECTIVES.items() if kind().fusible},
     "dppo-kl": OBJECTIVES["dppo"](divergence="kl"),
@@ -39,7 +39,8 @@ CASES = {
         for scope in ("sequence", "suffix", "non_trigger_suffix", "trigger")
     },
 }
-LENGTHS = [*BORDERS, 31, 512, 513, 0, 8, 8, 8, 8, 8, 8, 8, 8]  # one thread block a segment, and eight
+# segments with a thread block each, and groups of short ones that share a block
+LENGTHS = [*BORDERS, 31, 512, 513, 0, 8, 8, 8, 8, 8, 8, 8, 8]
 
 
 def on_device(batch: TokenBatch) -> TokenBatch:
@@ -51,6 +52,7 @@ def on_device(batch: TokenBatch) -> TokenBatch:
 
 @contextmanager
 def no_wait() -> Iterator[None]:
+    """Within this context a wait of the host for the device raises an error."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -60,17 +62,17 @@ def no_wait() -> Iterator[None]:
 
 
 def gradient(objective: Objective, batch: TokenBatch, backend: str) -> list[torch.Tensor]:
-    """Every number that a call gives."""
+    """All results of one evaluation: loss, gradient, kept tokens, metrics and histograms."""
     terms = objective(batch, objective.statistics(batch.detach(), None, backend), backend)
     metrics = [x for pair in terms.metrics.values() for x in pair]
     grad = torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0]
     return [terms.loss, grad, terms.kept, *metrics, *terms.histograms.values()]
 
 
-@both
+@each_backend
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(name: str, backend: str) -> None:
-    """A token whose ratio lies within a rounding of a bound may fall on the other side: at most 1 in 10000 does."""
+    """A token whose ratio is within a rounding error of a bound may be clipped differently: at most 1 in 10000 is."""
     batch, objective = on_device(make_batch(LENGTHS)), CASES[name]
     definition, fused = (objective(batch, objective.statistics(batch.detach(), None, b), b) for b in ("torch", backend))
     same = fused.kept == definition.kept
@@ -86,10 +88,10 @@ def test_equals_the_definition(name: str, backend: str) -> None:
         assert torch.equal(fused.histograms[key], counts), key
 
 
-@both
+@each_backend
 @pytest.mark.parametrize("name", TRITON_RULES)
-def test_inherited_values(name: str, backend: str) -> None:
-    """What the chunks of a context-parallel rank take over, against the C++ pass."""
+def test_inherited_values_act_as_in_cpp(name: str, backend: str) -> None:
+    """What chunks of a context-parallel rank inherit from the rest of their sequence has the same effect as in C++."""
     batch = make_batch([5, 900, 0, 8, 40])
     g = torch.Generator().manual_seed(1)
     prefix_min = torch.where(torch.rand(5, generator=g) < 0.4, torch.inf, -torch.rand(5, generator=g))
@@ -111,9 +113,9 @@ def test_inherited_values(name: str, backend: str) -> None:
     torch.testing.assert_close(ours.sums.cpu(), theirs.sums, rtol=1e-5, atol=1e-3)
 
 
-@both
+@each_backend
 @pytest.mark.parametrize("name", CASES)
-def test_same_bits_and_no_wait(name: str, backend: str) -> None:
+def test_results_repeat_bit_for_bit_without_a_wait(name: str, backend: str) -> None:
     batch, objective = on_device(make_batch(LENGTHS)), CASES[name]
     first = gradient(objective, batch, backend)  # compiles, and makes the constants
     with no_wait():
@@ -122,8 +124,8 @@ def test_same_bits_and_no_wait(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_lm_head_equals_the_reference_without_a_wait(dtype: torch.dtype) -> None:
-    """Log-probs and entropy to float32's roundings of the logits, gradients to those of their own dtype."""
+def test_lm_head_equals_the_definition_without_a_wait(dtype: torch.dtype) -> None:
+    """Log-probs and entropy are exact to the rounding of float32 logits, gradients to that of their own dtype."""
     g = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(300, 256, generator=g, device="cuda").to(dtype).requires_grad_()
     weight = (torch.randn(5003, 256, generator=g, device="cuda") / 16).to(dtype).requires_grad_()
@@ -147,7 +149,7 @@ def test_lm_head_equals_the_reference_without_a_wait(dtype: torch.dtype) -> None
         torch.testing.assert_close(ours.double(), right, rtol=step, atol=2 * step * right.abs().max().item())
 
 
-def test_prefix_min_of_the_definition() -> None:
+def test_prefix_minimum_equals_that_of_the_cpu() -> None:
     g = torch.Generator().manual_seed(0)
     lengths = [0, 1, 1023, 1024, 1025, 5000]
     log_ratio = torch.randn(sum(lengths), generator=g).cumsum(0)

@@ -1,4 +1,4 @@
-"""Finding and loading the compiled kernels: what is said where they are missing or outdated."""
+"""Finding and loading the compiled kernels: the errors where they are missing or outdated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from megarl.kernels import library
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_missing_library_names_the_remedy(installed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_error_for_a_missing_library_names_the_remedy(
+    installed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     if installed:
         empty = importlib.metadata.PathDistribution(tmp_path / "megarl.dist-info")
         monkeypatch.setattr(importlib.metadata, "distribution", lambda name: empty)

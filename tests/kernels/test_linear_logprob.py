@@ -1,4 +1,4 @@
-"""The fused lm head against its definition and finite differences, whole and split over ranks."""
+"""The fused lm head compared with its definition and finite differences, on one rank and split over two."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_equals_materialised_logits(chunk_tokens: int | None, temperature: float
     assert not grads[1][VOCAB:].any()
 
 
-def test_gradcheck() -> None:
+def test_gradients_agree_with_finite_differences() -> None:
     hidden, weight, targets = problem()
     assert gradcheck(
         lambda h, w: linear_logprob(h, w, targets, 0.7, chunk_tokens=4, vocab_size=VOCAB), (hidden, weight)
@@ -67,7 +67,7 @@ def test_two_tokens_by_hand() -> None:
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
 def test_frozen_input_costs_no_gradient(needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One product for each of the three chunks: that of the input that is frozen is not computed at all."""
+    """One matrix product for each of the three chunks: the gradient of the frozen input is not computed."""
     products: list[torch.Tensor] = []
     plain = fused._product
     monkeypatch.setattr(fused, "_product", lambda *a, **k: products.append(z := plain(*a, **k)) or z)
@@ -81,7 +81,7 @@ def test_frozen_input_costs_no_gradient(needs: tuple[bool, bool], monkeypatch: p
     assert {len(z) for z in products} == ({5, 3} if needs[0] else {PADDED})
 
 
-def test_no_tokens() -> None:
+def test_no_tokens_give_empty_outputs_and_a_zero_gradient() -> None:
     hidden, weight, targets = problem()
     logprobs, entropy = linear_logprob(hidden[:0], weight, targets[:0])
     assert logprobs.shape == entropy.shape == (0,)
@@ -114,7 +114,7 @@ def test_half_precision_inputs_give_float32_logits(dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_default_chunk_bounds_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_chunk_fits_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     plain = plain_torch._logits
     monkeypatch.setattr(plain_torch, "_logits", lambda *a: sizes.append((z := plain(*a)).numel() * z.itemsize) or z)
@@ -125,8 +125,8 @@ def test_default_chunk_bounds_the_logits(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(sizes) == 6
 
 
-def test_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows a product goes by blocks of its rows; their size changes nothing."""
+def test_size_of_row_blocks_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The elementwise work after a matrix product runs over blocks of its rows."""
     hidden, weight, targets = problem()
     whole = linear_logprob(hidden, weight, targets, 0.7)
     grads = gradients(whole, [hidden, weight], "both")
@@ -136,7 +136,7 @@ def test_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(gradients(blocks, [hidden, weight], "both"), grads, rtol=0, atol=0)
 
 
-def test_saved_state_is_two_numbers_a_token() -> None:
+def test_two_numbers_per_token_are_saved_for_the_backward_pass() -> None:
     hidden, weight, targets = problem(torch.float32)
     saved: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
@@ -147,8 +147,8 @@ def test_saved_state_is_two_numbers_a_token() -> None:
     assert all(x.shape == (TOKENS,) for x in beside_the_inputs)
 
 
-def test_unlikely_tokens_cost_no_more() -> None:
-    """torch's exp takes a hundred times as long where its result is subnormal, as for a logit 95 below the top."""
+def test_unlikely_tokens_take_no_longer() -> None:
+    """torch's exp takes a hundred times as long where its result is subnormal, such as exp(-95)."""
     hidden, weight = torch.eye(64), torch.zeros(20000, 64)
     targets = torch.zeros(64, dtype=torch.long)
 
@@ -164,7 +164,7 @@ def test_unlikely_tokens_cost_no_more() -> None:
     assert seconds(95.0) < 5 * seconds(1.0)
 
 
-def test_backend_must_exist() -> None:
+def test_unknown_backend_is_refused() -> None:
     hidden, weight, targets = problem()
     with pytest.raises(UserError, match="'cuda'; expected one of torch, triton"):
         linear_logprob(hidden, weight, targets, backend="cuda")
@@ -186,8 +186,8 @@ def test_triton_needs_a_gpu() -> None:
         linear_logprob(hidden, weight, targets, backend="triton")
 
 
-def test_the_benchmark_compares_with_a_liger_that_computes_the_same() -> None:
-    """float32 on a CPU; for bfloat16 Liger 0.8 rounds logits and gradients."""
+def test_liger_in_the_benchmark_computes_the_same() -> None:
+    """In float32 on a CPU; in bfloat16 Liger 0.8 rounds logits and gradients."""
     hidden, weight, targets = problem(torch.float32)
     logprobs = load_benchmark("linear_logprob").HEADS["liger"](hidden, weight, targets)
     wanted, _ = definition.linear_logprob(hidden, weight, targets)
@@ -206,13 +206,13 @@ def test_target_outside_the_vocabulary_is_nan_and_has_no_gradient() -> None:
     assert grad.isfinite().all() and grad.any(1).logical_not().nonzero().flatten().tolist() == [3, 5]
 
 
-def test_vocabulary_size_must_fit() -> None:
+def test_vocabulary_larger_than_the_weight_is_refused() -> None:
     hidden, weight, targets = problem()
     with pytest.raises(ValueError, match="vocab_size is 25; expected 1 to 24"):
         linear_logprob(hidden, weight, targets, vocab_size=25)
 
 
-SPLITS = (PADDED, VOCAB, 11)  # 11: the second rank holds nothing but padding
+VOCABULARIES = (PADDED, VOCAB, 11)  # on two ranks; with 11 the second rank has nothing but padding
 
 
 def _rank(rank: int, ranks: int, directory: str) -> None:
@@ -220,7 +220,7 @@ def _rank(rank: int, ranks: int, directory: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
     group = dist.group.WORLD
     result = {}
-    for vocab in SPLITS:
+    for vocab in VOCABULARIES:
         hidden, weight, targets = problem()
         targets = targets % vocab
         shard = weight.detach().chunk(ranks)[rank].clone().requires_grad_()
@@ -241,7 +241,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 
 
 @pytest.mark.parametrize("uses", ["logprobs", "both"])
-@pytest.mark.parametrize("vocab", SPLITS)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_vocabulary_split_over_two_ranks(two_ranks: list[dict[Any, Any]], vocab: int, uses: str) -> None:
     hidden, weight, targets = problem()
     wanted = definition.linear_logprob(hidden, weight, targets % vocab, 0.7, vocab)
@@ -255,5 +255,5 @@ def test_vocabulary_split_over_two_ranks(two_ranks: list[dict[Any, Any]], vocab:
 
 def test_target_outside_a_split_vocabulary_is_nan(two_ranks: list[dict[Any, Any]]) -> None:
     for rank in two_ranks:
-        for vocab in SPLITS:
+        for vocab in VOCABULARIES:
             assert rank[vocab].isnan().nonzero().flatten().tolist() == [3]

@@ -1,4 +1,4 @@
-"""The compiled token pass as an operation: threads, blocks, registration, errors.
+"""The compiled token pass as a torch operation: threads, blocks, registration, errors.
 
 Its values are tested against the papers in tests/objectives, its segments under context parallelism in
 tests/distributed."""
@@ -42,8 +42,8 @@ BORDERS = [255, 256, 257, 0, 0, 1, 511, 1, 0, 513, 16383, 1, 16385, 3, 40000, 0]
 
 
 @pytest.mark.parametrize("name", ["mu_grpo", "gspo", "minpro", "m2po", "topr"])
-def test_tiles_and_blocks_have_no_borders(name: str) -> None:
-    """Lengths around the tile (256) and the block (16384), empty ones among them, against the definition."""
+def test_responses_across_tiles_and_blocks(name: str) -> None:
+    """Lengths near that of a tile (256) and of a block (16384), and empty responses, compared with the definition."""
     batch = make_batch(BORDERS)
     objective = OBJECTIVES[name]()
     definition, fused = objective(batch), objective(batch, backend="cpp")
@@ -56,7 +56,7 @@ def test_tiles_and_blocks_have_no_borders(name: str) -> None:
 
 
 def digest(threads: int) -> str:
-    """Of everything that every objective computes, with so many threads of OpenMP."""
+    """Checksum of everything that the fused objectives compute with this number of OpenMP threads."""
     openmp = library.load_library("cpu")
     openmp.omp_set_num_threads(threads)
     assert openmp.omp_get_max_threads() == threads
@@ -75,7 +75,7 @@ def digest(threads: int) -> str:
 
 
 def test_every_number_of_threads_gives_the_same_bytes() -> None:
-    """In a new process: no fork survives threads of OpenMP, neither theirs in it nor its own in a later fork."""
+    """In a new process, since OpenMP's threads do not survive a fork: tests may run in a fork, and may fork."""
     code = "from tests.kernels.test_token_pass import digest; print(*map(digest, (1, 2, 3, 7)))"
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     digests = fresh.stdout.split()
@@ -88,7 +88,7 @@ def as_tokens(batch: TokenBatch) -> Tokens:
 
 
 def test_the_operation_is_registered_correctly() -> None:
-    """Schema, fake, autograd and tracing: torch's own checks."""
+    """torch's own checks of schema, fake implementation, autograd and tracing pass."""
     batch = make_batch([5, 0, 9])
     tokens = as_tokens(batch)
     arguments = (
@@ -98,7 +98,7 @@ def test_the_operation_is_registered_correctly() -> None:
     torch.library.opcheck(token_pass_compiled, arguments)
 
 
-def test_wrong_input_is_named() -> None:
+def test_error_names_the_wrong_input() -> None:
     batch = make_batch([5, 9])
     rule = Rule("reinforce", constants((), torch.device("cpu")))
     with pytest.raises(UserError, match=r"kernel backend is 'numpy'; expected one of torch, cpp, cuda, triton"):
@@ -123,10 +123,10 @@ def test_wrong_input_is_named() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.7])
-def test_segment_summary_equals_its_torch_version(threshold: float) -> None:
+def test_segment_summary_equals_its_definition(threshold: float) -> None:
     batch = make_batch(BORDERS[:10])
     batch.rollout_logprobs[~batch.loss_mask] = torch.nan
-    batch.rollout_logprobs[300], batch.loss_mask[300] = torch.nan, True  # a NaN that trains, in segment 1
+    batch.rollout_logprobs[300], batch.loss_mask[300] = torch.nan, True  # a NaN at a trained token, in segment 1
     bound = torch.tensor(threshold)
     ours, definition = (segment_summary(as_tokens(batch.detach()), bound, b) for b in ("cpp", "torch"))
     torch.testing.assert_close(ours.least, definition.least, rtol=0, atol=0, equal_nan=True)
@@ -155,7 +155,7 @@ class Launches(TorchDispatchMode):
     ("name", "backend"), [(name, "torch") for name in OBJECTIVES] + [(name, "cpp") for name in FUSED]
 )
 def test_launches_are_constant_and_nothing_waits(name: str, backend: str) -> None:
-    """Statistics, loss, gradient: as many operations for 20 tokens as for 2000, none of which reads a value."""
+    """Statistics, loss and gradient take as many operations for 20 tokens as for 2000; none reads a value."""
     objective = build_objective(name, {})
     counts = []
     for lengths in ([9, 11], [500] * 4, [40] * 50):

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiled for the GPUs megarl targets, without one: nothing may spill, and it must fit."""
+"""Every Triton kernel, compiled for its architectures without a GPU, must not spill and must fit into shared memory."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ SPECS, SHARED_MEMORY, resources = benchmark.SPECS, benchmark.SHARED_MEMORY, benc
 
 @functools.cache
 def compiled(index: int) -> Any:
-    """The resources of one of SPECS, once for all tests."""
+    """The resources of SPECS[index], compiled once for all tests."""
     return resources(SPECS[index])
 
 
 @pytest.mark.parametrize("index", range(len(SPECS)), ids=lambda i: f"sm_{SPECS[i].architecture} {SPECS[i].name}")
-def test_no_spills_and_no_stack(index: int) -> None:
+def test_no_spills_no_stack_and_enough_shared_memory(index: int) -> None:
     spec, used = SPECS[index], compiled(index)
     assert used.spills == 0 and used.stack_bytes == 0, used
     assert used.shared_bytes <= SHARED_MEMORY[spec.architecture] * 1024, used
 
 
 @pytest.mark.parametrize("index", [i for i, spec in enumerate(SPECS) if spec.architecture == 90], ids=str)
-def test_registers_leave_room_for_the_blocks_that_the_launch_counts_on(index: int) -> None:
-    """Of sm_90's 65536 registers: two blocks of the token pass, one of the lm head. The version: `make test-triton`."""
+def test_registers_suffice_for_the_blocks_per_multiprocessor(index: int) -> None:
+    """Two blocks of the token pass, or one of the lm head, fit into a multiprocessor's 65536 registers on sm_90.
+
+    `make test-triton` says which version of Triton it expects.
+    """
     spec, used = SPECS[index], compiled(index)
     assert triton.__version__ == os.environ.get("MEGARL_TRITON", triton.__version__)
     blocks = 2 if spec.name.startswith("token_pass") else 1
@@ -44,7 +47,7 @@ def test_registers_leave_room_for_the_blocks_that_the_launch_counts_on(index: in
 
 
 def test_every_kernel_is_compiled_for_every_architecture() -> None:
-    """A kernel is what its module launches: by convention its name ends with _kernel."""
+    """The names of kernels, and of nothing else, end with _kernel."""
     found = {
         (module.name, name)
         for module in pkgutil.walk_packages(megarl.kernels.__path__, "megarl.kernels.")
@@ -58,15 +61,15 @@ def test_every_kernel_is_compiled_for_every_architecture() -> None:
         assert compiled == found
 
 
-def test_spills_are_seen() -> None:
-    """The check above can fail: the same kernel with too few registers."""
+def test_spills_are_detected() -> None:
+    """The check above can fail: a kernel that may use too few registers spills."""
     spec = next(s for s in SPECS if s.architecture == 80 and "statistics" in s.name)
     used = resources(replace(spec, options=spec.options | {"maxnreg": 64}))
     assert used.registers <= 64 and used.spills > 0 and used.stack_bytes > 0
 
 
 def test_matrix_units_and_wide_loads_are_used() -> None:
-    """Half precision goes through the matrix units, and operands come 128 bits or a tile at a time."""
+    """The lm head multiplies bfloat16 on the matrix units and loads 128 bits or a tile at a time."""
     for index, spec in enumerate(SPECS):
         if spec.name in ("linear_logprob.statistics bf16", "linear_logprob.logit_gradients bf16"):
             used = compiled(index)

@@ -1,7 +1,7 @@
-"""The papers' formulas, read literally: float64, one Python loop a sum, one scalar a token.
+"""The papers' formulas, read literally in float64: a sum is a Python loop, a token is a scalar.
 
-Every function maps a batch to {token: objective value (0-d, differentiable)} and {token: does its gradient survive}.
-Untrained tokens are simply not there.
+The function of an objective maps the trained tokens of a batch, by response, to two dicts with token indices as keys:
+the objective's value (0-d, differentiable) and whether the token keeps its gradient.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ LIMIT = 20.0
 
 
 class Token:
+    """A trained token: ``l`` is its clamped log-ratio and ``rho`` its ratio, both differentiable."""
+
     def __init__(self, index: int, logprob: torch.Tensor, rollout: float, old: float, a: float) -> None:
         self.index, self.logprob, self.rollout, self.old, self.a = index, logprob, rollout, old, a
         raw = logprob - rollout
@@ -27,7 +29,7 @@ class Token:
 
 
 def responses(batch: TokenBatch, logprobs: torch.Tensor) -> list[list[Token]]:
-    """Trained tokens by response; logprobs [T] float64 with gradient."""
+    """The trained tokens of each response; logprobs: [T] float64 with gradient."""
     bounds, mask = batch.cu_seqlens.tolist(), batch.loss_mask.tolist()
     columns = zip(
         logprobs.unbind(),
@@ -75,14 +77,14 @@ def gppo(rs, eps_low=0.2, eps_high=0.28):
         for t in o:
             low, high = ((1 + side) / sg(t.rho) * t.rho for side in (-eps_low, eps_high))
             bounded = torch.maximum(torch.minimum(t.rho, high), low)
-            # min() of two equal numbers, of which torch would take half of each gradient
+            # not torch.minimum, which takes half of each gradient where the two numbers are equal
             value[t.index] = bounded * t.a if past_bound(t.rho, t.a, 1 - eps_low, 1 + eps_high) else t.rho * t.a
             kept[t.index] = not t.clamped
     return value, kept
 
 
 def gspo(rs, eps=2e-3):
-    """Its own form: one objective a response. Here each token carries it, so that the mean over tokens is the value."""
+    """Each token carries the objective of its response (`gspo_sequence`), which is then the mean over its tokens."""
     value, kept = {}, {}
     for o in rs:
         if not o:
@@ -97,7 +99,7 @@ def gspo(rs, eps=2e-3):
 
 
 def gspo_sequence(rs, eps=2e-3):
-    """Eq. 5: one value a response with tokens."""
+    """Eq. 5: one value for each response with trained tokens."""
     values = []
     for o in rs:
         if o:
@@ -180,7 +182,7 @@ def m2po(rs, threshold=0.04):
 
 
 def m2po_released(rs, threshold=0.04):
-    """The authors' `_solve_tau_from_sorted_delta2` and PPO clip, without its 1e-12 guards."""
+    """The authors' `_solve_tau_from_sorted_delta2`, without its guards of 1e-12, and their PPO clip."""
     squares = sorted(t.l_value**2 for t in trust_region(rs))
     low, high = 0.0, math.inf
     if squares and sum(squares) / len(squares) > threshold:
@@ -189,7 +191,7 @@ def m2po_released(rs, threshold=0.04):
             if v * (len(squares) - k - 1) + sum(squares[: k + 1]) >= threshold * len(squares):
                 tau = 0.0 if k == 0 else squares[k - 1] ** 0.5
                 break
-        # a token at the level itself stays; exp(l) and exp(tau) may differ in their last bit
+        # a token exactly at the level keeps its gradient, but exp(l) and exp(tau) may differ in their last bit
         low, high = math.exp(-tau) * (1 - 1e-12), math.exp(tau) * (1 + 1e-12)
     value, kept = {}, {}
     for o in rs:
@@ -214,7 +216,7 @@ def bapo_bounds(rs, rho0=0.4, low=0.6, low_end=0.9, low_step=0.02, high=1.2, hig
     tiny = 1e-9  # .6 + 15 * .02 must count as .9
     most = max((t.rho_value for t in tokens), default=0.0)
     while contribution() < rho0 and low + low_step <= low_end + tiny:
-        if high_end == math.inf and high >= most:  # it would go on for ever: nothing is clipped above
+        if high_end == math.inf and high >= most:  # the loop would never end: nothing is clipped above
             return low, math.inf
         if high + high_step <= high_end + tiny:
             high += high_step
@@ -317,7 +319,10 @@ def full_prefix(rs, eps_low=1.0, eps_high=4.0):
 
 
 def prefix_filter(rs, fraction=0.01, eps_low=1.0, eps_high=4.0):
-    """Tokens that equal the first one that stays all stay; equal to 2^-30, since float64 adds in an order."""
+    """Removes the tokens with the lowest prefix sums, but none that equals the lowest one that is kept.
+
+    Sums within 2^-30 count as equal, because a sum of floats depends on the order of its terms.
+    """
     sums = {t.index: sum(s.l_value for s in o[: i + 1]) for o in rs for i, t in enumerate(o)}
     ranked = sorted(sums.values())
     removed = int(fraction * len(ranked) + 1e-9)
@@ -328,7 +333,7 @@ def prefix_filter(rs, fraction=0.01, eps_low=1.0, eps_high=4.0):
 
 
 def prefix_ratio_grpo_full(rs, eps=0.2):
-    """Eq. 3-5 without a stop-gradient: autograd goes through the minimum, to the first of equals."""
+    """Eq. 3-5 without a stop-gradient: gradients also go through the minimum, to the first token that attains it."""
     value, kept = {}, {}
     for o in rs:
         for i, t in enumerate(o):
@@ -343,7 +348,7 @@ def sapo(rs, positive=1.0, negative=1.05):
     for o in rs:
         for t in o:
             tau = positive if t.a > 0 else negative
-            # sigmoid(x) as 1 / (1 + e^-x): torch.sigmoid's gradient loses 1 - sigmoid(x) where that is small
+            # not torch.sigmoid, whose gradient is imprecise where 1 - sigmoid(x) is small
             value[t.index] = 4 / tau / (1 + torch.exp(-tau * (t.rho - 1))) * t.a
             kept[t.index] = not t.clamped
     return value, kept

@@ -1,4 +1,4 @@
-"""Random packed batches with everything that breaks objectives: ties, empty masks, one-token responses, extremes."""
+"""Random packed batches with what tends to break objectives: ties, empty masks, one-token responses, extreme ratios."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ KINDS = ("continuous", "ties", "extreme", "short", "zero_advantages", "empty_mas
 
 
 def random_batch(seed: int, kind: str | None = None) -> TokenBatch:
-    """A float32 batch of up to 7 responses of up to 9 tokens; untrained tokens hold NaN in every third batch."""
+    """A float32 batch of at most 7 responses of at most 9 tokens. Untrained tokens hold NaN where seed % 3 is 1."""
     kind = kind or KINDS[seed % len(KINDS)]
     g = torch.Generator().manual_seed(seed)
     responses = int(torch.randint(1, 8, (), generator=g))

@@ -1,4 +1,4 @@
-"""Advantages, worked out by hand."""
+"""Advantages compared with values worked out by hand."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_batch_normalised_has_mean_zero_and_deviation_one_over_the_batch() -> No
     got = group_advantages(REWARDS, "batch_normalised")
     assert float(got.mean()) == pytest.approx(0, abs=1e-6)
     assert float(got.std()) == pytest.approx(1, abs=1e-5)
-    assert (got[2] != 0).all(), "a group without variance still stands out from the batch"
+    assert (got[2] != 0).all(), "a group without variance must still differ from the mean of the batch"
 
 
 def test_groups_without_variance_get_exactly_zero() -> None:
-    """.7 differs from the mean of three of it by a rounding error, and the error over 1e-6 is not 0."""
+    """The mean of three times .7 differs from .7 by a rounding error, which the division by 1e-6 would magnify."""
     rewards = torch.full((1, 3), 0.7, dtype=torch.float64)
     assert (rewards - rewards.mean()).abs().max() > 0
     for kind in ("group_mean_std", "group_mean", "leave_one_out"):
@@ -51,13 +51,13 @@ def test_groups_without_variance_get_exactly_zero() -> None:
     assert zero_variance(REWARDS).tolist() == [False, False, True]
 
 
-def test_numpy_rewards_and_result_type() -> None:
+def test_numpy_rewards_give_float32_tensors() -> None:
     got = group_advantages(np.asarray(REWARDS), "group_mean")
     assert got.dtype == torch.float32 and got.shape == (3, 4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_advantages_do_not_change_when_every_reward_moves_alike(kind: str) -> None:
+def test_advantages_do_not_change_when_a_constant_is_added_to_all_rewards(kind: str) -> None:
     torch.testing.assert_close(
         group_advantages(REWARDS + 5, kind), group_advantages(REWARDS, kind), atol=1e-5, rtol=1e-4
     )
@@ -72,7 +72,7 @@ def test_advantages_do_not_change_when_every_reward_moves_alike(kind: str) -> No
         (torch.tensor([[0.0, math.nan]]), "group_mean", ["rewards[0, 1]", "nan"]),
     ],
 )
-def test_wrong_rewards_are_named(rewards: torch.Tensor, kind: str, words: list[str]) -> None:
+def test_error_names_the_wrong_kind_shape_or_reward(rewards: torch.Tensor, kind: str, words: list[str]) -> None:
     with pytest.raises(UserError) as error:
         group_advantages(rewards, kind)
     assert all(word in str(error.value) for word in words), str(error.value)

@@ -1,4 +1,4 @@
-"""Every objective equals its paper, read literally in float64, on 504 random batches: value, mask, gradient."""
+"""Every objective has its paper's loss, mask and gradient, read literally in float64, on 504 random batches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CASES = {
 
 @cache
 def batch_and_tokens(seed: int) -> tuple[TokenBatch, torch.Tensor, list[list[papers.Token]]]:
-    """A batch, its log-probs in float64 [T] and its trained tokens; their graph is shared by all cases."""
+    """A batch, its log-probs in float64 [T], and its trained tokens by response. All cases share the autograd graph."""
     batch = random_batch(seed)
     precise = batch.logprobs.detach().double().requires_grad_()
     return batch, precise, papers.responses(batch, precise)
@@ -68,15 +68,15 @@ def describe(seeds: torch.Tensor) -> str:
     return ", ".join(f"seed {seed} ({KINDS[seed % len(KINDS)]})" for seed in seeds.unique().tolist())
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor, what: str, seeds: torch.Tensor) -> None:
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor, what: str, seeds: torch.Tensor) -> None:
     wrong = ~torch.isclose(ours, theirs, rtol=2e-5, atol=1e-6)
     assert not wrong.any(), f"{what}: {ours[wrong]} and {theirs[wrong]} in {describe(seeds[wrong])}"
 
 
 def evaluate(objective: Objective, batches: list[TokenBatch], backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and kept tokens of every batch, one after the other.
+    """Loss and kept tokens of all batches, concatenated.
 
-    A loss that depends on its own sequence alone is computed for all batches at once, as sequences of one batch.
+    An objective without statistics of the batch treats each sequence alone, so all batches are evaluated as one.
     """
     together = batches if objective.needs_statistics else [TokenBatch.concatenate(batches)]
     terms = [objective(batch, backend=backend) for batch in together]
@@ -99,7 +99,7 @@ def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
     expected, expected_kept = torch.stack(values), torch.tensor(kept)
     sizes = [batch.logprobs.numel() for batch in batches]
     weights = torch.cat([torch.linspace(0.5, 1.5, size) for size in sizes])
-    if objective.couples_tokens:  # weights of the aggregation are those of responses
+    if objective.couples_tokens:  # all tokens of a response need the same weight
         whole = TokenBatch.concatenate(batches)
         weights = torch.linspace(0.5, 1.5, whole.cu_seqlens.numel() - 1)[whole.sequence_ids]
     mask = torch.cat([batch.loss_mask for batch in batches])
@@ -111,15 +111,15 @@ def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
         (wrong,) = (ours_kept != expected_kept).nonzero(as_tuple=True)
         assert not len(wrong), f"{name}, {backend}: tokens of {describe(seeds[wrong])}"
         assert (loss[~mask] == 0).all()
-        close(loss.double(), expected.detach(), f"{name}, {backend}, loss", seeds)
+        assert_close(loss.double(), expected.detach(), f"{name}, {backend}, loss", seeds)
         ours = torch.cat(torch.autograd.grad((loss * weights).sum(), [batch.logprobs for batch in batches]))
-        close(ours.double(), theirs, f"{name}, {backend}, gradient", seeds)
+        assert_close(ours.double(), theirs, f"{name}, {backend}, gradient", seeds)
     assert int(expected_kept.sum()) > 1000
     assert int((mask & ~expected_kept).sum()) > 20 or name in ("cispo", "full_prefix", "minpro", "topr", "vespo")
 
 
 def test_gspo_tokens_average_to_the_sequence_objective() -> None:
-    """Eq. 5 of GSPO: weighting tokens by 1 / length gives value and gradient of one clipped ratio a response."""
+    """Eq. 5 of GSPO: tokens weighted by 1 / length give value and gradient of one clipped ratio per response."""
     for seed in range(100):
         batch = random_batch(seed, "continuous")
         precise = batch.logprobs.detach().double().requires_grad_()
@@ -152,7 +152,7 @@ def test_gspo_tokens_average_to_the_sequence_objective() -> None:
     ],
 )
 @pytest.mark.parametrize("variant", ["paper", "released"])
-def test_bapo_stops_at_the_state_where_its_loop_stops(variant: str, settings: dict[str, float]) -> None:
+def test_bapo_finds_the_bounds_at_which_the_loop_stops(variant: str, settings: dict[str, float]) -> None:
     names = {"positive_target": "target" if variant == "released" else "rho0", "low_start": "low", "high_start": "high"}
     literal = papers.bapo_released_bounds if variant == "released" else papers.bapo_bounds
     objective = OBJECTIVES["bapo"](variant=variant, **settings)
@@ -173,8 +173,8 @@ def test_bapo_stops_at_the_state_where_its_loop_stops(variant: str, settings: di
 @pytest.mark.parametrize("settings", [{}, {"low_end": 0.6}])
 @pytest.mark.parametrize("variant", ["paper", "released"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_bapo_without_an_end_of_the_upper_bound(backend: str, variant: str, settings: dict[str, float]) -> None:
-    """Table 6's [1.2, inf]: the state at which the loop stops, however far, or a bound that clips nothing."""
+def test_bapo_with_an_unlimited_upper_bound(backend: str, variant: str, settings: dict[str, float]) -> None:
+    """Table 6 has [1.2, inf]: the bound is where the loop stops, however far that is, or clips nothing."""
     name = "target" if variant == "released" else "rho0"
     literal = papers.bapo_released_bounds if variant == "released" else papers.bapo_bounds
     found = []
@@ -182,11 +182,11 @@ def test_bapo_without_an_end_of_the_upper_bound(backend: str, variant: str, sett
         batch = random_batch(seed)
         ends, low = torch.tensor([1.2, BEYOND]).double(), torch.tensor([0.6 if variant == "paper" else 0.9]).double()
         good, bad = contributions(batch, low, ends, variant == "paper", None)
-        shares = good / (good + bad if variant == "paper" else bad + 1e-8)  # at both ends of the way
+        shares = good / (good + bad if variant == "paper" else bad + 1e-8)  # with the least and the largest upper bound
         target = float(shares.mean()) if seed % 3 and shares[1] > shares[0] + 1e-6 else 0.4
         objective = OBJECTIVES["bapo"](variant=variant, high_end=math.inf, positive_target=target, **settings)
         rs = papers.responses(batch, batch.logprobs.detach().double())
-        if max((t.rho_value for o in rs for t in o), default=0.0) > 50:  # a long way, step by step
+        if max((t.rho_value for o in rs for t in o), default=0.0) > 50:  # the literal loop would take too many steps
             continue
         low, high = literal(rs, high_end=math.inf, **{name: target}, **settings)
         bounds = objective.statistics(batch.detach(), None, backend)
@@ -201,8 +201,8 @@ def test_bapo_without_an_end_of_the_upper_bound(backend: str, variant: str, sett
     assert (math.inf in found and any(1.21 < high < 50 for high in found)) == moves
 
 
-def test_bapo_walks_52_states_with_the_defaults() -> None:
-    """Adding floats would stop at .88 and 2.9999."""
+def test_bapo_reaches_the_end_of_both_default_bounds() -> None:
+    """Adding up steps of .02 in floats would end at .88, because the next sum exceeds .9 by a rounding error."""
     batch = random_batch(3, "continuous")
     batch = replace(batch, advantages=-torch.ones_like(batch.advantages), loss_mask=torch.ones_like(batch.loss_mask))
     bounds = OBJECTIVES["bapo"]().statistics(replace(batch, rollout_logprobs=torch.zeros_like(batch.advantages)))
@@ -235,8 +235,8 @@ def test_released_m2po_mutes_more_than_the_paper() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, (objective, _) in CASES.items() if objective.fusible])
-def test_the_fused_pass_reports_the_metrics_of_the_definition(name: str) -> None:
-    """Names, sums, counts and histograms; a sum may lose what its largest terms cannot hold."""
+def test_fused_pass_has_the_metrics_of_the_definition(name: str) -> None:
+    """Names, counts and histograms are equal; sums agree within float32 rounding of the total."""
     objective, _ = CASES[name]
     rows: list[list[torch.Tensor]] = []
     for seed in range(160):

@@ -1,4 +1,4 @@
-"""What can evaluate an objective, said before any process starts; a new objective needs no fused rule to train."""
+"""The backends that can evaluate an objective, checked before any process starts. A new one needs no fused rule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FUSED = ("cpp", "triton", "cuda")
 
 @dataclass(frozen=True)
 class HalfReinforce(Objective):
-    """All that a new objective needs: rho A / 2."""
+    """The least that a new objective must define, here rho A / 2."""
 
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
@@ -32,13 +32,13 @@ class HalfReinforce(Objective):
 
 @dataclass(frozen=True)
 class WithoutKernels(HalfReinforce):
-    """Names a rule that no kind of device has."""
+    """An objective that names a rule which no kind of device has."""
 
     def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
         return Rule("half", torch.zeros(1, dtype=torch.float64))
 
 
-def test_an_objective_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_objective_takes_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OBJECTIVES, "half", HalfReinforce)
     objective = build_objective("half", {"aggregation": "sequence_mean", "opsm": {}})
     objective.check("torch", mixes_policies=False)
@@ -52,7 +52,7 @@ def test_an_objective_is_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("backend", FUSED)
 @pytest.mark.parametrize("options", [{}, {"opsm": {}}])
-def test_an_objective_without_a_rule_is_refused(
+def test_fused_backends_refuse_an_objective_without_a_rule(
     backend: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "has_rule", lambda device, rule, has=library.has_rule: has("cpu", rule))
@@ -62,13 +62,13 @@ def test_an_objective_without_a_rule_is_refused(
             build_objective("half", options).check(backend, mixes_policies=False)
 
 
-# what a rule would have to know, the fused pass does not compute: prefix sums, the gradient of a minimum
+# the fused pass does not compute what rules for these would need: prefix sums, the gradient of a minimum
 WITHOUT_RULES = {"full_prefix": {}, "prefix_filter": {}, "prefix_ratio_grpo": {"prefix_gradient": "full"}}
 
 
 @pytest.mark.parametrize("name", WITHOUT_RULES)
 @pytest.mark.parametrize("backend", FUSED)
-def test_what_has_no_rule_is_refused_and_runs_in_torch(name: str, backend: str) -> None:
+def test_only_torch_accepts_settings_without_a_rule(name: str, backend: str) -> None:
     objective = build_objective(name, WITHOUT_RULES[name])
     objective.check("torch", mixes_policies=True)
     with pytest.raises(UserError, match=rf'no rule .*{backend}.*\[actor\] kernels = "torch"'):
@@ -77,10 +77,10 @@ def test_what_has_no_rule_is_refused_and_runs_in_torch(name: str, backend: str) 
 
 @pytest.mark.parametrize("variant", ["paper", "released"])
 @pytest.mark.parametrize("name", [name for name, kind in OBJECTIVES.items() if kind().fusible])
-def test_every_other_objective_of_megarl_has_a_rule_everywhere(
+def test_every_other_objective_has_a_rule_on_every_backend(
     name: str, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The header with the rules of the CPU is that of CUDA."""
+    """CPU and CUDA share the header with the rules, so the CPU's library answers for both."""
     monkeypatch.setattr(library, "has_rule", lambda device, rule, has=library.has_rule: has("cpu", rule))
     for backend in ("torch", *FUSED):
         build_objective(name, {"variant": variant} if name in ("m2po", "bapo") else {}).check(
@@ -89,7 +89,7 @@ def test_every_other_objective_of_megarl_has_a_rule_everywhere(
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_a_live_run_has_no_one_policy_to_recompute_with(option: str) -> None:
+def test_options_that_need_one_behaviour_policy_are_refused_in_live_runs(option: str) -> None:
     objective = build_objective("grpo", {option: {}})
     objective.check("cpp", mixes_policies=False)
     if option in ("truncated_importance", "icepop"):
@@ -100,12 +100,12 @@ def test_a_live_run_has_no_one_policy_to_recompute_with(option: str) -> None:
 
 
 def test_decoupled_ppo_may_run_live() -> None:
-    """Its proximal policy is the one before a step of updates, which recomputes log-probs itself."""
+    """Its old_logprobs are those of the policy before a step of updates, not of the policies that generated."""
     build_objective("decoupled_ppo", {}).check("cpp", mixes_policies=True)
 
 
 @pytest.mark.parametrize("option", ["truncated_importance", "icepop", "dual_clip"])
-def test_what_weights_tokens_alone_is_refused_where_their_gradients_are_coupled(option: str) -> None:
+def test_options_that_weight_single_tokens_are_refused_if_the_objective_couples_tokens(option: str) -> None:
     build_objective("prefix_ratio_grpo", {option: {}})
     with pytest.raises(UserError, match=f"{option} weights each token by itself.*PrefixRatioGrpo"):
         build_objective("prefix_ratio_grpo", {"prefix_gradient": "full", option: {}})
@@ -113,7 +113,7 @@ def test_what_weights_tokens_alone_is_refused_where_their_gradients_are_coupled(
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
-def test_a_batch_of_wrong_shapes_is_refused_in_the_call(backend: str) -> None:
+def test_the_call_refuses_a_batch_of_wrong_shapes(backend: str) -> None:
     batch = random_batch(0)
     for options in ({}, {"opsm": {}}):
         with pytest.raises(UserError, match="advantages has 2 tokens"):
@@ -121,15 +121,15 @@ def test_a_batch_of_wrong_shapes_is_refused_in_the_call(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
-def test_a_ratio_without_an_upper_bound_clips_nothing_above(backend: str) -> None:
+def test_an_infinite_ratio_max_clips_nothing(backend: str) -> None:
     endless, far = (build_objective("mu_grpo", {"ratio_max": high}) for high in (float("inf"), 1e30))
     for seed in range(4):
         batch = random_batch(seed)
         torch.testing.assert_close(endless(batch, backend=backend).loss, far(batch, backend=backend).loss)
 
 
-def test_an_objective_touches_its_file_and_one_other() -> None:
-    """Beside its own file, its subclasses and its line in objectives/__init__.py no module knows an objective."""
+def test_only_the_registry_imports_an_objective() -> None:
+    """Only objectives/__init__.py imports an objective, and dapo.py imports the one that it derives from."""
     sources = {path: path.read_text() for path in (ROOT / "megarl").rglob("*.py")}
     for name, kind in OBJECTIVES.items():
         knowing = {path.name for path, text in sources.items() if f" import {kind.__name__}\n" in text}

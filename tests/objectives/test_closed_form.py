@@ -1,4 +1,4 @@
-"""Every objective on four tokens, worked out by hand, and which tensors receive a gradient."""
+"""Every objective on four tokens compared with values worked out by hand, and which tensors receive a gradient."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ CASES: list[tuple[str, dict[str, Any], list[float], list[float]]] = [
     ("dapo", {}, [-2.56, -1, 1.5, 0.8], [0, -1, 1.5, 0]),
     ("gppo", {}, [-2.56, -1, 1.5, 0.8], [-2.56, -1, 1.5, 0.8]),
     ("gppo", {"eps_low": 0.6, "eps_high": 0.6}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
-    # q = .4, .2: bounds [.5, 1.3660] and [.5, 1.6180], so that only the first response is clipped
+    # q = .4, .2: bounds [.5, 1.3660] and [.5, 1.6180], so that only the first token is clipped
     ("dcpo", {}, [-2 * (0.5 + 0.75**0.5), -1, 1.5, 0.5], [0, -1, 1.5, 0.5]),
     ("dcpo", {"eps_low": 0.0375}, [-2 * (0.5 + 0.75**0.5), -1, 1.5, 0.75], [0, -1, 1.5, 0]),
     ("dcpo", {"eps_high": 2.0, "ratio_max": 1.4}, [-2.8, -1, 1.4, 0.5], [0, -1, 0, 0.5]),
     ("sapo", {}, [-8 * U, -8 * (1 - U), 4 * V / 1.05, 4 * (1 - V) / 1.05], [-12 * U2, -4 * U2, 6 * V2, 2 * V2]),
-    # |p - q| = .2, .1, .2, .1, of which the first and the last have moved along their advantage
+    # |p - q| = .2, .1, .2, .1; the first and the last token have moved in the direction of their advantage
     ("dppo", {}, [0, -1 * B, 1.5 * A, 0.5 * B], [0, -1, 1.5, 0.5]),
     ("dppo", {"threshold": 0.05}, [0, -1 * B, 1.5 * A, 0], [0, -1, 1.5, 0]),
     ("dppo", {"threshold": 0.25, "ratio_max": 1.2}, [-2.4 * A, -1 * B, 1.2 * A, 0.5 * B], [-2.4, -1, 1.2, 0.5]),
@@ -67,7 +67,7 @@ CASES: list[tuple[str, dict[str, Any], list[float], list[float]]] = [
     ("cispo", {"eps_low": 0.2, "eps_high": 0.2}, [-2.4 * A, -1.6 * B, 1.2 * A, 0.8 * B], [-2.4, -1.6, 1.2, 0.8]),
     ("minpro", {}, [-3 * A, -1.5 * B, 1.5 * A, 0.75 * B], [-3, -1.5, 1.5, 0.75]),
     ("prefix_ratio_grpo", {}, [-2.4, -1.5, 1.5, 0.8], [0, -1.5, 1.5, 0]),
-    # m of the second token is the first ratio, 1.5, which gets the second token's 1.5 and .75 too
+    # m of a second token is the ratio of the first, 1.5, which also gets the second token's gradient (1.5 and .75)
     (
         "prefix_ratio_grpo",
         {"prefix_gradient": "full", "eps_low": 0.6, "eps_high": 0.6},
@@ -77,18 +77,18 @@ CASES: list[tuple[str, dict[str, Any], list[float], list[float]]] = [
     ("full_prefix", {}, [-3 * A, -1.5 * B, 1.5 * A, 0.75 * B], [-3, -1.5, 1.5, 0.75]),
     ("full_prefix", {"eps_low": 0.2, "eps_high": 0.4}, [-2.8 * A, -1.6 * B, 1.4 * A, 0.8 * B], [-2.8, -1.6, 1.4, 0.8]),
     ("prefix_filter", {}, [-3 * A, -1 * B, 1.5 * A, 0.5 * B], [-3, -1, 1.5, 0.5]),
-    # prefix ratios 1.5, .75, 1.5, .75: the two lowest may go, but equals of the first that stays do not
+    # prefix ratios 1.5, .75, 1.5, .75: .5 removes the two lowest; .25 would remove one of two equals, so none goes
     ("prefix_filter", {"filter_fraction": 0.5}, [-3 * A, 0, 1.5 * A, 0], [-3, 0, 1.5, 0]),
     ("prefix_filter", {"filter_fraction": 0.25}, [-3 * A, -1 * B, 1.5 * A, 0.5 * B], [-3, -1, 1.5, 0.5]),
     ("m2po", {}, [0, -1, 1.5, 0], [0, -1, 1.5, 0]),
-    # trust region: l = log 1.5 and log .5, squares .164 and .480; .2 keeps the first alone
+    # trust region: l = log 1.5 and log .5, squares .164 and .480; a budget of .2 keeps the first alone
     ("m2po", {"m2_threshold": 0.2}, [-3, -1, 1.5, 0], [-3, -1, 1.5, 0]),
     ("m2po", {"m2_threshold": 0.4}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
     ("m2po", {"m2_threshold": 0.2, "variant": "released"}, [-3, -1, 1.5, 2 / 3], [-3, -1, 1.5, 0]),
     ("mu_grpo", {}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
     ("mu_grpo", {"veto_threshold": 0.6}, [-3, -1, 0, 0], [-3, -1, 0, 0]),
     ("mu_grpo", {"ratio_min": 0.7, "ratio_max": 1.4}, [-2.8, -1, 1.5, 0.7], [0, -1, 1.5, 0]),
-    # contribution at (.6, 1.2): 1.16 / 1.88 = .617; with c_high 1.45 it is 1.36 / 2.08 = .654
+    # positive contribution at (.6, 1.2): 1.16 / 1.88 = .617; with c_high 1.45 it is 1.36 / 2.08 = .654
     ("bapo", {}, [-2.4, -1, 1.5, 0.6], [0, -1, 1.5, 0]),
     ("bapo", {"positive_target": 0.65}, [-2.9, -1, 1.5, 0.6], [0, -1, 1.5, 0]),
     # unweighted, positive / negative: 3.4 / 2.1 = 1.619 at (.6, 1.2); c_low then walks to .9, where 3.9 / 2.4 = 1.625
@@ -103,7 +103,9 @@ CASES: list[tuple[str, dict[str, Any], list[float], list[float]]] = [
 
 
 @pytest.mark.parametrize(("name", "fields", "loss", "gradient"), CASES)
-def test_four_tokens(name: str, fields: dict[str, Any], loss: list[float], gradient: list[float]) -> None:
+def test_loss_gradient_and_kept_tokens_by_hand(
+    name: str, fields: dict[str, Any], loss: list[float], gradient: list[float]
+) -> None:
     batch = four_tokens()
     terms = build_objective(name, fields)(batch)
     assert terms.loss.tolist() == pytest.approx(loss, abs=2e-6)
@@ -113,7 +115,7 @@ def test_four_tokens(name: str, fields: dict[str, Any], loss: list[float], gradi
 
 
 def test_effective_sample_size_of_responses() -> None:
-    """Weights .75 and 2.25: 1.5^2 / 2.8125, whatever does not train."""
+    """The weights of the responses are .75 and 2.25, so it is 1.5^2 / 2.8125; untrained responses do not count."""
     logprobs, rollout = torch.tensor([0.6, 0.1, 0.6, 0.3, 0.9]).log(), torch.tensor([0.4, 0.2, 0.4, 0.2, 0.1]).log()
     batch = TokenBatch(
         logprobs=logprobs,
@@ -125,7 +127,7 @@ def test_effective_sample_size_of_responses() -> None:
     assert summarise(response_metrics(batch))["ess/responses"] == pytest.approx(0.8)
 
 
-def test_every_objective_has_a_closed_form() -> None:
+def test_every_objective_is_tested_by_hand() -> None:
     assert {case[0] for case in CASES} == set(OBJECTIVES)
 
 
@@ -138,7 +140,7 @@ def test_every_objective_has_a_closed_form() -> None:
         ("trigger", [1.5, 0, 0, 1.5]),
     ],
 )
-def test_veto_scopes(scope: str, loss: list[float]) -> None:
+def test_tokens_that_each_scope_vetoes(scope: str, loss: list[float]) -> None:
     """One response with A = -1 whose second and third tokens are triggers."""
     ratio = torch.tensor([1.5, 0.5, 0.25, 1.5])
     batch = TokenBatch(
@@ -157,8 +159,8 @@ def test_veto_scopes(scope: str, loss: list[float]) -> None:
     assert positive.kept.all(), "responses with A > 0 are never vetoed"
 
 
-def test_prefix_of_untrained_tokens_is_one() -> None:
-    """The prompt is no prefix: the first trained token's m_t is 1, and gaps do not enter the minimum."""
+def test_untrained_tokens_do_not_enter_the_prefix_minimum() -> None:
+    """m_t of the first trained token is 1, after whatever prompt; untrained tokens later do not enter it either."""
     batch = TokenBatch(
         logprobs=torch.tensor([-9.0, -2.0, -9.0, -1.0]),
         rollout_logprobs=torch.tensor([-1.0, -1.0, -1.0, -1.0]),

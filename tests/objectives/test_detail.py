@@ -1,4 +1,4 @@
-"""The detailed diagnostics against loops over single tokens."""
+"""The detailed diagnostics compared with loops over single tokens."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.objectives.random_batches import random_batch
 
 
 def column(rho: float) -> int:
+    """The histogram column of a ratio, found by comparing |rho - 1| with one power of two after the other."""
     distance, k = abs(rho - 1), 0
     while k < DISTANCES - 1 and distance >= 2.0 ** (k - 10):
         k += 1
@@ -24,7 +25,7 @@ def column(rho: float) -> int:
 
 
 @pytest.mark.parametrize("kind", ["continuous", "heavy_tails", "empty_masks"])
-def test_every_diagnostic_is_its_definition(kind: str) -> None:
+def test_diagnostics_agree_with_their_definitions(kind: str) -> None:
     objective = build_objective("grpo", {})
     for seed in range(12):
         batch = random_batch(seed, kind)
@@ -62,8 +63,8 @@ def test_every_diagnostic_is_its_definition(kind: str) -> None:
         assert out["entropy_by_ratio"]["counts"] == histograms["entropy_by_ratio"].tolist()
 
 
-def test_an_unlikely_prefix_weighs_beyond_its_own_tokens() -> None:
-    """Corollary 1 of mu-GRPO: the second token's own ratio is 1, its prefix has occupancy 1/1000."""
+def test_an_unlikely_token_counts_in_the_divergence_of_later_tokens() -> None:
+    """Corollary 1 of mu-GRPO: the second token's own ratio is 1, but its prefix has an occupancy of 1/1000."""
     batch = random_batch(0)
     batch = replace(
         batch, logprobs=torch.tensor([math.log(1e-3), 0.0]), rollout_logprobs=torch.zeros(2),

@@ -18,7 +18,7 @@ from megarl.objectives import OBJECTIVES, build_objective
 from tests.objectives.random_batches import random_batch
 
 
-def good() -> TokenBatch:
+def valid_batch() -> TokenBatch:
     return TokenBatch(
         logprobs=torch.full((5,), -1.0),
         rollout_logprobs=torch.full((5,), -1.5),
@@ -55,16 +55,16 @@ def with_value(tensor: torch.Tensor, index: int, value: float) -> torch.Tensor:
         ({"shard": ContextShard(None, 0, 2)}, ["cu_seqlens[2]", "sequence 1", "3", "multiple of 4"]),
     ],
 )
-def test_a_wrong_batch_is_named(changes: dict[str, Any], words: list[str]) -> None:
-    good().validate()
+def test_error_names_what_is_wrong_with_a_batch(changes: dict[str, Any], words: list[str]) -> None:
+    valid_batch().validate()
     with pytest.raises(UserError) as error:
-        replace(good(), **changes).validate()
+        replace(valid_batch(), **changes).validate()
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_untrained_tokens_may_hold_anything() -> None:
-    """Token 0 is a prompt token."""
-    batch = replace(good(), logprobs=with_value(torch.zeros(5), 0, math.nan)).validate()
+def test_untrained_tokens_may_hold_nan() -> None:
+    """Token 0 is a prompt token; its log-prob is NaN."""
+    batch = replace(valid_batch(), logprobs=with_value(torch.zeros(5), 0, math.nan)).validate()
     for name in OBJECTIVES:
         logprobs = batch.logprobs.clone().requires_grad_()
         terms = build_objective(name, {})(replace(batch, logprobs=logprobs, old_logprobs=batch.rollout_logprobs))
@@ -94,29 +94,29 @@ def test_untrained_tokens_may_hold_anything() -> None:
         ("topr", {"ratio_max": -1}, ["ratio_max", "-1"]),
     ],
 )
-def test_a_wrong_field_is_named(name: str, fields: dict[str, Any], words: list[str]) -> None:
+def test_error_names_the_wrong_objective_or_field(name: str, fields: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as error:
         build_objective(name, fields)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_fields_are_checked_without_a_recipe_too() -> None:
+def test_constructor_checks_fields_too() -> None:
     with pytest.raises(UserError, match="m2_threshold"):
         OBJECTIVES["m2po"](m2_threshold=-1)
 
 
-def test_whole_numbers_are_numbers() -> None:
+def test_an_integer_is_accepted_for_a_float() -> None:
     assert build_objective("mu_grpo", {"ratio_max": 5}) == build_objective("mu_grpo", {"ratio_max": 5.0})
 
 
-def test_decoupled_ppo_asks_for_the_proximal_policy() -> None:
+def test_decoupled_ppo_needs_old_logprobs() -> None:
     with pytest.raises(UserError, match="old_logprobs"):
-        OBJECTIVES["decoupled_ppo"]()(good())
+        OBJECTIVES["decoupled_ppo"]()(valid_batch())
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_an_empty_batch_is_no_special_case(name: str) -> None:
-    """A rank without tokens still takes part: no loss, no counts, no NaN."""
+def test_an_empty_batch_has_an_empty_loss_and_no_counts(name: str) -> None:
+    """A rank without tokens evaluates the objective too: its loss is empty and its counts are 0."""
     empty = TokenBatch(
         torch.zeros(0, requires_grad=True), torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool),
         torch.zeros(1, dtype=torch.int32), old_logprobs=torch.zeros(0),
@@ -131,7 +131,7 @@ def test_an_empty_batch_is_no_special_case(name: str) -> None:
 @pytest.mark.parametrize("variant", ["paper", "released"])
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_no_objective_waits_for_the_device(name: str, variant: str) -> None:
-    """On tensors without data every read of a value on the host is an error."""
+    """Fake tensors have no data, so reading a value on the host raises an error."""
     objective = build_objective(name, {"variant": variant} if name in ("m2po", "bapo") else {})
     batch = random_batch(0, "continuous")
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:

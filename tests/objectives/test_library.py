@@ -1,4 +1,4 @@
-"""Objectives in other trainers: padded batches, and what importing them takes."""
+"""Objectives in other trainers: padded batches, the packages that an import needs, and the examples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def padded() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_padded_batches_are_packed_ones(name: str) -> None:
+def test_padded_batch_has_the_terms_of_the_packed_one(name: str) -> None:
     data, objective = padded(), build_objective(name, {})
     mask, lengths = data["mask"].bool(), torch.tensor(LENGTHS)
     packed = TokenBatch(
@@ -75,8 +75,8 @@ print(json.dumps(sorted(found)))
 VERL = ["old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config", "rollout_is_weights"]
 
 
-def test_the_loss_that_verl_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With verl's registry and its sum over tokens, as its source has them; verl itself is not installed here."""
+def test_verl_example_computes_the_loss_that_verl_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl is not installed: stand-ins written after its source replace its registry and its sum over tokens."""
     registered, core = {}, ModuleType("verl.trainer.ppo.core_algos")
 
     def agg_loss(
@@ -113,6 +113,6 @@ def test_the_loss_that_verl_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         loss(**arguments, rollout_is_weights=mask.float())
 
 
-def test_a_loop_of_ones_own_learns() -> None:
+def test_plain_loop_example_learns() -> None:
     main = runpy.run_path(str(ROOT / "examples/library/plain_loop.py"))["main"]
     assert main() > 0.6

@@ -1,4 +1,4 @@
-"""Health metrics: each against its definition on the trained tokens, and quantiles against sorting."""
+"""Metrics compared with their definitions on the trained tokens, and quantiles compared with sorting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mean(values: torch.Tensor, where: torch.Tensor) -> tuple[float, float]:
     return float(values[where].sum()), float(where.sum())
 
 
-def test_every_metric_is_its_definition() -> None:
+def test_metrics_agree_with_their_definitions() -> None:
     objective = build_objective("mu_grpo", {"veto_threshold": 0.5, "ratio_max": 1.3, "veto_scope": "trigger"})
     for batch in BATCHES:
         mask, a, l = batch.loss_mask, batch.advantages, log_ratios(batch)
@@ -61,7 +61,7 @@ def test_every_metric_is_its_definition() -> None:
             assert (float(got[0]), float(got[1])) == pytest.approx(pair, rel=1e-5, abs=1e-5), name
 
 
-def test_the_clamp_is_counted() -> None:
+def test_clamped_log_ratios_are_counted() -> None:
     batch = random_batch(2, "extreme")
     raw = (batch.logprobs.detach() - batch.rollout_logprobs)[batch.loss_mask]
     total, count = build_objective("reinforce", {})(batch).metrics["log_ratio_clamp_fraction"]
@@ -89,7 +89,7 @@ def test_dampen_rates_after_good_and_bad_prefixes() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
 def test_a_token_counts_as_dampened_below_the_bound_of_its_objective(backend: str) -> None:
-    """Table 2 of Prefix-Ratio GRPO has one row of eps .2 and one of .1. Ratios .5, .85, .95, after a bad prefix."""
+    """Ratios .5, .85 and .95: the last two follow a bad prefix. Table 2 of Prefix-Ratio GRPO has eps .2 and .1."""
     rho = torch.tensor([0.5, 0.85, 0.95])
     batch = TokenBatch(rho.log(), torch.zeros(3), torch.ones(3), torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]))
 
@@ -105,8 +105,8 @@ def test_a_token_counts_as_dampened_below_the_bound_of_its_objective(backend: st
 
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
 @pytest.mark.parametrize("name", ["grpo", "cispo"])
-def test_the_share_of_good_tokens_in_the_loss(name: str, backend: str) -> None:
-    """Four tokens: magnitudes 2 and 1 where A > 0, 1 and 2 where A < 0, of which one has no advantage at all."""
+def test_positive_share_of_loss_and_tokens(name: str, backend: str) -> None:
+    """Advantages 2, 1, -1, -2 and 0: half of the loss is of tokens with A > 0, a quarter without the first token."""
     batch = TokenBatch(
         torch.full((5,), -1.0), torch.full((5,), -1.0), torch.tensor([2.0, 1.0, -1.0, -2.0, 0.0]),
         torch.ones(5, dtype=torch.bool), torch.tensor([0, 5]),
@@ -119,7 +119,7 @@ def test_the_share_of_good_tokens_in_the_loss(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("spread", [1e-5, 0.01, 0.5, 5.0, 30.0])
-def test_quantiles_lie_within_half_a_bin_of_sorting(spread: float) -> None:
+def test_quantiles_agree_with_sorting_to_half_a_bin(spread: float) -> None:
     g = torch.Generator().manual_seed(int(spread * 1e5))
     for n in (1, 2, 7, 1000):
         values = (torch.randn(n, generator=g, dtype=torch.float64) * spread).clamp(-20, 20)
@@ -138,8 +138,8 @@ def test_histograms_add_over_micro_batches() -> None:
     assert torch.equal(whole, sum(parts)) and int(whole.sum()) == int(mask.sum())
 
 
-def test_summary_of_several_micro_batches() -> None:
-    """Sums over micro-batches, then ess, quantiles and the bound of Theorem 5.1."""
+def test_summary_is_that_of_all_micro_batches() -> None:
+    """The effective sample size, quantiles and the bound of Theorem 5.1 come from sums over the micro-batches."""
     metrics: dict = {}
     histograms: dict = {}
     for batch in BATCHES:
@@ -161,7 +161,7 @@ def test_summary_of_several_micro_batches() -> None:
     assert all(math.isfinite(x) for x in out.values())
 
 
-def test_an_empty_update_has_no_numbers() -> None:
+def test_summary_is_empty_without_trained_tokens() -> None:
     batch = random_batch(0, "empty_masks")
     assert int(batch.loss_mask.sum()) == 0
     terms = build_objective("grpo", {})(batch)

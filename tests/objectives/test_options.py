@@ -1,4 +1,4 @@
-"""Options: each formula by hand, what it composes with, and in which order."""
+"""Options: each formula compared with a literal one, the objectives that it combines with, and the order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BATCHES = [
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_kl_penalty(kind: str) -> None:
+def test_kl_penalty_adds_its_value_and_gradient(kind: str) -> None:
     objective = build_objective("grpo", {"kl": {"coefficient": 0.3, "kind": kind}})
     plain = build_objective("grpo", {})
     for batch in BATCHES:
@@ -48,7 +48,7 @@ def test_kl_penalty(kind: str) -> None:
         assert int(count) == l.numel()
 
 
-def test_dual_clip_bounds_the_loss_of_bad_tokens() -> None:
+def test_dual_clip_bounds_the_loss_of_tokens_with_negative_advantage() -> None:
     objective, plain = build_objective("grpo", {"dual_clip": {"clip_ratio_c": 2.0}}), build_objective("grpo", {})
     caught = 0
     for batch in BATCHES:
@@ -67,8 +67,8 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens() -> None:
 
 
 @pytest.mark.parametrize("option", ["truncated_importance", "icepop"])
-def test_train_rollout_weights(option: str) -> None:
-    """The objective is anchored at old_logprobs; the mismatch old / rollout weights it without a gradient."""
+def test_mismatch_of_trainer_and_engine_weights_the_loss(option: str) -> None:
+    """Ratios are relative to old_logprobs; the mismatch old / rollout is a weight without a gradient."""
     fields = {"maximum": 1.1} if option == "truncated_importance" else {"minimum": 0.9, "maximum": 1.1}
     objective, plain = build_objective("grpo", {option: fields}), build_objective("grpo", {})
     limited = 0
@@ -89,7 +89,7 @@ def test_train_rollout_weights(option: str) -> None:
     assert limited > 50
 
 
-def test_opsm_masks_bad_responses_that_drifted() -> None:
+def test_opsm_masks_drifted_responses_with_negative_advantage() -> None:
     objective, plain = build_objective("grpo", {"opsm": {"delta": 0.05}}), build_objective("grpo", {})
     masked_count = kept_count = 0
     for batch in BATCHES:
@@ -107,7 +107,7 @@ def test_opsm_masks_bad_responses_that_drifted() -> None:
     assert masked_count > 50 and kept_count > 50
 
 
-def test_entropy_bonus_reaches_the_entropy() -> None:
+def test_entropy_bonus_gives_the_entropy_a_gradient() -> None:
     batch = BATCHES[0]
     entropy = torch.rand(batch.logprobs.numel(), requires_grad=True)
     batch = replace(batch, entropy=entropy)
@@ -121,8 +121,8 @@ def test_entropy_bonus_reaches_the_entropy() -> None:
     assert float(total / count) == pytest.approx(float(entropy.detach()[batch.loss_mask].mean()), rel=1e-6)
 
 
-def test_options_apply_in_one_order_whatever_the_recipe_says() -> None:
-    """Weights multiply the clipped policy term alone: the KL penalty is neither weighted nor masked."""
+def test_options_apply_in_one_order_whatever_that_of_the_recipe() -> None:
+    """Weights and masks change only the clipped policy term, not the KL penalty."""
     fields = {
         "kl": {"coefficient": 0.5, "kind": "k1"},
         "icepop": {"minimum": 0.99, "maximum": 1.01},
@@ -147,7 +147,7 @@ def test_the_loss_metric_is_the_loss_that_is_minimised() -> None:
         assert int(count) == int(batch.loss_mask.sum())
 
 
-def test_options_pass_on_what_the_objective_needs() -> None:
+def test_options_keep_what_the_objective_needs() -> None:
     composed = build_objective("m2po", {"kl": {}, "truncated_importance": {}, "m2_threshold": 0.1})
     assert composed.needs_statistics and composed.aggregation == "token_mean"
     assert set(composed.requires) == {"ref_logprobs", "old_logprobs"}
@@ -170,7 +170,7 @@ def test_options_pass_on_what_the_objective_needs() -> None:
         ("grpo", {"dual_clip": {"clip_ratio_c": 0.5}}, ["clip_ratio_c", "0.5", "[1, inf]"]),
     ],
 )
-def test_wrong_options_are_named(name: str, fields: dict, words: list[str]) -> None:
+def test_error_names_the_wrong_option(name: str, fields: dict, words: list[str]) -> None:
     with pytest.raises(UserError) as error:
         build_objective(name, fields)
     assert all(word in str(error.value) for word in words), str(error.value)
@@ -185,7 +185,7 @@ def test_wrong_options_are_named(name: str, fields: dict, words: list[str]) -> N
         ("truncated_importance", "old_logprobs"),
     ],
 )
-def test_a_missing_field_of_the_batch_is_named(option: str, field: str) -> None:
+def test_error_names_the_missing_field_of_the_batch(option: str, field: str) -> None:
     batch = replace(BATCHES[0], **{field: None})
     with pytest.raises(UserError, match=field):
         build_objective("grpo", {option: {}})(batch)

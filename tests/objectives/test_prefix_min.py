@@ -1,4 +1,4 @@
-"""The exclusive running minimum of packed sequences against a loop."""
+"""The exclusive running minimum of packed sequences compared with a plain loop."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megarl.objectives.parts.prefix_min import exclusive_min
 NAN, INF = math.nan, math.inf
 
 
-def loop(log_ratio: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """The definition: minimum of the log-ratios of the earlier trained tokens of the sequence; 0 for none."""
+def minimum_by_loop(log_ratio: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """The definition: the minimum of the log-ratios of the sequence's earlier trained tokens, 0 if there are none."""
     out = torch.zeros_like(log_ratio)
     for start, end in pairwise(cu_seqlens.tolist()):
         for t in range(start, end):
@@ -29,29 +29,29 @@ def tensors(values: list[float], mask: list[int], lengths: list[int]) -> tuple[t
     return torch.tensor(values, dtype=torch.float32), torch.tensor(mask, dtype=torch.bool), cu_seqlens
 
 
-def equal(a: torch.Tensor, b: torch.Tensor) -> None:
+def assert_equal(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def test_by_hand() -> None:
+def test_eight_tokens_by_hand() -> None:
     values = [-1.0, 0.5, -2.0, 7.0, 3.0, -9.0, 2.0, 5.0]
     mask = [1, 1, 1, 1, 1, 0, 1, 1]  # -9 is a prompt token
     out = exclusive_min(*tensors(values, mask, [4, 4]))
-    equal(out, torch.tensor([0.0, -1.0, -1.0, -2.0, 0.0, 3.0, 3.0, 2.0]))
+    assert_equal(out, torch.tensor([0.0, -1.0, -1.0, -2.0, 0.0, 3.0, 3.0, 2.0]))
 
 
-def test_nan_and_infinity() -> None:
+def test_nan_spreads_to_later_tokens_and_infinity_is_a_value() -> None:
     values = [1.0, NAN, -INF, 2.0, NAN, INF, 0.0, INF]
     mask = [1, 1, 1, 1, 0, 1, 0, 1]  # the second NaN is masked
-    equal(exclusive_min(*tensors(values, mask, [4, 4])), torch.tensor([0.0, 1.0, NAN, NAN, 0.0, 0.0, INF, INF]))
-    equal(exclusive_min(*tensors([-NAN, 1.0, -INF], [1, 1, 1], [3])), torch.tensor([0.0, NAN, NAN]))
+    assert_equal(exclusive_min(*tensors(values, mask, [4, 4])), torch.tensor([0.0, 1.0, NAN, NAN, 0.0, 0.0, INF, INF]))
+    assert_equal(exclusive_min(*tensors([-NAN, 1.0, -INF], [1, 1, 1], [3])), torch.tensor([0.0, NAN, NAN]))
 
 
-def test_what_precedes_a_segment() -> None:
-    """Its minimum enters; none (inf) leaves 0 for the first token; NaN makes the whole segment NaN."""
+def test_minimum_of_earlier_segments_counts() -> None:
+    """The minimum ``before`` a segment counts in it; inf: nothing precedes it; NaN makes the whole segment NaN."""
     inputs = tensors([1.0, -1.0, 1.0, 1.0, -3.0, 1.0], [1, 1, 0, 1, 1, 1], [2, 2, 2])
     out = exclusive_min(*inputs, before=torch.tensor([-0.5, INF, NAN]))
-    equal(out, torch.tensor([-0.5, -0.5, 0.0, 0.0, NAN, NAN]))
+    assert_equal(out, torch.tensor([-0.5, -0.5, 0.0, 0.0, NAN, NAN]))
 
 
 floats = st.floats(width=32, allow_nan=True) | st.sampled_from([0.0, -0.0, 1e-45, -1e-45, INF, -INF])
@@ -60,14 +60,14 @@ sequences = st.lists(st.lists(st.tuples(floats, st.booleans()), max_size=9), max
 
 @settings(max_examples=200, deadline=None)
 @given(packed=sequences)
-def test_equals_the_loop(packed: list[list[tuple[float, bool]]]) -> None:
+def test_any_packed_batch_agrees_with_the_loop(packed: list[list[tuple[float, bool]]]) -> None:
     tokens = [token for sequence in packed for token in sequence]
     inputs = tensors([v for v, _ in tokens], [m for _, m in tokens], [len(s) for s in packed])
-    equal(exclusive_min(*inputs), loop(*inputs))
+    assert_equal(exclusive_min(*inputs), minimum_by_loop(*inputs))
 
 
-def test_many_long_sequences() -> None:
-    """The reference here is torch's own running minimum, sequence by sequence."""
+def test_long_sequences_agree_with_cummin() -> None:
+    """The reference is torch's own running minimum, one sequence at a time."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 4000, (40,), generator=generator).tolist()
     total = sum(lengths)
@@ -77,10 +77,10 @@ def test_many_long_sequences() -> None:
     for got, values, trained in zip(out.split(lengths), log_ratio.split(lengths), mask.split(lengths), strict=True):
         running = torch.where(trained, values, INF).cummin(0).values if len(values) else values
         wanted = torch.cat([running.new_full((1,), INF), running])[: len(values)]
-        equal(got, torch.where(wanted == INF, 0, wanted))
+        assert_equal(got, torch.where(wanted == INF, 0, wanted))
 
 
 def test_takes_strided_inputs() -> None:
     values, mask, cu_seqlens = tensors([3.0, -1.0, 2.0], [1, 1, 1], [3])
     strided = torch.stack([values, values + 9], 1)[:, 0]
-    equal(exclusive_min(strided, mask, cu_seqlens), torch.tensor([0.0, 3.0, -1.0]))
+    assert_equal(exclusive_min(strided, mask, cu_seqlens), torch.tensor([0.0, 3.0, -1.0]))

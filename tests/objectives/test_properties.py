@@ -1,4 +1,4 @@
-"""What must hold for every batch: hypothesis looks for one where it does not."""
+"""Properties that hold for every batch; hypothesis searches for a counterexample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ quick = settings(max_examples=150, deadline=None)
 
 @st.composite
 def batches(draw: st.DrawFn) -> TokenBatch:
-    """Responses as lists of (log-ratio, trained), with an advantage each."""
+    """A batch of responses with random log-ratios, trained and untrained tokens, and one advantage per response."""
     responses = draw(
         st.lists(st.tuples(st.lists(st.tuples(LOG_RATIOS, st.booleans()), max_size=8), st.integers(-2, 2)), max_size=5)
     )
@@ -43,7 +43,7 @@ def batches(draw: st.DrawFn) -> TokenBatch:
 @quick
 @given(batches(), st.sampled_from([0.001, 0.04, 0.3, 1.0]))
 def test_m2po_keeps_as_much_as_the_budget_allows(batch: TokenBatch, threshold: float) -> None:
-    """Mean l^2 of the kept trust region <= threshold, and the smallest masked token would break it."""
+    """Kept trust-region tokens have a mean l^2 within the threshold; one more token would exceed it."""
     kept = build_objective("m2po", {"m2_threshold": threshold})(batch).kept
     l = batch.logprobs.detach().double()
     trust = batch.loss_mask & (batch.advantages * l > 0)
@@ -75,19 +75,21 @@ def test_veto_scopes_are_nested(batch: TokenBatch, threshold: float) -> None:
         fields = {"veto_scope": scope, "veto_threshold": threshold, "ratio_max": math.inf}
         return batch.loss_mask & ~build_objective("mu_grpo", fields)(batch).kept
 
-    sequence, suffix, trigger, h = (vetoed(s) for s in ("sequence", "suffix", "trigger", "non_trigger_suffix"))
-    assert not (trigger & h).any(), "trigger and H are disjoint"
-    assert not (h & ~suffix).any(), "H lies in the suffix"
-    assert torch.equal(trigger | suffix, trigger | h), "suffix and triggers together are H and triggers"
-    assert not ((suffix | trigger) & ~sequence).any(), "all lie in the sequence"
-    assert not (sequence & (batch.advantages >= 0)).any(), "only A < 0 is vetoed"
+    sequence, suffix, trigger, non_triggers = (
+        vetoed(s) for s in ("sequence", "suffix", "trigger", "non_trigger_suffix")
+    )
+    assert not (trigger & non_triggers).any(), "triggers are not in the suffix without triggers"
+    assert not (non_triggers & ~suffix).any(), "the suffix without triggers is in the suffix"
+    assert torch.equal(trigger | suffix, trigger | non_triggers), "the suffix has no other tokens"
+    assert not ((suffix | trigger) & ~sequence).any(), "all scopes are in the sequence"
+    assert not (sequence & (batch.advantages >= 0)).any(), "only tokens with A < 0 are vetoed"
     assert bool(sequence.any()) == bool(trigger.any())
 
 
 @quick
 @given(batches(), st.data())
-def test_a_lower_earlier_ratio_never_raises_a_later_weight(batch: TokenBatch, data: st.DataObject) -> None:
-    """m_t rho_t of the prefix methods is monotone in every earlier ratio, and no later or foreign token matters."""
+def test_a_lower_ratio_never_raises_a_later_prefix_minimum(batch: TokenBatch, data: st.DataObject) -> None:
+    """m_t never increases when an earlier ratio decreases; later tokens and other responses do not change it."""
     tokens = batch.logprobs.numel()
     assume(tokens > 0)
     index = data.draw(st.integers(0, tokens - 1))
@@ -100,9 +102,9 @@ def test_a_lower_earlier_ratio_never_raises_a_later_weight(batch: TokenBatch, da
         next((i for i in range(a, b) if batch.loss_mask[i]), b)
         for a, b in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True)
     ]
-    start = torch.searchsorted(batch.cu_seqlens[1:].long(), torch.arange(tokens), right=True)
+    response_of = torch.searchsorted(batch.cu_seqlens[1:].long(), torch.arange(tokens), right=True)
     assert (after <= before).all()
-    same_response = start == start[index]
+    same_response = response_of == response_of[index]
     later = torch.arange(tokens) > index
     untouched = ~(same_response & later) | ~batch.loss_mask[index]
     assert torch.equal(after[untouched], before[untouched])
@@ -114,7 +116,7 @@ def test_a_lower_earlier_ratio_never_raises_a_later_weight(batch: TokenBatch, da
 @settings(max_examples=40, deadline=None)
 @given(batch=batches())
 def test_on_policy_every_objective_has_the_reinforce_gradient(name: str, variant: str, batch: TokenBatch) -> None:
-    """rho = 1 everywhere: grad = -A grad log pi for every trained token, and all of them are kept."""
+    """With rho = 1 the gradient is -A grad log pi for every trained token, and all of them are kept."""
     same = batch.logprobs.detach().clone()
     batch = replace(batch, rollout_logprobs=same, old_logprobs=same)
     terms = build_objective(name, {"variant": variant} if name in ("m2po", "bapo") else {})(batch)
@@ -125,7 +127,7 @@ def test_on_policy_every_objective_has_the_reinforce_gradient(name: str, variant
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_untrained_tokens_neither_count_nor_influence(name: str) -> None:
-    """Cutting them out of the batch changes no loss, mask or metric of the others."""
+    """Removing them from the batch changes no loss, mask or metric of the other tokens."""
     for seed in range(60):
         batch = random_batch(seed)
         mask = batch.loss_mask

@@ -25,7 +25,7 @@ COMPILER = os.environ.get("CXX", "g++")
 
 
 def build() -> Path:
-    """The folder of both libraries; compiles them where no earlier call did."""
+    """The folder of both libraries, which this compiles unless an earlier call has."""
     cache = Path(os.environ.get("MEGARL_CACHE") or Path.home() / ".cache/megarl")
     folder = cache / f"rehearsal-{_key()}"
     if (folder / ".complete").exists():
@@ -80,7 +80,7 @@ def _compile(source: Path, folder: Path) -> Path:
 
 
 def host_source(cuda: str) -> str:
-    """A .cu file as C++: launches become calls, and a block's dynamic shared memory a pointer."""
+    """A .cu file as C++: launches become calls, and a block's dynamic shared memory becomes a pointer."""
     launch = re.compile(r"\b(\w+(?:<\w+>)?)<<<(.*?)>>>\(", re.DOTALL)
     dynamic = re.compile(r"extern __shared__ (\w+) (\w+)\[\];")
     cuda = launch.sub(r"rehearsal::launch(\1, \2)(", cuda)

@@ -1,4 +1,4 @@
-"""Where launches and waits come from: the Python stack at each of them."""
+"""Counts kernel launches and waits for the device, by the place in Python that causes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
 
 @dataclass
 class Seen:
-    """Counts by place, ``path:line function`` of the innermost frame that is not torch's; "autograd" where none is."""
+    """Counts by place: ``path:line function`` of the innermost frame that is not torch's, or "autograd" without one."""
 
     waits: Counter[str] = field(default_factory=Counter)  # "what at place"
     launches: Counter[str] = field(default_factory=Counter)  # by place, with ``launches=True``
@@ -30,13 +30,13 @@ class Seen:
 
     @property
     def own_waits(self) -> Counter[str]:
-        """Those of megarl itself, not of Megatron-Core or transformers, which it calls."""
+        """The waits of megarl itself, not those of Megatron-Core, transformers or autograd."""
         return Counter({place: n for place, n in self.waits.items() if not any(x in place for x in OTHERS)})
 
 
 @contextlib.contextmanager
 def counted(launches: bool = False) -> Iterator[Seen]:
-    """Counts what happens within, in all threads. ``launches``: also the places of launches, which is slow."""
+    """Counts waits and launches in all threads. launches: count launches by place too, which is slow."""
     seen = Seen()
 
     def listen(kind: bytes, name: bytes) -> None:

@@ -1,7 +1,7 @@
-"""Operators that torch has for CUDA alone, or that are another kernel there, on host memory.
+"""Host-memory versions of operators that torch has only for CUDA, or that have another kernel there.
 
-A line in `KERNELS` each; one that is missing is a NotImplementedError which names this file. They take and return
-tensors of the host, in float32 where the GPU accumulates in it.
+Each has a line in `KERNELS`; an operator without one raises a NotImplementedError that names this file. The functions
+take and return tensors of the host, and compute in float32 where a GPU accumulates in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 
 
 def define() -> None:
-    """Register all of them under the dispatch key CUDA. When torch has been imported."""
+    """Register all operators under the dispatch key CUDA, after torch has been imported."""
     from tests.rehearsal.device import lib
 
     for name, function in KERNELS.items():
@@ -47,7 +47,8 @@ def _storage_to(to_host: Callable[..., Any]) -> Callable[..., Any]:
     def to(storage: Any, device: torch.device, non_blocking: bool = False) -> Any:
         if device.type != "cuda":
             return to_host(storage, device, non_blocking)
-        empty = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)  # a CPU build has no such storage
+        # a CPU build cannot make a storage of CUDA
+        empty = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
         return empty.untyped_storage().copy_(storage, non_blocking)
 
     return to
@@ -59,7 +60,7 @@ def _mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _addmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, beta=1, alpha=1) -> torch.Tensor:
     product = alpha * (a.float() @ b.float())
-    return (product + beta * x.float() if beta else product).to(dtype)  # with 0 what lies in x is not read
+    return (product + beta * x.float() if beta else product).to(dtype)  # beta 0 ignores x, even NaN
 
 
 def _mm_out(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> torch.Tensor:
@@ -75,7 +76,7 @@ def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> 
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs=None, bias=None, out_dtype=None) -> torch.Tensor:
-    """In CPU builds a loop over the groups that reads ``offs``; on a GPU one kernel."""
+    """CPU builds loop over the groups and read ``offs`` on the host; on a GPU it is one kernel."""
     if a.dtype is not torch.bfloat16 and a.dtype is not torch.float16 and a.dtype is not torch.float32:
         raise RuntimeError(f"_grouped_mm takes no {a.dtype}")
     return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
@@ -120,7 +121,7 @@ def _attend_backward(grad, q, k, v, out, lse, causal: bool, scale: float | None,
 
 
 def _check_flash(query: torch.Tensor, dropout: float, options: dict[str, Any]) -> tuple[bool, int]:
-    """Whether a query sees no key after its own, and how many before it; -1: all."""
+    """(whether later keys are masked, how many earlier keys a query attends to, -1 for all)."""
     if query.dtype not in (torch.bfloat16, torch.float16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     left, right = options.get("window_size_left"), options.get("window_size_right")

@@ -1,12 +1,12 @@
-"""Makes torch's CPU build believe in CUDA devices whose memory is host memory. For tests; never installed.
+"""Gives torch's CPU build CUDA devices whose memory is host memory. For tests; never installed.
 
-The compiled part (`csrc/`) runs every operator of the dispatch key CUDA by its CPU kernel on the same bytes; here
-``torch._C`` gets what it has in a CUDA build, so that ``torch.cuda`` and ``torch.distributed`` are torch's own code.
+The compiled part (`csrc/`) runs every operator of the dispatch key CUDA by its CPU kernel on the same bytes. This
+module gives ``torch._C`` what it has in a CUDA build, so that ``torch.cuda`` and ``torch.distributed`` are torch's own.
 A process gets the device before it imports torch, through `tests/rehearsal/site` on ``PYTHONPATH``.
 
-As on a GPU: new memory holds no zeros (but NaN), devices must not be mixed, a fork cannot use what was initialised
-before it, "nccl" takes CUDA tensors alone. Unlike one: work is done when it is submitted, so a missing wait for a
-stream or for a copy cannot be found, and sizes and shapes that no kernel supports can.
+As on a GPU, new memory holds no zeros (but NaN), devices must not be mixed, a fork cannot use CUDA that its parent has
+initialised, and "nccl" takes only CUDA tensors. Unlike on a GPU, work is done when it is submitted, so a missing wait
+for a stream or a copy does not show, and neither does a size or shape that no kernel of a GPU supports.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _load() -> Any:
 
 
 lib = _load()
-_initialised_by: list[int] = []  # process id
+_initialised_by: list[int] = []  # process ids
 
 
 class _Stream:
@@ -107,7 +107,7 @@ def _init() -> None:
     if lib.device_count() == 0:
         raise RuntimeError("No CUDA GPUs are available")
     if not _initialised_by:
-        os.register_at_fork(after_in_child=lib.forget_initialisation)  # so that the fork asks, and is refused
+        os.register_at_fork(after_in_child=lib.forget_initialisation)  # a fork tries again, and is refused
     _initialised_by.append(os.getpid())
     generators = [lib.default_generator(i) for i in range(lib.device_count())]
     torch.cuda.default_generators = tuple(generators)
@@ -151,7 +151,7 @@ def _nothing(*_: Any, **__: Any) -> int:
 
 
 def _answers() -> dict[str, Any]:
-    """What a CUDA build has in ``torch._C`` beside a CPU build."""
+    """What ``torch._C`` has in a CUDA build and not in a CPU build."""
     stream = {"_cuda_getCurrentStream", "_cuda_getDefaultStream"}
     nothing = {
         "_cuda_setStream", "_cuda_emptyCache", "_cuda_ipc_collect", "_cuda_getCurrentBlasHandle",
@@ -194,14 +194,14 @@ def _answers() -> dict[str, Any]:
 
 
 def install() -> None:
-    """Before ``torch.cuda`` is imported: see `tests.rehearsal.hooks`."""
+    """Called before ``torch.cuda`` is imported: see `tests.rehearsal.hooks`."""
     torch.version.cuda = "13.0"
     for name, answer in _answers().items():
         setattr(torch._C, name, answer)
 
 
 def define_nccl() -> None:
-    """Before ``torch.distributed.distributed_c10d`` is imported, which then finds NCCL."""
+    """Called before ``torch.distributed.distributed_c10d`` is imported, which then finds NCCL."""
     from torch._C import _distributed_c10d as c10d
 
     lib.define_nccl(c10d)

@@ -1,4 +1,4 @@
-"""Forks of a process that has imported everything: of ranks, and of the command line."""
+"""Runs functions, such as ranks of a test, in forks of a process that has imported everything."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SECONDS = 240  # a rank that waits for one that died
+SECONDS = 240  # limit for all ranks together: one may wait for another that hangs
 
 
 def in_fork(function: Callable[[], Any]) -> Any:
-    """What ``function()`` returns in a fork of this process; an exception there is one here, with its text."""
+    """The result of ``function()`` in a fork; an exception there becomes an AssertionError here, with its traceback."""
     (result,) = in_ranks(lambda rank: function(), 1)
     return result
 
 
 def in_ranks(function: Callable[[int], Any], ranks: int) -> list[Any]:
-    """What ``function(rank)`` returns in each of so many forks; the first that fails ends the others."""
+    """The results of ``function(rank)``, each in a fork with that rank's environment. A failure kills the others."""
     with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as folder:
         files = [Path(folder) / str(rank) for rank in range(ranks)]
         running = {_fork(function, rank, ranks, files[rank]): rank for rank in range(ranks)}

@@ -1,4 +1,4 @@
-"""Puts the rehearsal device into a process as its modules are imported, so that one that needs no torch imports none.
+"""Installs the rehearsal device when a process imports torch, so that a process without torch need not import it.
 
 See `tests.rehearsal.device`.
 """
@@ -68,7 +68,7 @@ AFTER: dict[str, Callable[[Any], None]] = {
 
 
 class _Loader:
-    """The module's own loader, with something before and after."""
+    """The module's own loader, with the functions of BEFORE and AFTER called around it."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

@@ -26,7 +26,7 @@ LAYOUTS = {
 
 
 def measure(layers: int, layout: Layout, family: str, **shape: int) -> tuple[int, int, int]:
-    """(waits, launches) of the third update, and its micro-batches."""
+    """(waits, launches, micro-batches) of the third update on the first rank."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 

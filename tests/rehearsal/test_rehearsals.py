@@ -1,4 +1,4 @@
-"""Runs the files of `on_device/` in processes that see CUDA devices, which is decided when they import torch."""
+"""Runs the files of `on_device/` in other processes, because the device must be there when torch is imported."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def run_on_device(*arguments: str, **environment: str) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_on_the_device(file: Path) -> None:
+def test_file_passes_on_the_rehearsal_device(file: Path) -> None:
     run_on_device(str(file))
 
 
 def test_cuda_kernels_pass_the_tests_of_a_gpu() -> None:
-    """The same files of `csrc/cuda`, whose blocks and threads are fibres: values, bits, no wait."""
+    """The kernels of `csrc/cuda`, compiled for the host with fibres as threads, in `tests/kernels/test_gpu.py`."""
     run_on_device("tests/kernels/test_gpu.py", "-k", "cuda", MEGARL_REQUIRE_GPU="1")

@@ -1,8 +1,8 @@
-"""Makes Triton's interpreter take tensors of the rehearsal device, and bfloat16.
+"""Makes Triton's interpreter take tensors of the rehearsal device, and compute rightly with bfloat16.
 
-The interpreter keeps a bfloat16 as the 16 bits of an integer. It converts these from and to float32, but multiplies
-and adds them as they are, without a word. Here products convert first, conversions round as a GPU does, and any other
-operation on bfloat16 raises.
+The interpreter keeps a bfloat16 as a 16-bit integer. It converts these from and to float32, but multiplies and adds the
+integers themselves, silently. With this module matrix products convert first, conversions round as on a GPU, and any
+other operation on bfloat16 raises.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def rounded(values: np.ndarray) -> np.ndarray:
 
 
 def mend(interpreter: Any) -> None:
-    """``interpreter`` is the module ``triton.runtime.interpreter`` (3.9)."""
+    """Correct ``interpreter``, the module ``triton.runtime.interpreter`` of Triton 3.9."""
     builder, bfloat16, float32 = interpreter.InterpreterBuilder, interpreter.tl.bfloat16, interpreter.tl.float32
     handle, cast, dot = interpreter.TensorHandle, builder.cast_impl, builder.create_dot
     convert = builder.create_fp_to_fp
@@ -66,12 +66,12 @@ def mend(interpreter: Any) -> None:
 
 
 def _take_device_tensors(interpreter: Any) -> None:
-    """Kernels get the device's own bytes: the original copies all arguments to the host and back."""
+    """Give kernels the device's own bytes, where the interpreter would copy all arguments to the host and back."""
     executor = interpreter.GridExecutor
 
     def to_host(self: Any, args: Any, kwargs: Any) -> Any:
         for x in (*args, *kwargs.values()):
-            x = getattr(x, "base", x)  # of a descriptor
+            x = getattr(x, "base", x)  # the tensor of a descriptor
             if isinstance(x, torch.Tensor) and not x.is_cuda:
                 raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
         lib.launched(self.fn.__name__)

@@ -1,4 +1,4 @@
-"""Updates of an actor on the device, or on the CPU to compare with: what one rank does."""
+"""Updates of an actor on CUDA devices, and on the CPU for comparison: what each rank does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.actor import lora_ranks
 from tests.actor.conftest import make_hf_model
 from tests.actor.layout_ranks import Layout, recipe_of, seal_rollouts, update_samples, whole_gradient
 
-# bfloat16's: relative to the length, in nats a token, relative. See `tests/rehearsal/on_device/test_updates.py`
+# tolerances of bfloat16: relative, in nats per token, relative; see `tests/rehearsal/on_device/test_updates.py`
 GRADIENT, LOSS, NORM = 0.05, 3e-3, 0.02
 LAYERS = 4
 
@@ -34,18 +34,18 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What the rank that reports metrics saw; ``gradient`` that of the first update, of the whole model."""
+    """Results of one rank. gradient: of the first update and the whole model, on the first rank alone."""
 
     gradient: dict[str, torch.Tensor]
     metrics: list[dict[str, float]]
-    seen: list[Any]  # of each update, what ``counted`` gave
+    seen: list[Any]  # what ``counted()`` gave for each update
     micro_batches: int
-    reports: bool
+    reports: bool  # whether this rank reports metrics
 
 
 @dataclass
 class Distance:
-    """Of two outcomes of the same case."""
+    """The distance of two outcomes of the same case."""
 
     gradient: float  # relative to its length
     losses: list[tuple[float, float]]
@@ -69,11 +69,11 @@ class Distance:
 
 
 def seal(family: str, folder: Path) -> None:
-    """A model whose weights bfloat16 can hold, and rollouts of a policy near it."""
+    """Write a model that is exact in bfloat16, and rollouts of a policy near it."""
     model = make_hf_model(family, num_hidden_layers=LAYERS, initializer_range=0.1)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            buffer *= 10  # more than scores differ: between two nearly equal ones rounding would choose
+            buffer *= 10  # larger than differences of scores: between two nearly equal ones rounding would decide
     model = model.bfloat16().float()
     model.save_pretrained(folder / "model")
     seal_rollouts(model, folder / "rollouts")
@@ -88,7 +88,7 @@ def run_updates(
     folder: Path,
     counted: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Outcome:
-    """The first updates of the sealed rollouts, each in ``counted()``, and their gradient."""
+    """The gradient of the first update from the sealed rollouts, then the updates, each inside ``counted()``."""
     join(rank, case.layout.ranks, backend, folder / f"ranks-{backend}")
     from megarl.actor import packing, parallel, step
 
@@ -131,7 +131,7 @@ def device_of(backend: str) -> torch.device:
 
 
 def join(rank: int, ranks: int, backend: str, meeting: Path) -> None:
-    """As `megarl.actor.parallel.join`, without a launcher."""
+    """Join the process group like `megarl.actor.parallel.join`, without a launcher."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if backend == "cuda":

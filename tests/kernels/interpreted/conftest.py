@@ -1,4 +1,4 @@
-"""These tests run in Triton's interpreter, in a process of their own: see `tests/kernels/test_interpreted.py`."""
+"""Tests that run in Triton's interpreter, in processes that `tests/kernels/test_interpreted.py` starts."""
 
 import os
 

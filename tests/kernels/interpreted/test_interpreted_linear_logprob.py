@@ -1,6 +1,7 @@
 """The Triton backend of the fused lm head, in Triton's interpreter, against the definition in float64.
 
-The interpreter is silently wrong in bfloat16, so these tests use float32 (tiles of 64 x 64) and float16 (128 x 256).
+The interpreter is silently wrong in bfloat16, so these tests use float32 (tiles of 64 x 64) and float16 (128 x 256, and
+128 x 128 on sm_80).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def gradients(outputs: Any, inputs: list[torch.Tensor], uses: str = "both") -> t
 def exact(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab: int, uses: str
 ) -> tuple[list[torch.Tensor], tuple[torch.Tensor, ...], float]:
-    """Outputs and gradients in float64 on the same rounded inputs, and the largest logit, with which errors scale."""
+    """Outputs and gradients in float64 of the same rounded inputs, and the largest logit, with which errors grow."""
     h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
     outputs = definition.linear_logprob(h, w, targets, TEMPERATURE, vocab)
     largest = (h @ w.t()).abs().max().item() / TEMPERATURE if len(h) else 0.0
@@ -48,7 +49,7 @@ def exact(
 def check(
     outputs: Any, grads: tuple[torch.Tensor, ...], wanted: Any, wanted_grads: tuple[torch.Tensor, ...], largest: float
 ) -> None:
-    """Outputs to a few roundings of the largest logit; gradients to those, and to one rounding to their own dtype."""
+    """Outputs must be right to a few roundings of the largest logit, gradients also to one rounding to their dtype."""
     single = torch.finfo(torch.float32).eps
     for ours, right in zip(outputs, wanted, strict=True):
         assert ours.dtype is torch.float32
@@ -74,10 +75,10 @@ CASES = [
 
 @pytest.mark.parametrize("architecture", [90, 80])
 @pytest.mark.parametrize(("dtype", "tokens", "width", "rows", "vocab"), CASES)
-def test_equals_the_reference(
+def test_equals_the_definition(
     dtype: torch.dtype, tokens: int, width: int, rows: int, vocab: int, architecture: int, monkeypatch: Any
 ) -> None:
-    """Around the borders of the tiles, for vocabularies that nothing divides; descriptors (90) and pointers (80)."""
+    """Sizes near multiples of a tile's, some with padded rows; sm_90 loads by descriptors, sm_80 by pointers."""
     monkeypatch.setattr(kernels, "_architecture", lambda x: architecture)
     hidden, weight, targets = problem(tokens, width, rows, vocab, dtype)
     outputs = linear_logprob(hidden, weight, targets, TEMPERATURE, vocab_size=vocab, backend="triton")
@@ -87,14 +88,14 @@ def test_equals_the_reference(
 
 
 @pytest.mark.parametrize("uses", ["logprobs", "entropy"])
-def test_gradient_of_each_output(uses: str) -> None:
+def test_gradient_of_one_output_alone(uses: str) -> None:
     hidden, weight, targets = problem(70, 12, 90, 83, torch.float32)
     outputs = linear_logprob(hidden, weight, targets, TEMPERATURE, vocab_size=83, backend="triton")
     check(outputs, gradients(outputs, [hidden, weight], uses), *exact(hidden, weight, targets, 83, uses))
 
 
-def test_many_token_blocks_and_vocabulary_splits(monkeypatch: Any) -> None:
-    """More blocks than a group has, whose last group is not full, and tiles that the splits do not divide."""
+def test_groups_of_token_blocks_and_splits_of_the_vocabulary(monkeypatch: Any) -> None:
+    """Several groups of token blocks, the last of them not full, and tiles that do not divide evenly into splits."""
     monkeypatch.setattr(kernels, "GROUP", 2)
     hidden, weight, targets = problem(4 * 128 + 30, 8, 9 * 256 + 3, 9 * 256 + 3, torch.float16)
     outputs = linear_logprob(hidden, weight, targets, TEMPERATURE, backend="triton")
@@ -102,14 +103,14 @@ def test_many_token_blocks_and_vocabulary_splits(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_chunks_of_the_backward_pass(dtype: torch.dtype) -> None:
-    """Several chunks, the last one shorter: the same gradients."""
+def test_backward_pass_in_chunks(dtype: torch.dtype) -> None:
+    """Three chunks, of which the last is shorter."""
     hidden, weight, targets = problem(300, 10, 70, 70, dtype)
     outputs = linear_logprob(hidden, weight, targets, TEMPERATURE, chunk_tokens=128, backend="triton")
     check(outputs, gradients(outputs, [hidden, weight]), *exact(hidden, weight, targets, 70, "both"))
 
 
-def test_no_tokens() -> None:
+def test_no_tokens_give_empty_outputs_and_a_zero_gradient() -> None:
     hidden, weight, targets = problem(0, 8, 20, 20, torch.float32)
     logprobs, entropy = linear_logprob(hidden, weight, targets, backend="triton")
     assert logprobs.shape == entropy.shape == (0,)
@@ -117,14 +118,14 @@ def test_no_tokens() -> None:
     assert weight.grad is not None and not weight.grad.any()
 
 
-def test_strided_hidden_states() -> None:
+def test_takes_strided_hidden_states() -> None:
     hidden, weight, targets = problem(66, 14, 40, 40, torch.float32)
     strided = hidden.detach().repeat_interleave(2, 0)[::2].requires_grad_()
     outputs = linear_logprob(strided, weight, targets, TEMPERATURE, backend="triton")
     check(outputs, gradients(outputs, [strided, weight]), *exact(hidden, weight, targets, 40, "both"))
 
 
-def test_weight_that_begins_where_the_accelerator_cannot_load() -> None:
+def test_misaligned_weight_gives_the_same_bits() -> None:
     hidden, weight, targets = problem(66, 8, 40, 40, torch.float32)
     late = torch.cat([weight.new_zeros(1), weight.detach().flatten()])[1:].view_as(weight)
     assert late.data_ptr() % 16
@@ -132,7 +133,7 @@ def test_weight_that_begins_where_the_accelerator_cannot_load() -> None:
     torch.testing.assert_close(ours, linear_logprob(hidden, weight, targets, backend="triton"), rtol=0, atol=0)
 
 
-def test_same_bits_every_time() -> None:
+def test_results_repeat_bit_for_bit() -> None:
     hidden, weight, targets = problem(130, 16, 300, 300, torch.float16)
 
     def results() -> list[torch.Tensor]:
@@ -142,8 +143,8 @@ def test_same_bits_every_time() -> None:
     assert all(torch.equal(a, b) for a, b in zip(results(), results(), strict=True))
 
 
-def test_logits_far_apart() -> None:
-    """Beyond what float32 exponentials hold: nothing overflows, and the masked tail is below all of them."""
+def test_large_logits_stay_finite_and_right() -> None:
+    """Logits may be far below 0: the padded rows of the vocabulary must not count as logits of 0."""
     hidden, weight, targets = problem(65, 8, 70, 67, torch.float32)
     outputs = linear_logprob(hidden * -1000, weight.abs(), targets, vocab_size=67, backend="triton")
     wanted = definition.linear_logprob(hidden.double() * -1000, weight.double().abs(), targets, 1.0, 67)
@@ -165,15 +166,15 @@ def test_float64_is_refused() -> None:
         linear_logprob(hidden, weight, targets, backend="triton")
 
 
-SPLITS = (260, 193, 101)  # of 260 rows on two ranks; 101: the second holds nothing but padding
+VOCABULARIES = (260, 193, 101)  # in 260 rows on two ranks; with 101 the second rank has nothing but padding
 
 
 def _rank(rank: int, ranks: int, directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
     result = {}
-    for vocab in SPLITS:
-        hidden, weight, targets = problem(67, 12, SPLITS[0], vocab, torch.float32)
+    for vocab in VOCABULARIES:
+        hidden, weight, targets = problem(67, 12, VOCABULARIES[0], vocab, torch.float32)
         shard = weight.detach().chunk(ranks)[rank].clone().requires_grad_()
         outputs = linear_logprob(
             hidden, shard, targets, TEMPERATURE, dist.group.WORLD, vocab_size=vocab, backend="triton"
@@ -190,9 +191,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, list[t
     return [torch.load(directory / f"{r}.pt") for r in range(2)]
 
 
-@pytest.mark.parametrize("vocab", SPLITS)
+@pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_vocabulary_split_over_two_ranks(two_ranks: list[dict[int, list[torch.Tensor]]], vocab: int) -> None:
-    hidden, weight, targets = problem(67, 12, SPLITS[0], vocab, torch.float32)
+    hidden, weight, targets = problem(67, 12, VOCABULARIES[0], vocab, torch.float32)
     wanted = exact(hidden, weight, targets, vocab, "both")
     first, second = (rank[vocab] for rank in two_ranks)
     grads = (first[2] + second[2], torch.cat([first[3], second[3]]))

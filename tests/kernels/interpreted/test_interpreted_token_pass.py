@@ -1,5 +1,5 @@
-"""The Triton token pass, in Triton's interpreter: against the objectives' definitions, and the C++ pass for what only
-shards have. A tile has 8 tokens here, so that the random responses end around its border."""
+"""The Triton token pass, in Triton's interpreter, compared with the objectives' definitions or, in what only
+shards have, with the C++ pass. A tile has 8 tokens here, so that the random responses end near its border."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compare(objective: Objective, batch: TokenBatch, where: str = "") -> None:
-    """Kept tokens and counts exactly, the rest to a few roundings of float32."""
+    """Kept tokens and counts must be equal, all else to a few roundings of float32."""
     statistics = objective.statistics(batch.detach())
     definition, fused = (objective(batch, statistics, backend) for backend in ("torch", "triton"))
     assert torch.equal(fused.kept, definition.kept), where
@@ -54,7 +54,7 @@ def compare(objective: Objective, batch: TokenBatch, where: str = "") -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(name: str) -> None:
-    """Each objective on two kinds of batch; every third one has NaN where nothing trains, and together they are all."""
+    """Two random batches per objective; all together have every kind, and a third of them NaN at untrained tokens."""
     first = 2 * list(CASES).index(name)
     for seed in (first, first + 1):
         compare(CASES[name][0], random_batch(seed), f"seed {seed} ({KINDS[seed % len(KINDS)]})")
@@ -64,7 +64,7 @@ def test_every_rule_is_compared_with_its_definition() -> None:
     batch = random_batch(0)
     rules = [objective.rule(batch, objective.statistics(batch.detach())) for objective, _ in CASES.values()]
     assert all(rule.quantity == TRITON_RULES[rule.name].quantity for rule in rules)
-    assert {rule.name for rule in rules} | {"clip_dual"} == set(TRITON_RULES)  # and that one below
+    assert {rule.name for rule in rules} | {"clip_dual"} == set(TRITON_RULES)  # clip_dual: bapo, released
 
 
 BORDERS = [TILE - 1, TILE, TILE + 1, 0, 0, 1, 2 * TILE - 1, 2 * TILE, 2 * TILE + 1, 0, 5 * TILE + 3, 0]
@@ -80,11 +80,11 @@ BORDERS = [TILE - 1, TILE, TILE + 1, 0, 0, 1, 2 * TILE - 1, 2 * TILE, 2 * TILE +
     ],
     ids=lambda objective: type(objective).__name__,
 )
-def test_tiles_and_stretches_have_no_borders(objective: Objective) -> None:
+def test_responses_across_tiles_and_stretches(objective: Objective) -> None:
     compare(objective, make_batch(BORDERS))
 
 
-def both(rule: Rule, batch: TokenBatch, *segments: Any) -> tuple[PassResult, PassResult]:
+def triton_and_cpp(rule: Rule, batch: TokenBatch, *segments: Any) -> tuple[PassResult, PassResult]:
     tokens = Tokens.of(batch.detach())
     ours, theirs = (token_pass(rule, tokens, *segments, backend=backend) for backend in ("triton", "cpp"))
     return ours, theirs
@@ -99,8 +99,8 @@ def check(ours: PassResult, theirs: PassResult) -> None:
 
 
 @pytest.mark.parametrize("name", TRITON_RULES)
-def test_inherited_values_and_places(name: str) -> None:
-    """What the chunks of a context-parallel rank take over, against the C++ pass: nothing, a part, everything."""
+def test_inherited_values_and_places_act_as_in_cpp(name: str) -> None:
+    """What chunks of a context-parallel rank inherit from the rest of their sequence has the same effect as in C++."""
     batch = make_batch([5, 9, 0, 8, 3])
     batch.advantages[:5], batch.loss_mask[:5] = -0.5, True  # token 2 of segment 0 is its trigger
     g = torch.Generator().manual_seed(1)
@@ -110,11 +110,11 @@ def test_inherited_values_and_places(name: str) -> None:
         torch.tensor([2, -3, 0, NEVER, 7], dtype=torch.int32),
     )
     rule = Rule(name, constants((0.6, 1.4, 1.2), CPU))
-    check(*both(rule, batch, inherited, torch.arange(5) << 22))
+    check(*triton_and_cpp(rule, batch, inherited, torch.arange(5) << 22))
 
 
-def test_the_last_tie_that_is_refused() -> None:
-    """A token at the threshold of |l| is refused if it is the last one of the order, and kept if it comes after."""
+def test_ties_are_masked_up_to_the_last_in_their_order() -> None:
+    """A token whose |l| is the threshold is masked if it is the last tie to mask, and kept if it comes after that."""
     batch = make_batch([5, 9])
     l = (batch.logprobs - batch.rollout_logprobs).detach()
     inside = batch.loss_mask & (l * batch.advantages > 0) & (torch.arange(14) >= 5)
@@ -123,26 +123,26 @@ def test_the_last_tie_that_is_refused() -> None:
     for last in (tie, tie - 1):
         order = float(2**44 - 1 - (1 << 22) - (last - 5))  # segment 1 begins at token 5
         rule = Rule("second_moment", constants((float(l[tie].abs()), order), CPU))
-        ours, theirs = both(rule, batch, None, torch.arange(2) << 22)
+        ours, theirs = triton_and_cpp(rule, batch, None, torch.arange(2) << 22)
         check(ours, theirs)
         kept.append(bool(ours.kept[tie]))
     assert kept == [False, True]
 
 
 @pytest.mark.parametrize("name", ["clip_prefix", "clip_sequence_mean", "veto_suffix", "second_moment"])
-def test_nan_and_infinity_that_train(name: str) -> None:
-    """As in C++: a NaN makes the later minima of its own sequence NaN, and no others."""
+def test_nan_and_infinity_at_trained_tokens_act_as_in_cpp(name: str) -> None:
+    """A NaN makes the later prefix minima of its own sequence NaN, and no others."""
     batch = make_batch([6, 11, 4])
     rollout = batch.rollout_logprobs
     rollout[3], rollout[9], rollout[18] = torch.nan, -torch.inf, torch.inf
     batch.loss_mask[:] = True
-    ours, theirs = both(Rule(name, constants((0.3, 0.0, 0.5), CPU)), batch, None, torch.arange(3) << 22)
+    ours, theirs = triton_and_cpp(Rule(name, constants((0.3, 0.0, 0.5), CPU)), batch, None, torch.arange(3) << 22)
     assert theirs.sums.isnan().any()
     check(ours, theirs)
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
-def test_no_tokens(lengths: list[int]) -> None:
+def test_no_tokens_give_empty_results(lengths: list[int]) -> None:
     empty = torch.zeros(0)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     tokens = Tokens(
@@ -153,7 +153,7 @@ def test_no_tokens(lengths: list[int]) -> None:
     assert not (result.sums.any() or result.segment_sums.any() or result.histograms.any())
 
 
-def test_same_bits_every_time_and_no_gradient_where_nothing_trains() -> None:
+def test_results_repeat_and_untrained_tokens_have_no_gradient() -> None:
     batch = make_batch([9, 17])
     runs = [OBJECTIVES["minpro"]()(batch, backend="triton") for _ in range(2)]
     gradients = [torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0] for terms in runs]
@@ -164,7 +164,7 @@ def test_same_bits_every_time_and_no_gradient_where_nothing_trains() -> None:
 
 
 def test_the_operation_is_registered_correctly() -> None:
-    """Schema, fake, autograd and tracing: torch's own checks."""
+    """torch's own checks of schema, fake implementation, autograd and tracing pass."""
     tokens = Tokens.of(make_batch([5, 0, 9]))
     arguments = (
         "clip_token", constants((0.8, 1.2), CPU), 0.7, tokens.logprobs, tokens.rollout_logprobs,

@@ -33,7 +33,7 @@ PYBIND11_MODULE(megarl_rehearsal_device, m) {
   m.def("forget_initialisation", [] { torch::utils::set_requires_device_init(at::kCUDA, true); });
   m.def("set_sync_mode", &set_sync_mode);
   m.def("sync_mode", &sync_mode);
-  m.def("define_nccl", [](py::module_ target) {  // later than the rest: it derives from a class of torch.distributed
+  m.def("define_nccl", [](py::module_ target) {  // called later: it derives from a class of torch.distributed
     py::class_<Nccl, c10::intrusive_ptr<Nccl>, c10d::Backend>(target, "ProcessGroupNCCL")
         .def(py::init<c10::intrusive_ptr<c10d::Backend>, int, int>());
   });

@@ -13,12 +13,12 @@ namespace rehearsal {
 
 using at::Tensor;
 
-// As many as CUDA_VISIBLE_DEVICES names, 8 without it. Never initialises anything.
+// As many as CUDA_VISIBLE_DEVICES names, or 8 without it. Does not initialise the device.
 c10::DeviceIndex device_count();
 c10::DeviceIndex current_device();
 void set_current_device(c10::DeviceIndex index);
 
-struct OnDevice {  // within, memory is that of this device
+struct OnDevice {  // in its scope, this is the current device
   explicit OnDevice(c10::DeviceIndex index) : before(current_device()) {
     if (index >= 0) set_current_device(index);
   }
@@ -39,15 +39,15 @@ const at::Generator& default_generator(c10::DeviceIndex index);
 // The host generator that a CUDA generator draws from.
 at::Generator host_generator(const at::Generator& generator);
 
-// The same bytes as a tensor of the host, or of a device. The result keeps them alive.
+// The same bytes as a tensor of the host or of a device. The result keeps the bytes alive.
 Tensor host_view(const Tensor& tensor);
 Tensor device_view(const Tensor& tensor, c10::DeviceIndex index);
 
-// What a GPU would have done.
+// Counts an operation that would be a launch on a GPU.
 void launched(const std::string& name);
-// The host waits for the device; raises where torch.cuda.set_sync_debug_mode("error") asks for it.
+// Counts a wait of the host for the device; raises where torch.cuda.set_sync_debug_mode("error") asks for it.
 void waited(const char* why, bool checked = true);
-struct NotCounted {  // within, this thread's calls count as nothing
+struct NotCounted {  // in its scope, calls of this thread are not counted
   NotCounted();
   ~NotCounted();
 };

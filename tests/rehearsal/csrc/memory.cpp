@@ -1,4 +1,4 @@
-// The device as torch asks for it: how many there are, memory, streams that run at once, random numbers, and counts.
+// The device as torch sees it: number of devices, memory, streams that run immediately, random numbers, and counts.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -50,7 +50,7 @@ struct DeviceMemory final : Allocator {
     const Device device(kCUDA, current);
     if (n == 0) return {nullptr, nullptr, &free_block, device};
     void* data = allocate_bytes(n);
-    std::memset(data, 0xFF, n);  // NaN: what nobody has written must not be read
+    std::memset(data, 0xFF, n);  // NaN: memory that was never written must not be read
     const size_t now = allocated[current] += n;
     for (size_t peak = peaks[current]; peak < now && !peaks[current].compare_exchange_weak(peak, now);) {
     }

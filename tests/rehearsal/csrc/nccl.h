@@ -1,4 +1,4 @@
-// NCCL's place in a process group, taken by gloo: collectives of CUDA tensors on the same bytes.
+// The backend "nccl" of a process group: gloo's collectives on the bytes of CUDA tensors.
 #ifndef MEGARL_REHEARSAL_NCCL_H
 #define MEGARL_REHEARSAL_NCCL_H
 

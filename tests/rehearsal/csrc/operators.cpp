@@ -1,4 +1,4 @@
-// Every operator of the dispatch key CUDA runs its CPU kernel on the same bytes; a few have rules of their own.
+// Every operator of the dispatch key CUDA runs its CPU kernel on the same bytes, except for a few with their own code.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -16,14 +16,14 @@ namespace {
 
 using namespace at;
 
-// The host waits where the size of the result depends on numbers on the device.
+// The host waits for these, because the size of their result depends on values on the device.
 const std::unordered_set<std::string> kWaiting = {
     "aten::nonzero",  "aten::nonzero.out",  "aten::masked_select", "aten::masked_select.out", "aten::bincount",
     "aten::_unique2", "aten::unique_dim",   "aten::_unique",       "aten::equal",             "aten::unique_consecutive",
     "aten::unique_dim_consecutive",
 };
 
-// These take indices of the host too, at the price of an upload.
+// These also take indices on the host, which are then copied to the device.
 const std::unordered_set<std::string> kIndexing = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"};
 
 Storage shared_storage(const Tensor& tensor, Device device, Allocator* allocator) {
@@ -44,7 +44,7 @@ Tensor with_storage(const Tensor& like, Storage storage, DispatchKey key) {
   return out;
 }
 
-// Made as torch makes views, since one of a parameter is no inference tensor in inference mode either.
+// As torch makes views: also in inference mode, a view of a parameter is no inference tensor.
 Tensor view_of(const Tensor& base, const Tensor& like) {
   auto out = at::detail::make_tensor<TensorImpl>(TensorImpl::VIEW, Storage(base.storage()), base.key_set(),
                                                  like.dtype());
@@ -141,7 +141,7 @@ class Call {
 
   bool waits() const {
     const std::string name = full_name();
-    if (kIndexing.count(name_)) return uploads_ || (masks_ && name_ != "aten::index");  // its masks were nonzero() before
+    if (kIndexing.count(name_)) return uploads_ || (masks_ && name_ != "aten::index");  // its masks came by nonzero()
     if (name == "aten::repeat_interleave.Tensor") {
       return (*stack_)[stack_->size() - 1].isNone();  // output_size
     }

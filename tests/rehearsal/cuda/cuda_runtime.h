@@ -1,7 +1,7 @@
 // The part of CUDA that megarl's kernels use, for a host compiler: a block's threads are fibres of one thread, which run
 // one after another from barrier to barrier; blocks run one after another. Deterministic; a block whose threads do not
-// all reach a barrier aborts with a message. `rehearsal_reverse_threads` turns the order round: a result that changes
-// with it depends on a race.
+// all reach a barrier aborts with a message. `rehearsal_reverse_threads` reverses the order: a result that changes with
+// it depends on a race.
 #ifndef MEGARL_REHEARSAL_CUDA_RUNTIME_H
 #define MEGARL_REHEARSAL_CUDA_RUNTIME_H
 

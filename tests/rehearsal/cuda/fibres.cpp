@@ -24,7 +24,7 @@ struct Fibre {
   jmp_buf here;
   bool started;
   State state;
-  int turn;  // of the two sets of slots: a lane may be one shuffle ahead of another
+  int turn;  // which of two sets of slots is next: a lane may be one shuffle ahead of another
 };
 
 struct Warp {
@@ -63,7 +63,7 @@ void pause(State state) {
   if (_setjmp(fibre.here) == 0) _longjmp(scheduler, 1);
 }
 
-// Lets the fibres [first, last) go on if all that have not ended are at this barrier.
+// Lets the fibres [first, last) continue if all of them that have not ended are at this barrier.
 bool release(int first, int last, State barrier) {
   bool any = false;
   for (int i = first; i < last; ++i) {

@@ -1,4 +1,4 @@
-"""These tests run where torch sees the rehearsal device, each in a fork: see `tests/rehearsal/test_rehearsals.py`."""
+"""Tests that run where torch sees the rehearsal device, each in a fork; `../test_rehearsals.py` starts them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ collect_ignore_glob = [] if os.environ.get("MEGARL_REHEARSAL") == "1" else ["tes
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
-    """In a fork, so that each test initialises CUDA anew, as the processes of a phase do."""
+    """Run each test in a fork, so that it initialises CUDA anew, as the processes of a phase do."""
     from tests.rehearsal.forks import in_fork
 
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}

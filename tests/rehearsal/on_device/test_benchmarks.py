@@ -1,4 +1,4 @@
-"""The benchmark of the lm head times what it gives credit for."""
+"""The benchmark of the lm head credits a head with the operations that it makes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kernels.benchmark import load_benchmark
 
 
 class Products(TorchDispatchMode):
-    """Counts floating-point operations of matrix products."""
+    """Counts the floating-point operations of matrix products."""
 
     operations = 0
 
@@ -25,8 +25,8 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("head", ["megarl torch", "materialised"])
-def test_a_head_has_credit_for_the_products_that_it_makes(head, monkeypatch):
-    """Forward alone, then forward and backward together: at one operation a second both take as long as the roof."""
+def test_a_head_is_credited_with_the_products_that_it_makes(head, monkeypatch):
+    """At one operation per second, forward alone and forward with backward must take as long as the roofline says."""
     benchmark = load_benchmark("linear_logprob")
 
     def milliseconds(run):

@@ -1,4 +1,4 @@
-"""The device itself: what a GPU refuses it refuses, and waits and launches are counted where they happen."""
+"""The rehearsal device: it refuses what a GPU refuses, and counts waits and launches where they happen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.rehearsal.counts import counted
 from tests.rehearsal.forks import in_fork
 
 
-def test_is_cuda_and_computes():
+def test_tensors_are_cuda_tensors_and_compute_as_on_the_cpu():
     x = torch.randn(3, 4, requires_grad=True)
     y = x.detach().cuda().requires_grad_()
     for tensor in (x, y):
@@ -23,10 +23,10 @@ def test_is_cuda_and_computes():
     assert y.grad.type() == "torch.cuda.FloatTensor" and y.grad.device == torch.device("cuda:0")
     assert torch.equal(y.grad.cpu(), x.grad)
     assert y.view(2, 6)._base is y and y[1:].data_ptr() == y.data_ptr() + 16
-    assert torch.empty(3, device="cuda").isnan().all()  # nobody has written it
+    assert torch.empty(3, device="cuda").isnan().all()  # memory that was never written
 
 
-def test_mixed_devices_raise():
+def test_mixed_devices_are_refused():
     x = torch.ones(4, device="cuda")
     for wrong in (torch.ones(4), torch.ones(4, device="cuda:1"), torch.ones(0)):
         with pytest.raises(RuntimeError, match="same device"):
@@ -37,16 +37,16 @@ def test_mixed_devices_raise():
         torch.zeros(()).add_(x.sum())
     with pytest.raises(RuntimeError, match="'cuda' device type for generator"):
         torch.randn(3, device="cuda", generator=torch.Generator())
-    assert (x + torch.tensor(1.0)).is_cuda  # a number of the host is an argument of the kernel
+    assert (x + torch.tensor(1.0)).is_cuda  # a 0-d tensor of the host is an argument of the kernel
 
 
-def test_a_missing_operator_is_named():
+def test_error_names_a_missing_operator():
     x = torch.ones(2, 3, 4, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(NotImplementedError, match=r"no aten::_scaled_dot_product_cudnn_attention.*cuda_only.py"):
         torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, False)
 
 
-def test_waits_and_launches():
+def test_waits_and_launches_are_counted():
     x = torch.ones(4, device="cuda")
     with counted(launches=True) as seen:
         y = x * 2 + 1
@@ -68,9 +68,9 @@ def test_waits_and_launches():
         y.sum().item()
 
 
-def test_a_fork_cannot_use_what_was_initialised_before():
+def test_a_fork_cannot_use_cuda_that_its_parent_initialised():
     assert not torch.cuda.is_initialized()
-    in_fork(lambda: torch.ones(1, device="cuda"))  # fine
+    in_fork(lambda: torch.ones(1, device="cuda"))  # allowed: this process has not initialised CUDA
     torch.ones(1, device="cuda")
     assert torch.cuda.is_initialized()
     with pytest.raises(AssertionError, match="Cannot re-initialize CUDA in forked subprocess"):
@@ -84,7 +84,7 @@ def test_no_devices_where_none_are_visible():
         torch.ones(1, device="cuda")
 
 
-def test_nccl_takes_tensors_of_the_device_alone():
+def test_nccl_takes_only_cuda_tensors():
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.get_backend() == "nccl"
     out = torch.empty(3, device="cuda")
@@ -94,10 +94,10 @@ def test_nccl_takes_tensors_of_the_device_alone():
         dist.all_reduce(torch.ones(2))
 
 
-def test_random_state_and_memory():
+def test_random_state_is_restored_and_memory_counted():
     state = torch.cuda.get_rng_state()
     first = torch.rand(3, device="cuda")
-    torch.rand(3)  # another generator
+    torch.rand(3)  # draws from the generator of the host
     torch.cuda.set_rng_state(state)
     assert torch.equal(first, torch.rand(3, device="cuda"))
     before = torch.cuda.memory_allocated()
@@ -108,8 +108,8 @@ def test_random_state_and_memory():
     assert torch.empty(3, pin_memory=True).is_pinned() and not torch.empty(3).is_pinned()
 
 
-def test_attention_and_norms_of_the_device():
-    """FlashAttention's operators, packed and padded, and the fused norm, against their definitions on the CPU."""
+def test_attention_and_norm_equal_their_definitions():
+    """FlashAttention's operators, packed and padded, and the fused norm equal their definitions on the CPU."""
     torch.manual_seed(0)
     ends = [0, 3, 8]
     q, k, v = (torch.randn(8, heads, 16).bfloat16() for heads in (4, 2, 2))

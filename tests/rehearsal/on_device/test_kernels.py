@@ -1,7 +1,7 @@
-"""Kernels on the device against the definitions on the CPU: Triton's in its interpreter, those of csrc/cuda as fibres.
+"""Kernels on the rehearsal device compared with the definitions on the CPU.
 
-`tests/kernels/test_gpu.py` runs here too, for the CUDA kernels: see `tests/rehearsal/test_rehearsals.py`. Triton's
-interpreter is too slow for its batches.
+Triton's kernels run in its interpreter, those of csrc/cuda with fibres as threads. `tests/rehearsal/test_rehearsals.py`
+also runs `tests/kernels/test_gpu.py` for the CUDA kernels; Triton's interpreter is too slow for its batches.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ OBJECTIVES = ("mu_grpo", "mu_grpo-suffix", "m2po", "gspo", "bapo")
 
 
 def numbers(objective: Any, batch: TokenBatch, backend: str) -> dict[str, torch.Tensor]:
+    """All results of one evaluation, by name."""
     terms = objective(batch, objective.statistics(batch.detach(), None, backend), backend)
     metrics = {f"{key} {i}": x for key, pair in terms.metrics.items() for i, x in enumerate(pair)}
     gradient = torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0]
@@ -48,8 +49,8 @@ def test_token_pass_equals_the_cpu(name, backend):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_no_result_depends_on_the_order_of_threads(name):
-    """A missing barrier would show: the threads of a block run one after another, here from the last to the first."""
+def test_results_do_not_depend_on_the_order_of_threads(name):
+    """Finds missing barriers: the threads of a block run one after another, at first in order, then in reverse."""
     batch, objective = on_device(make_batch(LENGTHS)), CASES[name]
     forwards = gradient(objective, batch, "cuda")
     library.load_library("cuda").rehearsal_reverse_threads(ctypes.c_int(1))
@@ -58,8 +59,8 @@ def test_no_result_depends_on_the_order_of_threads(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_lm_head_in_triton(dtype):
-    """Log-probs to float32's roundings; gradients to those of their own dtype. No wait."""
+def test_triton_lm_head_equals_the_definition_without_a_wait(dtype):
+    """Log-probs and entropy are exact to the rounding of float32, gradients to that of their own dtype."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 32, generator=generator).to(dtype) for n in (70, 139))
     targets = torch.randint(0, 131, (70,), generator=generator)

@@ -1,6 +1,6 @@
-"""What `megarl plan` says of activations, in bfloat16 and with a GPU's operators, against what autograd keeps there.
+"""The activation memory of `megarl plan` compared with what autograd keeps in bfloat16 with a GPU's operators.
 
-Of the layers' sum, so that ranks with more and with fewer tokens for their experts make up for each other.
+What is kept is averaged over ranks, because some have more tokens for their experts than others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.views.allocated import Live
 TOKENS, LAYERS = 1000, 4
 TP2_EP2 = {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}
 LORA = {"lora": {"rank": 8}}
-GPT_OSS_20B = dict(  # an eighth of the published widths, with as many experts
+GPT_OSS_20B = dict(  # an eighth of the published widths, with all experts
     model_type="gpt_oss", hidden_size=360, intermediate_size=360, moe_intermediate_size=360, num_attention_heads=8,
     num_key_value_heads=1, head_dim=64, num_experts=32, num_experts_per_tok=4, sliding_window=128, swiglu_limit=7.0,
 )  # fmt: skip
@@ -64,7 +64,7 @@ def settings_of(family: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def watched_sinks(live: Live) -> Iterator[list[tuple[int, int]]]:
-    """Of each backward pass of attention with sinks what there is before it, and at most inside it, in bytes."""
+    """For each backward pass of attention with sinks: (bytes allocated before it, most bytes allocated during it)."""
     found, backward = [], sinks_module._Flash.backward
 
     def watched(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -79,7 +79,10 @@ def watched_sinks(live: Live) -> Iterator[list[tuple[int, int]]]:
 
 
 def one_rank(rank: int, ranks: int, family: str, recompute: Any, table: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Bytes that autograd keeps after a forward pass, and the most that there are in an update, parameters left out."""
+    """Bytes that autograd keeps after a forward pass, and most bytes in a forward and backward pass.
+
+    Parameters, gradient buffers and inputs are left out. Also numbers of parameters and of layers.
+    """
     join(rank, ranks, "cuda", folder / "meeting")
     from megarl.actor import lora, parallel
     from megarl.actor.delta_net import GatedDeltaNet
@@ -137,7 +140,7 @@ def one_rank(rank: int, ranks: int, family: str, recompute: Any, table: dict[str
 @pytest.mark.parametrize(
     ("family", "recompute", "table"), CASES, ids=lambda x: " ".join(map(str, x)) if x and not isinstance(x, str) else x
 )
-def test_activations(tmp_path: Path, family: str, recompute: Any, table: dict[str, Any]) -> None:
+def test_activations_agree_with_the_plan(tmp_path: Path, family: str, recompute: Any, table: dict[str, Any]) -> None:
     ranks = 2 if table and "lora" not in table else 1
     found = in_ranks(lambda rank: one_rank(rank, ranks, family, recompute, table, tmp_path), ranks)
     names = ("tensor", "pipeline", "context", "expert", "expert_tensor")
@@ -149,7 +152,7 @@ def test_activations(tmp_path: Path, family: str, recompute: Any, table: dict[st
     actor = {"backend": "cuda", "layers": "torch", "recompute": recompute, "tokens_per_micro_batch": TOKENS}
     recipe = make_recipe(actor=actor | table, rollout={"max_response_tokens": 8}, data={"max_prompt_tokens": 8})
     kept, _ = activations.kept_bytes(hf, recipe, layout, census, TOKENS, 1.0)
-    # behind the layers: the final norm's input, and what the head takes of its output
+    # after the layers: the input of the final norm, and its output, which the head keeps
     behind = activations.hidden_bytes(hf, layout, TOKENS) + 2 * TOKENS / layout.context_parallel * hf["hidden_size"]
     measured = sum(rank["kept"] for rank in found) / ranks
     items = sizes.optimize_memory(
@@ -165,9 +168,9 @@ def test_activations(tmp_path: Path, family: str, recompute: Any, table: dict[st
 
 
 def _check_sinks(hf: dict[str, Any], found: list[tuple[int, int]], peak: int) -> None:
-    """What attention holds of the queries for a moment is no part of the plan: the peak is in the experts behind it.
+    """What attention with sinks holds for a moment is not in the plan, because the peak is in the experts after it.
 
-    Gradients in bfloat16, and the output, its gradient and their product in float32.
+    It holds gradients in bfloat16, and the output, its gradient and their product in float32.
     """
     queries = TOKENS * hf["num_attention_heads"] * hf["head_dim"]
     gradients = 1 + 2 * hf["num_key_value_heads"] / hf["num_attention_heads"]

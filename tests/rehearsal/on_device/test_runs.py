@@ -22,13 +22,13 @@ CUDA = ["--set", 'actor.backend="cuda"', "--set", 'actor.kernels="cuda"']
 
 @pytest.fixture(scope="module")
 def untrained_recipe(tiny_model, tmp_path_factory):
-    """Of a model whose distribution is flat, so that two layouts stay close; it is never right."""
+    """A recipe with an untrained model: its distribution is flat, so two layouts stay close; no answer is right."""
     words = ["".join(letters) for letters in itertools.product("abcde", repeat=3)]
     return write_recipe(tmp_path_factory.mktemp("untrained"), tiny_model, words)
 
 
 def command(*arguments: object, folder: Path = ROOT) -> None:
-    """In a fork: a command line, whose phases are forks of it, as those of the real one are of the warm process."""
+    """Run a command line in this fork. Its phases are forks of it, as real ones are of the warm process."""
     from megarl import cli
     from megarl.linux import die_with_parent
     from megarl.workers import processes
@@ -36,7 +36,7 @@ def command(*arguments: object, folder: Path = ROOT) -> None:
 
     os.setsid()
     os.chdir(folder)
-    os.register_at_fork(after_in_child=die_with_parent)  # as the warm process has it
+    os.register_at_fork(after_in_child=die_with_parent)  # as in the warm process
     processes.WarmProcess = ForkedWarmProcess
     cli.main([str(x) for x in arguments])
 
@@ -46,7 +46,7 @@ def megarl(*arguments: object, folder: Path = ROOT) -> None:
 
 
 def start_megarl(*arguments: object, folder: Path = ROOT) -> int:
-    """The same without waiting: the process id."""
+    """Start `megarl` without waiting for it; returns its process id."""
     if pid := os.fork():
         return pid
     try:
@@ -55,8 +55,8 @@ def start_megarl(*arguments: object, folder: Path = ROOT) -> int:
         os._exit(0)
 
 
-def test_train_and_optimize_elsewhere(untrained_recipe, tmp_path):
-    """Two stages with evaluations, the built-in engine and its drift check; then a stage again over two ranks."""
+def test_train_then_optimize_in_another_layout(untrained_recipe, tmp_path):
+    """Two stages with evaluations, the built-in engine and its drift check; then the first stage on two ranks."""
     from megarl.storage.run_dir import RunDir
 
     megarl("train", untrained_recipe, "--run-dir", tmp_path / "run", *CUDA)
@@ -77,10 +77,10 @@ def test_train_and_optimize_elsewhere(untrained_recipe, tmp_path):
         assert abs(ours["ratio/mean"] - 1) < 0.05  # the actor agrees with the engine
 
 
-def leave_experts_without_name(monkeypatch):
+def remove_a_name_of_transformer_engine(monkeypatch):
     from megatron.core.transformer.moe import moe_utils
 
-    from megarl.actor import model  # noqa: F401 - which defines it
+    from megarl.actor import model  # noqa: F401 - defines the name
 
     monkeypatch.delattr(moe_utils, "te_general_gemm")
 
@@ -106,14 +106,14 @@ def forget_master_weights(monkeypatch):
 
 
 MISTAKES = {
-    leave_experts_without_name: "name 'te_general_gemm' is not defined",
+    remove_a_name_of_transformer_engine: "name 'te_general_gemm' is not defined",
     fail_to_export: "model.layers.0.mlp.gate.weight",
     forget_master_weights: "a checkpoint does not restore master weights",
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_a_mistake_of_the_actor_ends_the_run_before_any_rollout(recipe, tmp_path, monkeypatch, capfd, mistake):
+def test_a_broken_actor_ends_the_run_before_any_rollout(recipe, tmp_path, monkeypatch, capfd, mistake):
     mistake(monkeypatch)
     with pytest.raises(AssertionError, match="SystemExit: 1"):
         megarl("train", recipe, "--run-dir", tmp_path / "run", *CUDA)
@@ -124,8 +124,8 @@ def test_a_mistake_of_the_actor_ends_the_run_before_any_rollout(recipe, tmp_path
     assert not [line for line in (run / "events.jsonl").read_text().splitlines() if '"rollout"' in line]
 
 
-def test_doctor_rehearses_a_recipe_alone(recipe, tmp_path, capfd):
-    """On the recipe's own layout; nothing of it is left."""
+def test_doctor_runs_only_the_rehearsal_of_a_recipe(recipe, tmp_path, capfd):
+    """In a layout of two ranks. No scratch files are left."""
     ranks = ["--set", "actor.processes_per_node=2", "--set", "actor.expert_parallel=2"]
     megarl("doctor", "--recipe", recipe, "--scratch", tmp_path / "scratch", *CUDA, *ranks)
     assert "an update, its export and a checkpoint passed in" in capfd.readouterr().out
@@ -134,7 +134,7 @@ def test_doctor_rehearses_a_recipe_alone(recipe, tmp_path, capfd):
 
 def stop_after_two_updates(pid: int, run: Path, number: int) -> None:
     while not (run / "stages/000/checkpoints/update_000002").exists():
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it ended before"
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the run has ended"
         time.sleep(0.01)
     os.kill(pid, number)
     os.waitpid(pid, 0)
@@ -148,8 +148,8 @@ def commands_of_the_readme() -> list[list[str]]:
     return [arguments for _, *arguments in lines]
 
 
-def test_the_commands_of_the_readme(recipe, tmp_path):
-    """As they stand there, with a small recipe in recipe.toml; the run is killed once."""
+def test_the_commands_of_the_readme_work(recipe, tmp_path):
+    """The commands exactly as in README.md, with a small recipe in recipe.toml. The run is killed once."""
     from megarl.storage.run_dir import RunDir
 
     settings = '[actor]\nbackend = "cuda"\nkernels = "cuda"\ncheckpoint_every = 2\n'
@@ -165,14 +165,14 @@ def test_the_commands_of_the_readme(recipe, tmp_path):
     assert done == ["plan", "doctor", "train", "optimize", "report"]
     run, other = (RunDir.open(tmp_path / f"runs/{name}") for name in "ab")
     assert [line["update"] for line in metrics(run)] == list(range(1, 13)) and run.final.exists()
-    assert events(run, "resume"), "it was not killed"
+    assert events(run, "resume"), "the run was not resumed"
     assert [line["update"] for line in metrics(other)] == list(range(1, 7)) and other.recipe.objective.name == "grpo"
     assert len({line["loss"] for line in metrics(run)}) == 12 and any(line["grad_norm"] > 0 for line in metrics(run))
     page = (tmp_path / "runs/compare.html").read_text()
     assert "<title>megarl: a, b</title>" in page
 
 
-def test_a_stop_and_what_continues_after_it(recipe, tmp_path):
+def test_a_run_stopped_by_sigterm_resumes(recipe, tmp_path):
     from megarl.storage.run_dir import RunDir
 
     arguments = ["train", recipe, "--run-dir", tmp_path / "run", *CUDA, "--set", "run.rehearse=false"]

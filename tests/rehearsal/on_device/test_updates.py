@@ -1,7 +1,7 @@
-"""Updates with ``backend = "cuda"`` in bfloat16, in every kind of layout, against the CPU's in float32.
+"""Updates with ``backend = "cuda"`` in bfloat16, in layouts of one and two ranks, compared with float32 on the CPU.
 
-The tolerance is that of bfloat16: one rounding is at most 2^-9 of a number, a gradient passes some fifty of them in
-four layers, and independent ones add up to a percent or two of its length.
+The tolerance is that of bfloat16: a rounding changes a number by at most 2^-9 of it, a gradient goes through some fifty
+roundings in four layers, and independent roundings add up to one or two percent of its length.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.rehearsal.counts import counted
 from tests.rehearsal.forks import in_fork, in_ranks
 from tests.rehearsal.updates import LAYERS, LOSS, NORM, Case, Distance, Outcome, device_of, join, run_updates, seal
 
-OWN_WAITS = 2  # of megarl, an update
-# of an update of two micro-batches on one rank, four MoE layers of four experts
+OWN_WAITS = 2  # of megarl itself, per update
+# at most, in an update of two micro-batches on one rank, with four MoE layers of four experts
 WAITS, LAUNCHES = 2, 2220
 
 TORCH = {"kernels": "torch"}
@@ -31,10 +31,10 @@ CASES = {
     **{name: Case(LAYOUTS[name], actor=TORCH) for name in ["one", *TWO_RANKS]},
     "recompute": Case(LAYOUTS["TP2 EP2"], actor=TORCH | {"recompute": "full"}),
     "cuda": Case(actor={"kernels": "cuda"}),
-    "triton": Case(actor={"kernels": "triton"}, updates=0),  # its interpreter is slow
+    "triton": Case(actor={"kernels": "triton"}, updates=0),  # the gradient alone: its interpreter is slow
 }
-FAMILIES = ("glm4_moe", "olmoe", "deepseek_v3", "qwen3_next", "gpt_oss")  # of which a layer is of another kind
-# these do not compute what the others do, so that the CPU computes them too
+FAMILIES = ("glm4_moe", "olmoe", "deepseek_v3", "qwen3_next", "gpt_oss")  # with another kind of layer
+# these compute something else than CASES, so the CPU computes each of them too
 OTHER_CASES = {
     "replay actor": Case(LAYOUTS["DP2"], actor=TORCH | {"routing_replay": "actor"}),
     "replay engine": Case(LAYOUTS["TP2 ETP2"], actor=TORCH | {"routing_replay": "engine", "recompute": "full"}),
@@ -49,7 +49,7 @@ OTHER_CASES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def imports():
-    """Once, and not in every fork."""
+    """Import the actor once, not in every fork."""
     import megarl.actor.checkpoint
     import megarl.actor.cpu_backend
     import megarl.actor.step
@@ -60,7 +60,7 @@ def imports():
 
 @pytest.fixture(scope="module")
 def sealed_of(tmp_path_factory):
-    """``sealed_of(family)``: a tiny model whose weights bfloat16 can hold, and rollouts of a policy near it."""
+    """``sealed_of(family)``: folder of a tiny model that is exact in bfloat16, and of rollouts of a policy near it."""
     known = tmp_path_factory.mktemp("sealed")
 
     def of(family: str) -> Path:
@@ -78,7 +78,7 @@ def sealed(sealed_of):
 
 @pytest.fixture(scope="module")
 def outcome(sealed_of, tmp_path_factory):
-    """``outcome(case, backend)``, computed once each; on disk, since each test is a process."""
+    """``outcome(case, backend)``, computed once and kept on disk, because each test is a process of its own."""
     known = tmp_path_factory.mktemp("outcomes")
 
     def of(case: Case, backend: str) -> Outcome:
@@ -98,7 +98,7 @@ def outcome(sealed_of, tmp_path_factory):
 
 
 def on_cpu(case: Case) -> Case:
-    """What the CPU computes the same numbers with, on one rank."""
+    """The case that computes the same numbers on the CPU, on one rank."""
     actor = case.actor | {"recompute": "none"} | TORCH
     return Case(objective=case.objective, fields=case.fields, actor=actor, family=case.family)
 
@@ -110,14 +110,14 @@ def test_updates_agree_with_the_cpu(outcome, name):
     distance = Distance.between(device, cpu)
     print(f"\n{name}: {distance}")
     assert len(distance.losses) == case.updates
-    # M2PO drops the tokens above a threshold: one near it, of some two hundred, may fall on the other side. A state
-    # that is nearly empty magnifies rounding: transformers' gradients of Qwen3-Next in bfloat16 are 2 to 6 % off too
+    # M2PO masks the tokens above a threshold: rounding may move one of some two hundred across it. In Qwen3-Next a
+    # nearly empty state magnifies rounding: in bfloat16 transformers' gradients are wrong by 2 to 6 % too
     factor = {"m2po": 6}.get(case.objective, {"qwen3_next": 2}.get(case.family, 1))
     assert distance.tolerable(factor), distance
 
 
 def check_waits(outcome: Outcome, allowed: int) -> None:
-    """Beside the one wait a MoE layer and micro-batch in which ranks exchange tokens."""
+    """An update has at most ``allowed`` waits of megarl, beside one per MoE layer and micro-batch for the dispatch."""
     for seen in outcome.seen:
         own = {place: n for place, n in seen.own_waits.items() if "megarl/actor/dispatch.py" not in place}
         assert sum(own.values()) <= allowed, "\n".join(f"{n} x {place}" for place, n in own.items())
@@ -125,28 +125,29 @@ def check_waits(outcome: Outcome, allowed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["one", *TWO_RANKS, *FAMILIES, "adapters DP2", "adapters TP2 EP2"])
-def test_megarl_hardly_waits(outcome, name):
+def test_megarl_waits_at_most_twice_per_update_outside_dispatch(outcome, name):
     check_waits(outcome((CASES | OTHER_CASES)[name], "cuda"), OWN_WAITS)
 
 
-def test_no_wait_and_no_launch_creeps_in(outcome):
+def test_waits_and_launches_stay_within_limits(outcome):
     for seen in outcome(CASES["one"], "cuda").seen:
         assert seen.waits.total() <= WAITS, seen.waits.most_common()
         assert seen.launch_count <= LAUNCHES
 
 
-# What the rehearsal is for: each of these mistakes was made, or would pass every test on a CPU.
+# Mistakes that the rehearsal device shows, and no test on a CPU would.
 
 
-def test_a_missing_name_of_transformer_engine_fails(outcome):
+def test_a_missing_name_of_transformer_engine_is_found(outcome):
     from megatron.core.transformer.moe import moe_utils
 
     del moe_utils.te_general_gemm  # which megarl.actor defines
+    # a setting that no other test has, here and below, so that the outcome is computed anew
     with pytest.raises(AssertionError, match="NameError: name 'te_general_gemm' is not defined"):
         outcome(replace(CASES["one"], fields={"ratio_max": 4.7}), "cuda")
 
 
-def test_a_tensor_of_the_host_fails(outcome, monkeypatch):
+def test_a_tensor_on_the_host_is_found(outcome, monkeypatch):
     from megarl.actor import step
 
     def on_host(micro_batch, output):
@@ -159,7 +160,7 @@ def test_a_tensor_of_the_host_fails(outcome, monkeypatch):
         outcome(replace(CASES["one"], fields={"ratio_max": 4.8}), "cuda")
 
 
-def test_a_wait_in_the_objective_fails(outcome, monkeypatch):
+def test_a_wait_in_the_objective_is_found(outcome, monkeypatch):
     from megarl.objectives import OBJECTIVES
 
     before = max(seen.own_waits.total() for seen in outcome(CASES["one"], "cuda").seen)
@@ -188,7 +189,7 @@ PARTS = {"all": HOST, "half": HOST | {"optimizer_offload_fraction": 0.5}, "none"
 
 
 def updates_with(optimizers: list[str], sealed, folder, ranks: int = 1) -> list[list[dict[str, float]]]:
-    """Two updates with the first optimizer, a checkpoint, and from it two more with each; on every rank."""
+    """Metrics of four updates with the first optimizer, with a checkpoint after two, then of two from it with each."""
 
     def rank(rank: int) -> list[list[dict[str, float]]]:
         from megarl.actor import checkpoint, packing, parallel, step
@@ -238,7 +239,7 @@ def check_place(actor, name: str) -> None:
 
 @pytest.mark.parametrize(("optimizers", "ranks"), [(["all", "none", "half"], 1), (["none", "all"], 2)])
 def test_an_optimizer_on_the_host_makes_the_same_updates(sealed, tmp_path, optimizers, ranks):
-    """Its checkpoints are those of any other: bit for bit in its own kind, within Adam's rounding in another."""
+    """A checkpoint continues bit for bit with the optimizer that wrote it, and within Adam's rounding with another."""
     straight, again, *others = updates_with(optimizers, sealed, tmp_path, ranks)
     assert len(straight) == 4 and again == straight[2:]
     for other in others:

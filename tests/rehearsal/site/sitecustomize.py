@@ -1,3 +1,3 @@
-"""On ``PYTHONPATH``: this interpreter, and every one that it starts, sees the rehearsal device."""
+"""With this folder on ``PYTHONPATH``, an interpreter and all that it starts see the rehearsal device."""
 
 import tests.rehearsal.hooks  # noqa: F401
