@@ -24,9 +24,6 @@ class Hub:
     def __init__(self):
         self.repository, self.files, self.objects, self.seen, self.commit = None, {}, {}, [], "0" * 40
 
-    def resolved(self, path):
-        return path in self.files
-
 
 class Handler(BaseHTTPRequestHandler):
     hub: Hub
