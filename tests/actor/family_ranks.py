@@ -61,6 +61,7 @@ def continued(name: str, layout: str, models: Path, rollouts: Path, folder: Path
     """The tensors of two policies: as the newest checkpoint, by another layout, gives it, and after one more update.
 
     The first layout finds no checkpoint and begins with the initial policy. The second policy is saved as a checkpoint.
+    The layout "one" then goes on, and also gives the policy after the update of each layout that comes later.
     """
     from megarl.actor import checkpoint, packing, step
     from megarl.actor.hf import export_hf
@@ -71,11 +72,15 @@ def continued(name: str, layout: str, models: Path, rollouts: Path, folder: Path
     found = checkpoint.checkpoints(folder / f"{name} checkpoints")
     done = checkpoint.load(actor, found[-1][1]) if found else 0
     export_hf(actor.models, target / "loaded", models / name, 0)
-    batches = packing.micro_batches(update_samples(rollouts, done % 2), 128, actor.device)
-    step.train_step(actor, batches, build_objective("reinforce", {}), lr=1e-2)
-    checkpoint.save(actor, folder / f"{name} checkpoints", done + 1, keep=1)
-    export_hf(actor.models, target / "saved", models / name, 0)
-    return [stored(target / "loaded"), stored(target / "saved")]
+    policies = [stored(target / "loaded")]
+    for update in range(len(FAMILIES[name]) if layout == "one" else 1):
+        batches = packing.micro_batches(update_samples(rollouts, (done + update) % 2), 128, actor.device)
+        step.train_step(actor, batches, build_objective("reinforce", {}), lr=1e-2)
+        if update == 0:
+            checkpoint.save(actor, folder / f"{name} checkpoints", done + 1, keep=1)
+        export_hf(actor.models, target / f"after {update}", models / name, 0)
+        policies.append(stored(target / f"after {update}"))
+    return policies
 
 
 def worker(rank: int, ranks: int, models: Path, rollouts: Path, folder: Path) -> None:

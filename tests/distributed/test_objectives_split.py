@@ -248,11 +248,12 @@ def test_a_nan_reaches_every_later_prefix_minimum_of_its_sequence_alone(ranks: l
     assert torch.equal(where, torch.arange(len(one))) and 0 < int(one.isnan().sum()) < LONGEST
     for layouts in LAYOUTS.values():
         for data_parallel, context_parallel in layouts:
-            held = [ranks[rank][1][data_parallel, context_parallel] for rank in range(context_parallel)]
-            together = torch.full_like(one, 9.0)
-            for places, minima in held:
-                together[places] = minima
-            torch.testing.assert_close(together, one, rtol=0, atol=0, equal_nan=True)
+            for first in range(0, data_parallel * context_parallel, context_parallel):  # each replica has all sequences
+                together = torch.full_like(one, 9.0)
+                for rank in range(first, first + context_parallel):
+                    places, minima = ranks[rank][1][data_parallel, context_parallel]
+                    together[places] = minima
+                torch.testing.assert_close(together, one, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("ties", [False, True], ids=["continuous", "ties"])

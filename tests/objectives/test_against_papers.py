@@ -84,6 +84,10 @@ def evaluate(objective: Objective, batches: list[TokenBatch], backend: str) -> t
     return torch.cat([t.loss for t in terms]), torch.cat([t.kept for t in terms])
 
 
+def test_every_objective_has_a_case() -> None:
+    assert {type(objective) for objective, _ in CASES.values()} == set(OBJECTIVES.values())
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
     objective, literal = CASES[name]

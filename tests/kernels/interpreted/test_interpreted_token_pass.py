@@ -64,7 +64,7 @@ def test_every_rule_is_compared_with_its_definition() -> None:
     batch = random_batch(0)
     rules = [objective.rule(batch, objective.statistics(batch.detach())) for objective, _ in CASES.values()]
     assert all(rule.quantity == TRITON_RULES[rule.name].quantity for rule in rules)
-    assert {rule.name for rule in rules} | {"clip_dual"} == set(TRITON_RULES)  # clip_dual: bapo, released
+    assert {rule.name for rule in rules} == set(TRITON_RULES)
 
 
 BORDERS = [TILE - 1, TILE, TILE + 1, 0, 0, 1, 2 * TILE - 1, 2 * TILE, 2 * TILE + 1, 0, 5 * TILE + 3, 0]

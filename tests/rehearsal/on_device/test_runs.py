@@ -71,7 +71,9 @@ def test_train_then_optimize_in_another_layout(untrained_recipe, tmp_path):
     assert all(torch.isfinite(x).all() for x in weights.values())
     ranks = ["--set", "actor.processes_per_node=2", "--set", "actor.tensor_parallel=2"]
     megarl("optimize", run.root, "--stage", "0", "--output", tmp_path / "other", *ranks)
-    for ours, theirs in zip(metrics(RunDir.open(tmp_path / "other")), lines, strict=False):
+    again = metrics(RunDir.open(tmp_path / "other"))
+    assert [line["update"] for line in again] == list(range(1, 7))
+    for ours, theirs in zip(again, lines, strict=False):
         assert ours["entropy"] == pytest.approx(theirs["entropy"], abs=0.02)
         assert ours["ratio/mean"] == pytest.approx(theirs["ratio/mean"], abs=0.02)
         assert abs(ours["ratio/mean"] - 1) < 0.05  # the actor agrees with the engine
