@@ -41,9 +41,7 @@ def test_responses_are_those_of_the_store(stored):
     ]
     columns = "stage, prompt, sample, reward, finish_reason, length, policy_version, response_tokens"
     assert rows(root, f"select {columns} from responses order by prompt, sample") == expected
-    (total,) = rows(
-        root, "select count(*), sum(list_sum(rollout_logprobs)), bool_and(correct = reward) from responses"
-    )
+    (total,) = rows(root, "select count(*), sum(list_sum(rollout_logprobs)), bool_and(correct = reward) from responses")
     logprobs = [r.rollout_logprobs for _, g in groups for r in g.responses]
     assert total == (len(expected), pytest.approx(sum(float(x.sum()) for x in logprobs), rel=1e-5), True)
 
