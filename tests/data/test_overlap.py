@@ -27,8 +27,10 @@ def test_thirteen_consecutive_words_are_an_overlap_and_twelve_are_not():
 
 
 def test_overlaps_equal_those_found_by_comparing_every_pair_of_windows():
+    """The texts are parts of one text; two of them are equal, share a window, or share fewer than 13 words."""
     rng = random.Random(0)
-    texts = [[rng.choice("ab") for _ in range(rng.randrange(1, 24))] for _ in range(40)]
+    whole = [rng.choice("ab") for _ in range(80)]
+    texts = [whole[start : start + rng.randrange(10, 20)] for start in (rng.randrange(60) for _ in range(40))]
     train, exam = texts[:20], texts[20:]
 
     def windows(words):
@@ -41,8 +43,9 @@ def test_overlaps_equal_those_found_by_comparing_every_pair_of_windows():
         and any(x == y for other in exam for x, y in itertools.product(windows(words), windows(other)))
     ]
     exact, shared = overlapping([" ".join(words) for words in train], [" ".join(words) for words in exam])
-    assert sorted(exact) == [n for n, words in enumerate(train) if words in exam]
+    assert exact == [n for n, words in enumerate(train) if words in exam]
     assert shared == [n for n in expected if train[n] not in train[:n]]
+    assert (len(exact), len(shared), len(expected)) == (3, 5, 6), "some of every kind, and one is repeated"
 
 
 def test_an_instruction_that_many_prompts_share_is_no_overlap():

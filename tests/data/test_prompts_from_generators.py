@@ -76,9 +76,10 @@ def test_of_a_generator_with_few_prompts_half_are_held_out_with_a_warning(tokeni
     assert heldout.isdisjoint(prompts.train(i).tokens for i in range(200))
 
 
-def test_evaluation_with_another_generator_adds_its_scorer(tokenizer):
+def test_evaluation_with_another_generator_holds_out_its_prompts_and_adds_its_scorer(tokenizer):
     prompts = build_prompts(recipe("spell_backward", evaluation={"suite": "letter_counting"}), tokenizer)
     assert prompts.train(0).entry["generator"] == "spell_backward"
+    assert {prompt.entry["generator"] for prompt in prompts.heldout()} == {"letter_counting"}
     assert set(prompts.scorers) == {"spell_backward", "letter_counting"}
 
 

@@ -211,7 +211,8 @@ def test_a_sweep_is_an_array_of_jobs_of_one_node(launch, sweep_of_qwen):
     (srun,) = [line for line in script.splitlines() if line.startswith("srun ")]
     assert srun.endswith(f"--chdir {ROOT} python -m megarl.cli sweep {sweep_of_qwen} --output {ROOT}/runs/x --jobs 1")
     missing = [line for line in result.stderr.splitlines() if "[model] path" in line]
-    assert missing[1] == f"not on this machine: [model] path: {ROOT}/elsewhere"  # set by an axis
+    paths = [f"{ROOT}/models/Qwen3-30B-A3B-Base", f"{ROOT}/elsewhere"]  # of the recipe, and of an axis; each once
+    assert missing == [f"not on this machine: [model] path: {path}" for path in paths]
 
 
 def test_impossible_options_of_an_array_are_refused(launch, sweep_of_qwen):

@@ -78,14 +78,16 @@ OTHER_AT_RATIO_1 = {"prefix_filter": "always takes out the share of tokens with 
 
 
 @pytest.mark.parametrize("name", sorted(set(OBJECTIVES) - set(OTHER_AT_RATIO_1)))
-def test_on_fresh_data_every_gradient_has_the_direction_of_grpos(rows, name):
+def test_on_fresh_data_every_gradient_is_that_of_grpo(rows, name):
     """Log-probs of the engine and of the actor differ by rounding, and so do the gradients."""
     assert min(rows[0, name]["values"]["cosine_to_grpo"]) == pytest.approx(1, abs=1e-6)
+    assert rows[0, name]["values"]["norm"] == pytest.approx(rows[0, "grpo"]["values"]["norm"], rel=1e-4)
 
 
-def test_on_stale_data_a_gradient_has_another_direction_than_grpos(rows):
-    others = [rows[5, name]["cosine_to_grpo"][0] for name in OBJECTIVES if name not in ("grpo", "dapo")]
-    assert min(others) < 0.9999
+def test_on_stale_data_gradients_have_other_directions_than_grpos(rows):
+    """Those of BAPO and DCPO need not: they clip other ratios than GRPO does, and few tokens may have such a ratio."""
+    same = {name for name in OBJECTIVES if min(rows[5, name]["values"]["cosine_to_grpo"]) > 0.9999}
+    assert same <= {"grpo", "bapo", "dcpo"}
 
 
 def test_norm_and_statistics_are_those_that_the_run_logged_for_its_update(run, rows):

@@ -1,14 +1,17 @@
 """``megarl sql``: rows equal those of the store, the run may be in progress, and a query can read only the run."""
 
+import hashlib
 import json
 import os
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from megarl.errors import UserError
 from megarl.storage.rollouts import Group
+from megarl.views import sql
 from megarl.views.sql import as_table, query
 from tests.helpers import megarl
 from tests.views.stored_run import HOSTILE, WORDS, make_stored_run, random_groups, response, store, two_stages
@@ -38,9 +41,7 @@ def test_responses_are_those_of_the_store(stored):
     ]
     columns = "stage, prompt, sample, reward, finish_reason, length, policy_version, response_tokens"
     assert rows(root, f"select {columns} from responses order by prompt, sample") == expected
-    (total,) = rows(
-        root, "select count(*), sum(list_sum(rollout_logprobs)), any_value(correct = reward) from responses"
-    )
+    (total,) = rows(root, "select count(*), sum(list_sum(rollout_logprobs)), bool_and(correct = reward) from responses")
     logprobs = [r.rollout_logprobs for _, g in groups for r in g.responses]
     assert total == (len(expected), pytest.approx(sum(float(x.sum()) for x in logprobs), rel=1e-5), True)
 
@@ -130,12 +131,12 @@ def test_only_shards_that_the_ledger_names_are_read_during_a_run(tmp_path):
         "set memory_limit = '100GB'",
         "reset memory_limit",
         "set allow_community_extensions = true",
-        "select * from secrets_of_this_process",
+        "select * from table_of_this_process",
     ],
 )
-def test_a_query_reaches_nothing_but_the_run(stored, tmp_path, text):
-    secrets_of_this_process = pa.table({"a": [1]})  # DuckDB finds variables by name, by default of its caller alone
-    assert len(secrets_of_this_process)
+def test_a_query_reaches_nothing_but_the_run(stored, tmp_path, monkeypatch, text):
+    # with its default settings DuckDB also finds variables of its caller and of the caller's module
+    monkeypatch.setattr(sql, "table_of_this_process", pa.table({"a": [1]}), raising=False)
     (tmp_path / "file.csv").write_text("a,b\n1,2\n")
     before = (stored[0] / "metrics.jsonl").read_bytes()
     with pytest.raises(UserError, match="^SQL: "):
@@ -152,6 +153,14 @@ def test_memory_is_limited(stored):
     text = "select string_agg(repeat('x', 1000)) from range(1000000)"
     with pytest.raises(UserError, match="^SQL: Out of Memory Error"):
         list(query(stored[0], text, "20MB"))
+
+
+def test_sorting_more_than_the_limit_spills_to_disk(stored, monkeypatch):
+    connect = duckdb.connect  # with more threads a query needs more memory
+    monkeypatch.setattr(duckdb, "connect", lambda path, config: connect(path, config=config | {"threads": 1}))
+    text = "select md5(range::varchar) as text from range(500000) order by text offset 499999"
+    last = max(hashlib.md5(str(number).encode()).hexdigest() for number in range(500000))
+    assert list(query(stored[0], text, "30MB")) == [{"text": last}]
 
 
 @pytest.mark.parametrize(
