@@ -1,7 +1,10 @@
 """The lab: its sweeps can run, its committed tables follow from the committed results, and verdicts are right."""
 
 import math
+import re
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lab.claims import CLAIMS, FIRST, SECOND, UNSTABLE, Claim, Part, collapse, find, lead, outlives, prosperity, verdict
@@ -35,6 +38,18 @@ def test_every_chart_of_the_committed_results_is_committed_and_has_intervals(mon
     for chart in found.values():
         for trace in chart.traces:
             assert len(trace["x"]) == len(trace["y"]) == len(trace["error_y"]["array"]) > 0
+
+
+def test_the_committed_charts_show_the_committed_results(monkeypatch):
+    """The heights of the points in an SVG are a linear function of the values, up to rounding to .01 pixels."""
+    monkeypatch.chdir(ROOT)
+    for name, chart in charts(read_all()).items():
+        drawn = re.findall(r'class="point" transform="translate\(.*?,(.*?)\)', Path(f"docs/lab/{name}.svg").read_text())
+        values = [y for trace in chart.traces for y in trace["y"]]
+        assert len(drawn) == len(values), name
+        heights = np.array(drawn, float)
+        line = np.polynomial.Polynomial.fit(values, heights, 1)
+        assert heights == pytest.approx(line(np.array(values)), abs=0.05), f"{name}: run `python -m lab.figures`"
 
 
 @pytest.mark.parametrize("sweep", ["frozen", "grid"])

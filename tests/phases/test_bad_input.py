@@ -38,6 +38,7 @@ def fails(capfd, monkeypatch):
         error = capfd.readouterr().err
         assert exit.value.code == 2, error
         assert "Traceback" not in error
+        assert error.count("megarl: ") == 1, error
         message = error[error.index("megarl: ") :]
         for word in words:
             assert word in message, f"{word!r} not in: {message}"

@@ -92,7 +92,10 @@ def test_a_killed_warm_process_loses_nothing(recipe, tmp_path, moment):
     wait_for(parent, lambda: seen[moment]() and processes_of(parent.pid, "warm"))
     (warm,) = processes_of(parent.pid, "warm")
     warm.send_signal(signal.SIGKILL)
+    wait_for(parent, lambda: [new for new in processes_of(parent.pid, "warm") if new != warm])
     assert parent.wait() == 0, parent.stderr
+    restarted = [event["phase"] for event in events(RunDir.open(run), "restart")]
+    assert restarted == ([moment] if moment in ("rollout", "optimize") else [])
     assert updates_of(run) == list(range(1, 7))
     assert (run / "final/model.safetensors").exists()
 

@@ -24,6 +24,7 @@ from tests.rollout.engines import (
     BOTH,
     PROMPTS,
     TOLERANCE,
+    by_response,
     generate,
     on,
     other_policy,
@@ -143,11 +144,13 @@ def test_experts_that_vllms_runner_returns_reach_the_completions(engine, monkeyp
 
     def with_experts(filled=1):
         outputs = get_output()
+        for name in states:  # in the order of the prompts and their responses
+            given.setdefault(name, [])
         for output in outputs.outputs:
-            first = output.request_id not in given  # the first step computes the whole prompt
+            first = not given[output.request_id]  # the first step computes the whole prompt
             shape = len(states[output.request_id].prompt_token_ids) if first else 1, 2, 8
             output.routed_experts = filled * np.argsort(experts.random(shape))[..., :2].astype(np.uint8)
-            given.setdefault(output.request_id, []).append(output.routed_experts)
+            given[output.request_id].append(output.routed_experts)
         return outputs
 
     monkeypatch.setattr(engine, "settings", replace(engine.settings, routed_experts=True))
@@ -159,8 +162,9 @@ def test_experts_that_vllms_runner_returns_reach_the_completions(engine, monkeyp
         assert {c.finish_reason for c in completions} == {reason}
         for c in completions:
             assert c.routed_experts.shape == (len(PROMPTS[c.prompt]) + len(c.tokens) - 1, 2, 2)
-        whole = {np.concatenate(parts).astype(np.int8).tobytes() for parts in given.values()}
-        assert len(whole) == 6 and whole == {c.routed_experts.tobytes() for c in completions}
+        found = by_response(completions)
+        whole = [np.concatenate(parts).astype(np.int8).tobytes() for parts in given.values()]
+        assert len(set(whole)) == 6 and whole == [found[key].routed_experts.tobytes() for key in sorted(found)]
         given.clear()
     monkeypatch.setattr(core, "get_output", lambda: with_experts(filled=0))
     with pytest.raises(RuntimeError, match="not filled"):

@@ -144,15 +144,23 @@ def test_wandb_has_every_update_every_evaluation_and_samples(trained):
     assert not logged
 
 
-def test_mlflow_has_every_update_every_evaluation_and_samples(trained, environment, monkeypatch):
-    for name, value in environment.items():
-        if "MLFLOW" in name:
-            monkeypatch.setenv(name, value)
+@pytest.fixture
+def client(mlflow_server, monkeypatch):
+    """A client of the tracking server."""
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server)  # for `download_artifacts`
     from mlflow import MlflowClient
 
-    client = MlflowClient()
-    experiment = client.get_experiment_by_name("megarl")
-    (run,) = client.search_runs([experiment.experiment_id])  # all processes logged to the same run
+    return MlflowClient()
+
+
+def all_runs(client):
+    return client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+
+
+def test_mlflow_has_every_update_every_evaluation_and_samples(trained, client):
+    assert client.get_experiment_by_name("megarl")
+    (run,) = all_runs(client)  # all processes logged to the same run
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
 
     def history(name):
@@ -170,9 +178,16 @@ def test_mlflow_has_every_update_every_evaluation_and_samples(trained, environme
         assert found == samples(trained, event["update"])
 
 
-def test_megarl_eval_logs_to_no_tracker(trained, environment, tmp_path):
+def test_megarl_eval_logs_to_no_tracker(trained, environment, client, tmp_path):
+    def logged():
+        """What a process that logs to MLflow or W&B changes."""
+        files = {path: path.stat().st_size for path in trained.root.glob("wandb/**/*") if path.is_file()}
+        return [(run.info.run_id, run.info.end_time, run.data.metrics) for run in all_runs(client)], files
+
+    before = logged()
     result = megarl("eval", trained.root, "--output", tmp_path / "eval", env=environment)
     assert result.returncode == 0, result.stderr
+    assert logged() == before and len(before[0]) == 1
     assert not (tmp_path / "eval/trackers.json").exists() and not (tmp_path / "eval/wandb").exists()
 
 
