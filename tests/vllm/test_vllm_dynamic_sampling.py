@@ -1,4 +1,4 @@
-"""Dynamic sampling with vLLM: once the groups to train are known, responses still being decoded are not stored."""
+"""Dynamic sampling with vLLM: once the groups to train are known, no further group is begun."""
 
 import json
 import subprocess
@@ -39,11 +39,7 @@ def test_generation_ends_once_the_groups_to_train_are_known(tiny_model, tmp_path
     varied = [g.group_id for g in store.read(store.group_ids) if len({r.reward for r in g.responses}) > 1]
     assert store.chosen == varied[:4]
     assert store.group_ids[: store.chosen[-1] + 1] == list(range(store.chosen[-1] + 1)), "no earlier one was skipped"
-    # groups are begun in the order of their ids, so one that is missing below a stored one was cut off; whether there
-    # is one depends on which responses end first
-    cut_off = set(range(store.group_ids[-1])) - set(store.group_ids)
-    assert all(group > store.chosen[-1] for group in cut_off)
-    assert len(store.group_ids) + len(cut_off) < len(run.stage(0).groups) == 80
+    assert len(store.group_ids) <= store.group_ids[-1] + 1 < len(run.stage(0).groups) == 80
     assert {r.finish_reason for g in store.read(store.group_ids) for r in g.responses} <= {"stop", "length"}
     (event,) = [e for e in map(json.loads, run.events.read_text().splitlines()) if e["event"] == "dynamic_sampling"]
     assert (event["generated"], event["with_variance"]) == (len(store.group_ids), len(varied))
