@@ -55,8 +55,9 @@ class Renderer:
         self._fields = {re.split(r"[.\[]", name)[0] for name in _names(table.prompt_template)}
         first = tokenizer("")["input_ids"][:1]
         self._begin = first if first and first[0] == tokenizer.bos_token_id else []
-        self._chat_template = _read_template(table.template_file) if table.template_file else tokenizer.chat_template
-        if table.template != "raw" and not self._chat_template:
+        # None: the tokenizer's own, which may have several and then chooses one by whether there are tools
+        self._chat_template = _read_template(table.template_file) if table.template_file else None
+        if table.template == "chat" and not tokenizer.chat_template:
             raise UserError(
                 f'data.template = "chat", but the tokenizer {tokenizer.name_or_path} has no chat template: use "raw", '
                 "or a .jinja file"

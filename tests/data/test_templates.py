@@ -100,6 +100,11 @@ def test_a_chat_template_is_read_from_a_file(tmp_path, tokenizer):
     assert asked.tokens.count(tokenizer.eos_token_id) == 1
 
 
+def test_a_tokenizer_may_have_several_chat_templates(tokenizer):
+    several = bpe(chat_template={"default": CHAT, "tool_use": CHAT + "T"})
+    assert render(several, "1+2?", template="chat") == render(tokenizer, "1+2?", template="chat")
+
+
 def test_arguments_reach_the_chat_template(tokenizer):
     thinks = bpe(chat_template=CHAT + "{% if enable_thinking is false %}-{% endif %}")
     plain = render(thinks, "1+2?", template="chat")
