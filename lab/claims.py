@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lab.results import Sweep, Value, at, difference, estimate, last, mean
@@ -156,46 +156,55 @@ def gained(first: str, second: str) -> Value:
 # ----------------------------------------------------------------------------------------------------------- claims
 
 
-def prosperity(sweep: str) -> Claim:
-    """On one task."""
-    half = difference(at("reinforce", END), at("reinforce", EARLY), 0.5)
-    return Claim(
-        f"prosperity before collapse ({sweep})",
-        "Prosperity before Collapse, section 4, Figure 3",
-        (
-            Part(f"no trust region is ahead of eps .2 at {EARLY}", less("reinforce", "grpo", EARLY), "above", sweep),
-            Part(f"at {END} it has less than half of what it had at {EARLY}", half, "below", sweep),
+PROSPERITY = Claim(
+    "prosperity before collapse",
+    "Prosperity before Collapse, section 4, Figure 3",
+    (
+        Part(f"no trust region is ahead of eps .2 at {EARLY}", less("reinforce", "grpo", EARLY)),
+        Part(
+            f"at {END} it has less than half of what it had at {EARLY}",
+            difference(at("reinforce", END), at("reinforce", EARLY), 0.5),
+            "below",
         ),
-    )
-
-
-def tight(sweep: str) -> Claim:
-    """On one task."""
-    return Claim(
-        f"a tight clip learns slower under staleness ({sweep})",
-        "How Off-Policy Can GRPO Be?, section 3.1, Figure 2; Prosperity before Collapse, section 4",
-        (
-            Part(f"eps .1 is behind eps .2 at {EARLY}", less("grpo_tight", "grpo", EARLY), "below", sweep),
-            Part(f"eps .2 is behind [0, 5] at {EARLY}", less("grpo", "mu_grpo_none", EARLY), "below", sweep),
-            Part(f"eps .2 is behind mu-GRPO at {END}", less("grpo", "mu_grpo"), "below", sweep),
+    ),
+)
+TIGHT_CLIP = Claim(
+    "a tight clip learns slower under staleness",
+    "How Off-Policy Can GRPO Be?, section 3.1, Figure 2; Prosperity before Collapse, section 4",
+    (
+        Part(f"eps .1 is behind eps .2 at {EARLY}", less("grpo_tight", "grpo", EARLY), "below"),
+        Part(f"eps .2 is behind [0, 5] at {EARLY}", less("grpo", "mu_grpo_none", EARLY), "below"),
+        Part(f"eps .2 is behind mu-GRPO at {END}", less("grpo", "mu_grpo"), "below"),
+    ),
+)
+FEW_MASKED = Claim(
+    "M2PO masks far fewer tokens than eps-clip, and keeps up",
+    "Prosperity before Collapse, Figure 1 (1.22 % of the tokens against .06 %)",
+    (
+        Part(
+            "masked less than a fifth of what eps .2 clips",
+            difference(mean("m2po", "m2_mask_fraction"), mean("grpo", "clip_fraction"), 0.2),
+            "below",
         ),
-    )
-
-
-def scopes(sweep: str) -> Claim:
-    """On one task."""
-    parts = [
+        Part(f"is ahead of eps .2 at {END}", less("m2po", "grpo")),
+    ),
+)
+VETO_SCOPES = Claim(
+    "what the veto has to remove is the suffix, not its trigger",
+    "How Off-Policy Can GRPO Be?, section 3.3, Figure 3",
+    (
         Part(
             f"without triggers, the rest of the suffix: ahead of no veto at {END}", less("mu_grpo_rest", "mu_grpo_none")
         ),
         Part("whole response: ahead of no veto", less("mu_grpo", "mu_grpo_none")),
         Part("triggers alone: as no veto", less("mu_grpo_trigger", "mu_grpo_none"), "equal"),
-    ]
-    return Claim(
-        f"what the veto has to remove is the suffix, not its trigger ({sweep})",
-        "How Off-Policy Can GRPO Be?, section 3.3, Figure 3",
-        tuple(Part(part.text, part.value, part.side, sweep) for part in parts),
-    )
+    ),
+)
+
+
+def on(sweep: str, claim: Claim) -> Claim:
+    """The same claim about another sweep, of which no run had been seen when its parts were written."""
+    return replace(claim, parts=tuple(replace(part, sweep=sweep, seen=()) for part in claim.parts))
 
 
 def prefix_ratio(point: str, grpo: str, eps: str) -> Claim:
@@ -209,23 +218,6 @@ def prefix_ratio(point: str, grpo: str, eps: str) -> Claim:
                 difference(selectivity(point, "prefix"), selectivity(grpo, "token")),
             ),
             Part(f"ahead of GRPO at {END}", less(point, grpo)),
-        ),
-    )
-
-
-def masks(sweep: str) -> Claim:
-    """On one task."""
-    return Claim(
-        f"M2PO masks far fewer tokens than eps-clip, and keeps up ({sweep})",
-        "Prosperity before Collapse, Figure 1 (1.22 % of the tokens against .06 %)",
-        (
-            Part(
-                "masked less than a fifth of what eps .2 clips",
-                difference(mean("m2po", "m2_mask_fraction"), mean("grpo", "clip_fraction"), 0.2),
-                "below",
-                sweep,
-            ),
-            Part(f"is ahead of eps .2 at {END}", less("m2po", "grpo"), "above", sweep),
         ),
     )
 
@@ -253,50 +245,17 @@ def outlives(point: str, paper: str, seen: tuple[int, ...] = ()) -> Claim:
     )
 
 
-CLAIMS = (
-    prosperity("frozen"),
-    prosperity("learn"),
-    prosperity("long"),
-    tight("frozen"),
-    tight("learn"),
-    masks("frozen"),
-    masks("long"),
-    Claim(
-        "M2PO at a staleness of 256 is as good as GRPO on fresh rollouts",
-        "Prosperity before Collapse, Table 1",
-        (Part(f"S = 256 as GRPO at S = 4, at {END}", less("m2po,256", "grpo,4"), "equal", "staleness"),),
-    ),
+ONE_RATE = (
+    PROSPERITY,
+    TIGHT_CLIP,
+    FEW_MASKED,
+    VETO_SCOPES,
     Claim(
         "M2PO is insensitive to its threshold",
         "Prosperity before Collapse, Figure 8",
         (
             Part(f".01 as .04 at {END}", less("m2po_low", "m2po"), "equal"),
             Part(f".16 as .04 at {END}", less("m2po_high", "m2po"), "equal"),
-        ),
-    ),
-    scopes("frozen"),
-    scopes("learn"),
-    Claim(
-        "a single stage is worse than four",
-        "How Off-Policy Can GRPO Be?, Table 4",
-        (Part(f"mu-GRPO at {END}: S = 256 is behind S = 64", less("mu_grpo,256", "mu_grpo,64"), "below", "staleness"),),
-    ),
-    Claim(
-        "four stages are as good as eight",
-        "How Off-Policy Can GRPO Be?, Table 4",
-        (Part(f"mu-GRPO at {END}: S = 64 as S = 32", less("mu_grpo,64", "mu_grpo,32"), "equal", "staleness"),),
-    ),
-    Claim(
-        "more updates on fixed data are worth their staleness",
-        "How Off-Policy Can GRPO Be?, Table 3",
-        (
-            Part(
-                "mu-GRPO: 256 updates of 8 prompts, ahead of 64 of 32",
-                gained("8,mu_grpo", "32,mu_grpo"),
-                "above",
-                "batches",
-            ),
-            Part("ahead of 32 of 64", gained("8,mu_grpo", "64,mu_grpo"), "above", "batches"),
         ),
     ),
     Claim(
@@ -346,3 +305,46 @@ CLAIMS = (
     ),
     *(outlives(name, paper, FIRST if name == "dppo" else ()) for name, paper in LATER.items()),
 )
+
+OTHERS = (
+    on("learn", PROSPERITY),
+    on("long", PROSPERITY),
+    on("learn", TIGHT_CLIP),
+    on("long", FEW_MASKED),
+    Claim(
+        "M2PO at a staleness of 256 is as good as GRPO on fresh rollouts",
+        "Prosperity before Collapse, Table 1",
+        (Part(f"S = 256 as GRPO at S = 4, at {END}", less("m2po,256", "grpo,4"), "equal", "staleness"),),
+    ),
+    on("learn", VETO_SCOPES),
+    Claim(
+        "a single stage is worse than four",
+        "How Off-Policy Can GRPO Be?, Table 4",
+        (Part(f"mu-GRPO at {END}: S = 256 is behind S = 64", less("mu_grpo,256", "mu_grpo,64"), "below", "staleness"),),
+    ),
+    Claim(
+        "four stages are as good as eight",
+        "How Off-Policy Can GRPO Be?, Table 4",
+        (Part(f"mu-GRPO at {END}: S = 64 as S = 32", less("mu_grpo,64", "mu_grpo,32"), "equal", "staleness"),),
+    ),
+    Claim(
+        "more updates on fixed data are worth their staleness",
+        "How Off-Policy Can GRPO Be?, Table 3",
+        (
+            Part(
+                "mu-GRPO: 256 updates of 8 prompts, ahead of 64 of 32",
+                gained("8,mu_grpo", "32,mu_grpo"),
+                "above",
+                "batches",
+            ),
+            Part("ahead of 32 of 64", gained("8,mu_grpo", "64,mu_grpo"), "above", "batches"),
+        ),
+    ),
+)
+
+# by the headings of lab_tables.md
+CLAIMS = {
+    "one stage of the short task, lr 5e-4": ONE_RATE,
+    "the same at lr 2e-4": tuple(on("frozen_low", claim) for claim in ONE_RATE),
+    "other tasks, stages and batches": OTHERS,
+}

@@ -31,7 +31,7 @@ def charts(sweeps: Mapping[str, Sweep]) -> dict[str, Chart]:
     for name in ONE_STAGE:
         found[f"{name}_stale"] = _curves(sweeps[name], STALE, "accuracy", "Accuracy, made for staleness")
         found[f"{name}_ess"] = _curves(sweeps[name], STALE, "ess", "Effective sample size")
-    for name in ("frozen", "learn"):  # `long` has too few points for these
+    for name in ("frozen", "frozen_low", "learn"):  # `long` has too few points for these
         sweep = sweeps[name]
         found[f"{name}_clips"] = _curves(sweep, CLIPS, "accuracy", "Accuracy, clips")
         found[f"{name}_scopes"] = _curves(sweep, SCOPES, "accuracy", "Accuracy, scopes of mu-GRPO's veto")

@@ -5,14 +5,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
-from lab.claims import ALARM, CLAIMS, EARLY, END, FIRST, MARGIN, SECOND, Finding, collapse, find, lead, verdict, warning
+from lab.claims import (
+    ALARM,
+    CLAIMS,
+    EARLY,
+    END,
+    FIRST,
+    MARGIN,
+    SECOND,
+    Claim,
+    Finding,
+    collapse,
+    find,
+    lead,
+    verdict,
+    warning,
+)
 from lab.collect import RESULTS
 from lab.results import Sweep, Value, at, difference, estimate, last, mean, read
 from megarl.sweep.results import Estimate
 
 SETS = (FIRST, SECOND)
-NAMES = ("frozen", "learn", "long", "staleness", "batches")  # of the sweeps that claims are about
-ONE_STAGE = ("frozen", "learn", "long")  # of those of one stage of `END` updates
+NAMES = ("frozen", "frozen_low", "learn", "long", "staleness", "batches")  # of the sweeps that claims are about
+ONE_STAGE = ("frozen", "frozen_low", "learn", "long")  # of those of one stage of `END` updates
 STALENESS = ("quick", "staleness")  # of those with an axis S
 FRESH = 4  # updates in a stage, at most
 Rows = list[list[str]]
@@ -70,20 +85,7 @@ def _text(found: Estimate | None, sign: str = "", percent: bool = False) -> str:
 # ----------------------------------------------------------------------------------------------------------- claims
 
 
-def verdicts(sweeps: Mapping[str, Sweep]) -> list[list[tuple[list[Finding], str]]]:
-    """Of each claim, on each set of seeds."""
-    found = [[[find(part, sweeps, seeds) for part in claim.parts] for seeds in SETS] for claim in CLAIMS]
-    return [[(findings, verdict(findings)) for findings in sets] for sets in found]
-
-
 def _claims(sweeps: Mapping[str, Sweep]) -> list[str]:
-    head = ["claim", "seeds 0 to 4", "seeds 5 to 9"]
-    rows: Rows = []
-    for claim, sets in zip(CLAIMS, verdicts(sweeps), strict=True):
-        rows.append([f"**{claim.name}** ({claim.source})", *(f"**{word}**" for _, word in sets)])
-        for number, part in enumerate(claim.parts):
-            findings = [findings[number] for findings, _ in sets]
-            rows.append([part.text, *map(_cell, findings)])
     note = (
         'A part holds where the whole interval lies on the claimed side of 0 (or within .05 of it, for "as"), '
         "is opposite where it lies on the other side, and open else. Reproduced: all parts hold. Partly: some do. Not "
@@ -93,7 +95,21 @@ def _claims(sweeps: Mapping[str, Sweep]) -> list[str]:
         "and no veto are `mu_grpo_none`."
     )
     assert MARGIN == 0.05
-    return ["## Claims", note, _table(head, rows)]
+    found = ["## Claims", note]
+    for heading, claims in CLAIMS.items():
+        head = [heading, *(f"seeds {seeds[0]} to {seeds[-1]}" for seeds in SETS)]
+        found.append(_table(head, [row for claim in claims for row in _claim_rows(claim, sweeps)]))
+    return found
+
+
+def _claim_rows(claim: Claim, sweeps: Mapping[str, Sweep]) -> Rows:
+    """The verdict, then the parts."""
+    sets = [[find(part, sweeps, seeds) for part in claim.parts] for seeds in SETS]
+    names = " and ".join(f"`lab/{name}.toml`" for name in dict.fromkeys(part.sweep for part in claim.parts))
+    rows = [[f"**{claim.name}**, {names} ({claim.source})", *(f"**{verdict(findings)}**" for findings in sets)]]
+    for number, part in enumerate(claim.parts):
+        rows.append([part.text, *(_cell(findings[number]) for findings in sets)])
+    return rows
 
 
 def _cell(finding: Finding) -> str:

@@ -7,7 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lab.claims import CLAIMS, FIRST, SECOND, UNSTABLE, Claim, Part, collapse, find, lead, outlives, prosperity, verdict
+from lab.claims import (
+    CLAIMS,
+    FIRST,
+    PROSPERITY,
+    SECOND,
+    UNSTABLE,
+    Claim,
+    Part,
+    collapse,
+    find,
+    lead,
+    on,
+    outlives,
+    verdict,
+)
 from lab.figures import charts
 from lab.results import Sweep, at, difference, estimate
 from lab.tables import NAMES, half_gain, read_all, same_runs, text
@@ -17,6 +31,7 @@ from megarl.sweep import describe
 from tests.helpers import ROOT
 
 FIVE = FIRST
+ALL_CLAIMS = [claim for claims in CLAIMS.values() for claim in claims]
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("lab/*.toml")), ids=lambda path: path.stem)
@@ -68,10 +83,10 @@ def test_every_claim_is_about_points_of_its_sweep(monkeypatch):
             return {}
 
     sweeps = {}
-    for name in {part.sweep for claim in CLAIMS for part in claim.parts}:
+    for name in {part.sweep for claim in ALL_CLAIMS for part in claim.parts}:
         sweeps[name] = Asked()
         sweeps[name].name = name
-    for claim in CLAIMS:
+    for claim in ALL_CLAIMS:
         for part in claim.parts:
             part.value(sweeps[part.sweep], 0)
     for name, points in asked.items():
@@ -188,8 +203,22 @@ def test_a_part_does_not_count_for_seeds_that_were_seen_before_it_was_written():
     assert verdict([find(part, sweeps, SECOND) for part in parts]) == "partly"
 
 
+def test_the_lower_rate_has_the_points_of_the_other_and_nothing_else_differs():
+    high, low = (load_sweep(ROOT / f"lab/{name}.toml") for name in ("frozen", "frozen_low"))
+    assert low.axes == high.axes
+    assert (low.recipe, low.stage, low.seeds) == (high.recipe, high.stage, high.seeds)
+    assert (low.set, high.set) == ({"optimizer": {"lr": 2e-4}}, {})
+
+
+def test_a_claim_about_another_sweep_counts_for_seeds_that_were_seen_in_the_first_one():
+    claim = Claim("", "", (Part("", difference(at("x", 256), at("y", 256)), seen=FIRST),))
+    sweeps = sweep_of(x=ABOVE, y=A) | {"low": sweep_of(x=A, y=ABOVE)["frozen"]}
+    assert [find(part, sweeps, FIVE).counts for part in claim.parts] == [False]
+    assert verdict([find(part, sweeps, FIVE) for part in on("low", claim).parts]) == "not reproduced"
+
+
 def test_every_claim_has_a_part_that_was_written_before_any_run():
-    assert all(any(not part.seen for part in claim.parts) for claim in CLAIMS)
+    assert all(any(not part.seen for part in claim.parts) for claim in ALL_CLAIMS)
 
 
 def test_unstable_names_all_points_with_a_run_that_collapses(monkeypatch):
@@ -205,7 +234,7 @@ def test_a_collapse_after_prosperity_is_the_loss_of_more_than_half(end, word):
     accuracy = {("reinforce", seed): {64: 0.6, 256: end + 0.001 * seed} for seed in FIVE}
     accuracy |= {("grpo", seed): {64: 0.5 + 0.001 * seed, 256: 0.7} for seed in FIVE}
     sweeps = {"frozen": Sweep(accuracy)}
-    assert verdict([find(part, sweeps, FIVE) for part in prosperity("frozen").parts]) == word
+    assert verdict([find(part, sweeps, FIVE) for part in PROSPERITY.parts]) == word
 
 
 @pytest.mark.parametrize(("end", "word"), [(0.7, "reproduced"), (0.5, "partly")])
