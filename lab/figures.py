@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.claims import END
 from lab.results import Sweep, Value, at, difference, estimate, last
 from lab.tables import ONE_STAGE, SETS, STALENESS, read_all, sizes_of, text
 from megarl.views.chart import Chart
@@ -37,9 +36,16 @@ def charts(sweeps: Mapping[str, Sweep]) -> dict[str, Chart]:
         found[f"{name}_scopes"] = _curves(sweep, SCOPES, "accuracy", "Accuracy, scopes of mu-GRPO's veto")
         found[f"{name}_muted"] = _curves(sweep, MUTED, "kept_fraction", "Tokens with a gradient")
         found[f"{name}_final"] = _final(sweep)
+    found["rates"] = _rates(sweeps)
     for name in STALENESS:
         if name in sweeps:
             found[name] = _staleness(sweeps[name])
+    if "frozen_1024" in sweeps:
+        sweep = sweeps["frozen_1024"]
+        found["frozen_1024"] = _curves(sweep, sweep.points, "accuracy", "Accuracy in one stage of 1024 updates")
+    for name, title in (("schedules", "Gain by learning-rate schedule"), ("grid_sizes", "Gain by model")):
+        if name in sweeps:
+            found[name] = _settings(sweeps[name], title)
     return {name: chart for name, chart in found.items() if chart.traces}
 
 
@@ -75,15 +81,44 @@ def _add(
     )
 
 
+def _gain(point: str) -> Value:
+    return difference(last(point), at(point, 0))
+
+
+def _markers(chart: Chart) -> Chart:
+    """Points that no line joins, since they are in no order."""
+    for trace in chart.traces:
+        trace["mode"] = "markers"
+    return chart
+
+
 def _final(sweep: Sweep) -> Chart:
     """What each point gained, on both sets of seeds."""
     chart = Chart("Gain after one stage", "")
     for number, seeds in enumerate(SETS):
-        values = [(point, difference(at(point, END), at(point, 0))) for point in sweep.points]
+        values = [(point, _gain(point)) for point in sweep.points]
         _add(chart, sweep, seeds, number, f"seeds {seeds[0]} to {seeds[-1]}", values)
-    for trace in chart.traces:
-        trace["mode"] = "markers"
-    return chart
+    return _markers(chart)
+
+
+def _rates(sweeps: Mapping[str, Sweep]) -> Chart:
+    """What each objective gained at both learning rates."""
+    chart = Chart("Gain after one stage, at two learning rates", "")
+    for number, (name, rate) in enumerate((("frozen", "lr 5e-4"), ("frozen_low", "lr 2e-4"))):
+        sweep = sweeps[name]
+        _add(chart, sweep, sweep.seeds, number, rate, [(point, _gain(point)) for point in sweep.points])
+    return _markers(chart)
+
+
+def _settings(sweep: Sweep, title: str) -> Chart:
+    """What each objective gained with every value of the first axis."""
+    chart = Chart(title, "")
+    settings, objectives = (dict.fromkeys(names) for names in zip(*(p.split(",") for p in sweep.points), strict=True))
+    for number, name in enumerate(objectives):
+        points = [f"{setting},{name}" for setting in settings]
+        values = [(setting, _gain(point)) for setting, point in zip(settings, points, strict=True)]
+        _add(chart, sweep, sweep.seeds, number, name, values)
+    return _markers(chart)
 
 
 def _staleness(sweep: Sweep) -> Chart:

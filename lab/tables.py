@@ -59,6 +59,7 @@ def text(sweeps: Mapping[str, Sweep]) -> str:
     for name in ONE_STAGE:
         if sweeps[name].points:
             parts += [*_accuracies(name, sweeps[name]), *_tokens(name, sweeps[name]), *_warnings(name, sweeps[name])]
+    parts += _by_seed("long", sweeps["long"])
     for name in STALENESS:
         if name in sweeps and sweeps[name].points:
             parts += _staleness(name, sweeps[name])
@@ -136,6 +137,16 @@ def _accuracies(name: str, sweep: Sweep) -> list[str]:
     ]
     head = ["point", "seeds", *(head for head, _ in columns)]
     return [f"## Accuracy, one stage of {END} updates: `lab/{name}.toml`", _table(head, rows), *same_runs(sweep)]
+
+
+def _by_seed(name: str, sweep: Sweep) -> list[str]:
+    """Of a sweep whose runs of one point end so differently that a mean says little."""
+    rows = []
+    for point in sweep.points:
+        curves = [sweep.curve(point, seed, "accuracy") for seed in _finished(sweep, point)]
+        rows.append([f"`{point}`", *(f"{max(c.values()):.2f}, {c[EARLY]:.2f}, {c[END]:.2f}" for c in curves)])
+    head = ["point", *(f"seed {seed}" for seed in sweep.seeds)]
+    return [f"## Best accuracy, at update {EARLY}, at {END}, by seed: `lab/{name}.toml`", _table(head, rows)]
 
 
 def same_runs(sweep: Sweep) -> list[str]:
@@ -257,20 +268,24 @@ def _staleness(name: str, sweep: Sweep) -> list[str]:
 
 
 def _plain(name: str, sweep: Sweep) -> list[str]:
-    """Of any sweep."""
+    """Of any sweep, whose last axis is the objective."""
 
-    def cell(value: Value) -> str:
+    def cell(value: Value, sign: str = "") -> str:
         found = [x for seed in sweep.seeds if (x := value(sweep, seed)) is not None]
-        return f"{found[0]:.3f}" if len(found) == 1 else _text(estimate(sweep, sweep.seeds, value))
+        return f"{found[0]:{sign}.3f}" if len(found) == 1 else _text(estimate(sweep, sweep.seeds, value), sign)
 
+    first = sweep.points[0].rpartition(",")[0]
     rows = []
     for point in sweep.points:
         seeds = [seed for seed in sweep.seeds if sweep.curve(point, seed, "accuracy")]
-        rows.append([f"`{point}`", str(len(seeds)), *map(cell, (at(point, 0), at(point, EARLY), last(point)))])
-    return [
-        f"## Accuracy: `lab/{name}.toml`",
-        _table(["point", "seeds", "before", f"update {EARLY}", "at the end"], rows),
-    ]
+        setting, comma, objective = point.rpartition(",")
+        others = [f"{setting}{comma}grpo", f"{first}{comma}{objective}"]
+        less = [cell(difference(last(point), last(other)), "+") if other != point else "-" for other in others]
+        rows.append([f"`{point}`", str(len(seeds)), *map(cell, (at(point, 0), at(point, EARLY), last(point))), *less])
+    head = ["point", "seeds", "before", f"update {EARLY}", "at the end", "less `grpo`"]
+    if first:
+        head.append(f"less `{first}`")
+    return [f"## Accuracy: `lab/{name}.toml`", _table(head, [row[: len(head)] for row in rows])]
 
 
 # ------------------------------------------------------------------------------------------------------------ time

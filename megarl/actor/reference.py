@@ -1,4 +1,7 @@
-"""Computes the actor's log-probs of a few fixed sequences, which an export stores so that engines can be compared."""
+"""Computes the actor's log-probs of a few fixed sequences, which an export stores so that engines can be compared.
+
+And at which tokens they hang on a choice between experts that rounding decides.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarl.actor import routing
 from megarl.actor.model import PolicyModel
 from megarl.actor.packing import Sample, micro_batches
 from megarl.actor.schedule import collect, run_micro_batches
 from megarl.batch import TokenBatch
 from megarl.recipe.fp8 import token_alignment
+
+# Router scores of two float32 implementations differ by about 1e-6; neighbours of 128 experts are favoured by that much
+FAVOUR = 1e-4
+MOVED = 1e-5  # nats: what rounding moves a log-prob by without another expert
 
 
 def score(
@@ -43,6 +51,23 @@ def score(
     for sequence, place, logprobs in (part for rank in everyone for part in rank):
         scores[sequence][place] = logprobs
     return scores
+
+
+def tied(
+    models: list[PolicyModel], sequences: Sequence[list[int]], budget: int, device: torch.device
+) -> list[np.ndarray] | None:
+    """[n - 1] bool of each sequence: whether it is rounding that decides on experts for this token or one before it.
+
+    Then another implementation may give the token another log-prob, by whole nats. Arguments as `score`, collective as
+    well. None for a model without experts.
+    """
+    if models[0].config.num_moe_experts is None:
+        return None
+    found = []
+    for favour in (FAVOUR, -FAVOUR):
+        with routing.favouring(models, favour):
+            found.append(score(models, sequences, budget, device))
+    return [np.abs(first - second) > MOVED for first, second in zip(*found, strict=True)]
 
 
 def _parts(batch: TokenBatch) -> list[tuple[int, list[int], list[float]]]:

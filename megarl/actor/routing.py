@@ -1,5 +1,7 @@
 """Routing replay: each token goes to experts given with the micro-batch, not to those that the routers would choose.
 
+And `favouring`, which shows at which tokens the choice hangs on rounding.
+
 It replaces Megatron's RouterReplay, which keeps one tensor per router: with several micro-batches in flight and full
 recomputation it silently replays the wrong one. Here the routers of a model chunk get the experts of a micro-batch
 before the chunk's forward pass, and again when the backward pass of that micro-batch reaches the chunk.
@@ -7,7 +9,8 @@ before the chunk's forward pass, and again when the backward pass of that micro-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,12 +24,14 @@ class LayerRouting:
     """Takes the place of Megatron's RouterReplay in one router.
 
     target: the given experts of the current micro-batch, None: none given. replays: whether the router uses them, or
-    only counts in ``agreement`` how many differ from its own choice.
+    only counts in ``agreement`` how many differ from its own choice. favour: added to the scores before the choice,
+    from 0 for the first expert to this for the last.
     """
 
     def __init__(self, layer: int, replays: bool) -> None:
         self.layer, self.replays = layer, replays
         self.target: torch.Tensor | None = None
+        self.favour = 0.0
         self.own: torch.Tensor | None = None  # the experts that the router itself chose in the last forward pass
         self.counts = False  # whether to count disagreements; False while a forward pass is recomputed
         self.agreement: torch.Tensor | None = None  # [2] float64: number of given experts that differ, of all given
@@ -41,7 +46,14 @@ class LayerRouting:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Megatron's contract: scores [t, experts] -> scores and indices of the chosen experts, both [t, topk]."""
         assert default_compute_topk is not None
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        preferred = scores
+        if self.favour:
+            preferred = scores + torch.linspace(
+                0, self.favour, scores.shape[1], dtype=scores.dtype, device=scores.device
+            )
+        values, own = default_compute_topk(preferred, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.favour:
+            values = scores.gather(1, own)
         self.own = own
         if self.target is None:
             return values, own
@@ -76,6 +88,22 @@ def install(models: Sequence[torch.nn.Module], replays: bool) -> None:
 def routings(model: torch.nn.Module) -> list[LayerRouting]:
     """The `LayerRouting`s of a chunk, wrapped in DDP or not; [] without `install` and in a chunk of dense layers."""
     return _installed(model) or []
+
+
+@contextmanager
+def favouring(models: Sequence[torch.nn.Module], favour: float) -> Iterator[None]:
+    """Routers choose the later (``favour`` > 0) or the earlier of experts whose scores differ by less than rounding.
+
+    Scores of the first and the last expert may differ by up to ``favour`` and still be exchanged. Needs `install`.
+    """
+    layers = [layer for model in models for layer in routings(model)]
+    for layer in layers:
+        layer.favour = favour
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.favour = 0.0
 
 
 def _installed(model: torch.nn.Module) -> list[LayerRouting] | None:

@@ -51,9 +51,8 @@ class Exporter:
         text = cut_text(texts, data.max_prompt_tokens + table.max_response_tokens)
         if not text:
             return
-        scores = self._score(text)
         precision = hf.precision(self.actor.models[0], self.stage.run.base)
-        self._reference = Reference(text, scores, precision)
+        self._reference = self._scored(Reference(text, [], precision))
         if self._done == 0:  # else these are the weights of a policy in the middle of the stage, not of an exported one
             stored = _stored(text, chosen, self.stage.first_update) if table.temperature == 1 else None
             self._reference = replace(self._reference, stored=stored)
@@ -67,17 +66,19 @@ class Exporter:
         beat("export", f"the export after update {version}")
         gather_parameters(self.actor.replicas)
         if self._reference is not None:
-            scores = self._score(self._reference.sequences)
-            judged = replace(self._before(version, self._reference), logprobs=scores)
+            judged = self._scored(self._before(version, self._reference))
         hf.export_hf(self.actor.models, target, run.base, version, judged)
         if parallel.reports_metrics():
             policy, seconds = str(target.relative_to(run.root)), round(time.perf_counter() - start, 3)
             run.log_event("export", policy=policy, version=version, seconds=seconds)
 
-    def _score(self, text: list[list[int]]) -> list[np.ndarray]:
-        budget = self.stage.run.recipe.actor.tokens_per_micro_batch
+    def _scored(self, current: Reference) -> Reference:
+        """``current`` with the actor's scores of its text. In bfloat16 no single token is compared, tied or not."""
         gather_parameters(self.actor.replicas)
-        return reference.score(self.actor.models, text, budget, self.actor.device)
+        budget, device = self.stage.run.recipe.actor.tokens_per_micro_batch, self.actor.device
+        arguments = (self.actor.models, current.sequences, budget, device)
+        tied = reference.tied(*arguments) if current.precision == "float32" else None
+        return replace(current, logprobs=reference.score(*arguments), tied=tied)
 
     def _before(self, version: int, current: Reference) -> Reference:
         """``current`` with the log-probs of the last policy that was exported before ``version`` as `previous`.

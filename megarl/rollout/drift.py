@@ -15,8 +15,8 @@ actor), and q the log-probs that the engine stored for the same text when it had
 If an engine offers checksums of its weights, the checksum must also change when another policy is loaded. This detects
 stale weights however little the policy has moved.
 
-Differences are clipped, because a token whose experts are nearly tied may be routed elsewhere, which moves its log-prob
-by whole nats.
+A token whose experts are nearly tied may be routed elsewhere, which moves its log-prob and those after it by whole
+nats. In float32 the reference marks such tokens and they are not compared; in the sums differences are clipped.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Drift:
 
     max: float  # largest distance at a token
     mean: float  # mean distance over all tokens
-    tokens: int
+    tokens: int  # that were compared
     precision: str  # a key of TOLERANCES: the coarser of the engine's and the actor's
     nearer: float | None = None  # by how many standard errors it is nearer to the new policy than to the previous one
     missing: float | None = None  # the share of the change from the previous to the new policy that it lacks
@@ -97,6 +97,8 @@ def judge(scored: Sequence[np.ndarray], reference: Reference, precision: str) ->
     """
     precision = max(precision, reference.precision, key=lambda name: TOLERANCES[name][1])
     distances = _distances(scored, reference.logprobs)
+    if reference.tied is not None and not (ties := np.concatenate(reference.tied)).all():
+        distances = distances[~ties]
     place: dict[str, Any] = _place(scored, reference)
     drift = Drift(float(distances.max()), float(distances.mean()), len(distances), precision, **place)
     largest, mean = TOLERANCES[precision]

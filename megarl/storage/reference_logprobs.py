@@ -30,6 +30,8 @@ class Reference:
     previous: list[np.ndarray] | None = None  # like logprobs, under the policy exported before; None: there was none
     # the log-probs that an engine with that previous policy stored for the last tokens of each sequence; None: unknown
     stored: list[np.ndarray] | None = None
+    # [n - 1] bool each: rounding decides which experts this token or one before it gets; None: unknown, or no experts
+    tied: list[np.ndarray] | None = None
 
 
 def cut_text(texts: Iterable[list[int]], longest: int) -> list[list[int]]:
@@ -42,18 +44,21 @@ def cut_text(texts: Iterable[list[int]], longest: int) -> list[list[int]]:
     return [text for text, _ in zip((text for text in cut if len(text) > 1), range(TEXT_SEQUENCES), strict=False)]
 
 
-_ARRAYS = ("logprobs", "previous", "stored")
+_ARRAYS = {"logprobs": np.float32, "previous": np.float32, "stored": np.float32, "tied": np.bool_}
 
 
 def encode_reference(reference: Reference) -> dict[str, Any]:
     """Convert to an object for JSON."""
     fields = asdict(reference)
-    return fields | {name: fields[name] and [scores.tolist() for scores in fields[name]] for name in _ARRAYS}
+    return fields | {name: fields[name] and [values.tolist() for values in fields[name]] for name in _ARRAYS}
 
 
 def decode_reference(fields: dict[str, Any]) -> Reference:
     """The inverse of `encode_reference`."""
-    arrays = {name: fields[name] and [np.array(scores, np.float32) for scores in fields[name]] for name in _ARRAYS}
+    fields = {"tied": None} | fields  # references of earlier versions do not have it
+    arrays = {
+        name: fields[name] and [np.array(values, dtype) for values in fields[name]] for name, dtype in _ARRAYS.items()
+    }
     return Reference(**(fields | arrays))
 
 

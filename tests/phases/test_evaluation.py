@@ -12,6 +12,7 @@ from megarl.estimates import summarise
 from megarl.recipe.load import load_recipe
 from megarl.storage.best import best_version, keep_best
 from megarl.storage.policies import read_info
+from megarl.storage.reference_logprobs import read_reference
 from megarl.storage.run_dir import RunDir
 from megarl.views.report_pairs import pair_charts, pair_columns
 from megarl.views.run_reader import read_run
@@ -84,6 +85,11 @@ def test_every_due_policy_answers_every_suite_once(whole):
     ledger = read_lines(whole.stage(1).rollouts / "ledger.jsonl")
     assert {line["weights_hash"] for line in ledger} == {read_info(whole.stage(1).policy).weights_hash}
     assert not whole.versions(), "exported policies were not removed after their evaluation"
+
+
+def test_an_exported_policy_says_which_tokens_hang_on_a_tie_between_experts(whole):
+    reference = read_reference(whole.stage(1).policy)
+    assert [len(ties) for ties in reference.tied] == [len(sequence) - 1 for sequence in reference.sequences]
 
 
 def test_events_agree_with_the_stored_responses(whole):

@@ -1,7 +1,8 @@
 """``python -m tests.rollout.actor_scores``: scores sequences with the Megatron actor; reads and writes JSON lines.
 
 Input: {"model": directory, "sequences": token ids}. Output, after "SCORES ": for each sequence its log-probs [n - 1]
-and, if the model has experts, those to which the actor routes the tokens, [n - 1][layers][k]. It runs in a process of
+and, if the model has experts, those to which the actor routes the tokens, [n - 1][layers][k], and which log-probs hang
+on a tie between experts, [n - 1]. It runs in a process of
 its own, because an engine and Megatron would both initialise the default process group.
 """
 
@@ -47,7 +48,8 @@ def main() -> None:
         for sequence in request["sequences"]:
             (logprobs,) = reference.score(models, [sequence], 256, torch.device("cpu"))
             experts = torch.stack([layer.own for layer in layers], 1).tolist() if layers else None
-            answers.append({"logprobs": logprobs.tolist(), "experts": experts})
+            tied = reference.tied(models, [sequence], 256, torch.device("cpu"))
+            answers.append({"logprobs": logprobs.tolist(), "experts": experts, "tied": tied and tied[0].tolist()})
         print("SCORES", json.dumps(answers), flush=True)
 
 

