@@ -12,7 +12,7 @@ from megarl.sweep.results import Estimate
 
 EARLY, END = 64, 256  # updates
 SEEDS = 5  # fewer decide nothing
-# every point that has a run that collapses; without `mu_grpo_none`, whose runs are those of `reinforce`
+# every point that has a run that collapses; without `mu_grpo_none`, whose runs are those of `reinforce` but for one
 UNSTABLE = (
     *("reinforce", "vcpo", "decoupled_ppo", "gppo", "sapo", "cispo", "prefix_filter", "m2po_high"),
     *("mu_grpo", "mu_grpo_suffix", "mu_grpo_rest", "mu_grpo_trigger"),
@@ -203,7 +203,7 @@ VETO_SCOPES = Claim(
 
 
 def on(sweep: str, claim: Claim) -> Claim:
-    """The same claim about another sweep, of which no run had been seen when its parts were written."""
+    """The same claim about another sweep, whose runs had not been seen when the parts were written for the first."""
     return replace(claim, parts=tuple(replace(part, sweep=sweep, seen=()) for part in claim.parts))
 
 

@@ -112,11 +112,12 @@ def _rates(sweeps: Mapping[str, Sweep]) -> Chart:
 
 def _settings(sweep: Sweep, title: str) -> Chart:
     """What each objective gained with every value of the first axis."""
-    chart = Chart(title, "")
-    settings, objectives = (dict.fromkeys(names) for names in zip(*(p.split(",") for p in sweep.points), strict=True))
+    settings = list(dict.fromkeys(point.partition(",")[0] for point in sweep.points))
+    objectives = list(dict.fromkeys(point.partition(",")[2] for point in sweep.points))
+    chart = Chart(title, "", layout={"xaxis": {"tickvals": list(range(len(settings))), "ticktext": settings}})
     for number, name in enumerate(objectives):
-        points = [f"{setting},{name}" for setting in settings]
-        values = [(setting, _gain(point)) for setting, point in zip(settings, points, strict=True)]
+        # beside each other, so that intervals can be told apart
+        values = [(place + 0.08 * (number - 1.5), _gain(f"{s},{name}")) for place, s in enumerate(settings)]
         _add(chart, sweep, sweep.seeds, number, name, values)
     return _markers(chart)
 

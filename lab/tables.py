@@ -34,18 +34,9 @@ Rows = list[list[str]]
 
 
 def read_all() -> dict[str, Sweep]:
-    """Every sweep of lab/results, by name; one that was not run is empty.
-
-    A run of one stage is the branch of that stage with the same seed, so `staleness` has those of `frozen`.
-    """
+    """Every sweep of lab/results, by name; one that was not run is empty."""
     names = [*NAMES, *(folder.name for folder in sorted(RESULTS.iterdir()) if folder.name not in NAMES)]
-    sweeps = {name: read(RESULTS / name) for name in names}
-    staleness = sweeps["staleness"]
-    objectives = {point.partition(",")[0] for point in staleness.points}
-    for (point, seed), curve in sweeps["frozen"].accuracy.items():
-        if point in objectives:
-            staleness.accuracy.setdefault((f"{point},256", seed), curve)
-    return sweeps
+    return {name: read(RESULTS / name) for name in names}
 
 
 def text(sweeps: Mapping[str, Sweep]) -> str:
@@ -59,7 +50,8 @@ def text(sweeps: Mapping[str, Sweep]) -> str:
     for name in ONE_STAGE:
         if sweeps[name].points:
             parts += [*_accuracies(name, sweeps[name]), *_tokens(name, sweeps[name]), *_warnings(name, sweeps[name])]
-    parts += _by_seed("long", sweeps["long"])
+    if sweeps["long"].points:
+        parts += _by_seed("long", sweeps["long"])
     for name in STALENESS:
         if name in sweeps and sweeps[name].points:
             parts += _staleness(name, sweeps[name])
@@ -143,8 +135,9 @@ def _by_seed(name: str, sweep: Sweep) -> list[str]:
     """Of a sweep whose runs of one point end so differently that a mean says little."""
     rows = []
     for point in sweep.points:
-        curves = [sweep.curve(point, seed, "accuracy") for seed in _finished(sweep, point)]
-        rows.append([f"`{point}`", *(f"{max(c.values()):.2f}, {c[EARLY]:.2f}, {c[END]:.2f}" for c in curves)])
+        curves = [sweep.curve(point, seed, "accuracy") for seed in sweep.seeds]
+        cells = [f"{max(c.values()):.2f}, {c[EARLY]:.2f}, {c[END]:.2f}" if END in c else "-" for c in curves]
+        rows.append([f"`{point}`", *cells])
     head = ["point", *(f"seed {seed}" for seed in sweep.seeds)]
     return [f"## Best accuracy, at update {EARLY}, at {END}, by seed: `lab/{name}.toml`", _table(head, rows)]
 
@@ -279,13 +272,14 @@ def _plain(name: str, sweep: Sweep) -> list[str]:
     for point in sweep.points:
         seeds = [seed for seed in sweep.seeds if sweep.curve(point, seed, "accuracy")]
         setting, comma, objective = point.rpartition(",")
-        others = [f"{setting}{comma}grpo", f"{first}{comma}{objective}"]
+        others = [f"{setting}{comma}grpo", f"{first}{comma}{objective}" if comma else point]
         less = [cell(difference(last(point), last(other)), "+") if other != point else "-" for other in others]
         rows.append([f"`{point}`", str(len(seeds)), *map(cell, (at(point, 0), at(point, EARLY), last(point))), *less])
     head = ["point", "seeds", "before", f"update {EARLY}", "at the end", "less `grpo`"]
-    if first:
-        head.append(f"less `{first}`")
-    return [f"## Accuracy: `lab/{name}.toml`", _table(head, [row[: len(head)] for row in rows])]
+    head.append(f"less `{first}`")
+    used = [place for place in range(len(head)) if any(row[place] != "-" for row in rows)]
+    table = _table([head[place] for place in used], [[row[place] for place in used] for row in rows])
+    return [f"## Accuracy: `lab/{name}.toml`", table]
 
 
 # ------------------------------------------------------------------------------------------------------------ time

@@ -1,6 +1,6 @@
 """Computes the actor's log-probs of a few fixed sequences, which an export stores so that engines can be compared.
 
-And at which tokens they hang on a choice between experts that rounding decides.
+It also finds the tokens whose log-prob depends on a choice between experts that rounding decides.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megarl.actor.schedule import collect, run_micro_batches
 from megarl.batch import TokenBatch
 from megarl.recipe.fp8 import token_alignment
 
-# Router scores of two float32 implementations differ by about 1e-6; neighbours of 128 experts are favoured by that much
-FAVOUR = 1e-4
-MOVED = 1e-5  # nats: what rounding moves a log-prob by without another expert
+# Router scores of two float32 implementations were measured to differ by up to 6e-7 of a token's largest score
+NEARNESS = 2e-6
+MOVED = 1e-5  # nats; with the same experts, rounding moves a log-prob by less
 
 
 def score(
@@ -54,20 +54,23 @@ def score(
 
 
 def tied(
-    models: list[PolicyModel], sequences: Sequence[list[int]], budget: int, device: torch.device
+    models: list[PolicyModel],
+    sequences: Sequence[list[int]],
+    scores: Sequence[np.ndarray],
+    budget: int,
+    device: torch.device,
 ) -> list[np.ndarray] | None:
-    """[n - 1] bool of each sequence: whether it is rounding that decides on experts for this token or one before it.
+    """[n - 1] bool of each sequence: True from the first token on whose log-prob depends on rounding in a router.
 
-    Then another implementation may give the token another log-prob, by whole nats. Arguments as `score`, collective as
-    well. None for a model without experts.
+    Where the scores of two experts are equal but for rounding, another implementation may choose the other one. That
+    may move the log-probs of this token and of later ones by whole nats. scores: what `score` returned. Other arguments
+    as there; collective as well. None for a model without experts.
     """
     if models[0].config.num_moe_experts is None:
         return None
-    found = []
-    for favour in (FAVOUR, -FAVOUR):
-        with routing.favouring(models, favour):
-            found.append(score(models, sequences, budget, device))
-    return [np.abs(first - second) > MOVED for first, second in zip(*found, strict=True)]
+    with routing.second_choices(models, NEARNESS):
+        others = score(models, sequences, budget, device)
+    return [np.maximum.accumulate(np.abs(a - b) > MOVED) for a, b in zip(scores, others, strict=True)]
 
 
 def _parts(batch: TokenBatch) -> list[tuple[int, list[int], list[float]]]:

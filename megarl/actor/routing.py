@@ -1,6 +1,6 @@
 """Routing replay: each token goes to experts given with the micro-batch, not to those that the routers would choose.
 
-And `favouring`, which shows at which tokens the choice hangs on rounding.
+`second_choices` is for finding the tokens whose experts depend on rounding.
 
 It replaces Megatron's RouterReplay, which keeps one tensor per router: with several micro-batches in flight and full
 recomputation it silently replays the wrong one. Here the routers of a model chunk get the experts of a micro-batch
@@ -24,14 +24,13 @@ class LayerRouting:
     """Takes the place of Megatron's RouterReplay in one router.
 
     target: the given experts of the current micro-batch, None: none given. replays: whether the router uses them, or
-    only counts in ``agreement`` how many differ from its own choice. favour: added to the scores before the choice,
-    from 0 for the first expert to this for the last.
+    only counts in ``agreement`` how many differ from its own choice. nearness: as in `second_choices`; 0 outside it.
     """
 
     def __init__(self, layer: int, replays: bool) -> None:
         self.layer, self.replays = layer, replays
         self.target: torch.Tensor | None = None
-        self.favour = 0.0
+        self.nearness = 0.0
         self.own: torch.Tensor | None = None  # the experts that the router itself chose in the last forward pass
         self.counts = False  # whether to count disagreements; False while a forward pass is recomputed
         self.agreement: torch.Tensor | None = None  # [2] float64: number of given experts that differ, of all given
@@ -46,13 +45,11 @@ class LayerRouting:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Megatron's contract: scores [t, experts] -> scores and indices of the chosen experts, both [t, topk]."""
         assert default_compute_topk is not None
-        preferred = scores
-        if self.favour:
-            preferred = scores + torch.linspace(
-                0, self.favour, scores.shape[1], dtype=scores.dtype, device=scores.device
-            )
-        values, own = default_compute_topk(preferred, topk, num_groups=num_groups, group_topk=group_topk)
-        if self.favour:
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.nearness:
+            down = -self.nearness * scores.abs().amax(1, keepdim=True)
+            without = scores.scatter_add(1, own, down.expand(-1, topk))
+            _, own = default_compute_topk(without, topk, num_groups=num_groups, group_topk=group_topk)
             values = scores.gather(1, own)
         self.own = own
         if self.target is None:
@@ -91,19 +88,20 @@ def routings(model: torch.nn.Module) -> list[LayerRouting]:
 
 
 @contextmanager
-def favouring(models: Sequence[torch.nn.Module], favour: float) -> Iterator[None]:
-    """Routers choose the later (``favour`` > 0) or the earlier of experts whose scores differ by less than rounding.
+def second_choices(models: Sequence[torch.nn.Module], nearness: float) -> Iterator[None]:
+    """Within it, an expert that a router nearly chose takes the place of one that it chose.
 
-    Scores of the first and the last expert may differ by up to ``favour`` and still be exchanged. Needs `install`.
+    Nearly: the scores differ by less than ``nearness`` times the token's largest absolute score. Needs `install`.
     """
+    assert all(_installed(model) is not None for model in models)
     layers = [layer for model in models for layer in routings(model)]
     for layer in layers:
-        layer.favour = favour
+        layer.nearness = nearness
     try:
         yield
     finally:
         for layer in layers:
-            layer.favour = 0.0
+            layer.nearness = 0.0
 
 
 def _installed(model: torch.nn.Module) -> list[LayerRouting] | None:

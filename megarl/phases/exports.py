@@ -33,6 +33,7 @@ class Exporter:
 
     def __init__(self, actor: Actor, stage: Stage, done: int) -> None:
         self.actor, self.stage, self._done = actor, stage, done
+        self._budget = stage.run.recipe.actor.tokens_per_micro_batch
         found: list[Any] = [None]
         if dist.get_rank() == 0:  # only rank 0 reads: other nodes may see an older state of a shared file system
             found = [read_reference(stage.directory)]
@@ -52,7 +53,7 @@ class Exporter:
         if not text:
             return
         precision = hf.precision(self.actor.models[0], self.stage.run.base)
-        self._reference = self._scored(Reference(text, [], precision))
+        self._reference = Reference(text, self._score(text), precision)
         if self._done == 0:  # else these are the weights of a policy in the middle of the stage, not of an exported one
             stored = _stored(text, chosen, self.stage.first_update) if table.temperature == 1 else None
             self._reference = replace(self._reference, stored=stored)
@@ -66,19 +67,23 @@ class Exporter:
         beat("export", f"the export after update {version}")
         gather_parameters(self.actor.replicas)
         if self._reference is not None:
-            judged = self._scored(self._before(version, self._reference))
+            scores = self._score(self._reference.sequences)
+            judged = replace(self._before(version, self._reference), logprobs=scores)
+            judged = replace(judged, tied=self._tied(judged))
         hf.export_hf(self.actor.models, target, run.base, version, judged)
         if parallel.reports_metrics():
             policy, seconds = str(target.relative_to(run.root)), round(time.perf_counter() - start, 3)
             run.log_event("export", policy=policy, version=version, seconds=seconds)
 
-    def _scored(self, current: Reference) -> Reference:
-        """``current`` with the actor's scores of its text. In bfloat16 no single token is compared, tied or not."""
+    def _score(self, text: list[list[int]]) -> list[np.ndarray]:
         gather_parameters(self.actor.replicas)
-        budget, device = self.stage.run.recipe.actor.tokens_per_micro_batch, self.actor.device
-        arguments = (self.actor.models, current.sequences, budget, device)
-        tied = reference.tied(*arguments) if current.precision == "float32" else None
-        return replace(current, logprobs=reference.score(*arguments), tied=tied)
+        return reference.score(self.actor.models, text, self._budget, self.actor.device)
+
+    def _tied(self, current: Reference) -> list[np.ndarray] | None:
+        """For engines in float32 alone: of others only the mean distance over all tokens is limited."""
+        if current.precision != "float32":
+            return None
+        return reference.tied(self.actor.models, current.sequences, current.logprobs, self._budget, self.actor.device)
 
     def _before(self, version: int, current: Reference) -> Reference:
         """``current`` with the log-probs of the last policy that was exported before ``version`` as `previous`.

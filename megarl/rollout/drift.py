@@ -15,8 +15,9 @@ actor), and q the log-probs that the engine stored for the same text when it had
 If an engine offers checksums of its weights, the checksum must also change when another policy is loaded. This detects
 stale weights however little the policy has moved.
 
-A token whose experts are nearly tied may be routed elsewhere, which moves its log-prob and those after it by whole
-nats. In float32 the reference marks such tokens and they are not compared; in the sums differences are clipped.
+A token whose experts are nearly tied may be routed elsewhere, which may move its log-prob and later ones by whole nats.
+In the two sums differences are therefore clipped, and in float32 the reference marks such tokens, of which only the
+mean is limited.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Drift:
     max: float  # largest distance at a token
     mean: float  # mean distance over all tokens
     tokens: int  # that were compared
+    tied: int  # tokens that were not, since their experts are tied
     precision: str  # a key of TOLERANCES: the coarser of the engine's and the actor's
     nearer: float | None = None  # by how many standard errors it is nearer to the new policy than to the previous one
     missing: float | None = None  # the share of the change from the previous to the new policy that it lacks
@@ -96,11 +98,13 @@ def judge(scored: Sequence[np.ndarray], reference: Reference, precision: str) ->
     precision: the engine's, a key of `TOLERANCES`. Raises `UserError` if the engine must have wrong weights.
     """
     precision = max(precision, reference.precision, key=lambda name: TOLERANCES[name][1])
-    distances = _distances(scored, reference.logprobs)
-    if reference.tied is not None and not (ties := np.concatenate(reference.tied)).all():
-        distances = distances[~ties]
+    everywhere = distances = _distances(scored, reference.logprobs)
+    if precision == "float32" and reference.tied is not None:
+        ties = np.concatenate(reference.tied)
+        distances = everywhere if ties.all() else everywhere[~ties]
     place: dict[str, Any] = _place(scored, reference)
-    drift = Drift(float(distances.max()), float(distances.mean()), len(distances), precision, **place)
+    left_out = len(everywhere) - len(distances)
+    drift = Drift(float(distances.max()), float(distances.mean()), len(distances), left_out, precision, **place)
     largest, mean = TOLERANCES[precision]
     if precision != "float32" and (usual := _usual_distance(reference)) is not None:
         mean = min(mean, max(LEAST_NOISE, NOISES * usual))
@@ -110,16 +114,22 @@ def judge(scored: Sequence[np.ndarray], reference: Reference, precision: str) ->
             f"{drift.mean:.3g} nats off in the mean and up to {drift.max:.3g} at a token; the limits for {precision} "
             f"are {mean:.3g} and {largest:g} here. Nothing was generated with them"
         )
+    if drift.tied and not _tolerable(everywhere, TOLERANCES["bfloat16"]):
+        raise UserError(
+            f"the engine's weights are not the policy's: its log-probs of {len(everywhere)} tokens are "
+            f"{everywhere.mean():.3g} nats off in the mean, with those whose experts are tied. Nothing was generated "
+            "with them"
+        )
     if place and place["nearer"] < -SIGNIFICANT:
         raise UserError(
             f"the engine's weights are not the policy's but those of the previous policy: its log-probs of "
-            f"{drift.tokens} tokens are nearer to that one by {-place['nearer']:.1f} standard errors. Nothing was "
+            f"{len(everywhere)} tokens are nearer to that one by {-place['nearer']:.1f} standard errors. Nothing was "
             "generated with them"
         )
     if place.get("missing", 0) > MISSING and place["missing_errors"] > SIGNIFICANT:
         raise UserError(
             f"the engine's weights are not the policy's: some are those of the previous policy. Its log-probs of "
-            f"{drift.tokens} tokens lack {place['missing']:.0%} of the change from that policy to this one "
+            f"{len(everywhere)} tokens lack {place['missing']:.0%} of the change from that policy to this one "
             f"({place['missing_errors']:.1f} standard errors). Nothing was generated with them"
         )
     return drift

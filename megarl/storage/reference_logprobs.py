@@ -30,7 +30,7 @@ class Reference:
     previous: list[np.ndarray] | None = None  # like logprobs, under the policy exported before; None: there was none
     # the log-probs that an engine with that previous policy stored for the last tokens of each sequence; None: unknown
     stored: list[np.ndarray] | None = None
-    # [n - 1] bool each: rounding decides which experts this token or one before it gets; None: unknown, or no experts
+    # [n - 1] bool each: True from the first token on whose experts depend on rounding; None: unknown, or no experts
     tied: list[np.ndarray] | None = None
 
 
@@ -59,7 +59,13 @@ def decode_reference(fields: dict[str, Any]) -> Reference:
     arrays = {
         name: fields[name] and [np.array(values, dtype) for values in fields[name]] for name, dtype in _ARRAYS.items()
     }
-    return Reference(**(fields | arrays))
+    reference = Reference(**(fields | arrays))
+    lengths = [(len(sequence) - 1,) for sequence in reference.sequences]
+    for name in ("logprobs", "previous", "tied"):
+        values = getattr(reference, name)
+        if values is not None and [value.shape for value in values] != lengths:
+            raise ValueError(f"{name} does not have a value for each token but the first of each sequence")
+    return reference
 
 
 def write_reference(directory: Path, reference: Reference) -> None:

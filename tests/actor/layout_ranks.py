@@ -194,7 +194,7 @@ def run_layout(name: str, model: Path, rollouts: Path, folder: Path) -> dict[str
             batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, actor.device)
             metrics.append(step.train_step(actor, batches, objective, lr=1e-3))
         results[case] = {"gradient": gradient, "metrics": metrics, "micro_batches": len(batches)}
-    results["scores"], results["favoured"] = reference_scores(recipe, model)
+    results["scores"], results["second choices"] = reference_scores(recipe, model)
     results["offenders"] = offenders(recipe, model, update_samples(rollouts, 0))
     return results
 
@@ -202,7 +202,7 @@ def run_layout(name: str, model: Path, rollouts: Path, folder: Path) -> dict[str
 def reference_scores(recipe: Recipe, model: Path) -> tuple[list[list[float]], list[list[float]]]:
     """Log-probs of five fixed sequences, computed as for the reference that is exported with a policy.
 
-    And those with routers that favour later experts so much that tokens go elsewhere.
+    And those with tokens sent to experts that the routers nearly chose.
     """
     from megarl.actor import reference, routing, step
 
@@ -210,14 +210,13 @@ def reference_scores(recipe: Recipe, model: Path) -> tuple[list[list[float]], li
     for chunk in actor.models:
         chunk.temperature = 0.5  # scores are at temperature 1 all the same
     sequences = [[(7 * i + 3 * k) % 67 for i in range(n)] for k, n in enumerate((2, 9, 30, 61, 17))]
-    arguments = (actor.models, sequences, 32, actor.device)
-    assert not np.concatenate(reference.tied(*arguments)).any()
-    with routing.favouring(actor.models, 0.3):
-        favoured = reference.score(*arguments)
-    scores = reference.score(*arguments)
+    scores = reference.score(actor.models, sequences, 32, actor.device)
+    tied = reference.tied(actor.models, sequences, scores, 32, actor.device)
+    assert tied is not None and not np.concatenate(tied).any()
+    with routing.second_choices(actor.models, 0.3):
+        others = reference.score(actor.models, sequences, 32, actor.device)
     assert {chunk.temperature for chunk in actor.models} == {0.5}
-    plain, other = ([values.tolist() for values in found] for found in (scores, favoured))
-    return plain, other
+    return [values.tolist() for values in scores], [values.tolist() for values in others]
 
 
 def offenders(recipe: Recipe, model: Path, samples: list[Any]) -> list[dict[str, Any]]:

@@ -71,10 +71,10 @@ def test_reference_log_probs_equal_transformers_in_every_layout(results, referen
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_favoured_experts_are_the_same_in_every_layout(results, name):
+def test_second_choices_of_routers_are_the_same_in_every_layout(results, name):
     one, other, plain = (
         np.concatenate(found)
-        for found in (results["one"]["favoured"], results[name]["favoured"], results[name]["scores"])
+        for found in (results["one"]["second choices"], results[name]["second choices"], results[name]["scores"])
     )
     np.testing.assert_allclose(other, one, rtol=0, atol=1e-5)
     assert np.abs(other - plain).max() > 0.01
