@@ -198,7 +198,7 @@ def test_a_sandbox_that_fails_is_an_error_and_gives_no_score(monkeypatch, host):
 
 def test_a_program_whose_sandbox_is_killed_from_outside_is_run_again(host):
     """It is run again only once; a second kill is an error."""
-    slow = program("import time\ntime.sleep(2)\nwon()", host)  # it has not ended when it is killed
+    slow, endless = (program(f"import time\ntime.sleep({seconds})\nwon()", host) for seconds in (2, 10_000))
     judge = verifier()
     judge._limits = replace(judge._limits, asleep=60.0)
     kill = subprocess.Popen.__init__
@@ -216,7 +216,7 @@ def test_a_program_whose_sandbox_is_killed_from_outside_is_run_again(host):
         assert judge.score(prompt_for(host), slow).value == 1
         most = 3
         with pytest.raises(SandboxError, match="launcher was killed from outside"):
-            judge.score(prompt_for(host), slow)
+            judge.score(prompt_for(host), endless)
     assert len(killed) == 3
 
 
