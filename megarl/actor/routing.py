@@ -1,10 +1,10 @@
 """Routing replay: each token goes to experts given with the micro-batch, not to those that the routers would choose.
 
-`second_choices` is for finding the tokens whose experts depend on rounding.
-
 It replaces Megatron's RouterReplay, which keeps one tensor per router: with several micro-batches in flight and full
 recomputation it silently replays the wrong one. Here the routers of a model chunk get the experts of a micro-batch
 before the chunk's forward pass, and again when the backward pass of that micro-batch reaches the chunk.
+
+`second_choices` is for finding the tokens whose experts depend on rounding.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ If an engine offers checksums of its weights, the checksum must also change when
 stale weights however little the policy has moved.
 
 A token whose experts are nearly tied may be routed elsewhere, which may move its log-prob and later ones by whole nats.
-In the two sums differences are therefore clipped, and in float32 the reference marks such tokens, of which only the
-mean is limited.
+In the two sums differences are therefore clipped. In float32 the reference marks such tokens; they count only in a mean
+over all tokens, with the limit of bfloat16.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ SAMPLES, SAMPLED_TOKENS = 4, 16  # responses (and tokens of each) sampled to com
 class Drift:
     """Distance in nats of an engine's log-probs from the actor's, and its position between new and previous policy."""
 
-    max: float  # largest distance at a token
-    mean: float  # mean distance over all tokens
-    tokens: int  # that were compared
-    tied: int  # tokens that were not, since their experts are tied
+    max: float  # largest distance at a token that was compared
+    mean: float  # mean distance over these tokens
+    tokens: int  # their number
+    tied: int  # number of tokens that were left out, since their experts are tied
     precision: str  # a key of TOLERANCES: the coarser of the engine's and the actor's
     nearer: float | None = None  # by how many standard errors it is nearer to the new policy than to the previous one
     missing: float | None = None  # the share of the change from the previous to the new policy that it lacks

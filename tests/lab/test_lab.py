@@ -24,7 +24,7 @@ from lab.claims import (
 )
 from lab.figures import charts
 from lab.results import Sweep, at, difference, estimate
-from lab.tables import NAMES, half_gain, read_all, same_runs, text
+from lab.tables import NAMES, _by_seed, half_gain, read_all, same_runs, text
 from megarl.objectives import OBJECTIVES
 from megarl.recipe.sweep import load_sweep
 from megarl.sweep import describe
@@ -249,6 +249,15 @@ def test_points_with_the_same_accuracies_are_named():
     low, high = {0: 0.1, 256: 0.5}, {0: 0.1, 256: 0.6}
     curves = {("a", 0): low, ("b", 0): low, ("c", 0): low, ("a", 1): high, ("b", 1): high, ("c", 1): low}
     assert same_runs(Sweep(curves)) == ["`b` has every accuracy of `a` (seeds 0 to 1): the same runs."]
+
+
+def test_a_seed_that_was_not_run_leaves_its_cell_empty():
+    curve = {0: 0.1, 64: 0.7, 256: 0.5}
+    *_, table = _by_seed("long", Sweep({("x", 0): curve, ("x", 1): curve, ("y", 1): curve}))
+    assert table.splitlines()[-2:] == [
+        "| `x` | 0.70, 0.70, 0.50 | 0.70, 0.70, 0.50 |",
+        "| `y` | - | 0.70, 0.70, 0.50 |",
+    ]
 
 
 def test_the_tables_have_accuracies_and_times_of_every_collected_sweep(monkeypatch):
