@@ -1,4 +1,4 @@
-"""Which module may import what: heavy packages only where they are needed, and megarl's modules only lower layers.
+"""Which module may import what: heavy packages only where they are needed, and megarl's modules only lower rooms.
 
 Modules are imported one after another, beginning with those that may load the fewest heavy packages, so that the first
 one that loads a package is found.
@@ -14,6 +14,8 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import megarl
 from megarl.recipe.names import ENGINES
@@ -41,36 +43,31 @@ WITHOUT_TORCH = [  # and without any of the heavy packages
     for name in MODULES
     if name in LIGHT or (".".join(name.split(".")[1:2]) in LIGHT_FOLDERS and name not in OF_TENSORS)
 ]
-# Every folder and module of megarl/, lowest first: each may import those before it and no other.
-LAYERS = (
-    "errors",
-    "linux",
-    "heartbeats",
-    "batch",
-    "advantages",
-    "estimates",
-    "keystore",
-    "distributed",
-    "kernels",
-    "objectives",
-    "recipe",
-    "models",
-    "data",
-    "storage",
-    "rewards",
-    "rollout",
-    "actor",
-    "phases",
-    "workers",
-    "views",
-    "train",
-    "scratch",
-    "stages",
-    "commands",
-    "sweep",
-    "what_if",
-    "cli",
-)
+# Every folder and module of megarl/, in six rooms, lowest first: each may import its own room and those before it.
+ROOMS = {
+    "core": (
+        "errors",
+        "linux",
+        "heartbeats",
+        "batch",
+        "advantages",
+        "estimates",
+        "keystore",
+        "distributed",
+        "kernels",
+        "objectives",
+        "recipe",
+        "models",
+        "data",
+    ),
+    "storage": ("storage",),
+    "actor, rollout, rewards": ("actor", "rollout", "rewards"),
+    "phases": ("phases",),
+    "supervision": ("workers", "views"),
+    "commands": ("train", "scratch", "stages", "commands", "sweep", "what_if", "cli"),
+}
+ROOM = {folder: room for room, folders in ROOMS.items() for folder in folders}
+APART = ROOMS["actor, rollout, rewards"]  # they meet in a phase, and do not import each other
 
 IMPORTS = """
 import importlib, json, sys
@@ -155,22 +152,47 @@ def test_import_statements_of_heavy_packages_are_only_where_allowed() -> None:
     assert wrong == []
 
 
-def layer(module: str) -> str:
+def folder(module: str) -> str:
     """The folder or top-level module of megarl/ that ``module`` belongs to; "" for the package itself."""
     return [*module.split("."), ""][1]
 
 
-def test_every_folder_and_module_has_a_layer() -> None:
-    assert {layer(module) for module in MODULES} - {""} == set(LAYERS)
-    assert len(LAYERS) == len(set(LAYERS))
+def wrong_ways(graph: dict[str, list[str]]) -> list[str]:
+    """The imports of a higher room, and those between two of ``APART``."""
+    height = {name: list(ROOMS).index(room) for name, room in ROOM.items()} | {"": -1}
+    return [
+        f"{module} imports {name}"
+        for module, names in graph.items()
+        for name in names
+        if height[folder(name)] > height[folder(module)]
+        or ({folder(module), folder(name)} <= set(APART) and folder(module) != folder(name))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "wrong"),
+    [
+        ("megarl.storage.files", "megarl.errors", False),
+        ("megarl.models.hf_config", "megarl.batch", False),
+        ("megarl.batch", "megarl.storage.files", True),
+        ("megarl.actor.model", "megarl.actor.layers", False),
+        ("megarl.actor.model", "megarl.rollout.engine", True),
+        ("megarl.phases.rollout", "megarl.rollout.engine", False),
+        ("megarl", "megarl.errors", True),
+    ],
+)
+def test_an_import_in_the_wrong_direction_is_found(module: str, name: str, wrong: bool) -> None:
+    assert wrong_ways({module: [name]}) == ([f"{module} imports {name}"] if wrong else [])
+
+
+def test_every_folder_and_module_is_in_one_room() -> None:
+    assert sorted({folder(module) for module in MODULES} - {""}) == sorted(
+        name for folders in ROOMS.values() for name in folders
+    )
 
 
 def test_imports_go_downwards() -> None:
-    wrong = []
-    for module in MODULES:
-        above = LAYERS[LAYERS.index(layer(module)) + 1 :] if layer(module) in LAYERS else LAYERS
-        wrong += [f"{module} imports {name}" for name in imports_of(module) if layer(name) in above]
-    assert wrong == []
+    assert wrong_ways({module: imports_of(module) for module in MODULES}) == []
 
 
 def imports_of(module: str) -> list[str]:
@@ -201,4 +223,10 @@ def test_modules_that_import_each_other_are_found() -> None:
 
 
 def test_imports_form_no_circle() -> None:
-    assert circles({module: imports_of(module) for module in MODULES}) == []
+    """Neither of modules nor of folders."""
+    modules = {module: imports_of(module) for module in MODULES}
+    folders: dict[str, list[str]] = {}
+    for module, names in modules.items():
+        folders.setdefault(folder(module), []).extend(folder(name) for name in names)
+    apart = {name: [other for other in others if other != name] for name, others in folders.items()}
+    assert circles(modules) + circles(apart) == []
