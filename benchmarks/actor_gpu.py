@@ -28,9 +28,9 @@ from megarl.distributed import become_single_process
 from megarl.kernels.library import find_library
 from megarl.models.hf_config import read_hf_config
 from megarl.objectives import build_objective
+from megarl.planner.sizes import active_parameters, forward_flops
 from megarl.recipe.load import parse_recipe
 from megarl.recipe.tables import Recipe
-from megarl.views.sizes import active_parameters, forward_flops
 
 UPDATES, WARM_UP = 5, 2
 COLUMNS = ("seconds an update", "tokens a second", "TFLOP/s", "share of a product's", "peak GiB")

@@ -63,7 +63,7 @@ ROOMS = {
     "storage": ("storage",),
     "actor, rollout, rewards": ("actor", "rollout", "rewards"),
     "phases": ("phases",),
-    "supervision": ("workers", "views"),
+    "supervision": ("workers", "planner", "views"),
     "commands": ("train", "scratch", "stages", "commands", "sweep", "what_if", "cli"),
 }
 ROOM = {folder: room for room, folders in ROOMS.items() for folder in folders}

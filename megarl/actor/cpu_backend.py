@@ -41,7 +41,7 @@ def install(device: torch.device = _CPU) -> None:
     """Make every loaded ``megatron.core`` module see ``device`` as the GPU; call it before a model is built.
 
     A second call with the same device does nothing; a process has one device. On the meta device a model has shapes but
-    no memory, which `megarl.actor.census` needs to count parameters.
+    no memory, which `megarl.actor.parameter_counts` needs to count parameters.
     """
     global _installed
     if _installed is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.cli.arguments import Commands, command, positive, settings
 from megarl.errors import UserError
-from megarl.views.assumptions import OPTIONS, Assumptions, assume, meaning_of, unit_of
+from megarl.planner.assumptions import OPTIONS, Assumptions, assume, meaning_of, unit_of
 
 
 def add_before(commands: Commands) -> None:
@@ -61,7 +61,7 @@ def _on_gpus(sub: argparse.ArgumentParser) -> None:
         sub.add_argument(option, type=float, metavar=shown, help=f"{unit} {meaning}".strip().replace("%", "%%"))
 
 
-DAYS = (  # options of `megarl.views.simulate.Scenario`
+DAYS = (  # options of `megarl.planner.simulate.Scenario`
     ("updates", positive, "updates of the whole run; default: the recipe's"),
     ("stage", positive, "updates in a stage of the staged run; default: the recipe's"),
     (
@@ -86,7 +86,7 @@ DAYS = (  # options of `megarl.views.simulate.Scenario`
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    from megarl.views.simulate import make_simulation
+    from megarl.planner.simulate import make_simulation
 
     given = {name: getattr(options, name) for name, *_ in DAYS}
     assumed = _assumed(options)
@@ -99,7 +99,7 @@ def _assumed(options: argparse.Namespace) -> Assumptions:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    from megarl.views.fit import make_plan
+    from megarl.planner.fit import make_plan
 
     fit = make_plan(options.recipe, options.nodes, options.gpu, options.set, _assumed(options), options.hbm)
     if fit.misfit is not None and not options.json:

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from megarl.models.family import Keeping
+from megarl.planner import activations
 from megarl.recipe.layout import Layout
-from megarl.views import activations
 from tests.actor.conftest import SHAPE, make_recipe
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -5,13 +5,13 @@ import shutil
 import pytest
 
 from megarl.models.hf_config import read_hf_config
+from megarl.planner.assumptions import Assumptions
+from megarl.planner.disk import disk_bytes
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.policies import read_info
 from megarl.storage.retention import removed
 from megarl.storage.run_dir import RunDir
-from megarl.views.assumptions import Assumptions
 from megarl.views.audit import audit
-from megarl.views.disk import disk_bytes
 from tests.helpers import megarl
 from tests.phases.test_kill import assert_same_weights, kill_at, metrics_of
 

@@ -16,15 +16,15 @@ import pytest
 import torch
 
 from megarl.actor import sinks as sinks_module
+from megarl.planner import activations, sizes
+from megarl.planner.assumptions import Assumptions
+from megarl.planner.parameter_counts import StageParameters
 from megarl.recipe.layout import Layout
-from megarl.views import activations, sizes
-from megarl.views.assumptions import Assumptions
-from megarl.views.census import StageCensus
 from tests.actor.conftest import make_recipe
 from tests.actor.test_activation_sizes import HF, OTHERS, WITH_EXPERTS
+from tests.planner.allocated import Live
 from tests.rehearsal.forks import in_ranks
 from tests.rehearsal.updates import device_of, join
-from tests.views.allocated import Live
 
 TOKENS, LAYERS = 1000, 4
 TP2_EP2 = {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}
@@ -148,15 +148,15 @@ def test_activations_agree_with_the_plan(tmp_path: Path, family: str, recompute:
     if "expert_tensor_parallel" not in table:
         layout = Layout(ranks, *(getattr(layout, f"{name}_parallel") for name in names[:4]), layout.tensor_parallel)
     hf, first = settings_of(family), found[0]
-    census = StageCensus(LAYERS, first["dense"], first["expert"], linear_layers=first["linear_layers"])
+    counts = StageParameters(LAYERS, first["dense"], first["expert"], linear_layers=first["linear_layers"])
     actor = {"backend": "cuda", "layers": "torch", "recompute": recompute, "tokens_per_micro_batch": TOKENS}
     recipe = make_recipe(actor=actor | table, rollout={"max_response_tokens": 8}, data={"max_prompt_tokens": 8})
-    kept, _ = activations.kept_bytes(hf, recipe, layout, census, TOKENS, 1.0)
+    kept, _ = activations.kept_bytes(hf, recipe, layout, counts, TOKENS, 1.0)
     # after the layers: the input of the final norm, and its output, which the head keeps
     behind = activations.hidden_bytes(hf, layout, TOKENS) + 2 * TOKENS / layout.context_parallel * hf["hidden_size"]
     measured = sum(rank["kept"] for rank in found) / ranks
     items = sizes.optimize_memory(
-        hf, recipe, layout, 0, census, 0, sizes.GPUS["h100"], Assumptions(expert_imbalance=1.0)
+        hf, recipe, layout, 0, counts, 0, sizes.GPUS["h100"], Assumptions(expert_imbalance=1.0)
     )
     planned = items["activations"] + items["log-probs, chunked, and the head's gradient"]
     peak = max(rank["peak"] for rank in found)

@@ -1,8 +1,9 @@
 """Counts the parameters on each rank of a layout by building Megatron's model, but without memory for weights.
 
 The model is built on torch's meta device in a fake process group, in one process for all ranks. That patches Megatron
-in the whole process, so `megarl.views.plan` runs this module as a separate process. Each line on stdin is a question,
-``{"hf": settings of the model, "recipe": TOML, "ranks": n}``; the answer is a line on stdout, the result of `census`.
+in the whole process, so `megarl.planner` runs this module as a separate process. Each line on stdin is a question,
+``{"hf": settings of the model, "recipe": TOML, "ranks": n}``; the answer is a line on stdout, the result of
+`count_parameters`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megarl.recipe.tables import Recipe
 _MATRIX = re.compile(r"\.layers\..*\.linear_[a-z0-9_]+\.weight$")  # weights of a layer's linear modules, not experts
 
 
-def census(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, int]]:
+def count_parameters(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, int]]:
     """Counts for each pipeline stage; parameters are those of one rank, as ranks of a stage have equally many.
 
     layers; dense_layers: layers without experts in a model that has experts; linear_layers: gated delta nets, which
@@ -94,7 +95,7 @@ def main() -> None:
         question = json.loads(line)
         recipe = parse_recipe(tomllib.loads(question["recipe"]))
         with contextlib.redirect_stdout(sys.stderr):  # Megatron prints, and stdout is for answers
-            answer = census(question["hf"], recipe, question["ranks"])
+            answer = count_parameters(question["hf"], recipe, question["ranks"])
         print(json.dumps(answer), flush=True)
 
 

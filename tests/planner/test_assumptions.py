@@ -7,8 +7,8 @@ import pytest
 
 from megarl.cli import main
 from megarl.errors import UserError
-from megarl.views.assumptions import GIB, OPTIONS, Assumptions, assume
-from tests.views.moe import EXAMPLES
+from megarl.planner.assumptions import GIB, OPTIONS, Assumptions, assume
+from tests.planner.moe import EXAMPLES
 
 SMALL = str(EXAMPLES / "llama3_2_3b/mu_grpo.toml")
 

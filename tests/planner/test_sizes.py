@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 
 from megarl.models.hf_config import read_hf_config
+from megarl.planner import activations, sizes
+from megarl.planner.disk import disk_bytes
+from megarl.planner.parameter_counts import ParameterCounter, StageParameters
+from megarl.planner.sizes import GIB, Assumptions
 from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
-from megarl.views import activations, sizes
-from megarl.views.census import Census, StageCensus
-from megarl.views.disk import disk_bytes
-from megarl.views.sizes import GIB, Assumptions
 from tests.actor.conftest import make_recipe, read_settings
-from tests.views.moe import MOE, staged
+from tests.planner.moe import MOE, staged
 
 HF = read_hf_config(MOE.parent)
 RECIPE = staged()  # tensor 4, expert 8, full recompute
@@ -25,13 +25,13 @@ LAYOUT = Layout.of(RECIPE, 32)
 # router and norms; final norm. 16 experts of three 2048 x 768 matrices in each layer.
 DENSE = 2 * 37_984 * 2048 + 48 * (1280 * 2048 + 1024 * 2048 + 128 * 2048 + 2 * 2048 + 2 * 128) + 2048
 EXPERT = 48 * 16 * 3 * 2048 * 768
-CENSUS = StageCensus(48, DENSE, EXPERT)
+COUNTS = StageParameters(48, DENSE, EXPERT)
 H200 = sizes.GPUS["h200"]
 
 
 def test_weights_gradients_and_optimizer_by_hand():
     assert (DENSE, EXPERT) == (394_868_736, 3_623_878_656)
-    items = sizes.optimize_memory(HF, RECIPE, LAYOUT, 0, CENSUS, 1, H200, Assumptions())
+    items = sizes.optimize_memory(HF, RECIPE, LAYOUT, 0, COUNTS, 1, H200, Assumptions())
     assert items["weights, bf16"] == 2 * 4_018_747_392
     assert items["gradients, fp32"] == 4 * 4_018_747_392
     # 32 ranks: 8 replicas of the dense weights, 4 of the experts
@@ -52,14 +52,14 @@ def test_activations_by_hand():
     behind = 6144 * 2048 * 2  # the final norm's input
     assert activations.layer_bytes(HF, LAYOUT, 24576) == layer
     assume = Assumptions(expert_imbalance=1.0)
-    full = sizes.optimize_memory(HF, RECIPE, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"]
+    full = sizes.optimize_memory(HF, RECIPE, LAYOUT, 0, COUNTS, 0, H200, assume)["activations"]
     assert full == 48 * 6144 * 2048 * 2 + 2 * layer + behind
     recipe = RECIPE.model_copy(update={"actor": RECIPE.actor.model_copy(update={"recompute": "none"})})
-    assert sizes.optimize_memory(HF, recipe, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"] == 49 * layer + behind
+    assert sizes.optimize_memory(HF, recipe, LAYOUT, 0, COUNTS, 0, H200, assume)["activations"] == 49 * layer + behind
     # experts keep only the output of the norm before them; one layer at a time computes its experts again
     recipe = override_recipe(recipe, ['actor.recompute=["moe"]'])
     less = layer - 2 * experts - 4 * 6144 * (128 + 8 * (2 + 8 + 4))
-    selective = sizes.optimize_memory(HF, recipe, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"]
+    selective = sizes.optimize_memory(HF, recipe, LAYOUT, 0, COUNTS, 0, H200, assume)["activations"]
     assert selective == 48 * less + (layer - less) + layer + behind
     # uniform keeps the input of every second layer and recomputes two at a time; block recomputes twelve, one at a time
     for method, layers, expected in (
@@ -68,20 +68,20 @@ def test_activations_by_hand():
     ):
         finer = [f"megatron.recompute_method={method}", f"megatron.recompute_num_layers={layers}"]
         finer = override_recipe(RECIPE, finer)
-        found = sizes.optimize_memory(HF, finer, LAYOUT, 0, CENSUS, 0, H200, assume)["activations"]
+        found = sizes.optimize_memory(HF, finer, LAYOUT, 0, COUNTS, 0, H200, assume)["activations"]
         assert found == pytest.approx(expected + behind)
 
 
 def test_activations_of_pipeline_stages():
     """The first of two has two micro-batches in flight and keeps the outputs it sent; the last has the final norm."""
     layout = replace(LAYOUT, pipeline_parallel=2, expert_parallel=4)
-    census, hidden = StageCensus(24, 0, 0), 6144 * 2048 * 2
-    kept, beside = activations.kept_bytes(HF, RECIPE, layout, census, 24576, 1.0)
-    first, last = (activations.stage_bytes(HF, RECIPE, layout, i, census, 24576, 2 - i, 1.0) for i in (0, 1))
+    counts, hidden = StageParameters(24, 0, 0), 6144 * 2048 * 2
+    kept, beside = activations.kept_bytes(HF, RECIPE, layout, counts, 24576, 1.0)
+    first, last = (activations.stage_bytes(HF, RECIPE, layout, i, counts, 24576, 2 - i, 1.0) for i in (0, 1))
     assert kept == 24 * hidden and first == 2 * (kept + hidden) + beside and last == kept + beside + hidden
     virtual = replace(layout, virtual_stages=2)
     assert (
-        activations.stage_bytes(HF, RECIPE, virtual, 1, census, 24576, 2, 1.0) == 2 * (kept + hidden) + beside + hidden
+        activations.stage_bytes(HF, RECIPE, virtual, 1, counts, 24576, 2, 1.0) == 2 * (kept + hidden) + beside + hidden
     )
 
 
@@ -126,15 +126,15 @@ def test_fp8_by_hand():
     Every weight has an 8-bit copy and its transpose, and inputs of matrices are kept in 8 bits. What activation
     functions, attention and the router keep stays bfloat16.
     """
-    census = StageCensus(48, DENSE, EXPERT, matrices=48 * (1280 * 2048 + 1024 * 2048))
+    counts = StageParameters(48, DENSE, EXPERT, matrices=48 * (1280 * 2048 + 1024 * 2048))
     recipe = override_recipe(RECIPE, ["actor.recompute=none", *FP8])
     copies = "weights, fp8 and transposed"
 
     def items(*changes, gpu=H200):
         changed = override_recipe(recipe, changes)
-        return sizes.optimize_memory(HF, changed, LAYOUT, 0, census, 0, gpu, Assumptions(expert_imbalance=1.0))
+        return sizes.optimize_memory(HF, changed, LAYOUT, 0, counts, 0, gpu, Assumptions(expert_imbalance=1.0))
 
-    weights = census.matrices + EXPERT
+    weights = counts.matrices + EXPERT
     assert items()[copies] == 2 * weights
     assert items(gpu=sizes.GPUS["b200"])[copies] == weights  # needs no transposes
     mxfp8 = items("megatron.fp8_recipe=mxfp8", gpu=sizes.GPUS["b200"])
@@ -179,8 +179,8 @@ def test_layers_with_a_state(tmp_path):
     tensor = RECIPE.rollout.tensor_parallel
     assert fit == room / (50 * sizes.kv_bytes_per_token(hf, tensor) + sizes.state_bytes(hf, tensor))
     plain, state = (activations.layer_bytes(hf, Layout(1), 64, linear=linear) for linear in (False, True))
-    census = StageCensus(4, 0, 0, linear_layers=3)
-    assert activations.all_layers_bytes(hf, Layout(1), 64, census, 1.0) == (plain + 3 * state, max(plain, state))
+    counts = StageParameters(4, 0, 0, linear_layers=3)
+    assert activations.all_layers_bytes(hf, Layout(1), 64, counts, 1.0) == (plain + 3 * state, max(plain, state))
 
 
 def test_layers_with_windows(tmp_path):
@@ -222,10 +222,10 @@ def test_gpt_oss_as_published(tmp_path, layers, experts, total, active):
     )
     (tmp_path / "config.json").write_text(json.dumps(settings))
     hf, recipe = read_hf_config(tmp_path), make_recipe()
-    with Census() as census:
-        whole = census.whole(hf, recipe)
+    with ParameterCounter() as counter:
+        whole = counter.whole(hf, recipe)
         cut = ["actor.tensor_parallel=4", "actor.expert_parallel=8", "actor.expert_tensor_parallel=1"]
-        (rank,) = census.count(hf, override_recipe(recipe, cut), 8)
+        (rank,) = counter.count(hf, override_recipe(recipe, cut), 8)
     parameters = whole.dense + whole.expert
     assert parameters == pytest.approx(total, rel=1e-3)
     of_expert = 3 * 2880 * 2880 + 3 * 2880

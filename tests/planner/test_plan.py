@@ -10,12 +10,12 @@ import pytest
 from megarl.cli import main
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
+from megarl.planner import sizes
+from megarl.planner.fit import Fit, alternatives, make_plan
+from megarl.planner.parameter_counts import ParameterCounter
+from megarl.planner.plan import Plan
 from megarl.recipe.load import load_recipe, override_recipe
-from megarl.views import sizes
-from megarl.views.census import Census
-from megarl.views.fit import Fit, alternatives, make_plan
-from megarl.views.plan import Plan
-from tests.views.moe import EXAMPLES, MOE, staged
+from tests.planner.moe import EXAMPLES, MOE, staged
 
 RECIPES = sorted(EXAMPLES.glob("*_*/*.toml"))
 GPT_OSS_ATTENTION = 2 * 2880 * 4096 + 2 * 2880 * 512 + 4096 + 2 * 512 + 2880 + 64
@@ -71,16 +71,16 @@ def nodes_of(path):
 
 
 @pytest.fixture(scope="module")
-def census():
-    with Census() as census:
-        yield census
+def counter():
+    with ParameterCounter() as counter:
+        yield counter
 
 
 @pytest.fixture(scope="module")
-def whole(census):
+def whole(counter):
     """{model: its parameters, as Megatron counts them on one rank}."""
     return {
-        name: census.whole(
+        name: counter.whole(
             read_hf_config(EXAMPLES / name),
             next(map(load_recipe, (EXAMPLES / name).glob("*.toml")), staged()),
         )
@@ -88,15 +88,15 @@ def whole(census):
     }
 
 
-def plan_of(path, census, whole, nodes=1, gpu="h200", changes=()):
+def plan_of(path, counter, whole, nodes=1, gpu="h200", changes=()):
     recipe, hf = load_recipe(path, changes), read_hf_config(path.parent)
-    return Plan.of(recipe, hf, nodes, gpu, census, whole[path.parent.name])
+    return Plan.of(recipe, hf, nodes, gpu, counter, whole[path.parent.name])
 
 
-def moe_plan(census, whole, nodes=1, gpu="h200", changes=(), path=MOE):
+def moe_plan(counter, whole, nodes=1, gpu="h200", changes=(), path=MOE):
     """The plan of ``path`` as a staged run; by default of MinPRO's recipe for Qwen3-30B-A3B."""
     recipe, hf = override_recipe(staged(path), changes), read_hf_config(path.parent)
-    return Plan.of(recipe, hf, nodes, gpu, census, whole[path.parent.name])
+    return Plan.of(recipe, hf, nodes, gpu, counter, whole[path.parent.name])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -104,20 +104,20 @@ def test_parameters_equal_those_of_the_published_models(whole, name):
     assert whole[name].dense + whole[name].expert == PUBLISHED[name]
 
 
-def test_parameters_of_a_rank(census):
+def test_parameters_of_a_rank(counter):
     hf, recipe = read_hf_config(MOE.parent), load_recipe(MOE)
-    (stage,) = census.count(hf, recipe, 32)
+    (stage,) = counter.count(hf, recipe, 32)
     assert (stage.layers, stage.dense, stage.expert) == (48, 394_868_736, 3_623_878_656)
     changed = override_recipe(recipe, ["actor.expert_parallel=4", "actor.pipeline_parallel=2"])
-    first, last = census.count(hf, changed, 32)
+    first, last = counter.count(hf, changed, 32)
     assert (first.layers, first.dense + first.expert) == (24, 3_821_312_000)
     assert last.dense - first.dense == 2048  # the final norm
 
 
-def test_only_adapters_have_gradients_optimizer_state_and_checkpoints(census):
+def test_only_adapters_have_gradients_optimizer_state_and_checkpoints(counter):
     """Adapters of rank 16, with tensor 4 and expert 8 on 32 GPUs: what each of the ranks has, counted by hand."""
     hf, recipe = read_hf_config(MOE.parent), override_recipe(staged(), ["actor.lora.rank=16"])
-    plan, without = (Plan.of(r, hf, 4, "h200", census) for r in (recipe, staged()))
+    plan, without = (Plan.of(r, hf, 4, "h200", counter) for r in (recipe, staged()))
     # A of query, key and value, and B of the output, are on every tensor-parallel rank
     qkv, output = 16 * (2048 + 5120 / 4), 16 * (4096 / 4 + 2048)
     expert = 16 * (2048 + 2 * 768) + 16 * (768 + 2048)
@@ -136,7 +136,7 @@ def test_only_adapters_have_gradients_optimizer_state_and_checkpoints(census):
     passes = [p.seconds[next(key for key in p.seconds if "updates of" in key)] for p in (plan, without)]
     assert passes[0] == pytest.approx(passes[1] * 3 / 4)  # forward, recompute, and one of the two passes of backward
     assert f"and {stage.adapters / 1e6:.1f} M of adapters" in plan.table()
-    small = Plan.of(load_recipe(MOE.parent / "mu_grpo-lora.toml"), hf, 1, "h100", census)
+    small = Plan.of(load_recipe(MOE.parent / "mu_grpo-lora.toml"), hf, 1, "h100", counter)
     assert sum(small.optimize.values()) == pytest.approx(19.5 * sizes.GIB, rel=0.005)  # docs/scale.md
 
 
@@ -148,11 +148,11 @@ def test_every_model_has_an_example_and_the_30b_model_one_per_objective():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_examples_fit_the_gpus_of_examples_readme(census, whole, path):
+def test_examples_fit_the_gpus_of_examples_readme(counter, whole, path):
     nodes, gpus, gpu = nodes_of(path)
     assert load_recipe(path).devices_per_node == gpus
     for more in (nodes, 4 * nodes) if path.parent == MOE.parent else (nodes,):
-        plan = plan_of(path, census, whole, more, gpu)
+        plan = plan_of(path, counter, whole, more, gpu)
         assert plan.misfit() is None
         assert (
             plan.recipe.data.max_prompt_tokens + plan.recipe.rollout.max_response_tokens
@@ -181,19 +181,19 @@ def test_an_example_has_the_objective_of_its_file_name():
         (["rollout.workers=8"], "h200", "rollout.workers * rollout.tensor_parallel = 16 GPUs a node"),
     ],
 )
-def test_the_first_misfit_is_named_and_the_alternatives_fit(census, whole, changes, gpu, first):
-    plan = moe_plan(census, whole, 2, gpu, changes)
+def test_the_first_misfit_is_named_and_the_alternatives_fit(counter, whole, changes, gpu, first):
+    plan = moe_plan(counter, whole, 2, gpu, changes)
     assert first in plan.misfit()
-    others = list(itertools.islice(alternatives(plan, census), 2))
+    others = list(itertools.islice(alternatives(plan, counter), 2))
     assert others
     for other in others:
-        again = moe_plan(census, whole, 2, gpu, [*changes, *other])
+        again = moe_plan(counter, whole, 2, gpu, [*changes, *other])
         assert again.misfit() is None
 
 
-def test_more_groups_than_the_kv_cache_holds_are_a_warning_that_names_a_number_that_fits(census, whole):
+def test_more_groups_than_the_kv_cache_holds_are_a_warning_that_names_a_number_that_fits(counter, whole):
     def said(*changes):
-        plan = moe_plan(census, whole, 4, "h100", changes)
+        plan = moe_plan(counter, whole, 4, "h100", changes)
         return "\n".join(plan._memory()), plan
 
     text, plan = said("rollout.groups_per_chunk=1000", "rollout.tensor_parallel=2", "rollout.workers=4")
@@ -210,63 +210,63 @@ def test_more_groups_than_the_kv_cache_holds_are_a_warning_that_names_a_number_t
     assert "all of them fit at full length" in text
 
 
-def test_engines_read_the_weights_once_a_stage(census, whole):
+def test_engines_read_the_weights_once_a_stage(counter, whole):
     """8 replicas take two minutes to start, and read 61 GB each at 2 GB/s in all."""
-    plan = moe_plan(census, whole, 4, "h100", ["rollout.tensor_parallel=4", "rollout.workers=2"])
+    plan = moe_plan(counter, whole, 4, "h100", ["rollout.tensor_parallel=4", "rollout.workers=2"])
     assert plan.seconds["load of the engines"] == pytest.approx(120 + 2 * PUBLISHED["qwen3_30b_a3b"] * 8 / 2e9)
 
 
-def test_memory_beyond_sglangs_share_must_fit_too(census, whole):
+def test_memory_beyond_sglangs_share_must_fit_too(counter, whole):
     for fraction, fits in ((0.92, False), (0.88, True)):
         changes = ["rollout.engine=sglang", f"rollout.memory_fraction={fraction}"]
-        misfit = moe_plan(census, whole, 4, "h100", changes).misfit()
+        misfit = moe_plan(counter, whole, 4, "h100", changes).misfit()
         assert (misfit is None) is fits
         assert fits or f"rollout.memory_fraction = {fraction}: SGLang's share" in misfit
 
 
-def test_alternatives_begin_with_the_least_divided_layouts(census, whole):
-    plan = moe_plan(census, whole, changes=["actor.expert_parallel=2"])
+def test_alternatives_begin_with_the_least_divided_layouts(counter, whole):
+    plan = moe_plan(counter, whole, changes=["actor.expert_parallel=2"])
     assert plan.misfit() == "optimize phase, activations: 3.0 GiB on a GPU, but only 2.9 GiB of 132.8 GiB are left"
     plain = ["actor.tensor_parallel=1", "actor.pipeline_parallel=1"]
-    assert list(itertools.islice(alternatives(plan, census), 2)) == [
+    assert list(itertools.islice(alternatives(plan, counter), 2)) == [
         [*plain, "actor.expert_parallel=4", "actor.expert_tensor_parallel=1"],
         [*plain, "actor.expert_parallel=8", "actor.expert_tensor_parallel=1"],
     ]
 
 
-def test_parts_of_layers_are_recomputed_before_whole_ones(census, whole):
+def test_parts_of_layers_are_recomputed_before_whole_ones(counter, whole):
     """With two nodes of 80 GB GPUs no layout fits without recompute; with experts and norms recomputed some do."""
-    plan = moe_plan(census, whole, 2, "h100", ["actor.recompute=none"])
-    found = list(itertools.islice(alternatives(plan, census), 2))
+    plan = moe_plan(counter, whole, 2, "h100", ["actor.recompute=none"])
+    found = list(itertools.islice(alternatives(plan, counter), 2))
     assert [changes[-1] for changes in found] == ['actor.recompute=["layernorm", "moe"]'] * 2
     for changes in found:
         layout = [change for change in changes if "recompute" not in change]
-        assert moe_plan(census, whole, 2, "h100", ["actor.recompute=none", *layout]).misfit() is not None
-        again = moe_plan(census, whole, 2, "h100", [*layout, changes[-1]])
-        full = moe_plan(census, whole, 2, "h100", [*layout, "actor.recompute=full"])
+        assert moe_plan(counter, whole, 2, "h100", ["actor.recompute=none", *layout]).misfit() is not None
+        again = moe_plan(counter, whole, 2, "h100", [*layout, changes[-1]])
+        full = moe_plan(counter, whole, 2, "h100", [*layout, "actor.recompute=full"])
         assert again.misfit() is None and again.update_seconds < full.update_seconds
         assert "recompute layernorm, moe" in again.table()
     text = Fit("", plan, found).text()
     assert '--set \'actor.recompute=["layernorm", "moe"]\'' in text  # quoted for a shell
 
 
-def test_alternatives_divide_a_prime_number_of_layers_into_unequal_stages(census, whole):
+def test_alternatives_divide_a_prime_number_of_layers_into_unequal_stages(counter, whole):
     path = EXAMPLES / "deepseek_v3/mu_grpo.toml"
-    plan = plan_of(path, census, whole, 32, "h200", ["actor.recompute=none"])
+    plan = plan_of(path, counter, whole, 32, "h200", ["actor.recompute=none"])
     assert plan.misfit().startswith("optimize phase, activations: ")
-    found = next(iter(alternatives(plan, census)))
+    found = next(iter(alternatives(plan, counter)))
     ends = [f"megatron.num_layers_in_{end}_pipeline_stage={n}" for end, n in (("first", 30), ("last", 31))]
     assert "actor.pipeline_parallel=2" in found and found[-2:] == ends
-    again = plan_of(path, census, whole, 32, "h200", ["actor.recompute=none", *found])
+    again = plan_of(path, counter, whole, 32, "h200", ["actor.recompute=none", *found])
     assert again.misfit() is None and [stage.layers for stage in again.stages] == [30, 31]
 
 
-def test_deepseek_v3_does_not_fit_on_gpus_of_80_gb(census, whole):
+def test_deepseek_v3_does_not_fit_on_gpus_of_80_gb(counter, whole):
     """Its trainers fit, but engines do not even with 8-bit weights; recipe and examples/README.md give the sizes."""
     path = EXAMPLES / "deepseek_v3/mu_grpo.toml"
-    plan = plan_of(path, census, whole, 32, "h100")
+    plan = plan_of(path, counter, whole, 32, "h100")
     assert plan.optimize_misfit() is None and plan.misfit().startswith("weights of a rollout engine: ")
-    assert list(alternatives(plan, census)) == []
+    assert list(alternatives(plan, counter)) == []
     assert [stage.layers for stage in plan.stages] == [6, *[8] * 6, 7]
     most = max(range(8), key=lambda stage: sum(plan.optimize_stage(stage).values()))
     assert plan.optimize == plan.optimize_stage(most)
@@ -276,81 +276,81 @@ def test_deepseek_v3_does_not_fit_on_gpus_of_80_gb(census, whole):
     assert [round(size) for size in said] == [1250, 627, 633, 1118]
     for text in (path.read_text(), (EXAMPLES / "README.md").read_text()):
         assert all(f"{round(size)} GiB" in text.replace("\n# ", " ").replace("\n", " ") for size in said[:3])
-    assert plan_of(path, census, whole, 32, "h200", ["rollout.vllm={}"]).rollout_misfit() is not None
+    assert plan_of(path, counter, whole, 32, "h200", ["rollout.vllm={}"]).rollout_misfit() is not None
 
 
-def test_the_optimizer_on_the_host_and_bf16_gradients_are_the_last_alternatives(census, whole):
+def test_the_optimizer_on_the_host_and_bf16_gradients_are_the_last_alternatives(counter, whole):
     """30 B parameters on four GPUs: with 80 GB each the optimizer goes to the host, with 52 GiB gradients shrink."""
     few = ["actor.processes_per_node=4", "rollout.workers=2", "actor.expert_parallel=4"]
-    plan = moe_plan(census, whole, gpu="a100", changes=few)
+    plan = moe_plan(counter, whole, gpu="a100", changes=few)
     assert "optimizer, fp32 master and two moments: 85.4 GiB" in plan.misfit()
-    first = next(iter(alternatives(plan, census)))
+    first = next(iter(alternatives(plan, counter)))
     assert first[-3:] == [
         "megatron_optimizer.use_precision_aware_optimizer=true",
         "megatron_optimizer.optimizer_cpu_offload=true",
         "megatron_optimizer.optimizer_offload_fraction=1.0",
     ]
-    again = moe_plan(census, whole, gpu="a100", changes=[*few, *first])
+    again = moe_plan(counter, whole, gpu="a100", changes=[*few, *first])
     assert again.misfit() is None and again.optimizer_on_host > 450 * sizes.GIB
     # where even that is too much, gradients become bfloat16
     smaller = replace(plan, hbm=52 * sizes.GIB)
-    found = next(iter(alternatives(smaller, census)))
+    found = next(iter(alternatives(smaller, counter)))
     assert found[-4:] == [*first[-3:], "megatron_ddp.grad_reduce_in_fp32=false"]
-    less = replace(moe_plan(census, whole, gpu="a100", changes=[*few, *found]), hbm=52 * sizes.GIB)
+    less = replace(moe_plan(counter, whole, gpu="a100", changes=[*few, *found]), hbm=52 * sizes.GIB)
     assert less.misfit() is None
     # a setting that the recipe has itself is not proposed, and nothing is where nothing would help
     decided = [*few, "megatron_optimizer.use_precision_aware_optimizer=false"]
-    assert list(alternatives(moe_plan(census, whole, gpu="a100", changes=decided), census)) == []
-    assert list(alternatives(replace(plan, hbm=20 * sizes.GIB), census)) == []
+    assert list(alternatives(moe_plan(counter, whole, gpu="a100", changes=decided), counter)) == []
+    assert list(alternatives(replace(plan, hbm=20 * sizes.GIB), counter)) == []
 
 
-def test_fp8_adds_copies_of_weights_and_shrinks_activations(census, whole):
+def test_fp8_adds_copies_of_weights_and_shrinks_activations(counter, whole):
     """By hand: 8-bit copies of the experts and of the projections of 48 layers (tensor 4), each also transposed."""
     fp8 = ["megatron.fp8=hybrid", "megatron.fp8_recipe=tensorwise", "megatron.moe_router_padding_for_fp8=true"]
-    plain = moe_plan(census, whole, 4, "h100", ["actor.recompute=none"])
-    plan = moe_plan(census, whole, 4, "h100", [*fp8, 'actor.recompute=["moe_act"]'])
+    plain = moe_plan(counter, whole, 4, "h100", ["actor.recompute=none"])
+    plan = moe_plan(counter, whole, 4, "h100", [*fp8, 'actor.recompute=["moe_act"]'])
     matrices = 48 * (1280 * 2048 + 1024 * 2048)
     assert plan.stages[0].matrices == matrices
     assert plan.optimize["weights, fp8 and transposed"] == 2 * (matrices + 3_623_878_656)
-    kept = moe_plan(census, whole, 4, "h100", ["actor.recompute=none", *fp8]).optimize["activations"]
+    kept = moe_plan(counter, whole, 4, "h100", ["actor.recompute=none", *fp8]).optimize["activations"]
     assert plan.optimize["activations"] < kept < plain.optimize["activations"]
     assert "weights, fp8 and transposed" in plan.table() and "fp8" not in plain.table()
 
 
-def test_figures_of_scale_md_on_memory_recomputation_and_fp8(census, whole):
+def test_figures_of_scale_md_on_memory_recomputation_and_fp8(counter, whole):
     document = (EXAMPLES.parent / "docs/scale.md").read_text()
     for said in ('"none"', '["layernorm"]', '["moe"]', '["layernorm", "moe"]', '"full"'):
-        plan = moe_plan(census, whole, 4, "h100", [f"actor.recompute={said}"])
+        plan = moe_plan(counter, whole, 4, "h100", [f"actor.recompute={said}"])
         fits = "" if plan.misfit() is None else ", which does not fit"
         size = plan.optimize["activations"] / sizes.GIB
         assert f"| `{said}` | {size:.1f}{fits} | {plan.update_seconds:.1f} |" in document
-    fp8 = moe_plan(census, whole, 4, "h100", ["megatron.fp8=hybrid", "megatron.fp8_recipe=blockwise"])
+    fp8 = moe_plan(counter, whole, 4, "h100", ["megatron.fp8=hybrid", "megatron.fp8_recipe=blockwise"])
     copies, less = (fp8.optimize[name] / sizes.GIB for name in ("weights, fp8 and transposed", "activations"))
     said = f"copies are {copies:.1f} GiB and activations {less:.1f} instead of {size:.1f}"
     assert said in document.replace("\n", " ")
     for nodes in (1, 4):
-        items = moe_plan(census, whole, nodes).optimize
+        items = moe_plan(counter, whole, nodes).optimize
         row = [size / sizes.GIB for size in items.values() if size][1:]
         total = sum(items.values()) / sizes.GIB
         assert f"| {nodes} x 8 H200 | {' | '.join(f'{size:.1f}' for size in row)} | {total:.1f} of 132.8 |" in document
 
 
-def test_objective_and_nodes_change_memory_and_passes(census, whole):
+def test_objective_and_nodes_change_memory_and_passes(counter, whole):
     """A KL reference is a second model; more nodes share the optimizer; exact statistics cost a forward pass."""
-    plain = moe_plan(census, whole)
-    reference = moe_plan(census, whole, changes=["objective.kl.coefficient=0.1"])
+    plain = moe_plan(counter, whole)
+    reference = moe_plan(counter, whole, changes=["objective.kl.coefficient=0.1"])
     assert (plain.frozen, reference.frozen) == (0, 1)
     assert reference.optimize["frozen policies, bf16"] == plain.optimize["weights, bf16"]
-    assert moe_plan(census, whole, path=MOE.with_name("m2po.toml")).extra_passes == plain.extra_passes + 1
+    assert moe_plan(counter, whole, path=MOE.with_name("m2po.toml")).extra_passes == plain.extra_passes + 1
     proximal = ["objective.name=decoupled_ppo", "objective.aggregation=token_mean", "objective.proximal_updates=4"]
-    assert moe_plan(census, whole, changes=proximal).extra_passes == 3 / 4  # all updates of a step but the first
-    four = moe_plan(census, whole, nodes=4)
+    assert moe_plan(counter, whole, changes=proximal).extra_passes == 3 / 4  # all updates of a step but the first
+    four = moe_plan(counter, whole, nodes=4)
     name = "optimizer, fp32 master and two moments"
     assert four.optimize[name] == plain.optimize[name] / 4
 
 
-def test_table(census, whole):
-    text = moe_plan(census, whole, nodes=4).table()
+def test_table(counter, whole):
+    text = moe_plan(counter, whole, nodes=4).table()
     for expected in (
         "qwen3_moe, 30.53 B parameters, 3.0 B active; 4 x 8 h200",
         "tensor 4, pipeline 1, context 1, expert 8 x 1, data 8 (experts 4); recompute full",
@@ -375,8 +375,8 @@ def test_command_line(capsys):
     assert one.startswith("  this fits: --set actor.tensor_parallel=") and two.startswith("  this fits: --set ")
 
 
-def test_json_has_the_numbers_of_the_text(census, whole, capsys):
-    plan = plan_of(MOE, census, whole)
+def test_json_has_the_numbers_of_the_text(counter, whole, capsys):
+    plan = plan_of(MOE, counter, whole)
     found = json.loads(Fit("", plan, []).as_json())
     assert found["parameters"] == PUBLISHED["qwen3_30b_a3b"] and found["gpu"] == plan.gpu
     assert found["optimize"]["bytes"] == plan.optimize and found["rollout"]["bytes"] == plan.rollout
@@ -390,27 +390,27 @@ def test_json_has_the_numbers_of_the_text(census, whole, capsys):
     assert found["alternatives"] == [["rollout.tensor_parallel=1", "rollout.workers=8"]]
 
 
-def test_devices_that_trainers_and_engines_share(census, whole):
+def test_devices_that_trainers_and_engines_share(counter, whole):
     """In a live run with shared GPUs, an engine must fit beside the trainers; without, it has GPUs of its own."""
-    shared = plan_of(MOE, census, whole)
+    shared = plan_of(MOE, counter, whole)
     assert shared.misfit() is None and not shared.overlaps
     assert shared.left_to_engines == shared.usable - sum(shared.optimize.values())
-    full = plan_of(MOE, census, whole, changes=["rollout.memory_fraction=0.9"])
+    full = plan_of(MOE, counter, whole, changes=["rollout.memory_fraction=0.9"])
     assert full.misfit().startswith("schedule.colocate: engines have 125.8 GiB of a GPU, but trainers, which stay in ")
-    (remedy,) = alternatives(full, census)
+    (remedy,) = alternatives(full, counter)
     assert remedy == [f"rollout.memory_fraction={int(100 * full.left_to_engines / (139.8 * sizes.GIB)) / 100}"]
-    again = plan_of(MOE, census, whole, changes=remedy)
+    again = plan_of(MOE, counter, whole, changes=remedy)
     assert again.misfit() is None and again.left_to_engines - again.engine_share < 0.01 * 139.8 * sizes.GIB
-    apart = plan_of(MOE, census, whole, changes=["rollout.memory_fraction=0.9", "schedule.colocate=false"])
+    apart = plan_of(MOE, counter, whole, changes=["rollout.memory_fraction=0.9", "schedule.colocate=false"])
     assert apart.misfit() is None
     assert "; 1 x 8 h200 of trainers, 1 x 8 of engines\n" in apart.table()
 
 
-def test_time_of_a_live_stage(census, whole):
+def test_time_of_a_live_stage(counter, whole):
     """On different GPUs the slower of engines and trainers counts; in turns, or in lock-step, both add up."""
     apart = ["schedule.colocate=false"]
     both_wait = [*apart, "schedule.delay=0", "schedule.lockstep=true"]
-    turns, beside, lockstep = (plan_of(MOE, census, whole, 4, changes=changes) for changes in ([], apart, both_wait))
+    turns, beside, lockstep = (plan_of(MOE, counter, whole, 4, changes=changes) for changes in ([], apart, both_wait))
     load, rollouts, *training = beside.seconds.values()
     assert beside.stage_seconds == max(load + rollouts, sum(training))
     for plan in (turns, lockstep):
@@ -448,9 +448,9 @@ def test_wrong_options_and_settings_are_refused(tmp_path):
         make_plan(recipe, 1, "h200")
 
 
-def test_the_pipeline_stage_that_needs_most_memory_counts(census, whole):
+def test_the_pipeline_stage_that_needs_most_memory_counts(counter, whole):
     """The first stage has two micro-batches in flight, the last the head's buffers."""
-    plan = moe_plan(census, whole, changes=["actor.pipeline_parallel=2", "actor.expert_parallel=4"])
+    plan = moe_plan(counter, whole, changes=["actor.pipeline_parallel=2", "actor.expert_parallel=4"])
     first, last = (plan.optimize_stage(stage) for stage in (0, 1))
     assert first["activations"] > last["activations"]
     head = "log-probs, chunked, and the head's gradient"
@@ -458,24 +458,24 @@ def test_the_pipeline_stage_that_needs_most_memory_counts(census, whole):
     assert plan.optimize == last
 
 
-def test_30b_on_one_node_of_80_gb_with_its_optimizer_on_the_host(census, whole):
+def test_30b_on_one_node_of_80_gb_with_its_optimizer_on_the_host(counter, whole):
     """Counted by hand: the optimizer state of a rank.
 
     It is that of all 3,623,878,656 parameters of the rank's experts, and of half of its 394,868,736 others, which one
     other rank has too.
     """
     path = MOE.parent / "mu_grpo-one_node.toml"
-    plan = plan_of(path, census, whole, gpu="h100")
+    plan = plan_of(path, counter, whole, gpu="h100")
     assert plan.misfit() is None
     owned = 3_623_878_656 + 394_868_736 / 2
     name = "optimizer, fp32 master and two moments"
     assert plan.optimize[name] == 0 and plan.optimizer_on_host == 16 * owned * 8  # master, moments and gradient
     assert re.search(r"node's host memory: optimizer +455\.54", plan.table())
-    half = plan_of(path, census, whole, gpu="h100", changes=["megatron_optimizer.optimizer_offload_fraction=0.5"])
+    half = plan_of(path, counter, whole, gpu="h100", changes=["megatron_optimizer.optimizer_offload_fraction=0.5"])
     assert half.optimize[name] == 0.5 * 12 * owned and half.optimizer_on_host == 0.5 * 16 * owned * 8
     changes = [f"megatron_optimizer.{moment}_dtype='bfloat16'" for moment in ("exp_avg", "exp_avg_sq")]
     changes += ["megatron_optimizer.optimizer_cpu_offload=false"]
-    aware = plan_of(path, census, whole, gpu="h100", changes=changes)
+    aware = plan_of(path, counter, whole, gpu="h100", changes=changes)
     assert aware.optimize[name] == 8 * owned and aware.optimizer_on_host == 0
-    plain = plan_of(MOE.parent / "mu_grpo.toml", census, whole, gpu="h100")
+    plain = plan_of(MOE.parent / "mu_grpo.toml", counter, whole, gpu="h100")
     assert plain.usable - sum(plain.optimize.values()) < sizes.GIB < 0.05 * (plan.usable - sum(plan.optimize.values()))

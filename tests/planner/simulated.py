@@ -1,14 +1,14 @@
 """Plans whose parameters are not counted by Megatron: for times, the numbers in `PUBLISHED` are enough."""
 
 from megarl.models.hf_config import read_hf_config
+from megarl.planner.assumptions import Assumptions
+from megarl.planner.parameter_counts import StageParameters
+from megarl.planner.plan import Plan
 from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.tables import Recipe
-from megarl.views.assumptions import Assumptions
-from megarl.views.census import StageCensus
-from megarl.views.plan import Plan
-from tests.views.moe import EXAMPLES
-from tests.views.test_plan import PUBLISHED
+from tests.planner.moe import EXAMPLES
+from tests.planner.test_plan import PUBLISHED
 
 
 def plan_of(
@@ -34,6 +34,6 @@ def plan_of_recipe(recipe: Recipe, path: str, gpu: str, nodes: int, assume: Assu
         experts = hf["num_hidden_layers"] * hf["num_experts"] * 3 * hf["hidden_size"] * hf["moe_intermediate_size"]
     split, pipeline = layout.expert_parallel * layout.expert_tensor_parallel, layout.pipeline_parallel
     dense = (total - experts) // layout.tensor_parallel // pipeline
-    stage = StageCensus(hf["num_hidden_layers"] // pipeline, dense, experts // split // pipeline)
-    whole = StageCensus(hf["num_hidden_layers"], total - experts, experts)
+    stage = StageParameters(hf["num_hidden_layers"] // pipeline, dense, experts // split // pipeline)
+    whole = StageParameters(hf["num_hidden_layers"], total - experts, experts)
     return Plan(recipe, hf, nodes, gpu, layout, whole, [stage] * pipeline, assume or Assumptions())

@@ -15,16 +15,16 @@ from megarl.models import family_of
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_lora
 from megarl.models.settings import check_layers
+from megarl.planner import sizes
+from megarl.planner.assumptions import GIB, Assumptions
+from megarl.planner.parameter_counts import ParameterCounter, StageParameters
+from megarl.planner.plan import Plan
+from megarl.planner.sizes import GPUS
 from megarl.recipe.fp8 import scaling_of
 from megarl.recipe.layout import Layout, check_layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.optimizer import check_optimizer
 from megarl.recipe.tables import Recipe
-from megarl.views import sizes
-from megarl.views.assumptions import GIB, Assumptions
-from megarl.views.census import Census, StageCensus
-from megarl.views.plan import Plan
-from megarl.views.sizes import GPUS
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def make_plan(
     check_lora(recipe, hf)
     check_optimizer(recipe, here=False)
     _check_gpu(recipe, gpu)
-    with Census() as census:
-        plan = Plan.of(recipe, hf, nodes, gpu, census, assume=assume, hbm=hbm and hbm * GIB)
-        layouts = [] if plan.misfit() is None else list(itertools.islice(alternatives(plan, census), 2))
+    with ParameterCounter() as counter:
+        plan = Plan.of(recipe, hf, nodes, gpu, counter, assume=assume, hbm=hbm and hbm * GIB)
+        layouts = [] if plan.misfit() is None else list(itertools.islice(alternatives(plan, counter), 2))
     return Fit(f"{recipe_path}, model of {config / 'config.json'}", plan, layouts)
 
 
@@ -99,7 +99,7 @@ def _check_gpu(recipe: Recipe, gpu: str) -> None:
         raise UserError(f"[megatron] fp8_recipe = 'mxfp8' needs a GPU from Blackwell on, not --gpu {gpu}")
 
 
-def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
+def alternatives(plan: Plan, counter: ParameterCounter) -> Iterator[list[str]]:
     """Settings with which the recipe fits these GPUs, the least divided layouts first."""
     rollout = _rollout_that_fits(plan) if plan.rollout_misfit() else []
     if rollout is None:
@@ -112,7 +112,7 @@ def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
         # a rank holds at least an even share of the parameters; if that does not fit, the layout need not be counted
         pipeline, split = layout.pipeline_parallel, layout.expert_parallel * layout.expert_tensor_parallel
         dense, expert = plan.whole.dense // layout.tensor_parallel, plan.whole.expert // split
-        least = StageCensus(
+        least = StageParameters(
             plan.whole.layers // pipeline,
             dense // pipeline,
             expert // pipeline,
@@ -121,7 +121,7 @@ def alternatives(plan: Plan, census: Census) -> Iterator[list[str]]:
         )
         if replace(plan, recipe=recipe, layout=layout, stages=[least] * pipeline).optimize_misfit():
             continue
-        if Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, census, plan.whole, plan.assume, plan.hbm).misfit() is None:
+        if Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, counter, plan.whole, plan.assume, plan.hbm).misfit() is None:
             yield rollout + changes
 
 

@@ -9,14 +9,14 @@ from functools import cached_property
 from typing import Any
 
 from megarl.objectives import WithOptions, build_objective
+from megarl.planner import sizes
+from megarl.planner.assumptions import GIB, Assumptions
+from megarl.planner.disk import disk_bytes
+from megarl.planner.parameter_counts import ParameterCounter, StageParameters
+from megarl.planner.sizes import GPUS, Gpu
 from megarl.recipe.layout import Layout
 from megarl.recipe.optimizer import OptimizerBytes
 from megarl.recipe.tables import Recipe
-from megarl.views import sizes
-from megarl.views.assumptions import GIB, Assumptions
-from megarl.views.census import Census, StageCensus
-from megarl.views.disk import disk_bytes
-from megarl.views.sizes import GPUS, Gpu
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Plan:
     nodes: int
     gpu: str
     layout: Layout
-    whole: StageCensus
-    stages: list[StageCensus]
+    whole: StageParameters
+    stages: list[StageParameters]
     assume: Assumptions = field(default_factory=Assumptions)
     hbm: float | None = None  # bytes of a GPU; default: those of ``gpu``
 
@@ -40,14 +40,14 @@ class Plan:
         hf: dict[str, Any],
         nodes: int,
         gpu: str,
-        census: Census,
-        whole: StageCensus | None = None,
+        counter: ParameterCounter,
+        whole: StageParameters | None = None,
         assume: Assumptions | None = None,
         hbm: float | None = None,
     ) -> Plan:
         layout = Layout.of(recipe, nodes * recipe.actor.processes_per_node)
-        stages = census.count(hf, recipe, layout.ranks)
-        whole = whole or census.whole(hf, recipe)
+        stages = counter.count(hf, recipe, layout.ranks)
+        whole = whole or counter.whole(hf, recipe)
         return cls(recipe, hf, nodes, gpu, layout, whole, stages, assume or Assumptions(), hbm)
 
     @property
@@ -83,8 +83,8 @@ class Plan:
         return max(map(self.optimize_stage, range(len(self.stages))), key=lambda items: sum(items.values()))
 
     def optimize_stage(self, stage: int) -> dict[str, float]:
-        census, gpu = self.stages[stage], self.device
-        return sizes.optimize_memory(self.hf, self.recipe, self.layout, stage, census, self.frozen, gpu, self.assume)
+        counts, gpu = self.stages[stage], self.device
+        return sizes.optimize_memory(self.hf, self.recipe, self.layout, stage, counts, self.frozen, gpu, self.assume)
 
     @cached_property
     def optimizer_on_host(self) -> float:

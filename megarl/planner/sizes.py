@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.models import family_of
+from megarl.planner import activations
+from megarl.planner.assumptions import GIB as GIB
+from megarl.planner.assumptions import Assumptions as Assumptions
+from megarl.planner.parameter_counts import StageParameters
 from megarl.recipe.fp8 import SCALINGS, scaling_of
 from megarl.recipe.layout import Layout
 from megarl.recipe.optimizer import OptimizerBytes, offloaded
 from megarl.recipe.tables import Recipe
-from megarl.views import activations
-from megarl.views.assumptions import GIB as GIB
-from megarl.views.assumptions import Assumptions as Assumptions
-from megarl.views.census import StageCensus
 
 
 @dataclass(frozen=True)
@@ -55,32 +55,32 @@ def optimize_memory(
     recipe: Recipe,
     layout: Layout,
     stage: int,
-    census: StageCensus,
+    counts: StageParameters,
     frozen: int,
     gpu: Gpu,
     assume: Assumptions,
 ) -> dict[str, float]:
     """Bytes on one GPU of a pipeline stage at the peak of an update, by what holds them.
 
-    stage: number of the pipeline stage, whose parameters are ``census``. frozen: number of frozen policies.
+    stage: number of the pipeline stage, whose parameters are ``counts``. frozen: number of frozen policies.
     """
     tokens = micro_batch_tokens(recipe)
-    parameters = census.dense + census.expert
+    parameters = counts.dense + counts.expert
     in_flight = activations.micro_batches_in_flight(layout, stage, micro_batches_per_rank(recipe, layout, assume))
-    kept = activations.stage_bytes(hf, recipe, layout, stage, census, tokens, in_flight, assume.expert_imbalance)
+    kept = activations.stage_bytes(hf, recipe, layout, stage, counts, tokens, in_flight, assume.expert_imbalance)
     last = stage == layout.pipeline_parallel - 1
-    head = head_bytes(hf, layout, tokens, gpu, frozen=bool(census.adapters)) if last else 0.0
+    head = head_bytes(hf, layout, tokens, gpu, frozen=bool(counts.adapters)) if last else 0.0
     wide = recipe.megatron_ddp.get("grad_reduce_in_fp32", True)
     items = {
-        "weights, bf16": 2.0 * (parameters + census.adapters),
-        f"gradients, {'fp32' if wide else 'bf16'}": (4.0 if wide else 2.0) * census.trained,
-        "optimizer, fp32 master and two moments": OptimizerBytes.of(recipe).gpu * owned_parameters(layout, census),
+        "weights, bf16": 2.0 * (parameters + counts.adapters),
+        f"gradients, {'fp32' if wide else 'bf16'}": (4.0 if wide else 2.0) * counts.trained,
+        "optimizer, fp32 master and two moments": OptimizerBytes.of(recipe).gpu * owned_parameters(layout, counts),
         "frozen policies, bf16": 2.0 * parameters * frozen,
-        "weights, fp8 and transposed": fp8_copies(recipe, gpu) * (census.matrices + census.expert) * (1 + frozen),
+        "weights, fp8 and transposed": fp8_copies(recipe, gpu) * (counts.matrices + counts.expert) * (1 + frozen),
         "activations": kept,  # also with adapters: they keep the inputs that frozen matrices do not
         "log-probs, chunked, and the head's gradient": head,
         # when the optimizer steps, activations and log-probs have been freed
-        "widened gradients, beyond activations": max(0.0, widened_bytes(recipe, layout, census) - kept - head),
+        "widened gradients, beyond activations": max(0.0, widened_bytes(recipe, layout, counts) - kept - head),
     }
     return {"CUDA, NCCL and workspaces": assume.runtime_bytes} | items
 
@@ -94,13 +94,13 @@ def fp8_copies(recipe: Recipe, gpu: Gpu) -> float:
     return scaling.weight * (2 if scaling.transposes or gpu.fp8_transposes else 1)
 
 
-def owned_parameters(layout: Layout, census: StageCensus) -> float:
+def owned_parameters(layout: Layout, counts: StageParameters) -> float:
     """Number of parameters whose optimizer state a rank holds."""
-    dense = census.trained_dense / (data_parallel(layout) * layout.context_parallel)
-    return dense + census.trained_expert / expert_data_parallel(layout)
+    dense = counts.trained_dense / (data_parallel(layout) * layout.context_parallel)
+    return dense + counts.trained_expert / expert_data_parallel(layout)
 
 
-def widened_bytes(recipe: Recipe, layout: Layout, census: StageCensus) -> float:
+def widened_bytes(recipe: Recipe, layout: Layout, counts: StageParameters) -> float:
     """Bytes of the float32 copies that the optimizer makes of bfloat16 gradients when it steps.
 
     The precision-aware optimizer on the GPU needs no copies.
@@ -109,7 +109,7 @@ def widened_bytes(recipe: Recipe, layout: Layout, census: StageCensus) -> float:
     aware = recipe.megatron_optimizer.get("use_precision_aware_optimizer", False) and not host
     if aware or recipe.megatron_ddp.get("grad_reduce_in_fp32", True):
         return 0.0
-    return 4 * (1 - host) * owned_parameters(layout, census)
+    return 4 * (1 - host) * owned_parameters(layout, counts)
 
 
 def head_bytes(hf: dict[str, Any], layout: Layout, tokens: int, gpu: Gpu, frozen: bool = False) -> float:

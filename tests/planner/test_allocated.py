@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from megarl.models.hf_config import read_hf_config
+from megarl.planner import sizes
+from megarl.planner.parameter_counts import ParameterCounter
+from megarl.planner.plan import Plan
 from megarl.recipe.load import dump_recipe, load_recipe
-from megarl.views import sizes
-from megarl.views.census import Census
-from megarl.views.plan import Plan
-from tests.views.moe import EXAMPLES
+from tests.planner.moe import EXAMPLES
 
 MOE = "qwen3_30b_a3b/mu_grpo.toml"
 CASES = {  # recipe, nodes of 8 GPUs, changes of the recipe
@@ -38,8 +38,8 @@ CASES = {  # recipe, nodes of 8 GPUs, changes of the recipe
 
 @pytest.fixture(scope="module")
 def ask():
-    """A function that asks `tests.views.allocated` a question and returns its answer."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.views.allocated"]
+    """A function that asks `tests.planner.allocated` a question and returns its answer."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.planner.allocated"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
         def answer(**question):
@@ -52,13 +52,13 @@ def ask():
 
 
 @pytest.fixture(scope="module")
-def census():
-    with Census() as census:
-        yield census
+def counter():
+    with ParameterCounter() as counter:
+        yield counter
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_planned_bytes_equal_those_that_megatron_allocates(ask, census, name):
+def test_planned_bytes_equal_those_that_megatron_allocates(ask, counter, name):
     """On the first and the last pipeline stage, within 0.1 % because Megatron pads its buffers.
 
     Activations are compared in `tests.actor.test_activation_sizes`.
@@ -66,7 +66,7 @@ def test_planned_bytes_equal_those_that_megatron_allocates(ask, census, name):
     path, nodes, changes = CASES[name]
     recipe = load_recipe(EXAMPLES / path, ["actor.expert_tensor_parallel=1", *changes])
     folder, ranks = (EXAMPLES / path).parent, nodes * recipe.actor.processes_per_node
-    plan = Plan.of(recipe, read_hf_config(folder), nodes, "h100", census)
+    plan = Plan.of(recipe, read_hf_config(folder), nodes, "h100", counter)
     for stage in sorted({0, len(plan.stages) - 1}):
         rank = ranks // len(plan.stages) * stage
         found = ask(folder=str(folder), recipe=dump_recipe(recipe), ranks=ranks, rank=rank)

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.planner.assumptions import Assumptions
 from megarl.recipe.optimizer import OptimizerBytes
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import expert_type
-from megarl.views.assumptions import Assumptions
 
 
 @dataclass(frozen=True)

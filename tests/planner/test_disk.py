@@ -8,10 +8,10 @@ import itertools
 import pytest
 
 from megarl.models.hf_config import read_hf_config
+from megarl.planner.assumptions import Assumptions
+from megarl.planner.disk import disk_bytes
 from megarl.recipe.load import load_recipe, override_recipe
-from megarl.views.assumptions import Assumptions
-from megarl.views.disk import disk_bytes
-from tests.views.moe import MOE, staged
+from tests.planner.moe import MOE, staged
 
 HF = read_hf_config(MOE.parent)
 RECIPE = staged()

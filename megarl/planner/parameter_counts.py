@@ -1,4 +1,4 @@
-"""How many parameters each rank of a layout has; `megarl.actor.census` counts them in a process with Megatron."""
+"""Parameters of each rank of a layout; `megarl.actor.parameter_counts` counts them in a process with Megatron."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megarl.recipe.tables import Recipe
 
 
 @dataclass(frozen=True)
-class StageCensus:
-    """Parameters on the fullest rank of a pipeline stage, as Megatron builds it (`megarl.actor.census`)."""
+class StageParameters:
+    """Parameters on the fullest rank of a pipeline stage, as Megatron builds it (`megarl.actor.parameter_counts`)."""
 
     layers: int
     dense: int
@@ -47,13 +47,13 @@ class StageCensus:
         return self.trained_dense + self.trained_expert
 
 
-class Census:
-    """Runs `megarl.actor.census` as a separate process, which ends with the context."""
+class ParameterCounter:
+    """Runs `megarl.actor.parameter_counts` as a separate process, which ends with the context."""
 
-    def __enter__(self) -> Census:
-        self._counted: dict[str, list[StageCensus]] = {}
+    def __enter__(self) -> ParameterCounter:
+        self._counted: dict[str, list[StageParameters]] = {}
         self._errors = tempfile.TemporaryFile("w+")
-        command = [sys.executable, "-W", "ignore", "-m", "megarl.actor.census"]
+        command = [sys.executable, "-W", "ignore", "-m", "megarl.actor.parameter_counts"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
         )
@@ -64,7 +64,7 @@ class Census:
         self._process.communicate()
         self._errors.close()
 
-    def count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
+    def count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageParameters]:
         """Parameters of each pipeline stage; `UserError` if Megatron-Core cannot build the layout."""
         layout = asdict(Layout.of(recipe, ranks))
         adapters = recipe.actor.lora and recipe.actor.lora.model_dump()
@@ -73,7 +73,7 @@ class Census:
             self._counted[asked] = self._count(hf, recipe, ranks)
         return self._counted[asked]
 
-    def _count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageCensus]:
+    def _count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageParameters]:
         question, answer = self._process.stdin, self._process.stdout
         assert question is not None and answer is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended; its stderr, reported below, says why
@@ -82,9 +82,9 @@ class Census:
         line = answer.readline()
         if not line:
             raise UserError(f"Megatron-Core cannot build this layout: {_last_line(self._errors)}")
-        return [StageCensus(**stage) for stage in json.loads(line)]
+        return [StageParameters(**stage) for stage in json.loads(line)]
 
-    def whole(self, hf: dict[str, Any], recipe: Recipe) -> StageCensus:
+    def whole(self, hf: dict[str, Any], recipe: Recipe) -> StageParameters:
         """All parameters of the model, on one rank."""
         one = [f"actor.{kind}_parallel=1" for kind in ("tensor", "pipeline", "context", "expert", "expert_tensor")]
         plain = recipe.model_copy(update={"megatron": {}})

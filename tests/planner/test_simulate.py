@@ -8,11 +8,11 @@ import pytest
 
 from megarl.cli import main
 from megarl.errors import UserError
+from megarl.planner.cluster import Lengths, cut_mean, decode_seconds, ends_of_batches, pauses, with_failures
+from megarl.planner.simulate import HOUR, Scenario, Simulation
 from megarl.recipe.load import load_recipe
-from megarl.views.cluster import Lengths, cut_mean, decode_seconds, ends_of_batches, pauses, with_failures
-from megarl.views.simulate import HOUR, Scenario, Simulation
-from tests.views.moe import EXAMPLES, MOE
-from tests.views.simulated import plan_of
+from tests.planner.moe import EXAMPLES, MOE
+from tests.planner.simulated import plan_of
 
 CALM = dict(spread=0.0, failures=0.0)  # nothing is random: equal lengths, no failures
 QWEN = "qwen2_5_math_7b/mu_grpo.toml"

@@ -7,11 +7,11 @@ from typing import Any
 
 from megarl.models import family_of
 from megarl.models.family import Keeping
+from megarl.planner.parameter_counts import StageParameters
 from megarl.recipe.fp8 import SCALINGS, scaling_of
 from megarl.recipe.layout import Layout
 from megarl.recipe.recompute import Recompute
 from megarl.recipe.tables import Recipe
-from megarl.views.census import StageCensus
 
 
 def keeping(recipe: Recipe) -> Keeping:
@@ -46,7 +46,12 @@ def layer_bytes(
 
 
 def all_layers_bytes(
-    hf: dict[str, Any], layout: Layout, tokens: int, census: StageCensus, imbalance: float, how: Keeping | None = None
+    hf: dict[str, Any],
+    layout: Layout,
+    tokens: int,
+    counts: StageParameters,
+    imbalance: float,
+    how: Keeping | None = None,
 ) -> tuple[float, float]:
     """Bytes that all layers of a pipeline stage keep of a micro-batch, and those of the layer that keeps most."""
 
@@ -54,12 +59,12 @@ def all_layers_bytes(
         return layer_bytes(hf, layout, tokens, imbalance, dense=dense, linear=linear, how=how)
 
     def kinds(count: int) -> list[bool]:
-        return [*([False] if count < census.layers else []), *([True] if count else [])]
+        return [*([False] if count < counts.layers else []), *([True] if count else [])]
 
     usual = of_kind(False, False)
-    kept = census.layers * usual + census.dense_layers * (of_kind(True, False) - usual)
-    kept += census.linear_layers * (of_kind(False, True) - usual)
-    return kept, max(of_kind(d, n) for d in kinds(census.dense_layers) for n in kinds(census.linear_layers))
+    kept = counts.layers * usual + counts.dense_layers * (of_kind(True, False) - usual)
+    kept += counts.linear_layers * (of_kind(False, True) - usual)
+    return kept, max(of_kind(d, n) for d in kinds(counts.dense_layers) for n in kinds(counts.linear_layers))
 
 
 def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
@@ -79,7 +84,7 @@ def hidden_bytes(hf: dict[str, Any], layout: Layout, tokens: int) -> float:
 
 
 def kept_bytes(
-    hf: dict[str, Any], recipe: Recipe, layout: Layout, census: StageCensus, tokens: int, imbalance: float
+    hf: dict[str, Any], recipe: Recipe, layout: Layout, counts: StageParameters, tokens: int, imbalance: float
 ) -> tuple[float, float]:
     """(bytes that the layers of a pipeline stage keep of a micro-batch, most bytes that they hold in addition).
 
@@ -88,15 +93,15 @@ def kept_bytes(
     """
     again, how = Recompute.of(recipe.actor.recompute, recipe.megatron), keeping(recipe)
     whole = Keeping(fused=how.fused, fp8=how.fp8)
-    all_kept, largest = all_layers_bytes(hf, layout, tokens, census, imbalance, whole)
+    all_kept, largest = all_layers_bytes(hf, layout, tokens, counts, imbalance, whole)
     if again.whole:
-        chunk = math.ceil(census.layers / layout.virtual_stages)
+        chunk = math.ceil(counts.layers / layout.virtual_stages)
         repeated = again.again(chunk)
         together = min(again.layers, chunk) if again.method == "uniform" else 1
         inputs = layout.virtual_stages * math.ceil(repeated / together)
         kept = inputs * hidden_bytes(hf, layout, tokens) + (chunk - repeated) / chunk * all_kept
         return kept, (1 + together * (repeated > 0)) * largest
-    kept, of_largest = all_layers_bytes(hf, layout, tokens, census, imbalance, how)
+    kept, of_largest = all_layers_bytes(hf, layout, tokens, counts, imbalance, how)
     return kept, (largest - of_largest) + largest
 
 
@@ -105,13 +110,13 @@ def stage_bytes(
     recipe: Recipe,
     layout: Layout,
     stage: int,
-    census: StageCensus,
+    counts: StageParameters,
     tokens: int,
     in_flight: float,
     imbalance: float,
 ) -> float:
     """Bytes of activations of a pipeline stage at its peak, with ``in_flight`` micro-batches of ``tokens``."""
-    kept, beside = kept_bytes(hf, recipe, layout, census, tokens, imbalance)
+    kept, beside = kept_bytes(hf, recipe, layout, counts, tokens, imbalance)
     hidden, virtual = hidden_bytes(hf, layout, tokens), layout.virtual_stages
     # Megatron's schedules keep the output that a model chunk has sent to the next; the last chunk ends with a norm
     last = stage == layout.pipeline_parallel - 1

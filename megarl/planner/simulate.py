@@ -1,6 +1,7 @@
 """``megarl simulate``: hours to N updates of a staged, a lock-step and a live run on the same GPUs, over seeds.
 
-Times of decoding steps and updates come from a `megarl.views.plan.Plan`; random effects from `megarl.views.cluster`.
+Times of decoding steps and updates come from a `megarl.planner.plan.Plan`; random effects from
+`megarl.planner.cluster`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from megarl.errors import UserError
+from megarl.planner import sizes
+from megarl.planner.assumptions import Assumptions
+from megarl.planner.cluster import Lengths, decode_seconds, ends_of_batches, pauses, with_failures
+from megarl.planner.fit import make_plan
+from megarl.planner.plan import Plan
 from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import Recipe, ScheduleTable
-from megarl.views import sizes
-from megarl.views.assumptions import Assumptions
-from megarl.views.cluster import Lengths, decode_seconds, ends_of_batches, pauses, with_failures
-from megarl.views.fit import make_plan
-from megarl.views.plan import Plan
 
 HOUR, DAY = 3600.0, 86400.0
 

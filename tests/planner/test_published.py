@@ -6,11 +6,11 @@ The model is Qwen3-30B-A3B. No constant is fitted to any figure; docs/scale.md l
 import numpy as np
 import pytest
 
-from megarl.views import sizes
-from megarl.views.assumptions import Assumptions
-from megarl.views.simulate import Scenario, Simulation
-from tests.views.moe import EXAMPLES
-from tests.views.simulated import plan_of
+from megarl.planner import sizes
+from megarl.planner.assumptions import Assumptions
+from megarl.planner.simulate import Scenario, Simulation
+from tests.planner.moe import EXAMPLES
+from tests.planner.simulated import plan_of
 
 RECIPE = "qwen3_30b_a3b/mu_grpo.toml"
 DOCUMENT = (EXAMPLES.parent / "docs/scale.md").read_text()

@@ -1,0 +1,1 @@
+"""What a run will take before it runs: memory, disk and time of a recipe (``megarl plan``, ``megarl simulate``)."""
