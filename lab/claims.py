@@ -342,7 +342,7 @@ OTHERS = (
     ),
 )
 
-# by the headings of lab_tables.md
+# by the headings of the tables
 CLAIMS = {
     "one stage of the short task, lr 5e-4": ONE_RATE,
     "the same at lr 2e-4": tuple(on("frozen_low", claim) for claim in ONE_RATE),

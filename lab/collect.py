@@ -1,4 +1,4 @@
-"""What the finished runs of a sweep logged, as the CSVs of lab/results: python -m lab.collect SWEEP.toml --output RUNS.
+"""What the finished runs of a sweep logged, into lab/results.tar.xz: python -m lab.collect SWEEP.toml --output RUNS.
 
 `evaluations.csv` has a line an evaluation; `updates.csv` the means of the metrics over `WINDOW` updates; `runs.csv` how
 long the phases of each run took; `machine.json` the machine, the versions, and the commit that was
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import os
 import platform
@@ -18,11 +19,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from lab.results import RESULTS, load, save
 from megarl.recipe.sweep import load_sweep
 from megarl.sweep.plan import make_plan
 from megarl.sweep.results import FinishedRun, read_finished
 
-RESULTS = Path("lab/results")
 WINDOW = 8  # updates
 METRICS = (
     "reward/mean",
@@ -45,18 +46,21 @@ METRICS = (
 )
 
 
-def collect(sweep: Path, output: Path, folder: Path) -> None:
-    """Write ``folder`` from the finished runs of ``sweep`` in ``output``."""
+def collect(sweep: Path, output: Path, archive: Path = RESULTS) -> None:
+    """Write the files of ``sweep`` in ``archive`` anew, from its finished runs in ``output``."""
     plan = make_plan(load_sweep(sweep), output)
     made = read_finished(plan)
-    folder.mkdir(parents=True, exist_ok=True)
     place = [*plan.table.axes, "seed"]
-    _write(folder / "evaluations.csv", [*place, "update", "accuracy", "prompts"], _evaluations(made))
-    _write(folder / "updates.csv", [*place, "update", *METRICS], _updates(made))
     phases = ["rollout", "optimize", "evaluate", "live"]
-    _write(folder / "runs.csv", [*place, "updates", "stages", *phases], _runs(made, phases))
-    (folder / "machine.json").write_text(json.dumps(_machine(sweep), indent=1) + "\n")
-    print(f"{len(made)} of {len(plan.jobs)} runs -> {folder}")
+    files = {
+        "evaluations.csv": _csv([*place, "update", "accuracy", "prompts"], _evaluations(made)),
+        "updates.csv": _csv([*place, "update", *METRICS], _updates(made)),
+        "runs.csv": _csv([*place, "updates", "stages", *phases], _runs(made, phases)),
+        "machine.json": json.dumps(_machine(sweep), indent=1) + "\n",
+    }
+    kept = load(archive) if archive.exists() else {}
+    save(kept | {f"{sweep.stem}/{name}": text for name, text in files.items()}, archive)
+    print(f"{len(made)} of {len(plan.jobs)} runs -> {sweep.stem}/ in {archive}")
 
 
 def _place(one: FinishedRun) -> dict[str, Any]:
@@ -96,11 +100,12 @@ def _runs(made: list[FinishedRun], phases: list[str]) -> Iterator[dict[str, Any]
         yield _place(one) | sizes | {phase: round(value, 2) for phase, value in seconds.items()}
 
 
-def _write(path: Path, columns: list[str], lines: Iterator[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+def _csv(columns: list[str], lines: Iterator[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
 
 
 def _machine(sweep: Path) -> dict[str, Any]:
@@ -128,7 +133,7 @@ def main() -> None:
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--output", type=Path, required=True, help="where megarl sweep put the runs")
     options = parser.parse_args()
-    collect(options.sweep, options.output, RESULTS / options.sweep.stem)
+    collect(options.sweep, options.output)
 
 
 if __name__ == "__main__":

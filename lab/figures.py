@@ -1,6 +1,6 @@
-"""Figures and tables of docs/lab.md from the CSVs of lab/results: python -m lab.figures.
+"""Tables and figures of the lab from lab/results.tar.xz: python -m lab.figures.
 
-Writes docs/lab_tables.md and docs/lab/*.svg, the latter with playwright and a chromium on the path.
+Writes build/lab_tables.md, and docs/lab/*.svg, these with playwright and a chromium on the path.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.views.report import page
 from megarl.views.report_charts import COLOURS
 from tools.chart_svg import charts_svg
 
-DOCS = Path("docs")
+TABLES, FIGURES = Path("build/lab_tables.md"), Path("docs/lab")
 CLIPS = ("reinforce", "grpo", "grpo_tight", "dapo", "gppo", "dcpo", "gspo", "sapo")
 STALE = ("reinforce", "grpo", "mu_grpo", "m2po", "minpro", "pr_grpo", "bapo", "dppo")
 SCOPES = ("mu_grpo_none", "mu_grpo_trigger", "mu_grpo_rest", "mu_grpo_suffix", "mu_grpo")
@@ -135,7 +135,8 @@ def _staleness(sweep: Sweep) -> Chart:
 
 def write(sweeps: Mapping[str, Sweep]) -> None:
     """Tables and figures."""
-    (DOCS / "lab_tables.md").write_text(text(sweeps))
+    TABLES.parent.mkdir(exist_ok=True)
+    TABLES.write_text(text(sweeps))
     found = charts(sweeps)
     for chart in found.values():
         chart.layout |= {"title": {"text": chart.title, "x": 0.02}, "showlegend": True, "margin": {"t": 48, "b": 110}}
@@ -143,9 +144,9 @@ def write(sweeps: Mapping[str, Sweep]) -> None:
         path = Path(folder) / "page.html"
         path.write_text(page("lab", "", "", list(found.values())))
         drawn = charts_svg(path, range(len(found)))
-    (DOCS / "lab").mkdir(exist_ok=True)
+    FIGURES.mkdir(exist_ok=True)
     for name, svg in zip(found, drawn, strict=True):
-        (DOCS / "lab" / f"{name}.svg").write_text(svg)
+        (FIGURES / f"{name}.svg").write_text(svg)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""The CSVs of lab/results, as numbers of a point and a seed, and estimates over seeds."""
+"""The CSVs of lab/results.tar.xz, as numbers of a point and a seed, and estimates over seeds."""
 
 from __future__ import annotations
 
 import csv
+import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+import tarfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import numpy as np
 from megarl.estimates import mean_of_replicates
 from megarl.sweep.results import Estimate
 
+RESULTS = Path("lab/results.tar.xz")
 Curve = dict[int, float]  # update -> value
 # of a seed: None where the run is not there, NaN where it is and has no such number
 Value = Callable[["Sweep", int], float | None]
@@ -52,27 +55,41 @@ class Sweep:
         return sum(values) / len(values) if values else None
 
 
-def read(folder: Path) -> Sweep:
+def load(archive: Path = RESULTS) -> dict[str, str]:
+    """{"SWEEP/FILE": text}."""
+    with tarfile.open(archive) as tar:
+        return {member.name: tar.extractfile(member).read().decode() for member in tar}  # type: ignore[union-attr]
+
+
+def save(files: Mapping[str, str], archive: Path = RESULTS) -> None:
+    """The same files always make the same bytes."""
+    with tarfile.open(archive, "w:xz", preset=9, format=tarfile.USTAR_FORMAT) as tar:
+        for name, text in sorted(files.items()):
+            member = tarfile.TarInfo(name)
+            member.size = len(text.encode())
+            tar.addfile(member, io.BytesIO(text.encode()))
+
+
+def read(files: Mapping[str, str], name: str) -> Sweep:
     """An empty one where there is nothing yet."""
     sweep = Sweep()
-    if not folder.exists():
+    if f"{name}/runs.csv" not in files:
         return sweep
-    for line in _lines(folder / "evaluations.csv"):
+    for line in _lines(files[f"{name}/evaluations.csv"]):
         sweep.accuracy.setdefault(_key(line), {})[int(line["update"])] = float(line["accuracy"])
-    for line in _lines(folder / "updates.csv"):
+    for line in _lines(files[f"{name}/updates.csv"]):
         names = list(line)
-        for name in names[names.index("update") + 1 :]:
-            if line[name]:
-                sweep.metrics.setdefault((*_key(line), name), {})[int(line["update"])] = float(line[name])
-    for line in _lines(folder / "runs.csv"):
+        for metric in names[names.index("update") + 1 :]:
+            if line[metric]:
+                sweep.metrics.setdefault((*_key(line), metric), {})[int(line["update"])] = float(line[metric])
+    for line in _lines(files[f"{name}/runs.csv"]):
         names = list(line)
-        sweep.seconds[_key(line)] = {name: float(line[name]) for name in names[names.index("updates") :]}
+        sweep.seconds[_key(line)] = {column: float(line[column]) for column in names[names.index("updates") :]}
     return sweep
 
 
-def _lines(path: Path) -> Iterable[dict[str, str]]:
-    with path.open(newline="") as file:
-        yield from csv.DictReader(file)
+def _lines(text: str) -> Iterable[dict[str, str]]:
+    return csv.DictReader(io.StringIO(text))
 
 
 def _key(line: dict[str, str]) -> tuple[str, int]:

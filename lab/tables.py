@@ -1,4 +1,4 @@
-"""The tables of docs/lab_tables.md, from the CSVs of lab/results alone."""
+"""The tables of the lab, from the CSVs of lab/results.tar.xz alone."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from lab.claims import (
     verdict,
     warning,
 )
-from lab.collect import RESULTS
-from lab.results import Sweep, Value, at, difference, estimate, last, mean, read
+from lab.results import Sweep, Value, at, difference, estimate, last, load, mean, read
 from megarl.sweep.results import Estimate
 
 SETS = (FIRST, SECOND)
@@ -34,17 +33,18 @@ Rows = list[list[str]]
 
 
 def read_all() -> dict[str, Sweep]:
-    """Every sweep of lab/results, by name; one that was not run is empty."""
-    names = [*NAMES, *(folder.name for folder in sorted(RESULTS.iterdir()) if folder.name not in NAMES)]
-    return {name: read(RESULTS / name) for name in names}
+    """Every sweep of lab/results.tar.xz, by name; one that was not run is empty."""
+    files = load()
+    collected = sorted({file.partition("/")[0] for file in files})
+    return {name: read(files, name) for name in (*NAMES, *(name for name in collected if name not in NAMES))}
 
 
 def text(sweeps: Mapping[str, Sweep]) -> str:
-    """docs/lab_tables.md."""
+    """All of them, in Markdown."""
     parts = [
         "# The lab's tables",
-        "Made by `python -m lab.figures` from the CSVs in [lab/results](../lab/results); [lab.md](lab.md) says what "
-        "they mean. Brackets are 95 % intervals over seeds (Student's), differences are within a seed.",
+        "Made by `python -m lab.figures` from lab/results.tar.xz; docs/lab.md says what they mean. Brackets are 95 % "
+        "intervals over seeds (Student's), differences are within a seed.",
         *_claims(sweeps),
     ]
     for name in ONE_STAGE:

@@ -95,7 +95,7 @@ def tracked_texts() -> Iterator[tuple[str, str]]:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         path = ROOT / name
-        if path.is_file() and path.suffix not in (".png", ".svg", ".gz", ".parquet", ".safetensors"):
+        if path.is_file() and path.suffix not in (".png", ".svg", ".gz", ".xz", ".parquet", ".safetensors"):
             yield name, path.read_text()
 
 

@@ -1,8 +1,7 @@
-"""The lab: its sweeps can run, its committed tables follow from the committed results, and verdicts are right."""
+"""The lab: its sweeps can run, its committed figures show the committed results, and verdicts are right."""
 
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,8 +22,8 @@ from lab.claims import (
     verdict,
 )
 from lab.figures import charts
-from lab.results import Sweep, at, difference, estimate
-from lab.tables import NAMES, _by_seed, half_gain, read_all, same_runs, text
+from lab.results import Sweep, at, difference, estimate, load, save
+from lab.tables import NAMES, _by_seed, half_gain, same_runs, text
 from megarl.objectives import OBJECTIVES
 from megarl.recipe.sweep import load_sweep
 from megarl.sweep import describe
@@ -41,25 +40,28 @@ def test_every_sweep_of_the_lab_passes_its_dry_run(path, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_committed_tables_follow_from_the_committed_results(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert text(read_all()) == (ROOT / "docs/lab_tables.md").read_text()
+def test_the_same_results_make_the_same_archive(tmp_path):
+    files = {"pilot/runs.csv": "updates\n256\n", "frozen/machine.json": '{"processor": "\u00e9"}'}
+    save(files, tmp_path / "a.tar.xz")
+    save(dict(reversed(files.items())), tmp_path / "b.tar.xz")
+    assert load(tmp_path / "a.tar.xz") == files
+    assert (tmp_path / "a.tar.xz").read_bytes() == (tmp_path / "b.tar.xz").read_bytes()
 
 
-def test_every_chart_of_the_committed_results_is_committed_and_has_intervals(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    found = charts(read_all())
+def test_every_chart_of_the_committed_results_is_committed_and_has_intervals(sweeps):
+    found = charts(sweeps)
     assert set(found) == {path.stem for path in ROOT.glob("docs/lab/*.svg")}
     for chart in found.values():
         for trace in chart.traces:
             assert len(trace["x"]) == len(trace["y"]) == len(trace["error_y"]["array"]) > 0
 
 
-def test_the_committed_charts_show_the_committed_results(monkeypatch):
+def test_the_committed_charts_show_the_committed_results(sweeps):
     """The heights of the points in an SVG are a linear function of the values, up to rounding to .01 pixels."""
-    monkeypatch.chdir(ROOT)
-    for name, chart in charts(read_all()).items():
-        drawn = re.findall(r'class="point" transform="translate\(.*?,(.*?)\)', Path(f"docs/lab/{name}.svg").read_text())
+    for name, chart in charts(sweeps).items():
+        drawn = re.findall(
+            r'class="point" transform="translate\(.*?,(.*?)\)', (ROOT / f"docs/lab/{name}.svg").read_text()
+        )
         values = [y for trace in chart.traces for y in trace["y"]]
         assert len(drawn) == len(values), name
         heights = np.array(drawn, float)
@@ -221,9 +223,8 @@ def test_every_claim_has_a_part_that_was_written_before_any_run():
     assert all(any(not part.seen for part in claim.parts) for claim in ALL_CLAIMS)
 
 
-def test_unstable_names_all_points_with_a_run_that_collapses(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    sweep = read_all()["frozen"]
+def test_unstable_names_all_points_with_a_run_that_collapses(sweeps):
+    sweep = sweeps["frozen"]
     fell = {point for point in sweep.points for seed in sweep.seeds if collapse(sweep, point, seed) is not None}
     assert fell == {*UNSTABLE, "mu_grpo_none"}
     assert all(sweep.accuracy["mu_grpo_none", seed] == sweep.accuracy["reinforce", seed] for seed in FIRST)
@@ -260,12 +261,11 @@ def test_a_seed_that_was_not_run_leaves_its_cell_empty():
     ]
 
 
-def test_the_tables_have_accuracies_and_times_of_every_collected_sweep(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    tables = text(read_all())
+def test_the_tables_have_accuracies_and_times_of_every_collected_sweep(sweeps):
+    tables = text(sweeps)
     headings = [line for line in tables.splitlines() if line.startswith("## Accuracy")]
-    for folder in (ROOT / "lab/results").iterdir():
-        name = f"`lab/{folder.name}.toml`"
+    for sweep in sweeps:
+        name = f"`lab/{sweep}.toml`"
         assert len([line for line in headings if line.endswith(name)]) == 1
         assert f"\n| {name}" in tables
 
