@@ -30,6 +30,23 @@ LENGTH_EPSILON = 1e-6  # added to the squared length of a query or key before it
 _DIVIDED = ("in_proj_qkvz.weight", "in_proj_ba.weight", "A_log", "dt_bias")  # rows divided by tensor parallelism
 
 
+class ConvolutionTaps(torch.nn.Conv1d):
+    """The weight of the convolution; a call returns the rows of some key heads.
+
+    It is read in a call because Megatron's DDP gathers updated weights during the forward pass
+    (``overlap_param_gather``) and waits for those of a module just before its call.
+    """
+
+    def forward(self, widths: list[int], first: int, heads: int) -> torch.Tensor:
+        """The taps [C, 1, K] of ``heads`` key heads from ``first`` on: for each its query, its key and its values.
+
+        widths: channels of a key head's query, key and values.
+        """
+        total = self.out_channels // sum(widths)
+        parts = self.weight.split([total * width for width in widths])
+        return torch.cat([part.unflatten(0, (total, -1))[first : first + heads] for part in parts], 1).flatten(0, 1)
+
+
 class GatedDeltaNet(MegatronModule):
     """A layer from [T / tp, 1, hidden] to the same shape.
 
@@ -57,7 +74,7 @@ class GatedDeltaNet(MegatronModule):
         self.in_proj_ba = torch.nn.Linear(config.hidden_size, 2 * value_heads, bias=False, dtype=dtype)
         channels = config.linear_num_key_heads * (2 * self.key_width + self.shared_by * self.value_width)
         taps = config.linear_conv_kernel_dim
-        self.conv1d = torch.nn.Conv1d(channels, channels, taps, groups=channels, bias=False, dtype=dtype)
+        self.conv1d = ConvolutionTaps(channels, channels, taps, groups=channels, bias=False, dtype=dtype)
         self.A_log = torch.nn.Parameter(torch.zeros(value_heads, dtype=dtype))
         self.dt_bias = torch.nn.Parameter(torch.ones(value_heads, dtype=dtype))
         self.norm = torch.nn.RMSNorm(self.value_width, eps=config.layernorm_epsilon, dtype=dtype)
@@ -118,8 +135,10 @@ class GatedDeltaNet(MegatronModule):
         assert chunks is not None
         values = self.shared_by * self.value_width
         mixed, rate, decay = mixed.split([2 * self.key_width + values, self.shared_by, self.shared_by], -1)
-        convolved = F.silu(causal_convolution(mixed.flatten(1), self._taps(first, heads), chunks))
-        query, key, value = convolved.unflatten(-1, (heads, -1)).split([self.key_width, self.key_width, values], -1)
+        widths = [self.key_width, self.key_width, values]
+        taps = self.conv1d(widths, self.tp_group.rank() * self.key_heads + first, heads)
+        convolved = F.silu(causal_convolution(mixed.flatten(1), taps, chunks))
+        query, key, value = convolved.unflatten(-1, (heads, -1)).split(widths, -1)
         query, key = (_unit_length(x.float()).repeat_interleave(self.shared_by, 1) for x in (query, key))
         own = slice(first * self.shared_by, (first + heads) * self.shared_by)
         steps = F.softplus(decay.flatten(1).float() + self.dt_bias[own])
@@ -132,14 +151,6 @@ class GatedDeltaNet(MegatronModule):
             chunks,
         )
         return read.to(mixed.dtype)
-
-    def _taps(self, first: int, heads: int) -> torch.Tensor:
-        """The rows of conv1d for ``heads`` key heads of this rank from ``first`` on, head by head as in `_rule`."""
-        total, width = self.config.linear_num_key_heads, self.key_width
-        parts = self.conv1d.weight.split([total * width, total * width, total * self.shared_by * self.value_width])
-        first += self.tp_group.rank() * self.key_heads
-        own = [part.unflatten(0, (total, -1))[first : first + heads] for part in parts]
-        return torch.cat(own, 1).flatten(0, 1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
@@ -101,6 +104,28 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     return kind(**settings | recipe.megatron)
 
 
+class LogprobHead(ColumnParallelLinear):
+    """The LM head, which can compute log-probs in the place of logits.
+
+    That is a call of this module because Megatron's DDP gathers updated weights during the forward pass
+    (``overlap_param_gather``) and waits for those of a module just before its call: a weight that is read without one
+    may still be the old one.
+    """
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        logprobs_of: Callable[[torch.Tensor, torch.Tensor], Any] | None = None,
+    ) -> Any:
+        """``logprobs_of(hidden, weight)``; without it ColumnParallelLinear.forward, whose output are logits."""
+        if logprobs_of is None:
+            return super().forward(hidden, weight, runtime_gather_output)
+        return logprobs_of(hidden, self.weight if weight is None else weight)
+
+
 class PolicyModel(GPTModel):
     """GPTModel whose last pipeline stage returns log-probs and entropies of the trained labels instead of logits.
 
@@ -113,6 +138,11 @@ class PolicyModel(GPTModel):
     head_backend: str = "torch"  # backend of `megarl.kernels.linear_logprob`
     hf: dict[str, Any]  # the model's settings, from `megarl.models.hf_config.read_hf_config`
     adapters: dict[str, Any]  # `megarl.actor.lora.Adapter`s by the name of the parameter that each is added to
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            self.output_layer.__class__ = LogprobHead  # GPTModel builds it, and has no setting for its class
 
     @property
     def true_vocab_size(self) -> int:
@@ -171,19 +201,17 @@ class PolicyModel(GPTModel):
             )
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states, group=tp_group)
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         trained = packed_seq_params.trained
-        logprobs, entropy = linear_logprob(
-            hidden[:, 0].index_select(0, trained),
-            weight,
-            labels[0].index_select(0, trained),
+        logprobs_of = partial(
+            linear_logprob,
+            targets=labels[0].index_select(0, trained),
             temperature=self.temperature,
             group=tp_group if tp_group.size() > 1 else None,
             vocab_size=self.true_vocab_size,
             backend=self.head_backend,
         )
-        return logprobs, entropy
+        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden[:, 0].index_select(0, trained), tied, logprobs_of=logprobs_of)
 
 
 def _block_spec(

@@ -17,7 +17,8 @@ from tests.actor.conftest import make_recipe
 
 UPDATES = 20
 FEW = 3
-LONG = ("one", "TP2 EP4", "CP2 PP2")  # they make all 20 updates; between them they have all kinds of parallelism
+# they make all 20 updates; between them they have all kinds of parallelism
+LONG = ("one", "TP2 EP4", "CP2 PP2", "DP2 EP2 overlapped")
 PROMPTS = 4  # groups per update
 
 
@@ -55,10 +56,11 @@ class Layout:
     ranks: int
     actor: dict[str, int] = field(default_factory=dict)
     megatron: dict[str, int] = field(default_factory=dict)
-    ddp: dict[str, bool] = field(default_factory=dict)
+    ddp: dict[str, Any] = field(default_factory=dict)
 
 
-OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}  # as megarl sets them on GPUs
+# as megarl sets them on GPUs, with each parameter in a bucket of its own, as the largest ones of true models are
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1}
 LAYOUTS = {
     "one": Layout(1),
     "TP2 ETP2": Layout(2, {"tensor_parallel": 2}),

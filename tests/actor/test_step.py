@@ -9,7 +9,7 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.objectives import build_objective
-from tests.actor.conftest import make_hf_model, make_recipe
+from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")
@@ -207,3 +207,26 @@ def test_non_finite_updates_are_not_applied(tensor, tmp_path):
     # nothing of the refused update is left: the next one equals that of a new actor
     batches = micro_batches(make_samples(seed=1), 24, CPU)
     assert train_step(actor, batches, objective, 1e-3) == train_step(build(tmp_path / "in"), batches, objective, 1e-3)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_trained_parameter_is_read_in_a_call_of_its_module(family, adapters, tmp_path):
+    """Megatron's DDP waits for a gathered weight only before the call of the module that owns it, so an actor that read
+    one without a call would compute with a weight of before the update."""
+    from megarl.actor import packing, step
+
+    make_hf_model(family).save_pretrained(tmp_path)
+    actor = build(tmp_path, **({"actor": {"lora": {"rank": 2}}} if adapters else {}))
+    (model,) = actor.models
+    called = set()
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, _: called.add(module))
+    step.compute_gradients(actor, packing.micro_batches(make_samples(), 64, CPU), build_objective("reinforce", {}))
+    owners = {
+        name: model.get_submodule(name.rpartition(".")[0])
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    assert len(owners) > 10
+    assert [name for name, owner in owners.items() if owner not in called] == []
