@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from megarl.linux import die_with_parent
-from megarl.phases.entry import PHASES, run_process
+from megarl.phases import PHASES
+from megarl.phases.entry import run_process
 
 
 def main() -> None:

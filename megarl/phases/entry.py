@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -15,12 +16,11 @@ from typing import TYPE_CHECKING
 
 from megarl.errors import STOP_SIGNALS, UserError
 from megarl.heartbeats import beat
+from megarl.phases import PHASES
 
 if TYPE_CHECKING:
     from megarl.storage.run_dir import Stage
 
-PHASES = ("rehearse", "rollout", "optimize", "live", "evaluate", "what_if", "export", "serve", "rescore")
-NOTHING_TO_SAVE = ("evaluate", "what_if", "export")  # phases that a stop signal ends at once
 ERROR_FILE = "MEGARL_ERROR_FILE"  # environment variable: path of the JSON file to which a process writes its error
 
 
@@ -28,7 +28,7 @@ def run_process(phase: str, run_dir: Path, stage: int) -> int:
     """Run a phase in this process; returns its exit code."""
     beat("imports", "")
     faulthandler.register(signal.SIGUSR1, file=2)  # writes the stacks to the log even if Python itself is blocked
-    if phase not in NOTHING_TO_SAVE:
+    if PHASES[phase].saves:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # during the imports, until `StopRequest` handles them
     return report_errors(lambda: _run(phase, run_dir, stage))
 
@@ -71,7 +71,8 @@ def _run(phase: str, run_dir: Path, stage: int) -> None:
 
     if not torch.cuda.is_available():
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    find_phase(phase)(run.stage(stage))
+    function: Callable[[Stage], None] = getattr(importlib.import_module(PHASES[phase].module), phase)
+    function(run.stage(stage))
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -80,45 +81,6 @@ def hide_gpus_from_cpu_runs(backend: str) -> None:
     """With backend "cpu", make megarl and Megatron see no GPUs; call it before anything initialises CUDA."""
     if backend == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def find_phase(name: str) -> Callable[[Stage], None]:
-    """The function of a phase. Imports only what that phase needs: rollouts, for example, do without Megatron."""
-    if name == "rollout":
-        from megarl.phases.rollout import rollout
-
-        return rollout
-    if name == "rehearse":
-        from megarl.phases.rehearse import rehearse
-
-        return rehearse
-    if name == "optimize":
-        from megarl.phases.optimize import optimize
-
-        return optimize
-    if name == "live":
-        from megarl.phases.live.trainer import live
-
-        return live
-    if name == "export":
-        from megarl.phases.export import export
-
-        return export
-    if name == "what_if":
-        from megarl.phases.what_if import what_if
-
-        return what_if
-    if name == "rescore":
-        from megarl.phases.rescore import rescore
-
-        return rescore
-    if name == "serve":
-        from megarl.phases.serve.phase import serve
-
-        return serve
-    from megarl.phases.evaluate import evaluate
-
-    return evaluate
 
 
 def _write_error(message: str, mistake: bool) -> None:

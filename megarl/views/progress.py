@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from megarl.recipe.eval_table import HELDOUT
 from megarl.recipe.tables import Recipe
 from megarl.views.run_reader import half_width
-from megarl.views.run_state import BESIDE, TRAINS, RunState, version_of
+from megarl.views.run_state import RunState, find_phase, version_of
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -118,7 +118,7 @@ def _panel(state: RunState) -> RenderableType:
         bar = ProgressBar(total or None, done, width=32, pulse=False) if total else ""
         amount = f"{done}/{total} {unit}  " if total else ""
         table.add_row(_current_place(state), bar, amount + _left(state.seconds_left))
-    if state.phase not in BESIDE:
+    if not find_phase(state.phase).beside:
         amount = f"{updates}/{all_updates} updates  {_left(state.run_seconds_left)}"
         table.add_row("run", ProgressBar(all_updates, updates, width=32), amount)
     grid = Table.grid()
@@ -165,10 +165,10 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
 
 
 def _place(stage: int, phase: str, state: RunState) -> str:
-    stages, phase = state.schedule.stages, phase.replace("_", "-")
-    if phase == "rehearse":
-        return "rehearsal of an update"
-    return "final evaluation" if stage == stages else f"stage {stage + 1}/{stages} {phase}"
+    stages = state.schedule.stages
+    if title := find_phase(phase).title:
+        return title
+    return "final evaluation" if stage == stages else f"stage {stage + 1}/{stages} {phase.replace('_', '-')}"
 
 
 def _current_place(state: RunState) -> str:
@@ -200,7 +200,7 @@ def _facts(state: RunState) -> list[str]:
         facts.append(
             f"held-out {first:.3f} -> {last:.3f} +- {half:.3f}" if len(state.accuracies) > 1 else f"held-out {last:.3f}"
         )
-    if (rate := state.tokens_per_second) and state.phase in ("rollout", *TRAINS):
+    if (rate := state.tokens_per_second) and (state.phase == "rollout" or find_phase(state.phase).updates):
         facts.append(f"{rate:,.0f} tokens/s")
     if state.phase in ("rollout", "live") and (responses := state.of_replicas("responses")):
         facts += [
@@ -210,7 +210,7 @@ def _facts(state: RunState) -> list[str]:
         ]
         if over := state.of_replicas("over_limit"):
             facts.append(f"over the verifier's limits {over:.0f}")
-    if state.recent and state.phase in TRAINS and state.recent[-1].get("stage", state.stage) == state.stage:
+    if state.recent and find_phase(state.phase).updates and state.recent[-1].get("stage", state.stage) == state.stage:
         newest = state.recent[-1]
         facts += [f"{text} {newest[name]:.3g}" for name, text in SHOWN.items() if newest.get(name) is not None]
         if state.phase == "live":

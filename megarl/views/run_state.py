@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megarl.phases import PHASES, Phase
 from megarl.recipe.eval_table import HELDOUT
 from megarl.recipe.tables import Recipe, ScheduleTable
 from megarl.storage.evaluations import SuiteResponses
@@ -17,9 +18,6 @@ from megarl.views.run_reader import half_width
 
 METRICS_BYTES = 1 << 20  # read from the end of metrics.jsonl at the start: more than RATE_UPDATES lines
 RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
-GENERATES = ("rollout", "evaluate")  # phases that begin by loading an engine
-TRAINS = ("optimize", "live")  # phases that make updates
-BESIDE = ("what_if", "export")  # phases that compute something from a stage, and are not part of the run
 ANNOUNCED = (  # events that get a line of their own
     "phase_start",
     "phase_end",
@@ -124,19 +122,19 @@ class RunState:
         if kind == "phase_start":
             self.phase, self.stage = str(event.get("phase")), stage
             self.phase_since = self.work_since = event.get("time", time.time())
-            self.doing = "loading" if self.phase in GENERATES else ""
+            self.doing = "loading" if self._begins_by_loading else ""
             self._evaluating, self.answered = None, (0, 0, "")
             self._ledgers, self._shards, self._replicas, self._begins = {}, {}, {}, True
-        elif kind == "restart" and self.phase in GENERATES:
+        elif kind == "restart" and self._begins_by_loading:
             self.doing = "loading"
         elif kind == "weight_drift" and self.doing == "loading":  # the first engine has loaded
-            self.doing = "" if event.get("phase") == self.phase else "evaluating"
+            self.doing = "evaluating" if event.get("phase") == "evaluate" != self.phase else ""
             if event.get("phase") == "evaluate":
                 self._evaluating = Evaluating(self.run_dir, self._recipe, self.stage)
             self.work_since = event.get("time", self.work_since)
         elif kind in ("phase_end", "phase_failed", "phase_stopped"):
             self.phase = ""
-            if kind == "phase_end" and event.get("phase") != "rehearse":  # it is not part of a stage
+            if kind == "phase_end" and not find_phase(event.get("phase")).title:  # part of a stage
                 self.seconds[str(event.get("phase"))] = float(event.get("seconds", 0.0))
         elif kind == "rollout_progress":
             self._replicas[event.get("rank", 0)] = event
@@ -149,6 +147,11 @@ class RunState:
                 self.doing = ""
             if suite == self._suite:
                 self.accuracies[version] = event["accuracy"], half_width(event)
+
+    @property
+    def _begins_by_loading(self) -> bool:
+        phase = find_phase(self.phase)
+        return phase.engine and not phase.actor
 
     def _read_ledgers(self) -> None:
         for path in (self.run_dir / f"stages/{self.stage:03d}/rollouts").rglob("ledger*.jsonl"):
@@ -170,7 +173,7 @@ class RunState:
         if self.phase == "rollout":
             done = sum(shard[0] for shard in self._shards.values())
             return min(done, self.candidates), self.candidates, self._unit
-        if self.phase in TRAINS:
+        if find_phase(self.phase).updates:
             size = self.schedule.updates_per_stage
             return min(size, max(0, self.updates - self.stage * size)), size, "updates"
         if self.phase == "what_if":
@@ -207,7 +210,7 @@ class RunState:
     def seconds_left(self) -> float | None:
         """Estimate for the current phase; None if there is nothing to estimate from."""
         done, total, _ = self.done
-        if self.phase in TRAINS:
+        if find_phase(self.phase).updates:
             pace = _mean("seconds", self.recent)
             return None if pace is None else (total - done) * pace
         if self.phase == "rollout":
@@ -233,6 +236,11 @@ class RunState:
         whole = sum(self.seconds.values()) * (self.schedule.stages - 1 - self.stage)
         last = self.seconds.get("evaluate", 0.0) if self.accuracies else 0.0
         return left + sum(self.seconds[phase] for phase in after) + whole + last
+
+
+def find_phase(phase: object) -> Phase:
+    """The entry of a phase in `PHASES`; one without properties for a name that is none, as in another version's run."""
+    return PHASES.get(str(phase), Phase(""))
 
 
 def version_of(event: dict[str, Any], schedule: ScheduleTable) -> int:

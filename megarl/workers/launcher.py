@@ -18,7 +18,8 @@ from megarl.distributed import PATIENCE, PHASE_ID
 from megarl.errors import STOPPED, PhaseFailed, UserError
 from megarl.heartbeats import FILE
 from megarl.keystore import SECRET
-from megarl.phases.entry import ERROR_FILE, NOTHING_TO_SAVE
+from megarl.phases import PHASES
+from megarl.phases.entry import ERROR_FILE
 from megarl.rollout import engine_module
 from megarl.storage.files import INTACT
 from megarl.storage.run_dir import RunDir, Stage
@@ -118,7 +119,7 @@ def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path
             if cause := nodes.starter.warm_timeout:
                 stage.log_event("no_progress", phase=phase, cause=cause)
             with nodes.killable(lambda stalled: _kill(started, watch if stalled else None)):
-                ended = supervise(started, signals, watch, saves=phase not in NOTHING_TO_SAVE)
+                ended = supervise(started, signals, watch, saves=PHASES[phase].saves)
         failures = {rank: _failure(rank, logs, Path(folder)) for rank in _ranks(nodes, processes)}
         report = _report(ended, nodes, stage, phase, failures)
         return replace(report, last_seen="\n".join(watch.describe(started.pids)))
@@ -159,8 +160,7 @@ def start_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Pat
         )
         for rank in _ranks(nodes, processes)
     ]
-    generates = phase not in ("rehearse", "optimize", "what_if", "export", "rescore")
-    cold = generates and engine_module(stage.rollout.engine).COLD_START
+    cold = PHASES[phase].engine and engine_module(stage.rollout.engine).COLD_START
     return nodes.starter.start(specs, cold)
 
 
@@ -211,8 +211,7 @@ def _nccl_dump(logs: Path) -> Path:
 
 def _trains_on_gpus(stage: Stage, phase: str, local_rank: int) -> bool:
     actor = stage.run.recipe.actor
-    trains = phase == "optimize" or (phase == "live" and local_rank < actor.processes_per_node)
-    return trains and actor.backend == "cuda"
+    return PHASES[phase].actor and local_rank < actor.processes_per_node and actor.backend == "cuda"
 
 
 def _flight_recorder(logs: Path, folder: Path) -> dict[str, str]:

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.errors import STOP_SIGNALS
 from megarl.linux import die_with_parent, name_process
+from megarl.phases import PHASES
 from megarl.phases.entry import hide_gpus_from_cpu_runs, report_errors, run_process
 from megarl.workers.processes import CANNOT_FORK
 
@@ -48,9 +49,6 @@ SLOW_PARTS_OF_MEGATRON = (
     "torch._inductor.kernel.flex",
     "megatron.core",
 )
-
-
-TRAINS = ("rehearse", "optimize", "live", "what_if", "export")  # phases with an actor
 
 
 class WarmProcess:
@@ -117,7 +115,9 @@ class WarmProcess:
             deque(import_prompts(recipe), maxlen=0)
             self._prepare(recipe)  # already during the check, which most recipes pass
             return [self._fork(process) for process in processes]
-        if processes[0].get("phase") in TRAINS:  # import once here instead of once in each process
+        if (
+            phase := PHASES.get(processes[0].get("phase", ""))
+        ) and phase.actor:  # import once here instead of once in each process
             deque(self.training, maxlen=0)
         import torch
 
@@ -229,7 +229,7 @@ def import_generation() -> Iterator[None]:
     for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"):  # transformers imports them on first access
         getattr(transformers, name)
         yield
-    yield from import_modules("megarl.phases.evaluate", "megarl.phases.rollout")
+    yield from import_phases(actor=False)
 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
@@ -241,14 +241,14 @@ def recipe_of_run(run_dir: Path) -> Recipe:
 def imports_of(recipe: Recipe) -> tuple[Iterator[None], Iterator[None]]:
     """The further imports that the recipe needs, step by step: (for generation, for training)."""
     hide_gpus_from_cpu_runs(recipe.actor.backend)
-    training = ["megarl.actor", "megarl.phases.optimize", "megarl.phases.live.trainer"]
+    training = ["megarl.actor"]
     if recipe.actor.backend == "cpu":
         training += ["megarl.actor.cpu_backend"]
     if recipe.run.tensorboard:
         training += ["torch.utils.tensorboard"]
     engine = import_builtin_engine(recipe.model.path) if recipe.rollout.engine == "builtin" else iter(())
     generation = itertools.chain(import_prompts(recipe), open_prompts(recipe), engine)
-    return generation, itertools.chain(import_megatron(), import_modules(*training))
+    return generation, itertools.chain(import_megatron(), import_modules(*training), import_phases(actor=True))
 
 
 def import_prompts(recipe: Recipe) -> Iterator[None]:
@@ -288,6 +288,11 @@ def import_modules(*names: str) -> Iterator[None]:
     for name in names:
         importlib.import_module(name)
         yield
+
+
+def import_phases(actor: bool) -> Iterator[None]:
+    """Import the phases to which training runs come, those with an actor or those without."""
+    yield from import_modules(*(phase.module for phase in PHASES.values() if phase.ahead and phase.actor == actor))
 
 
 def import_megatron() -> Iterator[None]:
