@@ -99,6 +99,34 @@ def tracked_texts() -> Iterator[tuple[str, str]]:
             yield name, path.read_text()
 
 
+# `megarl` and `apex` on the package index are other people's projects; a path such as . or '.[vllm]' is a clone's
+STRANGERS = re.compile(
+    r"""(?:pip3?|uv) +(?:install|add|download)\b[^\n`|#&;]*?(?<! of)[ '"](?:megarl|apex)(?![\w/.-])"""
+)
+
+
+def test_a_command_that_installs_a_package_of_somebody_else_is_recognised() -> None:
+    for command in (
+        "pip install megarl",
+        "pip install 'megarl[sql]', or",
+        "python -m pip install -U megarl==1",
+        "uv add apex",
+    ):
+        assert STRANGERS.search(command), command
+    for command in (
+        "pip install .",
+        "pip install '.[vllm]' in a clone of megarl",
+        "pip install /shared/megarl",
+        "pip install megarl-core",
+    ):
+        assert not STRANGERS.search(command), command
+
+
+def test_no_text_tells_anybody_to_install_a_package_of_somebody_else() -> None:
+    texts = {name: text for name, text in tracked_texts() if name != "tests/test_house_rules.py"}
+    assert [f"{name}: {found[0]}" for name, text in texts.items() if (found := STRANGERS.search(text))] == []
+
+
 def source_of(module: str) -> Path | None:
     path = ROOT / Path(*module.split("."))
     candidates = (path / "__init__.py", path.with_suffix(".py"), path / "__main__.py")

@@ -100,7 +100,7 @@ def _duckdb() -> Any:
     try:
         import duckdb
     except ImportError as error:
-        raise UserError("megarl sql needs DuckDB: pip install 'megarl[sql]', or pip install duckdb") from error
+        raise UserError("megarl sql needs DuckDB: pip install duckdb") from error
     return duckdb
 
 
