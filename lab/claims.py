@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lab.results import Sweep, Value, at, difference, estimate, last, mean
-from megarl.sweep.results import Estimate
+from megarl.commands.sweep.results import Estimate
 
 EARLY, END = 64, 256  # updates
 SEEDS = 5  # fewer decide nothing

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from lab.results import RESULTS, load, save
+from megarl.commands.sweep.plan import make_plan
+from megarl.commands.sweep.results import FinishedRun, read_finished
 from megarl.recipe.sweep import load_sweep
-from megarl.sweep.plan import make_plan
-from megarl.sweep.results import FinishedRun, read_finished
 
 WINDOW = 8  # updates
 METRICS = (

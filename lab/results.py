@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megarl.commands.sweep.results import Estimate
 from megarl.estimates import mean_of_replicates
-from megarl.sweep.results import Estimate
 
 RESULTS = Path("lab/results.tar.xz")
 Curve = dict[int, float]  # update -> value

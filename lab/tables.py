@@ -22,7 +22,7 @@ from lab.claims import (
     warning,
 )
 from lab.results import Sweep, Value, at, difference, estimate, last, load, mean, read
-from megarl.sweep.results import Estimate
+from megarl.commands.sweep.results import Estimate
 
 SETS = (FIRST, SECOND)
 NAMES = ("frozen", "frozen_low", "learn", "long", "staleness", "batches")  # of the sweeps that claims are about

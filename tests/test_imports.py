@@ -64,7 +64,7 @@ ROOMS = {
     "actor, rollout, rewards": ("actor", "rollout", "rewards"),
     "phases": ("phases",),
     "supervision": ("workers", "planner", "views"),
-    "commands": ("train", "scratch", "stages", "commands", "sweep", "what_if", "cli"),
+    "commands": ("commands", "cli"),
 }
 ROOM = {folder: room for room, folders in ROOMS.items() for folder in folders}
 APART = ROOMS["actor, rollout, rewards"]  # they meet in a phase, and do not import each other

@@ -25,6 +25,7 @@ import torch
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from megarl.cli import main
+from megarl.commands.stages.ingest import ingest
 from megarl.data.prompts import open_prompts
 from megarl.errors import UserError
 from megarl.objectives import OBJECTIVES, OPTIONS
@@ -32,7 +33,6 @@ from megarl.recipe.load import load_recipe, parse_recipe
 from megarl.recipe.tables import ObjectiveTable, Recipe
 from megarl.rewards.parts import build_verifier, check_reward, total
 from megarl.rollout.drift import hugging_face_reference
-from megarl.stages.ingest import ingest
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from tests.helpers import RECIPE, ROOT

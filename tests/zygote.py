@@ -186,7 +186,14 @@ def main() -> None:
 
 def import_rest() -> Any:
     """Import what runs of the tests need beyond what all runs need, one module at each step."""
-    names = ["megarl.cli", "megarl.workers.launcher", "megarl.train", "megarl.commands", "megarl.workers.preflight"]
+    names = [
+        "megarl.cli",
+        "megarl.workers.launcher",
+        "megarl.commands.train",
+        "megarl.commands.one_phase",
+        "megarl.commands.evaluate",
+        "megarl.workers.preflight",
+    ]
     names += ["reasoning_gym", "transformers.models.qwen3_moe", "megarl.rollout.builtin"]
     names += ["megarl.phases.optimize", "megarl.actor.cpu_backend", "megarl.phases.live.trainer"]
     names += ["plotly.graph_objects", "rich.live"]

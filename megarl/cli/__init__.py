@@ -130,11 +130,10 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
 
 
 def _train(options: argparse.Namespace, nodes: Nodes) -> None:
-    from megarl.commands import summarise_run
+    from megarl.commands.train import optimizes, summarise_run, train
     from megarl.recipe.load import load_recipe
     from megarl.storage.origin import check_weights, link_start, record, result_of
     from megarl.storage.run_dir import RunDir
-    from megarl.train import optimizes, train
     from megarl.workers.preflight import check
 
     checkpoint = None
@@ -159,7 +158,7 @@ def _train(options: argparse.Namespace, nodes: Nodes) -> None:
 
 
 def _rollout(options: argparse.Namespace, nodes: Nodes) -> None:
-    from megarl.commands import rollout_stage
+    from megarl.commands.one_phase import rollout_stage
 
     stage = _open_stage(options)
     with stage.run.lock():
@@ -167,8 +166,8 @@ def _rollout(options: argparse.Namespace, nodes: Nodes) -> None:
 
 
 def _serve(options: argparse.Namespace, nodes: Nodes) -> None:
+    from megarl.commands.stages.serve import check_serving, serve_stage
     from megarl.recipe.load import load_recipe
-    from megarl.stages.serve import check_serving, serve_stage
     from megarl.storage.run_dir import RunDir
 
     if options.recipe is not None:
@@ -184,7 +183,7 @@ def _serve(options: argparse.Namespace, nodes: Nodes) -> None:
 
 
 def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
-    from megarl.commands import optimize_branch, optimize_stage
+    from megarl.commands.one_phase import optimize_branch, optimize_stage
 
     stage = _open_stage(options)
     if options.output:
@@ -197,7 +196,7 @@ def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from megarl.commands import describe_evaluations, evaluate_checkpoint, evaluate_model
+    from megarl.commands.evaluate import describe_evaluations, evaluate_checkpoint, evaluate_model
 
     if (options.stage is None) != (options.update is None):
         raise UserError("--stage and --update must be given together: they name a policy, as in `megarl export`")
@@ -210,7 +209,7 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from megarl.commands import export_policy
+    from megarl.commands.evaluate import export_policy
 
     print(export_policy(options.run_dir, options.stage, options.update, options.output, options.adapters))
 
@@ -249,7 +248,7 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _rehearse(options: argparse.Namespace, nodes: Nodes) -> None:
-    from megarl.commands import rehearse_recipe
+    from megarl.commands.one_phase import rehearse_recipe
 
     print(rehearse_recipe(nodes, options.recipe, options.set, options.run_dir))
 

@@ -55,7 +55,7 @@ def add_beside(commands: Commands) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> None:
-    from megarl import sweep
+    from megarl.commands import sweep
 
     output = options.output or options.sweep.with_suffix("")
     if options.dry_run:
@@ -65,8 +65,8 @@ def _sweep(options: argparse.Namespace) -> None:
 
 
 def _what_if(options: argparse.Namespace) -> None:
+    from megarl.commands.what_if import what_if
     from megarl.views.what_if import estimates, table, write_figure
-    from megarl.what_if import what_if
 
     if options.fresh and options.fresh_stage is None:
         raise UserError("--fresh RUN needs --fresh-stage K: a stage of that run")

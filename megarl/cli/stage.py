@@ -59,8 +59,8 @@ def add_stage(commands: Commands) -> None:
 
 
 def _pack(options: argparse.Namespace) -> None:
-    from megarl.stages.pack import pack
-    from megarl.stages.packed import describe
+    from megarl.commands.stages.pack import pack
+    from megarl.commands.stages.packed import describe
 
     manifest = pack(
         options.run_dir, options.stage, options.output, options.license, options.weights, not options.no_prompts
@@ -70,26 +70,26 @@ def _pack(options: argparse.Namespace) -> None:
 
 
 def _unpack(options: argparse.Namespace) -> None:
-    from megarl.stages.packed import describe
-    from megarl.stages.unpack import describe_unpacked, unpack
+    from megarl.commands.stages.packed import describe
+    from megarl.commands.stages.unpack import describe_unpacked, unpack
 
     manifest = unpack(options.packed, options.run_dir, options.model, options.prompts, options.set)
     print(json.dumps(describe(manifest)) if options.json else describe_unpacked(manifest, options.run_dir))
 
 
 def _push(options: argparse.Namespace) -> None:
-    from megarl.stages.hub import push
+    from megarl.commands.stages.hub import push
 
     print(push(options.packed, options.repository, options.private))
 
 
 def _pull(options: argparse.Namespace) -> None:
-    from megarl.stages.hub import pull
+    from megarl.commands.stages.hub import pull
 
     print(pull(options.repository, options.output, options.revision))
 
 
 def _ingest(options: argparse.Namespace) -> None:
-    from megarl.stages.ingest import ingest
+    from megarl.commands.stages.ingest import ingest
 
     print(ingest(options.recipe, options.set, options.files, options.run_dir, options.ignore))

@@ -1,8 +1,8 @@
 """The what-if phase: compares every objective's gradient on stored batches with the gradient on fresh responses.
 
 A single process holds an actor and, unless fresh responses are given, the built-in engine. It loads policies of a stage
-one after another and makes no update. `megarl.what_if` starts it in a scratch run directory and reads the records that
-it writes there.
+one after another and makes no update. `megarl.commands.what_if` starts it in a scratch run directory and reads the
+records that it writes there.
 """
 
 from __future__ import annotations

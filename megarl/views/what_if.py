@@ -11,9 +11,9 @@ import numpy as np
 
 from megarl.estimates import mean_of_replicates
 from megarl.storage.files import write_atomic
-from megarl.views.chart import Chart
 from megarl.views.report import page
-from megarl.views.report_charts import COLOURS
+from megarl.views.report.chart import Chart
+from megarl.views.report.charts import COLOURS
 
 COLUMNS = ("kept", "clipped", "vetoed", "masked", "norm", "cosine", "cosine_to_grpo")
 HEADS = ("kept", "clipped", "vetoed", "masked", "gradient norm", "cosine to fresh", "cosine to GRPO")

@@ -24,9 +24,9 @@ from lab.claims import (
 from lab.figures import charts
 from lab.results import Sweep, at, difference, estimate, load, save
 from lab.tables import NAMES, _by_seed, half_gain, same_runs, text
+from megarl.commands.sweep import describe
 from megarl.objectives import OBJECTIVES
 from megarl.recipe.sweep import load_sweep
-from megarl.sweep import describe
 from tests.helpers import ROOT
 
 FIVE = FIRST

@@ -4,7 +4,7 @@ import re
 
 from lab.results import Sweep, Value, at, difference, estimate, last
 from lab.tables import text
-from megarl.sweep.results import Estimate
+from megarl.commands.sweep.results import Estimate
 from tests.helpers import ROOT
 
 NUMBER = r"([-+]?\d*\.?\d+)"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.commands import branch_recipe, optimize_stage, rollout_stage
+from megarl.commands.one_phase import branch_recipe, optimize_stage, rollout_stage
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir

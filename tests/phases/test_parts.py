@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.commands import branch_recipe
+from megarl.commands.one_phase import branch_recipe
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.phases.rollout_stats import RolloutStats, solve_rate_bin

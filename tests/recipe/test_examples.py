@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from megarl.commands import branch_recipe
+from megarl.commands.one_phase import branch_recipe
 from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
 from tests.helpers import ROOT

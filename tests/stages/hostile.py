@@ -12,7 +12,7 @@ from dataclasses import replace
 import pyarrow as pa
 import tomli_w
 
-from megarl.stages.packed import MANIFEST, Source
+from megarl.commands.stages.packed import MANIFEST, Source
 from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.ledger import LEDGER, SEALED, parse, to_line
 from tests.stages.made_up import agree, archive, entry, sha

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from megarl.commands.stages.packed import MANIFEST, Manifest, Source
 from megarl.recipe.load import load_recipe
-from megarl.stages.packed import MANIFEST, Manifest, Source
 from megarl.storage.checkpoints import FileSum
 from megarl.storage.policies import copy_policy, read_info
 from megarl.storage.rollouts import Group, Response, RolloutWriter, seal

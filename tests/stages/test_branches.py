@@ -2,9 +2,9 @@
 
 import pytest
 
-from megarl.commands import branch, changed_recipe
+from megarl.commands.one_phase import branch, changed_recipe
+from megarl.commands.stages.pack import pack
 from megarl.errors import UserError
-from megarl.stages.pack import pack
 from megarl.storage.origin import link_start, start_of
 from tests.stages.made_up import make_run
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from megarl.stages.pack import pack
-from megarl.stages.packed import Source
-from megarl.stages.unpack import unpack
+from megarl.commands.stages.pack import pack
+from megarl.commands.stages.packed import Source
+from megarl.commands.stages.unpack import unpack
 from tests.helpers import ROOT, mount_tmpfs
 from tests.stages.hub_server import TOKEN, serve
 from tests.stages.made_up import make_run
@@ -113,7 +113,7 @@ def test_a_mistake_gives_one_line_of_error(packed, hub, tmp_path):
 
 
 def test_a_tar_file_is_not_pushed(packed, hub, tmp_path):
-    from megarl.stages.packed import write_tar
+    from megarl.commands.stages.packed import write_tar
 
     write_tar(packed, Source(packed).manifest, tmp_path / "stage.tar")
     refused = stage(hub, "push", tmp_path / "stage.tar", NAME)

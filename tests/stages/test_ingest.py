@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.commands.stages.ingest import ingest
 from megarl.errors import UserError
 from megarl.rollout.drift import hugging_face_reference
-from megarl.stages.ingest import ingest
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
@@ -209,7 +209,7 @@ def test_an_ignored_column_is_not_read(recipe, rows, tmp_path):
 
 
 def test_a_line_that_is_too_long_is_refused(recipe, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr("megarl.stages.rows.MAX_LINE", 1000)
+    monkeypatch.setattr("megarl.commands.stages.rows.MAX_LINE", 1000)
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(rows[0]) + "\n" + json.dumps(rows[1] | {"finish_reason": "x" * 1000}))
     with pytest.raises(UserError, match=r"a\.jsonl, row 2 is longer than"):

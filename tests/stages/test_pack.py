@@ -9,11 +9,11 @@ import pytest
 import tomli_w
 from safetensors.torch import load_file, save_file
 
+from megarl.commands.stages.pack import pack
+from megarl.commands.stages.packed import Source
+from megarl.commands.stages.unpack import unpack
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe, read_tables
-from megarl.stages.pack import pack
-from megarl.stages.packed import Source
-from megarl.stages.unpack import unpack
 from megarl.storage.ledger import LEDGER
 from megarl.storage.policies import check_policy
 from megarl.storage.run_dir import RunDir

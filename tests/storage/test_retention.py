@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from megarl import train as train_module
+from megarl.commands import train as train_module
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.storage import files, retention

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from lab.collect import collect
 from lab.results import read
+from megarl.commands.sweep import describe, sweep
 from megarl.errors import UserError
 from megarl.estimates import mean_of_replicates
 from megarl.storage.run_dir import RunDir
-from megarl.sweep import describe, sweep
 from tests.helpers import (
     ROOT,
     events,

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from megarl.commands import export_policy
+from megarl.commands.evaluate import export_policy
+from megarl.commands.what_if import what_if
 from megarl.errors import UserError
 from megarl.estimates import mean_of_replicates
 from megarl.objectives import OBJECTIVES
@@ -20,7 +21,6 @@ from megarl.recipe.load import override_recipe
 from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.run_dir import RunDir
 from megarl.views.what_if import table
-from megarl.what_if import what_if
 from tests.helpers import events, megarl, metrics, processes_of, start_megarl, wait_for
 
 BATCHES = 3

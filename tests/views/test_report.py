@@ -9,8 +9,8 @@ import pytest
 from megarl.errors import UserError
 from megarl.objectives.parts import detail
 from megarl.views.report import short_names, summary, write_report
-from megarl.views.report_charts import POINTS, make_charts
-from megarl.views.report_detail import COLUMNS, ROWS
+from megarl.views.report.charts import POINTS, make_charts
+from megarl.views.report.detail import COLUMNS, ROWS
 from megarl.views.run_reader import read_run
 from tests.views.synthetic_run import make_recipe, make_run, update_record, write_lines
 

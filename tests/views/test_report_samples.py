@@ -4,7 +4,7 @@ import re
 
 from megarl.storage.rollouts import Group
 from megarl.views.report import write_report
-from megarl.views.report_samples import BYTES, samples_section
+from megarl.views.report.samples import BYTES, samples_section
 from tests.views.stored_run import HOSTILE, WORDS, make_stored_run, random_groups, response, two_stages
 from tests.views.synthetic_run import make_recipe
 

@@ -10,7 +10,7 @@ from megarl.recipe.tables import Recipe
 from megarl.storage.learning import UPDATES, LearningWatch, find
 from megarl.storage.run_dir import RunDir
 from megarl.views.report import summary
-from megarl.views.report_pairs import pair_charts
+from megarl.views.report.pairs import pair_charts
 from megarl.views.run_reader import read_run
 from tests.helpers import events, five_letters, megarl, read_lines, write_recipe
 from tests.views.synthetic_run import make_recipe, make_run, write_lines

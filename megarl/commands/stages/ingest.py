@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megarl.commands.stages.foreign import vocabulary_size
+from megarl.commands.stages.rows import Limits, Row, prompt_of, read_rows, response_of
+from megarl.commands.stages.target import new_directory
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.load import Overrides, load_recipe
 from megarl.recipe.tables import Recipe
-from megarl.stages.foreign import vocabulary_size
-from megarl.stages.rows import Limits, Row, prompt_of, read_rows, response_of
-from megarl.stages.target import new_directory
 from megarl.storage.policies import check_weights, copy_policy
 from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from megarl.commands.sweep.plan import Job, Plan
 from megarl.storage.json_lines import read_intact_lines
-from megarl.sweep.plan import Job, Plan
 
 
 def remaining(plan: Plan, jobs: int) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from megarl.commands.sweep.plan import Job, Plan
 from megarl.errors import UserError
 from megarl.estimates import Interval, mean_of_replicates, paired
 from megarl.recipe.sweep import Point
 from megarl.storage.evaluations import SuiteResponses
-from megarl.sweep.plan import Job, Plan
 from megarl.views.comparison import check_same_prompts
 from megarl.views.run_reader import Run, interval, read_run
 

@@ -13,11 +13,9 @@ from typing import Any
 
 import tomli_w
 
-from megarl.errors import UserError
-from megarl.recipe.tables import Recipe
-from megarl.scratch import open_stage
-from megarl.stages.card import write_card
-from megarl.stages.packed import (
+from megarl.commands.scratch import open_stage
+from megarl.commands.stages.card import write_card
+from megarl.commands.stages.packed import (
     CARD,
     CHECKPOINTS,
     FILES,
@@ -31,7 +29,9 @@ from megarl.stages.packed import (
     check_name,
     write_tar,
 )
-from megarl.stages.target import check_new, new_directory
+from megarl.commands.stages.target import check_new, new_directory
+from megarl.errors import UserError
+from megarl.recipe.tables import Recipe
 from megarl.storage.checkpoints import FileSum, checkpoints
 from megarl.storage.files import disk_errors, file_sha256, make_directory
 from megarl.storage.ledger import LEDGER, SEALED

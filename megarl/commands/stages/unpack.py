@@ -17,13 +17,9 @@ from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.errors import UserError
-from megarl.recipe.layout import TRAINING_TABLES
-from megarl.recipe.load import Overrides, apply_overrides, parse_override, parse_recipe, read_tables
-from megarl.recipe.tables import Recipe
-from megarl.stages.foreign import check_foreign_shard, vocabulary_size
-from megarl.stages.pack import replaced, without_code, without_machine
-from megarl.stages.packed import (
+from megarl.commands.stages.foreign import check_foreign_shard, vocabulary_size
+from megarl.commands.stages.pack import replaced, without_code, without_machine
+from megarl.commands.stages.packed import (
     CHECKPOINTS,
     FILES,
     FIRST_POLICY,
@@ -33,7 +29,11 @@ from megarl.stages.packed import (
     Manifest,
     Source,
 )
-from megarl.stages.target import new_directory
+from megarl.commands.stages.target import new_directory
+from megarl.errors import UserError
+from megarl.recipe.layout import TRAINING_TABLES
+from megarl.recipe.load import Overrides, apply_overrides, parse_override, parse_recipe, read_tables
+from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import write_checked
 from megarl.storage.files import file_sha256, make_directory
 from megarl.storage.ledger import check_seal

@@ -95,3 +95,23 @@ def optimizes(run: RunDir, until: tuple[str, int] | None) -> bool:
     live = run.recipe.schedule.kind == "live"
     stages = run.stages() if until is None else run.stages()[: until[1] + (live or until[0] == "optimize")]
     return any(not stage.is_trained() for stage in stages)
+
+
+def summarise_run(run: RunDir) -> str:
+    """The last lines that a training run prints: the gain in accuracy, model and report, a command to try next."""
+    base, final = run.stage(0).evaluation(), run.end.evaluation()
+    lines = []
+    if base and final:
+        gain = final["accuracy"] - base["accuracy"]
+        squares = [((r["ci95"][1] - r["ci95"][0]) / 2) ** 2 for r in (base, final)]  # of the intervals' half widths
+        lines.append(
+            f"held-out accuracy {base['accuracy']:.3f} -> {final['accuracy']:.3f}: "
+            f"{gain:+.3f} +- {sum(squares) ** 0.5:.3f} (95 %, {final['prompts']} prompts)"
+        )
+    lines += [
+        f"model   {run.final}",
+        f"report  {run.root / 'report.html'}",
+    ]
+    if run.recipe.schedule.kind == "staged":
+        lines.append(f"next    megarl optimize {run.root} --stage 0 --output {run.root}-grpo --set objective.name=grpo")
+    return "\n".join(lines)

@@ -7,9 +7,9 @@ import re
 from typing import Any
 
 from megarl.storage.json_lines import Record
-from megarl.views.chart import Chart
-from megarl.views.report_curves import CURVES
-from megarl.views.report_detail import detail_charts
+from megarl.views.report.chart import Chart
+from megarl.views.report.curves import CURVES
+from megarl.views.report.detail import detail_charts
 from megarl.views.run_reader import Run, interval
 
 COLOURS = (

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.commands import changed_recipe
+from megarl.commands.one_phase import changed_recipe
 from megarl.errors import UserError
 from megarl.recipe.layout import is_layout_setting
 from megarl.recipe.load import Setting, load_recipe, recipe_diff

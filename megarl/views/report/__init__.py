@@ -15,10 +15,10 @@ from pathlib import Path
 from megarl.errors import UserError
 from megarl.storage.files import write_atomic
 from megarl.storage.json_lines import Record
-from megarl.views.chart import Chart
-from megarl.views.report_charts import COLOURS, make_charts
-from megarl.views.report_pairs import pair_charts, pair_columns
-from megarl.views.report_samples import samples_section
+from megarl.views.report.chart import Chart
+from megarl.views.report.charts import COLOURS, make_charts
+from megarl.views.report.pairs import pair_charts, pair_columns
+from megarl.views.report.samples import samples_section
 from megarl.views.run_reader import Run, half_width, read_run
 
 
@@ -78,7 +78,7 @@ def page(title: str, notes: str, summary: str, charts: list[Chart], below: str =
         # 2 MB instead of 5; the page decompresses it
         "plotly": base64.b64encode(gzip.compress(get_plotlyjs().encode(), 4, mtime=0)).decode(),
     }
-    text = Path(__file__).with_name("report_page.html").read_text()
+    text = Path(__file__).with_name("page.html").read_text()
     pieces = text.split("@@")  # text, name, text, name, ..., text; inserted text is not searched for names again
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 

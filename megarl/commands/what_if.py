@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.commands.scratch import check_updates, open_stage, policies_of, run_scratch_phase
 from megarl.errors import UserError
-from megarl.scratch import check_updates, open_stage, policies_of, run_scratch_phase
 from megarl.storage.ledger import sealed_external
 from megarl.storage.retention import require_policy
 from megarl.storage.run_dir import Stage

@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.commands.sweep.cost import remaining, updates_of
+from megarl.commands.sweep.figure import write_figure
+from megarl.commands.sweep.plan import Job, Plan, make_plan
+from megarl.commands.sweep.results import as_records, read_finished, rows, runs_csv, table_csv, table_text
+from megarl.commands.sweep.workers import Outcome, Workers
 from megarl.errors import PhaseFailed, UserError
 from megarl.recipe.sweep import load_sweep
 from megarl.storage.files import write_atomic
-from megarl.sweep.cost import remaining, updates_of
-from megarl.sweep.figure import write_figure
-from megarl.sweep.plan import Job, Plan, make_plan
-from megarl.sweep.results import as_records, read_finished, rows, runs_csv, table_csv, table_text
-from megarl.sweep.workers import Outcome, Workers
 
 
 def describe(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:

@@ -1,40 +1,30 @@
-"""The commands beside ``megarl train``: one phase alone, a branch, an export, and the evaluation of any model."""
+"""One phase alone: the rollouts or the updates of a stage, a branch of a stage in a new run, a rehearsal."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
 
+from megarl.commands.train import rehearse
 from megarl.errors import UserError
-from megarl.models.hf_config import read_hf_config
-from megarl.models.lora import check_exported_alone
-from megarl.recipe.data_table import FILES
-from megarl.recipe.eval_table import SuiteTable, default_name
 from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import Overrides, load_recipe, override_recipe, parse_override, recipe_diff
 from megarl.recipe.tables import Recipe
-from megarl.scratch import check_updates, open_stage, run_scratch_phase
 from megarl.storage.best import update_best_and_remove_policies
-from megarl.storage.checkpoints import checkpoints
 from megarl.storage.evaluations import SuiteResponses
 from megarl.storage.files import make_directory
 from megarl.storage.ledger import sealed_external
 from megarl.storage.origin import RESCORED, SCORED_BEFORE, link_start, start_of
-from megarl.storage.policies import check_policy, copy_policy, dequantised_model
+from megarl.storage.policies import copy_policy
 from megarl.storage.retention import check_kept, require_policy
 from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.trackers import NONE as NO_TRACKERS
-from megarl.train import rehearse
 from megarl.views.progress import Progress
 from megarl.views.report import write_report
 from megarl.workers.launcher import run_phase
-from megarl.workers.nodes import NodeRank, Nodes
+from megarl.workers.nodes import Nodes
 from megarl.workers.preflight import check
 
 # settings that keep the rollouts but divide them into other batches
@@ -216,183 +206,9 @@ def _link_evaluation(source: Stage, stage: Stage, suite: str) -> None:
             link.symlink_to(place)
 
 
-def export_policy(run_dir: Path, number: int, updates: int, output: Path, adapters: bool = False) -> str:
-    """Write a policy as the Hugging Face directory ``output``; returns the line to print.
-
-    updates: which policy, by the number of updates of stage ``number`` that it has had.
-    adapters: write only the adapters of a run with ``[actor.lora]``, in PEFT's format.
-    """
-    stage = open_stage(run_dir, number)
-    check_updates(stage, [updates])
-    if adapters:
-        _check_has_adapters(stage, updates)
-    if output.exists():
-        raise UserError(f"{output} exists already: give --output a directory that does not exist")
-    make_directory(output.resolve().parent)
-    run_scratch_phase(stage, "export", update=updates, output=str(output.resolve()), adapters=adapters)
-    return f"wrote {output}"
-
-
-def _check_has_adapters(stage: Stage, updates: int) -> None:
-    """`UserError` unless there is a checkpoint after ``updates``: exported policies have the adapters merged in."""
-    if stage.run.recipe.actor.lora is None:
-        raise UserError(f"--adapters: {stage.run.root} has no adapters: its recipe has no [actor.lora]")
-    check_exported_alone(stage.run.recipe, read_hf_config(stage.run.stage(0).policy))
-    saved = [update for update, _ in checkpoints(stage.checkpoints)]
-    if updates not in saved:
-        raise UserError(
-            f"--adapters: of update {updates} of stage {stage.number} there is no checkpoint, only a policy with the "
-            f"adapters merged in; the stage has checkpoints of these updates: {', '.join(map(str, saved)) or 'none'}"
-        )
-
-
-def evaluate_checkpoint(
-    run_dir: Path, place: tuple[int, int], suites: list[str], overrides: list[str], output: Path | None
-) -> list[dict[str, Any]]:
-    """`evaluate_model` of any policy of a run. place: (stage, number of its updates that the policy has had)."""
-    with tempfile.TemporaryDirectory(prefix="megarl-policy-") as scratch:
-        policy = (output or Path(scratch)).resolve() / "policies" / f"stage_{place[0]:03d}_update_{place[1]:06d}"
-        if not policy.exists():
-            export_policy(run_dir, *place, policy)
-        return evaluate_model(run_dir, None, suites, overrides, output, policy)
-
-
-def evaluate_model(
-    target: Path,
-    recipe_path: Path | None,
-    suites: list[str],
-    overrides: list[str],
-    output: Path | None,
-    exported: Path | None = None,
-) -> list[dict[str, Any]]:
-    """Evaluate a policy on some suites; returns the evaluation of each suite.
-
-    target: a run directory, whose newest policy is evaluated (or ``exported``, if given), or a Hugging Face directory.
-    recipe_path: data and reward settings, needed if ``target`` is not a run directory.
-    suites: names of the recipe's suites, prompt files or generators; empty: all suites of the recipe.
-    output: a run directory, made if needed, that keeps the responses; an interrupted evaluation continues there.
-    """
-    if not target.is_dir():
-        raise UserError(f"{target} is not a directory")
-    run = RunDir.open(target) if (target / "recipe.toml").exists() else None
-    if run is not None:
-        before, policy = run.recipe, exported or _newest_policy(run)
-        if policy != before.model.path:
-            check_policy(policy, "Restore it from a copy")
-    elif recipe_path is not None:
-        before, policy = load_recipe(recipe_path), target.resolve()
-    else:
-        raise UserError(f"{target} is not a run directory: use --recipe to say which data and reward to use")
-    recipe = override_recipe(_with_suites(before, suites), overrides)
-    recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update=NO_TRACKERS)})
-    heldout = max((suite.prompts for suite in before.suites if not suite.own), default=0)
-    if not recipe.suites or any(suite.prompts > heldout for suite in recipe.suites if not suite.own):
-        raise UserError(f"only {heldout} prompts are held out from training; use --suite FILE to evaluate on others")
-    if run is not None and not all(suite.own for suite in recipe.suites):
-        run.check_prompts()
-    with tempfile.TemporaryDirectory(prefix="megarl-eval-") as scratch, Nodes(NodeRank()) as nodes:
-        model = recipe.model.model_copy(update={"path": policy, "tokenizer": None})
-        check(nodes.starter, recipe.model_copy(update={"model": model}), optimizes=False)
-        root = (output or Path(scratch) / "run").resolve()
-        results = _evaluate_in(RunDir(root, recipe), dequantised_model(policy, root / "policies"), nodes)
-    return [{**result, "policy": str(policy)} for result in results]
-
-
-def describe_evaluations(results: list[dict[str, Any]]) -> str:
-    """The text that ``megarl eval`` prints."""
-    lines = [line for result in results for line in _describe(result, len(results) > 1)]
-    return "\n".join([*dict.fromkeys(result["policy"] for result in results), *lines])
-
-
-def _with_suites(recipe: Recipe, suites: list[str]) -> Recipe:
-    """The recipe with exactly these suites; unchanged if ``suites`` is empty."""
-    if not suites:
-        return recipe
-    table = recipe.eval
-    known = {suite.name: suite for suite in table.suites}
-    for suite in () if known else recipe.suites:
-        known[suite.name] = SuiteTable(name=suite.name, suite=table.suite, source=table.source, data=table.data)
-    chosen = [known.get(name) or _suite_of(name) for name in suites]
-    if len({suite.name for suite in chosen}) < len(chosen):
-        raise UserError(f"--suite: two of {', '.join(suites)} have the same name")
-    changes: dict[str, Any] = {
-        "suite": None,
-        "source": None,
-        "data": {},
-        "suites": chosen,
-        "every": max(1, table.every),
-    }
-    return recipe.model_copy(update={"eval": table.model_copy(update=changes)})
-
-
-def _suite_of(data: str) -> SuiteTable:
-    """A suite made of ``data``, a prompt file or generator that the recipe does not name."""
-    source: Literal["file", "reasoning_gym"] = "reasoning_gym"
-    if Path(data).suffix in FILES:
-        source, data = "file", str(Path(data).resolve())
-    return SuiteTable(name=default_name(source, data), source=source, suite=data)
-
-
-def _evaluate_in(run: RunDir, policy: Path, nodes: Nodes) -> list[dict[str, Any]]:
-    """Evaluate ``policy`` in the run directory ``run``, which is of this policy alone; reuses evaluations in it."""
-    with run.lock():
-        stage = RunDir.create(run.root, run.recipe).stage(0)
-        make_directory(stage.directory)
-        if stage.policy.exists() and stage.policy.resolve() != policy.resolve():
-            raise UserError(f"{run.root} has evaluations of {stage.policy.resolve()}: use another --output")
-        if not stage.policy.exists():
-            stage.policy.symlink_to(policy)
-        if stage.run.unevaluated(0):
-            run_phase(nodes, stage, "evaluate", stage.rollout.workers)
-        return [result for suite in run.recipe.suites if (result := stage.run.evaluation(0, suite.name))]
-
-
-def _describe(result: dict[str, Any], with_name: bool) -> Iterator[str]:
-    """One line for each estimate, with its interval; pass@k for powers of 2 and for all samples."""
-    n = result["samples"]
-    if with_name:
-        yield result["suite"]
-    yield _estimate(f"avg@{n}", result["accuracy"], result["ci95"], result["prompts"])
-    for k in range(2, n + 1):
-        if k == n or k & (k - 1) == 0:
-            value, bounds = result["pass_at"][k - 1], result["pass_at_ci95"][k - 1]
-            yield _estimate(f"pass@{k}", value, bounds, result["prompts"])
-    if "maj_at_k" in result:
-        yield _estimate(f"maj@{n}", result["maj_at_k"], result["maj_at_k_ci95"], result["prompts"])
-
-
-def _estimate(name: str, value: float, interval: list[float], prompts: int) -> str:
-    return f"{name} {value:.4f}  95 % interval [{interval[0]:.4f}, {interval[1]:.4f}]  {prompts} prompts"
-
-
-def _newest_policy(run: RunDir) -> Path:
-    policies = [stage.policy for stage in [run.end, *reversed(run.stages())] if stage.policy.exists()]
-    return policies[0] if policies else run.recipe.model.path
-
-
 def _require_staged(run: RunDir) -> None:
     if run.recipe.schedule.kind == "live":
         raise UserError(
             f"{run.root} is a live run: `megarl train` makes its rollouts and updates at the same time, so no phase of "
             "it can run alone"
         )
-
-
-def summarise_run(run: RunDir) -> str:
-    """The last lines that a training run prints: the gain in accuracy, model and report, a command to try next."""
-    base, final = run.stage(0).evaluation(), run.end.evaluation()
-    lines = []
-    if base and final:
-        gain = final["accuracy"] - base["accuracy"]
-        squares = [((r["ci95"][1] - r["ci95"][0]) / 2) ** 2 for r in (base, final)]  # of the intervals' half widths
-        lines.append(
-            f"held-out accuracy {base['accuracy']:.3f} -> {final['accuracy']:.3f}: "
-            f"{gain:+.3f} +- {sum(squares) ** 0.5:.3f} (95 %, {final['prompts']} prompts)"
-        )
-    lines += [
-        f"model   {run.final}",
-        f"report  {run.root / 'report.html'}",
-    ]
-    if run.recipe.schedule.kind == "staged":
-        lines.append(f"next    megarl optimize {run.root} --stage 0 --output {run.root}-grpo --set objective.name=grpo")
-    return "\n".join(lines)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.commands.sweep.plan import Plan
+from megarl.commands.sweep.results import Estimate, Row
 from megarl.recipe.sweep import Point, SweepTable
 from megarl.storage.files import write_atomic
-from megarl.sweep.plan import Plan
-from megarl.sweep.results import Estimate, Row
-from megarl.views.chart import Chart
 from megarl.views.report import page
-from megarl.views.report_charts import COLOURS
+from megarl.views.report.chart import Chart
+from megarl.views.report.charts import COLOURS
 
 
 def write_figure(plan: Plan, found: Sequence[Row], output: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megarl.commands.stages.packed import Manifest
 from megarl.recipe.tables import Recipe
-from megarl.stages.packed import Manifest
 from megarl.storage.rollouts import RolloutStore
 
 _CARD = """---

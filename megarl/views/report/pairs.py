@@ -10,9 +10,9 @@ import numpy as np
 
 from megarl.errors import UserError
 from megarl.estimates import Difference, mean_of_replicates
-from megarl.views.chart import Chart
 from megarl.views.comparison import difference_at
-from megarl.views.report_charts import colour, line
+from megarl.views.report.chart import Chart
+from megarl.views.report.charts import colour, line
 from megarl.views.run_reader import Run
 
 POINTS = 8  # updates at which two runs are compared, at most; each one reads all responses of two evaluations

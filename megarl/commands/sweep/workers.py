@@ -17,13 +17,13 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Literal
 
-from megarl.commands import optimize_branch
+from megarl.commands.one_phase import optimize_branch
+from megarl.commands.sweep.plan import Job
+from megarl.commands.train import optimizes, train
 from megarl.errors import Busy, PhaseFailed, UserError
 from megarl.linux import die_with_parent
 from megarl.storage.files import make_directory
 from megarl.storage.run_dir import RunDir
-from megarl.sweep.plan import Job
-from megarl.train import optimizes, train
 from megarl.workers.node_rank import NodeRank
 from megarl.workers.nodes import Nodes
 from megarl.workers.preflight import check

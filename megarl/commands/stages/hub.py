@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.commands.stages.packed import CARD, MANIFEST, MAX_MANIFEST, Manifest, Source, check_space
+from megarl.commands.stages.target import new_directory
 from megarl.errors import PhaseFailed, UserError
-from megarl.stages.packed import CARD, MANIFEST, MAX_MANIFEST, Manifest, Source, check_space
-from megarl.stages.target import new_directory
 from megarl.storage.checkpoints import FileSum
 from megarl.storage.files import disk_errors
 
