@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,3 +96,10 @@ def test_an_unknown_key_is_looked_for_in_all_tables():
         "actor.lr: unknown key; did you mean optimizer.lr?" in cli("data", "show", RECIPE, "--set", "actor.lr=3").stderr
     )
     assert "did you mean optimizer.betas?" in cli("data", "show", RECIPE, "--set", "beta=3").stderr
+
+
+def test_every_command_is_in_the_list_of_commands():
+    names = re.findall(r"(?m)^    ([a-z][\w-]*)(?= |$)", cli("--help").stdout)
+    page = (ROOT / "docs/commands.md").read_text()
+    assert {"train", "stage", "completion"} <= set(names)
+    assert [name for name in names if f"megarl {name}" not in page] == []
