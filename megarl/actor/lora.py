@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel import (
 from megarl.actor.experts import grouped_linear
 from megarl.actor.model import PolicyModel
 from megarl.models.lora import Matrix, targeted
-from megarl.recipe.lora_table import LoraTable
+from megarl.recipe.actor_table import LoraTable
 from megarl.recipe.tables import Recipe
 
 

@@ -31,7 +31,7 @@ from megarl.actor.layers import engine_block_spec, torch_block_spec
 from megarl.errors import UserError
 from megarl.kernels.linear_logprob import linear_logprob
 from megarl.models import family_of
-from megarl.recipe.recompute import Recompute
+from megarl.recipe.actor_table import Recompute
 from megarl.recipe.tables import Recipe
 
 if not hasattr(moe_utils, "te_general_gemm"):

@@ -227,9 +227,9 @@ def micro_batches(samples: Sequence[Sample], budget: int, device: torch.device, 
     """This data-parallel rank's micro-batches of an update; every rank gets the same number of them.
 
     budget: tokens of a micro-batch. align: the tokens that each rank multiplies with a matrix are a multiple of this,
-    as fp8 needs it (`megarl.recipe.fp8.token_alignment`). Sequence parallelism needs T to be a multiple of its ranks.
-    Virtual pipeline stages need all micro-batches equally long, and their number to be a multiple of the pipeline
-    ranks.
+    as fp8 needs it (`megarl.recipe.megatron.token_alignment`). Sequence parallelism needs T to be a multiple of its
+    ranks. Virtual pipeline stages need all micro-batches equally long, and their number to be a multiple of the
+    pipeline ranks.
     """
     replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     virtual = mpu.get_virtual_pipeline_model_parallel_world_size() is not None

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from megarl.actor.hf_names import hf_tensors, name_on_this_rank
 from megarl.actor.model import PolicyModel
-from megarl.recipe.lora_table import LoraTable
+from megarl.recipe.actor_table import LoraTable
 from megarl.storage.checked_json import write_checked
 from megarl.storage.files import atomic_directory
 from megarl.storage.policies import INFO_FILE

@@ -17,7 +17,7 @@ from megarl.actor.model import PolicyModel
 from megarl.actor.packing import Sample, micro_batches
 from megarl.actor.schedule import collect, run_micro_batches
 from megarl.batch import TokenBatch
-from megarl.recipe.fp8 import token_alignment
+from megarl.recipe.megatron import token_alignment
 
 # Router scores of two float32 implementations were measured to differ by up to 6e-7 of a token's largest score
 NEARNESS = 2e-6

@@ -111,14 +111,14 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _show_data(options: argparse.Namespace) -> None:
     from megarl.recipe.load import load_recipe
-    from megarl.views.data import show_prompts
+    from megarl.views.prompts import show_prompts
 
     print(show_prompts(load_recipe(options.recipe, options.set), options.count))
 
 
 def _check_data(options: argparse.Namespace) -> None:
     from megarl.recipe.load import load_recipe
-    from megarl.views.check_data import check_prompts
+    from megarl.views.prompts import check_prompts
 
     found = check_prompts(load_recipe(options.recipe, options.set))
     print(found.as_json() if options.json else found.text())

@@ -29,9 +29,9 @@ class Kept(NamedTuple):
 class Keeping:
     """Settings on which depends what layers keep for the backward pass."""
 
-    again: frozenset[str] = frozenset()  # recomputed parts (`megarl.recipe.recompute`), which keep only their input
+    again: frozenset[str] = frozenset()  # recomputed parts (`megarl.recipe.actor_table`), which keep only their input
     fused: bool = False  # Transformer Engine's layers instead of the torch-native ones
-    fp8: str | None = None  # fp8 scaling of matrix products, a name in `megarl.recipe.fp8`; None: no fp8
+    fp8: str | None = None  # fp8 scaling of matrix products, a name in `megarl.recipe.megatron`; None: no fp8
     widened: bool = False  # norms compute in float32, and so keep a float32 copy of their input
 
 

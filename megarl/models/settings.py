@@ -7,8 +7,8 @@ from typing import Any
 
 from megarl.errors import UserError
 from megarl.models import family_of
-from megarl.recipe.fp8 import SCALINGS, scaling_of
-from megarl.recipe.recompute import OWNED, Recompute
+from megarl.recipe.actor_table import OWNED, Recompute
+from megarl.recipe.megatron import SCALINGS, scaling_of
 from megarl.recipe.tables import Recipe
 
 

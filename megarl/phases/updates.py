@@ -27,7 +27,7 @@ from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.phases.exports import Exporter
 from megarl.phases.samples import describe, lengths_by_sign, throughput, to_samples, token_texts
 from megarl.phases.stop import StopRequest
-from megarl.recipe.fp8 import token_alignment
+from megarl.recipe.megatron import token_alignment
 from megarl.storage.checkpoints import checkpoints, read_manifest, read_metrics, set_aside
 from megarl.storage.json_lines import append_json
 from megarl.storage.metrics_log import NOTHING, MetricsWriter, Position

@@ -25,7 +25,7 @@ from megarl.phases.rollout_worker import RolloutWorker, SamplingSettings
 from megarl.phases.samples import to_samples
 from megarl.phases.scoring import SeededPrompt
 from megarl.phases.updates import frozen_policies
-from megarl.recipe.fp8 import token_alignment
+from megarl.recipe.megatron import token_alignment
 from megarl.storage.policies import read_info
 from megarl.storage.requests import read_request, write_answer
 from megarl.storage.rollouts import Group, RolloutStore

@@ -8,9 +8,9 @@ from typing import Any
 from megarl.models import family_of
 from megarl.models.family import Keeping
 from megarl.planner.parameter_counts import StageParameters
-from megarl.recipe.fp8 import SCALINGS, scaling_of
+from megarl.recipe.actor_table import Recompute
 from megarl.recipe.layout import Layout
-from megarl.recipe.recompute import Recompute
+from megarl.recipe.megatron import SCALINGS, scaling_of
 from megarl.recipe.tables import Recipe
 
 

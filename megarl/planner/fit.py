@@ -20,9 +20,9 @@ from megarl.planner.assumptions import GIB, Assumptions
 from megarl.planner.parameter_counts import ParameterCounter, StageParameters
 from megarl.planner.plan import Plan
 from megarl.planner.sizes import GPUS
-from megarl.recipe.fp8 import scaling_of
 from megarl.recipe.layout import Layout, check_layout
 from megarl.recipe.load import load_recipe, override_recipe
+from megarl.recipe.megatron import scaling_of
 from megarl.recipe.optimizer import check_optimizer
 from megarl.recipe.tables import Recipe
 

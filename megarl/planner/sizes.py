@@ -16,8 +16,8 @@ from megarl.planner import activations
 from megarl.planner.assumptions import GIB as GIB
 from megarl.planner.assumptions import Assumptions as Assumptions
 from megarl.planner.parameter_counts import StageParameters
-from megarl.recipe.fp8 import SCALINGS, scaling_of
 from megarl.recipe.layout import Layout
+from megarl.recipe.megatron import SCALINGS, scaling_of
 from megarl.recipe.optimizer import OptimizerBytes, offloaded
 from megarl.recipe.tables import Recipe
 

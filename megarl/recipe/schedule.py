@@ -1,4 +1,4 @@
-"""Which policy version generates which batch of a live run.
+"""``[schedule]`` of a recipe, and which policy version generates which batch of a live run.
 
 Update b of a run (counted from 0) trains on batch b, the groups of one update, and turns policy version b into
 version b + 1. A live trainer publishes the versions that are multiples of ``sync_every``. Batch b, if version v
@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megarl.recipe.base import Table
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,70 @@ class LagRule:
 
     def is_published(self, version: int) -> bool:
         return version % self.sync_every == 0
+
+
+class ScheduleTable(Table):
+    kind: Literal["staged", "live"] = "staged"
+    stages: int = Field(4, ge=1, le=10**5)
+    updates_per_stage: int = Field(1024, ge=1, le=10**7)  # S; also bounds the staleness of a staged run
+    prompts_per_update: int = Field(32, ge=1, le=10**6)
+    passes: int = Field(1, ge=1, le=10**4)  # staged runs: times that a stage trains its groups, in the same order
+    # the rest is only for live runs (docs/schedules.md)
+    sync_every: int | None = Field(None, ge=1)  # updates between two policy versions that engines may load
+    max_lag: int | None = Field(None, ge=0)  # updates; default: what lockstep or delay imply, else required
+    lockstep: bool = False  # wait for the newest version before each batch: staleness 0 to sync_every - 1
+    delay: int = Field(0, ge=0)  # as lockstep, but that many versions behind: staleness delay * sync_every and more
+    partial: bool = False  # continue responses that a new version interrupts under that version
+    colocate: bool = False  # engines and trainer take turns on the same GPUs
+
+    @property
+    def total_updates(self) -> int:
+        return self.stages * self.updates_per_stage
+
+    @property
+    def updates_per_pass(self) -> int:
+        return self.updates_per_stage // self.passes
+
+    @property
+    def lag_rule(self) -> LagRule:
+        """Which version may generate which batch; for live runs only."""
+        assert self.sync_every is not None
+        delay = self.delay if self.lockstep or self.delay else None
+        implied = (self.delay + 1) * self.sync_every - 1
+        return LagRule(self.sync_every, implied if self.max_lag is None else self.max_lag, delay)
+
+    @model_validator(mode="after")
+    def _live_settings_agree(self) -> ScheduleTable:
+        if self.kind == "staged":
+            for name in ("sync_every", "max_lag", "lockstep", "delay", "partial", "colocate"):
+                if getattr(self, name) != ScheduleTable.model_fields[name].default:
+                    raise ValueError(f'{name} is a setting of kind = "live": leave it out, or set kind = "live"')
+            if self.updates_per_stage % self.passes:
+                nearest = nearest_divisor(self.updates_per_stage, self.passes)
+                raise ValueError(
+                    f"passes = {self.passes} does not divide updates_per_stage = {self.updates_per_stage}, which "
+                    f"counts the updates of all passes; the nearest divisor is {nearest}"
+                )
+            return self
+        if self.passes > 1:
+            raise ValueError('passes is a setting of kind = "staged": a live run trains each group once')
+        if self.sync_every is None:
+            raise ValueError('kind = "live" needs sync_every: after how many updates engines get new weights')
+        if self.updates_per_stage % self.sync_every:
+            nearest = nearest_divisor(self.updates_per_stage, self.sync_every)
+            raise ValueError(
+                f"sync_every = {self.sync_every} does not divide updates_per_stage = {self.updates_per_stage}; "
+                f"the nearest divisor is {nearest}"
+            )
+        exact = self.lockstep or self.delay > 0
+        if self.max_lag is None and not exact:
+            raise ValueError('kind = "live" needs max_lag, how many updates old a sample may be, or lockstep = true')
+        if self.partial and (exact or self.colocate):
+            other = "colocate = true" if self.colocate else "lockstep and delay"
+            why = "never updates weights during generation" if self.colocate else "need a single version per batch"
+            raise ValueError(f"partial = true continues responses under newer weights, but {other} {why}")
+        self.lag_rule  # noqa: B018 - raises if max_lag is too small
+        return self
 
 
 def cut_chunks(groups: Sequence[int], interval: int, size: int) -> list[Sequence[int]]:

@@ -5,7 +5,6 @@ Longer tables have modules of their own here. `megarl.recipe.load` checks ``[obj
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -13,22 +12,21 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megarl.recipe.actor_table import ActorTable as ActorTable
+from megarl.recipe.actor_table import OptimizerTable as OptimizerTable
 from megarl.recipe.base import Table
 from megarl.recipe.data_table import DataTable as DataTable
 from megarl.recipe.data_table import SourceTable
 from megarl.recipe.eval_table import EvalTable as EvalTable
 from megarl.recipe.eval_table import Suite as Suite
 from megarl.recipe.eval_table import make_suites
-from megarl.recipe.lora_table import LoraTable as LoraTable
 from megarl.recipe.megatron import CONFIGS
 from megarl.recipe.megatron import problems as megatron_problems
-from megarl.recipe.optimizer_table import OptimizerTable as OptimizerTable
-from megarl.recipe.recompute import Setting as RecomputeSetting
 from megarl.recipe.reward_table import RewardPart as RewardPart
 from megarl.recipe.reward_table import RewardTable as RewardTable
 from megarl.recipe.rollout_table import RolloutTable as RolloutTable
 from megarl.recipe.rollout_table import StageTable as StageTable
-from megarl.recipe.schedule import LagRule, nearest_divisor
+from megarl.recipe.schedule import ScheduleTable as ScheduleTable
 
 
 class ModelTable(Table):
@@ -38,70 +36,6 @@ class ModelTable(Table):
     @property
     def tokenizer_path(self) -> Path:
         return self.tokenizer or self.path
-
-
-class ScheduleTable(Table):
-    kind: Literal["staged", "live"] = "staged"
-    stages: int = Field(4, ge=1, le=10**5)
-    updates_per_stage: int = Field(1024, ge=1, le=10**7)  # S; also bounds the staleness of a staged run
-    prompts_per_update: int = Field(32, ge=1, le=10**6)
-    passes: int = Field(1, ge=1, le=10**4)  # staged runs: times that a stage trains its groups, in the same order
-    # the rest is only for live runs (docs/schedules.md)
-    sync_every: int | None = Field(None, ge=1)  # updates between two policy versions that engines may load
-    max_lag: int | None = Field(None, ge=0)  # updates; default: what lockstep or delay imply, else required
-    lockstep: bool = False  # wait for the newest version before each batch: staleness 0 to sync_every - 1
-    delay: int = Field(0, ge=0)  # as lockstep, but that many versions behind: staleness delay * sync_every and more
-    partial: bool = False  # continue responses that a new version interrupts under that version
-    colocate: bool = False  # engines and trainer take turns on the same GPUs
-
-    @property
-    def total_updates(self) -> int:
-        return self.stages * self.updates_per_stage
-
-    @property
-    def updates_per_pass(self) -> int:
-        return self.updates_per_stage // self.passes
-
-    @property
-    def lag_rule(self) -> LagRule:
-        """Which version may generate which batch; for live runs only."""
-        assert self.sync_every is not None
-        delay = self.delay if self.lockstep or self.delay else None
-        implied = (self.delay + 1) * self.sync_every - 1
-        return LagRule(self.sync_every, implied if self.max_lag is None else self.max_lag, delay)
-
-    @model_validator(mode="after")
-    def _live_settings_agree(self) -> ScheduleTable:
-        if self.kind == "staged":
-            for name in ("sync_every", "max_lag", "lockstep", "delay", "partial", "colocate"):
-                if getattr(self, name) != ScheduleTable.model_fields[name].default:
-                    raise ValueError(f'{name} is a setting of kind = "live": leave it out, or set kind = "live"')
-            if self.updates_per_stage % self.passes:
-                nearest = nearest_divisor(self.updates_per_stage, self.passes)
-                raise ValueError(
-                    f"passes = {self.passes} does not divide updates_per_stage = {self.updates_per_stage}, which "
-                    f"counts the updates of all passes; the nearest divisor is {nearest}"
-                )
-            return self
-        if self.passes > 1:
-            raise ValueError('passes is a setting of kind = "staged": a live run trains each group once')
-        if self.sync_every is None:
-            raise ValueError('kind = "live" needs sync_every: after how many updates engines get new weights')
-        if self.updates_per_stage % self.sync_every:
-            nearest = nearest_divisor(self.updates_per_stage, self.sync_every)
-            raise ValueError(
-                f"sync_every = {self.sync_every} does not divide updates_per_stage = {self.updates_per_stage}; "
-                f"the nearest divisor is {nearest}"
-            )
-        exact = self.lockstep or self.delay > 0
-        if self.max_lag is None and not exact:
-            raise ValueError('kind = "live" needs max_lag, how many updates old a sample may be, or lockstep = true')
-        if self.partial and (exact or self.colocate):
-            other = "colocate = true" if self.colocate else "lockstep and delay"
-            why = "never updates weights during generation" if self.colocate else "need a single version per batch"
-            raise ValueError(f"partial = true continues responses under newer weights, but {other} {why}")
-        self.lag_rule  # noqa: B018 - raises if max_lag is too small
-        return self
 
 
 class ObjectiveTable(BaseModel):
@@ -116,48 +50,6 @@ class ObjectiveTable(BaseModel):
     def fields(self) -> dict[str, Any]:
         """The objective's own fields."""
         return dict(self.model_extra or {})
-
-
-class ActorTable(Table):
-    backend: Literal["cpu", "cuda"] = "cuda"
-    processes_per_node: int = Field(1, ge=1, le=1024)
-    tensor_parallel: int = Field(1, ge=1)
-    pipeline_parallel: int = Field(1, ge=1)
-    context_parallel: int = Field(1, ge=1)
-    expert_parallel: int = Field(1, ge=1)
-    expert_tensor_parallel: int | None = Field(None, ge=1)  # default: tensor_parallel
-    # a response with more tokens gets a micro-batch of its own
-    tokens_per_micro_batch: int = Field(16384, ge=1, le=10**9)
-    statistics_scope: Literal["exact", "lagged", "micro"] = "exact"
-    kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
-    recompute: RecomputeSetting = "none"
-    # the library of the model's layers; auto: Transformer Engine if it is installed and backend = "cuda", else torch
-    layers: Literal["auto", "torch", "transformer_engine"] = "auto"
-    # whose choice of experts trains: none: the policy's own; actor: the stage's first policy's; engine: the engine's
-    routing_replay: Literal["none", "actor", "engine"] = "none"
-    checkpoint_every: int = Field(64, ge=1)  # updates between checkpoints
-    max_skipped_updates: int = Field(0, ge=0)  # non-finite updates that the whole run may skip; one more stops it
-    keep_checkpoints: int = Field(2, ge=1)  # newest checkpoints of a stage that are kept
-    keep_stages: int | None = Field(None, ge=1)  # newest finished stages whose checkpoints are kept; default: all
-    keep_policies: int | None = Field(None, ge=1)  # those whose policy is kept, besides the run's first; default: all
-    lora: LoraTable | None = None  # train low-rank adapters instead of the model's weights (docs/scale.md)
-
-    @property
-    def layer_kind(self) -> Literal["torch", "transformer_engine"]:
-        """``layers`` with "auto" resolved for this machine."""
-        if self.layers != "auto":
-            return self.layers
-        installed = self.backend == "cuda" and importlib.util.find_spec("transformer_engine") is not None
-        return "transformer_engine" if installed else "torch"
-
-    @property
-    def kernel_backend(self) -> str:
-        return self.kernels or {"cpu": "cpp", "cuda": "triton"}[self.backend]
-
-    @property
-    def head_backend(self) -> str:
-        """The kernel backend of the fused lm head, which has no C++ or CUDA version."""
-        return "triton" if self.kernel_backend in ("triton", "cuda") else "torch"
 
 
 class MetricsTable(Table):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.recipe.fp8 import token_alignment
+from megarl.recipe.megatron import token_alignment
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

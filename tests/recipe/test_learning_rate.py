@@ -7,7 +7,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from megarl.recipe.optimizer_table import OptimizerTable
+from megarl.recipe.actor_table import OptimizerTable
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,19 @@
-"""`megarl data check`: checks every row of a recipe's prompt files for errors that would stop a run."""
+"""``megarl data``: prompts as the model sees them, and a check of every row for errors that would stop a run."""
 
 from __future__ import annotations
 
 import json
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from megarl.data.files import Item, scan_rows
-from megarl.data.overlap import WORDS, overlapping, repeated
-from megarl.data.prompts import build_prompts
+from megarl.data.prompts import Prompt, build_prompts, open_prompts
 from megarl.data.templates import Renderer
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
@@ -21,6 +22,27 @@ from megarl.recipe.tables import Recipe
 from megarl.rewards.parts import check_reward
 
 SHOWN = 5  # rows that are named for each kind of mistake
+# both constants are from GPT-3 (arXiv:2005.14165), appendix C
+WORDS = 13  # length of the n-grams
+COMMON = 10  # an n-gram in more training prompts than this is a common phrase, such as an instruction, not an overlap
+WORD = re.compile(r"\w+")
+
+
+def show_prompts(recipe: Recipe, count: int) -> str:
+    """The first ``count`` training prompts and as many held-out ones, each with its text and all tokens."""
+    tokenizer, prompts = open_prompts(recipe, recipe.model.tokenizer_path)
+    shown = [(f"training prompt {n}", prompts.train(n)) for n in range(count)]
+    shown += [(f"held-out prompt {prompt.index}", prompt) for prompt in prompts.heldout()[:count]]
+    return "\n\n".join(_describe(name, prompt, tokenizer) for name, prompt in shown)
+
+
+def _describe(name: str, prompt: Prompt, tokenizer: Any) -> str:
+    cut = ", cut" if prompt.truncated else ""
+    tokens = " ".join(f"{token} {tokenizer.decode([token])!r}" for token in prompt.tokens)
+    return (
+        f"--- {name}: {len(prompt.tokens)} tokens{cut}, answer {prompt.answer!r}\n{prompt.text}\n"
+        f"--- its tokens\n{tokens}"
+    )
 
 
 @dataclass
@@ -176,3 +198,44 @@ def _asked(item: Item) -> str:
     """The question of an item as one text; of chat messages, their contents line by line."""
     question = item["question"]
     return question if isinstance(question, str) else "\n".join(str(message["content"]) for message in question)
+
+
+# ----------------------------------------------------------------------------------- overlap with held-out prompts
+
+
+def _normalized(text: str) -> str:
+    """A text in lower case with single spaces. Punctuation stays, since 2 + 2 is not 2 - 2."""
+    return " ".join(text.lower().split())
+
+
+def repeated(texts: Iterable[str]) -> int:
+    """How many of the texts repeat an earlier one, apart from case and spaces."""
+    found = [_normalized(text) for text in texts]
+    return len(found) - len(set(found))
+
+
+def overlapping(train: Sequence[str], exam: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Positions in ``train`` of texts that equal one in ``exam`` apart from case and spaces, and of others that share
+    an n-gram with one.
+
+    Of the latter only the first of equal texts in ``train`` is listed.
+    """
+    whole = {_normalized(text) for text in exam}
+    grams = {gram for text in exam for gram in _grams(text)}
+    exact: list[int] = []
+    shared: dict[int, set[tuple[str, ...]]] = {}
+    seen: set[str] = set()
+    for position, text in enumerate(train):
+        plain = _normalized(text)
+        if plain in whole:
+            exact.append(position)
+        elif plain not in seen and (found := {gram for gram in _grams(text) if gram in grams}):
+            shared[position] = found
+        seen.add(plain)
+    counts = Counter(gram for found in shared.values() for gram in found)
+    return exact, [n for n, found in shared.items() if any(counts[gram] <= COMMON for gram in found)]
+
+
+def _grams(text: str) -> Iterable[tuple[str, ...]]:
+    words = WORD.findall(text.lower())
+    return (tuple(words[start : start + WORDS]) for start in range(len(words) - WORDS + 1))

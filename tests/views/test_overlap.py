@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from megarl.data.overlap import overlapping, repeated
+from megarl.views.prompts import overlapping, repeated
 
 
 def sentence(seed, words):
