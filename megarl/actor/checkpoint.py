@@ -33,10 +33,7 @@ from megarl.actor.step import Actor
 from megarl.actor.writers import ForkedResults
 from megarl.errors import UserError
 from megarl.heartbeats import beat
-from megarl.objectives.m2po import LogRatioBound
-from megarl.objectives.parts.clipping import RatioBounds
-from megarl.objectives.parts.prefix_ratio import LowestPrefix
-from megarl.objectives.parts.second_moment import SecondMomentMask
+from megarl.objectives import OBJECTIVES
 from megarl.recipe.layout import Layout
 from megarl.storage.checkpoints import (
     METRICS,
@@ -222,7 +219,7 @@ def _load_data(actor: Actor, path: Path) -> tuple[dict[str, Any], dict[str, Any]
     metadata, before = _read_metadata(path), FileSystemReader.read_metadata
     FileSystemReader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
     try:
-        with torch.serialization.safe_globals([LogRatioBound, LowestPrefix, RatioBounds, SecondMomentMask]):
+        with torch.serialization.safe_globals([t for kind in OBJECTIVES.values() for t in kind.statistics_types]):
             common = dist_checkpointing.load_common_state_dict(str(path))
             _check_adapters(actor, common, path)
             state = _sharded_state(actor)

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from importlib import import_module
 from typing import Any
 
 from megarl.errors import UserError, nearest
-from megarl.objectives.bapo import Bapo
-from megarl.objectives.cispo import Cispo
-from megarl.objectives.dapo import Dapo
-from megarl.objectives.dcpo import Dcpo
-from megarl.objectives.decoupled_ppo import DecoupledPpo
-from megarl.objectives.dppo import Dppo
-from megarl.objectives.full_prefix import FullPrefix
-from megarl.objectives.gppo import Gppo
-from megarl.objectives.grpo import Grpo
-from megarl.objectives.gspo import Gspo
-from megarl.objectives.m2po import M2Po
-from megarl.objectives.minpro import MinPro
-from megarl.objectives.mu_grpo import MuGrpo
 from megarl.objectives.objective import Objective
 from megarl.objectives.options import OPTIONS, WithOptions, name_of
 from megarl.objectives.padded import PaddedTerms, padded_terms
@@ -27,13 +15,6 @@ from megarl.objectives.parts.fields import build
 from megarl.objectives.parts.metrics import Metric
 from megarl.objectives.parts.summary import summarise
 from megarl.objectives.parts.terms import Terms
-from megarl.objectives.prefix_filter import PrefixFilter
-from megarl.objectives.prefix_ratio_grpo import PrefixRatioGrpo
-from megarl.objectives.reinforce import Reinforce
-from megarl.objectives.sapo import Sapo
-from megarl.objectives.topr import Topr
-from megarl.objectives.trm import Trm
-from megarl.objectives.vespo import Vespo
 
 __all__ = [
     "OBJECTIVES",
@@ -51,28 +32,38 @@ __all__ = [
     "token_weights",
 ]
 
-OBJECTIVES: dict[str, type[Objective]] = {
-    "grpo": Grpo,
-    "dapo": Dapo,
-    "gppo": Gppo,
-    "dcpo": Dcpo,
-    "gspo": Gspo,
-    "sapo": Sapo,
-    "dppo": Dppo,
-    "vespo": Vespo,
-    "trm": Trm,
-    "cispo": Cispo,
-    "m2po": M2Po,
-    "mu_grpo": MuGrpo,
-    "minpro": MinPro,
-    "prefix_ratio_grpo": PrefixRatioGrpo,
-    "full_prefix": FullPrefix,
-    "prefix_filter": PrefixFilter,
-    "bapo": Bapo,
-    "topr": Topr,
-    "decoupled_ppo": DecoupledPpo,
-    "reinforce": Reinforce,
-}
+MODULES = (
+    "grpo",
+    "dapo",
+    "gppo",
+    "dcpo",
+    "gspo",
+    "sapo",
+    "dppo",
+    "vespo",
+    "trm",
+    "cispo",
+    "m2po",
+    "mu_grpo",
+    "minpro",
+    "prefix_ratio_grpo",
+    "full_prefix",
+    "prefix_filter",
+    "bapo",
+    "topr",
+    "decoupled_ppo",
+    "reinforce",
+)
+
+
+def _defined_in(module: str) -> type[Objective]:
+    """The one objective that a module of this package defines."""
+    path = f"{__name__}.{module}"
+    names = vars(import_module(path)).values()
+    return next(x for x in names if isinstance(x, type) and issubclass(x, Objective) and x.__module__ == path)
+
+
+OBJECTIVES: dict[str, type[Objective]] = {name: _defined_in(name) for name in MODULES}
 
 
 def build_objective(name: str, fields: dict[str, Any]) -> Objective | WithOptions:

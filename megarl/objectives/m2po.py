@@ -43,7 +43,7 @@ class M2Po(Objective):
     the trainer recomputed (put them into ``rollout_logprobs``).
     """
 
-    needs_statistics: ClassVar[bool] = True
+    statistics_types: ClassVar[tuple[type, ...]] = (SecondMomentMask, LogRatioBound)
 
     m2_threshold: float = number(0.04, 0)
     variant: str = choice("paper", "released")

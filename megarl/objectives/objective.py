@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
-from megarl.errors import UserError
 from megarl.kernels.constants import BAD_PREFIX
 from megarl.kernels.token_pass import Rule, has_rule
 from megarl.objectives.parts.fields import check_fields, choice, number
@@ -27,7 +25,7 @@ class Objective:
     count a token as dampened; 0 for the objective's default, see `dampened_below`.
     """
 
-    needs_statistics: ClassVar[bool] = False  # True: the call needs the result of `statistics` over the optimizer batch
+    statistics_types: ClassVar[tuple[type, ...]] = ()  # what `statistics` returns, for checkpoints of lagged ones
     requires: ClassVar[tuple[str, ...]] = ()  # optional fields of TokenBatch that must not be None
     ratio_form: ClassVar[bool] = True  # objective_t = ratio * A; False: weight * A * log pi
 
@@ -42,15 +40,21 @@ class Objective:
         optimizer batch.
 
         backend: ``torch`` evaluates the definition; ``cpp``, ``cuda`` and ``triton`` make one fused pass
-        (`megarl.kernels.token_pass`). `UserError` if that backend is not installed, or the batch has wrong shapes or
-        dtypes.
+        (`megarl.kernels.token_pass`) or, where they have no rule for these settings, evaluate the definition too.
+        `UserError` if that backend is not installed, or the batch has wrong shapes or dtypes.
         """
         batch.check()
         if statistics is None and self.needs_statistics:
             statistics = self.statistics(batch.detach(), batch.shard.group if batch.shard else None, backend)
-        if backend == "torch":
+        rule = None if backend == "torch" else self.rule(batch, statistics)
+        if rule is None or not has_rule(rule.name, backend):
             return self.terms(batch, statistics)
-        return fused_terms(self.rule(batch, statistics), batch, self.aggregation, self.dampened_below, backend)
+        return fused_terms(rule, batch, self.aggregation, self.dampened_below, backend)
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the call needs the result of `statistics` over the optimizer batch."""
+        return bool(self.statistics_types)
 
     @property
     def dampened_below(self) -> float:
@@ -61,21 +65,17 @@ class Objective:
         """The objective as the paper defines it, in torch. statistics: None unless `needs_statistics`."""
         raise NotImplementedError
 
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
-        """The rule of the fused token pass that computes the same, with its parameters on the batch's device."""
-        raise UserError(f"{type(self).__name__} has no rule for the fused token pass")
+    def rule(self, batch: TokenBatch, statistics: Any) -> Rule | None:
+        """The rule of the fused token pass that computes the same, with its parameters on the batch's device; None if
+        there is none for these settings."""
+        return None
 
-    def check(self, backend: str, mixes_policies: bool) -> None:
-        """`UserError` if ``backend`` cannot evaluate this objective; called before any process of a run starts.
+    def check(self, mixes_policies: bool) -> None:
+        """`UserError` if these settings do not fit the run; called before any process of it starts.
 
-        backend: kernel backend, as in a call. mixes_policies: whether several policies generate the rollouts of one
-        stage; every objective supports this, but not every option.
+        mixes_policies: whether several policies generate the rollouts of one stage; every objective supports this, but
+        not every option.
         """
-        if backend != "torch" and not (self.fusible and has_rule(self._rule_name(), backend)):
-            raise UserError(
-                f"{type(self).__name__} has no rule for the fused token pass of kernels = {backend!r}: use "
-                '[actor] kernels = "torch", which evaluates the objective\'s definition'
-            )
 
     @property
     def updates_per_proximal_policy(self) -> int:
@@ -88,16 +88,6 @@ class Objective:
         """Whether the gradient of a token's loss reaches other tokens of its response. Then all losses of a response
         must get the same weight."""
         return False
-
-    @property
-    def fusible(self) -> bool:
-        """Whether the fused token pass has a rule for these settings."""
-        return type(self).rule is not Objective.rule
-
-    def _rule_name(self) -> str:
-        nothing = torch.zeros(0)
-        batch = TokenBatch(nothing, nothing, nothing, nothing.bool(), torch.zeros(1, dtype=torch.int32), nothing)
-        return self.rule(batch, self.statistics(batch)).name
 
     def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> Any:
         """Statistics of the whole optimizer batch, for the call; None unless `needs_statistics`.

@@ -82,7 +82,7 @@ class TruncatedImportance(Option):
     def after(self, batch: TokenBatch, terms: Terms) -> Terms:
         ratio = _mismatch(batch)
         metrics = terms.metrics | {"mismatch/mean": mean_metric(ratio, batch.loss_mask)}
-        metrics |= fraction_metrics("truncated_fraction", ratio > self.maximum, batch)
+        metrics |= fraction_metrics("truncated_weight_fraction", ratio > self.maximum, batch)
         return replace(terms, loss=ratio.clamp(max=self.maximum) * terms.loss, metrics=metrics)
 
 
@@ -212,9 +212,9 @@ class WithOptions:
     def updates_per_proximal_policy(self) -> int:
         return self.objective.updates_per_proximal_policy
 
-    def check(self, backend: str, mixes_policies: bool) -> None:
+    def check(self, mixes_policies: bool) -> None:
         """As `Objective.check`, and for the options."""
-        self.objective.check(backend, mixes_policies)
+        self.objective.check(mixes_policies)
         for option in self.options:
             option.check(mixes_policies)
 

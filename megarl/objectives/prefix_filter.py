@@ -26,7 +26,7 @@ class PrefixFilter(Objective):
     `Cispo`, and that removed tokens stay in the denominator.
     """
 
-    needs_statistics: ClassVar[bool] = True
+    statistics_types: ClassVar[tuple[type, ...]] = (LowestPrefix,)
     ratio_form: ClassVar[bool] = False
 
     eps_low: float = number(1.0, 0, 1)

@@ -36,10 +36,6 @@ class PrefixRatioGrpo(Objective):
     aggregation: str = choice("sequence_mean", "token_mean")
 
     @property
-    def fusible(self) -> bool:
-        return self.prefix_gradient == "stopped"
-
-    @property
     def couples_tokens(self) -> bool:
         return self.prefix_gradient == "full"
 
@@ -58,6 +54,8 @@ class PrefixRatioGrpo(Objective):
         metrics = fraction_metrics("clip_fraction", clipped, batch)
         return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
 
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
+    def rule(self, batch: TokenBatch, statistics: Any) -> Rule | None:
+        if self.prefix_gradient == "full":  # the fused pass does not differentiate a minimum
+            return None
         bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)
         return Rule("clip_prefix", bounds, first="clip_fraction")

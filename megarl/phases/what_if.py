@@ -33,8 +33,6 @@ from megarl.storage.run_dir import Stage
 
 FRESH = "fresh"  # stands in the place of an objective's name in records about fresh responses
 OTHER_SEEDS = 1 << 40  # added to a group's number, so that its fresh responses have other seeds than the stored ones
-# column of a record -> metric of the objective: shares of the tokens that it mutes
-MUTED = {"clipped": "clip_fraction", "vetoed": "veto_fraction", "masked": "m2_mask_fraction"}
 
 
 def what_if(stage: Stage) -> None:
@@ -112,7 +110,7 @@ class Comparison:
                 of_stored = {
                     "objective": name,
                     "kept": metrics["kept_fraction"],
-                    **{column: metrics[metric] for column, metric in MUTED.items() if metric in metrics},
+                    "fractions": {metric: value for metric, value in metrics.items() if "_fraction" in metric},
                     "ess": metrics["ess"],
                     "norm": float(gradient.norm()),
                     "cosine": cosine(gradient, on_policy),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,15 @@ class Run:
                 x.append(record["update"])
                 y.append(float(value))
         return x, y
+
+
+def muted_by(records: Iterable[Record]) -> dict[str, str]:
+    """{metric: cause} of the shares of tokens that objectives and their options clip, veto or mask: every metric
+    ``CAUSE_fraction`` that the records also have by the sign of the advantage, in the order in which they appear."""
+    signed = (name.rpartition("/") for record in records for name in record)
+    names = dict.fromkeys(name for name, _, sign in signed if sign in ("positive", "negative"))
+    ending = "_fraction"
+    return {name: name.removesuffix(ending) for name in names if name.endswith(ending) and name != "kept_fraction"}
 
 
 def read_run(root: Path, name: str) -> Run:

@@ -14,6 +14,7 @@ from megarl.storage.files import write_atomic
 from megarl.views.report import page
 from megarl.views.report.chart import Chart
 from megarl.views.report.charts import COLOURS
+from megarl.views.run_reader import muted_by
 
 COLUMNS = ("kept", "clipped", "vetoed", "masked", "norm", "cosine", "cosine_to_grpo")
 HEADS = ("kept", "clipped", "vetoed", "masked", "gradient norm", "cosine to fresh", "cosine to GRPO")
@@ -28,6 +29,7 @@ def estimates(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     batches. A column that an objective does not have is left out, and so is the cosine of a gradient that is 0 in every
     batch.
     """
+    records = [record | _muted(record) for record in records]
     found: list[dict[str, Any]] = []
     for update, objective in dict.fromkeys((r["update"], r["objective"]) for r in records):
         mine = [r for r in records if (r["update"], r["objective"]) == (update, objective)]
@@ -40,6 +42,13 @@ def estimates(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 row["values"][column] = values
         found.append(row)
     return found
+
+
+def _muted(record: dict[str, Any]) -> dict[str, float]:
+    """The columns clipped, vetoed and masked of a record; what is neither clipped nor vetoed is masked."""
+    fractions = record.get("fractions", {})
+    words = {"clip": "clipped", "veto": "vetoed"}
+    return {words.get(cause, "masked"): fractions[metric] for metric, cause in muted_by([fractions]).items()}
 
 
 def table(rows: Sequence[dict[str, Any]], given: bool = False) -> str:

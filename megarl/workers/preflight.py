@@ -62,7 +62,7 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
     check_devices(recipe)
     check_layers(recipe, hf)
     objective = build_objective(recipe.objective.name, recipe.objective.fields)
-    objective.check(recipe.actor.kernel_backend, recipe.mixes_policies)
+    objective.check(recipe.mixes_policies)
     _check_steps(recipe, objective.updates_per_proximal_policy)
     if recipe.mixes_policies and recipe.actor.routing_replay == "actor":
         raise UserError(

@@ -24,6 +24,7 @@ from megarl.objectives.objective import Objective
 from megarl.objectives.parts.fused import constants
 from megarl.objectives.parts.prefix_min import exclusive_min
 from tests.kernels.test_token_pass import BORDERS, as_tokens, make_batch
+from tests.objectives.random_batches import is_fused
 
 REQUIRED = os.environ.get("MEGARL_REQUIRE_GPU") == "1"
 pytestmark = pytest.mark.skipif(not (REQUIRED or torch.cuda.is_available()), reason="needs a CUDA device")
@@ -31,7 +32,7 @@ no_kernels = not REQUIRED and library.find_library("cuda") is None
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(no_kernels, reason="the CUDA kernels are not installed"))
 each_backend = pytest.mark.parametrize("backend", [CUDA, "triton"])
 CASES = {
-    **{name: kind() for name, kind in OBJECTIVES.items() if kind().fusible},
+    **{name: kind() for name, kind in OBJECTIVES.items() if is_fused(kind())},
     "dppo-kl": OBJECTIVES["dppo"](divergence="kl"),
     "m2po-released": OBJECTIVES["m2po"](variant="released"),
     **{

@@ -23,6 +23,7 @@ from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES, build_objective
 from megarl.objectives.parts.fused import constants
 from tests.helpers import ROOT
+from tests.objectives.random_batches import is_fused
 
 
 def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
@@ -37,7 +38,7 @@ def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
     return TokenBatch(logprobs.requires_grad_(), rollout, advantages, mask, cu_seqlens, old_logprobs=old)
 
 
-FUSED = [name for name, kind in OBJECTIVES.items() if kind().fusible]
+FUSED = [name for name, kind in OBJECTIVES.items() if is_fused(kind())]
 BORDERS = [255, 256, 257, 0, 0, 1, 511, 1, 0, 513, 16383, 1, 16385, 3, 40000, 0]
 
 

@@ -17,10 +17,10 @@ from megarl.estimates import Interval, mean_of_replicates, paired
 from megarl.recipe.sweep import Point
 from megarl.storage.evaluations import SuiteResponses
 from megarl.views.comparison import check_same_prompts
-from megarl.views.run_reader import Run, interval, read_run
+from megarl.views.run_reader import Run, interval, muted_by, read_run
 
 # metrics of the update before an evaluation that runs.csv contains
-LAST = ("reward/mean", "entropy", "ess", "clip_fraction", "veto_fraction", "m2_mask_fraction", "grad_norm")
+LAST = ("reward/mean", "entropy", "ess", "grad_norm")
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,8 @@ def _over_prompts(first: FinishedRun, update: int | None, second: FinishedRun, s
 def runs_csv(plan: Plan, finished: Sequence[FinishedRun]) -> str:
     """One line per evaluation of a finished run, with the metrics of the update before it."""
     axes = list(plan.table.axes)
+    muted = muted_by(record for each in finished for record in each.run.updates)
+    names = [*LAST[:-1], *muted, LAST[-1]]
     lines: list[dict[str, Any]] = []
     for each in finished:
         by_update = {record["update"]: record for record in each.run.updates}
@@ -150,9 +152,9 @@ def runs_csv(plan: Plan, finished: Sequence[FinishedRun]) -> str:
                 place = {"replicate": each.job.replicate, "suite": suite, "update": event["update"]}
                 found = {"accuracy": event["accuracy"], "low": low, "high": high, "prompts": event.get("prompts")}
                 metrics = by_update.get(event["update"], {})
-                last = {name: metrics.get(name) for name in LAST}
+                last = {name: metrics.get(name) for name in names}
                 lines.append(values | place | found | last | {"run": str(each.job.directory)})
-    return _csv([*axes, "replicate", "suite", "update", "accuracy", "low", "high", "prompts", *LAST, "run"], lines)
+    return _csv([*axes, "replicate", "suite", "update", "accuracy", "low", "high", "prompts", *names, "run"], lines)
 
 
 def as_records(found: Sequence[Row]) -> list[dict[str, Any]]:

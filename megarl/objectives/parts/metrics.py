@@ -22,7 +22,11 @@ def mean_metric(values: torch.Tensor, where: torch.Tensor) -> Metric:
 
 
 def fraction_metrics(name: str, where: torch.Tensor, batch: TokenBatch) -> dict[str, Metric]:
-    """Share of trained tokens for which ``where`` [T] is True: among all, those with A > 0, and those with A < 0."""
+    """Share of trained tokens for which ``where`` [T] is True: among all, those with A > 0, and those with A < 0.
+
+    A name that ends with ``_fraction`` says why tokens are muted, such as ``veto_fraction``: the report, sweeps,
+    what-if and ``megarl samples`` show every such metric.
+    """
     batch.note(name, where)
     mask, values = batch.loss_mask, where.double()
     return {

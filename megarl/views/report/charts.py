@@ -10,7 +10,7 @@ from megarl.storage.json_lines import Record
 from megarl.views.report.chart import Chart
 from megarl.views.report.curves import CURVES
 from megarl.views.report.detail import detail_charts
-from megarl.views.run_reader import Run, interval
+from megarl.views.run_reader import Run, interval, muted_by
 
 COLOURS = (
     "#4c8bd6",
@@ -176,12 +176,16 @@ def _quantile(name: str) -> int:
 
 
 def _fractions(runs: list[Run]) -> Chart:
+    causes = muted_by(record for run in runs for record in run.updates)
     return _lines(
         runs,
         "Tokens without gradient",
         "Share of the trained tokens that lose their gradient to clip, veto or mask. If it climbs towards 1, nothing "
         "is left to learn from before the stage is over.",
-        {"clip_fraction": ("clip", "solid"), "veto_fraction": ("veto", "dot"), "m2_mask_fraction": ("M2 mask", "dash")},
+        {
+            name: (cause.replace("_", " "), DASHES[order % len(DASHES)])
+            for order, (name, cause) in enumerate(causes.items())
+        },
         yaxis={"rangemode": "tozero", "tickformat": ".1%"},
     )
 

@@ -19,14 +19,14 @@ from megarl.objectives import OBJECTIVES
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.fused import constants
 from tests.kernels.test_token_pass import make_batch
-from tests.objectives.random_batches import KINDS, random_batch
+from tests.objectives.random_batches import KINDS, is_fused, random_batch
 from tests.objectives.test_against_papers import CASES as PAPERS
 
 CPU = torch.device("cpu")
 TILE = 8
 
 
-CASES = {name: case for name, case in PAPERS.items() if case[0].fusible}
+CASES = {name: case for name, case in PAPERS.items() if is_fused(case[0])}
 
 
 @pytest.fixture(autouse=True)
