@@ -111,7 +111,7 @@ def recipe_of(layout: Layout, model: Path, **tables: Any) -> Recipe:
     actor = {"processes_per_node": layout.ranks, "tokens_per_micro_batch": 128} | layout.actor
     tables["actor"] = actor | tables.get("actor", {})
     tables["megatron"] = layout.megatron | tables.get("megatron", {})
-    tables["megatron_ddp"] = layout.ddp
+    tables["megatron_ddp"] = layout.ddp | tables.get("megatron_ddp", {})
     tables["optimizer"] = {"lr": 1e-3, "weight_decay": 0.01} | tables.get("optimizer", {})
     return make_recipe(model, **tables)
 

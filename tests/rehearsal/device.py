@@ -5,8 +5,9 @@ module gives ``torch._C`` what it has in a CUDA build, so that ``torch.cuda`` an
 A process gets the device before it imports torch, through `tests/rehearsal/site` on ``PYTHONPATH``.
 
 As on a GPU, new memory holds no zeros (but NaN), devices must not be mixed, a fork cannot use CUDA that its parent has
-initialised, and "nccl" takes only CUDA tensors. Unlike on a GPU, work is done when it is submitted, so a missing wait
-for a stream or a copy does not show, and neither does a size or shape that no kernel of a GPU supports.
+initialised, and "nccl" takes only CUDA tensors. What a collective or a copy to pinned memory writes is NaN until
+somebody waits for it, and what it reads must not change until then. Unlike on a GPU, kernels are done when they are
+submitted, so a missing wait of one stream for another does not show.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _initialised_by: list[int] = []  # process ids
 
 
 class _Stream:
-    """``torch._C._CudaStreamBase``: work is done when it is submitted."""
+    """``torch._C._CudaStreamBase``"""
 
     def __new__(cls, priority: int = 0, stream_id: int = 0, device_index: int = 0, device_type: int = 1, **_: Any):
         stream = super().__new__(cls)
@@ -48,6 +49,7 @@ class _Stream:
         return stream
 
     def query(self) -> bool:
+        lib.finish_copies()
         return True
 
     def synchronize(self) -> None:
@@ -70,6 +72,7 @@ class _Event:
     def wait(self, stream: Any) -> None: ...
 
     def query(self) -> bool:
+        lib.finish_copies()
         return True
 
     def elapsed_time(self, end: Any) -> float:

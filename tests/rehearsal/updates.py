@@ -93,7 +93,9 @@ def run_updates(
     from megarl.actor import packing, parallel, step
 
     replay = case.actor.get("routing_replay", "none")
-    recipe = recipe_of(case.layout, model, actor=case.actor | {"backend": backend})
+    # a bucket for each parameter, as the head of a model of true size has one: Megatron waits for each on its own
+    ddp = {"bucket_size": 1}
+    recipe = recipe_of(case.layout, model, actor=case.actor | {"backend": backend}, megatron_ddp=ddp)
     parallel.build_groups(recipe)
     actor = build_actor(recipe, model, replay)
     objective = build_objective(case.objective, case.fields)

@@ -25,6 +25,7 @@ PYBIND11_MODULE(megarl_rehearsal_device, m) {
   m.def("host_view", &host_view);
   m.def("device_view", [](const Tensor& x, int index) { return device_view(x, static_cast<c10::DeviceIndex>(index)); });
   m.def("waited", [](const char* why) { waited(why, false); });
+  m.def("finish_copies", &finish_copies);
   m.def("launched", [](const std::string& name) { launched(name); });
   m.def("launches", &launches);
   m.def("launch_count", &launch_count);

@@ -6,6 +6,7 @@
 #include <ATen/core/Generator.h>
 #include <c10/core/Allocator.h>
 
+#include <functional>
 #include <map>
 #include <string>
 
@@ -45,6 +46,9 @@ Tensor device_view(const Tensor& tensor, c10::DeviceIndex index);
 
 // Counts an operation that would be a launch on a GPU.
 void launched(const std::string& name);
+// Copies between the host and the device that nobody has waited for yet; `waited` finishes them.
+void submitted(std::function<void()> finish);
+void finish_copies();
 // Counts a wait of the host for the device; raises where torch.cuda.set_sync_debug_mode("error") asks for it.
 void waited(const char* why, bool checked = true);
 struct NotCounted {  // in its scope, calls of this thread are not counted

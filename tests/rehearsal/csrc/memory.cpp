@@ -24,6 +24,8 @@ std::atomic<long> launched_total{0}, waited_total{0};
 std::mutex mutex;  // of the two maps
 std::map<std::string, long> launched_by_name;
 std::map<const char*, size_t> pinned;  // beginning and size
+std::mutex copies_mutex;
+std::vector<std::function<void()>> copies;  // each finishes one
 std::atomic<size_t> allocated[kMostDevices], peaks[kMostDevices];
 
 struct Block {
@@ -79,7 +81,7 @@ struct PinnedMemory final : Allocator {
 DeviceMemory device_allocator;
 PinnedMemory pinned_allocator;
 
-// Work is done when it is submitted, so that every stream and event is always done.
+// Kernels are done when they are submitted; copies to the host once somebody waits, for whatever stream or event.
 struct Guard final : impl::DeviceGuardImplInterface {
   DeviceType type() const override { return kCUDA; }
   Device exchangeDevice(Device device) const override {
@@ -100,9 +102,9 @@ struct Guard final : impl::DeviceGuardImplInterface {
   DeviceIndex deviceCount() const noexcept override { return device_count(); }
   void record(void** event, const Stream&, const DeviceIndex, const EventFlag) const override { *event = &current; }
   void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void*) const override { return finish_copies(), true; }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
-  bool queryStream(const Stream&) const override { return true; }
+  bool queryStream(const Stream&) const override { return finish_copies(), true; }
   void synchronizeStream(const Stream&) const override { waited("synchronize", false); }
   void synchronizeEvent(void*) const override { waited("synchronize", false); }
   void synchronizeDevice(const DeviceIndex) const override { waited("synchronize", false); }
@@ -205,7 +207,22 @@ void launched(const std::string& name) {
   if (Listener tell = listener) tell("launch", name.c_str());
 }
 
+void submitted(std::function<void()> finish) {
+  const std::lock_guard<std::mutex> lock(copies_mutex);
+  copies.push_back(std::move(finish));
+}
+
+void finish_copies() {
+  std::vector<std::function<void()>> ended;
+  {
+    const std::lock_guard<std::mutex> lock(copies_mutex);
+    ended.swap(copies);
+  }
+  for (const auto& finish : ended) finish();
+}
+
 void waited(const char* why, bool checked) {
+  finish_copies();
   if (not_counted) return;
   ++waited_total;
   if (Listener tell = listener) tell("wait", why);

@@ -1,10 +1,11 @@
-// The backend "nccl" of a process group: gloo's collectives on the bytes of CUDA tensors.
+// The backend "nccl" of a process group: gloo's collectives on the bytes of CUDA tensors. Results arrive when their work
+// is waited for, and are NaN until then; inputs must not change until then either.
 #ifndef MEGARL_REHEARSAL_NCCL_H
 #define MEGARL_REHEARSAL_NCCL_H
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "device.h"
+#include "deferred.h"
 
 namespace rehearsal {
 
@@ -12,6 +13,31 @@ using Tensors = std::vector<Tensor>;
 using Lists = std::vector<Tensors>;
 using Sizes = std::vector<int64_t>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+class Submitted final : public c10d::Work {
+ public:
+  Submitted(Pending pending, c10d::OpType type) : Work(-1, type), pending_(std::move(pending)) {}
+
+  void begin(bool keeps_inputs, WorkPtr gloo) {
+    gloo_ = std::move(gloo);
+    pending_.hide(keeps_inputs);
+  }
+  Pending& tensors() { return pending_; }
+
+  bool isCompleted() override { return gloo_->isCompleted() && wait(kNoTimeout); }
+  bool isSuccess() const override { return gloo_->isSuccess(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    gloo_->wait(timeout);
+    pending_.finish();
+    return true;
+  }
+  void synchronize() override { wait(kNoTimeout); }
+  void abort() override { gloo_->abort(); }
+
+ private:
+  Pending pending_;
+  WorkPtr gloo_;
+};
 
 class Nccl final : public c10d::Backend {
  public:
@@ -24,74 +50,62 @@ class Nccl final : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    auto x = host(tensors);
-    return gloo_->broadcast(x, options);
+    return in_place("broadcast", tensors, [&](Tensors& x) { return gloo_->broadcast(x, options); });
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    auto x = host(tensors);
-    return gloo_->allreduce(x, options);
+    return in_place("all_reduce", tensors, [&](Tensors& x) { return gloo_->allreduce(x, options); });
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    auto x = host(tensors);
-    return gloo_->allreduce_coalesced(x, options);
+    return in_place("all_reduce", tensors, [&](Tensors& x) { return gloo_->allreduce_coalesced(x, options); });
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    auto x = host(tensors);
-    return gloo_->reduce(x, options);
+    return in_place("reduce", tensors, [&](Tensors& x) { return gloo_->reduce(x, options); });
   }
   WorkPtr allgather(Lists& out, Tensors& in, const c10d::AllgatherOptions& options) override {
-    auto to = host(out);
-    auto from = host(in);
-    return gloo_->allgather(to, from, options);
+    return submit("all_gather", true, out, in, [&](auto& to, auto& from) { return gloo_->allgather(to, from, options); });
   }
   WorkPtr _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& options) override {
-    auto to = host(out), from = host(in);
-    return gloo_->_allgather_base(to, from, options);
+    return submit("all_gather", true, out, in,
+                  [&](auto& to, auto& from) { return gloo_->_allgather_base(to, from, options); });
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& out, Tensors& in, const c10d::AllgatherOptions& options) override {
-    auto to = host(out), from = host(in);
-    return gloo_->allgather_into_tensor_coalesced(to, from, options);
+    return submit("all_gather", true, out, in,
+                  [&](auto& to, auto& from) { return gloo_->allgather_into_tensor_coalesced(to, from, options); });
   }
   WorkPtr gather(Lists& out, Tensors& in, const c10d::GatherOptions& options) override {
-    auto to = host(out);
-    auto from = host(in);
-    return gloo_->gather(to, from, options);
+    return submit("gather", true, out, in, [&](auto& to, auto& from) { return gloo_->gather(to, from, options); });
   }
   WorkPtr scatter(Tensors& out, Lists& in, const c10d::ScatterOptions& options) override {
-    auto to = host(out);
-    auto from = host(in);
-    return gloo_->scatter(to, from, options);
+    return submit("scatter", false, out, in, [&](auto& to, auto& from) { return gloo_->scatter(to, from, options); });
   }
   WorkPtr reduce_scatter(Tensors& out, Lists& in, const c10d::ReduceScatterOptions& options) override {
-    auto to = host(out);
-    auto from = host(in);
-    return gloo_->reduce_scatter(to, from, options);
+    return submit("reduce_scatter", false, out, in,
+                  [&](auto& to, auto& from) { return gloo_->reduce_scatter(to, from, options); });
   }
   WorkPtr _reduce_scatter_base(Tensor& out, Tensor& in, const c10d::ReduceScatterOptions& options) override {
-    auto to = host(out), from = host(in);
-    return gloo_->_reduce_scatter_base(to, from, options);
+    return submit("reduce_scatter", false, out, in,
+                  [&](auto& to, auto& from) { return gloo_->_reduce_scatter_base(to, from, options); });
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
                                           const c10d::ReduceScatterOptions& options) override {
-    auto to = host(out), from = host(in);
-    return gloo_->reduce_scatter_tensor_coalesced(to, from, options);
+    return submit("reduce_scatter", false, out, in,
+                  [&](auto& to, auto& from) { return gloo_->reduce_scatter_tensor_coalesced(to, from, options); });
   }
   WorkPtr alltoall_base(Tensor& out, Tensor& in, Sizes& out_sizes, Sizes& in_sizes,
                         const c10d::AllToAllOptions& options) override {
-    auto to = host(out), from = host(in);
-    return gloo_->alltoall_base(to, from, out_sizes, in_sizes, options);
+    return submit("all_to_all", false, out, in, [&](auto& to, auto& from) {
+      return gloo_->alltoall_base(to, from, out_sizes, in_sizes, options);
+    });
   }
   WorkPtr alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& options) override {
-    auto to = host(out), from = host(in);
-    return gloo_->alltoall(to, from, options);
+    return submit("all_to_all", false, out, in, [&](auto& to, auto& from) { return gloo_->alltoall(to, from, options); });
   }
   WorkPtr send(Tensors& tensors, int to, int tag) override {
-    auto x = host(tensors);
-    return gloo_->send(x, to, tag);
+    Tensors none;
+    return submit("send", false, none, tensors, [&](auto&, auto& from) { return gloo_->send(from, to, tag); });
   }
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
-    auto x = host(tensors);
-    return gloo_->recv(x, from, tag);
+    return in_place("recv", tensors, [&](Tensors& x) { return gloo_->recv(x, from, tag); });
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     waited("barrier", false);
@@ -103,11 +117,29 @@ class Nccl final : public c10d::Backend {
     TORCH_CHECK(tensor.is_cuda(), "Tensors must be CUDA and dense");
     return host_view(tensor);
   }
-  template <class T>
-  static std::vector<T> host(const std::vector<T>& all) {
+  template <class F>
+  static Tensor map(const Tensor& tensor, const F& f) {
+    return f(host(tensor));
+  }
+  template <class T, class F>
+  static std::vector<T> map(const std::vector<T>& all, const F& f) {
     std::vector<T> out;
-    for (const T& each : all) out.push_back(host(each));
+    for (const T& each : all) out.push_back(map(each, f));
     return out;
+  }
+
+  // ``run(out, in)`` on copies; ``keeps_inputs``: as `Pending::hide`.
+  template <class Out, class In, class Run>
+  static WorkPtr submit(const char* name, bool keeps_inputs, const Out& out, const In& in, const Run& run) {
+    auto work = c10::make_intrusive<Submitted>(Pending(name), c10d::OpType::UNKNOWN);
+    auto from = map(in, [&](const Tensor& x) { return work->tensors().reads(x); });
+    auto to = map(out, [&](const Tensor& x) { return work->tensors().writes(x); });
+    work->begin(keeps_inputs, run(to, from));
+    return work;
+  }
+  template <class Run>
+  static WorkPtr in_place(const char* name, const Tensors& tensors, const Run& run) {
+    return submit(name, false, tensors, Tensors{}, [&](Tensors& to, Tensors&) { return run(to); });
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <unordered_set>
 
-#include "device.h"
+#include "deferred.h"
 
 namespace rehearsal {
 namespace {
@@ -204,7 +204,20 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   const bool crosses = self.is_cuda() != source.is_cuda();
   if (crosses && !non_blocking) waited(self.is_cuda() ? "copy to the device" : "copy to the host");
   const AutoDispatchBelowADInplaceOrView guard;
-  host_view(self).copy_(host_view(source));
+  const Tensor to = host_view(self), from = host_view(source);
+  const Tensor& on_host = self.is_cuda() ? source : self;
+  if (!crosses || !non_blocking || !on_host.is_contiguous() || !on_host.is_pinned()) {  // others wait on a GPU, too
+    to.copy_(from);
+    return self;
+  }
+  auto copy = std::make_shared<Pending>("a copy");
+  if (self.is_cuda()) {
+    to.copy_(copy->reads(from));
+  } else {
+    copy->writes(to).copy_(from);
+    copy->hide(false);
+  }
+  submitted([copy] { copy->finish(); });
   return self;
 }
 

@@ -94,6 +94,39 @@ def test_nccl_takes_only_cuda_tensors():
         dist.all_reduce(torch.ones(2))
 
 
+def test_a_collective_is_unread_until_somebody_waits_for_it():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    whole = torch.arange(4.0, device="cuda")
+    work = dist.all_reduce(whole, async_op=True)
+    assert whole.isnan().all()
+    work.wait()
+    assert whole.tolist() == [0, 1, 2, 3]
+    gathered, own = torch.zeros(4, device="cuda"), torch.arange(4.0, device="cuda")
+    work = dist.all_gather_into_tensor(gathered, own, async_op=True)
+    assert gathered.isnan().all() and own.tolist() == [0, 1, 2, 3]
+    own += 1
+    with pytest.raises(RuntimeError, match="what all_gather reads was changed before anybody waited for it"):
+        work.wait()
+    dist.all_reduce(whole)  # waits itself
+    assert whole.tolist() == [0, 1, 2, 3]
+
+
+def test_a_copy_to_the_host_is_unread_until_somebody_waits_for_it():
+    x = torch.arange(3.0, device="cuda")
+    for wait in (torch.cuda.synchronize, torch.cuda.Event().synchronize, torch.cuda.current_stream().synchronize):
+        there = x.to("cpu", non_blocking=True)
+        assert there.is_pinned() and there.isnan().all()
+        wait()
+        assert there.tolist() == [0, 1, 2]
+    source = torch.arange(3.0).pin_memory()
+    back = source.to("cuda", non_blocking=True)
+    assert back.tolist() == [0, 1, 2]
+    back = source.to("cuda", non_blocking=True)
+    source += 1
+    with pytest.raises(RuntimeError, match="what a copy reads was changed before anybody waited for it"):
+        torch.cuda.synchronize()
+
+
 def test_random_state_is_restored_and_memory_counted():
     state = torch.cuda.get_rng_state()
     first = torch.rand(3, device="cuda")
