@@ -26,12 +26,12 @@ import pyarrow as pa
 
 from megarl.data.prompts import open_prompts
 from megarl.recipe.load import load_recipe
-from megarl.storage.json_lines import append_json
+from megarl.storage.checked_json import append_json
 from megarl.storage.ledger import LedgerEntry
+from megarl.storage.metrics.summary import ages, summary
 from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import Group, Response, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.update_summary import ages, summary
 
 SAMPLES, GROUPS_A_SHARD, GROUPS_AN_UPDATE = 8, 125, 125
 TEXT = 64  # tokens that are not 0, in the first response to each prompt

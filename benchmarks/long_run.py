@@ -22,7 +22,7 @@ from typing import Any
 import common
 
 from megarl.storage.run_dir import RunDir
-from megarl.storage.run_recipe import dump
+from megarl.storage.run_dir.recipes import dump
 
 SETTINGS = (
     "schedule.updates_per_stage=1",

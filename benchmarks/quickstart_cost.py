@@ -35,11 +35,11 @@ from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import Recipe
 from megarl.rewards import is_scored, reward
 from megarl.rewards.parts import build_verifier
-from megarl.storage.metrics_log import NOTHING, MetricsWriter
+from megarl.storage.metrics import NOTHING, MetricsWriter
+from megarl.storage.metrics.summary import summary
 from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir
-from megarl.storage.update_summary import summary
 
 ROOT = Path(__file__).parents[1]
 TURN = 12  # updates of one side before the other side has its turn

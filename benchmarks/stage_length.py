@@ -28,7 +28,7 @@ from megarl.distributed import become_single_process
 from megarl.objectives import build_objective
 from megarl.phases.samples import to_samples
 from megarl.recipe.load import load_recipe
-from megarl.storage.metrics_log import NOTHING, MetricsWriter
+from megarl.storage.metrics import NOTHING, MetricsWriter
 from megarl.storage.rollouts import Group, Response, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir
 

@@ -37,7 +37,7 @@ HEAVY = {  # package: the modules (and everything below them) whose import may l
 IMPORTERS = HEAVY | {"megatron": ("megarl.actor",)}  # the modules that may have the import statement, lazy or not
 LIGHT = ("megarl", "megarl.errors", "megarl.workers.node_rank", "megarl.workers.processes")
 LIGHT_FOLDERS = ("recipe", "storage", "models", "cli")
-OF_TENSORS = ("megarl.storage.tensor_files", "megarl.storage.mxfp4")
+OF_TENSORS = ("megarl.storage.tensor_files",)
 WITHOUT_TORCH = [  # and without any of the heavy packages
     name
     for name in MODULES

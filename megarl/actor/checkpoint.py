@@ -47,7 +47,7 @@ from megarl.storage.checkpoints import (
     write_manifest,
 )
 from megarl.storage.files import atomic_directory, disk_errors, make_directory
-from megarl.storage.metrics_log import NOTHING, MetricsWriter, Position
+from megarl.storage.metrics import NOTHING, MetricsWriter, Position
 
 # Megatron-Core 0.16 has one asynchronous writer; 0.19 defaults to another, from a separate package
 _WRITER: dict[str, Any] = (

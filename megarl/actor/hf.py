@@ -26,10 +26,17 @@ from megarl.errors import UserError
 from megarl.models import family_of
 from megarl.models.tensors import LM_HEAD
 from megarl.storage.files import atomic_directory, disk_errors, file_sha256
-from megarl.storage.policies import PolicyInfo, copy_auxiliary, write_info
-from megarl.storage.reference_logprobs import Reference, write_reference
+from megarl.storage.policies import (
+    INDEX_FILE,
+    PolicyInfo,
+    Reference,
+    combine_hashes,
+    copy_auxiliary,
+    weight_files,
+    write_info,
+    write_reference,
+)
 from megarl.storage.tensor_files import Region, TensorFiles, create_file
-from megarl.storage.weights import INDEX_FILE, combine_hashes
 
 MAX_FILE_BYTES = 4 << 30
 BLOCK_BYTES = 4 << 20  # bytes of a block of whole rows, together on all ranks that share the tensor
@@ -42,7 +49,7 @@ def load_hf(models: list[PolicyModel], model_dir: Path) -> None:
     `UserError` if a tensor is missing, has a wrong shape or has no place in the model.
     """
     tied, embedding = models[0].share_embeddings_and_output_weights, family_of(models[0].hf).embedding
-    with TensorFiles.of_directory(Path(model_dir)) as source:
+    with TensorFiles.of(weight_files(Path(model_dir))) as source:
         _refuse_unknown(source, models, Path(model_dir))
         for tensor in hf_tensors(models):
             name = embedding if tied and tensor.name == LM_HEAD else name_on_this_rank(tensor, models[0])
@@ -127,7 +134,7 @@ def export_hf(
 def precision(model: PolicyModel, like: Path) -> str:
     """The less precise of two dtypes, the model's and that of the weights stored in ``like``: "float32" only if both
     are, else "bfloat16"."""
-    with TensorFiles.of_directory(Path(like)) as source:
+    with TensorFiles.of(weight_files(Path(like))) as source:
         stored = {region.dtype for region in source.regions.values()}
     return "float32" if {model.config.params_dtype, *stored} == {torch.float32} else "bfloat16"
 
@@ -167,7 +174,7 @@ def _jobs(models: list[PolicyModel], source: TensorFiles) -> Iterator[_Job]:
 def _write_files(models: list[PolicyModel], directory: Path, like: Path) -> list[dict[str, Any]]:
     """Write this rank's tensors. Returns on every rank one entry for each file of all ranks: its file name, tensor
     names, bytes and sha256."""
-    with TensorFiles.of_directory(Path(like)) as source, TensorFiles() as target:
+    with TensorFiles.of(weight_files(Path(like))) as source, TensorFiles() as target:
         jobs, hf = list(_jobs(models, source)), models[0].hf
         carried = sorted(name for name in source.regions if family_of(hf).carried(hf, name))
         carried = carried[dist.get_rank() :: dist.get_world_size()]

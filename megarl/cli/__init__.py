@@ -108,9 +108,10 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
         with contextlib.closing(Starter()) as starter:
             starter.warm_up()  # the warm process imports packages while this process reads the recipe
             if "continue_from" in options:
-                from megarl.storage.origin import recorded
+                from megarl.storage.run_dir.recipes import recorded_overrides
 
-                options.set = [*recorded(options.run_dir), *options.set]  # --set need not be repeated to continue
+                # --set need not be repeated to continue
+                options.set = [*recorded_overrides(options.run_dir), *options.set]
             if node.count == 1 and getattr(options, "recipe", None):
                 from megarl.recipe.load import load_without_objective
 
@@ -132,26 +133,26 @@ def _on_all_nodes(lead: Callable[[argparse.Namespace, Nodes], None]) -> Callable
 def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands.train import optimizes, summarise_run, train
     from megarl.recipe.load import load_recipe
-    from megarl.storage.origin import check_weights, link_start, record, result_of
     from megarl.storage.run_dir import RunDir
+    from megarl.storage.run_dir.recipes import check_continues, record_overrides
     from megarl.workers.preflight import check
 
     checkpoint = None
     if options.continue_from:
-        policy, checkpoint = result_of(options.continue_from)
+        policy, checkpoint = RunDir.open(options.continue_from).result()
         options.set.append(f"model.path={json.dumps(str(policy))}")
     recipe = load_recipe(options.recipe, options.set)
     if checkpoint is not None:
-        check_weights(RunDir.open(options.continue_from).recipe, recipe)
+        check_continues(RunDir.open(options.continue_from).recipe, recipe)
     run = RunDir(options.run_dir.resolve(), recipe)
     if options.until:
         _stage(run, options.until[1])
     check(nodes.starter, recipe, nodes.count, optimizes(run, options.until))
     with run.lock():
         run = RunDir.create(run.root, recipe)  # may write the recipe, so it needs the lock
-        record(run.root, options.set)
+        record_overrides(run.root, options.set)
         if checkpoint is not None:
-            link_start(run, checkpoint)
+            run.start_from(checkpoint)
         train(nodes, run, options.until)
     if not options.until:
         print(summarise_run(run))

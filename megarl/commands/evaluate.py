@@ -17,9 +17,9 @@ from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.tables import Recipe
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
+from megarl.storage.metrics.trackers import NONE as NO_TRACKERS
 from megarl.storage.policies import check_policy, dequantised_model
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.trackers import NONE as NO_TRACKERS
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check

@@ -12,15 +12,13 @@ from megarl.errors import UserError
 from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import Overrides, load_recipe, override_recipe, parse_override, recipe_diff
 from megarl.recipe.tables import Recipe
-from megarl.storage.best import update_best_and_remove_policies
-from megarl.storage.evaluations import SuiteResponses
 from megarl.storage.files import make_directory
 from megarl.storage.ledger import sealed_external
-from megarl.storage.origin import RESCORED, SCORED_BEFORE, link_start, start_of
 from megarl.storage.policies import copy_policy
-from megarl.storage.retention import check_kept, require_policy
-from megarl.storage.run_checks import check_run
-from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.run_dir import RESCORED, SCORED_BEFORE, RunDir, Stage
+from megarl.storage.run_dir.checks import check_run
+from megarl.storage.run_dir.evaluations import SuiteResponses
+from megarl.storage.run_dir.retention import check_kept, require_policy, update_best_and_remove_policies
 from megarl.views.progress import Progress
 from megarl.views.report import write_report
 from megarl.workers.launcher import run_phase
@@ -105,7 +103,7 @@ def branch_recipe(source: Stage, overrides: Overrides) -> Recipe:
     """
     source.run.check_prompts()
     recipe = changed_recipe(source, overrides)
-    loads_optimizer = source.number > 0 or start_of(source.run) is not None
+    loads_optimizer = source.number > 0 or source.run.start() is not None
     if loads_optimizer and recipe.actor.lora != source.run.recipe.actor.lora:
         raise UserError(
             f"--set actor.lora: stage {source.number} starts from the optimizer state of earlier updates, which is of "
@@ -181,8 +179,8 @@ def branch(source: Stage, target: Path, recipe: Recipe) -> Stage:
         links[stage.run.root / SCORED_BEFORE / stage.directory.name] = source.rollouts
         links[stage.rollouts] = stage.run.root / RESCORED / stage.directory.name
         make_directory(links[stage.rollouts])
-    if source.number == 0 and (start := start_of(source.run)):
-        link_start(stage.run, start)
+    if source.number == 0 and (start := source.run.start()):
+        stage.run.start_from(start)
     for link, path in links.items():
         make_directory(link.parent)
         if not link.is_symlink():

@@ -11,7 +11,6 @@ from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
-from megarl.storage.requests import read_answer, write_request
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.views.progress import Progress
 from megarl.workers.launcher import run_phase
@@ -56,10 +55,10 @@ def run_scratch_phase(stage: Stage, phase: str, **request: Any) -> list[dict[str
     with tempfile.TemporaryDirectory(prefix="megarl-scratch-") as folder, Nodes(NodeRank()) as nodes:
         scratch = _linked(stage, Path(folder) / "run")
         check(nodes.starter, scratch.run.recipe)
-        write_request(scratch.run.root, **request)
+        scratch.run.write_request(**request)
         with Progress(scratch.run.root, scratch.run.recipe, sys.stderr):
             run_phase(nodes, scratch, phase, 1)
-        return read_answer(scratch.run.root)
+        return scratch.run.read_answer()
 
 
 def _linked(stage: Stage, root: Path) -> Stage:

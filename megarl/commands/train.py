@@ -5,11 +5,10 @@ from __future__ import annotations
 import shutil
 
 from megarl.errors import PhaseFailed, UserError
-from megarl.storage.best import update_best_and_remove_policies
 from megarl.storage.policies import copy_policy
-from megarl.storage.retention import require_policy
-from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir.checks import check_run
+from megarl.storage.run_dir.retention import require_policy, update_best_and_remove_policies
 from megarl.views.progress import Progress
 from megarl.views.report import write_report
 from megarl.workers.launcher import run_phase

@@ -9,8 +9,8 @@ from typing import Any
 from megarl.commands.scratch import check_updates, open_stage, policies_of, run_scratch_phase
 from megarl.errors import UserError
 from megarl.storage.ledger import sealed_external
-from megarl.storage.retention import require_policy
 from megarl.storage.run_dir import Stage
+from megarl.storage.run_dir.retention import require_policy
 
 
 def what_if(

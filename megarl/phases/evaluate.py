@@ -23,10 +23,10 @@ from megarl.phases.scoring import SeededPrompt
 from megarl.recipe.tables import Suite
 from megarl.rewards.answers import COMPARED, answer_of
 from megarl.rollout.engine import never
-from megarl.storage import tensorboard_events, trackers
-from megarl.storage.evaluations import SuiteResponses
+from megarl.storage.metrics import trackers
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
+from megarl.storage.run_dir.evaluations import SuiteResponses
 
 SHOWN = 4  # prompts of an evaluation that are shown in TensorBoard and trackers, each with one response
 _EVALUATION_SEED = 1 << 40  # added to prompt numbers, so that seeds differ from those of training groups
@@ -200,8 +200,6 @@ class _Evaluation:
             seconds=round(time.monotonic() - start, 3),
         )
         table, logged = stage.run.recipe.run, (suite.name, self.version, result)
-        if table.tensorboard:
-            tensorboard_events.log_evaluation(stage.run.root, *logged, self._samples())
         trackers.log_evaluation(stage.run.root, table, *logged, self._samples())
 
     def _samples(self) -> Iterator[tuple[str, str]]:

@@ -15,13 +15,12 @@ from megarl.errors import UserError
 from megarl.heartbeats import beat
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.policies import PolicyInfo, check_policy
-from megarl.storage.requests import read_request, write_answer
 from megarl.storage.run_dir import Stage
 
 
 def export(stage: Stage) -> None:
     """Write the policy after the request's ``update`` updates of the stage to its ``output`` directory."""
-    request = read_request(stage.run.root)
+    request = stage.run.read_request()
     device = parallel.initialize(stage.run.recipe)
     actor = Actor.build(stage.run.recipe, stage.run.base, device, load=False)
     load_policy(actor, stage, request["update"])
@@ -30,7 +29,7 @@ def export(stage: Stage) -> None:
         write_adapters(actor, *place)
     else:
         write_policy(actor, *place)
-    write_answer(stage.run.root, [])
+    stage.run.write_answer([])
 
 
 def load_policy(actor: Actor, stage: Stage, updates: int) -> None:

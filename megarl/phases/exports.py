@@ -19,7 +19,7 @@ from megarl.actor.optimizer import gather_parameters
 from megarl.actor.step import Actor
 from megarl.heartbeats import beat
 from megarl.storage.files import make_directory
-from megarl.storage.reference_logprobs import Reference, cut_text, read_reference, write_reference
+from megarl.storage.policies import Reference, cut_text, read_reference, write_reference
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.run_dir import Stage
 

@@ -12,9 +12,9 @@ from megarl.errors import UserError
 from megarl.phases.exports import Exporter
 from megarl.phases.stop import StopRequest
 from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates, resume
+from megarl.storage.metrics.summary import ages
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
-from megarl.storage.update_summary import ages
 
 
 def optimize(stage: Stage) -> None:

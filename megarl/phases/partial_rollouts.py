@@ -1,6 +1,6 @@
 """Partial rollouts (BAPO, section 5.3): the rollout phase of a stage whose responses stop at a token budget.
 
-Groups with unfinished responses are carried on to later stages; `megarl.storage.carried` describes the rules. The
+Groups with unfinished responses are carried on to later stages; `Stage.candidates` describes the rules. The
 candidates of a stage are the groups that it begins and those carried into it.
 """
 
@@ -18,7 +18,6 @@ from megarl.phases.rollout_stats import RolloutStats
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import never
-from megarl.storage.carried import candidates, carried_into
 from megarl.storage.files import make_directory
 from megarl.storage.ledger import SEALED
 from megarl.storage.rollouts import Response, RolloutStore, RolloutWriter, seal
@@ -35,7 +34,7 @@ class PartialRollouts:
 
     def __init__(self, stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker, stop: StopRequest) -> None:
         self.stage, self.replicas, self.worker, self.stop = stage, replicas, worker, stop
-        self.candidates, self.stats = candidates(stage), RolloutStats()
+        self.candidates, self.stats = stage.candidates(), RolloutStats()
 
     def work(self, budget: int) -> None:
         """Generate and seal; ends the process when asked to stop. budget: tokens that each response gets in a stage."""
@@ -61,7 +60,7 @@ class PartialRollouts:
         (stage.unfinished / SEALED).unlink(missing_ok=True)  # if a kill came between the two seals
         continued: list[int] = []
         complete: list[int] = []
-        if carried := carried_into(stage):
+        if carried := stage.continued_groups():
             before = RolloutStore(stage.previous.rollouts)
             continued = before.missing(carried)
             complete = sorted(set(carried).difference(continued))

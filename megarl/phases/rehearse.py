@@ -26,9 +26,9 @@ from megarl.phases.updates import Start, build_actor, make_updates
 from megarl.recipe.tables import Recipe, ScheduleTable
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
+from megarl.storage.metrics.trackers import NONE as NO_TRACKERS
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.trackers import NONE as NO_TRACKERS
 
 MICRO_BATCHES = 2  # per data-parallel rank, so that gradients accumulate and a pipeline has several in flight
 

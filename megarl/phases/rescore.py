@@ -15,9 +15,8 @@ from megarl.phases.stop import StopRequest
 from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.storage.files import make_directory
-from megarl.storage.origin import RESCORED, SCORED_BEFORE
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
-from megarl.storage.run_dir import Stage
+from megarl.storage.run_dir import RESCORED, SCORED_BEFORE, Stage
 
 GROUPS_AT_ONCE = 64  # groups that are being scored at a time
 

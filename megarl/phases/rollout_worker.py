@@ -23,8 +23,7 @@ from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rollout import build_engine
 from megarl.rollout.drift import Drift, check_weights, hugging_face_reference
 from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, never, response_seed
-from megarl.storage.policies import read_info
-from megarl.storage.reference_logprobs import decode_reference, encode_reference, read_reference
+from megarl.storage.policies import decode_reference, encode_reference, read_info, read_reference
 from megarl.storage.rollouts import Response
 from megarl.storage.shards import UNFINISHED, any_unfinished
 

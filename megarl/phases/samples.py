@@ -17,8 +17,8 @@ from megarl.advantages import group_advantages, zero_variance
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
 from megarl.recipe.tables import ModelTable, ObjectiveTable
+from megarl.storage.metrics.summary import rewards_of
 from megarl.storage.rollouts import Group
-from megarl.storage.update_summary import rewards_of
 
 
 def to_samples(groups: list[Group], table: ObjectiveTable, experts: bool = False) -> list[Sample]:

@@ -28,13 +28,12 @@ from megarl.phases.exports import Exporter
 from megarl.phases.samples import describe, lengths_by_sign, throughput, to_samples, token_texts
 from megarl.phases.stop import StopRequest
 from megarl.recipe.megatron import token_alignment
+from megarl.storage.checked_json import append_json
 from megarl.storage.checkpoints import checkpoints, read_manifest, read_metrics, set_aside
-from megarl.storage.json_lines import append_json
-from megarl.storage.metrics_log import NOTHING, MetricsWriter, Position
-from megarl.storage.origin import start_of
+from megarl.storage.metrics import NOTHING, MetricsWriter, Position
+from megarl.storage.metrics.summary import summary
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.update_summary import summary
 
 
 class Batches(Protocol):
@@ -273,7 +272,7 @@ def find_start(stage: Stage) -> Start:
             _set_aside(stage, path, damage)
         dist.barrier()
     if stage.number == 0:
-        return Start(0, _verified(start_of(stage.run)))
+        return Start(0, _verified(stage.run.start()))
     path = _end_of(stage.previous)
     # metrics.jsonl of a branch has only its own updates, none of the run whose checkpoints it links to
     position = NOTHING if stage.previous.checkpoints.is_symlink() else read_manifest(path).position

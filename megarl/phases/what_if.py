@@ -27,7 +27,6 @@ from megarl.phases.scoring import SeededPrompt
 from megarl.phases.updates import frozen_policies
 from megarl.recipe.megatron import token_alignment
 from megarl.storage.policies import read_info
-from megarl.storage.requests import read_request, write_answer
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
 
@@ -37,7 +36,7 @@ OTHER_SEEDS = 1 << 40  # added to a group's number, so that its fresh responses 
 
 def what_if(stage: Stage) -> None:
     """Carry out the request in the run directory; the answer has a record per policy, batch and objective."""
-    request = read_request(stage.run.root)
+    request = stage.run.read_request()
     recipe = stage.run.recipe
     device = parallel.initialize(recipe)
     actor = Actor.build(recipe, stage.run.base, device, load=False)
@@ -51,7 +50,7 @@ def what_if(stage: Stage) -> None:
             found.append(records)
             stage.log_event("what_if_progress", done=len(found), total=total)
     comparison.close()
-    write_answer(stage.run.root, [record for records in found for record in records])
+    stage.run.write_answer([record for records in found for record in records])
 
 
 def objectives_of(stage: Stage) -> dict[str, Objective]:

@@ -33,7 +33,7 @@ import torch
 
 from megarl.errors import UserError
 from megarl.rollout.engine import Request, RolloutEngine, Sampling
-from megarl.storage.reference_logprobs import Reference
+from megarl.storage.policies import Reference
 
 # Allowed distance in nats: (at a single token, mean over all). Two float32 implementations differ by about 1e-5. In
 # bfloat16 a token whose experts are nearly tied may be routed elsewhere, so only the mean is limited; quantised weights

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megarl.storage.checked_json import decode, encode
 from megarl.storage.files import file_sha256, fsync_path
-from megarl.storage.metrics_log import Position
+from megarl.storage.metrics import Position
 
 MANIFEST = "manifest.json"
 METRICS = "metrics.jsonl"  # a copy of the lines of the stage's updates

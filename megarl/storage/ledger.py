@@ -12,9 +12,8 @@ from io import FileIO
 from pathlib import Path
 
 from megarl.errors import UserError
-from megarl.storage.checked_json import decode, encode
+from megarl.storage.checked_json import decode, encode, split_lines
 from megarl.storage.files import file_sha256
-from megarl.storage.json_lines import split_lines
 
 LEDGER = "ledger.jsonl"  # the lines of writer 0; after sealing those of all writers
 SEALED = "SEALED"

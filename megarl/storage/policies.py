@@ -1,23 +1,31 @@
-"""A policy directory: a Hugging Face model with ``megarl.json``, which has the policy's version and weights hash."""
+"""A policy directory: a Hugging Face model with two files of megarl's.
+
+``megarl.json`` has the policy's version and weights hash. ``reference.json`` has text of the run with the actor's
+log-probs of it, which every engine must reproduce; a stage's directory has one too, for the policy that begins it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from megarl.data.tokenizer import TOKENIZER_FILES
 from megarl.errors import UserError
 from megarl.models.hf_config import quantisation, read_settings
 from megarl.storage.checked_json import decode, encode
-from megarl.storage.files import atomic_directory, file_sha256
-from megarl.storage.reference_logprobs import REFERENCE_FILE
-from megarl.storage.weights import INDEX_FILE, combine_hashes, weight_files
+from megarl.storage.files import atomic_directory, file_sha256, write_atomic
 
-CONFIG_FILE, INFO_FILE = "config.json", "megarl.json"
+CONFIG_FILE, INFO_FILE, INDEX_FILE = "config.json", "megarl.json", "model.safetensors.index.json"
+REFERENCE_FILE = "reference.json"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+TEXT_SEQUENCES, TEXT_TOKENS = 32, 512  # few, because an engine holds the logits of a whole sequence in memory
 
 
 @dataclass(frozen=True)
@@ -86,15 +94,15 @@ def copy_auxiliary(source: Path, target: Path) -> None:
 
 def copy_weights(model_dir: Path, target: Path) -> str:
     """Copy the weight files and their index, converting MXFP4 weights to bfloat16; returns the weights hash."""
+    index = model_dir / INDEX_FILE
     if is_mxfp4(model_dir):
-        from megarl.storage.mxfp4 import write_bfloat16  # imports torch
+        from megarl.storage.tensor_files import write_bfloat16  # imports torch
 
-        return combine_hashes(write_bfloat16(model_dir, target))
+        return combine_hashes(write_bfloat16(weight_files(model_dir), target, index.name if index.exists() else None))
     hashes = {}
     for file in weight_files(model_dir):
         shutil.copyfile(file, target / file.name)
         hashes[file.name] = file_sha256(target / file.name)
-    index = model_dir / INDEX_FILE
     if index.exists():
         shutil.copyfile(index, target / index.name)
     return combine_hashes(hashes)
@@ -107,7 +115,7 @@ def check_weights(model_dir: Path) -> None:
     """
     from megarl.storage.tensor_files import TensorFiles  # imports torch
 
-    with TensorFiles.of_directory(model_dir) as files:
+    with TensorFiles.of(weight_files(model_dir)) as files:
         packed = [name for name, region in files.regions.items() if not region.dtype.is_floating_point]
     if packed and not is_mxfp4(model_dir):
         raise UserError(
@@ -150,3 +158,95 @@ def dequantised_model(model_dir: Path, folder: Path) -> Path:
     if not converted.exists():
         copy_policy(model_dir, model_dir, converted)
     return converted
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that the index names, or all if there is no index (some models come in two formats).
+
+    `UserError` if there are no such files, the index is damaged, or it names a file that does not exist.
+    """
+    index = Path(directory) / INDEX_FILE
+    if not index.exists():
+        files = sorted(Path(directory).glob("*.safetensors"))
+        if not files:
+            raise UserError(f"{directory} has no *.safetensors files; megarl reads no other format of weights")
+        return files
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if foreign := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{foreign[0][:200]!a} is not the name of a file in the same directory")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{index} is damaged: {error}") from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise UserError(f"{index} names {missing[0]}, which does not exist; download the model again")
+    return [index.parent / name for name in names]
+
+
+def combine_hashes(hashes: dict[str, str]) -> str:
+    """One hash for a set of weight files, from {file name: sha256}."""
+    return hashlib.sha256("".join(f"{name} {hashes[name]}\n" for name in sorted(hashes)).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Sequences of n tokens each (n >= 2), and the actor's log-probs of their tokens under one policy."""
+
+    sequences: list[list[int]]
+    logprobs: list[np.ndarray]  # [n - 1] float32 each, at temperature 1, of all tokens but the first
+    precision: str  # "float32" | "bfloat16": the coarser of arithmetic and stored weights
+    previous: list[np.ndarray] | None = None  # like logprobs, under the policy exported before; None: there was none
+    # the log-probs that an engine with that previous policy stored for the last tokens of each sequence; None: unknown
+    stored: list[np.ndarray] | None = None
+    # [n - 1] bool each: True from the first token on whose experts depend on rounding; None: unknown, or no experts
+    tied: list[np.ndarray] | None = None
+
+
+def cut_text(texts: Iterable[list[int]], longest: int) -> list[list[int]]:
+    """The beginnings of the first `TEXT_SEQUENCES` texts, cut so that an engine can score them.
+
+    longest: the most tokens that the engine takes in a sequence, one of which it needs for a token to sample.
+    """
+    limit = min(TEXT_TOKENS, longest - 1)
+    cut = (text[:limit] for text in texts)
+    return [text for text, _ in zip((text for text in cut if len(text) > 1), range(TEXT_SEQUENCES), strict=False)]
+
+
+_ARRAYS = {"logprobs": np.float32, "previous": np.float32, "stored": np.float32, "tied": np.bool_}
+
+
+def encode_reference(reference: Reference) -> dict[str, Any]:
+    """Convert to an object for JSON."""
+    fields = asdict(reference)
+    return fields | {name: fields[name] and [values.tolist() for values in fields[name]] for name in _ARRAYS}
+
+
+def decode_reference(fields: dict[str, Any]) -> Reference:
+    """The inverse of `encode_reference`."""
+    fields = {"tied": None} | fields  # references of earlier versions do not have it
+    arrays = {
+        name: fields[name] and [np.array(values, dtype) for values in fields[name]] for name, dtype in _ARRAYS.items()
+    }
+    reference = Reference(**(fields | arrays))
+    lengths = [(len(sequence) - 1,) for sequence in reference.sequences]
+    for name in ("logprobs", "previous", "tied"):
+        values = getattr(reference, name)
+        if values is not None and [value.shape for value in values] != lengths:
+            raise ValueError(f"{name} does not have a value for each token but the first of each sequence")
+    return reference
+
+
+def write_reference(directory: Path, reference: Reference) -> None:
+    """Write the reference file of a directory; it is durable on return."""
+    write_atomic(directory / REFERENCE_FILE, json.dumps(encode_reference(reference)) + "\n")
+
+
+def read_reference(directory: Path) -> Reference | None:
+    """The reference of a directory; None if there is none, as for a base model. `UserError` if it is damaged."""
+    path = directory / REFERENCE_FILE
+    if not path.exists():
+        return None
+    try:
+        return decode_reference(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged: {error}") from error

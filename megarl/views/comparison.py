@@ -11,9 +11,9 @@ import numpy as np
 
 from megarl.errors import UserError
 from megarl.estimates import Difference, paired, pass_at
-from megarl.storage.best import best_version
-from megarl.storage.evaluations import SuiteResponses
 from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir.evaluations import SuiteResponses
+from megarl.storage.run_dir.retention import best_version
 
 SHOWN = 60  # characters of a prompt in a message
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.errors import UserError
 from megarl.recipe.eval_table import HELDOUT
-from megarl.storage.json_lines import Record, read_intact_lines
+from megarl.storage.checked_json import Record, read_intact_lines
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Any
 from megarl.phases import PHASES, Phase
 from megarl.recipe.eval_table import HELDOUT
 from megarl.recipe.tables import Recipe, ScheduleTable
-from megarl.storage.evaluations import SuiteResponses
-from megarl.storage.json_lines import JsonTail
+from megarl.storage.checked_json import JsonTail
 from megarl.storage.ledger import is_sealed
+from megarl.storage.run_dir.evaluations import SuiteResponses
 from megarl.views.run_reader import half_width
 
 METRICS_BYTES = 1 << 20  # read from the end of metrics.jsonl at the start: more than RATE_UPDATES lines

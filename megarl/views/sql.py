@@ -22,10 +22,10 @@ import pyarrow.fs as fs
 
 from megarl.errors import UserError
 from megarl.recipe.eval_table import HELDOUT
-from megarl.storage.evaluations import SuiteResponses
-from megarl.storage.json_lines import Record
+from megarl.storage.checked_json import Record
 from megarl.storage.ledger import check_size
 from megarl.storage.rollouts import RolloutStore
+from megarl.storage.run_dir.evaluations import SuiteResponses
 from megarl.storage.shards import ANSWER, CORRECT, LOSS_MASK, SCHEMA, VERSIONS
 from megarl.views.responses.select import decoder, stages
 from megarl.views.responses.text import escape

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.storage.json_lines import Record
+from megarl.storage.checked_json import Record
 from megarl.views.run_reader import Run, read_run
 
 RUN, REPLICAS = 1, 2  # the processes of the trace

@@ -23,8 +23,8 @@ from megarl.recipe.optimizer import check_optimizer
 from megarl.recipe.tables import ActorTable, Recipe
 from megarl.rewards.parts import check_reward
 from megarl.rollout import check_engine
+from megarl.storage.metrics.trackers import check_trackers
 from megarl.storage.policies import check_weights
-from megarl.storage.trackers import check_trackers
 from megarl.workers.processes import Starter
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megarl.storage.weights import weight_files
+from megarl.storage.policies import weight_files
 from tests.actor import hf_worker
 from tests.actor.conftest import FAMILIES, LLAMA3_ROPE, SHAPE, auto_model, config_settings
 from tests.actor.ranks import once, run_ranks

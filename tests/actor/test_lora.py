@@ -14,7 +14,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_exported_alone
 from megarl.objectives import build_objective
 from megarl.storage.checked_json import read_checked
-from megarl.storage.policies import read_info
+from megarl.storage.policies import read_info, weight_files
 from megarl.storage.tensor_files import TensorFiles
 from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe, read_settings
 from tests.actor.test_step import CPU, make_samples
@@ -161,7 +161,10 @@ def test_base_plus_exported_adapters_is_the_merged_export(family, tmp_path):
     assert {module.rpartition(".")[2] for module in modules} == set(config["target_modules"])
     assert len(tensors) == 2 * len(modules)
     untouched = dict(stored_tensors(tmp_path / "in"))
-    with TensorFiles.of_directory(tmp_path / "in") as base, TensorFiles.of_directory(tmp_path / "out") as merged:
+    with (
+        TensorFiles.of(weight_files(tmp_path / "in")) as base,
+        TensorFiles.of(weight_files(tmp_path / "out")) as merged,
+    ):
         for module in sorted(modules):
             name = module.removeprefix("base_model.model.") + ".weight"
             a, b = (tensors[f"{module}.lora_{x}.weight"].double() for x in "AB")
@@ -207,7 +210,7 @@ def test_vllm_loads_names_scale_and_values_of_exported_adapters(family, tmp_path
     ).loras
     tensors = load_file(tmp_path / "adapters/adapter_model.safetensors")
     assert len(tensors) == 2 * len(found)
-    with TensorFiles.of_directory(tmp_path / "in") as base:
+    with TensorFiles.of(weight_files(tmp_path / "in")) as base:
         assert all(base.stored_name(f"{name}.weight") for name in found)
     for name, lora in found.items():
         assert lora.scaling == 6 / 4

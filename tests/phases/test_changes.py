@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from megarl.storage.origin import recorded
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir.recipes import recorded_overrides
 from megarl.views.audit import audit
 from tests.helpers import events, megarl, metrics
 
@@ -56,7 +56,7 @@ def test_settings_change_from_a_stage_on(changed):
 
 
 def test_a_command_without_its_settings_resumes_with_the_recorded_ones(changed, recipe):
-    assert recorded(changed.root)[:1] == [SMALL[0]]
+    assert recorded_overrides(changed.root)[:1] == [SMALL[0]]
     before = (changed.root / "recipe.toml").read_bytes()
     again = train(recipe, changed.root)
     assert (changed.root / "recipe.toml").read_bytes() == before

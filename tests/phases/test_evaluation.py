@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 
 from megarl.estimates import summarise
 from megarl.recipe.load import load_recipe
-from megarl.storage.best import best_version, keep_best
-from megarl.storage.policies import read_info
-from megarl.storage.reference_logprobs import read_reference
+from megarl.storage.policies import read_info, read_reference
 from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir.retention import best_version, keep_best
 from megarl.views.report.pairs import pair_charts, pair_columns
 from megarl.views.run_reader import read_run
 from tests.helpers import events, megarl, read_lines, start_megarl, wait_for, wait_until_nobody_works_on

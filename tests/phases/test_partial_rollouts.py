@@ -10,7 +10,6 @@ import torch
 
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
-from megarl.storage.carried import candidates
 from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.ledger import SEALED, sealed_groups
 from megarl.storage.rollouts import RolloutStore
@@ -66,7 +65,7 @@ def test_every_group_is_trained_once_or_carried(undisturbed):
     for stage in undisturbed.stages():
         in_play += stage.groups
         complete, cut = stores(stage)
-        assert list(candidates(stage)) == in_play
+        assert list(stage.candidates()) == in_play
         assert len(in_play) == CANDIDATES
         assert set(complete.group_ids) | set(cut.group_ids) == set(in_play)
         assert complete.chosen == complete.group_ids[:TRAINED]

@@ -15,9 +15,9 @@ from megarl.phases.updates import remove_checkpoints
 from megarl.recipe.load import load_recipe, override_recipe, parse_recipe
 from megarl.recipe.tables import ObjectiveTable
 from megarl.rollout.engine import Completion, expert_type
+from megarl.storage.metrics.summary import summary
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.run_dir import RunDir
-from megarl.storage.update_summary import summary
 
 
 def group(number, rewards):

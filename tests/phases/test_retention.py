@@ -9,8 +9,8 @@ from megarl.planner.assumptions import Assumptions
 from megarl.planner.disk import disk_bytes
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.policies import read_info
-from megarl.storage.retention import removed
 from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir.retention import removed
 from megarl.views.audit import audit
 from tests.helpers import megarl
 from tests.phases.test_kill import assert_same_weights, kill_at, metrics_of

@@ -10,10 +10,10 @@ from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import Score
 from megarl.rewards.parts import build_verifier, check_reward, overlong, total, totals
 from megarl.rewards.pool import Limits, VerifierPool
+from megarl.storage.metrics.summary import summary
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.run_dir import RunDir
 from megarl.storage.shards import Shard, encode
-from megarl.storage.update_summary import summary
 
 SOURCE = """
 def score(prompt, response, row):

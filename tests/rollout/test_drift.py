@@ -14,8 +14,7 @@ from megarl.errors import UserError
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.rollout.builtin import BuiltinEngine
 from megarl.rollout.drift import check_weights, judge
-from megarl.storage.policies import PolicyInfo, write_info
-from megarl.storage.reference_logprobs import Reference, cut_text, read_reference, write_reference
+from megarl.storage.policies import PolicyInfo, Reference, cut_text, read_reference, write_info, write_reference
 from tests.rollout.engines import reference_of
 from tests.rollout.tiny_models import save
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.errors import UserError
 from megarl.rollout.drift import judge
-from megarl.storage.reference_logprobs import Reference
+from megarl.storage.policies import Reference
 from tests.rollout.tiny_models import save
 
 SEQUENCES, TOKENS, PROMPT, TRIALS, STEP = 32, 64, 8, 200, 1e-3

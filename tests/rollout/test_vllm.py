@@ -17,7 +17,7 @@ from megarl.phases.rollout_worker import RolloutWorker
 from megarl.rollout.continuous import Running, Settings
 from megarl.rollout.drift import check_weights
 from megarl.rollout.engine import Request, response_seed
-from megarl.storage.reference_logprobs import write_reference
+from megarl.storage.policies import write_reference
 from megarl.storage.run_dir import RunDir
 from tests.helpers import children
 from tests.rollout.engines import (

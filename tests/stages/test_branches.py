@@ -5,7 +5,6 @@ import pytest
 from megarl.commands.one_phase import branch, changed_recipe
 from megarl.commands.stages.pack import pack
 from megarl.errors import UserError
-from megarl.storage.origin import link_start, start_of
 from tests.stages.made_up import make_run
 
 BUDGET = ("rollout.token_budget=2", "rollout.oversample=2")
@@ -24,9 +23,9 @@ def test_a_stage_with_a_token_budget_is_neither_packed_nor_scored_again(recipe, 
 def test_the_optimizer_state_of_another_run_goes_into_branches_but_not_into_packs(recipe, tmp_path):
     run, checkpoint = make_run(recipe, tmp_path / "run"), tmp_path / "other/update_000002"
     checkpoint.mkdir(parents=True)
-    link_start(run, checkpoint)
+    run.start_from(checkpoint)
     made = branch(run.stage(0), tmp_path / "branch", changed_recipe(run.stage(0), ["optimizer.lr=1e-3"]))
-    assert start_of(made.run) == checkpoint
+    assert made.run.start() == checkpoint
     with pytest.raises(UserError, match="optimizer of another run"):
         pack(run.root, 0, tmp_path / "stage", "apache-2.0", weights=False, prompts=True)
     checkpoint.rmdir()

@@ -15,9 +15,8 @@ from megarl.commands.stages.unpack import unpack
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe, read_tables
 from megarl.storage.ledger import LEDGER
-from megarl.storage.policies import check_policy
+from megarl.storage.policies import INDEX_FILE, check_policy, weight_files
 from megarl.storage.run_dir import RunDir
-from megarl.storage.weights import INDEX_FILE, weight_files
 from megarl.views.audit import audit
 from tests.actor.conftest import make_hf_model
 from tests.helpers import megarl, read_lines

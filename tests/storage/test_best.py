@@ -5,10 +5,10 @@ import shutil
 import pytest
 
 from megarl.recipe.load import load_recipe
-from megarl.storage import best
-from megarl.storage.best import best_version, keep_best, update_best_and_remove_policies
 from megarl.storage.policies import PolicyInfo, read_info, write_info
 from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir import retention as best
+from megarl.storage.run_dir.retention import best_version, keep_best, update_best_and_remove_policies
 
 SUITES = 'every = 1\n[[eval.suites]]\nname = "heldout"\n[[eval.suites]]\nname = "other"\ngreedy = true\n'
 SCORES = {0: (0.9, 0.0), 1: (0.2, 0.5), 2: (0.5, 0.6), 3: (0.3, 0.1)}  # of each stage's policy on the two suites

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from megarl.recipe.load import dump_recipe
-from megarl.storage import json_lines, ledger
-from megarl.storage.best import update_best_and_remove_policies
+from megarl.storage import checked_json, ledger
 from megarl.storage.checkpoints import checkpoint_path, checkpoints
 from megarl.storage.rollouts import RolloutStore, RolloutWriter
 from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir.retention import update_best_and_remove_policies
 from tests.storage.sample_rollouts import POLICY, make_group
 from tests.views.synthetic_run import make_recipe
 
@@ -35,7 +35,7 @@ def test_names_have_as_many_digits_as_they_need(run):
 def decoded(monkeypatch):
     """A list to which every decoded line of JSON is appended."""
     lines = []
-    for module in (json_lines, ledger):
+    for module in (checked_json, ledger):
         right = module.decode
         monkeypatch.setattr(
             module, "decode", lambda line, right=right, **options: (lines.append(line), right(line, **options))[1]

@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megarl.errors import UserError
 from megarl.recipe.tables import RunTable
-from megarl.storage.metrics_log import NOTHING, MetricsWriter, agrees
+from megarl.storage.metrics import NOTHING, MetricsWriter, agrees
 
 PLAIN = RunTable(tensorboard=False)
 

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
-from megarl.storage.mxfp4 import dequantised
 from megarl.storage.policies import check_policy, copy_policy, read_info
+from megarl.storage.tensor_files import dequantised
 from tests.actor.conftest import make_hf_model
 from tests.storage.quantised import quantise
 

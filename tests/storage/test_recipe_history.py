@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.recipe.load import load_recipe
-from megarl.storage.recipe_history import from_next_stage
+from megarl.storage.run_dir.recipes import from_next_stage
 
 REWARD = ["reward.require_stop: True -> False"]
 

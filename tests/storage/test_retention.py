@@ -11,13 +11,12 @@ import pytest
 from megarl.commands import train as train_module
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
-from megarl.storage import files, retention
-from megarl.storage.checked_json import write_checked
+from megarl.storage import files
+from megarl.storage.checked_json import append_json, write_checked
 from megarl.storage.checkpoints import checkpoint_path
-from megarl.storage.json_lines import append_json
 from megarl.storage.policies import PolicyInfo, read_info, write_info
-from megarl.storage.retention import check_kept, remove_policies, removed, require_policy
-from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir import RunDir, retention
+from megarl.storage.run_dir.retention import check_kept, remove_policies, removed, require_policy
 from megarl.views.audit.policies import check_policies
 from megarl.views.audit.totals import StageTotals
 

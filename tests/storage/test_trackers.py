@@ -19,9 +19,9 @@ import urllib.request
 import pytest
 
 from megarl.data.tokenizer import load_decoder
-from megarl.storage import trackers
-from megarl.storage.evaluations import SuiteResponses
+from megarl.storage.metrics import trackers
 from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir.evaluations import SuiteResponses
 from tests.helpers import events, megarl, metrics
 from tests.phases.test_changes import SMALL, settings
 

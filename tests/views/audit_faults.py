@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.storage.checked_json import decode, write_checked
-from megarl.storage.json_lines import append_json
+from megarl.storage.checked_json import append_json, decode, write_checked
 from megarl.storage.ledger import LEDGER, SEALED, LedgerEntry, parse, to_line
 from megarl.storage.shards import Shard, encode
 

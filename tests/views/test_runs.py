@@ -4,7 +4,7 @@ import fcntl
 import json
 import shutil
 
-from megarl.storage.json_lines import append_json
+from megarl.storage.checked_json import append_json
 from megarl.views.runs import as_table, list_runs
 from tests.helpers import megarl
 from tests.views.synthetic_run import ACCURACY, make_run

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.estimates import mean_of_replicates
 from megarl.recipe.tables import Recipe
-from megarl.storage.learning import UPDATES, LearningWatch, find
+from megarl.storage.metrics import UPDATES, LearningWatch, find
 from megarl.storage.run_dir import RunDir
 from megarl.views.report import summary
 from megarl.views.report.pairs import pair_charts

@@ -35,11 +35,10 @@ from megarl.recipe.tables import Recipe
 from megarl.storage.checkpoints import FileSum, checkpoints
 from megarl.storage.files import disk_errors, file_sha256, make_directory
 from megarl.storage.ledger import LEDGER, SEALED
-from megarl.storage.origin import start_of
 from megarl.storage.policies import check_policy, read_info, write_info
-from megarl.storage.retention import require_policy
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.run_dir.retention import require_policy
 
 LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # an identifier of the Hub or of SPDX
 
@@ -80,7 +79,7 @@ def _check_self_contained(stage: Stage) -> None:
         raise UserError(
             "with rollout.token_budget a stage trains groups that earlier stages began: it cannot be packed alone"
         )
-    if stage.number == 0 and start_of(stage.run):
+    if stage.number == 0 and stage.run.start():
         raise UserError(
             f"{stage.run.root} starts from the optimizer of another run (--continue-from), which cannot be packed: "
             "pack a later stage"

@@ -9,10 +9,9 @@ from megarl.phases.serve import KEY
 from megarl.recipe.tables import Recipe
 from megarl.storage.files import write_atomic
 from megarl.storage.policies import copy_policy
-from megarl.storage.requests import write_request
-from megarl.storage.retention import require_policy
-from megarl.storage.run_checks import check_run
 from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.run_dir.checks import check_run
+from megarl.storage.run_dir.retention import require_policy
 from megarl.views.progress import Progress
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import Nodes
@@ -34,7 +33,7 @@ def serve_stage(nodes: Nodes, stage: Stage, port: int) -> None:
         return
     require_policy(stage)
     write_key(run)
-    write_request(run.root, port=port)
+    run.write_request(port=port)
     where = f"http://127.0.0.1:{port}" if port else "the address that events.jsonl names"
     print(f"serving on {where}/GROUP/CONVERSATION/v1, with the key in {run.root / KEY}", flush=True)
     with Progress(run.root, run.recipe):

@@ -37,12 +37,11 @@ from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import write_checked
 from megarl.storage.files import file_sha256, make_directory
 from megarl.storage.ledger import check_seal
-from megarl.storage.policies import check_policy, check_weights, copy_weights, is_mxfp4, read_info
-from megarl.storage.recipe_history import EVALUATION
+from megarl.storage.metrics.trackers import NONE as NO_TRACKERS
+from megarl.storage.policies import check_policy, check_weights, copy_weights, is_mxfp4, read_info, weight_files
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.trackers import NONE as NO_TRACKERS
-from megarl.storage.weights import weight_files
+from megarl.storage.run_dir.recipes import EVALUATION
 from megarl.views.audit.rollouts import check_shard
 
 PACKED = "packed"  # directory in the run directory, with the files of the packed stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from megarl.commands.sweep.plan import Job, Plan
-from megarl.storage.json_lines import read_intact_lines
+from megarl.storage.checked_json import read_intact_lines
 
 
 def remaining(plan: Plan, jobs: int) -> str:

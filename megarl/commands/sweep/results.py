@@ -15,7 +15,7 @@ from megarl.commands.sweep.plan import Job, Plan
 from megarl.errors import UserError
 from megarl.estimates import Interval, mean_of_replicates, paired
 from megarl.recipe.sweep import Point
-from megarl.storage.evaluations import SuiteResponses
+from megarl.storage.run_dir.evaluations import SuiteResponses
 from megarl.views.comparison import check_same_prompts
 from megarl.views.run_reader import Run, interval, muted_by, read_run
 

@@ -21,9 +21,9 @@ from megarl.phases.live.state import LiveState
 from megarl.phases.stop import StopRequest
 from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates, resume
 from megarl.storage.files import make_directory
+from megarl.storage.metrics.summary import ages
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
-from megarl.storage.update_summary import ages
 
 if TYPE_CHECKING:
     from megarl.actor.step import Actor

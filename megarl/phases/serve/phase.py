@@ -20,9 +20,8 @@ from megarl.phases.serve.conversations import Conversations, Turn
 from megarl.phases.serve.server import serving
 from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import Completion, Request, Sampling
+from megarl.storage.checked_json import append_json, read_intact_lines
 from megarl.storage.files import fsync_path, make_directory
-from megarl.storage.json_lines import append_json, read_intact_lines
-from megarl.storage.requests import read_request
 from megarl.storage.rollouts import SERVED, Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 
@@ -149,7 +148,7 @@ def _answer(stage: Stage, worker: RolloutWorker, conversations: Conversations, s
     key = (root / KEY).read_text().strip()
     if len(key) < MIN_KEY:
         raise UserError(f"{root / KEY} holds no key of at least {MIN_KEY} characters: delete it, and start again")
-    with serving(read_request(root)["port"], conversations, turns.ask, key, root.name) as port:
+    with serving(stage.run.read_request()["port"], conversations, turns.ask, key, root.name) as port:
         stage.log_event("serving", phase="serve", url=f"http://127.0.0.1:{port}")
         for number, completion in worker.engine.serve(turns.requests(), lambda: stop.asked):
             turns.answer(number, completion)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from megarl.errors import UserError
-from megarl.storage.carried import candidates
 from megarl.storage.ledger import sealed_groups
 from megarl.storage.rollouts import Response, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
@@ -76,7 +75,7 @@ def _check_seal(stage: Stage, stores: list[RolloutStore], knows_candidates: bool
         yield f"{where} carries group {min(lost)} on, which is in no shard"
     if not knows_candidates:
         return  # of a branch, which lacks the stages before
-    known = set(candidates(stage))
+    known = set(stage.candidates())
     if foreign := there.difference(known):
         yield f"{where} has group {min(foreign)}, which is not one of its candidates"
     if stage.is_sealed() and carried != sorted(known.difference(complete.chosen)):

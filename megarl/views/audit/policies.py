@@ -1,6 +1,6 @@
 """Policies: checks that they are undamaged, have the right version, and generated their stage's rollouts.
 
-For a policy that `megarl.storage.retention` removed, version and hash come from the record that it left.
+For a policy that `megarl.storage.run_dir.retention` removed, version and hash come from the record that it left.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterator
 
 from megarl.errors import UserError
-from megarl.storage.json_lines import read_intact_lines
+from megarl.storage.checked_json import read_intact_lines
 from megarl.storage.policies import PolicyInfo, check_policy, read_info
-from megarl.storage.retention import may_be_removed, removed
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.run_dir.retention import may_be_removed, removed
 from megarl.views.audit.totals import StageTotals
 
 _KEPT = re.compile(r"actor\.keep_policies: ([0-9]{1,9}) -> ")  # in a line of `recipe_diff`: the earlier value

@@ -10,7 +10,7 @@ import numpy as np
 from megarl.errors import UserError
 from megarl.rewards import Score, is_scored
 from megarl.rewards.parts import by_length, total
-from megarl.storage.json_lines import read_intact_lines
+from megarl.storage.checked_json import read_intact_lines
 from megarl.storage.ledger import LedgerEntry, sealed_external, verify_shard
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage

@@ -16,9 +16,9 @@ from megarl.rewards.parts import build_verifier, totals
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rollout.drift import TOLERANCES, hugging_face_reference
 from megarl.storage.ledger import sealed_external
+from megarl.storage.policies import weight_files
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.weights import weight_files
 
 LARGEST_MODEL = 2 << 30  # bytes of weights; log-probs of larger models are not recomputed
 MANY_GROUPS = 8  # with so many, one may differ

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.storage.checked_json import read_intact_lines
 from megarl.storage.checkpoints import Damaged, check_files, checkpoints, read_manifest
-from megarl.storage.json_lines import read_intact_lines
-from megarl.storage.metrics_log import agrees
+from megarl.storage.metrics import agrees
+from megarl.storage.metrics.summary import ages, summary
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.update_summary import ages, summary
 from megarl.views.audit.totals import StageTotals
 
 

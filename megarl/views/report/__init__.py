@@ -13,8 +13,8 @@ import math
 from pathlib import Path
 
 from megarl.errors import UserError
+from megarl.storage.checked_json import Record
 from megarl.storage.files import write_atomic
-from megarl.storage.json_lines import Record
 from megarl.views.report.chart import Chart
 from megarl.views.report.charts import COLOURS, make_charts
 from megarl.views.report.pairs import pair_charts, pair_columns

@@ -6,7 +6,7 @@ import html
 import re
 from typing import Any
 
-from megarl.storage.json_lines import Record
+from megarl.storage.checked_json import Record
 from megarl.views.report.chart import Chart
 from megarl.views.report.curves import CURVES
 from megarl.views.report.detail import detail_charts

@@ -6,7 +6,7 @@ import html
 from math import log10
 from typing import Any
 
-from megarl.storage.json_lines import Record
+from megarl.storage.checked_json import Record
 from megarl.views.report.chart import Chart
 from megarl.views.run_reader import Run
 

@@ -21,10 +21,10 @@ from megarl.objectives import Objective, WithOptions, build_objective
 from megarl.recipe.load import override_recipe, recipe_diff
 from megarl.recipe.tables import ObjectiveTable, Recipe
 from megarl.rollout.drift import load_model, score_with_entropy
-from megarl.storage.retention import check_kept, require_policy
+from megarl.storage.metrics.summary import rewards_of
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.update_summary import rewards_of
+from megarl.storage.run_dir.retention import check_kept, require_policy
 from megarl.views.responses.select import Found
 
 Scores = list[tuple[np.ndarray, np.ndarray]]  # (log-probs, entropies) of each response; [n] float32, nats

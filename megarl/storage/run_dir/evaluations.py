@@ -15,9 +15,8 @@ from typing import Any, Self
 
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
-from megarl.storage.checked_json import encode, read_checked, write_checked
+from megarl.storage.checked_json import encode, read_checked, read_json_lines, write_checked
 from megarl.storage.files import make_directory, write_atomic
-from megarl.storage.json_lines import read_json_lines
 from megarl.storage.ledger import is_sealed
 from megarl.storage.rollouts import Group, RolloutStore
 

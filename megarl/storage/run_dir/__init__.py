@@ -18,14 +18,23 @@ from megarl.errors import Busy, UserError
 from megarl.recipe.layout import TRAINING_TABLES, is_layout_setting
 from megarl.recipe.load import recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
+from megarl.storage.checked_json import StrictTail, append_json
+from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory, remove_directory, write_atomic
-from megarl.storage.json_lines import StrictTail, append_json
-from megarl.storage.ledger import is_sealed
-from megarl.storage.longer import adds_stages, free_result
-from megarl.storage.pinned import check_pinned, pin
-from megarl.storage.recipe_history import from_next_stage, recipes_by_stage, remember
-from megarl.storage.run_recipe import dump, load
+from megarl.storage.ledger import is_sealed, sealed_groups
+from megarl.storage.run_dir.recipes import (
+    check_prompt_files,
+    dump,
+    from_next_stage,
+    load,
+    recipes_by_stage,
+    record_prompt_files,
+    write_earlier_recipe,
+)
 
+# directories of a branch with another reward, with one entry per stage
+SCORED_BEFORE = "scored_before"  # links to the rollouts with their old rewards
+RESCORED = "rescored"  # the same rollouts with the new rewards
 # what only a run with a recipe can have written
 _CONTENTS = ("stages", "metrics.jsonl", "events.jsonl", "final", "evaluations", "best")
 _Evaluations = dict[tuple[int, str], dict[str, Any]]  # by version (number of updates) and name of the suite
@@ -54,7 +63,7 @@ class RunDir:
             before = load(path)
             everything = recipe_diff(before, recipe)
             difference = [line for line in everything if not is_layout_setting(line.partition(":")[0])]
-            if longer := adds_stages(before, recipe):
+            if longer := _adds_stages(before, recipe):
                 difference = [line for line in difference if not line.startswith("schedule.stages:")]
             if not cls(root, recipe).has_trained() and recipe.actor.routing_replay != "engine":
                 difference = [line for line in difference if not line.startswith(TRAINING_TABLES)]
@@ -68,9 +77,9 @@ class RunDir:
                     + "\nuse another --run-dir, or the old settings to continue this one"
                 )
             if longer:
-                free_result(cls(root, before).final, cls(root, recipe).stage(before.schedule.stages).policy)
-            if changed and (kept := remember(root, before, next_stage.number)):
-                write_atomic(*kept)
+                _free_result(cls(root, before).final, cls(root, recipe).stage(before.schedule.stages).policy)
+            if changed:
+                write_earlier_recipe(root, before, next_stage.number)
             if everything:  # event first: a kill in between makes it appear twice, the other order could lose it
                 since = {"stage": next_stage.number} if changed else {}
                 cls(root, recipe).log_event("recipe_changed", settings=everything, **since)
@@ -85,7 +94,7 @@ class RunDir:
                 )
             write_atomic(path, dump(recipe))
         run = cls(root, recipe)
-        pin(run.prompts, recipe)
+        record_prompt_files(run.prompts, recipe)
         return run
 
     @classmethod
@@ -102,7 +111,7 @@ class RunDir:
 
     def check_prompts(self) -> None:
         """`UserError` if a prompt file has changed since the run began."""
-        check_pinned(self.prompts, self.recipe)
+        check_prompt_files(self.prompts, self.recipe)
 
     @property
     def metrics(self) -> Path:
@@ -228,6 +237,51 @@ class RunDir:
                     f"or point the link to where it is now: ln -sfn NEW {path}"
                 )
 
+    def start_from(self, checkpoint: Path) -> None:
+        """Make this run start from the optimizer state in another run's ``checkpoint``."""
+        if not (link := self.root / "start").is_symlink():
+            link.symlink_to(checkpoint)
+
+    def start(self) -> Path | None:
+        """The checkpoint of another run from which this run starts, if any; `UserError` if it was moved."""
+        link = self.root / "start"
+        if link.is_symlink() and not link.exists():
+            raise UserError(
+                f"{link} is a link to {link.readlink()}, the checkpoint from which the run starts: put it back"
+            )
+        return link.resolve() if link.exists() else None
+
+    def result(self) -> tuple[Path, Path]:
+        """(policy, checkpoint) with which this run ended; `UserError` if one of them does not exist."""
+        self.check_links()
+        last = self.end.previous
+        path = dict(checkpoints(last.checkpoints)).get(self.recipe.schedule.updates_per_stage)
+        if not self.final.exists() or path is None:
+            what = self.final if not self.final.exists() else f"the last checkpoint in {last.checkpoints}"
+            raise UserError(
+                f"--continue-from {self.root}: {what} does not exist: that run is not finished, or keep_stages "
+                "removed it"
+            )
+        return self.final, path
+
+    def write_request(self, **request: Any) -> None:
+        """Store what a command asks of the phase that it starts in this scratch run directory."""
+        write_atomic(self.root / "request.json", json.dumps(request))
+
+    def read_request(self) -> dict[str, Any]:
+        """What `write_request` stored; called by the phase."""
+        request: dict[str, Any] = json.loads((self.root / "request.json").read_text())
+        return request
+
+    def write_answer(self, records: list[dict[str, Any]]) -> None:
+        """Store the phase's answer for the command."""
+        write_atomic(self.root / "answer.json", json.dumps(records))
+
+    def read_answer(self) -> list[dict[str, Any]]:
+        """What `write_answer` stored; called by the command after the phase has ended."""
+        answer: list[dict[str, Any]] = json.loads((self.root / "answer.json").read_text())
+        return answer
+
     def has_trained(self) -> bool:
         """Whether the run has made updates; always True for live runs, whose rollouts depend on training."""
         live = self.recipe.schedule.kind == "live"
@@ -302,7 +356,7 @@ class Stage:
 
     @property
     def removed_policy(self) -> Path:
-        """The record of the policy after `megarl.storage.retention` has removed it."""
+        """The record of the policy after `megarl.storage.run_dir.retention` has removed it."""
         return self.directory / "removed_policy.json"
 
     @property
@@ -311,7 +365,7 @@ class Stage:
 
     @property
     def unfinished(self) -> Path:
-        """The store of groups with responses that reached the token budget: see `megarl.storage.carried`."""
+        """The store of groups with responses that reached the token budget: see `candidates`."""
         return self.rollouts / "unfinished"
 
     @property
@@ -335,6 +389,35 @@ class Stage:
     def groups(self) -> range:
         """Ids of the groups that this stage begins (its candidates, without those of earlier stages)."""
         return self.run.recipe.groups_begun(self.number)
+
+    def continued_groups(self) -> list[int]:
+        """The sorted ids of the groups that earlier stages began and left to this one: see `candidates`.
+
+        `UserError` if the stage before is not sealed, because only its seal names them.
+        """
+        if self.run.recipe.rollout.token_budget is None or self.number == 0:
+            return []
+        before = self.previous
+        if not before.is_sealed():
+            command = f"megarl rollout {self.run.root} --stage {before.number}"
+            raise UserError(
+                f"{before.rollouts} is not sealed, so the groups that stage {self.number} continues are not known: "
+                f"run `{command}`"
+            )
+        return sealed_groups(before.rollouts, "carried") or []
+
+    def candidates(self) -> Sequence[int]:
+        """The sorted ids of all groups that the stage may train.
+
+        With ``rollout.token_budget`` (partial rollouts: BAPO, section 5.3) a response gets at most that many tokens in
+        one stage. A group with a response that is not finished by then is stored in `unfinished`, without rewards; each
+        token keeps the version of the policy that sampled it. Candidates are the groups that the stage begins and those
+        that earlier stages began but did not train. The stage trains the first complete ones by id, and leaves the
+        others to the next stage. So no group is lost, and which groups are trained depends neither on speed nor on
+        kills.
+        """
+        continued = self.continued_groups()
+        return [*continued, *self.groups] if continued else self.groups
 
     def groups_of_update(self, groups: Sequence[int], update: int) -> Sequence[int]:
         """The groups of one update of the stage, counted from 0; ``groups``: all that the stage trains.
@@ -360,7 +443,7 @@ class Stage:
         return self.next.policy.exists() or self.next.policy_was_removed()
 
     def policy_was_removed(self) -> bool:
-        """Whether `megarl.storage.retention` has removed the stage's policy, which its record shows.
+        """Whether `megarl.storage.run_dir.retention` has removed the stage's policy, which its record shows.
 
         The record counts only for stages whose policy may be removed: sealed, and neither the first nor the end. So it
         has no effect if somebody deletes the stage's rollouts to generate them again.
@@ -392,6 +475,24 @@ class Stage:
 
     def log_event(self, event: str, **fields: Any) -> None:
         self.run.log_event(event, stage=self.number, **fields)
+
+
+def _adds_stages(before: Recipe, after: Recipe) -> bool:
+    """Whether both recipes are of staged runs, and ``after`` has more stages than ``before``."""
+    kinds = {before.schedule.kind, after.schedule.kind}
+    return kinds == {"staged"} and after.schedule.stages > before.schedule.stages
+
+
+def _free_result(final: Path, policy: Path) -> None:
+    """Move ``final``, if it exists, to ``policy``, the policy of the first additional stage.
+
+    To be called before the new recipe is written: after a kill in between, the old recipe makes the last stage export
+    its result to ``final`` again, and the next call replaces ``policy``.
+    """
+    if final.exists():
+        make_directory(policy.parent)
+        shutil.rmtree(policy, ignore_errors=True)
+        final.rename(policy)
 
 
 def _make_root(root: Path) -> None:

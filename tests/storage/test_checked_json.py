@@ -6,8 +6,7 @@ import os
 import pytest
 
 from megarl.errors import UserError
-from megarl.storage.checked_json import decode, encode
-from megarl.storage.json_lines import JsonTail, append_json, read_intact_lines, read_json_lines
+from megarl.storage.checked_json import JsonTail, append_json, decode, encode, read_intact_lines, read_json_lines
 
 
 def append(path, *records, torn=""):

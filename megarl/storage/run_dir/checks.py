@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.errors import UserError
+from megarl.storage.checked_json import read_intact_lines
 from megarl.storage.checkpoints import Damaged, checkpoints, read_manifest, read_metrics
 from megarl.storage.files import write_atomic
-from megarl.storage.json_lines import read_intact_lines
 from megarl.storage.ledger import check_seal, is_sealed
-from megarl.storage.metrics_log import NOTHING, Position, agrees
+from megarl.storage.metrics import NOTHING, Position, agrees
 from megarl.storage.policies import check_policy
 from megarl.storage.run_dir import RunDir, Stage
 

@@ -1,12 +1,14 @@
-"""Sends metrics, evaluations and samples to Weights & Biases and MLflow (trackers), using their optional packages.
+"""Sends evaluations and samples to TensorBoard, and all metrics to Weights & Biases and MLflow (trackers), if asked to.
 
 The processes of a run log one after another, so ``trackers.json`` in the run directory remembers the tracker's id of
 the run. An update that is made again after a kill is logged twice; on the same machine and layout with equal numbers.
+The package tensorboard is used directly, since importing torch.utils.tensorboard would delay the engine process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import html
 import importlib.util
 import json
 import os
@@ -21,11 +23,12 @@ from typing import Any, Protocol
 from megarl.errors import UserError
 from megarl.recipe.tables import RunTable
 from megarl.storage.files import write_atomic
-from megarl.storage.tensorboard_events import numbers_of
 
 PROJECT = "megarl"  # default of WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME
 NONE = {"wandb": False, "mlflow": False}  # settings of ``[run]`` that turn trackers off
 RUNS = "trackers.json"  # in the run directory: {tracker: its id of the run}
+NUMBERS = ("accuracy", "pass_at_k", "maj_at_k")  # the fields of an evaluation that are logged
+LONGEST = 2000  # characters of a prompt or response that are logged
 
 
 class Tracker(Protocol):
@@ -210,9 +213,53 @@ def _remember(root: Path, tracker: str, run: str) -> str:
 def log_evaluation(
     root: Path, table: RunTable, suite: str, update: int, result: dict[str, Any], samples: Iterable[tuple[str, str]]
 ) -> None:
-    """Log an evaluation to all trackers, from a process that logs nothing else."""
-    if trackers := open_trackers(root, table):
-        texts = list(samples)
-        for tracker in trackers:
-            tracker.evaluation(suite, update, result, texts)
-            tracker.close()
+    """Log an evaluation to TensorBoard and all trackers that are on, from a process that logs nothing else.
+
+    samples: (prompt, response) texts.
+    """
+    trackers = open_trackers(root, table)
+    texts = list(samples) if trackers or table.tensorboard else []
+    if table.tensorboard:
+        _log_to_tensorboard(root, suite, update, result, texts)
+    for tracker in trackers:
+        tracker.evaluation(suite, update, result, texts)
+        tracker.close()
+
+
+def _log_to_tensorboard(
+    root: Path, suite: str, update: int, result: dict[str, Any], samples: Iterable[tuple[str, str]]
+) -> None:
+    """Append an evaluation to ``tensorboard/`` in the run directory ``root``."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    numbers = numbers_of(result).items()
+    values = [Summary.Value(tag=f"evaluation/{suite}/{name}", simple_value=value) for name, value in numbers]
+    values.append(_text(f"samples/{suite}", [_markdown(*sample) for sample in samples]))
+    writer = EventFileWriter(str(root / "tensorboard"), filename_suffix=".evaluation")
+    writer.add_event(Event(wall_time=time.time(), step=update, summary=Summary(value=values)))
+    writer.close()
+
+
+def numbers_of(result: dict[str, Any]) -> dict[str, float]:
+    """{name: value} of those `NUMBERS` that an evaluation has."""
+    return {name: result[name] for name in NUMBERS if isinstance(result.get(name), int | float)}
+
+
+def _text(tag: str, texts: list[str]) -> Any:
+    """A summary value for TensorBoard's text plugin: a tensor of strings."""
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(texts))])
+    tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode() for text in texts], tensor_shape=shape)
+    plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    return Summary.Value(tag=tag, metadata=plugin, tensor=tensor)
+
+
+def _markdown(prompt: str, response: str) -> str:
+    """Markdown that shows both texts literally (as indented code), whatever markup they contain."""
+    parts = (html.escape(text[:LONGEST]).replace("\n", "\n    ") for text in (prompt, response))
+    return "\n\n".join(f"    {part}" for part in parts)
