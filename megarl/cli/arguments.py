@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megarl.errors import nearest
@@ -35,6 +36,17 @@ def command(among: Commands, name: str, function: Any, help: str) -> Parser:
     sub = among.add_parser(name, help=help, description=help)
     sub.set_defaults(command=function, parser=sub)
     return sub
+
+
+def add_run(sub: argparse.ArgumentParser) -> None:
+    """Add the argument of commands about a run."""
+    sub.add_argument("run_dir", type=Path, help="a run directory")
+
+
+def add_stage(sub: argparse.ArgumentParser) -> None:
+    """Add the arguments of commands about a stage of a run."""
+    add_run(sub)
+    sub.add_argument("--stage", type=int, required=True, help="number of the stage, from 0")
 
 
 def settings(sub: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The commands ``sweep``, ``what-if`` and ``compare``, which compare runs, objectives and policies."""
+"""The commands ``eval``, ``sweep``, ``what-if`` and ``compare``: how good policies, runs and objectives are."""
 
 from __future__ import annotations
 
@@ -6,12 +6,28 @@ import argparse
 import json
 from pathlib import Path
 
-from megarl.cli.arguments import Commands, command, positive
+from megarl.cli.arguments import Commands, add_stage, command, positive, settings
 from megarl.errors import UserError
 
 
-def add_beside(commands: Commands) -> None:
+def add_comparing(commands: Commands) -> None:
     """Add the commands of this module."""
+    sub = command(commands, "eval", _evaluate, "evaluate a policy: avg@k, pass@k and maj@k with their intervals")
+    sub.add_argument("model_or_run", type=Path, help="a run directory, for its newest policy, or a Hugging Face model")
+    sub.add_argument("--recipe", type=Path, help="data and reward settings, when the model is not part of a run")
+    sub.add_argument(
+        "--suite",
+        action="append",
+        default=[],
+        help="name of a suite of the recipe, prompt file or reasoning-gym generator; may be repeated; default: all "
+        "suites of the recipe",
+    )
+    sub.add_argument("--stage", type=int, help="with --update: evaluate the policy of a checkpoint of this stage")
+    sub.add_argument("--update", type=int, help="the policy after this many updates of --stage")
+    sub.add_argument("--output", type=Path, help="directory to keep the responses; an interrupted evaluation continues")
+    sub.add_argument("--json", action="store_true", help="print a JSON list with one object per suite")
+    settings(sub)
+
     sub = command(
         commands, "sweep", _sweep, "make and compare runs with different settings; start it again to continue it"
     )
@@ -22,8 +38,7 @@ def add_beside(commands: Commands) -> None:
     sub.add_argument("--json", action="store_true", help="print the table, or the runs of --dry-run, as a JSON list")
 
     sub = command(commands, "what-if", _what_if, "compare the gradients of all objectives on stored batches of a stage")
-    sub.add_argument("run_dir", type=Path, help="a run directory")
-    sub.add_argument("--stage", type=int, required=True, help="number of the stage, from 0")
+    add_stage(sub)
     sub.add_argument(
         "--update",
         type=int,
@@ -52,6 +67,19 @@ def add_beside(commands: Commands) -> None:
     sub.add_argument("b", metavar="B", help="the policy to compare it with")
     sub.add_argument("--suite", help="default: every suite on which both were evaluated")
     sub.add_argument("--json", action="store_true", help="print a JSON list with one object per suite")
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from megarl.commands.evaluate import describe_evaluations, evaluate_checkpoint, evaluate_model
+
+    if (options.stage is None) != (options.update is None):
+        raise UserError("--stage and --update must be given together: they name a policy, as in `megarl export`")
+    if options.stage is not None:
+        place = options.stage, options.update
+        results = evaluate_checkpoint(options.model_or_run, place, options.suite, options.set, options.output)
+    else:
+        results = evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output)
+    print(json.dumps(results) if options.json else describe_evaluations(results))
 
 
 def _sweep(options: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl import cli
+from megarl.cli import training
 from megarl.workers import processes
 from megarl.workers.warm import import_generation
 from tests.helpers import children, megarl, mount_tmpfs
@@ -353,7 +354,7 @@ def test_ctrl_c_during_an_import_exits_with_code_130(capfd, monkeypatch, tmp_pat
         except KeyboardInterrupt as error:
             raise SystemError("initialization failed") from error
 
-    monkeypatch.setattr(cli, "_doctor", interrupted)
+    monkeypatch.setattr(training, "_doctor", interrupted)
     with pytest.raises(SystemExit) as exit:
         cli.main(["doctor"])
     assert exit.value.code == 130 and "interrupted" in capfd.readouterr().err

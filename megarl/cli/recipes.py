@@ -11,7 +11,7 @@ from megarl.errors import UserError
 from megarl.planner.assumptions import OPTIONS, Assumptions, assume, meaning_of, unit_of
 
 
-def add_before(commands: Commands) -> None:
+def add_recipes(commands: Commands) -> None:
     """Add the commands of this module."""
     sub = command(
         commands,

@@ -6,16 +6,16 @@ import argparse
 import json
 from pathlib import Path
 
-from megarl.cli.arguments import Commands, command, settings
+from megarl.cli.arguments import Commands, add_run, command, settings
 
 
-def add_stage(commands: Commands) -> None:
+def add_stages(commands: Commands) -> None:
     """Add the commands of this module."""
     among = commands.add_parser("stage", help="pack, share, unpack and ingest sealed stages").add_subparsers(
         required=True, metavar="COMMAND"
     )
     sub = command(among, "pack", _pack, "pack a sealed stage with everything that its updates depend on")
-    sub.add_argument("run_dir", type=Path, help="a run directory")
+    add_run(sub)
     sub.add_argument("stage", type=int, help="number of the stage, from 0")
     sub.add_argument("output", type=Path, help="a directory to make, or a tar file if the name ends in .tar")
     sub.add_argument("--license", required=True, help="licence of the rollouts, such as apache-2.0, cc-by-4.0 or other")

@@ -1,4 +1,4 @@
-"""The commands ``samples``, ``sql``, ``trace`` and ``runs``, which look inside runs."""
+"""The commands that show, verify and list runs: ``samples``, ``sql``, ``trace``, ``report``, ``audit``, ``runs``."""
 
 from __future__ import annotations
 
@@ -8,32 +8,44 @@ import re
 import sys
 from pathlib import Path
 
-from megarl.cli.arguments import Commands, command
+from megarl.cli.arguments import Commands, add_run, command
+from megarl.errors import UserError
 from megarl.views.responses import COLOURINGS
 
 
-def add_inside(commands: Commands) -> None:
+def add_runs(commands: Commands) -> None:
     """Add the commands of this module."""
     _add_samples(commands)
 
     sub = command(commands, "sql", _sql, "query a run's responses, ledger, metrics, events and evaluations with SQL")
-    sub.add_argument("run_dir", type=Path, help="a run directory")
+    add_run(sub)
     sub.add_argument("query", help="such as 'select stage, avg(reward) from responses group by stage'")
     sub.add_argument("--memory", default="1GB", metavar="SIZE", help="memory that DuckDB may use; default: 1GB")
     sub.add_argument("--json", action="store_true", help="print all rows, one JSON object per row")
 
     sub = command(commands, "trace", _trace, "write phases, updates and replicas as a trace for Perfetto or Chrome")
-    sub.add_argument("run_dir", type=Path, help="a run directory")
+    add_run(sub)
     sub.add_argument("--output", type=Path, help="default: trace.json in the run directory")
 
     sub = command(commands, "runs", _runs, "list the runs below a directory, with their state and last numbers")
     sub.add_argument("directory", type=Path)
     sub.add_argument("--json", action="store_true", help="print one JSON object per run")
 
+    sub = command(commands, "report", _report, "write a self-contained HTML page about one or several runs")
+    sub.add_argument("run_dirs", type=Path, nargs="+")
+    sub.add_argument("--output", type=Path, help="the HTML file; default for one run: report.html in its directory")
+
+    sub = command(
+        commands, "audit", _audit, "verify that everything in a run directory is consistent; exit code 1 if it is not"
+    )
+    add_run(sub)
+    sub.add_argument("--samples", type=int, default=16, help="groups per stage to score again; default: 16")
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+
 
 def _add_samples(commands: Commands) -> None:
     sub = command(commands, "samples", _samples, "show responses of a run")
-    sub.add_argument("run_dir", type=Path, help="a run directory")
+    add_run(sub)
     sub.add_argument("--stage", type=int, help="only responses of this stage, from 0")
     sub.add_argument("--prompt", type=int, metavar="ID", help="all responses to this prompt")
     sub.add_argument("--sample", type=int, metavar="N", help="only response number N to each prompt, from 0")
@@ -141,3 +153,21 @@ def _runs(options: argparse.Namespace) -> None:
         return
     for line in lines:
         print(as_json(line))
+
+
+def _report(options: argparse.Namespace) -> None:
+    from megarl.views.report import write_report
+
+    if len(options.run_dirs) > 1 and not options.output:
+        raise UserError("a report on several runs needs --output FILE")
+    output = options.output or options.run_dirs[0] / "report.html"
+    print(write_report(options.run_dirs, output))
+
+
+def _audit(options: argparse.Namespace) -> None:
+    from megarl.views.audit import audit
+
+    found = audit(options.run_dir, options.samples)
+    print(found.as_json() if options.json else found.table())
+    if found.problems:
+        sys.exit(1)

@@ -1,0 +1,238 @@
+"""The commands that make runs, or one phase of them, on one or several nodes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl import __version__
+from megarl.cli.arguments import Commands, add_stage, command, settings
+from megarl.errors import UserError
+
+if TYPE_CHECKING:
+    from megarl.storage.run_dir import RunDir, Stage
+    from megarl.workers.nodes import Nodes
+
+
+@dataclass(frozen=True)
+class OnAllNodes:
+    """A command on a run directory: the first node (the leader) runs ``lead``, the others start what it orders.
+
+    recipe: it may have ``options.recipe``, whose mistakes are then reported as soon as possible.
+    remembers: the ``--set`` of its first start need not be repeated to continue.
+    branches: with ``--output`` it makes a new run there, and writes only to that.
+    """
+
+    lead: Callable[[argparse.Namespace, Nodes], None]
+    recipe: bool = False
+    remembers: bool = False
+    branches: bool = False
+
+    def __call__(self, options: argparse.Namespace) -> None:
+        from megarl.workers.node_rank import find_node_rank
+        from megarl.workers.processes import Starter
+
+        node = find_node_rank(os.environ)
+        run_dir: Path = (options.output if self.branches else None) or options.run_dir
+        if node.rank == 0:  # printed before the imports of torch and Megatron, which take seconds
+            new = not (run_dir / "recipe.toml").exists()
+            print(f"megarl {__version__}: {'starting' if new else 'continuing'} {run_dir}", flush=True)
+        with contextlib.closing(Starter()) as starter:
+            starter.warm_up()  # the warm process imports packages while this process reads the recipe
+            if self.remembers:
+                from megarl.storage.run_dir.recipes import recorded_overrides
+
+                options.set = [*recorded_overrides(run_dir), *options.set]
+            if self.recipe and options.recipe and node.count == 1:
+                from megarl.recipe.load import load_without_objective
+
+                load_without_objective(options.recipe, options.set)
+            from megarl.workers.launcher import follow
+            from megarl.workers.nodes import Nodes
+
+            run_dir = run_dir.resolve()  # each node takes it from its own command line
+            with Nodes(node, starter, run_dir) as nodes:
+                if nodes.rank:
+                    follow(nodes, run_dir)
+                else:
+                    self.lead(options, nodes)
+
+
+def _train(options: argparse.Namespace, nodes: Nodes) -> None:
+    from megarl.commands.train import optimizes, summarise_run, train
+    from megarl.recipe.load import load_recipe
+    from megarl.storage.run_dir import RunDir
+    from megarl.storage.run_dir.recipes import check_continues, record_overrides
+    from megarl.workers.preflight import check
+
+    checkpoint = None
+    if options.continue_from:
+        policy, checkpoint = RunDir.open(options.continue_from).result()
+        options.set.append(f"model.path={json.dumps(str(policy))}")
+    recipe = load_recipe(options.recipe, options.set)
+    if checkpoint is not None:
+        check_continues(RunDir.open(options.continue_from).recipe, recipe)
+    run = RunDir(options.run_dir.resolve(), recipe)
+    if options.until:
+        _stage(run, options.until[1])
+    check(nodes.starter, recipe, nodes.count, optimizes(run, options.until))
+    with run.lock():
+        run = RunDir.create(run.root, recipe)  # may write the recipe, so it needs the lock
+        record_overrides(run.root, options.set)
+        if checkpoint is not None:
+            run.start_from(checkpoint)
+        train(nodes, run, options.until)
+    if not options.until:
+        print(summarise_run(run))
+
+
+def _rollout(options: argparse.Namespace, nodes: Nodes) -> None:
+    from megarl.commands.one_phase import rollout_stage
+
+    stage = _open_stage(options)
+    with stage.run.lock():
+        rollout_stage(nodes, stage)
+
+
+def _serve(options: argparse.Namespace, nodes: Nodes) -> None:
+    from megarl.commands.stages.serve import check_serving, serve_stage
+    from megarl.recipe.load import load_recipe
+    from megarl.storage.run_dir import RunDir
+
+    if options.recipe is not None:
+        recipe = load_recipe(options.recipe, options.set)
+        check_serving(nodes, recipe)  # first, so that a mistake leaves no run directory
+        with RunDir(options.run_dir.resolve(), recipe).lock():
+            RunDir.create(options.run_dir, recipe)
+    elif options.set:
+        raise UserError("--set needs --recipe RECIPE: settings can only be changed when a run begins")
+    stage = _open_stage(options)
+    with stage.run.lock():
+        serve_stage(nodes, stage, options.port)
+
+
+def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
+    from megarl.commands.one_phase import optimize_branch, optimize_stage
+
+    stage = _open_stage(options)
+    if options.output:
+        optimize_branch(nodes, stage, options.output, options.set)
+        return
+    if options.set:
+        raise UserError("--set needs --output DIR: other settings need a new run directory")
+    with stage.run.lock():
+        optimize_stage(nodes, stage)
+
+
+def _rehearse(options: argparse.Namespace, nodes: Nodes) -> None:
+    from megarl.commands.one_phase import rehearse_recipe
+
+    print(rehearse_recipe(nodes, options.recipe, options.set, options.run_dir))
+
+
+def _open_stage(options: argparse.Namespace) -> Stage:
+    from megarl.storage.run_dir import RunDir
+
+    run = RunDir.open(options.run_dir)
+    run.check_links()
+    return _stage(run, options.stage)
+
+
+def _stage(run: RunDir, number: int) -> Stage:
+    if not 0 <= number < run.recipe.schedule.stages:
+        raise UserError(f"--stage {number}: this run has stages 0 to {run.recipe.schedule.stages - 1}")
+    return run.stage(number)
+
+
+# the commands that run on all nodes
+ON_ALL_NODES = {
+    "train": OnAllNodes(_train, recipe=True, remembers=True),
+    "rollout": OnAllNodes(_rollout),
+    "serve": OnAllNodes(_serve, recipe=True),
+    "optimize": OnAllNodes(_optimize, branches=True),
+    "doctor --recipe": OnAllNodes(_rehearse, recipe=True),
+}
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from megarl.views.doctor import diagnose
+
+    if options.recipe is None:
+        return print(diagnose(options.json))
+    with tempfile.TemporaryDirectory(prefix="megarl-doctor-") as folder:
+        options.run_dir = (options.scratch or Path(folder)) / "megarl-rehearsal"
+        ON_ALL_NODES["doctor --recipe"](options)
+    return None
+
+
+def _export(options: argparse.Namespace) -> None:
+    from megarl.commands.evaluate import export_policy
+
+    print(export_policy(options.run_dir, options.stage, options.update, options.output, options.adapters))
+
+
+def _phase_and_stage(text: str) -> tuple[str, int]:
+    phase, _, stage = text.partition(":")
+    if phase not in ("rollout", "optimize") or not stage.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither rollout:STAGE nor optimize:STAGE")
+    return phase, int(stage)
+
+
+def add_training(commands: Commands) -> None:
+    """Add the commands of this module."""
+    sub = command(commands, "train", ON_ALL_NODES["train"], "make a whole run; start it again to continue it")
+    sub.add_argument("recipe", type=Path, help="the recipe, a TOML file")
+    sub.add_argument("--run-dir", type=Path, required=True, help="directory of the run; made if it does not exist")
+    sub.add_argument(
+        "--continue-from",
+        type=Path,
+        metavar="RUN",
+        help="start from the result and the optimizer state of this finished run",
+    )
+    sub.add_argument(
+        "--until", type=_phase_and_stage, metavar="PHASE:STAGE", help="stop after this phase, for example rollout:0"
+    )
+    settings(sub)
+
+    sub = command(commands, "rollout", ON_ALL_NODES["rollout"], "generate and seal the rollouts of one stage")
+    add_stage(sub)
+
+    sub = command(
+        commands, "serve", ON_ALL_NODES["serve"], "serve an OpenAI-compatible API to agents that fill a stage"
+    )
+    add_stage(sub)
+    sub.add_argument("--port", type=int, default=8400, help="port on 127.0.0.1; 0: any free port; default: 8400")
+    sub.add_argument("--recipe", type=Path, help="begin the run with this recipe, if it does not exist yet")
+    settings(sub)
+
+    sub = command(
+        commands, "optimize", ON_ALL_NODES["optimize"], "make all updates of one stage on its sealed rollouts"
+    )
+    add_stage(sub)
+    sub.add_argument("--output", type=Path, help="a new run directory, which may have other settings (--set)")
+    settings(sub)
+
+    sub = command(commands, "export", _export, "write the policy of any checkpoint as a Hugging Face directory")
+    add_stage(sub)
+    sub.add_argument("--update", type=int, required=True, help="the policy after this many updates of the stage")
+    sub.add_argument("--output", type=Path, required=True, help="the directory to make")
+    sub.add_argument("--adapters", action="store_true", help="only the adapters of [actor.lora], in PEFT's format")
+
+    sub = command(
+        commands, "doctor", _doctor, "show what this machine has, what is missing and which extra installs it"
+    )
+    sub.add_argument(
+        "--recipe", type=Path, help="instead rehearse one update, its export and a checkpoint with this recipe"
+    )
+    sub.add_argument(
+        "--scratch", type=Path, help="where the rehearsal writes; must be shared if there are several nodes"
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object; not with --recipe")
+    settings(sub)
