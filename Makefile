@@ -9,7 +9,7 @@ quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
 
 test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path
-	$(RUN) -m pytest -q -n 4 --dist worksteal --durations=15 --ignore=tests/slurm --ignore=tests/rehearsal \
+	$(RUN) -m pytest -q -n 4 --dist worksteal --durations=15 --ignore=tests/launch --ignore=tests/rehearsal \
 	    --ignore=tests/gpu -m "not vllm and not sglang and not crash and not layouts"
 
 test-slow: .venv/.stamp  # WHAT="layouts crashes": these suites of tests/suites.py instead of all

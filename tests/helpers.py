@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[1]
-SGLANG_PYTHON = ROOT / "tests/sglang/python"  # the interpreter of .venv-sglang
+SGLANG_PYTHON = ROOT / "tests/rollout/sglang/python"  # the interpreter of .venv-sglang
 
 RECIPE = """
 [model]

@@ -41,7 +41,7 @@ SUITES = {
     # the GPU's path, on a CUDA device made of host memory
     "rehearsal": Suite(("tests/rehearsal", "tests/gpu"), jobs=2, before=("-m", "tests.rehearsal.build")),
     "engines": Suite(("-m", "vllm or sglang"), before=("tools/setup_venv.py", "sglang")),
-    "cluster": Suite(("tests/slurm",), before=("tools/setup_venv.py", "launch")),
+    "cluster": Suite(("tests/launch",), before=("tools/setup_venv.py", "launch")),
     # Triton's compiler for sm_90 and sm_100, which needs no GPU
     "triton": Suite(
         ("tests/kernels/test_triton_aot.py", "-k", "not sm_80"),

@@ -186,6 +186,20 @@ def test_links_between_documents_lead_to_existing_files() -> None:
     assert broken == []
 
 
+# ------------------------------------------------------------------------------------------------- folders of tests
+
+# of tests that are about no folder of megarl/, and those that mirror another one
+OTHER_TESTS = ("distributed", "docs", "faults", "gpu", "lab", "launch", "rehearsal")
+
+
+def test_the_folders_of_tests_are_those_of_the_package() -> None:
+    tracked = {Path(name).parent for name, _ in tracked_texts()}
+    sources = {part.name for part in tracked if part.parent == Path("megarl")}
+    tests = {part.parts[1] for part in tracked if part.parts[:1] == ("tests",) and len(part.parts) > 1}
+    assert tests == sources | set(OTHER_TESTS)
+    assert [name for name in OTHER_TESTS if not (ROOT / "tests" / name).is_dir()] == []
+
+
 # --------------------------------------------------------------------------------------------------- make's targets
 
 

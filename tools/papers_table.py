@@ -2,7 +2,7 @@
 
     python tools/papers_table.py
 
-`tests/test_papers.py` fails where it is not up to date, or where a row names something that is not there.
+`tests/docs/test_papers.py` fails where it is not up to date, or where a row names something that is not there.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from tests.helpers import RECIPE
-from tests.live.conftest import events, metrics, phases  # noqa: F401 - a fixture
+from tests.phases.live.conftest import events, metrics, phases  # noqa: F401 - a fixture
 from tests.storage.sample_rollouts import as_bytes
 
 GROUPS, CHUNK = 6, 2

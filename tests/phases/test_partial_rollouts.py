@@ -21,8 +21,8 @@ from megarl.views.run_state import RunState
 from megarl.views.sql import query
 from megarl.workers.preflight import check_recipe
 from tests.helpers import events, megarl, metrics
-from tests.live.conftest import new_run, phases  # noqa: F401 - fixtures
-from tests.live.test_partial import load
+from tests.phases.live.conftest import new_run, phases  # noqa: F401 - fixtures
+from tests.phases.live.test_partial import load
 from tests.phases.test_kill import assert_same_run, kill_at
 from tests.views.audit_faults import rewrite
 

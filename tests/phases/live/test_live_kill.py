@@ -14,8 +14,8 @@ import pytest
 from megarl.errors import STOPPED
 from megarl.storage.ledger import LEDGER, parse
 from tests.helpers import processes_of, start_megarl, wait_for
-from tests.live.conftest import histogram, metrics
-from tests.live.test_live import groups, weights
+from tests.phases.live.conftest import histogram, metrics
+from tests.phases.live.test_live import groups, weights
 from tests.storage.sample_rollouts import as_bytes
 
 pytestmark = pytest.mark.crash

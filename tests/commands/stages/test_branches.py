@@ -5,7 +5,7 @@ import pytest
 from megarl.commands.one_phase import branch, changed_recipe
 from megarl.commands.stages.pack import pack
 from megarl.errors import UserError
-from tests.stages.made_up import make_run
+from tests.commands.stages.made_up import make_run
 
 BUDGET = ("rollout.token_budget=2", "rollout.oversample=2")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-from tests.slurm.private_slurm import PACKAGES, PrivateSlurm, missing_programs
+from tests.launch.private_slurm import PACKAGES, PrivateSlurm, missing_programs
 
 LAUNCH_PYTHON = Path(os.environ.get("MEGARL_LAUNCH_PYTHON") or ROOT / ".venv-launch/bin/python")
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from megarl.heartbeats import read_beat
 from megarl.rollout.builtin import DRAWS, BuiltinEngine
 from megarl.rollout.engine import Request, Sampling, response_seed
-from tests.live.conftest import histogram, metrics
-from tests.live.test_live import groups
+from tests.phases.live.conftest import histogram, metrics
+from tests.phases.live.test_live import groups
 from tests.rollout.tiny_models import save
 
 PROMPTS = [[5, 9, 3], [11, 4], [20, 21, 22, 23], [8]]

@@ -7,7 +7,7 @@ import pytest
 from megarl.recipe.load import override_recipe
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
-from tests.live.conftest import events, histogram, metrics
+from tests.phases.live.conftest import events, histogram, metrics
 from tests.storage.sample_rollouts import as_bytes
 
 TIMES = {"seconds", "tokens_per_second", "idle_seconds"}

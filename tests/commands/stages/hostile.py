@@ -15,7 +15,7 @@ import tomli_w
 from megarl.commands.stages.packed import MANIFEST, Source
 from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.ledger import LEDGER, SEALED, parse, to_line
-from tests.stages.made_up import agree, archive, entry, sha
+from tests.commands.stages.made_up import agree, archive, entry, sha
 
 
 def members(folder):

@@ -21,8 +21,8 @@ from megarl.rollout.engine import Request, Sampling, continuation_seed, response
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
+from tests.commands.stages.agents import CALL, write_agent_model
 from tests.helpers import SGLANG_PYTHON, events, megarl, read_lines, start_megarl, wait_for
-from tests.stages.agents import CALL, write_agent_model
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 SETTINGS = (

@@ -19,9 +19,9 @@ from megarl.storage.policies import INDEX_FILE, check_policy, weight_files
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
 from tests.actor.conftest import make_hf_model
+from tests.commands.stages.hostile import ATTACKS, recipe_with
+from tests.commands.stages.made_up import agree, fill, make_run, sha, sums
 from tests.helpers import megarl, read_lines
-from tests.stages.hostile import ATTACKS, recipe_with
-from tests.stages.made_up import agree, fill, make_run, sha, sums
 from tests.storage.quantised import quantise
 
 LICENCE = "cc-by-4.0"

@@ -194,7 +194,7 @@ def test_slimes_rollouts_become_a_stage(recipe, samples, tmp_path, monkeypatch):
     """The page's script and commands, with paths of this test."""
     torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
     (tmp_path / "to_rows.py").write_text(blocks("python")[0])
-    python, ingested, audited, _ = SHELL  # tests/stages/test_ingest.py optimizes such a stage
+    python, ingested, audited, _ = SHELL  # tests/commands/stages/test_ingest.py optimizes such a stage
     assert python == "python to_rows.py 0.pt > rows.jsonl"
     monkeypatch.setattr(sys, "argv", ["to_rows.py", str(tmp_path / "0.pt")])
     with open(tmp_path / "rows.jsonl", "w") as file, contextlib.redirect_stdout(file):

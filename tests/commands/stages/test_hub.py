@@ -9,9 +9,9 @@ import pytest
 from megarl.commands.stages.pack import pack
 from megarl.commands.stages.packed import Source
 from megarl.commands.stages.unpack import unpack
+from tests.commands.stages.hub_server import TOKEN, serve
+from tests.commands.stages.made_up import make_run
 from tests.helpers import ROOT, mount_tmpfs
-from tests.stages.hub_server import TOKEN, serve
-from tests.stages.made_up import make_run
 
 NAME = "me/frozen-rollouts"
 

@@ -15,8 +15,8 @@ from megarl.rollout.drift import hugging_face_reference
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
+from tests.commands.stages.made_up import SETTINGS, VOCABULARY
 from tests.helpers import megarl, read_lines
-from tests.stages.made_up import SETTINGS, VOCABULARY
 
 GROUPS, SIZE = 8, 4  # groups of a stage, responses of a group
 
