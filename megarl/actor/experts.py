@@ -18,6 +18,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.errors import UserError
 
 _ALIGNMENT = 16  # bytes; `grouped_mm` needs rows whose size is a multiple of this
+# from this compute capability on, torch 2.13 leaves the weight gradient of a group without rows unwritten
+# (pytorch#172439, #193633)
+_UNWRITTEN_FROM = (10, 0)
 # settings of Megatron's own experts that `GroupedExperts` does not implement
 _UNSUPPORTED = (
     "moe_apply_probs_on_input", "moe_latent_size", "fp8", "fp4",
@@ -174,5 +177,14 @@ def grouped_linear(tokens: torch.Tensor, weight: torch.Tensor, ends: torch.Tenso
     more_outputs, more_inputs = -outputs % unit, -inputs % unit
     if more_outputs or more_inputs:
         weight, tokens = F.pad(weight, (0, more_inputs, 0, more_outputs)), F.pad(tokens, (0, more_inputs))
-    products = F.grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
+    transposed = weight.transpose(1, 2)
+    if transposed.requires_grad and tokens.is_cuda and torch.cuda.get_device_capability() >= _UNWRITTEN_FROM:
+        transposed.register_hook(partial(_zero_empty_groups, ends))
+    products = F.grouped_mm(tokens, transposed, offs=ends)
     return products[:, :outputs] if more_outputs else products
+
+
+def _zero_empty_groups(ends: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The weight gradient, with zeros for groups without rows."""
+    empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+    return gradient.masked_fill_(empty[:, None, None], 0)

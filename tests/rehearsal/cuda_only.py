@@ -76,10 +76,19 @@ def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> 
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs=None, bias=None, out_dtype=None) -> torch.Tensor:
-    """CPU builds loop over the groups and read ``offs`` on the host; on a GPU it is one kernel."""
+    """CPU builds loop over the groups and read ``offs`` on the host; on a GPU it is one kernel.
+
+    On Blackwell a product of two matrices leaves what belongs to an empty group unwritten (pytorch#172439)."""
     if a.dtype is not torch.bfloat16 and a.dtype is not torch.float16 and a.dtype is not torch.float32:
         raise RuntimeError(f"_grouped_mm takes no {a.dtype}")
-    return torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+    for x in (a, b):
+        aligned = all(stride * x.element_size() % 16 == 0 for stride in x.stride() if stride != 1)
+        if not aligned or x.data_ptr() % 16:
+            raise RuntimeError("strides and data of _grouped_mm must be multiples of 16 bytes")
+    out = torch._grouped_mm(a, b, offs=offs, bias=bias, out_dtype=out_dtype)
+    if a.dim() == b.dim() == 2 and torch.cuda.get_device_capability() >= (10, 0):
+        out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+    return out
 
 
 def _sequences(query: torch.Tensor, key: torch.Tensor, cu_q: Any, cu_k: Any) -> list[tuple[slice, slice]]:

@@ -171,3 +171,16 @@ def test_attention_and_norm_equal_their_definitions():
             if b.grad is not None:  # a few roundings of bfloat16
                 largest = b.grad.abs().max().item()
                 torch.testing.assert_close(a.grad.float().cpu(), b.grad, rtol=0.02, atol=0.01 * largest)
+
+
+def test_an_expert_without_tokens_has_no_gradient(monkeypatch):
+    """Blackwell leaves its gradient unwritten."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    from megarl.actor.experts import grouped_linear
+
+    tokens = torch.randn(5, 16, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(4, 8, 16, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    ends = torch.tensor([2, 2, 5, 5], dtype=torch.int32, device="cuda")
+    grouped_linear(tokens, weight, ends).float().square().sum().backward()
+    sizes = weight.grad.float().square().sum((1, 2)).cpu()
+    assert sizes[1] == sizes[3] == 0 and sizes[0] > 0 and sizes[2] > 0
