@@ -47,19 +47,30 @@ def make_directory(path: Path) -> None:
         fsync_path(directory.parent)
 
 
+def check_new(path: Path) -> None:
+    """`UserError` if ``path`` exists."""
+    if path.exists() or path.is_symlink():
+        raise UserError(f"{path} exists already: choose a path that does not exist")
+
+
 @contextlib.contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary directory beside ``path``; on success sync all of it and rename it to ``path``.
 
-    Temporary directories of killed attempts are removed first. Each attempt uses a unique name, so that a process left
-    over from an earlier attempt cannot write into the new directory. ``path`` itself must not exist.
+    An error removes the temporary directory; those of killed attempts are removed first. Each attempt uses a unique
+    name, so that a process left over from an earlier attempt cannot write into the new directory. ``path`` itself must
+    not exist.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{time.monotonic_ns()}.tmp")
     with disk_errors(path):
         for leftover in path.parent.glob(f".{path.name}.*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
         make_directory(temporary)
-        yield temporary
+        try:
+            yield temporary
+        except (Exception, KeyboardInterrupt):  # not GeneratorExit: a fork that drops its copy must remove nothing
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         for file in sorted(temporary.rglob("*")):
             fsync_path(file)
         fsync_path(temporary)

@@ -244,7 +244,7 @@ class RolloutStore:
 
     def _open(self, entry: LedgerEntry) -> Shard:
         self.verify(entry)
-        return Shard(self.directory / entry.shard)
+        return Shard.open(self.directory / entry.shard)
 
 
 def seal(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -30,15 +31,15 @@ SCHEMA = pa.schema(
         ("weights_hash", pa.dictionary(pa.int8(), pa.string())),
     ]
 )
-# Optional columns; a shard has them only if one of its responses needs them.
-# version of each token, for a response that was continued under another policy; null: policy_version for all tokens
-VERSIONS = pa.field("policy_versions", pa.list_(pa.int32()))
-# which tokens the policy sampled, for a response of several turns; null: all
-LOSS_MASK = pa.field("loss_mask", pa.list_(pa.bool_()))
-# whether the response is right, if the reward is more than that; null: the reward says it
-CORRECT = pa.field("correct", pa.float64())
-# the answer that an evaluated response gave, if the verifier compares answers; null: none
-ANSWER = pa.field("answer", pa.string())
+# a shard has one of these columns only if one of its responses has a value in this field, which is null in the others
+OPTIONAL = pa.schema(
+    [
+        ("policy_versions", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("correct", pa.float64()),
+        ("answer", pa.string()),
+    ]
+)
 # the experts that the engine recorded, [layers, top_k] per token in the smallest type that holds an expert's id;
 # readers that do not use this column pay nothing for it, since the file is mapped
 EXPERTS = "routed_experts"
@@ -100,11 +101,9 @@ def any_unfinished(responses: Iterable[Response]) -> bool:
 
 
 class Shard:
-    """Reads one memory-mapped shard. A list column is (offsets, flat values), so that reading a group is slicing."""
+    """Reads the groups of a shard. A list column is (offsets, flat values), so that reading a group is slicing."""
 
-    def __init__(self, path: Path) -> None:
-        with pa.memory_map(str(path)) as source:
-            batch = pa.ipc.open_file(source).get_batch(0)
+    def __init__(self, batch: pa.RecordBatch) -> None:
         self.prompts, self.tokens, self.logprobs = (
             (batch[name].offsets.to_numpy(), batch[name].values.to_numpy())
             for name in ("prompt_tokens", "response_tokens", "rollout_logprobs")
@@ -112,34 +111,40 @@ class Shard:
         self.rewards = batch["reward"].to_numpy()
         self.versions = batch["policy_version"].to_numpy()
         self.finish_reasons = batch["finish_reason"].to_pylist()
-        self.token_versions = batch[VERSIONS.name] if VERSIONS.name in batch.schema.names else None
-        self.correct = batch[CORRECT.name].to_pylist() if CORRECT.name in batch.schema.names else None
-        self.answers = batch[ANSWER.name].to_pylist() if ANSWER.name in batch.schema.names else None
-        self.masks = batch[LOSS_MASK.name] if LOSS_MASK.name in batch.schema.names else None
+        self.optional = {name: batch[name] for name in OPTIONAL.names if name in batch.schema.names}
         self.experts = _experts_column(batch[EXPERTS]) if EXPERTS in batch.schema.names else None
         ids, first, count = np.unique(batch["group_id"].to_numpy(), return_index=True, return_counts=True)
         self.rows = {int(i): range(int(f), int(f + n)) for i, f, n in zip(ids, first, count, strict=True)}
 
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """The shard of a file, which stays memory-mapped."""
+        with pa.memory_map(str(path)) as source:
+            return cls(pa.ipc.open_file(source).get_batch(0))
+
     def group(self, group_id: int) -> Group:
-        """One group, as read-only views of the mapped file."""
+        """One group, as read-only views of the shard."""
         rows = self.rows[group_id]
         prompt = _slice(self.prompts, rows.start)
         return Group(group_id, prompt, tuple(self._response(row) for row in rows))
 
     def _response(self, row: int) -> Response:
-        tokens, logprobs = _slice(self.tokens, row), _slice(self.logprobs, row)
-        versions = None
-        if self.token_versions is not None and self.token_versions[row].is_valid:
-            versions = self.token_versions[row].values.to_numpy()
-        reward, version = float(self.rewards[row]), int(self.versions[row])
-        experts = None if self.experts is None else _slice(self.experts, row)
-        correct = None if self.correct is None else self.correct[row]
-        answer = None if self.answers is None else self.answers[row]
-        mask = None
-        if self.masks is not None and self.masks[row].is_valid:
-            mask = self.masks[row].values.to_numpy(zero_copy_only=False)
-        reason = self.finish_reasons[row]
-        return Response(tokens, logprobs, reward, reason, version, versions, experts, correct, answer, mask)
+        return Response(
+            tokens=_slice(self.tokens, row),
+            rollout_logprobs=_slice(self.logprobs, row),
+            reward=float(self.rewards[row]),
+            finish_reason=self.finish_reasons[row],
+            policy_version=int(self.versions[row]),
+            routed_experts=None if self.experts is None else _slice(self.experts, row),
+            **{name: _value(column[row]) for name, column in self.optional.items()},
+        )
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    """The value of a field in `OPTIONAL`, a list as an array."""
+    if isinstance(scalar, pa.ListScalar) and scalar.is_valid:
+        return scalar.values.to_numpy(zero_copy_only=False)
+    return scalar.as_py()
 
 
 def validate(groups: Sequence[Group]) -> None:
@@ -162,6 +167,8 @@ def validate(groups: Sequence[Group]) -> None:
             if not logprobs.max() <= LOGPROB_TOLERANCE or not np.isfinite(logprobs.min()):  # a NaN fails the first
                 raise UserError(f"{here}: log-probs must be finite and <= 0, got {logprobs.min()} to {logprobs.max()}")
             versions, first = response.policy_versions, response.policy_version
+            if not FIRST_VERSION <= first < -FIRST_VERSION:
+                raise UserError(f"{here}: policy_version {first} does not fit into 32 bits")
             if versions is not None and not (
                 versions.dtype == np.int32 and versions.shape == logprobs.shape and versions[0] == first
             ):
@@ -207,6 +214,15 @@ def _check_tokens(tokens: np.ndarray, where: str) -> None:
 
 def encode(groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> pa.Buffer:
     """Encode groups as one Arrow IPC file, uncompressed so that it can be mapped."""
+    batch = to_batch(groups, weights_hash, logprob_mode)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as file:
+        file.write_batch(batch)
+    return sink.getvalue()
+
+
+def to_batch(groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> pa.RecordBatch:
+    """The rows of a shard: one for each response."""
     rows = [(group, sample, response) for group in groups for sample, response in enumerate(group.responses)]
     same = pa.array(np.zeros(len(rows), np.int8))
     columns = {
@@ -221,30 +237,17 @@ def encode(groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> pa.
         "logprob_mode": pa.DictionaryArray.from_arrays(same, [logprob_mode]),
         "weights_hash": pa.DictionaryArray.from_arrays(same, [weights_hash]),
     }
-    schema, versions = SCHEMA, [response.policy_versions for _, _, response in rows]
-    if any(per_token is not None for per_token in versions):
-        schema = schema.append(VERSIONS)
-        columns[VERSIONS.name] = pa.array(versions, VERSIONS.type)
-    masks = [response.loss_mask for _, _, response in rows]
-    if any(mask is not None for mask in masks):
-        schema = schema.append(LOSS_MASK)
-        columns[LOSS_MASK.name] = pa.array(masks, LOSS_MASK.type)
-    correct = [response.correct for _, _, response in rows]
-    if any(value is not None for value in correct):
-        schema = schema.append(CORRECT)
-        columns[CORRECT.name] = pa.array(correct, CORRECT.type)
-    answers = [response.answer for _, _, response in rows]
-    if any(value is not None for value in answers):
-        schema = schema.append(ANSWER)
-        columns[ANSWER.name] = pa.array(answers, ANSWER.type)
+    schema = SCHEMA
+    for field in OPTIONAL:
+        values = [getattr(response, field.name) for _, _, response in rows]
+        if any(value is not None for value in values):
+            schema = schema.append(field)
+            columns[field.name] = pa.array(values, field.type)
     experts = [response.routed_experts for _, _, response in rows if response.routed_experts is not None]
     if experts:
         columns[EXPERTS] = _experts_array(experts)
         schema = schema.append(pa.field(EXPERTS, columns[EXPERTS].type))
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema) as file:
-        file.write_batch(pa.RecordBatch.from_pydict(columns, schema=schema))
-    return sink.getvalue()
+    return pa.RecordBatch.from_pydict(columns, schema=schema)
 
 
 def _offsets(arrays: list[np.ndarray]) -> np.ndarray:

@@ -26,7 +26,7 @@ from megarl.storage.checked_json import Record
 from megarl.storage.ledger import check_size
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir.evaluations import SuiteResponses
-from megarl.storage.shards import ANSWER, CORRECT, LOSS_MASK, SCHEMA, VERSIONS
+from megarl.storage.shards import OPTIONAL, SCHEMA
 from megarl.views.responses.select import decoder, stages
 from megarl.views.responses.text import escape
 from megarl.views.run_reader import interval, read_run
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MEMORY = "1GB"  # limit of DuckDB's memory, which does not count pages of mapped files
 SHOWN_ROWS, SHOWN_CHARACTERS = 100, 60  # in a terminal: rows of a table, characters of a cell
 _BATCH = 1024  # rows that are fetched at a time
-_COLUMNS = [*SCHEMA, VERSIONS, CORRECT, ANSWER, LOSS_MASK]
+_COLUMNS = [*SCHEMA, *OPTIONAL]
 _PLACES = {  # columns that each table of shards gets in addition, which say where a row comes from
     "shards": [("stage", pa.int32()), ("shard", pa.string())],
     "unfinished_shards": [("stage", pa.int32()), ("shard", pa.string())],  # cut at the token budget of their stage

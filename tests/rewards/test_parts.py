@@ -147,7 +147,7 @@ def test_correctness_and_reward_are_stored_separately(tmp_path):
     group = Group(0, np.ones(1, np.int32), (response(1.1, 1.0), response(0.0, None), response(-0.5, 0.0)))
     for stored, correct in ((group, [1, 0, 0]), (Group(0, group.prompt_tokens, group.responses[1:2]), [0])):
         (tmp_path / "shard").write_bytes(encode([stored], "hash", "raw"))
-        found = Shard(tmp_path / "shard").group(0).responses
+        found = Shard.open(tmp_path / "shard").group(0).responses
         assert [(r.reward, r.correct) for r in found] == [(r.reward, r.correct) for r in stored.responses]
         assert [r.correctness for r in found] == correct
     assert summary([group])["correct/mean"] == pytest.approx(1 / 3)

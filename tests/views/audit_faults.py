@@ -48,7 +48,7 @@ def rewrite(run, change, stage=0):
     """Replace the groups of the stage's first shard by ``change(groups)``, in shard, ledger and seal."""
     first, *others = entries_of(run, stage)
     path = run / f"stages/{stage:03d}/rollouts" / first.shard
-    shard = Shard(path)
+    shard = Shard.open(path)
     groups = change([shard.group(group) for group in first.groups])
     payload = encode(groups, first.weights_hash, first.logprob_mode)
     path.unlink()

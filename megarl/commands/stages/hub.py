@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.commands.stages.packed import CARD, MANIFEST, MAX_MANIFEST, Manifest, Source, check_space
-from megarl.commands.stages.target import new_directory
 from megarl.errors import PhaseFailed, UserError
 from megarl.storage.checkpoints import FileSum
-from megarl.storage.files import disk_errors
+from megarl.storage.files import atomic_directory, check_new, disk_errors
 
 
 def push(packed: Path, repository: str, private: bool) -> str:
@@ -52,7 +51,8 @@ def pull(repository: str, output: Path, revision: str | None) -> str:
     output = output.resolve()
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
-    with new_directory(output) as temporary:
+    check_new(output)
+    with atomic_directory(output) as temporary:
         with _errors(repository), disk_errors(output):
             info = HfApi().dataset_info(repository, revision=revision, files_metadata=True)
             commit, sizes = info.sha, {file.rfilename: file.size for file in info.siblings or ()}

@@ -11,13 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.commands.stages.foreign import vocabulary_size
-from megarl.commands.stages.rows import Limits, Row, prompt_of, read_rows, response_of
-from megarl.commands.stages.target import new_directory
+from megarl.commands.stages.rows import Row, RowLimits, prompt_of, read_rows, response_of, vocabulary_size
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.load import Overrides, load_recipe
 from megarl.recipe.tables import Recipe
+from megarl.storage.files import atomic_directory, check_new
 from megarl.storage.policies import check_weights, copy_policy
 from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir
@@ -44,11 +43,12 @@ def ingest(recipe_path: Path, overrides: Overrides, files: Sequence[Path], targe
     """
     recipe, target = load_recipe(recipe_path, overrides), target.resolve()
     _check_recipe(recipe)
-    with new_directory(target) as temporary:
+    check_new(target)
+    with atomic_directory(target) as temporary:
         run = RunDir.create(temporary, recipe)
         stage = run.stage(0)
         info = copy_policy(recipe.model.path, recipe.model.tokenizer_path, stage.policy)
-        limits = Limits.of(recipe, vocabulary_size(stage.policy), 0, info.weights_hash)
+        limits = RowLimits.of(recipe, vocabulary_size(stage.policy), 0, info.weights_hash)
         rows = (row for path in files for row in read_rows(path, ignored))
         responses = tokens = 0
         with RolloutWriter(stage.rollouts, weights_hash=info.weights_hash, logprob_mode="processed") as writer:
@@ -82,7 +82,7 @@ def _check_recipe(recipe: Recipe) -> None:
         )
 
 
-def _groups(rows: Iterator[tuple[str, Row]], limits: Limits, recipe: Recipe) -> Iterator[Group]:
+def _groups(rows: Iterator[tuple[str, Row]], limits: RowLimits, recipe: Recipe) -> Iterator[Group]:
     """Yield each group as soon as it has all its responses; `UserError` if it has too many or, at the end, too few."""
     size, expected = recipe.rollout.responses_per_prompt, recipe.groups_per_stage
     pending: dict[int | str, _Pending] = {}

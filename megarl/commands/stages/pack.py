@@ -29,11 +29,10 @@ from megarl.commands.stages.packed import (
     check_name,
     write_tar,
 )
-from megarl.commands.stages.target import check_new, new_directory
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
 from megarl.storage.checkpoints import FileSum, checkpoints
-from megarl.storage.files import disk_errors, file_sha256, make_directory
+from megarl.storage.files import atomic_directory, check_new, disk_errors, file_sha256, make_directory
 from megarl.storage.ledger import LEDGER, SEALED
 from megarl.storage.policies import check_policy, read_info, write_info
 from megarl.storage.rollouts import RolloutStore
@@ -64,7 +63,7 @@ def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool, 
     make_directory(output.parent)
     with disk_errors(output):
         if output.suffix != ".tar":
-            with new_directory(output) as folder:
+            with atomic_directory(output) as folder:
                 return _pack(stage, folder, licence, weights, prompts)
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=".megarl-pack-") as scratch:
             manifest = _pack(stage, Path(scratch) / "stage", licence, weights, prompts)
@@ -184,7 +183,7 @@ def _portable(recipe: Recipe) -> dict[str, Any]:
 
 
 def replaced(tree: Any, names: dict[str, str]) -> Any:
-    """A copy of a table in which every string that is a key of ``names`` is replaced by its value."""
+    """A copy of a table, at any depth, in which every string that is a key of ``names`` is replaced by its value."""
     if isinstance(tree, dict):
         return {key: replaced(value, names) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -193,11 +192,11 @@ def replaced(tree: Any, names: dict[str, str]) -> Any:
 
 
 def without_machine(rollout: dict[str, Any]) -> dict[str, Any]:
-    """``[rollout]`` without settings that start programs or belong to the engines of one machine."""
+    """A copy of the table ``[rollout]`` without `sglang_python` (a program) and the options of vLLM and SGLang."""
     return {key: value for key, value in rollout.items() if key not in ("sglang_python", "vllm", "sglang")}
 
 
 def without_code(reward: dict[str, Any]) -> dict[str, Any]:
-    """``[reward]`` without code that it would run, and without servers that it would ask."""
+    """A copy of the table ``[reward]`` without `path` (Python code), `service` (a server) and parts of kind python."""
     parts = [part for part in reward.get("parts", []) if part.get("kind") != "python"]
     return {key: value for key, value in reward.items() if key not in ("service", "path")} | {"parts": parts}

@@ -10,13 +10,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.errors import UserError, nearest
+from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
 from megarl.storage.shards import FINISH_REASONS, FIRST_VERSION, LOGPROB_TOLERANCE, UNFINISHED, Response
 
@@ -30,7 +31,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Limits:
+class RowLimits:
     """The limits that the rows of a stage must keep."""
 
     vocabulary: int  # number of token ids
@@ -40,9 +41,17 @@ class Limits:
     weights_hash: str  # of that policy
 
     @classmethod
-    def of(cls, recipe: Recipe, vocabulary: int, newest: int, weights_hash: str) -> Limits:
+    def of(cls, recipe: Recipe, vocabulary: int, newest: int, weights_hash: str) -> Self:
         longest = recipe.rollout.max_response_tokens
         return cls(vocabulary, recipe.data.max_prompt_tokens, longest, newest, weights_hash)
+
+
+def vocabulary_size(model: Path) -> int:
+    """The ``vocab_size`` in the config.json of a model; `UserError` if it has none."""
+    size = read_hf_config(model).get("vocab_size")
+    if type(size) is not int or size < 1:
+        raise UserError(f"{model}/config.json: vocab_size is {str(size)[:60]!a}, expected an integer")
+    return size
 
 
 def read_rows(path: Path, ignored: Sequence[str]) -> Iterator[tuple[str, Row]]:
@@ -93,7 +102,7 @@ def _check_columns(where: str, row: Row) -> None:
         raise UserError(f"{where} has an unknown column {name!r}: {hint}Use --ignore {name} to skip it")
 
 
-def prompt_of(where: str, row: Row, limits: Limits) -> np.ndarray:
+def prompt_of(where: str, row: Row, limits: RowLimits) -> np.ndarray:
     """The checked prompt of a row, [p] int32. ``where``, for error messages, is "FILE, row N"."""
     tokens = _tokens(where, "prompt_tokens", row, limits.vocabulary)
     if len(tokens) > limits.prompt_tokens:
@@ -104,7 +113,7 @@ def prompt_of(where: str, row: Row, limits: Limits) -> np.ndarray:
     return tokens
 
 
-def response_of(where: str, row: Row, limits: Limits) -> Response:
+def response_of(where: str, row: Row, limits: RowLimits) -> Response:
     """The checked response of a row. Log-probs of tokens that the policy did not sample become 0."""
     tokens = _tokens(where, "response_tokens", row, limits.vocabulary)
     if len(tokens) > limits.response_tokens:
@@ -177,7 +186,9 @@ def _logprobs(where: str, row: Row, sampled: np.ndarray) -> np.ndarray:
     return np.array(masked, np.float32)
 
 
-def _versions(where: str, row: Row, length: int, sampled: np.ndarray, limits: Limits) -> tuple[int, np.ndarray | None]:
+def _versions(
+    where: str, row: Row, length: int, sampled: np.ndarray, limits: RowLimits
+) -> tuple[int, np.ndarray | None]:
     """(policy version of the first token, [n] int32 versions of all tokens or None if they are equal)."""
     if row.get("policy_versions") is not None:
         value = _list(where, "policy_versions", row, length)

@@ -1,6 +1,7 @@
 """``megarl stage unpack``: makes a run directory of a packed stage, in which it can be read and optimized.
 
-The run is like a branch: ``packed/`` has the verified files, and ``stages/`` links to them. Settings of the packed
+The run is like a branch: ``packed/`` has the verified files, and ``stages/`` links to them; the rollouts among them are
+written anew by the store's writer. Settings of the packed
 recipe that name a file outside the packed stage, start a program or ask a server are removed or refused; whoever
 unpacks the stage gives their own with ``--set``.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import shutil
 import string
 import tempfile
@@ -17,7 +19,9 @@ from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.stages.foreign import check_foreign_shard, vocabulary_size
+import psutil
+import pyarrow as pa
+
 from megarl.commands.stages.pack import replaced, without_code, without_machine
 from megarl.commands.stages.packed import (
     CHECKPOINTS,
@@ -29,21 +33,23 @@ from megarl.commands.stages.packed import (
     Manifest,
     Source,
 )
-from megarl.commands.stages.target import new_directory
+from megarl.commands.stages.rows import vocabulary_size
 from megarl.errors import UserError
 from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import Overrides, apply_overrides, parse_override, parse_recipe, read_tables
 from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import write_checked
-from megarl.storage.files import file_sha256, make_directory
-from megarl.storage.ledger import check_seal
+from megarl.storage.files import atomic_directory, check_new, file_sha256, make_directory
+from megarl.storage.ledger import LEDGER, SEALED, LedgerEntry, check_seal
 from megarl.storage.metrics.trackers import NONE as NO_TRACKERS
 from megarl.storage.policies import check_policy, check_weights, copy_weights, is_mxfp4, read_info, weight_files
-from megarl.storage.rollouts import RolloutStore
+from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.run_dir.recipes import EVALUATION
+from megarl.storage.shards import Shard, to_batch, validate
 from megarl.views.audit.rollouts import check_shard
 
+_MEMORY = 1 << 28  # bytes for the rows of a small shard
 PACKED = "packed"  # directory in the run directory, with the files of the packed stage
 # settings that --set may change, since the stored rollouts do not depend on them
 _OPEN = (*TRAINING_TABLES, "reward.", "metrics.", "run.")
@@ -67,7 +73,8 @@ def unpack(
     `UserError`, of one line, for anything that contradicts the manifest, the recipe or the rules of a run directory.
     """
     target, opened = target.resolve(), Source(source)
-    with new_directory(target) as temporary:
+    check_new(target)
+    with atomic_directory(target) as temporary:
         folder, manifest = temporary / PACKED, opened.manifest
         opened.copy_to(folder)
         _add_prompts(manifest, folder, prompts)
@@ -238,12 +245,35 @@ def _check(stage: Stage, manifest: Manifest) -> None:
             raise UserError(
                 f"the policy of the packed stage has had {info.version} updates, which does not fit its stage"
             )
-    _check_rollouts(stage, manifest)
+    _rewrite_rollouts(stage, manifest)
 
 
-def _check_rollouts(stage: Stage, manifest: Manifest) -> None:
+def _rewrite_rollouts(stage: Stage, manifest: Manifest) -> None:
+    """Replace the packed shards, ledger and seal by new ones of the store's writer with the same groups.
+
+    So whatever a stranger's file contains, the run only ever maps files that megarl wrote.
+    """
+    store, vocabulary = _packed_store(stage, manifest), vocabulary_size(stage.policy)
+    packed = stage.rollouts.resolve()
+    with tempfile.TemporaryDirectory(dir=packed.parent, prefix=".rollouts-") as scratch:
+        mode = store.entries[0].logprob_mode
+        rewritten = Path(scratch) / ROLLOUTS
+        with RolloutWriter(rewritten, weights_hash=manifest.weights_hash, logprob_mode=mode) as writer:
+            for entry in store.entries:
+                store.verify(entry)
+                writer.append(_read_foreign(packed / entry.shard, entry, vocabulary))
+        everything = store.group_ids == list(store.chosen)
+        seal(rewritten, stage.groups, None if everything else store.chosen, external=store.external)
+        shutil.rmtree(packed)
+        os.rename(rewritten, packed)
+    for entry in RolloutStore(stage.rollouts).entries:
+        for problem in check_shard(stage, stage.rollouts, entry):
+            raise UserError(problem)
+
+
+def _packed_store(stage: Stage, manifest: Manifest) -> RolloutStore:
+    """The packed rollouts; `UserError` if ledger, seal and manifest do not agree. Reads no shard."""
     check_seal(stage.rollouts)
-    vocabulary = vocabulary_size(stage.policy)
     try:
         store = RolloutStore(stage.rollouts)
         chosen: Any = sorted(set(store.chosen))
@@ -251,7 +281,7 @@ def _check_rollouts(stage: Stage, manifest: Manifest) -> None:
         listed = {entry.shard for entry in store.entries}
     except (TypeError, ValueError, AttributeError, LookupError) as error:
         raise UserError(f"the ledger of the packed stage is unusable: {error}") from error
-    extra = set(manifest.below(ROLLOUTS)) - listed - {"SEALED", "ledger.jsonl"}
+    extra = set(manifest.below(ROLLOUTS)) - listed - {SEALED, LEDGER}
     foreign = [group for group in store.group_ids if group not in stage.groups]
     if extra or foreign or unordered or len(chosen) != stage.run.recipe.groups_per_stage or store.missing(chosen):
         what = f"{min(extra)} is not in its ledger" if extra else "its groups are not those of its recipe"
@@ -261,9 +291,43 @@ def _check_rollouts(stage: Stage, manifest: Manifest) -> None:
             raise UserError(f"the ledger of the packed stage names {entry.shard[:200]!a}, which is not part of it")
         if entry.weights_hash != manifest.weights_hash:
             raise UserError(f"{entry.shard} was generated by another policy than the packed one")
-        check_foreign_shard(stage.rollouts / entry.shard, vocabulary)
-        for problem in check_shard(stage, stage.rollouts, entry):
-            raise UserError(problem)
+    return store
+
+
+def _read_foreign(path: Path, entry: LedgerEntry, vocabulary: int) -> list[Group]:
+    """The groups of a shard from a stranger; `UserError`, of one line, unless they encode to the same rows again.
+
+    Arrow decompresses whatever a file says is compressed, so the memory for it is limited.
+    """
+    try:
+        with _limited_memory(_MEMORY + 16 * path.stat().st_size), pa.memory_map(str(path)) as source:
+            batch = pa.ipc.open_file(source, memory_pool=pa.system_memory_pool()).get_batch(0)
+            batch.validate(full=True)  # Arrow itself trusts the offsets and indices in a file
+            shard = Shard(batch)
+            groups = [shard.group(group) for group in shard.rows]
+            validate(groups)
+            for name, (_, tokens) in {"prompt_tokens": shard.prompts, "response_tokens": shard.tokens}.items():
+                if tokens.max() >= vocabulary:
+                    raise ValueError(f"a token of {name} is outside the vocabulary of {vocabulary}")
+            if tuple(shard.rows) != entry.groups:
+                raise ValueError("its groups are not those in its line of the ledger")
+            if not to_batch(groups, entry.weights_hash, entry.logprob_mode).equals(batch):
+                raise ValueError("its rows are not complete groups in order, with the columns of a shard")
+    except Exception as error:  # a file made on purpose can make every step fail
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise UserError(f"{path} is not a valid shard: {reason}") from error
+    return groups
+
+
+@contextlib.contextmanager
+def _limited_memory(more: int) -> Iterator[None]:
+    """Let this process map at most ``more`` bytes in addition to those that it has; beyond that is a MemoryError."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def describe_unpacked(manifest: Manifest, target: Path) -> str:

@@ -67,7 +67,7 @@ def check_shard(stage: Stage, directory: Path, entry: LedgerEntry) -> Iterator[s
     path = directory / entry.shard
     try:
         verify_shard(path, entry)
-        shard = Shard(path)
+        shard = Shard.open(path)
         groups = [shard.group(group) for group in shard.rows]
         validate(groups)
     except (UserError, OSError, ValueError, KeyError) as error:

@@ -138,7 +138,7 @@ def open_shard(directory: Path, entry: LedgerEntry) -> Shard:
     """The mapped shard of a line of the ledger; `UserError` if its size or its groups differ from the line."""
     check_size(directory / entry.shard, entry)
     try:
-        shard = Shard(directory / entry.shard)
+        shard = Shard.open(directory / entry.shard)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{directory / entry.shard} is damaged: {error}; `megarl audit` gives details") from error
     if tuple(shard.rows) != entry.groups:

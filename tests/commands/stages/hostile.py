@@ -9,6 +9,7 @@ import tomllib
 import zlib
 from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 import tomli_w
 
@@ -221,20 +222,22 @@ def compressed(batch):
     return to_file(batch, compression="zstd")
 
 
-def hidden_compression(batch):
-    """The compressed messages that the footer names come after a mark at which readers of the stream stop."""
-    data, places = compressed(batch), []
-    stream = pa.BufferReader(data[8:])
-    reader = pa.ipc.MessageReader.open_stream(stream)
-    for _ in range(4):  # schema, two dictionaries, batch
-        places.append(8 + stream.tell())
-        reader.read_next_message()
-    begin = len(data) - 10 - struct.unpack_from("<i", data, len(data) - 10)[0]
-    footer = data[begin:]
-    for place in places[1:]:
-        assert footer.count(struct.pack("<q", place)) == 1
-        footer = footer.replace(struct.pack("<q", place), struct.pack("<q", place + 8))
-    return data[:8] + b"\xff\xff\xff\xff\0\0\0\0" + data[8:begin] + footer
+def bomb(batch):
+    """A compressed shard of some KB, whose rows would take 512 MiB."""
+    tokens = batch["response_tokens"]
+    n = 1 << 27
+    offsets = [*tokens.offsets.to_pylist()[:-1], n]
+    many = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(np.zeros(n, np.int32)))
+    return to_file(column(batch, "response_tokens", many), compression="zstd")
+
+
+def far_length(batch):
+    """A compressed buffer that claims to have 2^40 bytes."""
+    data = bytearray(compressed(batch))
+    length = struct.pack("<q", 4 * len(batch["response_tokens"].values))
+    place = data.index(length + b"\x28\xb5\x2f\xfd")  # before the magic number of a zstd frame
+    data[place : place + 8] = struct.pack("<q", 1 << 40)
+    return bytes(data)
 
 
 def far_version(batch):
@@ -265,6 +268,10 @@ def unknown_token(batch):
 def mixed_groups(batch):
     order = pa.array([1, 0, *range(2, batch.num_rows)])
     return to_file(batch.take(order))
+
+
+def one_more_column(batch):
+    return to_file(batch.append_column("code", pa.array(["x"] * batch.num_rows)))
 
 
 def nulls(batch):
@@ -308,8 +315,8 @@ ATTACKS = {
     "other groups": (recipe_with("schedule", prompts_per_update=2), "not those of its recipe"),
     "a ledger that points outside": (rewritten_ledger(outside), "not in its ledger|not part of it"),
     "another policy": (rewritten_ledger(other_policy), "another policy|was sampled with"),
-    "a compressed shard": (with_shard(compressed), "compressed"),
-    "a batch after the end of the stream": (with_shard(hidden_compression), "that its footer names"),
+    "a compressed shard of many rows": (with_shard(bomb), "is not a valid shard: .*(alloc|mmap)"),
+    "a compressed buffer of terabytes": (with_shard(far_length), "is not a valid shard"),
     "a version beyond 32 bits": (with_shard(far_version), "32 bits"),
     "a group chosen twice": (chosen(0, 0, *range(1, 8)), "not those of its recipe"),
     "groups chosen in disorder": (chosen(1, 0, *range(2, 8)), "not those of its recipe"),
@@ -338,6 +345,7 @@ ATTACKS = {
     "offsets beyond the file": (with_shard(far_offsets), "is not a valid shard"),
     "an unknown token": (with_shard(unknown_token), "outside the vocabulary"),
     "groups in disorder": (with_shard(mixed_groups), "in order"),
-    "nulls": (with_shard(nulls), "has nulls"),
+    "a column that no shard has": (with_shard(one_more_column), "with the columns of a shard"),
+    "nulls": (with_shard(nulls), "is not a valid shard"),
     "a shard that is no Arrow file": (with_shard(not_arrow), "is not a valid shard"),
 }

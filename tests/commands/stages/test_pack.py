@@ -19,7 +19,7 @@ from megarl.storage.policies import INDEX_FILE, check_policy, weight_files
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
 from tests.actor.conftest import make_hf_model
-from tests.commands.stages.hostile import ATTACKS, recipe_with
+from tests.commands.stages.hostile import ATTACKS, compressed, recipe_with, with_shard
 from tests.commands.stages.made_up import agree, fill, make_run, sha, sums
 from tests.helpers import megarl, read_lines
 from tests.storage.quantised import quantise
@@ -159,6 +159,17 @@ def test_a_stage_without_weights_can_be_read_but_not_optimized(packed, tmp_path)
     assert json.loads(told.stdout)["prompt"] == 0
     refused = megarl("optimize", tmp_path / "b", "--stage", 0)
     assert refused.returncode == 2 and "safetensors" in refused.stderr
+
+
+def test_an_unpacked_run_has_only_shards_that_megarl_wrote(run, copy, tmp_path):
+    """Whatever form a shard has in the pack: here its buffers are compressed."""
+    with_shard(compressed)(copy, tmp_path)
+    unpack(copy, tmp_path / "b", None, [])
+    for original in run.stage(0).rollouts.glob("*.arrow"):
+        packed, rewritten = copy / "rollouts" / original.name, tmp_path / "b/stages/000/rollouts" / original.name
+        assert rewritten.read_bytes() == original.read_bytes()
+        assert not os.path.samefile(packed, rewritten)
+    assert any(sha(path) != sha(run.stage(0).rollouts / path.name) for path in (copy / "rollouts").glob("*.arrow"))
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
