@@ -12,9 +12,7 @@ from typing import Any
 
 from lab.results import Sweep, Value, at, difference, estimate, last
 from lab.tables import ONE_STAGE, SETS, STALENESS, read_all, sizes_of, text
-from megarl.views.report import page
-from megarl.views.report.chart import Chart
-from megarl.views.report.charts import COLOURS
+from megarl.views.report.pages import COLOURS, Chart, page
 from tools.chart_svg import charts_svg
 
 TABLES, FIGURES = Path("build/lab_tables.md"), Path("docs/lab")

@@ -93,14 +93,13 @@ def _sweep(options: argparse.Namespace) -> None:
 
 
 def _what_if(options: argparse.Namespace) -> None:
-    from megarl.commands.what_if import what_if
-    from megarl.views.what_if import estimates, table, write_figure
+    from megarl.commands.what_if import estimates, text_table, what_if, write_figure
 
     if options.fresh and options.fresh_stage is None:
         raise UserError("--fresh RUN needs --fresh-stage K: a stage of that run")
     fresh = None if options.fresh_stage is None else (options.fresh or options.run_dir, options.fresh_stage)
     rows = estimates(what_if(options.run_dir, options.stage, options.update, options.batches, fresh))
-    print(json.dumps(rows) if options.json else table(rows, given=fresh is not None))
+    print(json.dumps(rows) if options.json else text_table(rows, given=fresh is not None))
     if options.figure:
         write_figure(rows, f"{options.run_dir.name}, stage {options.stage}", options.figure)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from megarl.cli.arguments import Commands, add_run, command
@@ -145,14 +147,14 @@ def _trace(options: argparse.Namespace) -> None:
 
 
 def _runs(options: argparse.Namespace) -> None:
-    from megarl.views.runs import as_json, as_table, list_runs
+    from megarl.views.runs import list_runs, runs_table
 
     lines = list_runs(options.directory)
     if not options.json:
-        print(as_table(lines) if lines else f"there are no runs below {options.directory}")
+        print(runs_table(lines) if lines else f"there are no runs below {options.directory}")
         return
     for line in lines:
-        print(as_json(line))
+        print(json.dumps(asdict(line)))
 
 
 def _report(options: argparse.Namespace) -> None:

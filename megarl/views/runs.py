@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.errors import UserError
-from megarl.views.responses.text import escape
+from megarl.views.responses.text import aligned, escape
 from megarl.views.run_reader import Run, read_run
 
 
@@ -94,7 +92,7 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def as_table(lines: list[RunLine]) -> str:
+def runs_table(lines: list[RunLine]) -> str:
     """The list as a table for a terminal; stages count from 1 there."""
     rows = [["run", "state", "stage", "update", "accuracy", "reward"]]
     rows += [
@@ -108,9 +106,4 @@ def as_table(lines: list[RunLine]) -> str:
         ]
         for line in lines
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def as_json(line: RunLine) -> str:
-    return json.dumps(dataclasses.asdict(line))
+    return "\n".join(aligned(rows))

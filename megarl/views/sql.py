@@ -28,7 +28,7 @@ from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir.evaluations import SuiteResponses
 from megarl.storage.shards import OPTIONAL, SCHEMA
 from megarl.views.responses.select import decoder, stages
-from megarl.views.responses.text import escape
+from megarl.views.responses.text import aligned, escape
 from megarl.views.run_reader import interval, read_run
 
 if TYPE_CHECKING:
@@ -246,15 +246,8 @@ def as_table(rows: Iterator[Record]) -> str:
         return "no rows"
     cells = [[_cell(name) for name in shown[0]]]
     cells += [[_cell(value) for value in row.values()] for row in shown[:SHOWN_ROWS]]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    numbers = [isinstance(value, (int, float)) for value in shown[0].values()]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(row, widths, numbers, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
+    numbers = {n for n, value in enumerate(shown[0].values()) if isinstance(value, (int, float))}
+    lines = aligned(cells, right=numbers)
     if len(shown) > SHOWN_ROWS:
         lines.append(f"the first {SHOWN_ROWS} rows; --json prints all")
     return "\n".join(lines)

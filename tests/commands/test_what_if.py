@@ -13,14 +13,13 @@ import pytest
 from safetensors.torch import load_file
 
 from megarl.commands.evaluate import export_policy
-from megarl.commands.what_if import what_if
+from megarl.commands.what_if import text_table, what_if
 from megarl.errors import UserError
 from megarl.estimates import mean_of_replicates
 from megarl.objectives import OBJECTIVES
 from megarl.recipe.load import override_recipe
 from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.run_dir import RunDir
-from megarl.views.what_if import table
 from tests.helpers import events, megarl, metrics, processes_of, start_megarl, wait_for
 
 BATCHES = 3
@@ -59,7 +58,7 @@ def rows(run, tmp_path_factory):
 
 
 def test_the_table_fits_into_80_columns(rows):
-    lines = table(list(rows.values())).splitlines()
+    lines = text_table(list(rows.values())).splitlines()
     assert max(map(len, lines)) <= 80
     line = next(line for line in lines if line.startswith("m2po "))
     row = rows[0, "m2po"]

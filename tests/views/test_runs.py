@@ -5,7 +5,7 @@ import json
 import shutil
 
 from megarl.storage.checked_json import append_json
-from megarl.views.runs import as_table, list_runs
+from megarl.views.runs import list_runs, runs_table
 from tests.helpers import megarl
 from tests.views.synthetic_run import ACCURACY, make_run
 
@@ -47,7 +47,7 @@ def test_the_newest_numbers_of_a_run_are_listed(tmp_path):
     last = json.loads(lines[199])
     assert (line.stage, line.update, line.updates) == (2, 200, 288)
     assert (line.accuracy, line.reward) == (ACCURACY[-1], last["reward/mean"])
-    table = as_table([line]).splitlines()
+    table = runs_table([line]).splitlines()
     assert table[1].split() == ["run", "stopped", "3", "200", "/", "288", "0.902", f"{last['reward/mean']:.3f}"]
 
 

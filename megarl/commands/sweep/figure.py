@@ -11,9 +11,7 @@ from megarl.commands.sweep.plan import Plan
 from megarl.commands.sweep.results import Estimate, Row
 from megarl.recipe.sweep import Point, SweepTable
 from megarl.storage.files import write_atomic
-from megarl.views.report import page
-from megarl.views.report.chart import Chart
-from megarl.views.report.charts import COLOURS
+from megarl.views.report.pages import Chart, colour, error_bars, page, table
 
 
 def write_figure(plan: Plan, found: Sequence[Row], output: Path) -> None:
@@ -88,26 +86,18 @@ def _trace(number: int, label: str, points: list[tuple[Point, Estimate]], along:
         "x": [point.values[along] if along else html.escape(point.name) for point, _ in points],
         "y": means,
         "marker": {"size": 8},
-        "line": {"width": 1.8, "color": COLOURS[number % len(COLOURS)]},
-        "error_y": {
-            "type": "data",
-            "symmetric": False,
-            "array": [high - mean for (_, high), mean in zip(bars, means, strict=True)],
-            "arrayminus": [mean - low for (low, _), mean in zip(bars, means, strict=True)],
-            "thickness": 1.5,
-        },
+        "line": {"width": 1.8, "color": colour(number)},
+        "error_y": error_bars(means, bars),
         "customdata": [[low, high] for low, high in bars],
         "hovertemplate": "%{x}: %{y:.3f}  [%{customdata[0]:.3f}, %{customdata[1]:.3f}]",
     }
 
 
 def _table(found: Sequence[Row]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("Point", "Suite", "Runs", "Accuracy", "Gain", "Difference"))
-    body = ""
+    rows = []
     for row in found:
         gain = row.gain.text("+") if row.gain else "-"
         difference = row.difference.text("+") if row.difference else "-"
-        cells = [row.suite, str(row.replicates), row.accuracy.text(), gain, difference]
-        body += f"<tr><th>{html.escape(row.point.name)}</th>"
-        body += "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-    return f'<table id="summary"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        cells = [row.point.name, row.suite, str(row.replicates), row.accuracy.text(), gain, difference]
+        rows.append(list(map(html.escape, cells)))
+    return table("summary", ("Point", "Suite", "Runs", "Accuracy", "Gain", "Difference"), rows)

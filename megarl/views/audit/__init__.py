@@ -29,6 +29,7 @@ from megarl.views.audit.rollouts import check_rollouts
 from megarl.views.audit.samples import check_samples
 from megarl.views.audit.totals import StageTotals
 from megarl.views.audit.updates import check_updates
+from megarl.views.responses.text import aligned
 
 HASH = 8  # characters of a policy's hash that are shown, so that a line fits into 80 columns
 SHOWN = 20  # problems that are listed of each check; a store that is wrong throughout may have millions
@@ -47,8 +48,7 @@ class Audit:
         heads = [field.name.partition("_") for field in dataclasses.fields(StageTotals)]
         rows = [[first if rest else "" for first, _, rest in heads], [rest or first for first, _, rest in heads]]
         rows += [[f"{x:,}" if isinstance(x, int) else x[:HASH] for x in vars(row).values()] for row in self.stages]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [" ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        lines = aligned(rows, right=range(len(heads)), gap=" ")
         lines += [f"note: {note}" for note in self.notes]
         ends = [f"does not agree: {problem}" for problem in self.problems] or ["everything that was checked agrees"]
         return "\n".join([*(lines if self.stages else ()), *ends])

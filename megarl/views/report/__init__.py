@@ -1,12 +1,7 @@
-"""One self-contained HTML page about one run or several side by side: `write_report`.
-
-The page loads nothing: it contains plotly.js, and a content security policy forbids the browser any request.
-"""
+"""One self-contained HTML page about one run or several side by side: `write_report`."""
 
 from __future__ import annotations
 
-import base64
-import gzip
 import html
 import json
 import math
@@ -15,8 +10,8 @@ from pathlib import Path
 from megarl.errors import UserError
 from megarl.storage.checked_json import Record
 from megarl.storage.files import write_atomic
-from megarl.views.report.chart import Chart
-from megarl.views.report.charts import COLOURS, make_charts
+from megarl.views.report.charts import make_charts
+from megarl.views.report.pages import colour, page, table
 from megarl.views.report.pairs import pair_charts, pair_columns
 from megarl.views.report.samples import samples_section
 from megarl.views.run_reader import Run, half_width, read_run
@@ -61,46 +56,13 @@ def render(runs: list[Run], samples: str = "") -> str:
     )
 
 
-def page(title: str, notes: str, summary: str, charts: list[Chart], below: str = "") -> str:
-    """A self-contained page: notes, summary table, charts, and ``below`` at its end. All texts are HTML."""
-    from plotly.offline import get_plotlyjs
-
-    charts = [chart for chart in charts if chart.traces or chart.empty]
-    figures = [{"data": chart.traces, "layout": chart.layout} for chart in charts]
-    parts = {
-        "title": title,
-        "notes": notes,
-        "summary": f'<div class="scroll">{summary}</div>' if summary else "",
-        "charts": "\n".join(_card(number, chart) for number, chart in enumerate(charts)),
-        "below": below,
-        # inside <script> only "</" and "<!--" could end the text, so < is written as an escape, which JSON allows
-        "figures": json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
-        # 2 MB instead of 5; the page decompresses it
-        "plotly": base64.b64encode(gzip.compress(get_plotlyjs().encode(), 4, mtime=0)).decode(),
-    }
-    text = Path(__file__).with_name("page.html").read_text()
-    pieces = text.split("@@")  # text, name, text, name, ..., text; inserted text is not searched for names again
-    return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
-
-
-def _card(number: int, chart: Chart) -> str:
-    body = f'<div class="plot" id="chart-{number}"></div>'
-    if not chart.traces:
-        body = f'<div class="empty" id="chart-{number}">{html.escape(chart.empty)}</div>'
-    title, hint = html.escape(chart.title), html.escape(chart.hint)
-    return f'<section class="card"><h2>{title}</h2>{body}<p>{hint}</p></section>'
-
-
 def _summary_table(runs: list[Run]) -> str:
     rows = [summary(run, cells) for run, cells in zip(runs, pair_columns(runs), strict=True)]
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
-    body = ""
-    for number, row in enumerate(rows):
-        swatch = f'<i style="background:{COLOURS[number % len(COLOURS)]}"></i>' if len(runs) > 1 else ""
-        cells = [html.escape(row.get(name, "-")) for name in columns]
-        body += f"<tr><th>{swatch}{cells[0]}</th>" + "".join(f"<td>{cell}</td>" for cell in cells[1:]) + "</tr>"
-    return f'<table id="summary"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    cells = [[html.escape(row.get(name, "-")) for name in columns] for row in rows]
+    if len(runs) > 1:
+        cells = [[f'<i style="background:{colour(n)}"></i>{first}', *rest] for n, (first, *rest) in enumerate(cells)]
+    return table("summary", map(html.escape, columns), cells)
 
 
 def _settings_table(runs: list[Run]) -> str:
@@ -111,13 +73,15 @@ def _settings_table(runs: list[Run]) -> str:
     differing = [key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1]
     if not differing:
         return "<p>The runs have the same recipe.</p>"
-    head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
-    body = ""
-    for key in differing:
-        values = [json.dumps(run.settings[key], default=str) if key in run.settings else "-" for run in runs]
-        body += f"<tr><th>{html.escape(key)}</th>" + "".join(f"<td>{html.escape(v)}</td>" for v in values) + "</tr>"
-    table = f'<table id="settings"><thead><tr><th>Setting</th>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div class="scroll">{table}</div>'
+    rows = [
+        [key, *(json.dumps(run.settings[key], default=str) if key in run.settings else "-" for run in runs)]
+        for key in differing
+    ]
+    return table(
+        "settings",
+        ["Setting", *(html.escape(run.name) for run in runs)],
+        ([html.escape(cell) for cell in row] for row in rows),
+    )
 
 
 def summary(run: Run, pair: dict[str, str] | None = None) -> dict[str, str]:

@@ -7,21 +7,11 @@ import re
 from typing import Any
 
 from megarl.storage.checked_json import Record
-from megarl.views.report.chart import Chart
 from megarl.views.report.curves import CURVES
 from megarl.views.report.detail import detail_charts
+from megarl.views.report.pages import Chart, colour, error_bars, line
 from megarl.views.run_reader import Run, interval, muted_by
 
-COLOURS = (
-    "#4c8bd6",
-    "#e0803a",
-    "#3fa37a",
-    "#b65fa8",
-    "#c9a227",
-    "#7d74d9",
-    "#d1606a",
-    "#4aa3b5",
-)  # legible on white and on black
 DASHES = ("solid", "dash", "dashdot", "longdash")  # tell suites apart if the page has several runs
 PHASE_COLOURS = {"rollout": "#4c8bd6", "optimize": "#e0803a", "evaluate": "#3fa37a"}
 POINTS = 1000  # of a curve at most; longer runs are averaged in bins, still finer than a screen shows
@@ -73,13 +63,7 @@ def _accuracy_curve(number: int, run: Run, evaluations: list[Record]) -> dict[st
     return line(number, [e["update"] for e in evaluations], accuracies) | {
         "mode": "lines+markers",
         "marker": {"size": 7},
-        "error_y": {
-            "type": "data",
-            "symmetric": False,
-            "array": [high - a for a, (_, high) in zip(accuracies, bounds, strict=True)],
-            "arrayminus": [a - low for a, (low, _) in zip(accuracies, bounds, strict=True)],
-            "thickness": 1.5,
-        },
+        "error_y": error_bars(accuracies, bounds),
         "customdata": [[e.get("prompts", "?"), low, high] for e, (low, high) in zip(evaluations, bounds, strict=True)],
         "hovertemplate": "%{y:.3f}  [%{customdata[1]:.3f}, %{customdata[2]:.3f}], %{customdata[0]} prompts",
     }
@@ -276,25 +260,8 @@ def _stages(runs: list[Run]) -> dict[str, Any]:
     return {"shapes": shapes, "annotations": labels}
 
 
-def line(number: int, x: list[Any], y: list[float]) -> dict[str, Any]:
-    """A plotly line in the colour of run ``number``."""
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": x,
-        "y": y,
-        "legendgroup": str(number),
-        "line": {"width": 1.8, "color": colour(number)},
-        "hovertemplate": "%{y:.4~g}",
-    }
-
-
 def _label(runs: list[Run], run: Run, label: str) -> str:
     return label if len(runs) == 1 else html.escape(f"{run.name} {label}".strip())
-
-
-def colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
 
 
 def smoothed(x: list[int], y: list[float], stage: int, window: int) -> list[float]:

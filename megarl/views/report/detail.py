@@ -7,7 +7,7 @@ from math import log10
 from typing import Any
 
 from megarl.storage.checked_json import Record
-from megarl.views.report.chart import Chart
+from megarl.views.report.pages import Chart
 from megarl.views.run_reader import Run
 
 TOKENS = 30  # bars in the chart of muted tokens

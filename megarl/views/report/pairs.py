@@ -11,8 +11,7 @@ import numpy as np
 from megarl.errors import UserError
 from megarl.estimates import Difference, mean_of_replicates
 from megarl.views.comparison import difference_at
-from megarl.views.report.chart import Chart
-from megarl.views.report.charts import colour, line
+from megarl.views.report.pages import Chart, colour, error_bars, line
 from megarl.views.run_reader import Run
 
 POINTS = 8  # updates at which two runs are compared, at most; each one reads all responses of two evaluations
@@ -77,13 +76,7 @@ def _differences(runs: list[Run]) -> Chart:
         trace = line(number, list(by_update), [one.mean for one in values])
         trace["name"] = html.escape(runs[number].name)
         trace["mode"] = "lines+markers"
-        trace["error_y"] = {
-            "type": "data",
-            "symmetric": False,
-            "array": [one.ci95[1] - one.mean for one in values],
-            "arrayminus": [one.mean - one.ci95[0] for one in values],
-            "thickness": 1.5,
-        }
+        trace["error_y"] = error_bars(trace["y"], [one.ci95 for one in values])
         chart.traces.append(trace)
     chart.layout["showlegend"] = len(chart.traces) > 1
     return chart

@@ -1,8 +1,9 @@
-"""Makes text that a model wrote harmless for a terminal."""
+"""Text for a terminal: what a model wrote is made harmless, and tables are aligned."""
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Collection, Sequence
 
 SHOWN = 1200  # characters that are left of a long text, half of them from its end
 _JOINERS = "\u200c\u200d"  # harmless formatting characters that some scripts and emoji need
@@ -37,3 +38,15 @@ def shorten(text: str, longest: int = SHOWN) -> str:
         return text
     half = longest // 2
     return f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), gap: str = "  ") -> list[str]:
+    """A line for each row, with cells below each other; the columns ``right`` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        gap.join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
